@@ -52,17 +52,17 @@ def training(state: hvd.elastic.TensorFlowKerasState) -> None:
         rows = list(state.sampler)
         for start in range(0, len(rows), args.batch_size):
             batch = rows[start:start + args.batch_size]
-            loss = step(x[batch], y[batch])
+            state.loss = float(step(x[batch], y[batch]))
             state.sampler.record_indices(batch)
             state.commit()
         if hvd.rank() == 0:
-            print(f"epoch {state.epoch}: loss {float(loss):.3f} of {hvd.size()} ranks", flush=True)
+            print(f"epoch {state.epoch}: loss {state.loss:.3f} of {hvd.size()} ranks", flush=True)
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)
         state.commit()
 
 
-training(hvd.elastic.TensorFlowKerasState(model, optimizer, epoch=0,
+training(hvd.elastic.TensorFlowKerasState(model, optimizer, epoch=0, loss=0.0,
                                           sampler=hvd.elastic.ElasticSampler(x[train])))
 accuracy = keras.ops.mean(keras.ops.argmax(model(x[test]), axis=1) == y[test])
 if hvd.rank() == 0:

@@ -7,7 +7,7 @@
 Importing it loads neither TensorFlow nor an MPI library. `mpistrat.tensorflow` and `mpistrat.keras` are built on it.
 """
 
-from .api import absent, common
+from .api import common, missing_names
 from .api.common import *  # noqa: F403
 from .api.ops import (
     AsyncResult,
@@ -61,4 +61,4 @@ __all__ = [
 ]
 __all__ += common.__all__
 
-__getattr__ = absent.explain(__name__, absent.ARRAYS)
+__getattr__ = missing_names.explain(__name__, missing_names.ARRAYS)

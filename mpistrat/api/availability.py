@@ -1,7 +1,7 @@
 """Which backends can run in this process, for `mpistrat doctor`.
 
 The dependencies of a backend are imported when it is checked: mpi4py loads an MPI library, and cupy is optional. Called
-by `mpistrat doctor`, in the process that cli/probe.py starts, and by mpi_built() and its like.
+by `mpistrat doctor`, in the process that cli/probe.py starts.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..core.errors import MpistratError
 from ..core.install import pip_extra
 from ..transport.mpi import library
+from .interop.own_gpu import why_no_cupy
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,10 @@ def _shared_memory_status() -> BackendStatus:
     return BackendStatus("shared_memory", True, "among the ranks of a host, of all sizes")
 
 
-def cupy_problem() -> str:
-    """Why tensors cannot be reduced on a GPU, whether there is one or not; "" if they can. Imports cupy."""
-    try:
-        from ..gpu import device  # noqa: F401
-    except ImportError as error:
-        return f"cupy cannot be imported: {error} ({pip_extra('gpu')})"
-    return ""
-
-
 def _nccl_status() -> BackendStatus:
-    problem = cupy_problem()
+    problem = why_no_cupy()
     if problem:
-        return BackendStatus("nccl", False, problem)
+        return BackendStatus("nccl", False, f"cupy is missing: {problem}")
     from ..gpu.device import Device, gpu_count
     if not Device.nccl_version():
         return BackendStatus("nccl", False, f"cupy finds no NCCL ({pip_extra('gpu')})")

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import MpistratError
-from ..core.interfaces import AgreementRound, ControlPlane, DataPlane, LocalChannel
+from ..core.interfaces import AgreementRound, ControlPlane, DataPlane
 from ..core.interruption import Interruption
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..negotiation.tree import edges_among, neighbours_of
+from ..negotiation.tree import Node, edges_among
 from ..transport.host_link import HostLink
 from ..transport.local import ThreadGroup
+from ..transport.shm.ring import LocalChannel, ShmRing, ring_bytes
 from ..transport.shm.segment import HostMemory, Regions
 from ..transport.unix_socket import UnixSocketChannel
 
@@ -118,7 +119,7 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
     if agreement is not None:
         channel.watch(agreement.has_news)
     leads = agreement is not None and rank == local_ranks[0] and bool(setup.remote_ranks)
-    control = MpiControl(comm.Dup(), channel, local_ranks, neighbours_of(rank, topology.size), leads, wait)
+    control = MpiControl(comm.Dup(), channel, local_ranks, Node(rank, topology.size).neighbours, wait, leads)
     _log_choice(topology, settings, data, agreement)
     return Backends(control, data, agreement)
 
@@ -127,7 +128,6 @@ def _build_for_one_host(setup: _Setup) -> _Parts | None:
     """All ranks share the memory of one host. None if they cannot. Collective."""
     from ..transport.shm.agreement import SharedMemoryAgreement
     from ..transport.shm.data import SharedMemoryData
-    from ..transport.shm.ring import ShmRing, ring_bytes
     local_ranks, chunk = setup.topology.local_ranks, SharedMemoryData.chunk_bytes
     edges = edges_among(local_ranks)
     regions = Regions(plane=SharedMemoryData.memory_bytes(len(local_ranks), chunk), channel=ring_bytes(edges))
@@ -146,7 +146,6 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
     from ..transport.hierarchical.leader_exchange import leader_exchange
     from ..transport.hierarchical.piggyback import Piggyback
     from ..transport.mpi.peer_wait import PeerWait
-    from ..transport.shm.ring import ShmRing, ring_bytes
     topology, settings, chunk = setup.topology, setup.settings, HierarchicalData.chunk_bytes
     count, edges = topology.local_size, edges_among(topology.local_ranks)
     slot_bytes = Piggyback.largest(topology.local_sizes) if settings.fast_path else 0

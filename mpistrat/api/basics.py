@@ -13,7 +13,7 @@ from ..core.roles import Role, assign_roles
 from ..core.roles import cluster_spec as _cluster_spec
 from ..transport.mpi import library
 from . import runtime
-from .availability import cupy_problem
+from .interop.own_gpu import why_no_cupy
 from .process_sets import ProcessSet
 
 logger = logging.getLogger(__name__)
@@ -142,10 +142,9 @@ def mpi_built() -> bool:
 
 def nccl_built() -> int:
     """Return NCCL's version code (22805 is 2.28.5), or 0 if NCCL cannot be used. Imports cupy if it is installed."""
-    try:
-        from ..gpu.device import Device
-    except ImportError:
+    if why_no_cupy():
         return 0
+    from ..gpu.device import Device
     return Device.nccl_version()
 
 
@@ -176,7 +175,7 @@ def rocm_built() -> bool:
 
 def cuda_built() -> bool:
     """Return whether tensors on CUDA GPUs can be reduced there, which needs cupy. Imports cupy if it is installed."""
-    return not cupy_problem()
+    return not why_no_cupy()
 
 
 def gpu_available(ext_base_name: str = "", verbose: bool = False) -> bool:
@@ -186,8 +185,10 @@ def gpu_available(ext_base_name: str = "", verbose: bool = False) -> bool:
         ext_base_name: Accepted for compatibility with Horovod, ignored. The answer is the same for all frameworks.
         verbose: Print the reason if it is False.
     """
-    reason = cupy_problem()
-    if not reason:
+    problem = why_no_cupy()
+    if problem:
+        reason = f"cupy is missing: {problem}"
+    else:
         from ..gpu.device import gpu_count
         reason = "" if gpu_count() else "no GPU is visible"
     if reason and verbose:

@@ -9,8 +9,9 @@ that runs on a GPU: of sets that overlap, the first one with a collective on GPU
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ..engine.engine import Engine
 from ..engine.executor import Executor
 from ..gpu.executor import GpuExecutor
 from ..process import stacks
+from ..process.procfs import Process
 from ..trace.ring import OperationRing, Traced
 from .backends import Backends
 
@@ -45,6 +47,7 @@ class Group:
         comm: These ranks; None for one rank.
         interruption: Ends the engine, and the waits of the backends, which have it too.
         trace: The messages that the engine of all ranks sends for the trace; None: none.
+        processes: Those of other ranks of this host, by their rank in the job, as far as they are known.
 
     Attributes:
         topology, comm: The arguments.
@@ -53,7 +56,8 @@ class Group:
     """
 
     def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
-                 interruption: Interruption, trace: TraceLink | None = None):
+                 interruption: Interruption, trace: TraceLink | None = None,
+                 processes: Mapping[int, Process] = MappingProxyType({})):
         self.topology, self.comm = topology, comm
         self._backends = backends
         # How often all ranks had joined when counting began, and the counters.
@@ -62,7 +66,8 @@ class Group:
         self._device = GpuExecutor(topology, backends.data, settings, ring)
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring)
         controller = Controller(topology, backends.control, executor, settings, backends.agreement,
-                                interruption=interruption, where=partial(_where, ring), trace=trace)
+                                interruption=interruption, where=partial(_where, ring), trace=trace,
+                                look=partial(stacks.look, processes))
         self.traced = Traced(ring, topology.size, backends.data.name, controller.queue.in_flight)
         self.engine = Engine(controller)
         self.engine.start()

@@ -70,15 +70,10 @@ def exchange_info(mpi: ModuleType, comm: "MPI.Comm", hosts: Sequence[str] = ()) 
         settings = Settings.from_env(os.environ)
     except SettingsError as error:
         problem = str(error)
-    own = RankInfo(platform.node(), memory_group, settings, problem, versions(), script_digest(),
-                   sorted(own_cpus()), own_process())
+    process = procfs.find(os.getpid())
+    own = RankInfo(platform.node(), memory_group, settings, problem, versions(), script_digest(), sorted(own_cpus()),
+                   None if process is None else (process.pid, process.started, process.parent, process.group))
     return from_texts(comm.allgather(to_text(own)))
-
-
-def own_process() -> tuple[int, int, int, int] | None:
-    """This process, as RankInfo.process."""
-    found = procfs.find(os.getpid())
-    return None if found is None else (found.pid, found.started, found.parent, found.group)
 
 
 def to_text(info: RankInfo) -> str:

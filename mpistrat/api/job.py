@@ -4,14 +4,16 @@ runtime.py makes and closes it, and gives it to the other modules. Any thread ma
 it.
 """
 
+import contextlib
 import itertools
 import logging
 import os
+import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import LostRank, RanksLostError, RecoveryError, ShutdownError, StallError
+from ..core.errors import RanksLostError, RecoveryError, ShutdownError, StallError
 from ..core.settings import Settings
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
@@ -21,8 +23,8 @@ from ..process import abort
 from ..trace.ring import Traced
 from ..trace.tracer import Tracer
 from ..transport.mpi import library
+from .elastic.losses import Losses
 from .group import Group
-from .losses import Losses
 from .registry import Registry
 
 if TYPE_CHECKING:
@@ -53,6 +55,11 @@ class Runtime:
             if settings.timeline not in ("none", "DYNAMIC"):
                 tracer.start_timeline(_next_file(settings.timeline), settings.timeline_mark_cycles,
                                       settings.timeline_window)
+            elif settings.timeline_window and self.topology.rank == 0:
+                logger.warning("mpistrat: MPISTRAT_TIMELINE_STEPS=%s has no effect, because MPISTRAT_TIMELINE names no "
+                               "file.", settings.timeline_steps)
+        elif settings.timeline != "none" and self.topology.rank == 0:
+            logger.warning("mpistrat: there is no timeline, because MPISTRAT_RECORDER=0.")
         losses.when_lost = self._interrupt
         self._in_cluster = False
 
@@ -92,12 +99,19 @@ class Runtime:
         for group in groups:
             group.engine.announce_end()
         for group in groups:
-            group.engine.end(self._report_waiting)
+            group.engine.end(partial(log_step, self.topology.rank,
+                                     "has shut down, and has waited %.0f s for the other ranks to do so"))
         self.losses.stop()  # All ranks have announced their end, or there was an error: they may end now.
         if self.tracer is not None:
             self.tracer.close()
         # Only this error decides on the wait for all ranks. Ranks that are not in a set do not know that it has failed.
         error = self.world.error
+        if self.tracer is not None:
+            if error is not None:
+                self.tracer.tell_last()
+            elif self.topology.rank == 0 and self.settings.log_level != "error" and (line := self.tracer.line):
+                with contextlib.suppress(OSError, ValueError):  # There is no stderr, or no reader.
+                    print(line, file=sys.stderr, flush=True)
         is_well = error is None or isinstance(error, StallError)
         if self.comm is not None and is_well and not self._in_cluster and not self._wait_for_all_ranks(self.comm):
             return
@@ -139,14 +153,6 @@ class Runtime:
         abort.end_job_at_exit(f"shutdown: {describe_wait(self.topology, others, limit_s)}")
         return False
 
-    def lose(self, lost: Sequence[LostRank]) -> None:
-        """End all engines of this rank with RanksLostError, because these ranks are lost. Local; returns at once.
-
-        Waiting and later collectives of this rank raise it. The other ranks learn of the loss in their own ways. Any
-        thread may call it, and more than once: ranks that are lost later are added.
-        """
-        self.losses.lose(lost)
-
     def _interrupt(self, error: RanksLostError) -> None:
         for group in self._groups():
             group.engine.interrupt(error)
@@ -156,7 +162,7 @@ class Runtime:
         log_step(self.topology.rank, "leaves the other ranks")
         self._stop_tracer()
         self.losses.stop()
-        self.lose(())
+        self.losses.lose(())
         for group in self._groups():
             group.engine.await_interrupted(_LEAVE_S)
 
@@ -207,9 +213,6 @@ class Runtime:
             self.tracer.stop()
             if closes:
                 self.tracer.close()
-
-    def _report_waiting(self, waited_s: float) -> None:
-        log_step(self.topology.rank, "has shut down, and has waited %.0f s for the other ranks to do so", waited_s)
 
 
 def _next_file(path: str) -> str:

@@ -24,7 +24,6 @@ from ..core.request import (
     DEVICE_GPU,
     ReduceOp,
     Request,
-    ScaledOp,
     allgather_request,
     allreduce_request,
     alltoall_request,
@@ -39,8 +38,8 @@ from ..core.rows import even_splits, int32_splits
 from ..gpu.arrays import GpuInput
 from . import runtime
 from .group import Group
-from .interop import Tensor, tensors_of
-from .libraries import TensorLike
+from .interop.libraries import TensorLike
+from .interop.tensors import Tensor, tensors_of
 from .process_sets import ProcessSet, global_process_set, resolved
 
 T = TypeVar("T")
@@ -80,8 +79,8 @@ def allreduce_async(array: TensorLike, average: bool | None = None, name: str | 
                     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                     process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As allreduce, but returns at once. `array` must not change until the collective is complete."""
-    return _allreduce([array], _auto_name(name, "allreduce", process_set),
-                      scaled_op(op, prescale_factor, postscale_factor, average), process_set, _FIRST)
+    return _collective([array], _auto_name(name, "allreduce", process_set), process_set, _FIRST,
+                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)))
 
 
 def allreduce(array: TensorLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -111,31 +110,32 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
         EngineError: The engine has ended (StallError, ShutdownError).
         NotInitializedError: Before init() or after shutdown().
     """
-    return _allreduce([array], _name(name, "allreduce"), scaled_op(op, prescale_factor, postscale_factor, average),
-                      process_set, _FIRST, blocking=True).wait()
+    return _collective([array], _name(name, "allreduce"), process_set, _FIRST,
+                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)),
+                       blocking=True).wait()
 
 
 def grouped_allreduce_async(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> AsyncResult[list[Any]]:
     """As grouped_allreduce, but returns at once. The arrays must not change until the collective is complete."""
-    return _allreduce(arrays, _auto_name(name, "grouped_allreduce", process_set),
-                      scaled_op(op, prescale_factor, postscale_factor, average), process_set, list)
+    return _collective(arrays, _auto_name(name, "grouped_allreduce", process_set), process_set, list,
+                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)))
 
 
 def grouped_allreduce(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
                       op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set) -> list[Any]:
     """As allreduce, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
-    return _allreduce(arrays, _name(name, "grouped_allreduce"),
-                      scaled_op(op, prescale_factor, postscale_factor, average), process_set,
-                      list, blocking=True).wait()
+    return _collective(arrays, _name(name, "grouped_allreduce"), process_set, list,
+                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)),
+                       blocking=True).wait()
 
 
 def allgather_async(array: TensorLike, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As allgather, but returns at once. `array` must not change until the collective is complete."""
-    return _allgather(array, _auto_name(name, "allgather", process_set), process_set)
+    return _collective([array], _auto_name(name, "allgather", process_set), process_set, _FIRST, allgather_request)
 
 
 def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -148,7 +148,7 @@ def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSe
         name: Matches the calls of the ranks.
         process_set: The ranks that take part.
     """
-    return _allgather(array, _name(name, "allgather"), process_set, blocking=True).wait()
+    return _collective([array], _name(name, "allgather"), process_set, _FIRST, allgather_request, blocking=True).wait()
 
 
 def broadcast_async(array: TensorLike, root_rank: int, name: str | None = None,
@@ -170,8 +170,8 @@ def reducescatter_async(array: TensorLike, name: str | None = None, op: ReduceOp
                         prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                         process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As reducescatter, but returns at once. `array` must not change until the collective is complete."""
-    return _reducescatter([array], _auto_name(name, "reducescatter", process_set),
-                          scaled_op(op, prescale_factor, postscale_factor), process_set, _FIRST)
+    return _collective([array], _auto_name(name, "reducescatter", process_set), process_set, _FIRST,
+                       partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)))
 
 
 def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
@@ -189,16 +189,18 @@ def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | Non
         postscale_factor: Multiplies the result.
         process_set: The ranks that take part.
     """
-    return _reducescatter([array], _name(name, "reducescatter"), scaled_op(op, prescale_factor, postscale_factor),
-                          process_set, _FIRST, blocking=True).wait()
+    return _collective([array], _name(name, "reducescatter"), process_set, _FIRST,
+                       partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)),
+                       blocking=True).wait()
 
 
 def grouped_reducescatter(arrays: Sequence[TensorLike], name: str | None = None, op: ReduceOp | None = None,
                           prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
     """As reducescatter, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
-    return _reducescatter(arrays, _name(name, "grouped_reducescatter"),
-                          scaled_op(op, prescale_factor, postscale_factor), process_set, list, blocking=True).wait()
+    return _collective(arrays, _name(name, "grouped_reducescatter"), process_set, list,
+                       partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)),
+                       blocking=True).wait()
 
 
 def alltoall_async(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None, name: str | None = None,
@@ -295,20 +297,9 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
     return [pickle.loads(payload) for payload in resolved(process_set).group(name).allgather_bytes(dumps(obj), name)]
 
 
-def _allreduce(arrays: Sequence[TensorLike], name: str, scaled: ScaledOp, process_set: ProcessSet,
-               finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
-    return _submit(resolved(process_set).group(name), name, tensors_of(arrays), finish, blocking,
-                   partial(allreduce_request, scaled=scaled))
-
-
-def _allgather(array: TensorLike, name: str, process_set: ProcessSet, blocking: bool = False) -> AsyncResult[Any]:
-    return _submit(resolved(process_set).group(name), name, tensors_of([array]), _FIRST, blocking, allgather_request)
-
-
-def _reducescatter(arrays: Sequence[TensorLike], name: str, scaled: ScaledOp, process_set: ProcessSet,
-                   finish: Callable[[list[Any]], T], blocking: bool = False) -> AsyncResult[T]:
-    return _submit(resolved(process_set).group(name), name, tensors_of(arrays), finish, blocking,
-                   partial(reducescatter_request, scaled=scaled))
+def _collective(arrays: Sequence[TensorLike], name: str, process_set: ProcessSet, finish: Callable[[list[Any]], T],
+                make_request: Callable[..., Request], blocking: bool = False) -> AsyncResult[T]:
+    return _submit(resolved(process_set).group(name), name, tensors_of(arrays), finish, blocking, make_request)
 
 
 def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name: str, process_set: ProcessSet,

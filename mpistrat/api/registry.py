@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.interruption import Interruption
@@ -66,9 +67,7 @@ class Registry:
             self._check(process_sets, own)
         except MpistratError as error:
             problem = str(error)
-        everybody = [json.loads(text) for text in self._world.allgather_bytes(
-            json.dumps([problem, own, from_comm]).encode(), "add_process_set")]
-        self._require_all(everybody)
+        everybody = self._exchange([problem, own, from_comm], "add_process_set")
         problems = {rank: text for rank, (text, *_) in enumerate(everybody) if text}
         if problems:
             raise InvalidRequestError(problem or "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()))
@@ -91,9 +90,7 @@ class Registry:
         number = process_set.process_set_id
         if number is None or self._sets.get(number) is not process_set:
             number = -1
-        numbers = [json.loads(text) for text in self._world.allgather_bytes(json.dumps(number).encode(),
-                                                                            "remove_process_set")]
-        self._require_all(numbers)
+        numbers = self._exchange(number, "remove_process_set")
         if len(set(numbers)) > 1:
             raise InvalidRequestError("the ranks disagree on the process set to remove: " + describe_by_rank(
                 ["none that is registered" if each < 0 else f"set {each}" for each in numbers]))
@@ -144,10 +141,16 @@ class Registry:
         for process_set in self._sets.values():
             process_set.bind(0 if process_set is global_process_set else None)
 
-    def _require_all(self, received: Sequence[object]) -> None:
-        """Raise an error if items are missing from the received ones: ranks that wait in join() send none."""
+    def _exchange(self, value: object, name: str) -> list[Any]:
+        """The values of all ranks of the job, by rank. Tuples arrive as lists. Collective.
+
+        Raises:
+            InvalidRequestError: On all ranks that call it. Ranks that wait in join() send none.
+        """
+        received = [json.loads(text) for text in self._world.allgather_bytes(json.dumps(value).encode(), name)]
         if len(received) < self._world.topology.size:
             raise InvalidRequestError("process sets cannot change while some ranks wait in join().")
+        return received
 
     def _ranks_of(self, process_set: ProcessSet) -> Ranks:
         comm = process_set.mpi_comm

@@ -11,7 +11,8 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
@@ -22,10 +23,10 @@ from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
 from ..elastic import membership
-from ..gpu.cuda_variables import set_cuda_variables
-from ..process import abort, exit_code, stacks
+from ..gpu.nccl.claims import set_cuda_variables
+from ..process import abort, exit_code, report, stacks
 from ..process.child_guard import require_own_place
-from ..process.launch_env import launched_size
+from ..process.launch_env import launched_rank, launched_size
 from ..process.launcher_watch import LauncherWatch, launcher_here
 from ..process.procfs import Process
 from ..trace import clocks
@@ -33,15 +34,17 @@ from ..trace.tracer import Tracer
 from ..transport.mpi import library
 from . import handshake, own_cores
 from .backends import Backends, backends_alone, backends_over
+from .elastic.losses import Losses
 from .group import Group
 from .job import Runtime, log_step
-from .losses import Losses
 from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 logger = logging.getLogger(__name__)
+
+_TELL_S = 0.5  # How long a rank that fails takes at most to tell its last operations.
 
 _runtime: Runtime | None = None
 _watch: LauncherWatch | None = None
@@ -112,9 +115,12 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
     forked.require_rank()
     require_own_place(os.environ)
     runtime = _connect(comm)
-    if process_sets and process_sets != "dynamic":
-        known = [each for each in _listed(process_sets) if getattr(each, "process_set_id", None) is None]
-        runtime.registry.add(known)
+    if not process_sets or process_sets == "dynamic":
+        return
+    if isinstance(process_sets, str):
+        raise InvalidRequestError('process_sets must be a list of ProcessSet, or "dynamic". '
+                                  f"Received: {process_sets!r}")
+    runtime.registry.add([each for each in process_sets if getattr(each, "process_set_id", None) is None])
 
 
 def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
@@ -149,13 +155,6 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
              "worker" if topology.rank else "chief", topology.local_rank, topology.local_size, topology.host,
              topology.size, len(topology.hosts), ", ".join(topology.hosts), time.monotonic() - began)
     return runtime
-
-
-def _listed(process_sets: Sequence[ProcessSet] | str) -> list[ProcessSet]:
-    if isinstance(process_sets, str):
-        raise InvalidRequestError('process_sets must be a list of ProcessSet, or "dynamic". '
-                                  f"Received: {process_sets!r}")
-    return list(process_sets)
 
 
 def shutdown() -> None:
@@ -208,7 +207,11 @@ def _start_watch() -> None:
     """Make this process end when its launcher has ended, unless the settings disable that."""
     global _watch
     _stop_watch()
-    launcher = launcher_here(os.environ) if _is_watch_enabled() else None
+    try:
+        is_disabled = Settings.from_env(os.environ).launcher_check_disable
+    except SettingsError:
+        is_disabled = False  # init() raises this error on all ranks, after the handshake.
+    launcher = None if is_disabled else launcher_here(os.environ)
     if launcher is not None:
         _watch = LauncherWatch(launcher)
 
@@ -220,13 +223,6 @@ def _stop_watch() -> None:
         _watch = None
 
 
-def _is_watch_enabled() -> bool:
-    try:
-        return not Settings.from_env(os.environ).launcher_check_disable
-    except SettingsError:
-        return True  # init() raises this error on all ranks, after the handshake.
-
-
 def _init_alone() -> Runtime:
     """Start a job of one rank, without MPI."""
     settings = Settings.from_env(os.environ)
@@ -234,8 +230,7 @@ def _init_alone() -> Runtime:
     _warn(horovod_warning(os.environ))
     logger.info("rank 0: the job has one rank, and MPI is not used")
     topology = Topology(0, (platform.node(),))
-    losses = Losses(topology)
-    return _started(settings, topology, backends_alone(), None, losses)
+    return _started(settings, topology, backends_alone(), None, Losses(topology), {})
 
 
 def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Runtime:
@@ -245,6 +240,7 @@ def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: 
     from ..transport.mpi import ulfm
     abort.prepare(mpi, mpi.COMM_WORLD.Get_rank(), platform.node(),
                   ulfm.skip_finalize if ulfm.is_fault_tolerant() else None)
+    abort.tell_last = _tell_last
     base = library.communicator(mpi, comm, launched, launcher)
     library.wait_for_all(base)
     # Without `comm` no other job shares this host, whose ranks are not known.
@@ -283,20 +279,31 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> R
     try:
         losses.watch_hosts(settings[rank].heartbeat_s, settings[rank].lost_after_s)
         backends = backends_over(own, topology, settings[rank], losses.interruption)
-        return _started(settings[rank], topology, backends, own, losses)
+        return _started(settings[rank], topology, backends, own, losses, processes)
     except BaseException:
         losses.stop()
         raise
 
 
 def _started(settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
-             losses: Losses) -> Runtime:
+             losses: Losses, processes: Mapping[int, Process]) -> Runtime:
     """Start the engine, and the tracer if there is one. Collective over `comm`; None: this is the only rank."""
     tracer = None
     if settings.recorder:
         offsets = {} if comm is None else clocks.measure(comm)
-        tracer = Tracer(topology, offsets, settings.status_file, os.environ, stacks.main_line)
-    return Runtime(settings, Group(settings, topology, backends, comm, losses.interruption, tracer), losses, tracer)
+        # Ranks of several jobs under one mpirun, and those that are left of an elastic job, have numbers of their own.
+        is_told = (settings.failure_timeline and report.mode(os.environ)
+                   and 1 < topology.size == launched_size(os.environ)[0])
+        tracer = Tracer(topology, offsets, settings.status_file, os.environ, stacks.main_line,
+                        partial(report.tell_last, launched_rank(os.environ), environ=os.environ) if is_told else None)
+    world = Group(settings, topology, backends, comm, losses.interruption, tracer, processes)
+    return Runtime(settings, world, losses, tracer)
+
+
+def _tell_last() -> bool:
+    """A rank fails: let all ranks tell their last operations. Returns soon; whether other ranks were asked."""
+    runtime = _runtime
+    return runtime is not None and runtime.tracer is not None and runtime.tracer.fail_all(_TELL_S)
 
 
 def _configure_logging(settings: Settings) -> None:

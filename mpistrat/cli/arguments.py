@@ -8,6 +8,7 @@ run`, `check` and `bench`, and by mpistrat.run.
 
 import argparse
 import shlex
+import threading
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -122,7 +123,11 @@ def mpirun_options(text: str) -> tuple[str, ...]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises LaunchError, so that an error is one line without the usage."""
+    """The parser of a subcommand. It raises LaunchError, so that an error is one line without the usage."""
+
+    def __init__(self, command: str, description: str, epilog: str, usage: str | None = None):
+        super().__init__(f"mpistrat {command}", usage, description, epilog, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
         raise LaunchError(message)
@@ -165,9 +170,25 @@ def positive_int(text: str, problem: str) -> int:
     return number
 
 
+def positive_seconds(text: str) -> float:
+    """Return the number above 0, of seconds that a thread can wait, that `text` is. Raises ArgumentTypeError if not."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= threading.TIMEOUT_MAX:  # NaN is not.
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return number
+
+
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun: "1 host", "2 hosts"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def figure(value: float | None) -> str:
+    """Return a number with three digits, or as a whole number if it has more: "0.0123", "1,234"; "-" for None."""
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _ranks(text: str) -> int:

@@ -13,7 +13,7 @@ from ..core.errors import LaunchError
 from ..process.launch_env import RUN_STEPS
 from ..process.step_timer import LEAST_STEPS, StepTimes
 from . import elastic
-from .arguments import counted
+from .arguments import counted, figure
 from .supervisor import Outcome
 
 
@@ -85,14 +85,10 @@ def sentence(one: Speed, all_ranks: Speed, ranks: int) -> str:
     """What is printed of the two jobs. Without rows a script in Horovod's way is taken to have a batch per rank."""
     if one.rows_per_s is not None and all_ranks.rows_per_s is not None:
         times = all_ranks.rows_per_s / one.rows_per_s
-        detail = f"{_figure(all_ranks.rows_per_s)} rows per second, and {_figure(one.rows_per_s)} on one rank"
+        detail = f"{figure(all_ranks.rows_per_s)} rows per second, and {figure(one.rows_per_s)} on one rank"
     else:
         times = all_ranks.steps_per_s / one.steps_per_s * (1 if all_ranks.is_global else ranks)
         assumed = "" if all_ranks.is_global else ", if each rank's batch is as large as that of one rank"
-        detail = f"{_figure(all_ranks.steps_per_s)} steps per second, and {_figure(one.steps_per_s)} on one " \
+        detail = f"{figure(all_ranks.steps_per_s)} steps per second, and {figure(one.steps_per_s)} on one " \
                  f"rank{assumed}"
     return f"{ranks} ranks train {times:.3g} times as fast as one, an efficiency of {times / ranks:.0%}: {detail}."
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -5,7 +5,7 @@ The main thread runs one mpirun after the other (`supervisor.launch`), as the Pl
 """
 
 import argparse
-import copy
+import math
 import os
 import re
 import shlex
@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -22,6 +23,7 @@ from ..core.errors import LaunchError
 from ..elastic.plan import Done, Limits, Start
 from ..elastic.service import Service, addresses_towards
 from ..process.launcher_watch import ABORTED
+from ..trace import last
 from .arguments import counted, read_hosts
 from .hostfile import OPEN_MPI, HostList, parse_list
 from .mpirun import Mpirun, find_mpirun, identify
@@ -30,6 +32,7 @@ from .supervisor import Interference, Outcome, TimeLimits
 AUTO, RESTART = "auto", "restart"
 _LOCAL = "localhost"
 _SCRIPT_LIMIT_S = 10.0
+_CHECKPOINT_EVERY = 10
 # mpirun ends within these times after the supervisor has ended it, or a rank has ended its job.
 _LIMITS = TimeLimits(abort_s=2.0, kill_s=2.0, left_s=2.0)
 _PLANNED = (signal.SIGTERM, signal.SIGUSR1)  # the ranks end at their next commit; a second one ends them at once
@@ -38,7 +41,7 @@ _URGENT = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to the parser of `mpistrat run`."""
-    group = parser.add_argument_group("elastic jobs (docs/elastic.md)")
+    group = parser.add_argument_group("elastic jobs (docs/elastic.md); each of these options makes a job elastic")
     group.add_argument("--elastic", nargs="?", const=AUTO, choices=(AUTO, RESTART), help="go on when ranks or hosts "
                        "are lost. restart: always with new processes, so that mpirun needs no options for it")
     group.add_argument("--min-np", type=int, metavar="N", help="the least number of ranks (default 1)")
@@ -47,22 +50,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                        "now, each as host:slots; called every second")
     group.add_argument("--slots-per-host", type=int, metavar="N", help="ranks for a host that the program prints "
                        "without a number (default 1)")
-    group.add_argument("--elastic-timeout", type=float, default=600.0, metavar="S",
-                       help="seconds to wait for enough hosts (default 600)")
+    group.add_argument("--elastic-timeout", type=float, metavar="S",
+                       help=f"seconds to wait for enough hosts (default {Limits.timeout_s:g})")
     group.add_argument("--reset-limit", type=int, metavar="N", help="the most times that the job starts again")
     group.add_argument("--blacklist-cooldown-range", metavar="S S", help="seconds for which a lost host is left out: "
                        "the first time, and at most (default 30 600)")
     group.add_argument("--restart-failed", action="store_true", help="fill the places of lost ranks again, at a commit")
     group.add_argument("--elastic-checkpoint", default="", metavar="DIR",
                        help="a directory, the same on all hosts, where the chief saves commits")
-    group.add_argument("--elastic-checkpoint-every", type=int, default=10, metavar="N",
-                       help="commits between two of these (default 10)")
+    group.add_argument("--elastic-checkpoint-every", type=int, metavar="N",
+                       help=f"commits between two of these (default {_CHECKPOINT_EVERY})")
 
 
 def is_asked_for(options: argparse.Namespace) -> bool:
-    """Whether the job is elastic. As with horovodrun, its options alone say so."""
-    return bool(options.elastic) or any(value is not None for value in (
-        options.min_np, options.max_np, options.host_discovery_script, options.reset_limit))
+    """Whether the job is elastic: whether there is an option of such jobs. As with horovodrun, any one says so."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_options(parser)
+    return any(getattr(options, name) != unset for name, unset in vars(parser.parse_args([])).items())
 
 
 def run(options: argparse.Namespace, launched: Callable[..., Outcome]) -> int:
@@ -71,8 +75,8 @@ def run(options: argparse.Namespace, launched: Callable[..., Outcome]) -> int:
     Args:
         options: Those of `mpistrat run`.
         launched: Runs a generation and returns how its mpirun has ended. It is given the options with the number of
-            ranks and the hosts of the generation, options for mpirun, variables for the ranks, TimeLimits and an
-            Interference.
+            ranks and the hosts of the generation, the mpirun, options for it, variables for the ranks, TimeLimits and
+            an Interference.
 
     Raises:
         LaunchError: The input is wrong.
@@ -88,23 +92,26 @@ def run(options: argparse.Namespace, launched: Callable[..., Outcome]) -> int:
     printer = threading.Thread(target=_print_sentences, name="mpistrat-printer", daemon=True)
     printer.start()
     service = Service(limits, first, find_hosts, addresses_towards(host for host in first if host != _LOCAL), _say,
-                      control.stop, _directory(options), options.elastic_checkpoint_every)
+                      control.stop, _directory(options), options.elastic_checkpoint_every or _CHECKPOINT_EVERY)
     control.service = service
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     with control:
         while True:
             order = service.next_order(1.0)
             if isinstance(order, Start):
-                control.subject, control.why_stop = f"generation {order.generation}", ""
+                control.subject, control.generation = f"generation {order.generation}", order.generation
+                control.told = ()
                 if order.generation > 1:
                     _say(f"generation {order.generation} starts with {counted(order.ranks, 'rank')} on "
                          f"{', '.join(f'{host}:{slots}' for host, slots in order.hosts)}")
                 tolerant = tolerant_options(mpirun, len(order.hosts)) if options.elastic != RESTART else ()
-                ended = launched(_for_generation(options, order), tolerant, service.job(order.generation).variable(),
-                                 _LIMITS, control)
+                ended = launched(_for_generation(options, order), mpirun, tolerant,
+                                 service.job(order.generation).variable(), _LIMITS, control)
                 service.generation_over(order.generation, ended.code, ended.has_started)
             elif isinstance(order, Done):
                 service.close()
+                if order.code and (said := last.save(control.told)):
+                    _say(said)
                 if order.why:
                     _say(order.why)
                 _sentences.put(None)
@@ -126,36 +133,53 @@ def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
 
 
 def _for_generation(options: argparse.Namespace, order: Start) -> argparse.Namespace:
-    wanted = copy.copy(options)
-    wanted.np, wanted.hostfile = order.ranks, None
     is_here = [host for host, _ in order.hosts] == [_LOCAL]
-    wanted.hosts = None if is_here else [f"{host}:{slots}" for host, slots in order.hosts]
-    return wanted
+    hosts = None if is_here else [f"{host}:{slots}" for host, slots in order.hosts]
+    return argparse.Namespace(**{**vars(options), "np": order.ranks, "hosts": hosts, "hostfile": None})
 
 
 class _Control(Interference):
-    """Signals for the supervisor, and its orders to end the mpirun that runs. Also a context: handlers of signals."""
+    """Signals for the supervisor, and its orders to end the mpirun that runs. Also a context: handlers of signals.
+
+    Attributes:
+        generation: The one that runs, or starts.
+        service: Gets the signals.
+        told: What the ranks of that generation did last, if it has failed.
+    """
 
     ends_all = True
 
     def __init__(self) -> None:
-        self.why_stop = ""
+        self.generation = 0
+        self.told: Collection[Sequence[str]] = ()
+        self._stop = 0, ""  # a generation, and why it is to end
         self.service: Service | None = None
-        self._planned = 0
+        self._planned_at = math.inf
         self._before: dict[int, object] = {}
 
-    def stop(self, why: str) -> None:
-        """End the mpirun that runs."""
-        self.why_stop = why
+    def stop(self, generation: int, why: str) -> None:
+        """End the mpirun of a generation, which may be about to start. In any thread."""
+        self._stop = generation, why
         os.kill(os.getpid(), ABORTED)
+
+    def why_stop(self) -> str:
+        generation, why = self._stop
+        return why if generation == self.generation else ""
 
     def takes(self, number: int) -> bool:
         """Tell the plan. Only the second SIGTERM, Ctrl-C and their kind reach mpirun."""
         assert self.service is not None
-        self._planned += number in _PLANNED
-        is_urgent = number in _URGENT or self._planned > 1
+        now = time.monotonic()
+        # Some programs send a signal to the process, and then to its group: both are one.
+        is_urgent = number in _URGENT or now >= self._planned_at + _LIMITS.second_s
+        self._planned_at = min(self._planned_at, now)
         self.service.signalled(signal.Signals(number).name, 128 + number, is_urgent)
         return not is_urgent
+
+    def keep_last(self, told: Collection[Sequence[str]]) -> str:
+        """Nothing is written before the job ends: it may go on."""
+        self.told = told
+        return ""
 
     def __enter__(self) -> None:
         def handle(number: int, frame: FrameType | None) -> None:
@@ -195,37 +219,31 @@ def limits_of(options: argparse.Namespace) -> Limits:
     for name, least in (("elastic_timeout", 0), ("reset_limit", 0), ("slots_per_host", 1),
                         ("elastic_checkpoint_every", 1)):
         value = getattr(options, name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # NaN is not either.
             raise LaunchError(f"--{name.replace('_', '-')} {value:g} must be at least {least}")
-    return Limits(min_np, max_np, options.elastic_timeout, options.reset_limit, cooldown, options.restart_failed)
+    timeout_s = Limits.timeout_s if options.elastic_timeout is None else options.elastic_timeout
+    return Limits(min_np, max_np, timeout_s, options.reset_limit, cooldown, options.restart_failed)
 
 
 class HostFinder:
     """Returns the hosts that there are now, when it is called: a script's, a hostfile's, or a list's.
 
     Attributes:
-        problem: Why the last call has returned None.
+        problem: Why the last call has returned None; "" if it has not.
     """
 
     def __init__(self, options: argparse.Namespace):
         self.problem = ""
-        self._said = ""
         self._options = options
-        if options.host_discovery_script is not None:
-            self._find: Callable[[], Mapping[str, int]] = self._by_script
-        else:
-            self._find = self._by_list
-            self._find()  # Wrong input is an error at once.
 
     def __call__(self) -> Mapping[str, int] | None:
         try:
-            found = self._find()
-            self.problem = self._said = ""
+            found = self._by_list() if self._options.host_discovery_script is None else self._by_script()
+            self.problem = ""
             return found
-        except (LaunchError, OSError, subprocess.TimeoutExpired) as error:
-            self.problem = str(error)
-            if self._said != self.problem:
-                self._said = self.problem
+        except (LaunchError, OSError, ValueError, subprocess.TimeoutExpired) as error:
+            if self.problem != str(error):
+                self.problem = str(error)
                 _say(f"the hosts stay as they are: {error}")
             return None
 

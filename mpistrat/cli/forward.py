@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from ..core.tuning import STDERR_READ_BYTES
-from .output import Output
+from .stderr.output import Output
 
 _STDERR = 2
 # Processes that a job has left may keep the pipe open. It counts as ended when it is quiet for so long, or after as
@@ -24,13 +24,12 @@ class Forwarder:
     """Forwards from a descriptor.
 
     Args:
-        source: The end of a pipe to read from. It stays open.
+        source: The end of a pipe to read from. `join` closes it.
         output: What is shown of it. Used by the thread only, until that has ended.
-        clock: Seconds from any origin.
     """
 
-    def __init__(self, source: int, output: Output, clock: Callable[[], float] = time.monotonic):
-        self._source, self._output, self._clock = source, output, clock
+    def __init__(self, source: int, output: Output):
+        self._source, self._output = source, output
         self._said: list[str] = []
         self._last: Callable[[], bytes] | None = None
         self._has_reader = True
@@ -53,9 +52,13 @@ class Forwarder:
         self._wake()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end after `end`. Returns whether it has ended."""
+        """Wait for the thread to end after `end`. Returns whether it has ended; nothing is to be called after that."""
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        for descriptor in (self._source, self._wake_in, self._wake_out):
+            os.close(descriptor)
+        return True
 
     def _wake(self) -> None:
         os.write(self._wake_out, b"\0")
@@ -66,11 +69,12 @@ class Forwarder:
         poll.register(self._wake_in, select.POLLIN)
         left = _LAST_BYTES
         while left > 0:
-            ready = {descriptor for descriptor, _ in poll.poll(self._timeout_ms())}
+            next_s = _QUIET_S if self._last is not None else self._output.next_s(time.monotonic())
+            ready = {descriptor for descriptor, _ in poll.poll(None if next_s is None else 1000 * next_s + 1)}
             if self._wake_in in ready:
                 os.read(self._wake_in, STDERR_READ_BYTES)
             data = os.read(self._source, STDERR_READ_BYTES) if self._source in ready else None
-            now = self._clock()
+            now = time.monotonic()
             self._write((self._output.feed(data, now) if data else b"") + self._output.due(now))
             self._write_said()
             if data == b"":
@@ -80,10 +84,6 @@ class Forwarder:
         self._write(self._output.end())
         self._write_said()
         self._write_lines(self._last() if self._last is not None else b"")
-
-    def _timeout_ms(self) -> float | None:
-        next_s = _QUIET_S if self._last is not None else self._output.next_s(self._clock())
-        return None if next_s is None else 1000 * next_s + 1
 
     def _write_said(self) -> None:
         while self._said:

@@ -72,10 +72,10 @@ def refuse(option: str) -> None:
 
 
 def variables(options: argparse.Namespace, dialect: str) -> dict[str, str]:
-    """Return the variables that the options stand for.
+    """Return the variables that the options stand for, for the ranks, for mpirun and for NCCL.
 
     Raises:
-        LaunchError: A value is malformed, or mpirun's `dialect` has no such variable.
+        LaunchError: A value is malformed, or there is an option for ssh, and mpirun's `dialect` is not Open MPI's.
     """
     found = {name: value for name, *_ in (*_SETTINGS.values(), *_FLAGS.values())
              if (value := getattr(options, name)) is not None}
@@ -89,22 +89,12 @@ def variables(options: argparse.Namespace, dialect: str) -> dict[str, str]:
     level = "MPISTRAT_LOG_LEVEL"
     if level in found:
         found[level] = _LEVELS.get(found[level].lower(), found[level].lower())
-    return found | network_variables(dialect, options.network_interface, options.ssh_port, options.ssh_identity_file)
-
-
-def network_variables(dialect: str, interface: str | None, ssh_port: str | int | None,
-                      ssh_identity_file: str | None) -> dict[str, str]:
-    """Return the variables for mpirun and NCCL that choose the network interface, and the port and the key of ssh.
-
-    Raises:
-        LaunchError: The mpirun is not Open MPI's, and a port or a key is given.
-    """
-    found = {}
-    if interface is not None:
-        found["NCCL_SOCKET_IFNAME"] = interface
-        found["OMPI_MCA_btl_tcp_if_include" if dialect == OPEN_MPI else "HYDRA_IFACE"] = interface
-    ssh = [*(("-p", str(ssh_port)) if ssh_port is not None else ()),
-           *(("-i", ssh_identity_file) if ssh_identity_file is not None else ())]
+    if options.network_interface is not None:
+        found["NCCL_SOCKET_IFNAME"] = options.network_interface
+        found["OMPI_MCA_btl_tcp_if_include" if dialect == OPEN_MPI else "HYDRA_IFACE"] = options.network_interface
+    ssh = [] if options.ssh_port is None else ["-p", options.ssh_port]
+    if options.ssh_identity_file is not None:
+        ssh += ["-i", options.ssh_identity_file]
     if ssh and dialect != OPEN_MPI:
         raise LaunchError(f"this mpirun is {dialect}'s, which takes no options for ssh. Write the port (Port) and the "
                           "key (IdentityFile) of the hosts into ~/.ssh/config.")

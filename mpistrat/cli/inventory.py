@@ -91,19 +91,13 @@ def mpi_rows(found: Findings, mpirun: Mpirun | None, mpirun_error: str) -> list[
         rows.append(Row("mpirun", mpirun_error, is_available=False))
     else:
         rows.append(Row("mpirun", f"{mpirun.path} ({mpirun.maker} {mpirun.version})"))
-        other = _other_maker(found, mpirun)
-        if other:
+        maker = _VENDORS.get((mpi or {}).get("vendor", ""), mpirun.maker)
+        # Intel MPI and MPICH share a binary interface and a way to start ranks.
+        if (maker == OPEN_MPI) != (mpirun.maker == OPEN_MPI):
             rows.append(Row("", "does not fit the MPI library: jobs fail, or each rank runs alone. Use the mpirun of "
-                            f"{other} (--mpirun PATH), or point MPI4PY_LIBMPI to this one's libmpi.so",
+                            f"{maker} (--mpirun PATH), or point MPI4PY_LIBMPI to this one's libmpi.so",
                             is_available=False))
     return rows
-
-
-def _other_maker(found: Findings, mpirun: Mpirun) -> str:
-    """Return the maker of the MPI library if it is known to differ from mpirun's, else ""."""
-    maker = _VENDORS.get((found.mpi or {}).get("vendor", ""), mpirun.maker)
-    # Intel MPI and MPICH share a binary interface and a way to start ranks.
-    return maker if (maker == OPEN_MPI) != (mpirun.maker == OPEN_MPI) else ""
 
 
 def gpu_rows(found: Findings, gpus: list[str], has_driver: bool = True) -> list[Row]:

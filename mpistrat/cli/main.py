@@ -1,7 +1,7 @@
 """The entry point: `mpistrat COMMAND ...`.
 
-A subcommand is a module with `main(argv: list[str]) -> int` and a line in `COMMANDS`. It is imported when it is run,
-and raises MpistratError for wrong input. Called by the script `mpistrat` and by `python -m mpistrat`.
+A subcommand is a module with `main(argv: list[str]) -> int` and a line in `COMMANDS` and in `_MODULES`. It is imported
+when it is run, and raises MpistratError for wrong input. Called by the script `mpistrat` and by `python -m mpistrat`.
 """
 
 import difflib
@@ -20,8 +20,9 @@ COMMANDS = {
     "bench": "measure all-reduces, or synthetic training, on the ranks of a job",
     "timeline": "say what a timeline shows: where the time went, who came last, what was not fused",
 }
-# The modules of commands that do not have their name. `check` was the first name of doctor, and stands in scripts.
-_MODULES = {"doctor": "doctor.command", "check": "doctor.command", "top": "top.command"}
+# `check` was the first name of doctor, and stands in scripts.
+_MODULES = {"run": "run", "doctor": "doctor.command", "check": "doctor.command", "top": "top.command",
+            "bench": "bench.command", "timeline": "timeline.command"}
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
@@ -30,8 +31,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return the exit code. `argv` has no program name; the default is `sys.argv[1:]`."""
     arguments = sys.argv[1:] if argv is None else argv
     command = arguments[0] if arguments else "--help"
+    code = 0
     try:
-        code = _dispatch(command, arguments[1:])
+        if command in ("-h", "--help", "help"):
+            print(_help())
+        elif command in ("-v", "--version"):
+            print(f"mpistrat {__version__}")
+        elif command in COMMANDS:
+            code = import_module(f".{_MODULES[command]}", __package__).main(arguments[1:])
+        else:
+            raise LaunchError(_unknown(command))
         sys.stdout.flush()
         return code
     except MpistratError as error:
@@ -45,19 +54,6 @@ def main(argv: list[str] | None = None) -> int:
         # error at exit, when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def _dispatch(command: str, rest: list[str]) -> int:
-    if command in ("-h", "--help", "help"):
-        print(_help())
-        return 0
-    if command in ("-v", "--version"):
-        print(f"mpistrat {__version__}")
-        return 0
-    if command not in COMMANDS:
-        raise LaunchError(_unknown(command))
-    code: int = import_module(f".{_MODULES.get(command, command)}", __package__).main(rest)
-    return code
 
 
 def _help() -> str:

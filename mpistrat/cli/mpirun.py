@@ -21,11 +21,15 @@ from ..core.cores import own_cpus, physical_cores
 from ..core.errors import LaunchError
 from ..core.install import pip_extra
 from ..process.launch_env import RUN_CORES, RUN_ELASTIC, RUN_REPORTS, RUN_STEPS
+from .arguments import counted
 from .hostfile import HYDRA, OPEN_MPI, HostList
 
 INTEL_MPI = "Intel MPI"
 MPIRUN_NAMES = ("mpirun", "mpiexec")
 VERSION_TIMEOUT_S = 20.0
+# Ranks for each core or slot: above the first number a warning, above the second an error.
+MANY_PER_SLOT = 4
+MOST_PER_SLOT = 100
 
 # Variables that each rank needs on every host. Open MPI forwards only its own (OMPI_*), MPICH forwards all.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "KERAS_BACKEND", "TF_CPP_MIN_LOG_LEVEL",
@@ -122,12 +126,14 @@ def _compose_open_mpi(job: Job, mpirun: Mpirun, machine: Machine, environ: Mappi
     # themselves (core/cores.py). Repeating the option is an error, and so is "none" together with a mapping that binds.
     if not sets_binding(job.options):
         argv += ["--bind-to", "none"]
-    if (job.oversubscribe or _too_few_cores(job, machine)) and not _sets_oversubscription(job.options):
+    has_too_few_cores = is_local(job, machine) and job.ranks > machine.cores
+    if (job.oversubscribe or has_too_few_cores) and not _sets_oversubscription(job.options):
         argv += ["--oversubscribe"]
     # A second -x without a value would override the value that the user gave with -x NAME=value (Open MPI 4.1).
     given = {value.partition("=")[0] for flag, value in zip(job.options, job.options[1:]) if flag.lstrip("-") == "x"}
-    for name in sorted(_forwarded(environ) - given):
-        argv += ["-x", name]
+    for name in sorted(environ):
+        if (name in FORWARDED or name.startswith(FORWARDED_PREFIXES)) and name not in given:
+            argv += ["-x", name]
 
     variables: dict[str, str] = {}
     if machine.is_root:
@@ -137,7 +143,7 @@ def _compose_open_mpi(job: Job, mpirun: Mpirun, machine: Machine, environ: Mappi
         # Open MPI from PyPI prints "OSC UCX component priority set inside component query failed" on machines without
         # InfiniBand, on every rank. mpistrat does not use that component.
         variables["OMPI_MCA_osc"] = "^ucx"
-    if _too_few_cores(job, machine) and "mpi_yield_when_idle" not in job.options:
+    if has_too_few_cores and "mpi_yield_when_idle" not in job.options:
         # A rank that waits in MPI spins. With more ranks than cores it would take the core of the rank it waits for.
         variables["OMPI_MCA_mpi_yield_when_idle"] = "1"
     added = {name: value for name, value in variables.items() if name not in environ}
@@ -165,7 +171,9 @@ def _check_slots(job: Job) -> None:
 def sets_binding(options: Sequence[str]) -> bool:
     """Whether options of mpirun say on which cores ranks run: --bind-to core, -bind-to core, --map-by slot:PE=2, ..."""
     names = ("bind-to", "cpu-set", "cpu-list", "rankfile")
-    return any(option.lstrip("-").startswith(names) or "PE=" in option.upper() for option in options)
+    # PE= stands behind a mapping. An exported variable such as DTYPE=float32 is none.
+    return any(option.lstrip("-").startswith(names) or re.search(r"[:,]PE=\d", option, re.IGNORECASE)
+               for option in options)
 
 
 def _sets_oversubscription(options: Sequence[str]) -> bool:
@@ -179,13 +187,34 @@ def is_local(job: Job, machine: Machine) -> bool:
     return all(host.name in machine.names for host in job.hosts.hosts)
 
 
-def _too_few_cores(job: Job, machine: Machine) -> bool:
-    """Return whether all ranks run on this host and outnumber its cores."""
-    return is_local(job, machine) and job.ranks > machine.cores
+def check_count(job: Job, machine: Machine, is_forced: bool | None) -> str:
+    """Compare the number of ranks with the cores of this host, or with the slots of the hosts.
 
+    Args:
+        job, machine: What is to be started, and where.
+        is_forced: Whether any number is taken; None: the command has no option for that.
 
-def _forwarded(environ: Mapping[str, str]) -> set[str]:
-    return {name for name in environ if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)}
+    Returns:
+        A warning, or "".
+
+    Raises:
+        LaunchError: There are more than MOST_PER_SLOT ranks for each, and `is_forced` is not True.
+    """
+    if is_local(job, machine):
+        slots, found = machine.cores, f"{counted(machine.cores, 'core')} of this host"
+    elif job.hosts is not None and job.hosts.slots is not None:
+        slots, found = job.hosts.slots, f"{job.hosts.slots} slots of the hosts"
+    else:
+        return ""  # The batch system, or mpirun, knows the number of slots.
+    if job.ranks > MOST_PER_SLOT * slots and not is_forced:
+        hosts = "name more hosts (-H node1:4,node2:4)"
+        remedy = f"Lower -np, or {hosts}." if is_forced is None else f"Lower -np, {hosts}, or add --force."
+        raise LaunchError(f"-np {job.ranks} is more than {MOST_PER_SLOT} ranks for each slot; there are {slots} slots "
+                          f"(the {found}). {remedy}")
+    if job.ranks > MANY_PER_SLOT * slots:
+        return (f"-np {job.ranks} is more than {MANY_PER_SLOT} ranks for each of the {found}. They take turns on them, "
+                "and each takes memory of its own.")
+    return ""
 
 
 def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
@@ -255,7 +284,7 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
     name = socket.gethostname()
     return Machine(
         cores=len(physical_cores(own_cpus())) or os.cpu_count() or 1,
-        is_root=hasattr(os, "geteuid") and os.geteuid() == 0,
+        is_root=os.geteuid() == 0,
         names=frozenset(("localhost", "127.0.0.1", name, name.split(".")[0])),
         has_allocation=any(variable in environ for variable in _ALLOCATIONS),
     )

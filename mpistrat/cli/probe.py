@@ -76,13 +76,12 @@ def _print_findings(**part: Any) -> None:
 def _cupy() -> dict[str, Any]:
     try:
         import cupy
-    except ImportError as error:
-        return {} if error.name == "cupy" else {"error": str(error)}
-    try:
         found = {"gpus": cupy.cuda.runtime.getDeviceCount()}
         from cupy.cuda import nccl
         found["nccl"] = nccl.get_version()
-    except Exception as error:  # cupy has exceptions of its own for a missing driver; a missing NCCL is an ImportError.
+    except ModuleNotFoundError as error:
+        return {} if error.name == "cupy" else {"error": str(error)}
+    except Exception as error:  # cupy raises errors of its own, also where it is imported beside a wrong CUDA library.
         return {"error": str(error).strip().split("\n")[0]}
     return found
 

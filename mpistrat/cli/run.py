@@ -6,13 +6,14 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
 from ..core.errors import LaunchError
 from ..process.launch_env import RUN_CORES
 from . import efficiency, elastic, horovodrun
-from .arguments import Parser, add_launch_options, counted, mpirun_options, read_hosts, split_arguments
+from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, split_arguments
 from .doctor import command as doctor
 from .inventory import has_nvidia_driver
 from .mpirun import (
@@ -21,6 +22,7 @@ from .mpirun import (
     LaunchCommand,
     Machine,
     Mpirun,
+    check_count,
     compose,
     find_mpirun,
     identify,
@@ -28,21 +30,17 @@ from .mpirun import (
     sets_binding,
     this_machine,
 )
-from .output import Output
 from .rank_shell import in_shell
-from .ssh import hosts_by_ssh, why_unreachable
+from .ssh import hosts_by_ssh, unreachable
 from .startup import is_python, variables
+from .stderr.output import Output
 from .supervisor import Interference, Outcome, Start, TimeLimits, launch
 
 EXAMPLE = "mpistrat run -np 2 python train.py"
 _START_TIMEOUT_S = 30.0
-# Ranks for each core or slot: above the first number a warning, above the second an error.
-MANY_PER_SLOT = 4
-MOST_PER_SLOT = 100
-# Options of mpirun with which the output of ranks goes to files.
-_FILE_OPTIONS = ("outfile-pattern", "errfile-pattern")
+# Options of mpirun with which the output of ranks goes to files, or to its stdout; --output has its own words for it.
+_OUTPUT_OPTIONS = ("outfile-pattern", "errfile-pattern", "merge-stderr-to-stdout")
 
-_DESCRIPTION = "Start a command on several ranks with mpirun (Open MPI, MPICH or Intel MPI)."
 _EPILOG = """\
 The command begins after --, or at the first argument that is neither an option nor the value of one. A file that ends
 in .py is run with the Python that runs mpistrat. Options that are not listed here are passed to mpirun. After an option
@@ -54,8 +52,8 @@ prints the whole command. The ranks of a host get equal shares of its cores (MPI
 mpirun bind them.
 
 The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
-share it) and the exit code. Of TensorFlow's log lines only errors are printed, once for all ranks
-(TF_CPP_MIN_LOG_LEVEL=2, unless it is set).
+share it), the file with the last operations of the ranks (MPISTRAT_FAILURE_TIMELINE=0: none) and the exit code. Of
+TensorFlow's log lines only errors are printed, once for all ranks (TF_CPP_MIN_LOG_LEVEL=2, unless it is set).
 
 The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. Ctrl-C ends the job, a second Ctrl-C
 kills it. Processes that a failed job leaves on this host are killed. mpirun is terminated if it does not end within
@@ -85,10 +83,11 @@ def main(argv: list[str]) -> int:
                               "merges it, or writes it to files")
         return efficiency.run(options, lambda ranks, more: launched(
             plan(argparse.Namespace(**{**vars(options), "np": ranks}), passed, command, os.environ), options, more))
-    options.np = options.np if options.np is not None else options.max_np
+    if options.np is None:
+        options.np = options.max_np
     if elastic.is_asked_for(options) and not options.dry_run:
-        return elastic.run(options, lambda wanted, tolerant, *how: launched(
-            plan(wanted, (*tolerant, *passed), command, os.environ), wanted, *how))
+        return elastic.run(options, lambda wanted, mpirun, tolerant, *how: launched(
+            plan(wanted, (*tolerant, *passed), command, os.environ, mpirun), wanted, *how))
     planned = plan(options, passed, command, os.environ)
     if options.dry_run:
         print(planned.composed(os.environ))
@@ -108,10 +107,17 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
         limits, interference: See supervisor.launch.
     """
     job, is_here = planned.job, is_local(planned.job, planned.machine)
-    environ = {**os.environ, **(more or {}), **_added(options, job, planned.command, is_here, os.environ),
-               **_binding(job, planned.mpirun)}
-    start = Start(job.ranks, options.start_timeout or _START_TIMEOUT_S,
-                  lambda: why_unreachable(planned.others, {**environ, **planned.variables})) if planned.others else None
+    environ = {**os.environ, **(more or {}), **_binding(job, planned.mpirun)}
+    if not options.all_output:
+        environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if not _goes_elsewhere(job.options):  # What a rank says why it fails would not reach the summary.
+        environ |= variables(planned.command, is_here, os.environ, options.traceback)
+
+    def why_not() -> str:
+        found = unreachable(planned.others, {**environ, **planned.variables})
+        return next(map(" ".join, found.values()), "")
+
+    start = Start(job.ranks, options.start_timeout or _START_TIMEOUT_S, why_not) if planned.others else None
     level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
     return launch(planned.composed(environ), environ, limits=limits or TimeLimits(), output=output, start=start,
@@ -152,8 +158,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...], tuple[s
 
 
 def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[str, ...],
-         environ: Mapping[str, str]) -> Plan:
-    """Decide how the job is started, given what `parse` returns.
+         environ: Mapping[str, str], mpirun: Mpirun | None = None) -> Plan:
+    """Decide how the job is started, given what `parse` returns, and the mpirun if it is known already.
 
     Raises:
         LaunchError: The input is wrong, or no mpirun is found.
@@ -161,39 +167,15 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     if options.np is None:
         raise LaunchError(f"how many ranks? Say it with -np, for example: {EXAMPLE}")
     command, hosts = _command(command, environ), read_hosts(options)
-    if options.start_timeout is not None and options.start_timeout <= 0:
+    if options.start_timeout is not None and not options.start_timeout > 0:  # NaN is not either.
         raise LaunchError(f"--start-timeout {options.start_timeout:g} is not a number of seconds above 0")
-    mpirun, machine = identify(find_mpirun(options.mpirun, environ)), this_machine(environ)
+    mpirun, machine = mpirun or identify(find_mpirun(options.mpirun, environ)), this_machine(environ)
     # A command that is printed is run without `mpistrat run`, which would read the lines that ranks start.
     others = [] if options.dry_run or _goes_elsewhere(passed) else hosts_by_ssh(hosts, machine, passed, environ)
     job = Job(options.np, in_shell(command, options.np, options.output_filename or None, bool(others)), hosts,
               options.oversubscribe, passed)
     return Plan(command, job, mpirun, machine, horovodrun.variables(options, mpirun.dialect), others,
                 check_count(job, machine, options.force))
-
-
-def check_count(job: Job, machine: Machine, is_forced: bool) -> str:
-    """Compare the number of ranks with the cores of this host, or with the slots of the hosts.
-
-    Returns:
-        A warning, or "".
-
-    Raises:
-        LaunchError: There are more than MOST_PER_SLOT ranks for each, and `is_forced` is False.
-    """
-    if is_local(job, machine):
-        slots, found = machine.cores, f"{counted(machine.cores, 'core')} of this host"
-    elif job.hosts is not None and job.hosts.slots is not None:
-        slots, found = job.hosts.slots, f"{job.hosts.slots} slots of the hosts"
-    else:
-        return ""  # The batch system, or mpirun, knows the number of slots.
-    if job.ranks > MOST_PER_SLOT * slots and not is_forced:
-        raise LaunchError(f"-np {job.ranks} is more than {MOST_PER_SLOT} ranks for each slot; there are {slots} slots "
-                          f"(the {found}). Lower -np, name more hosts (-H node1:4,node2:4), or add --force.")
-    if job.ranks > MANY_PER_SLOT * slots:
-        return (f"-np {job.ranks} is more than {MANY_PER_SLOT} ranks for each of the {found}. They take turns on them, "
-                "and each takes memory of its own.")
-    return ""
 
 
 def asks_for_help(command: Sequence[str]) -> bool:
@@ -213,18 +195,12 @@ def _run_once(command: tuple[str, ...]) -> NoReturn:
     os.execvp(command[0], command)
 
 
-def _added(options: argparse.Namespace, job: Job, command: Sequence[str], is_here: bool,
-           environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are added to the environment of the ranks, so that they say less, and why they fail."""
-    added = {} if options.all_output or "TF_CPP_MIN_LOG_LEVEL" in environ else {"TF_CPP_MIN_LOG_LEVEL": "2"}
-    # What a rank says why it fails would not reach the summary.
-    return added if _goes_elsewhere(job.options) else added | variables(command, is_here, environ, options.traceback)
-
-
 def _goes_elsewhere(options: Sequence[str]) -> bool:
     """Return whether mpirun writes what ranks print to stderr to files, or to its stdout."""
-    return any(option.lstrip("-") in _FILE_OPTIONS or any(part.startswith(("dir=", "file=", "merge")) for part in
-               option.lstrip("-").split(",")) for option in options)
+    words = [word for option, value in pairwise(options) if option.lstrip("-") == "output"
+             for word in value.split(",")]
+    return any(word.startswith(("dir=", "file=", "merge")) for word in words) or any(
+        option.lstrip("-") in _OUTPUT_OPTIONS for option in options)
 
 
 def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
@@ -237,10 +213,8 @@ def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="mpistrat run", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
+    parser = Parser("run", "Start a command on several ranks with mpirun (Open MPI, MPICH or Intel MPI).", _EPILOG,
+                    "mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
     add_launch_options(parser)
     parser.add_argument("--force", action="store_true", help="start more than 100 ranks for each core")
     parser.add_argument("--output-filename", metavar="DIR", help="rank R prints into DIR/rank.R/stdout and "

@@ -44,18 +44,13 @@ def hosts_by_ssh(hosts: HostList | None, machine: Machine, options: Sequence[str
         host.name for host in hosts.hosts if host.name not in machine.names]
 
 
-def why_unreachable(hosts: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Connect to hosts by ssh, for a few seconds; return why one of them cannot be reached, "" if none is found.
+def unreachable(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Connect to hosts by ssh, for a few seconds. Of those that cannot be reached: a sentence on why, and the remedy.
 
     Args:
         hosts: At least one. Some dozens of them are tried.
         environ: The environment of mpirun, which may have arguments for ssh.
     """
-    return next((" ".join(each) for each in unreachable(hosts, environ).values()), "")
-
-
-def unreachable(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """As why_unreachable, for each of the hosts that cannot be reached: a sentence that says why, and the remedy."""
     ssh = shutil.which("ssh", path=environ.get("PATH", os.defpath))
     if ssh is None:
         return {hosts[0]: (f"there is no ssh on this host, with which mpirun starts ranks on {hosts[0]}.",

@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.errors import LaunchError
@@ -34,10 +34,11 @@ from ..process import procfs
 from ..process.launch_env import RUN_NAME, RUN_REPORTS
 from ..process.launcher_watch import ABORTED
 from ..process.report import SUMMARY
+from ..trace import last
 from .forward import Forwarder
 from .mpirun import LaunchCommand
-from .output import Output
-from .summary import summarize
+from .stderr.output import Output
+from .stderr.summary import summarize
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 # Why ranks have not started on hosts that ssh reaches.
@@ -109,16 +110,22 @@ class Interference:
     Attributes:
         subject: What mpirun runs, for people.
         ends_all: Whether what mpirun leaves behind is ended also if its exit code is 0.
-        why_stop: Why mpirun ends now, once this process has got the signal ABORTED; "" while it goes on.
     """
 
     subject = "the job"
     ends_all = False
-    why_stop = ""
+
+    def why_stop(self) -> str:
+        """Why mpirun is to end now; "" while it goes on. Called at the start, and after each signal ABORTED."""
+        return ""
 
     def takes(self, number: int) -> bool:
         """Whether the supervisor handles this signal, which mpirun does not get then."""
         return False
+
+    def keep_last(self, told: Collection[Sequence[str]]) -> str:
+        """Write what the ranks did last when mpirun has failed; see last.save."""
+        return last.save(told)
 
 
 class Termination:
@@ -185,7 +192,7 @@ class Termination:
 
 def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = TimeLimits(),
            output: Output | None = None, start: Start | None = None, speaker: str = "mpistrat run",
-           interference: "Interference | None" = None, stdout: int | None = None) -> Outcome:
+           interference: Interference | None = None, stdout: int | None = None) -> Outcome:
     """Run mpirun until the job has ended. Call it on the main thread, because it changes the handling of signals.
 
     Args:
@@ -212,7 +219,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
                    output, start, speaker, interference or Interference(), stdout)
         outcome = run.wait()
         run.say_why(outcome.code)
-        return replace(outcome, measured=output.measured)
+        return replace(outcome, measured=output.told.measured)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -226,7 +233,7 @@ class _Run:
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],
                  mask: Collection[int], limits: TimeLimits, output: Output, start: Start | None, speaker: str,
-                 interference: "Interference", stdout: int | None):
+                 interference: Interference, stdout: int | None):
         self._interference = interference
         self._caught, self._limits, self._name = caught, limits, environ[RUN_NAME]
         self._termination = Termination(limits, time.monotonic())
@@ -250,6 +257,8 @@ class _Run:
 
     def wait(self) -> Outcome:
         """Wait until the job has ended, and enforce the time limits."""
+        if why := self._interference.why_stop():  # The signal came before it was blocked.
+            self._termination.note_stop(time.monotonic(), why)
         while self._mpirun.poll() is None:
             now = time.monotonic()
             if now >= self._start_until:
@@ -273,7 +282,7 @@ class _Run:
 
     @property
     def _has_started(self) -> bool:
-        return self._start is None or self._output.started >= self._start.ranks
+        return self._start is None or len(self._output.told.started) >= self._start.ranks
 
     @property
     def _is_recalled(self) -> bool:
@@ -296,10 +305,13 @@ class _Run:
         if self._start is not None and code != 0 and self._last_signal is None and not self._has_started:
             why = self._start.why_not() or (_NO_ANSWER if self._termination.is_late else "")
         died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
-        text, lines = summarize(code, self._output.reports, self._output.words, interrupted_by=self._last_signal,
+        told = self._output.told
+        text, lines = summarize(code, told.reports, self._output.words, interrupted_by=self._last_signal,
                                 died_of=died_of, dialect=self._dialect, can_show_more=self._can_show_more,
-                                without_init=self._output.without_init, why_not_started=why,
+                                without_init=len(told.without_init), why_not_started=why,
                                 subject=self._interference.subject)
+        if code != 0 and self._last_signal is None and not self._interference.why_stop():
+            lines = [*lines[:-1], *filter(None, [self._interference.keep_last(told.last.values())]), *lines[-1:]]
         # A terminal has printed ^C, and no end of the line.
         start = b"\n" if self._last_signal == signal.SIGINT and os.isatty(sys.stderr.fileno()) else b""
         said = "".join(f"{self._speaker}: {line}\n" for line in lines)
@@ -311,8 +323,8 @@ class _Run:
         if info is None or info.si_signo == signal.SIGCHLD:
             return
         if info.si_signo == ABORTED:
-            if self._interference.why_stop:
-                self._termination.note_stop(time.monotonic(), self._interference.why_stop)
+            if why := self._interference.why_stop():
+                self._termination.note_stop(time.monotonic(), why)
             else:
                 self._termination.note_abort(time.monotonic())
             return

@@ -86,11 +86,7 @@ class FusionBucket:
 
 
 class BucketPlans:
-    """Makes the plans for lists of entries that are the same on all ranks, and caches them by the list of requests.
-
-    Args:
-        size: The number of ranks.
-    """
+    """Makes the plans for lists of entries that are the same on all ranks, and caches them by the list of requests."""
 
     def __init__(self, size: int):
         self._size = size
@@ -100,10 +96,7 @@ class BucketPlans:
     def plan(self, entries: Sequence[Submitted], limit: int, divisor: int | None = None) -> list[FusionBucket]:
         """The buckets, of at most `limit` bytes each, of the arrays of all entries that are fused.
 
-        Args:
-            entries: The entries.
-            limit: In bytes.
-            divisor: What an average divides by; None: the number of ranks.
+        An average divides by `divisor`; None: by the number of ranks.
         """
         if limit != self._limit:
             self._plans.clear()

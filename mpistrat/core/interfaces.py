@@ -8,9 +8,9 @@ says otherwise: the engine calls it on all ranks in the same order, with argumen
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence, Sized
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -124,12 +124,12 @@ class DeviceExecutor:
     """Executes entries of tensors on a device, which works while the caller goes on.
 
     This base class is for ranks without a device: it is never busy, and cannot execute anything.
+
+    Attributes:
+        batches: The entries that are enqueued and not complete. As long as there are any, `poll` must be called.
     """
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether `poll` must be called."""
-        return False
+    batches: Sized = ()
 
     def next_check_s(self, now: float) -> float:
         """Seconds after which to poll again. 0: at once, after a yield of the processor."""
@@ -138,9 +138,7 @@ class DeviceExecutor:
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
         """Enqueue the collectives of entries that are the same on all ranks. Collective. `poll` completes the handles.
 
-        Args:
-            entries: The entries.
-            divisor: What an average divides by; None: the number of ranks.
+        An average divides by `divisor`; None: by the number of ranks.
         """
         raise NotImplementedError("there is no device to execute on")
 
@@ -163,7 +161,6 @@ class DeviceExecutor:
 
     def drain(self) -> None:
         """Wait until all handles are complete. Raises as `poll`."""
-        return
 
     def unfinished(self) -> list[Entry]:
         """The entries that are not complete. The device may write to their memory even after a failure."""
@@ -171,11 +168,9 @@ class DeviceExecutor:
 
     def abandon(self) -> None:
         """Give up all work: this rank or another one has failed. Does not raise."""
-        return
 
     def close(self) -> None:
         """Release communicators and memory, after all ranks have drained. Collective. May be called twice."""
-        return
 
 
 class ControlPlane(ABC):
@@ -243,7 +238,6 @@ class Recorder:
             began: When the reduction began, as time.monotonic_ns(). That of the first one, if the entry has several.
             ended: When it ended. That of the last one.
         """
-        return
 
 
 class TraceLink:
@@ -262,7 +256,9 @@ class TraceLink:
 
     def receive(self, message: bytes) -> None:
         """A message has arrived. Called in the thread that drives; returns at once."""
-        return
+
+    def fail(self) -> None:
+        """The engine ends with an error; what is in flight fails after this. Called as `receive`."""
 
 
 class Outcome(IntEnum):
@@ -273,58 +269,29 @@ class Outcome(IntEnum):
     ALL_READY = 2  # likewise, and each of them is ready
 
 
-class AgreementRound(Protocol):
+class AgreementRound(ABC):
     """Agreement among all ranks in rounds, like MPIX_Comm_agree: each rank votes for a number in each round."""
 
+    @abstractmethod
     def vote(self, number: int, is_ready: bool = False) -> None:
         """Vote for `number` (61 bits), or against (0). Once in a round. Wakes ranks that sleep."""
 
+    @abstractmethod
     def outcome(self) -> Outcome | None:
         """The outcome of the round, the same on all ranks; None until all ranks have voted. It ends the round."""
 
+    @abstractmethod
     def has_news(self) -> bool:
         """Whether `outcome` may have changed."""
 
+    @abstractmethod
     def missing(self) -> list[int]:
         """The ranks that have not voted in this round, and possibly more, where this rank cannot know."""
 
     def surrender(self) -> list[Any]:
         """See DataPlane."""
+        return []
 
     def close(self) -> None:
         """Release all resources. Collective; no round is under way."""
-
-
-class LocalChannel(Protocol):
-    """Messages among the ranks of one host. They never block."""
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether a message waits for room at a receiver."""
-
-    def is_sending_to(self, ranks: Iterable[int]) -> bool:
-        """Whether a message waits for room at one of `ranks`."""
-
-    def send(self, rank: int, message: bytes) -> None:
-        """Send to a rank of this host."""
-
-    def flush(self) -> None:
-        """Send messages that wait, as far as there is room."""
-
-    def receive(self) -> list[tuple[int, bytes]]:
-        """The messages that have arrived, as (sender, message)."""
-
-    def ready(self) -> bool:
-        """Whether a message has arrived, the watched condition holds, or `wake` was called since the last call."""
-
-    def watch(self, has_news: Callable[[], bool]) -> None:
-        """Let `ready`, and `wait` while it polls, return True also when `has_news()` does."""
-
-    def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
-        """Wait for `ready` for at most `timeout_s`, polling for the first `spin_s`. Returns whether it is."""
-
-    def wake(self) -> None:
-        """Make this rank's `wait` return. Any thread may call it."""
-
-    def close(self) -> None:
-        """Release all resources."""
+        return

@@ -88,7 +88,7 @@ class ResultPool:
         else:
             block = self._make(size)
         block.taken_at = self._round
-        return block.memory[:nbytes].view(dtype).reshape(shape)
+        return np.ndarray(shape, dtype, block.memory)
 
     def _make(self, size: int) -> _Block:
         if self.nbytes + size > self._limit:

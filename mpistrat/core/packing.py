@@ -10,10 +10,7 @@ from .arithmetic import scaled_copy
 
 
 class FlatLayout:
-    """The positions of arrays in a flat buffer that holds one after the other.
-
-    Args:
-        sizes: The elements of each array.
+    """The positions of arrays of these sizes, in elements, in a flat buffer that holds one after the other.
 
     Attributes:
         length: The elements of all arrays.

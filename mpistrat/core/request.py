@@ -6,7 +6,7 @@ The functions check what one rank can check alone. Pure; any thread may call the
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from functools import cached_property, lru_cache
 from operator import attrgetter
@@ -90,11 +90,6 @@ class Request:
     labels: tuple[str, ...] = field(default=(), compare=False)
     in_graph: bool = field(default=False, compare=False)
     process_set: int = field(default=0, compare=False)
-
-    @property
-    def scaled(self) -> "ScaledOp":
-        """The operation and its factors."""
-        return ScaledOp(self.reduce_op, self.prescale, self.postscale)
 
     @cached_property
     def _hash(self) -> int:
@@ -180,11 +175,17 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], scaled: Scaled
     for tensor in tensors:
         _check_reducible(name, tensor.dtype, op)
     _check_factors(name, scaled)
-    if op is Adasum and device == DEVICE_GPU:
-        raise InvalidRequestError(f"{name}: Adasum is computed on the CPU. Set MPISTRAT_GPU_OPERATIONS=host, or pass "
-                                  "CPU tensors.")
-    return Request(CollectiveType.ALLREDUCE, name, tensors, op, prescale=float(prescale), postscale=float(postscale),
-                   device=device, layout=layout, wire_dtype=wire_dtype, labels=labels, process_set=process_set)
+    request = Request(CollectiveType.ALLREDUCE, name, tensors, op, prescale=float(prescale), postscale=float(postscale),
+                      layout=layout, wire_dtype=wire_dtype, labels=labels, process_set=process_set)
+    return on_gpu(request) if device == DEVICE_GPU else request
+
+
+def on_gpu(request: Request) -> Request:
+    """The same request for tensors on a GPU. Raises InvalidRequestError if it can be executed on the CPU only."""
+    if request.reduce_op is Adasum:
+        raise InvalidRequestError(f"{request.name}: Adasum is computed on the CPU. Set MPISTRAT_GPU_OPERATIONS=host, "
+                                  "or pass CPU tensors.")
+    return replace(request, device=DEVICE_GPU)
 
 
 @lru_cache(KEPT_REQUESTS)
@@ -226,12 +227,7 @@ def alltoall_request(name: str, tensors: tuple[TensorSpec, ...], size: int, devi
                      process_set: int = 0) -> Request:
     """A request to send rows of a tensor to each rank.
 
-    Args:
-        name: As in Request.
-        tensors: The tensor, and its splits: how many rows each of the `size` ranks gets.
-        size: The number of ranks.
-        device: Where the tensor is. The splits are on the CPU.
-        process_set: As in Request.
+    `tensors` are the tensor, on the device, and its splits, on the CPU: how many rows each of the `size` ranks gets.
 
     Raises:
         InvalidRequestError: The tensor cannot be sent or is a scalar, or the splits are not one integer for each rank.

@@ -51,10 +51,7 @@ def no_int32_splits(name: str, splits: object) -> InvalidRequestError:
 def received_rows(name: str, table: np.ndarray, topology: Topology) -> np.ndarray:
     """How many rows this rank receives from each rank in an all-to-all.
 
-    Args:
-        name: The name of the collective, for errors.
-        table: Row r has the number of rows of rank r's tensor, and how many of them it sends to each rank.
-        topology: The ranks.
+    Row r of the table has the number of rows of rank r's tensor, and how many of them it sends to each rank.
 
     Raises:
         InvalidRequestError: The splits of some rank are negative, or more than its rows. The same on all ranks.
@@ -71,10 +68,7 @@ def received_rows(name: str, table: np.ndarray, topology: Topology) -> np.ndarra
 def exchanged_elements(table: np.ndarray, rank: int, elements: int) -> tuple[list[int], list[int], int]:
     """How many elements `rank` sends to each rank and receives from each, and the most that any rank sends to any.
 
-    Args:
-        table: As for received_rows, which has checked it.
-        rank: This rank.
-        elements: Of a row.
+    A row of the tensor has `elements` of them. The table is that of received_rows, which has checked it.
     """
     parts = table[:, 1:] * elements
     return parts[rank].tolist(), parts[:, rank].tolist(), int(parts.max())

@@ -100,9 +100,12 @@ class Settings:
     pin_gpu: bool = _setting(
         "PIN_GPU", True, "0: init() of mpistrat.tensorflow and mpistrat.keras, and MPIStrategy, do not assign a GPU to "
         "each rank as pin_gpu() does.")
-    xla: bool = _setting(
-        "XLA", True, "0: XLA compiles no collectives: they are an error in a function with jit_compile=True, and Keras "
-        "models are trained without XLA.")
+    async_op: bool = _setting(
+        "ASYNC_OP", True, "0: GPU tensors of TensorFlow are copied before they are reduced. By default one "
+        "asynchronous operation hands their addresses over, if TensorFlow and the GPU's driver pass the checks for it.")
+    xla: str = _setting(
+        "XLA", "auto", "Whether XLA compiles collectives. auto: on the CPU. 1: on a GPU too. 0: they are an error in a "
+        "function with jit_compile=True, and Keras models are trained without XLA.", choices=("auto", "0", "1"))
     bind: bool = _setting(
         "BIND", True, "0: do not bind. By default each rank of a host runs on an equal share of the cores that the job "
         "may use there, unless the launcher has bound the ranks.")
@@ -117,6 +120,9 @@ class Settings:
     timeline_steps: str = _setting(
         "TIMELINE_STEPS", "all", "Steps of training that are in that file, as FIRST:END, from 0 and without END. all: "
         "everything.")
+    failure_timeline: bool = _setting(
+        "FAILURE_TIMELINE", True, "0: mpistrat run does not write what the ranks of a job that fails did last to a "
+        "timeline, mpistrat-*.json, in its directory.")
     status_file: bool = _setting(
         "STATUS_FILE", True, "0: rank 0 does not write what all ranks do to a file once a second, which mpistrat top "
         "reads.")

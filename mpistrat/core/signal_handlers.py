@@ -1,10 +1,14 @@
-"""Whether Python functions handle signals. They run in the main thread, between any two instructions."""
+"""Whether Python functions handle signals, and an event that they may set.
+
+They run in the main thread, between any two instructions.
+"""
 
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 
 # Handlers of mpistrat, which call no collective.
 harmless: set[Callable[..., object]] = set()
@@ -30,3 +34,27 @@ def may_interrupt() -> bool:
     if now >= _next_look_at:
         _found, _next_look_at = are_installed(), now + _LOOK_EVERY_S
     return _found
+
+
+class WakeUp:
+    """An event that `wait` clears. A signal handler that interrupts `set` may call it."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        """Make the next `wait` return at once, or the present one."""
+        if self._calls.empty():
+            self._calls.put(None)
+
+    def is_set(self) -> bool:
+        """Whether the next `wait` returns at once."""
+        return not self._calls.empty()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for `set`; None: without a limit. Returns whether it was called."""
+        try:
+            self._calls.get(timeout=timeout_s)
+        except Empty:
+            return False
+        return True

@@ -1,4 +1,4 @@
-"""The slowest of several ranks, by how long each waits for the others. Pure."""
+"""The slowest of several ranks, by how long each waits for the others, and the words for it. Pure."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -20,3 +20,25 @@ def slowest(waiting: Sequence[float]) -> tuple[int, float] | None:
     place = min(range(len(waiting)), key=waiting.__getitem__)
     cost = fmean(share for other, share in enumerate(waiting) if other != place) - waiting[place]
     return None if cost < LEAST_COST else (place, cost)
+
+
+def shares_of(waits: Sequence[tuple[float, float, float]], names: Sequence[str]) -> str:
+    """The end of a sentence on how long collectives took, and which rank was the slowest; "" if some rank is unknown.
+
+    Args:
+        waits: Of each rank the seconds that are known, and those of them in which it waited for other ranks, and for
+            the bytes.
+        names: Of the ranks.
+    """
+    if not all(seconds for seconds, *_ in waits):
+        return ""
+    share = fmean((waiting + moving) / seconds for seconds, waiting, moving in waits)
+    found = slowest([waiting / seconds for seconds, waiting, _ in waits])
+    who = "and no rank was slower than the others" if found is None else \
+        f"and for {found[1]:.0%} the others waited for {names[found[0]]}"
+    return f"; collectives took {share:.0%} of the time, {who}"
+
+
+def figure(number: float) -> str:
+    """A number with three figures, or all before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

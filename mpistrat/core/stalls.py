@@ -9,12 +9,9 @@ _NOT_RUNNING = "its process is stopped, or something in it keeps Python's global
 
 
 def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -> str:
-    """Sentences on a wait of this rank.
+    """Sentences on a wait of this rank, which has lasted for `waited_s`.
 
-    Args:
-        topology: Where the ranks are.
-        missing: The ranks that this rank waits for. May have more ranks, if it is unknown which of them are late.
-        waited_s: Seconds since the wait began.
+    `missing` has the ranks that it waits for, and possibly more, if it is unknown which of them are late.
     """
     is_one_host = len(topology.hosts) == 1
     who = f"rank {topology.job_rank}" + ("" if is_one_host else f" on {topology.host}")

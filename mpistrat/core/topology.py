@@ -47,11 +47,7 @@ class Topology:
         return rank_list(self.job_ranks[rank] for rank in ranks)
 
     def subset(self, ranks: Sequence[int]) -> "Topology":
-        """The topology of a process set, of which this rank is a member.
-
-        Args:
-            ranks: Ascending.
-        """
+        """The topology of a process set of `ranks`, in ascending order. This rank is one of them."""
         return Topology(ranks.index(self.rank), tuple(self.host_of[rank] for rank in ranks), tuple(ranks))
 
     @cached_property
@@ -136,10 +132,9 @@ def describe_by_rank(values: Sequence[object], form: str = "{value} on ranks {ra
 
 
 def ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
-    """The ranks that have each value, by value. The values come in the order of their first ranks.
+    """The ranks that have each value, by value. `values[r]` is that of rank r.
 
-    Args:
-        values: That of each rank, by rank.
+    The values come in the order of their first ranks.
     """
     ranks: dict[T, list[int]] = {}
     for rank, value in enumerate(values):

@@ -87,6 +87,12 @@ TRACE_POLL_S = 0.001
 # Not measured: 1.2 MB when full. A step of 20 buckets leaves the last 200 steps.
 RECORDED_OPERATIONS = 4096
 
+# How many of its last operations a rank tells `mpistrat run` when a rank fails; the fewest; and those of all ranks.
+# A line of 3800 bytes has about 100. Not measured with many ranks: mpirun forwards 700 KB of all of them.
+TOLD_OPERATIONS = 256
+TOLD_OPERATIONS_LEAST = 32
+TOLD_OPERATIONS_OF_ALL = 16384
+
 # Seconds for which an execution of a graph that ends in an error waits until what it has submitted is complete, before
 # the engines end. Not measured: the other ranks come to the same collective, if a little later.
 FAILED_EXECUTION_S = 2.0
@@ -307,10 +313,6 @@ SUBMIT_WAIT_BYTES = 1024 * 1024
 # 2 ms often were not enough between hosts, and waiting elsewhere takes changes of threads.
 SUBMIT_WAIT_S = 10e-3
 
-# Up to how many collectives of one graph have a branch to wait in if they are the last.
-# Each takes 10 ms when it is traced. A lone all-reduce of a tf.function on 2 ranks takes 0.5 to 1 ms less with it.
-SUBMIT_WAIT_BRANCHES = 8
-
 # How many completion queues are made at a time.
 # Not measured: a graph with many collectives that wait makes them in fewer steps.
 COMPLETION_QUEUES_MADE = 16
@@ -319,10 +321,9 @@ COMPLETION_QUEUES_MADE = 16
 # 400 single all-reduces of a tf.function: 100 ms with one operation per queue, 60 to 80 of them in these operations.
 COMPLETION_QUEUES_WRITTEN = (64, 8)
 
-# Seconds between two looks for the file of a data service, and between two looks of its registry at whether to end.
-# Not measured: both take seconds to start, and a network file system sends no notifications.
+# Seconds between two looks for the file of a data service.
+# Not measured: the service takes seconds to start, and a network file system sends no notifications.
 DATA_SERVICE_FILE_POLL_S = 0.1
-DATA_SERVICE_END_POLL_S = 0.2
 
 # -- cli --------------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ kernel frees it with the keeper.
 """
 
 import contextlib
-import itertools
 import logging
 import os
 import signal
@@ -16,11 +15,12 @@ import sys
 import time
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import cast
 
 from ..process import procfs
+from ..process.line import Line, Listening, Message, connect
 from .job import ElasticJob
 from .keeper_state import BEAT_S, Action, End, KeeperState, Kill, Tell
-from .line import Line, Listening, Message, connect
 
 logger = logging.getLogger(__name__)
 _CONNECT_LIMIT_S = 10.0
@@ -45,12 +45,9 @@ class Keeper:
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._state = KeeperState(time.monotonic())
         self._memory = [os.memfd_create(f"mpistrat commit {index}") for index in range(2)]
-        self._lines: dict[int, Line] = {}
-        self._numbers: dict[Line, int] = {}
-        self._next_number = itertools.count(1)
         self._is_ending = False
         self._segments: dict[int, set[str]] = {}  # of MPI's shared memory, by the process that has mapped them
-        self._listening = Listening(listener, job.key, self._greet)
+        self._listening = Listening(listener, job.key, lambda line: line.read(self._take))
         self._supervisor = connect([(host, job.port) for host in job.hosts], job.key, _CONNECT_LIMIT_S)
         self._supervisor.send(kind="keeper", host=socket.gethostname(), pid=os.getpid())
         self._supervisor.read(self._take)
@@ -76,10 +73,6 @@ class Keeper:
             for action in actions:
                 self._act(action)
 
-    def _greet(self, line: Line) -> None:
-        self._numbers[line] = next(self._next_number)
-        line.read(self._take)
-
     def _take(self, line: Line, message: Message | None) -> None:
         self._events.put((line, message))
 
@@ -92,33 +85,28 @@ class Keeper:
             if kind == "leave":
                 return state.leave(message["generation"], message["why"])
             return state.end(message["why"]) if kind == "end" else state.beat(message["generation"], now)
-        number = self._numbers[line]
         if message is None:
-            del self._numbers[line]
-            self._lines.pop(number, None)
-            return state.closed(number)
+            return state.closed(line)
         if kind == "hello":
-            self._lines[number] = line
-            return state.hello(number, message["rank"], message["pid"], message["generation"], message["launcher"])
+            return state.hello(line, message["rank"], message["pid"], message["generation"], message["launcher"])
         if kind == "where":  # a commit is, or the next one goes
             index = message.get("index", state.free_index())
             line.send(kind="there", path=f"/proc/{os.getpid()}/fd/{self._memory[index]}")
             return []
         if kind == "committed":
             self._note_segments(message["pid"])
-            return state.committed(number, message["number"], message["nbytes"], message["step"], now)
+            return state.committed(line, message["number"], message["nbytes"], message["step"], now)
         if kind == "renamed":
-            return state.renamed(number, message["rank"], message["size"])
+            return state.renamed(line, message["rank"], message["size"])
         if kind == "preempted":
             self._supervisor.send(**message)
             return []
-        return state.ended(number, message["code"], message["why"])
+        return state.ended(line, message["code"], message["why"])
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Tell):
-            line = self._supervisor if action.to is None else self._lines.get(action.to)
-            if line is not None:
-                line.send(**action.message)
+            line = self._supervisor if action.to is None else cast("Line", action.to)
+            line.send(**action.message)
         elif isinstance(action, Kill):
             try:
                 os.kill(action.pid, signal.SIGKILL)

@@ -6,6 +6,7 @@ that the supervisor reaches goes on: the other one makes no commit after `COMMIT
 has ended after `LOST_AFTER_S`, before the supervisor starts a new generation elsewhere.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,20 +27,18 @@ class Slot:
         id: Which one.
         index: The number of the memory file, 0 or 1.
         nbytes: Its size.
-        step: What the training script says where it is, for people.
     """
 
     id: CommitId
     index: int
     nbytes: int
-    step: str = ""
 
 
 @dataclass(frozen=True)
 class Tell:
-    """Send `message` to a rank of this host, or to the supervisor (`to` is None)."""
+    """Send `message` on the line of a rank of this host, or to the supervisor (`to` is None)."""
 
-    to: int | None
+    to: Hashable | None
     message: dict[str, Any] = field(hash=False)
 
 
@@ -62,7 +61,6 @@ Action = Tell | Kill | End
 
 @dataclass
 class _Rank:
-    rank: int
     pid: int
     generation: int
     launcher: int
@@ -70,7 +68,7 @@ class _Rank:
 
 
 class KeeperState:
-    """Decisions of one keeper. Each method returns the actions to take, in order.
+    """Decisions of one keeper. Each method returns the actions to take, in order. A rank is known by its line.
 
     Args:
         now: The time, in seconds from any origin, as in all methods.
@@ -80,7 +78,7 @@ class KeeperState:
         self._heard, self._silence_s = now, START_LIMIT_S
         self.generation = 0  # the newest that the supervisor or a rank has named
         self._leave: dict[str, Any] | None = None
-        self._ranks: dict[int, _Rank] = {}  # by line
+        self._ranks: dict[Hashable, _Rank] = {}  # by line
         self._slots: list[Slot] = []  # the newest last
         self._is_ending = False
 
@@ -90,7 +88,7 @@ class KeeperState:
         return self._slots[-1] if self._slots else None
 
     @property
-    def processes(self) -> dict[int, int]:
+    def processes(self) -> dict[Hashable, int]:
         """The ranks' process numbers, by line."""
         return {line: rank.pid for line, rank in self._ranks.items()}
 
@@ -100,12 +98,12 @@ class KeeperState:
 
     # -- messages of ranks ---------------------------------------------------------------------------------------------
 
-    def hello(self, line: int, rank: int, pid: int, generation: int, launcher: int = 0) -> list[Action]:
-        """A rank of this host has connected as number `line`. `launcher` is the process that launched it, if known."""
+    def hello(self, line: Hashable, rank: int, pid: int, generation: int, launcher: int = 0) -> list[Action]:
+        """A rank of this host has connected by `line`. `launcher` is the process that launched it, if known."""
         if self._is_ending or generation < self.generation:
             return [Kill(pid)]
         actions = self._newer(generation)
-        self._ranks[line] = _Rank(rank, pid, generation, launcher)
+        self._ranks[line] = _Rank(pid, generation, launcher)
         actions.append(Tell(line, {"kind": "welcome", **self._newest()}))
         actions.append(Tell(None, {"kind": "hello", "rank": rank, "pid": pid, "generation": generation}))
         if self._leave is not None:
@@ -117,45 +115,44 @@ class KeeperState:
         newest = self.newest
         return {"newest": None if newest is None else
                 {"generation": newest.id.generation, "number": newest.id.number, "index": newest.index,
-                 "nbytes": newest.nbytes, "step": newest.step}}
+                 "nbytes": newest.nbytes}}
 
-    def committed(self, line: int, number: int, nbytes: int, step: str, now: float) -> list[Action]:
-        """A rank has written a commit into the memory file `free_index`."""
+    def committed(self, line: Hashable, number: int, nbytes: int, step: str, now: float) -> list[Action]:
+        """A rank has written a commit into the memory file `free_index`. `step` says where it is, for people."""
         rank = self._ranks.get(line)
         if rank is None or rank.generation != self.generation or self._is_ending:
             return []
         if now - self._heard > min(COMMIT_LIMIT_S, self._silence_s):
-            return [Tell(line, {"kind": "refused", "number": number, "why": "the supervisor has been silent for "
-                                f"{now - self._heard:.1f} s"})]
-        slot = Slot(CommitId(rank.generation, number), self.free_index(), nbytes, step)
+            return [Tell(line, {"kind": "refused",
+                                "why": f"the supervisor has been silent for {now - self._heard:.1f} s"})]
+        slot = Slot(CommitId(rank.generation, number), self.free_index(), nbytes)
         self._slots = [*self._slots[-1:], slot]
         return [Tell(line, {"kind": "kept", **self._newest()}),
                 Tell(None, {"kind": "committed", "generation": rank.generation, "number": number, "step": step})]
 
-    def renamed(self, line: int, rank: int, size: int) -> list[Action]:
+    def renamed(self, line: Hashable, rank: int, size: int) -> list[Action]:
         """After a loss, the ranks that are left have numbered themselves anew."""
         known = self._ranks.get(line)
         if known is None:
             return []
-        known.rank = rank
         return [Tell(None, {"kind": "renamed", "rank": rank, "size": size, "pid": known.pid,
                             "generation": known.generation})]
 
-    def ended(self, line: int, code: int, why: str) -> list[Action]:
+    def ended(self, line: Hashable, code: int, why: str) -> list[Action]:
         """A rank says that it ends with this exit code."""
         rank = self._ranks.get(line)
         if rank is None or rank.has_ended:
             return []
         rank.has_ended = True
-        return [Tell(None, {"kind": "ended", "rank": rank.rank, "pid": rank.pid, "generation": rank.generation,
-                            "code": code, "why": why})]
+        return [Tell(None, {"kind": "ended", "pid": rank.pid, "generation": rank.generation, "code": code,
+                            "why": why})]
 
-    def closed(self, line: int) -> list[Action]:
+    def closed(self, line: Hashable) -> list[Action]:
         """The line of a rank is closed: its process has ended."""
         rank = self._ranks.pop(line, None)
         if rank is None or rank.has_ended:
             return []
-        return [Tell(None, {"kind": "died", "rank": rank.rank, "pid": rank.pid, "generation": rank.generation})]
+        return [Tell(None, {"kind": "died", "pid": rank.pid, "generation": rank.generation})]
 
     # -- messages of the supervisor ------------------------------------------------------------------------------------
 

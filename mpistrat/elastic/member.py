@@ -23,16 +23,18 @@ from ..core import signal_handlers
 from ..core.errors import ElasticError
 from ..process import exit_code
 from ..process.launcher_watch import end_now, launcher_here
+from ..process.line import Line, Message, connect
 from . import commits
 from .commits import CommitId, DamagedCommitError, Packed
 from .job import LEAVE_CODE, ElasticJob
 from .keeper import socket_name
-from .line import Line, Message, connect
 
 logger = logging.getLogger(__name__)
 
 _KEEPER_LIMIT_S = 20.0  # for a keeper to start, and to answer
+_KEEPER_POLL_S = 0.02  # while it starts, which takes some tenths of a second
 _CHECKPOINT = "commit.mpistrat"
+
 
 class Member:
     """One rank's part in an elastic job.
@@ -51,7 +53,8 @@ class Member:
         self._replies: SimpleQueue[Message] = SimpleQueue()
         self._asking = threading.Lock()
         self._pending: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._writing = threading.Event()
+        self._is_written = threading.Event()  # The last commit, or the attempt to write it, is over.
+        self._is_written.set()
         self._failure = ""
         self.number = 0
         self._has_said_end, self._leaves = False, ""
@@ -63,7 +66,7 @@ class Member:
         exit_code.note()
         atexit.register(self._say_end)
         self._watch_for_preemption()
-        threading.Thread(target=self._write_all, name="mpistrat-commits", daemon=True).start()
+        threading.Thread(target=self._work, name="mpistrat-commits", daemon=True).start()
 
     # -- news of the keeper --------------------------------------------------------------------------------------------
 
@@ -123,7 +126,7 @@ class Member:
         self.finish()
         self.number = number
         if is_writer or is_saved:
-            self._writing.set()
+            self._is_written.clear()
             self._pending.put(lambda: self._write(number, snapshot, step, is_writer, is_saved))
 
     def finish(self) -> None:
@@ -132,42 +135,42 @@ class Member:
         Raises:
             ElasticError: It could not be written.
         """
-        while self._writing.is_set():
-            time.sleep(0.0005)
+        self._is_written.wait()
         if self._failure:
             failure, self._failure = self._failure, ""
             raise ElasticError(failure)
 
-    def _write_all(self) -> None:
+    def _work(self) -> None:
         while True:
-            task = self._pending.get()
-            try:
-                task()
-            except Exception as error:
-                self._failure = f"commit {self.number} cannot be written: {error}"
-                logger.debug("a commit cannot be written", exc_info=True)
-            finally:
-                if self._pending.empty():
-                    self._writing.clear()
+            self._pending.get()()
 
     def _write(self, number: int, snapshot: Callable[[], Any], step: str, is_writer: bool, is_saved: bool) -> None:
-        packed = Packed((CommitId(self.job.generation, number), snapshot()))
-        if is_writer:
-            path = self._ask(kind="where")["path"]
-            with open(path, "r+b") as file:
-                file.truncate(packed.nbytes)
-                with mmap.mmap(file.fileno(), packed.nbytes) as memory, memoryview(memory) as view:
-                    packed.write(view)
-            answer = self._ask(kind="committed", number=number, nbytes=packed.nbytes, step=step, pid=os.getpid())
-            if answer["kind"] == "refused":
-                end_now(f"the keeper has refused a commit: {answer['why']}", LEAVE_CODE)
-            self._welcome = answer
-        if is_saved:
-            try:
-                commits.save(packed, str(self._checkpoint_path))
-            except OSError as error:  # The commit in memory is there. Training goes on.
-                logger.warning("commit %d could not be saved in %s: %s. The file of an earlier commit is intact.",
-                               number, self.job.checkpoint, error)
+        try:
+            packed = Packed((CommitId(self.job.generation, number), snapshot()))
+            if is_writer:
+                self._hand_over(packed, number, step)
+            if is_saved:
+                try:
+                    commits.save(packed, str(self._checkpoint_path))
+                except OSError as error:  # The commit in memory is there. Training goes on.
+                    logger.warning("commit %d could not be saved in %s: %s. The file of an earlier commit is intact.",
+                                   number, self.job.checkpoint, error)
+        except Exception as error:
+            self._failure = f"commit {number} cannot be written: {error}"
+            logger.debug("a commit cannot be written", exc_info=True)
+        finally:
+            self._is_written.set()
+
+    def _hand_over(self, packed: Packed, number: int, step: str) -> None:
+        path = self._ask(kind="where")["path"]
+        with open(path, "r+b") as file:
+            file.truncate(packed.nbytes)
+            with mmap.mmap(file.fileno(), packed.nbytes) as memory, memoryview(memory) as view:
+                packed.write(view)
+        answer = self._ask(kind="committed", number=number, nbytes=packed.nbytes, step=step, pid=os.getpid())
+        if answer["kind"] == "refused":
+            end_now(f"the keeper has refused a commit: {answer['why']}", LEAVE_CODE)
+        self._welcome = answer
 
     @property
     def _checkpoint_path(self) -> Path:
@@ -250,7 +253,7 @@ def _line_to_keeper(job: ElasticJob) -> Line:
                     said = errors.read().decode(errors="replace").strip().rpartition("\n")[2] or error
                     raise ElasticError(f"the keeper of this host does not start: {said}. It must reach the host of "
                                        f"`mpistrat run` ({', '.join(job.hosts)}) on port {job.port}.") from None
-                time.sleep(0.02)
+                time.sleep(_KEEPER_POLL_S)
 
 
 def _start_keeper(job: ElasticJob, errors: IO[bytes]) -> "subprocess.Popen[bytes]":

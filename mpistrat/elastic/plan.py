@@ -16,11 +16,14 @@ _MOST_FRUITLESS = 3
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 30.0
 # After a failure: how long a keeper that has been silent for a moment may take to be heard again, or to be given up.
 VERDICT_S = 5.0
+# After a failure: how long a keeper may take to tell how its ranks have ended. mpirun may end, because a host is lost,
+# before the supervisor knows of the loss.
+_TELL_S = 1.0
 # A loss that the ranks have not mended by then is not one that they can mend.
 RECOVERY_LIMIT_S = 15.0
 # mpirun, or a rank in MPI_Finalize, may not end after all ranks have said that they end.
 END_LIMIT_S = 15.0
-# The exit code after SIGTERM or SIGUSR1 with all ranks gone at a commit: the job can go on later (EX_TEMPFAIL).
+# The exit code after SIGTERM or SIGUSR1, unless a rank has failed: the job can be started again (EX_TEMPFAIL).
 PREEMPTED_CODE = 75
 
 
@@ -119,23 +122,26 @@ class Plan:
     Args:
         limits: Limits of the job.
         now: The time, in seconds from any origin, as in all methods.
+        saves: Whether commits are saved, for a job that goes on later.
 
     Attributes:
         generation: The number of the newest generation; 0 before the first one.
         newest: The newest commit, for people; "" if there is none.
     """
 
-    def __init__(self, limits: Limits, now: float):
-        self._limits = limits
+    def __init__(self, limits: Limits, now: float, saves: bool = False):
+        self._limits, self._saves = limits, saves
         self._hosts: dict[str, int] = {}
         self._cooled: dict[str, tuple[float, int]] = {}  # until when a host is left out, and how often it was
         self._running: _Generation | None = None
         self._kept: set[str] = set()  # those with a keeper
-        self._awaited: set[str] = set()  # those of which it is not known yet whether they are lost
-        self._start_at = now
+        # Those of which it is not known yet whether they are lost, with the processes whose ends are not known.
+        self._awaited: dict[str, set[int]] = {}
+        self._start_at = self._verdict_at = now
         self._waits_since, self._has_said_wait = now, False
         self._resets = self._fruitless = 0
         self._ending: Done | None = None  # what follows when the generation has ended
+        self._preempted = ""  # the signal by which the job ends at the next commit
         self._is_done = False
         self.generation, self.newest = 0, ""
 
@@ -185,12 +191,10 @@ class Plan:
         running = self._running
         if running is None:
             # The generation has ended because of it, before the supervisor knew.
-            if host in self._awaited:
-                self._awaited.discard(host)
-                self._cool(host, now)
-                self._start_at = self._start_at if self._awaited else now
-                return [Say(f"{host} is lost: {why}")]
-            return []
+            if self._awaited.pop(host, None) is None:
+                return []
+            self._cool(host, now)
+            return [Say(f"{host} is lost: {why}")]
         if not any(process.host == host and process.state == "runs" for process in running.processes.values()):
             return []
         self._cool(host, now)
@@ -221,6 +225,13 @@ class Plan:
             return None
         return running.processes.get((host, pid))
 
+    def _note_end(self, host: str, pid: int) -> None:
+        """Note how a process has ended of a generation that is over."""
+        if pid in self._awaited.get(host, ()):
+            self._awaited[host].discard(pid)
+            if not self._awaited[host]:
+                del self._awaited[host]
+
     def hello(self, host: str, rank: int, pid: int, generation: int) -> list[Action]:
         """A rank has started."""
         running = self._running
@@ -237,6 +248,7 @@ class Plan:
 
     def died(self, host: str, pid: int, generation: int, now: float) -> list[Action]:
         """The process of a rank has ended without saying so."""
+        self._note_end(host, pid)
         process, running = self._process(host, pid, generation), self._running
         if process is None or running is None or process.state != "runs":
             return []
@@ -246,6 +258,7 @@ class Plan:
 
     def ended(self, host: str, pid: int, generation: int, code: int, why: str, now: float) -> list[Action]:
         """A rank ends with this exit code."""
+        self._note_end(host, pid)
         process, running = self._process(host, pid, generation), self._running
         if process is None or running is None or process.state != "runs":
             return []
@@ -297,10 +310,9 @@ class Plan:
         if is_urgent:
             self._ending = Done(code, "")
             return self._stop(f"{name} has arrived") if self._running else self._finish(self._ending)
-        self._ending = self._ending or Done(PREEMPTED_CODE, f"{name} has arrived. The job can go on later"
-                                            + (f" from {self.newest}" if self.newest else ""))
+        self._preempted = self._preempted or name
         if self._running is None:
-            return self._finish(self._ending)
+            return self._finish(Done(PREEMPTED_CODE, f"{name} has arrived"))
         return [] if self._running.leaves else self._leave(f"{name} has arrived")
 
     def generation_over(self, generation: int, code: int, now: float, has_started: bool = True,
@@ -322,15 +334,27 @@ class Plan:
             for host in running.hosts:
                 if heard and host not in heard:
                     self._cool(host, now)
-        self._awaited = set(silent) & set(running.hosts)
+        self._awaited = {host: set() for host in silent if host in running.hosts}
+        self._verdict_at = now + (VERDICT_S if self._awaited else _TELL_S)
+        for (host, pid), process in running.processes.items():
+            if process.state == "runs":
+                self._awaited.setdefault(host, set()).add(pid)
         states = [process.state for process in running.processes.values()]
         if states.count("done") >= max(running.size, 1) and running.lost_at == math.inf:
             return self._finish(Done(0, ""))
         if self._ending is not None:
             return self._finish(self._ending)
+        has_left = bool(running.leaves and states) and all(state in ("left", "done") for state in states)
+        if self._preempted:
+            why = f"{self._preempted} has arrived"
+            if "failed" in states:  # A job that is started again would fail again.
+                return self._finish(Done(code or 1, f"{why}, and generation {running.number} has failed{self._last}"))
+            if has_left and self._saves and self.newest:
+                why += f". The job can go on later from {self.newest}"
+            return self._finish(Done(PREEMPTED_CODE, why))
         self._waits_since, self._has_said_wait = now, False
-        if running.leaves and states and all(state in ("left", "done") for state in states):
-            self._start_at = now
+        if has_left:
+            self._start_at = self._verdict_at = now
             return []
         return self._count_failure(running, code, now)
 
@@ -350,7 +374,7 @@ class Plan:
             return self._finish(Done(code or 1, f"{self._fruitless} generations in a row have failed before a commit"
                                                 f"{self._last}"))
         wait_s = 0.0 if self._fruitless == 0 else min(_FIRST_BACKOFF_S * 2 ** (self._fruitless - 1), _LONGEST_BACKOFF_S)
-        self._start_at = now + max(wait_s, VERDICT_S if self._awaited else 0.0)
+        self._start_at = now + wait_s
         return []
 
     def tick(self, now: float) -> list[Action]:
@@ -375,7 +399,7 @@ class Plan:
                 return []
             self._has_said_wait = True
             return [Say(f"waits for hosts: there are {slots} slots, and --min-np {self._limits.min_np} asks for more")]
-        if now < self._start_at:
+        if now < self._start_at or (self._awaited and now < self._verdict_at):
             return []
         return [self._started(usable)]
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ..process.line import Line, Listening, Message
 from .job import ElasticJob
 from .keeper_state import BEAT_S, HOST_LOST_AFTER_S
-from .line import Line, Listening, Message
 from .plan import Action, Done, Leave, Limits, Plan, Say, Start, Stop
 
 logger = logging.getLogger(__name__)
@@ -35,14 +35,14 @@ class Service:
         find_hosts: Returns the hosts and the number of ranks for each, or None if they cannot be found now.
         addresses: Names and addresses of this host, for the keepers.
         say: Prints a sentence.
-        stop: Ends the mpirun that runs. The argument says why.
+        stop: Ends the mpirun of a generation. The second argument says why.
         checkpoint, checkpoint_every: See ElasticJob.
     """
 
     def __init__(self, limits: Limits, hosts: Mapping[str, int], find_hosts: Callable[[], Mapping[str, int] | None],
-                 addresses: Iterable[str], say: Callable[[str], None], stop: Callable[[str], None],
+                 addresses: Iterable[str], say: Callable[[str], None], stop: Callable[[int, str], None],
                  checkpoint: str = "", checkpoint_every: int = 0):
-        self._plan = Plan(limits, time.monotonic())
+        self._plan = Plan(limits, time.monotonic(), saves=bool(checkpoint))
         self._plan.hosts_found(dict(hosts), time.monotonic())
         self._find_hosts, self._say, self._stop = find_hosts, say, stop
         self._checkpoint = checkpoint, checkpoint_every
@@ -152,7 +152,7 @@ class Service:
         self._heard[line] = now
         kind = message["kind"]
         if kind == "keeper":
-            self._keepers[line] = self._listed(message["host"], line.peer)
+            self._keepers[line] = self._listed(message["host"], line.peer[0])
             logger.info("a keeper runs on %s (process %d)", message["host"], message["pid"])
             line.send(kind="beat", generation=plan.generation)
             return plan.keeper_found(self._keepers[line])
@@ -185,7 +185,7 @@ class Service:
                 for line in self._keepers:
                     line.send(kind="leave", generation=action.generation, why=action.why)
             elif isinstance(action, Stop):
-                self._stop(action.why)
+                self._stop(action.generation, action.why)
             else:
                 self._orders.put(action)
 
@@ -217,7 +217,7 @@ class Service:
 def _addresses_of(name: str) -> set[str]:
     try:
         return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: a part of the name is empty or too long.
         return set()
 
 

@@ -18,26 +18,21 @@ import numpy as np
 from ..core.arithmetic import IDENTITY, Reduction, scaled_copy
 from ..core.dtypes import is_half
 from ..core.interfaces import DataPlane
-from ..core.request import ReduceOp, ScaledOp
+from ..core.request import ReduceOp, Request
 
 
 def adasum(data: DataPlane, rank: int, size: int, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
-           scaled: ScaledOp) -> None:
+           request: Request) -> None:
     """Write the Adasum of all ranks' `sources` to `targets`, each tensor by itself. Collective.
 
-    Args:
-        data: The collectives.
-        rank: This rank.
-        size: How many ranks there are.
-        sources: Floating-point arrays; the same shapes and dtypes on all ranks.
-        targets: As many arrays, of the same shapes and dtypes.
-        scaled: Adasum, with its factors.
+    The sources are floating-point arrays, of the same shapes and dtypes on all ranks. So are the targets, one for each
+    source. The request has the factors.
     """
-    slices = [_slice_of_each_rank(data, rank, size, source, scaled.prescale) for source in sources]
+    slices = [_slice_of_each_rank(data, rank, size, source, request.prescale) for source in sources]
     while len(slices[0]) > 1:
         slices = _combined(data, slices)
     for source, target, (own,) in zip(sources, targets, slices, strict=True):
-        scaled_copy(own, scaled.postscale, own)
+        scaled_copy(own, request.postscale, own)
         counts = _counts(source.size, size)
         flat = target.reshape(-1)
         data.allgather(own.astype(flat.dtype, copy=False), flat, counts)

@@ -61,6 +61,7 @@ class Controller:
         interruption: Ends the cycles because ranks are lost; None: nothing does.
         where: Returns where the threads of this process are, for reports on ranks that others wait for.
         trace: The messages of the trace; None: there are none.
+        look: See StallWatch. It may take seconds, in which nothing can be agreed on with the rank that does not answer.
 
     Attributes:
         queue: What is submitted. Any thread may use it.
@@ -71,19 +72,21 @@ class Controller:
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
                  agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic,
                  interruption: Interruption | None = None, where: Callable[[], str] = str,
-                 trace: TraceLink | None = None):
+                 trace: TraceLink | None = None, look: Callable[[int], str] | None = None):
         self._where, self._trace = where, trace or TraceLink()
         self.topology, self.control, self.executor, self.clock = topology, control, executor, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
         self.queue = TensorQueue()
-        self._coordinator = Coordinator(topology.rank, topology.size, settings.cache_capacity, warning_s, abort_s,
-                                        topology, None if settings.stall_check_disable else settings.deadlock_s or None)
+        self._coordinator = Coordinator(topology, settings.cache_capacity, warning_s, abort_s,
+                                        None if settings.stall_check_disable else settings.deadlock_s or None)
         self._fast_path = FastPath(agreement, topology, warning_s, abort_s)
+        if look is not None:
+            self._coordinator.stalls.look = self._fast_path.look = look
         # When the coordinator last got submissions, one operation was outstanding, and its caller waited for it.
         self._has_sole_awaited = False
         self.life = LifeCycle(topology.job_rank, control, self._coordinator, self._fast_path, executor, self.queue,
-                              clock, interruption or Interruption())
+                              clock, interruption or Interruption(), self._trace)
         self._averages_over_active = settings.join_average == "active"
         self.joins = 0
         self._learned: deque[_Learned] = deque()
@@ -93,11 +96,9 @@ class Controller:
                      list(self._coordinator.children), "off" if agreement is None else "on")
 
     def abort_stalls_after(self, seconds: float, setting: str) -> None:
-        """In place of the setting: end when ranks have waited so long for others. The same on all ranks.
+        """In place of the setting: end when ranks have waited for so many seconds, more than 0, for others.
 
-        Args:
-            seconds: More than 0.
-            setting: What the user has set, for the error.
+        The same on all ranks. `setting` is what the user has set, for the error.
         """
         self._coordinator.stalls.abort_after(seconds, setting)
         self._fast_path.abort_s = seconds
@@ -107,7 +108,7 @@ class Controller:
     @property
     def has_work(self) -> bool:
         """Whether anything is to be completed on this rank."""
-        return bool(self.queue.outstanding or self.queue.has_new or self.executor.device.is_busy
+        return bool(self.queue.outstanding or self.queue.new or self.queue.later or self.executor.device.batches
                     or self._fast_path.has_voted)
 
     @property
@@ -123,10 +124,9 @@ class Controller:
                                       or self._trace.outgoing)
 
     def propose(self, entry: Entry) -> None:
-        """Vote for what a caller waits for, and wait for the other votes for a moment.
+        """Vote for what a caller waits for, and wait for the other votes for a moment. This rank `may_propose`.
 
-        Args:
-            entry: The driver has taken it when it was put in the queue. This rank `may_propose`.
+        The driver has taken the entry when it was put in the queue.
         """
         now = self._busy_at = self.clock()
         self.queue.outstanding += 1  # Not counted when it was put: Ctrl-C may come between the two.
@@ -141,12 +141,10 @@ class Controller:
     def wait(self, longest_s: float, is_awaited: bool) -> None:
         """Return when the next cycle may have something to do, after `longest_s` at most.
 
-        Args:
-            longest_s: In seconds.
-            is_awaited: Whether a caller waits, so that it pays to stay awake for a moment.
+        If a caller waits (`is_awaited`), it pays to stay awake for a moment.
         """
         now, device = self.clock(), self.executor.device
-        if device.is_busy:
+        if device.batches:
             timeout_s = device.next_check_s(now)
             spins = timeout_s == 0.0
         else:
@@ -188,7 +186,7 @@ class Controller:
             else:
                 has_news = self._coordinator.receive(source, message, now) or has_news
         self._execute_learned(now)
-        is_quiet = not (has_news or entries or has_settled or has_finished or self.executor.device.is_busy)
+        is_quiet = not (has_news or entries or has_settled or has_finished or self.executor.device.batches)
         announcement, decision = self._coordinator.advance(now, now - self._busy_at if is_quiet else 0.0)
         if announcement is not None:
             self.control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
@@ -289,7 +287,7 @@ class Controller:
                 except RankLeftError:
                     if not self._ends_abruptly():
                         raise
-                    self.executor.abandon_collectives(False)
+                    self.executor.data.abandon(False)
                 continue
             self._ends_abruptly()
             return
@@ -312,7 +310,7 @@ class Controller:
     def _execute(self, decision: Decision, requests: Sequence[Request]) -> None:
         self.control.flush(self._coordinator.children)
         for name, text in decision.errors:
-            if not self._has_joined or self.queue.has(name):
+            if not self.queue.has(JOIN.name) or self.queue.has(name):  # A rank in join() may not have submitted it.
                 self.queue.finish(name).handle.fail(MismatchError(text))
         if decision.absent:
             self._execute_without(decision.absent, requests)
@@ -330,11 +328,6 @@ class Controller:
             if decision.end is EndReason.SHUTDOWN:
                 self.executor.device.drain()
             self.life.end_by(decision)
-
-    @property
-    def _has_joined(self) -> bool:
-        """Whether this rank waits in join()."""
-        return self.queue.has(JOIN.name)
 
     def _execute_without(self, absent: Sequence[tuple[int, ...]], requests: Sequence[Request]) -> None:
         """Execute requests, each of them without tensors of the ranks that are `absent`, which have joined."""

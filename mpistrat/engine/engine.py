@@ -23,7 +23,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Sequence
-from queue import Empty, SimpleQueue
 from time import monotonic_ns
 
 import numpy as np
@@ -36,8 +35,8 @@ from ..core.protocols import Array
 from ..core.request import Request
 from ..core.tuning import ENGINE_IDLE_POLL_S, FAILED_EXECUTION_S
 from ..negotiation.joined import JOIN
-from .broken_off import BrokenOffError
 from .controller import Controller
+from .life_cycle import BrokenOffError
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class Engine:
         self._queue, self._life, self._clock = controller.queue, controller.life, controller.clock
         self._thread: threading.Thread | None = None
         self._driving = threading.Lock()
-        self._calls: SimpleQueue[None] = SimpleQueue()  # of the background thread; re-entrant, unlike an Event
+        self._is_called = signal_handlers.WakeUp()  # the background thread
 
     # -- for callers, from any thread ---------------------------------------------------------------------------------
 
@@ -114,7 +113,7 @@ class Engine:
                 if drives == [True]:
                     self._driving.release()
                     if self.controller.has_work or self._life.ended.is_set():
-                        self._call()
+                        self._is_called.set()
             finally:
                 handles.drivers.discard(thread)
         if drives != [True]:
@@ -158,12 +157,9 @@ class Engine:
     def end_failed_execution(self, names: Collection[str], origins: Collection[Origin]) -> None:
         """An execution of a graph has ended in an error. Local; returns when it has nothing in flight.
 
-        The other ranks submit what it has in flight too, unless they have failed before that. Then the engines end. So
-        they do if the graph has a join(), because the other ranks go on without a rank that has joined.
-
-        Args:
-            names: What the graph may submit.
-            origins: The nodes that do so.
+        The nodes `origins` of the graph may submit `names`. The other ranks submit what it has in flight too, unless
+        they have failed before that. Then the engines end. So they do if the graph has a join(), because the other
+        ranks go on without a rank that has joined.
         """
         deadline = self._clock() + FAILED_EXECUTION_S
         for entry in self._queue.in_flight():
@@ -176,19 +172,15 @@ class Engine:
             self.break_off(f"On {self._rank} a tf.function with join() ended in an error.")
         self._queue.count_failure(names)
 
-    def _call(self) -> None:
-        if self._calls.empty():
-            self._calls.put(None)
-
     def _call_background(self) -> None:
-        self._call()
+        self._is_called.set()
         if self._driving.locked():
             # The driver may sleep. If it is about to stop, the background thread takes over: it has been called.
             self.controller.control.wake()
 
     def announce_end(self) -> None:
         """Announce that this rank submits no more, so that other ranks do not wait for it. Returns at once."""
-        self._life.request_end()
+        self._life.is_end_requested = True
         self._call_background()
 
     def end(self, report: Callable[[float], None] | None = None, report_every_s: float = 60.0) -> None:
@@ -233,7 +225,7 @@ class Engine:
 
     def _join(self, thread: threading.Thread) -> None:
         """Wait for the end of the background thread, which may still be in its last cycle when `ended` is set."""
-        self._call()
+        self._is_called.set()
         if thread is not threading.current_thread():
             thread.join(_LAST_CYCLE_S)
 
@@ -247,19 +239,14 @@ class Engine:
         thread = threading.get_ident()
         handles.drivers.add(thread)
         try:
-            self._drive_when_called()
+            while not self._life.ended.is_set():
+                is_called = self._is_called.wait(ENGINE_IDLE_POLL_S if self.controller.topology.size > 1 else None)
+                if not is_called and self._driving.locked():
+                    continue
+                with self._driving:
+                    self._drive(None, math.inf)
         finally:
             handles.drivers.discard(thread)  # A new thread may have the number.
-
-    def _drive_when_called(self) -> None:
-        while not self._life.ended.is_set():
-            try:
-                self._calls.get(timeout=ENGINE_IDLE_POLL_S if self.controller.topology.size > 1 else None)
-            except Empty:
-                if self._driving.locked():
-                    continue
-            with self._driving:
-                self._drive(None, math.inf)
 
     # Overflows and NaNs are the user's matter. Under `-W error` numpy's warning would end the engine.
     @np.errstate(all="ignore")

@@ -21,8 +21,8 @@ from ..core.packing import pack, unpack
 from ..core.request import DEVICE_GPU, CollectiveType, Request
 from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.topology import Topology
-from .absent import neutral_arrays
 from .adasum import adasum
+from .neutral_tensors import neutral_arrays
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
@@ -57,12 +57,15 @@ class Executor:
         fusion_bytes: Size limit of a fusion buffer; 0: nothing is fused.
         device: Executes the entries of tensors on a GPU.
         recorder: Gets the entries of tensors on the CPU that are complete.
+
+    Attributes:
+        data, device: The arguments.
     """
 
     def __init__(self, data: DataPlane, topology: Topology, fusion_bytes: int, device: DeviceExecutor,
                  recorder: Recorder):
         self._recorder, self._executed = recorder, 0
-        self._data, self._topology, self._fusion_bytes, self.device = data, topology, fusion_bytes, device
+        self.data, self._topology, self._fusion_bytes, self.device = data, topology, fusion_bytes, device
         self._rank, self._size = topology.rank, topology.size
         self._pool = ResultPool()
         self._buffer = FusionBuffer()
@@ -91,7 +94,7 @@ class Executor:
         self._executed += len(entries)
         # It was prepared for an average over all ranks.
         if prepared is not None and len(entries) == 1 and prepared[0] is entries[0] and divisor is None:
-            if annotations.makers:
+            if annotations.is_on():
                 with annotations.marked(entries[0].request):
                     prepared[1].finish(all_ready)
             else:
@@ -127,10 +130,6 @@ class Executor:
         return Entry(request, arrays if request.device != DEVICE_GPU else self.device.uploaded(arrays),
                      Handle(request.name))
 
-    def abandon_collectives(self, is_stalled: bool) -> None:
-        """Let collectives fail, where they can, on ranks that wait for this one; see DataPlane.abandon."""
-        self._data.abandon(is_stalled)
-
     def prepare(self, entry: Entry) -> bool:
         """Begin to execute `entry`, which may be executed next: the part that is local and saves time. Local.
 
@@ -146,7 +145,7 @@ class Executor:
             return False
         sources = cast("Sequence[np.ndarray]", entry.arrays)
         targets = list(map(self._pool.take, map(_SHAPE, sources), map(_DTYPE, sources)))
-        prepared = self._data.prepare(sources, targets, buckets[0].reduction)
+        prepared = self.data.prepare(sources, targets, buckets[0].reduction)
         self._prepared = entry, prepared
         return prepared.is_packed
 
@@ -170,7 +169,7 @@ class Executor:
         job.began = monotonic_ns()
         with annotations.marked(request):
             if request.kind is CollectiveType.ALLREDUCE:
-                self._data.allreduce(sources, targets, job.bucket.reduction)
+                self.data.allreduce(sources, targets, job.bucket.reduction)
             else:
                 self._broadcast(sources, targets, request.root_rank)
         job.ended = monotonic_ns()
@@ -199,11 +198,11 @@ class Executor:
     def _broadcast(self, sources: Sequence[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
         if len(sources) == 1:
             np.copyto(targets[0], sources[0])
-            self._data.broadcast(targets[0].reshape(-1), root_rank)
+            self.data.broadcast(targets[0].reshape(-1), root_rank)
             return
         packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
         pack(sources, packed)
-        self._data.broadcast(packed, root_rank)
+        self.data.broadcast(packed, root_rank)
         unpack(packed, targets)
 
     def _run_single(self, entry: Entry) -> None:
@@ -224,12 +223,12 @@ class Executor:
         # step seen before.
         own = np.array([array.shape[0] for array in arrays], np.int64)
         rows = np.empty((self._size, len(arrays)), np.int64)
-        self._data.allgather(own, rows.reshape(-1), [len(arrays)] * self._size)
+        self.data.allgather(own, rows.reshape(-1), [len(arrays)] * self._size)
         results = []
         for array, counts in zip(arrays, rows.T, strict=True):
             elements = row_size(array.shape)
             result = self._pool.take((int(counts.sum()), *array.shape[1:]), array.dtype)
-            self._data.allgather(array.reshape(-1), result.reshape(-1), [int(count) * elements for count in counts])
+            self.data.allgather(array.reshape(-1), result.reshape(-1), [int(count) * elements for count in counts])
             results.append(result)
         return results
 
@@ -238,10 +237,10 @@ class Executor:
         # As for an allgather, the numbers of rows are exchanged here.
         own = np.array([array.shape[0], *splits], np.int64)
         table = np.empty((self._size, own.size), np.int64)
-        self._data.allgather(own, table.reshape(-1), [own.size] * self._size)
+        self.data.allgather(own, table.reshape(-1), [own.size] * self._size)
         received = received_rows(entry.request.name, table, self._topology)
         result = self._pool.take((int(received.sum()), *array.shape[1:]), array.dtype)
-        self._data.alltoall(array.reshape(-1), result.reshape(-1),
+        self.data.alltoall(array.reshape(-1), result.reshape(-1),
                             *exchanged_elements(table, self._rank, row_size(array.shape)))
         return [result, received.astype(splits.dtype)]
 
@@ -251,7 +250,7 @@ class Executor:
             rows = rows_of_ranks(array.shape[0], self._size)
             elements = row_size(array.shape)
             result = self._pool.take((rows[self._rank], *array.shape[1:]), array.dtype)
-            self._data.reducescatter(array.reshape(-1), result.reshape(-1), [count * elements for count in rows],
+            self.data.reducescatter(array.reshape(-1), result.reshape(-1), [count * elements for count in rows],
                                      self._plans.reduction(entry.request))
             results.append(result)
         return results
@@ -259,7 +258,7 @@ class Executor:
     def _adasum(self, entry: Entry) -> list[np.ndarray]:
         arrays = _arrays(entry)
         results = [self._pool.take(array.shape, array.dtype) for array in arrays]
-        adasum(self._data, self._rank, self._size, arrays, results, entry.request.scaled)
+        adasum(self.data, self._rank, self._size, arrays, results, entry.request)
         return results
 
 

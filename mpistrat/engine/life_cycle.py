@@ -1,8 +1,7 @@
 """The end of an engine: by a shutdown on all ranks, by a failure, or without the other ranks.
 
 However an engine ends, each operation that is in flight fails with an error that names the cause, and the other ranks
-receive that cause. Called by the controller, in the thread that drives; `request_end`, `abandon` and `break_off` by any
-thread.
+receive that cause. Called by the controller, in the thread that drives; `abandon` and `break_off` by any thread.
 """
 
 import logging
@@ -10,13 +9,12 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from ..core.errors import DeadlockError, EngineError, ShutdownError, StallError
-from ..core.interfaces import ControlPlane, RankLeftError
+from ..core.errors import DeadlockError, EngineError, RanksLostError, ShutdownError, StallError
+from ..core.interfaces import ControlPlane, RankLeftError, TraceLink
 from ..core.interruption import Interruption
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from ..negotiation.messages import TRACE, Announcement, Decision, EndReason
-from .broken_off import BrokenOffError
 from .executor import Executor
 from .queue import TensorQueue
 
@@ -35,29 +33,35 @@ _LAST_MESSAGE_LOOKS = 40  # How often another rank looks for it in this time.
 _LAST_MESSAGE_AFTER_STALL_S = 0.2
 
 
-class LifeCycle:
-    """Ends the engine of one rank.
+class BrokenOffError(EngineError):
+    """Ends the engines of all ranks because of a graph of one rank. The ranks raise it as EngineError, with this text.
+
+    The collectives that the graph has submitted cannot be taken back: the other ranks may wait for them, and would
+    execute them with what this rank submits for the next step.
 
     Args:
-        rank: This rank in the job, for messages.
-        control: Messages among the ranks.
-        coordinator: Gets the end.
-        fast_path: The votes.
-        executor: Gives up what it executes.
-        queue: What is submitted.
-        clock: Seconds, from any origin.
-        interruption: Ends the engine because ranks are lost.
+        cause: What has happened on which rank, as a sentence.
+    """
+
+    def __init__(self, cause: str):
+        super().__init__(f"{cause} The other collectives of the step cannot be taken back, so the engine has ended on "
+                         "all ranks. To go on in the same process, call shutdown() and init() on every rank.")
+
+
+class LifeCycle:
+    """Ends the engine of one rank. The arguments are those of the controller, and parts that it has made of them.
 
     Attributes:
         ended: Set when there are no more cycles.
         error: What ended them; None after a shutdown on all ranks.
-        is_end_requested: This rank submits no more.
+        is_end_requested: This rank submits no more. Any thread may set it; the next cycle announces it.
         is_end_announced: The coordinator knows that.
     """
 
     def __init__(self, rank: int, control: ControlPlane, coordinator: Coordinator, fast_path: FastPath,
-                 executor: Executor, queue: TensorQueue, clock: Callable[[], float], interruption: Interruption):
-        self._interruption = interruption
+                 executor: Executor, queue: TensorQueue, clock: Callable[[], float], interruption: Interruption,
+                 trace: TraceLink):
+        self._interruption, self._trace = interruption, trace
         self._rank, self._control, self._coordinator, self._fast_path = rank, control, coordinator, fast_path
         self._executor, self._queue, self._clock = executor, queue, clock
         self._abandoned: EngineError | None = None
@@ -67,10 +71,6 @@ class LifeCycle:
         self.is_end_requested = self.is_end_announced = False
 
     # -- from any thread ----------------------------------------------------------------------------------------------
-
-    def request_end(self) -> None:
-        """Announce in the next cycle that this rank submits no more."""
-        self.is_end_requested = True
 
     def abandon(self, reason: str) -> None:
         """End in the next cycle, without the other ranks."""
@@ -118,7 +118,7 @@ class LifeCycle:
         if isinstance(error, Exception) and not isinstance(error, BrokenOffError):
             self._interruption.await_error()
         if self._interruption.error is not None:
-            self._executor.abandon_collectives(False)
+            self._executor.data.abandon(False)
             self._end(self._interruption.error, is_shutdown=False)
             return
         cause = self._cause_elsewhere() if isinstance(error, RankLeftError) else ""
@@ -127,7 +127,7 @@ class LifeCycle:
         elif not isinstance(error, StallError):
             where = "".join(traceback.format_exception(error)).strip()
             error = EngineError(f"The engine of rank {self._rank} failed: {error!r}\n{where}")
-        self._executor.abandon_collectives(isinstance(error, StallError))
+        self._executor.data.abandon(isinstance(error, StallError))
         self._send_failure(error)
         self._end(error, is_shutdown=False)
 
@@ -167,9 +167,11 @@ class LifeCycle:
     def _end(self, error: EngineError, is_shutdown: bool) -> None:
         refusal = ShutdownError(SHUT_DOWN_TEXT) if is_shutdown else error
         self.error = None if is_shutdown else error
+        if not is_shutdown and not isinstance(error, RanksLostError):  # After that the other ranks may go on.
+            self._trace.fail()
         if self._fast_path.is_waiting:
             # Other ranks may execute what this rank has voted for.
-            self._executor.abandon_collectives(isinstance(error, StallError))
+            self._executor.data.abandon(isinstance(error, StallError))
         for entry in (*self._executor.device.unfinished(), *self._queue.close(refusal)):
             if not entry.handle.is_done:
                 entry.handle.fail(refusal)

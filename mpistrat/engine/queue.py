@@ -32,12 +32,13 @@ class TensorQueue:
         failures: How often executions that submit a name have failed, by name; names with none are not in it.
         outstanding: How many entries the driver has taken and not finished. For the thread that drives.
         completed: How many entries the driver has finished. For the thread that drives.
+        new, later: Entries that the driver has not taken.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._new: deque[Entry] = deque()
-        self._later: deque[Entry] = deque()
+        self.new: deque[Entry] = deque()
+        self.later: deque[Entry] = deque()
         self._in_flight: dict[str, Entry] = {}
         # Entries of graphs that wait until the earlier ones of their names are complete.
         self._behind: defaultdict[str, deque[Entry]] = defaultdict(deque)
@@ -82,9 +83,9 @@ class TensorQueue:
             if name in self.failures:
                 self._note_failures(entry)
             self._in_flight[name] = entry
-            if is_driver and not self._new:
+            if is_driver and not self.new:
                 return True
-            self._new.append(entry)
+            self.new.append(entry)
             return False
 
     def _note_failures(self, entry: Entry) -> None:
@@ -113,28 +114,23 @@ class TensorQueue:
         For a thread that a signal handler may interrupt: if that happened in `put`, and the handler then waited for a
         collective, the driver would wait for the lock. The operations on deques are atomic.
         """
-        self._later.append(entry)
+        self.later.append(entry)
         if self._closed_by is not None:
             raise self._closed_by
 
-    @property
-    def has_new(self) -> bool:
-        """Whether there are entries that the driver has not taken."""
-        return bool(self._new or self._later)
-
     def take_new(self) -> list[Entry]:
         """The entries put since the last call, in order. They stay in flight. For the thread that drives."""
-        while self._later:
-            entry = self._later.popleft()
+        while self.later:
+            entry = self.later.popleft()
             try:
                 self.put(entry)
             except Exception as error:
                 entry.handle.fail(error)
-        if not self._new:
+        if not self.new:
             return []  # An entry that is being put at this moment is followed by a wake-up.
         with self._lock:
-            entries = list(self._new)
-            self._new.clear()
+            entries = list(self.new)
+            self.new.clear()
         self.outstanding += len(entries)
         return entries
 
@@ -171,7 +167,7 @@ class TensorQueue:
                 if name in self.failures:
                     self._note_failures(following)
                 self._in_flight[name] = following
-                self._new.append(following)
+                self.new.append(following)
                 if not self._behind[name]:
                     del self._behind[name]
         self.outstanding -= 1
@@ -190,7 +186,7 @@ class TensorQueue:
         """In a forked process: refuse all entries with `error`. What is in flight belongs to the parent process."""
         self._lock = threading.Lock()  # A thread that exists only in the parent process may hold the old one.
         self._closed_by = error
-        for entries in (self._in_flight, self._behind, self._executing, self._new, self._later):
+        for entries in (self._in_flight, self._behind, self._executing, self.new, self.later):
             entries.clear()
 
     def close(self, error: Exception) -> list[Entry]:
@@ -199,8 +195,8 @@ class TensorQueue:
             if self._closed_by is None:
                 self._closed_by = error
             entries = [*self._executing, *self._in_flight.values(), *chain.from_iterable(self._behind.values()),
-                       *self._later]
-            for each in (self._in_flight, self._behind, self._executing, self._new, self._later):
+                       *self.later]
+            for each in (self._in_flight, self._behind, self._executing, self.new, self.later):
                 each.clear()
         return entries
 

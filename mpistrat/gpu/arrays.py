@@ -41,12 +41,29 @@ class GpuArray:
         return self.size * self.dtype.itemsize
 
 
-class GpuStream(Protocol):
-    """A queue of work for the GPU. The GPU executes it in order."""
+class CudaEvent(Protocol):
+    """An event of cupy: a GpuEvent without the stream.
+
+    Attributes:
+        ptr: The address of CUDA's event.
+    """
+
+    ptr: int
+
+
+class RecordedStream(Protocol):
+    """A stream of another library, or what stands for it, as far as events need it. Any thread may use it."""
 
     @property
     def ptr(self) -> int:
-        """The address of the stream."""
+        """Identifies the stream: its address, if it is one."""
+
+    def record(self, event: CudaEvent) -> object:
+        """Record an event after all work that is enqueued so far."""
+
+
+class GpuStream(RecordedStream, Protocol):
+    """A queue of work for the GPU. The GPU executes it in order."""
 
     def __enter__(self) -> object:
         """Make it the library's current stream."""
@@ -79,7 +96,7 @@ class GpuDevice(Protocol):
 
     def stream(self, is_urgent: bool = False) -> GpuStream: ...
 
-    def record(self, stream: GpuStream) -> GpuEvent: ...
+    def record(self, stream: RecordedStream) -> GpuEvent: ...
 
     def wait(self, stream: GpuStream, event: GpuEvent) -> None: ...  # an event of the same device
 
@@ -103,7 +120,7 @@ class GpuDevice(Protocol):
 
 
 # An uninitialised array, and the stream whose work so far may still use its memory; None: no work uses it any more.
-Allocated = tuple[GpuArray, GpuStream | None]
+Allocated = tuple[GpuArray, RecordedStream | None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,8 +35,10 @@ def choose(local_rank: int, local_size: int, gpus: int, visible_devices: str | N
             return Pin(0, f"one rank, one GPU{named}")
         if visible_devices is None:
             return Pin(0, f"{local_size} ranks share the host's only GPU", is_shared=True)
-        # A launcher may have assigned each rank its own GPU. Later the devices' UUIDs show whether it has.
-        return Pin(0, f"each rank uses the GPU that its CUDA_VISIBLE_DEVICES names ({_mig(visible_devices)})")
+        # A launcher may have assigned each rank its own GPU. Later the devices' UUIDs show whether it has. CUDA makes
+        # at most one instance of a divided GPU visible to a process.
+        divided = ", an instance of a divided GPU" if visible_devices.strip().upper().startswith("MIG-") else ""
+        return Pin(0, f"each rank uses the GPU that its CUDA_VISIBLE_DEVICES names ({visible_devices}{divided})")
     index = local_rank % gpus
     if local_size == 1:
         return Pin(index, f"the host's only rank uses one of {gpus} GPUs{named}")
@@ -44,9 +46,3 @@ def choose(local_rank: int, local_size: int, gpus: int, visible_devices: str | N
         return Pin(index, f"{local_size} ranks share {gpus} GPUs{named}; NCCL needs one rank per GPU",
                    is_shared=True)
     return Pin(index, f"{local_size} ranks use a GPU each, of {gpus}{named}")
-
-
-def _mig(visible_devices: str) -> str:
-    # CUDA makes at most one instance of a divided GPU visible to a process.
-    is_instance = visible_devices.strip().upper().startswith("MIG-")
-    return f"{visible_devices}, an instance of a divided GPU" if is_instance else visible_devices

@@ -1,36 +1,19 @@
 """The interface of backends for GPU arrays. Like interfaces.DataPlane, but a call only enqueues work on the GPU.
 
-Work is ordered by events: it starts after events of the caller's streams (`wait_for`), and a Completion of events tells
-when it is done. Backends are nccl.data.NcclData and staged.StagedData. Used by the engine's thread; a watchdog's thread
-may call `revoke` and `abandon`.
+Work is ordered by events: it starts after events of the caller's streams (`wait_for`), and is complete when the events
+of `finish` are done. Backends are nccl.data.NcclData and staged.StagedData. Used by the engine's thread; a watchdog's
+thread may call `revoke` and `abandon`.
 """
 
 import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from ..core.arithmetic import Reduction
 from ..core.errors import EngineError
 from ..core.request import ReduceOp
 from .arrays import GpuArray, GpuEvent
-
-
-@dataclass
-class Completion:
-    """Work enqueued on the GPU.
-
-    Attributes:
-        events: The work is complete when all of them are done.
-    """
-
-    events: list[GpuEvent] = field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        """Whether the work is complete. Does not wait."""
-        return all(event.done for event in self.events)
 
 
 def await_on_host(event: GpuEvent, limit_s: float) -> None:
@@ -60,7 +43,7 @@ class GpuBackend(ABC):
     """Collectives on GPU arrays. Used by the engine's thread, within `GpuDevice.current()`.
 
     All methods but `finish`, `check`, `revoke` and `abandon` are collective. The GPU executes what they enqueue in the
-    order of the calls. It is complete when the Completion of the next `finish` is done.
+    order of the calls. It is complete when the events of the next `finish` are done.
     """
 
     @abstractmethod
@@ -108,8 +91,8 @@ class GpuBackend(ABC):
         """
 
     @abstractmethod
-    def finish(self) -> Completion:
-        """Return the Completion of all work enqueued since the last call."""
+    def finish(self) -> list[GpuEvent]:
+        """Return events after all work enqueued so far."""
 
     @abstractmethod
     def check(self) -> None:

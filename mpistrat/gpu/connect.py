@@ -19,7 +19,7 @@ from .copy.plan import CopyJob
 from .nccl.claims import claim, release
 from .nccl.communicators import Exchange, make_communicators
 from .nccl.data import NcclData
-from .pipeline import BUFFERS
+from .nccl.stream import BUFFERS
 from .selection import GpuInfo, why_not_nccl
 
 T = TypeVar("T")
@@ -73,7 +73,10 @@ def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: D
              f"GPU tensors are staged through host memory and reduced by {host.name}: {reason}")
         return None, settings.fusion_bytes
     nbytes = min(other.buffer_bytes for other in ranks)
-    fusion_bytes = _fusion_bytes(rank, nbytes, settings)
+    fusion_bytes = min(settings.fusion_bytes, nbytes - GPU_FUSION_PADDING_BYTES)
+    if fusion_bytes < settings.fusion_bytes:
+        _log(rank, logging.WARNING, f"GPU memory is short: tensors are fused up to {fusion_bytes} bytes instead of "
+                                    f"{settings.fusion_bytes}")
     communicators = make_communicators(
         lambda: (device.communicator(size, _unique_id(plain), rank) for plain in gathered[0][1]), device, rank,
         exchange, settings.limit_s)
@@ -90,15 +93,6 @@ def _plain(unique_id: bytes | tuple[int, ...]) -> str | list[int]:
 def _unique_id(plain: str | list[int]) -> bytes | tuple[int, ...]:
     """The id that `_plain` was given."""
     return bytes.fromhex(plain) if isinstance(plain, str) else tuple(plain)
-
-
-def _fusion_bytes(rank: int, nbytes: int, settings: Settings) -> int:
-    """The fusion threshold for buffers of `nbytes`."""
-    fusion_bytes = min(settings.fusion_bytes, nbytes - GPU_FUSION_PADDING_BYTES)
-    if fusion_bytes < settings.fusion_bytes:
-        _log(rank, logging.WARNING, f"GPU memory is short: tensors are fused up to {fusion_bytes} bytes instead of "
-                                    f"{settings.fusion_bytes}")
-    return fusion_bytes
 
 
 def _log(rank: int, level: int, text: str) -> None:

@@ -1,33 +1,56 @@
 """This rank's GPU: memory, streams, copies and tensors of other libraries, by cupy.
 
-This module and the three that it imports (events.py, copy/compiler.py, nccl/library.py) are the only ones that call
-cupy. It implements the Protocols of `arrays` and `nccl.types`, so all other modules run with a stand-in in tests.
-Importing it fails where cupy is missing; api.own_gpu.make_device names the remedy. Any thread may use a Device.
+This module and the two that it imports (copy/compiler.py, nccl/library.py) are the only ones that call cupy. It
+implements the Protocols of `arrays` and `nccl.types`, so all other modules run with a stand-in in tests. Importing it
+fails where cupy is missing; api.interop.own_gpu.make_device names the remedy. Any thread may use a Device.
 """
 
 import platform
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from functools import cache
+from itertools import count
+from threading import Lock, get_ident
 from typing import Any, cast
 
 import cupy
 import cupyx
 import numpy as np
 
+from ..core.errors import EngineError
 from ..core.tuning import COPY_BLOCK_THREADS
 from . import driver
-from .arrays import GpuArray, GpuEvent, GpuStream
+from .arrays import GpuArray, GpuEvent, GpuStream, RecordedStream
 from .copy.compiler import compiled
 from .copy.kernel import NAME, source, variant
 from .copy.plan import PIECE, PIECES_PER_LAUNCH, CopyJob
 from .dlpack import CUDA
-from .events import Event, Recording
 from .nccl import library
 
 # Beyond the range of any GPU, which is 0 to -5. cudaStreamCreateWithPriority then takes the end of the range.
 _URGENT = -100
 # cupy passes a numpy array of one element by value.
 _TABLE = np.dtype([("pieces", PIECE, (PIECES_PER_LAUNCH,))])
+_NOT_READY = 600  # cudaErrorNotReady
+_PER_THREAD = 2  # cudaStreamPerThread
+
+
+class Event:
+    """A point in a stream, see arrays.GpuEvent. Device.record makes it. Any thread may use it."""
+
+    def __init__(self, cupy_event: cupy.cuda.Event, stream: RecordedStream, number: int):
+        self.cupy_event, self.number = cupy_event, number
+        self._stream = stream  # so that the address is that of no other stream while there is the event
+        # The per-thread default streams of all threads have the same address.
+        self.stream: Hashable = (stream.ptr, get_ident() if stream.ptr == _PER_THREAD else 0)
+
+    @property
+    def done(self) -> bool:
+        """Whether the stream has reached it. Raises EngineError if the GPU has failed."""
+        status = cupy.cuda.runtime.eventQuery(self.cupy_event.ptr)
+        if status not in (0, _NOT_READY):
+            raise EngineError(f"the GPU has failed: {cupy.cuda.runtime.CUDARuntimeError(status)}")
+        return bool(status == 0)
 
 
 class Device:
@@ -43,7 +66,7 @@ class Device:
         self.number = number
         self.identity = f"{driver.uuid(number)} on {platform.node()}"
         self._launch = cache(self._compile)
-        self._recording = Recording()
+        self._recording, self._event_numbers = Lock(), count()
         self._context = 0
         with self.current():
             # Tensors of other libraries are imported on this stream, which waits for their contents.
@@ -70,9 +93,21 @@ class Device:
         made: GpuStream = cupy.cuda.Stream(non_blocking=True, **urgency)
         return made
 
-    def record(self, stream: GpuStream | None = None) -> "Event":
-        """An event after all work enqueued so far on `stream`, or on cupy's current stream."""
-        return Event(cupy.cuda.get_current_stream() if stream is None else stream, self._recording)
+    def stream_at(self, address: int) -> GpuStream:
+        """A stream that another library has made."""
+        made: GpuStream = cupy.cuda.ExternalStream(address)
+        return made
+
+    def record(self, stream: RecordedStream | None = None) -> Event:
+        """An event after all work enqueued so far on `stream`, or on cupy's current stream.
+
+        Events are numbered in the order in which they are recorded.
+        """
+        stream = cupy.cuda.get_current_stream() if stream is None else stream
+        cupy_event = cupy.cuda.Event(disable_timing=True)
+        with self._recording:
+            stream.record(cupy_event)
+            return Event(cupy_event, stream, next(self._event_numbers))
 
     def wait(self, stream: GpuStream, event: GpuEvent) -> None:
         """Make all work enqueued on `stream` from now on start after `event`. The host does not wait."""

@@ -23,8 +23,8 @@ from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ran
 from ..core.settings import Settings
 from ..core.topology import Topology
 from ..core.tuning import GPU_LONGEST_SLEEP_S, GPU_SLEEP_DIVISOR, GPU_SPIN_S
-from .arrays import GpuArray, GpuDevice, GpuInput, GpuStream
-from .backend import Completion, GpuBackend, last_of_streams
+from .arrays import GpuArray, GpuDevice, GpuEvent, GpuInput, RecordedStream
+from .backend import GpuBackend, last_of_streams
 from .connect import connect, exchange_over
 from .nccl.claims import release
 from .staged import StagedData
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Batch:
-    """Entries with their results, whose work was enqueued at the time `since`."""
+    """Entries with their results. Their work was enqueued at the time `since`, and is complete after `ends`."""
 
     works: list[tuple[Entry, list[Any]]]
-    completions: list[Completion]
+    ends: list[GpuEvent]
     since: float
     began: int
 
@@ -66,23 +66,19 @@ class GpuExecutor(DeviceExecutor):
         self._backends: Sequence[GpuBackend] = ()
         self._plans = BucketPlans(topology.size)
         self._fusion_bytes = 0
-        self._batches: deque[_Batch] = deque()
+        self.batches: deque[_Batch] = deque()
         self._underway: list[tuple[Entry, list[Any]]] = []
         self._logged: set[str] = set()
         self._exchange = exchange_over(host, topology.size)
         self._watchdog: Watchdog | None = None
         self._progress = 0.0  # when the GPU last got work while idle, or last finished some
 
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._batches)
-
     def next_check_s(self, now: float) -> float:
         waited_s = now - self._progress
         return 0.0 if waited_s < GPU_SPIN_S else min(waited_s / GPU_SLEEP_DIVISOR, GPU_LONGEST_SLEEP_S)
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
-        device = _inputs(entries[0])[0].device
+        device = cast("GpuInput", entries[0].arrays[0]).device
         with device.current():
             if not self._backends:
                 self._connect(device)
@@ -99,8 +95,8 @@ class GpuExecutor(DeviceExecutor):
         # Kept in case of an exception, since the GPU may already use the memory.
         works = self._underway = []
         began = time.monotonic_ns()
-        events = [array.ready for entry in entries for array in _gpu_inputs(entry) if array.ready is not None]
-        streams: dict[int, GpuStream] = {}
+        events = [array.ready for entry in entries for array in _inputs(entry) if array.ready is not None]
+        streams: dict[int, RecordedStream] = {}
         runs: list[Callable[[list[Any]], None] | None] = []
         for entry in entries:
             # Allocate all results before the first collective. A rank that is short of memory then fails before the
@@ -110,7 +106,7 @@ class GpuExecutor(DeviceExecutor):
             except InvalidRequestError as error:  # The same on all ranks.
                 entry.handle.fail(error)
                 continue
-            allocated = [array.allocate(shape) for array, shape in zip(_gpu_inputs(entry), shapes, strict=True)]
+            allocated = [array.allocate(shape) for array, shape in zip(_inputs(entry), shapes, strict=True)]
             works.append((entry, [array for array, _ in allocated]))
             runs.append(run)
             streams.update((stream.ptr, stream) for _, stream in allocated if stream is not None)
@@ -124,18 +120,19 @@ class GpuExecutor(DeviceExecutor):
             if run is not None:
                 run(results)
         self._underway, now = [], self._clock()
-        if not self._batches:
+        if not self.batches:
             self._progress = now
-        self._batches.append(_Batch(works, [backend.finish() for backend in self._backends], now, began))
+        ends = [event for backend in self._backends for event in backend.finish()]
+        self.batches.append(_Batch(works, ends, now, began))
 
     def poll(self) -> bool:
-        if not self._batches:
+        if not self.batches:
             return False
         assert self._device is not None, "execute sets it"
         with self._device.current():
             finished = False
-            while self._batches and all(completion.done for completion in self._batches[0].completions):
-                batch, ended = self._batches.popleft(), time.monotonic_ns()
+            while self.batches and all(end.done for end in self.batches[0].ends):
+                batch, ended = self.batches.popleft(), time.monotonic_ns()
                 complete_all((entry.handle, results) for entry, results in batch.works)
                 for entry, _ in batch.works:
                     self._recorder.add(entry, batch.works[0][0].number, batch.began, ended)
@@ -147,12 +144,12 @@ class GpuExecutor(DeviceExecutor):
         return finished
 
     def drain(self) -> None:
-        while self._batches:
+        while self.batches:
             if not self.poll():
                 time.sleep(self.next_check_s(self._clock()))
 
     def unfinished(self) -> list[Entry]:
-        return [entry for batch in self._batches for entry, _ in batch.works]
+        return [entry for batch in self.batches for entry, _ in batch.works]
 
     def abandon(self) -> None:
         if self._device is None:
@@ -260,7 +257,7 @@ class GpuExecutor(DeviceExecutor):
     def _check(self) -> None:
         for backend in self._backends:
             backend.check()
-        batch = self._batches[0]
+        batch = self.batches[0]
         waited_s = self._clock() - batch.since
         if self._limit_s and waited_s > self._limit_s:
             names = ", ".join(entry.request.name for entry, _ in batch.works[:5])
@@ -274,11 +271,6 @@ class GpuExecutor(DeviceExecutor):
             logger.info("rank 0: %s", text)
 
 
-def _inputs(entry: Entry) -> Sequence[GpuInput]:
-    """The tensors of an entry whose device is a GPU, but not of an all-to-all, whose splits are on the host."""
-    return cast("Sequence[GpuInput]", entry.arrays)
-
-
-def _gpu_inputs(entry: Entry) -> list[GpuInput]:
-    """The tensors of an entry that are on the GPU."""
+def _inputs(entry: Entry) -> list[GpuInput]:
+    """The tensors of an entry that are on the GPU: all but the splits of an all-to-all."""
     return [array for array in entry.arrays if isinstance(array, GpuInput)]

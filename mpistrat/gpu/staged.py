@@ -15,7 +15,7 @@ from ..core.packing import FlatLayout
 from ..core.request import ReduceOp
 from ..core.tuning import STAGED_CHUNK_BYTES, STAGED_CHUNKS_UNDER_WAY
 from .arrays import GpuArray, GpuDevice, GpuEvent
-from .backend import Completion, GpuBackend, await_on_host
+from .backend import GpuBackend, await_on_host
 
 
 class StagedData(GpuBackend):
@@ -78,8 +78,8 @@ class StagedData(GpuBackend):
                             [count * itemsize for count in received], largest * itemsize)
         self._copy_back(received_bytes, target)
 
-    def finish(self) -> Completion:
-        return Completion([self._device.record(self._to_gpu)])
+    def finish(self) -> list[GpuEvent]:
+        return [self._device.record(self._to_gpu)]
 
     def check(self) -> None:
         """Do nothing: all methods raise their own errors."""

@@ -16,7 +16,7 @@ if _keras.backend.backend() != "tensorflow":
     raise MissingDependencyError(f"mpistrat.keras needs Keras' TensorFlow backend, and this is "
                                  f"{_keras.backend.backend()!r} (KERAS_BACKEND=tensorflow).")
 
-from ..api import absent, common
+from ..api import common, missing_names
 from ..api.common import *  # noqa: F403
 from ..tensorflow.compression import Compression
 from ..tensorflow.objects import allgather_object as allgather_object  # type: ignore[assignment]
@@ -36,4 +36,4 @@ __all__ = [
 ]
 __all__ += common.__all__
 
-__getattr__ = absent.explain(__name__, absent.KERAS)
+__getattr__ = missing_names.explain(__name__, missing_names.KERAS)

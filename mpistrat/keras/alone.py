@@ -1,6 +1,6 @@
 """A warning for models that each rank trains alone, although the script means them to be trained together.
 
-The callbacks that communicate call it, in the thread of fit; local.
+BroadcastGlobalVariablesCallback calls it, in the thread of fit; local.
 """
 
 import logging
@@ -12,18 +12,16 @@ from ..api import runtime
 from ..api.process_sets import ProcessSet
 from ..tensorflow.distribute import MPIStrategy
 from .fit.fit_optimizers import fit_optimizers_of
-from .optimizer_parts import parts_of
+from .nested_optimizers import parts_of
 
 logger = logging.getLogger(__name__)
 
-_TEXT = "mpistrat: EACH RANK TRAINS A MODEL OF ITS OWN, although fit has a %s: %s The weights of the ranks drift apart."
-
 
 class Alone:
-    """Watches one fit with a callback of this class that communicates among these ranks."""
+    """Watches one fit with a callback that communicates among the ranks of a process set."""
 
-    def __init__(self, callback: str, process_set: ProcessSet):
-        self._callback, self._process_set = callback, process_set
+    def __init__(self, process_set: ProcessSet):
+        self._process_set = process_set
         self._why = ""
         self._executed: int | None = None
 
@@ -66,7 +64,8 @@ class Alone:
     def _warn(self, why: str) -> None:
         self._why = why
         if self._process_set.rank() == 0:
-            logger.warning(_TEXT, self._callback, why)
+            logger.warning("mpistrat: EACH RANK TRAINS A MODEL OF ITS OWN, although fit has a "
+                           "BroadcastGlobalVariablesCallback: %s The weights of the ranks drift apart.", why)
 
 
 def _executed() -> int:

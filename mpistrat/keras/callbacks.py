@@ -9,13 +9,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.optimizers import Optimizer
 
-from ..api import absent, runtime
+from ..api import missing_names, runtime
 from ..api.process_sets import ProcessSet, global_process_set, resolved
+from ..tensorflow.consistency import FirstSteps
 from ..tensorflow.distribute import MPIStrategy
-from ..tensorflow.first_steps import FirstSteps
-from ..tensorflow.identity import IdentitySet
+from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.ops import broadcast_
 from ..tensorflow.types import Variable
 from ._private import all_layers
@@ -24,15 +23,15 @@ from .fit.elastic_fit import Elastic
 from .fit.fit_optimizers import name_in_fit, optimizers_of
 from .fit.metric_means import MetricMeans
 from .fit.rates import number
-from .fit.row_counts import RowsOfEpoch
+from .fit.row_counts import UNKNOWN, RowCount
 from .fit.throughput import Throughput
-from .optimizer_parts import parts_of
+from .nested_optimizers import parts_of
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "Elastic", "LearningRateScheduleCallback",
            "LearningRateWarmupCallback", "MetricAverageCallback", "Throughput"]
 
 Logs = dict[str, Any] | None
-__getattr__ = absent.explain(__name__)
+__getattr__ = missing_names.explain(__name__)
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -65,7 +64,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.root_rank, self._process_set = root_rank, resolved(process_set)
         self.local = IdentitySet(local_variables or ())
         self._sent, self._is_first_batch = 0, True
-        self._alone = Alone(type(self).__name__, self._process_set)
+        self._alone = Alone(self._process_set)
 
     def register_local_var(self, variable: Variable) -> None:
         """Exclude this variable from the broadcast."""
@@ -150,82 +149,44 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
         self._process_set, self._weighted = resolved(process_set), weighted
         self._means = MetricMeans(self._process_set)
-        self._rows: RowsOfEpoch | None = None
+        self._trained: RowCount | None = None  # None: rows are not counted
+        self._tested: RowCount | None = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        is_counted = self._weighted and self._process_set.has_others() \
-            and not isinstance(self.model.distribute_strategy, MPIStrategy)
-        self._rows = RowsOfEpoch(self.model) if is_counted else None
+        self._trained = self._tested = None
+        if self._weighted and self._process_set.has_others() \
+                and not isinstance(self.model.distribute_strategy, MPIStrategy):
+            self._trained, self._tested = (RowCount.of(self.model, step) for step in ("train_step", "test_step"))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        if self._rows is not None:
-            self._rows.begin()
+        self._has_trained = self._has_tested = False
+        self._rows_tested = 0
+        self._trained_before = 0 if self._trained is None else self._trained.rows
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if self._rows is not None:
-            self._rows.has_trained = True
+        self._has_trained = True
 
     def on_test_begin(self, logs: Logs = None) -> None:
-        if self._rows is not None:
-            self._rows.begin_evaluation()
+        self._has_tested = False
+        self._tested_before = 0 if self._tested is None else self._tested.rows
 
     def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if self._rows is not None:
-            self._rows.has_evaluated = True
+        self._has_tested = True
 
     def on_test_end(self, logs: Logs = None) -> None:
-        if self._rows is not None:
-            self._rows.end_evaluation()
+        # Now, since a callback may evaluate other rows later in this epoch.
+        self._rows_tested = 0 if self._tested is None else self._tested.rows - self._tested_before
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        if self._process_set.has_others():
-            self._means.replace(name_in_fit(self.model, "metric_average", self._process_set),
-                                {} if logs is None else logs,
-                                None if self._rows is None else self._rows.weights())
-
-
-class MomentumCorrection:
-    """Scales the velocities of an optimizer when a callback changes the learning rate. Local.
-
-    Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1: an optimizer whose velocity v = m v - rate g
-    includes the learning rate multiplies the momentum m by new / old rate in the step of the change. The momentum of a
-    Keras optimizer is a number, hence a constant of the compiled step. So v is multiplied instead, once, which is the
-    same step.
-
-    Args:
-        optimizer: Without momentum nothing is changed. Its velocities are variables whose names end in "momentum".
-    """
-
-    def __init__(self, optimizer: Optimizer):
-        self._optimizer = optimizer
-        self._scale: Callable[[tf.Tensor], None] | None = None
-
-    def rate_changed(self, ratio: float) -> None:
-        if ratio == 1.0:
+        if not self._process_set.has_others():
             return
-        if self._scale is None:
-            velocities = _velocities_of(self._optimizer)
-            if not velocities:
-                return  # It has none, or they are created in the first step, as zeros.
-            self._scale = _scaler(velocities)
-        self._scale(tf.constant(ratio, tf.float64))
-
-
-def _velocities_of(optimizer: Optimizer) -> list[keras.Variable]:
-    """The variables in which SGD and RMSprop accumulate their steps, if they have a momentum."""
-    return [variable for part in parts_of(optimizer) if getattr(part, "momentum", 0.0)
-            for variable in part.variables if variable.name.endswith("momentum")]
-
-
-def _scaler(variables: list[keras.Variable]) -> Callable[[tf.Tensor], None]:
-    @tf.function(autograph=False)
-    def scale(ratio: tf.Tensor) -> None:
-        for variable in variables:
-            value = tf.convert_to_tensor(variable)
-            if value.shape.num_elements() != 0:  # Under MPIStrategy(variables="central") rank 0 alone has it.
-                variable.assign(value * tf.cast(ratio, value.dtype))
-
-    return scale
+        rows = None
+        if self._trained is not None:
+            trained = self._trained.rows - self._trained_before
+            rows = (UNKNOWN if self._has_trained and not trained else trained,
+                    UNKNOWN if self._has_tested and not self._rows_tested else self._rows_tested)
+        self._means.replace(name_in_fit(self.model, "metric_average", self._process_set), {} if logs is None else logs,
+                            rows)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -254,10 +215,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             staircase, momentum_correction, steps_per_epoch
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         self._epoch = 0
-        self._correction: MomentumCorrection | None = None
+        self._scale_velocities: Callable[[tf.Tensor], None] | None = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        self._correction = MomentumCorrection(self.model.optimizer) if self.momentum_correction else None
+        self._scale_velocities = None  # The optimizer may be another one.
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
@@ -283,8 +244,32 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         old, new = number(optimizer.learning_rate), self.initial_lr * factor
         optimizer.learning_rate = new
-        if self._correction is not None and old:
-            self._correction.rate_changed(new / old)
+        if self.momentum_correction and old and new != old:
+            self._correct_momentum(new / old)
+
+    def _correct_momentum(self, ratio: float) -> None:
+        """Scale the velocities for a learning rate that is `ratio` times the old one.
+
+        Goyal et al., section 2.1: an optimizer whose velocity v = m v - rate g includes the learning rate multiplies
+        the momentum m by new / old rate in the step of the change. The momentum of a Keras optimizer is a number, hence
+        a constant of the compiled step. So v is multiplied instead, once, which is the same step.
+        """
+        if self._scale_velocities is None:
+            # SGD and RMSprop have velocities if they have a momentum; before the first step there are none.
+            velocities = [variable for part in parts_of(self.model.optimizer) if getattr(part, "momentum", 0.0)
+                          for variable in part.variables if variable.name.endswith("momentum")]
+            if not velocities:
+                return
+
+            @tf.function(autograph=False)
+            def scale(ratio: tf.Tensor) -> None:
+                for variable in velocities:
+                    value = tf.convert_to_tensor(variable)
+                    if value.shape.num_elements() != 0:  # Under MPIStrategy(variables="central") rank 0 alone has it.
+                        variable.assign(value * tf.cast(ratio, value.dtype))
+
+            self._scale_velocities = scale
+        self._scale_velocities(tf.constant(ratio, tf.float64))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):

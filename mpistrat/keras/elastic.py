@@ -15,16 +15,16 @@ from typing import Any
 
 import keras
 
-from ..api import absent
-from ..api.elastic import HostsUpdatedInterrupt, ObjectState, run
-from ..api.elastic_sampler import ElasticSampler
+from ..api import missing_names
+from ..api.elastic.sampler import ElasticSampler
+from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, run
 from ..tensorflow.elastic import TensorFlowKerasState
 
 __all__ = ["CommitStateCallback", "ElasticSampler", "HostsUpdatedInterrupt", "KerasState", "UpdateBatchStateCallback",
            "UpdateEpochStateCallback", "run"]
 
 Logs = dict[str, Any] | None
-__getattr__ = absent.explain(__name__)
+__getattr__ = missing_names.explain(__name__)
 
 
 class KerasState(TensorFlowKerasState):
@@ -86,21 +86,11 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Adds the epochs of this fit() that have ended to the `state.epoch` with which it began. Local."""
+    """Adds 1 to `state.epoch` at the end of each epoch. Local."""
 
     def __init__(self, state: ObjectState):
         super().__init__()
         self.state = state
-        self._before = state.epoch
-        self._first: int | None = None
-
-    def on_train_begin(self, logs: Logs = None) -> None:
-        self._before, self._first = self.state.epoch, None
-
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        # Keras counts from fit()'s initial_epoch.
-        if self._first is None:
-            self._first = epoch
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self.state.epoch = self._before + epoch - (self._first or 0) + 1
+        self.state.epoch += 1  # Not from `epoch`: Keras counts from fit()'s initial_epoch.

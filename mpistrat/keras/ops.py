@@ -17,8 +17,8 @@ from ..tensorflow import ops, scatter_ops
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.types import Tensor
 from . import xla
+from .nested_optimizers import distributed_in
 from .optimizer import DistributedOptimizer
-from .optimizer_parts import distributed_in
 
 logger = logging.getLogger(__name__)
 

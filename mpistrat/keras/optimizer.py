@@ -25,13 +25,13 @@ from ..tensorflow.gradients import (
     Layer,
     register_local_layers,
 )
-from ..tensorflow.identity import IdentitySet
+from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.types import OptionalGradient, Variable
 from . import patches, whole_files, xla  # noqa: F401  # They register what they replace.
 from ._private import serialise_as, trained_by
-from .copies import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class
+from .clone import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class
 from .fit import fit_callbacks  # noqa: F401
-from .optimizer_parts import distributed_in, parts_of, passes_on
+from .nested_optimizers import distributed_in, parts_of, passes_on
 from .patches import Function, replaces
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.

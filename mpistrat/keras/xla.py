@@ -1,4 +1,4 @@
-"""DistributedOptimizer and XLA, where it cannot compile collectives: compile(jit_compile="auto") means False.
+"""DistributedOptimizer and XLA. Where it cannot compile collectives, compile(jit_compile="auto") means False.
 
 Model.compile is where Keras decides whether to use XLA. load_model calls `switch_off` for a model that is compiled
 already.
@@ -14,7 +14,7 @@ import keras
 from ..api import runtime
 from ..tensorflow.xla.context import why_not
 from ._private import trainer
-from .optimizer_parts import distributed_in
+from .nested_optimizers import distributed_in
 from .patches import Function, replaces
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,19 @@ def switch_off(model: keras.Model) -> None:
     if model.jit_compile and (reason := why_not()):
         _log_once(reason)
         model.jit_compile = False
+
+
+def follow_ranks(model: keras.Model) -> None:
+    """Have Keras trace the compiled step of a model anew if the number of ranks is another one than in the fit before.
+
+    The result of a gather has a shape for a number of ranks, and sparse gradients are gathered.
+    """
+    if not model.jit_compile or not runtime.is_initialized():
+        return
+    ranks = runtime.current().topology.size
+    if getattr(model, "_mpistrat_ranks", ranks) != ranks:
+        model.train_function = None
+    model._mpistrat_ranks = ranks
 
 
 @functools.cache

@@ -17,13 +17,11 @@ from ..core.errors import MessageError
 from ..core.request import CollectiveType, Request
 from ..core.topology import Topology
 from ..core.tuning import LONGEST_CYCLE_S
-from .answers import AnswerWatch
 from .messages import Announcement, Decision
 from .pending import Pending
 from .root import Root
-from .stall_watch import StallWatch
+from .stall_watch import AnswerWatch, StallWatch
 from .subtree import Subtree
-from .tree import Node
 
 
 class Coordinator:
@@ -33,30 +31,25 @@ class Coordinator:
     calls `advance`, and sends what `advance` returns.
 
     Args:
-        rank: This rank.
-        size: How many ranks there are.
+        topology: Where the ranks are.
         cache_capacity: How many requests get a number.
         stall_warning_s: Age in seconds at which an incomplete request is reported; None: never.
         stall_abort_s: Age in seconds at which it ends the engines; None: never.
         deadlock_s: Seconds without news after which ranks that all wait end the engines; None: never.
-        topology: Where the ranks are, for messages; None: all on one host.
 
     Attributes:
         rank, parent, children, neighbours: As in tree.Node.
         stalls: The incomplete requests of the subtree that are too old.
     """
 
-    def __init__(self, rank: int, size: int, cache_capacity: int, stall_warning_s: float | None = None,
-                 stall_abort_s: float | None = None, topology: Topology | None = None,
-                 deadlock_s: float | None = None):
-        topology = topology or Topology(rank, ("",) * size)
-        node = Node(rank, size)
-        self.parent, self.children, self.neighbours = node.parent, node.children, node.neighbours
-        self.rank = rank
-        self._subtree = Subtree(node, topology, cache_capacity)
+    def __init__(self, topology: Topology, cache_capacity: int, stall_warning_s: float | None = None,
+                 stall_abort_s: float | None = None, deadlock_s: float | None = None):
+        self._subtree = Subtree(topology, cache_capacity)
+        node = self._subtree.node
+        self.rank, self.parent, self.children, self.neighbours = node.rank, node.parent, node.children, node.neighbours
         self.stalls = StallWatch(self._subtree, stall_warning_s, stall_abort_s, deadlock_s)
         self._unanswered = AnswerWatch(topology, stall_warning_s)
-        self._root = Root(self._subtree, self.stalls) if rank == 0 else None
+        self._root = Root(self._subtree, self.stalls) if self.rank == 0 else None
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -138,9 +131,7 @@ class Coordinator:
     def advance(self, now: float, quiet_s: float = 0.0) -> tuple[Announcement | None, Decision | None]:
         """The message to send now: an Announcement to the parent, or (on rank 0) a Decision for all ranks.
 
-        Args:
-            now: The time.
-            quiet_s: Seconds for which nothing was submitted, received or executed on this rank.
+        `quiet_s` are the seconds for which nothing was submitted, received or executed on this rank.
         """
         return (self._announce(now), None) if self._root is None else (None, self._root.decide(now, quiet_s))
 

@@ -22,6 +22,7 @@ Used by the thread that drives the engine.
 """
 
 import logging
+from collections.abc import Callable
 
 from ..core.errors import StallError
 from ..core.handle import Entry
@@ -32,24 +33,7 @@ from ..core.tuning import LONGEST_CYCLE_S, MOST_SKIPPED_VOTES, VOTE_REPORT_POLL_
 
 logger = logging.getLogger(__name__)
 
-
-class _NoAgreement:
-    """An AgreementRound of ranks that cannot vote: no round begins."""
-
-    def vote(self, number: int, is_ready: bool = False) -> None:
-        raise AssertionError("a rank that cannot vote has voted")
-
-    def outcome(self) -> Outcome | None:
-        return None
-
-    def has_news(self) -> bool:
-        return False
-
-    def missing(self) -> list[int]:
-        return []
-
-    def close(self) -> None:
-        return
+_MOST_LOOKED_AT = 2  # ranks; each may take seconds
 
 
 class FastPath:
@@ -64,13 +48,13 @@ class FastPath:
     Attributes:
         is_open: A vote has been opened, and has not ended.
         has_voted: This rank has voted, for or against, and the round is not complete.
+        look: See StallWatch.
     """
 
     def __init__(self, agreement: AgreementRound | None, topology: Topology, warning_s: float | None,
                  abort_s: float | None):
-        self._is_possible, self._agreement = agreement is not None, agreement or _NoAgreement()
-        self._topology, self._warning_s, self.abort_s = topology, warning_s, abort_s
-        self._job_rank = topology.job_ranks[topology.rank]
+        self._agreement, self._topology, self._warning_s, self.abort_s = agreement, topology, warning_s, abort_s
+        self.look: Callable[[int], str] = lambda _: ""
         self.is_open = self.has_voted = False
         self._entry: Entry | None = None
         self._since = 0.0
@@ -82,12 +66,12 @@ class FastPath:
     def open(self) -> None:
         """Begin a vote, as rank 0 has decided."""
         self.is_open, self._agreements = True, 0
-        logger.debug("rank %d: a vote of the fast path begins", self._job_rank)
+        logger.debug("rank %d: a vote of the fast path begins", self._topology.job_rank)
 
     def is_worth_opening(self) -> bool:
         """On rank 0: whether to open a vote. Each vote that ends in its first round makes the next ones rarer."""
         self._skipped += 1
-        if not self._is_possible or self._skipped <= self._to_skip:
+        if self._agreement is None or self._skipped <= self._to_skip:
             return False
         self._skipped = 0
         return True
@@ -99,6 +83,7 @@ class FastPath:
 
     def vote(self, entry: Entry | None, is_ready: bool, now: float) -> None:
         """Vote for the operation of `entry`, or against all (None). A vote is open, and this rank has not voted."""
+        assert self._agreement is not None
         self._entry, self.has_voted = entry, True
         self._since, self._was_late, self._next_report = now, False, now + (self._warning_s or 0.0)
         self._agreement.vote(0 if entry is None else entry.request.fingerprint, is_ready)
@@ -109,7 +94,11 @@ class FastPath:
             self.vote(None, False, now)
 
     def settle(self) -> tuple[Entry | None, Outcome | None]:
-        """The entry that this rank voted for, if any, and the outcome of the round; None until all ranks have voted."""
+        """The entry that this rank voted for, if any, and the outcome of the round; None until all ranks have voted.
+
+        A vote is open.
+        """
+        assert self._agreement is not None
         outcome = self._agreement.outcome()
         if outcome is None:
             return None, None
@@ -120,7 +109,7 @@ class FastPath:
             self.is_open = False
             self._to_skip = 0 if self._agreements else min(2 * self._to_skip + 1, MOST_SKIPPED_VOTES)
             logger.debug("rank %d: the vote of the fast path ends after %d operations; rank 0 skips %d chances before "
-                         "the next one", self._job_rank, self._agreements, self._to_skip)
+                         "the next one", self._topology.job_rank, self._agreements, self._to_skip)
         return entry, outcome
 
     def is_late(self, now: float) -> bool:
@@ -128,7 +117,7 @@ class FastPath:
         if not self.has_voted or self._was_late or now - self._since < VOTE_TIMEOUT_S:
             return False
         self._was_late = True
-        logger.debug("rank %d: no outcome after %.2f s; rank 0 is asked to end the vote", self._job_rank,
+        logger.debug("rank %d: no outcome after %.2f s; rank 0 is asked to end the vote", self._topology.job_rank,
                      now - self._since)
         return True
 
@@ -144,14 +133,19 @@ class FastPath:
         Raises:
             StallError: After `abort_s`.
         """
-        if not self.has_voted:
+        if self._agreement is None or not self.has_voted:
             return
         waited_s = now - self._since
         is_too_long = self.abort_s is not None and waited_s >= self.abort_s
         if not is_too_long and (self._warning_s is None or now < self._next_report):
             return
         what = f"{self._entry.request.name}: " if self._entry is not None else ""
-        text = what + describe_wait(self._topology, self._agreement.missing(), waited_s)
+        topology, missing = self._topology, self._agreement.missing()
+        text = what + describe_wait(topology, missing, waited_s)
+        here = [rank for rank in topology.local_ranks if rank not in missing]
+        if here[:1] == [topology.rank]:  # One rank of each host looks.
+            late = [rank for rank in topology.local_ranks if rank in missing]
+            text += "".join(self.look(topology.job_ranks[rank]) for rank in late[:_MOST_LOOKED_AT])
         if is_too_long:
             raise StallError(text)
         self._next_report = now + (self._warning_s or 0.0)

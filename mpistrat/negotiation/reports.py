@@ -22,18 +22,12 @@ _CAUSES = ("Every rank must call the same collectives with the same names: look 
 _FAILURES = "how many executions of the tf.function have ended in an error"
 
 
-def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | None = None) -> str:
+def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology) -> str:
     """The sentence on what the ranks disagree about; checked in Horovod's order.
 
-    Args:
-        by_request: At least two different requests of one name, each with the ranks that submitted it.
-        topology: Where the ranks are; None: the numbers of the ranks are those of the job.
+    `by_request` has at least two different requests of one name, each with the ranks that submitted it.
     """
     first = next(iter(by_request))
-
-    def in_job(rank: int) -> int:
-        return rank if topology is None else topology.job_ranks[rank]
-
     labels = dict(zip(_indices(first), first.labels, strict=False))
 
     def of_tensor(i: int) -> str:
@@ -41,34 +35,35 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology | 
         return f" of tensor {i}{label}" if len(first.tensors) > 1 else label
 
     common = sorted(set.intersection(*(set(_indices(r)) for r in by_request)))
-    aspects: list[tuple[str, Callable[[Request], Any]]] = [(_FAILURES, lambda r: r.failures)]
-    aspects += [
-        (f"dtype{of_tensor(i)}", partial(_dtype, i)) for i in common]
-    aspects += [("kind of collective", lambda r: r.kind.value), ("number of tensors", lambda r: len(r.tensors))]
-    aspects += [(f"shape{of_tensor(i)}", partial(_shape, i)) for i in common]
-    aspects += [("prescale and postscale factors", lambda r: (r.prescale, r.postscale)),
-                ("reduce operation", lambda r: ReduceOp(r.reduce_op).name.capitalize()),
-                ("root rank", lambda r: in_job(r.root_rank)),
-                ("device", lambda r: r.device),
-                ("compression", lambda r: r.wire_dtype or "none"),
-                 ("which tensors of the list there are", lambda r: rank_list(_members(r))),
-                 ("how the list is packed (an eager call and a tf.function differ in that, and so do shapes that are "
-                 "known and unknown when a tf.function is traced)",
-                 lambda r: r.layout or "one by one")]
+    aspects: list[tuple[str, Callable[[Request], Any]]] = [
+        (_FAILURES, lambda r: r.failures),
+        *((f"dtype{of_tensor(i)}", partial(_dtype, i)) for i in common),
+        ("kind of collective", lambda r: r.kind.value),
+        ("number of tensors", lambda r: len(r.tensors)),
+        *((f"shape{of_tensor(i)}", partial(_shape, i)) for i in common),
+        ("prescale and postscale factors", lambda r: (r.prescale, r.postscale)),
+        ("reduce operation", lambda r: ReduceOp(r.reduce_op).name.capitalize()),
+        ("root rank", lambda r: topology.job_ranks[r.root_rank]),
+        ("device", lambda r: r.device),
+        ("compression", lambda r: r.wire_dtype or "none"),
+        ("which tensors of the list there are", lambda r: rank_list(_members(r))),
+        ("how the list is packed (an eager call and a tf.function differ in that, and so do shapes that are known and "
+         "unknown when a tf.function is traced, and for GPU tensors ranks with and without the asynchronous operation, "
+         "which MPISTRAT_ASYNC_OP=0 switches off)", lambda r: r.layout or "one by one")]
     for what, get in aspects:
         values: dict[Any, set[int]] = {}
         for request, ranks in by_request.items():
             values.setdefault(get(request), set()).update(ranks)
         if len(values) > 1:
-            said = "; ".join(f"{value} on ranks {rank_list(map(in_job, sorted(ranks)))}" for value, ranks in
+            said = "; ".join(f"{value} on ranks {topology.listed(sorted(ranks))}" for value, ranks in
                              sorted(values.items(), key=lambda item: min(item[1])))
             more = (" A script may catch an error that all ranks have in the same execution." if what == _FAILURES
-                    else _only_on_some(by_request, in_job))
+                    else _only_on_some(by_request, topology))
             return f"{first.name}: the ranks disagree on {what}: {said}.{more}"
     raise AssertionError("the requests are equal")
 
 
-def _only_on_some(by_request: dict[Request, set[int]], in_job: Callable[[int], int]) -> str:
+def _only_on_some(by_request: dict[Request, set[int]], topology: Topology) -> str:
     """A sentence on what only some ranks have in their lists; "" if all have the same, or it has no names."""
     ranks_with: dict[str, set[int]] = {}
     for request, ranks in by_request.items():
@@ -80,7 +75,7 @@ def _only_on_some(by_request: dict[Request, set[int]], in_job: Callable[[int], i
     # If all labels differ, the ranks only call the variables something else.
     if not partly or (len(partly) == len(ranks_with) if is_shorter else len({*map(_members, by_request)}) == 1):
         return ""
-    listed = ", ".join(f"{label} (ranks {rank_list(map(in_job, sorted(ranks_with[label])))})"
+    listed = ", ".join(f"{label} (ranks {topology.listed(sorted(ranks_with[label]))})"
                        for label in partly[:MOST_LISTED])
     more = f" and {len(partly) - MOST_LISTED} more" if len(partly) > MOST_LISTED else ""
     return f" Only some ranks have {listed}{more}: a gradient that is None is left out."
@@ -125,11 +120,7 @@ def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stall
                    now: float) -> str:
     """The sentences that name the tensors, the ranks that wait and miss, and what those wait for instead.
 
-    Args:
-        topology: Where the ranks are, seen from rank 0.
-        all_pending: All names that are incomplete.
-        stalled: Some of these names, each with the ranks that miss.
-        now: The time.
+    `stalled` has some of the names that are incomplete, each with the ranks that miss.
     """
     return ("Some ranks wait for a collective that other ranks have not called. "
             + _describe_waits(topology, all_pending, stalled, now)
@@ -140,10 +131,7 @@ def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stall
 def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending], after_s: float) -> str:
     """The sentences that name the tensors, the ranks that wait and miss, and what those wait for instead.
 
-    Args:
-        topology: Where the ranks are, seen from rank 0.
-        all_pending: All names that are incomplete.
-        after_s: Seconds for which no rank has called anything (MPISTRAT_DEADLOCK_S).
+    No rank has called anything for `after_s` (MPISTRAT_DEADLOCK_S).
     """
     missing = {name: pending.missing() for name, pending in all_pending.items()}
     return (f"This is a deadlock: every rank waits for a collective that another rank has not called, and none has "
@@ -152,13 +140,11 @@ def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending], af
             "MPISTRAT_DEADLOCK_S (0: never).")
 
 
-def describe_places(topology: Topology, asked: Sequence[int], places: Mapping[int, str]) -> str:
-    """Paragraphs that say where ranks are in their program, each of which begins a new line.
+def describe_places(topology: Topology, asked: Sequence[int], places: Mapping[int, str],
+                    look: Callable[[int], str]) -> str:
+    """Paragraphs that say where the ranks are in their program that were `asked`, each of which begins a new line.
 
-    Args:
-        topology: Where the ranks are, seen from rank 0.
-        asked: The ranks that were asked.
-        places: What they have answered.
+    `places` has what they have answered. For `look` see StallWatch.
     """
     lines = []
     for rank in asked:
@@ -167,8 +153,7 @@ def describe_places(topology: Topology, asked: Sequence[int], places: Mapping[in
             lines.append(f"\n{who} is here, {places[rank]}")
         else:
             lines.append(f"\n{who} has not answered where it is: its engine waits in a collective, or the process is "
-                         "stopped or very busy, or a thread of it keeps Python's interpreter lock (py-spy dump --pid "
-                         "PID, on that host, shows which).")
+                         f"stopped or very busy, or a thread of it keeps Python's interpreter lock.{look(rank)}")
     return "".join(lines)
 
 
@@ -198,15 +183,7 @@ def _network_hint(topology: Topology, all_pending: Mapping[str, Pending], stalle
 
 def describe_ended(topology: Topology, name: str, pending: Pending, lost: Sequence[int],
                    completed: Mapping[int, int]) -> str:
-    """The sentence on ranks that wait for ranks that have shut down.
-
-    Args:
-        topology: Where the ranks are.
-        name: What they wait for.
-        pending: The ranks that wait.
-        lost: The ranks that have shut down.
-        completed: How many operations each rank had completed then.
-    """
+    """The sentence on ranks that wait for `lost`, which have shut down after so many `completed` operations each."""
     counts = Counter(completed[rank] for rank in lost)
     after = ", ".join(str(count) for count in sorted(counts))
     return (f"{name}: ranks {topology.listed(pending.present())} wait for ranks {topology.listed(lost)}, which have "

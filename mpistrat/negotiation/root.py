@@ -14,12 +14,7 @@ from .subtree import Subtree
 
 
 class Root:
-    """Makes the decisions of rank 0.
-
-    Args:
-        subtree: What rank 0 has learned about all ranks.
-        stalls: The ages of the incomplete requests, and their limits.
-    """
+    """Makes the decisions of rank 0, by what it has learned about all ranks and by the ages of incomplete requests."""
 
     def __init__(self, subtree: Subtree, stalls: StallWatch):
         self._subtree, self._stalls = subtree, stalls

@@ -1,11 +1,16 @@
 """Requests that are incomplete for too long: when to look, what to report, when to end. Pure: time is an argument.
 
 Rank 0 reports them, and ends the engines at the limit. Shortly before that it asks the ranks that others wait for where
-they are. Called by the coordinator, by root.py and by the controller.
+they are. A rank that gets neither a decision nor the end ends its engine: rank 0 is stopped, or cannot be reached.
+Called by the coordinator, by root.py and by the controller.
 """
 
 import math
+from collections.abc import Callable, Iterable
 
+from ..core.errors import StallError
+from ..core.stalls import describe_wait
+from ..core.topology import Topology
 from ..core.tuning import (
     STALL_ABORT_LONGEST_POLL_S,
     STALL_ABORT_LOOKS,
@@ -18,6 +23,9 @@ from .subtree import Subtree
 from .tree import depth_of
 
 _MOST_ASKED = 4  # ranks; a report on more would be too long to read
+# Seconds after the limit on stalls within which rank 0's decision must arrive: rank 0 checks for stalls only now and
+# then, and the decision passes through the tree.
+_ANSWER_S = 4.0
 
 
 class StallWatch:
@@ -31,12 +39,14 @@ class StallWatch:
 
     Attributes:
         warning_s, abort_s, deadlock_s: As given, or as set later.
+        look: Returns where a rank of the job is that has not answered, as text that begins a new line.
     """
 
     def __init__(self, subtree: Subtree, warning_s: float | None, abort_s: float | None,
                  deadlock_s: float | None = None):
         self._subtree = subtree
         self.warning_s, self.abort_s, self.deadlock_s = warning_s, abort_s, deadlock_s
+        self.look: Callable[[int], str] = lambda _: ""
         self._abort_setting = "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS"
         self._last_report = 0.0
         self._next_look = 0.0  # for the limit
@@ -68,9 +78,7 @@ class StallWatch:
     def asks(self, now: float, quiet_s: float) -> tuple[int, ...]:
         """On rank 0, the ranks to ask now where they are, because a report or an end is due soon.
 
-        Args:
-            now: The time.
-            quiet_s: As for `deadlock`.
+        `quiet_s` is that of `deadlock`.
         """
         poll_s = self.poll_s()
         if poll_s is None or now < self._next_ask:
@@ -130,9 +138,7 @@ class StallWatch:
         subtree = self._subtree
         # A rank between another one and rank 0 keeps an incomplete request for `pass_on_s`, until it looks.
         late_s = (self.pass_on_s + (self.poll_s() or 0.0)) * max(depth_of(subtree.node.size - 1) - 1, 0)
-        if quiet_s < self.deadlock_s + late_s:
-            return None
-        if not self._do_all_wait():
+        if quiet_s < self.deadlock_s + late_s or not self._do_all_wait():
             return None
         return describe_deadlock(subtree.topology, subtree.incomplete(), self.deadlock_s) + self._places()
 
@@ -144,4 +150,49 @@ class StallWatch:
         return describe_stall(self._subtree.topology, self._subtree.incomplete(), stalled, now) + self._places()
 
     def _places(self) -> str:
-        return describe_places(self._subtree.topology, self._asked, self._subtree.places)
+        topology = self._subtree.topology
+        return describe_places(topology, self._asked, self._subtree.places,
+                               lambda rank: self.look(topology.job_ranks[rank]))
+
+
+class AnswerWatch:
+    """What one rank has submitted, and rank 0 has not decided on. Rank 0 itself watches nothing.
+
+    `warning_s` is that of StallWatch.
+    """
+
+    def __init__(self, topology: Topology, warning_s: float | None):
+        self._topology = topology
+        self._since: dict[str, float] = {}  # the oldest first
+        self._checked_at = self._resumed_at = float("-inf")
+        # Each rank between this one and rank 0 passes on an incomplete request only after half of `warning_s`.
+        self._answer_s = _ANSWER_S + max(depth_of(topology.rank) - 1, 0) * (warning_s or 0.0) / 2
+
+    def __bool__(self) -> bool:
+        return bool(self._since)
+
+    def begin(self, name: str, now: float) -> None:
+        """This rank has submitted `name`."""
+        if self._topology.rank:
+            self._since[name] = now
+
+    def end(self, names: Iterable[str]) -> None:
+        """Rank 0 has decided on `names`."""
+        if self._since:
+            for name in names:
+                self._since.pop(name, None)
+
+    def check(self, now: float, limit_s: float) -> None:
+        """To be called in every cycle, once the messages that have come are read.
+
+        Raises:
+            StallError: Rank 0 has not decided within `limit_s` and the time that its answer may take.
+        """
+        if not self._since:
+            return
+        if now - self._checked_at > _ANSWER_S:
+            self._resumed_at = now  # This rank was in a collective, or was stopped. An answer may be there, unread.
+        self._checked_at = now
+        name, since = next(iter(self._since.items()))
+        if now >= max(since + limit_s, self._resumed_at) + self._answer_s:
+            raise StallError(f"{name}: {describe_wait(self._topology, [0], now - since)}")

@@ -58,26 +58,25 @@ class RequestNumbers:
 
     Args:
         capacity: How many requests get a number.
+
+    Attributes:
+        request_of: The request that each number stands for.
     """
 
     def __init__(self, capacity: int):
         self._capacity = capacity
         self._number_of: dict[tuple[Request, bool], int] = {}
-        self._request_of: dict[int, Request] = {}
+        self.request_of: dict[int, Request] = {}
         self._seen_once: OrderedDict[tuple[Request, bool], None] = OrderedDict()  # on rank 0
 
     def number_of(self, request: Request) -> int | None:
         """The number that stands for `request`, if there is one."""
         return self._number_of.get((request, request.in_graph))
 
-    def request_of(self, number: int) -> Request | None:
-        """The request that `number` stands for, if there is one."""
-        return self._request_of.get(number)
-
     def add(self, request: Request, number: int) -> None:
         """Let `number` stand for `request`, as rank 0 has decided."""
         self._number_of[request, request.in_graph] = number
-        self._request_of[number] = request
+        self.request_of[number] = request
 
     def give(self, request: Request) -> int | None:
         """On rank 0: a new number for a request that has none; None the first time it is seen, or without room.
@@ -104,12 +103,12 @@ class Subtree:
     A *source* is this rank itself, or a child with all ranks under it.
 
     Args:
-        node: This rank's place in the tree.
-        topology: Where the ranks are, for messages.
+        topology: Where the ranks are.
         cache_capacity: How many requests get a number.
 
     Attributes:
-        node, topology: As given.
+        topology: The argument.
+        node: This rank's place in the tree.
         numbers: The numbers that stand for requests.
         pending: The incomplete requests, by name.
         joined, ended: The ranks in these states.
@@ -117,11 +116,11 @@ class Subtree:
         must_end_vote: Some rank has asked for a decision, which ends an open vote.
     """
 
-    def __init__(self, node: Node, topology: Topology, cache_capacity: int):
-        self.node, self.topology = node, topology
+    def __init__(self, topology: Topology, cache_capacity: int):
+        self.topology, self.node = topology, Node(topology.rank, topology.size)
         self.numbers = RequestNumbers(cache_capacity)
         self.pending: dict[str, Pending] = {}
-        self.joined, self.ended = JoinedRanks(node), EndedRanks()
+        self.joined, self.ended = JoinedRanks(self.node), EndedRanks()
         self.places: dict[int, str] = {}
         self.must_end_vote = False
         self._ready: list[Pending] = []  # complete since the last take_ready, in order
@@ -161,7 +160,7 @@ class Subtree:
         Raises:
             MessageError: The number stands for no request.
         """
-        request = self.numbers.request_of(number)
+        request = self.numbers.request_of.get(number)
         if request is None:
             raise MessageError(f"rank {self.topology.job_ranks[sender]} sent the number {number}, which stands for no "
                                f"request on rank {self.topology.job_rank}.")

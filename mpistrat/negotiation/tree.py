@@ -18,17 +18,6 @@ def depth_of(rank: int) -> int:
     return 0 if parent is None else 1 + depth_of(parent)
 
 
-def children_of(rank: int, size: int) -> tuple[int, ...]:
-    """The ranks that report to `rank`."""
-    return tuple(range(rank * FAN_OUT + 1, min(rank * FAN_OUT + FAN_OUT, size - 1) + 1))
-
-
-def neighbours_of(rank: int, size: int) -> tuple[int, ...]:
-    """The ranks that send to `rank`: its parent and its children."""
-    parent = parent_of(rank)
-    return children_of(rank, size) if parent is None else (parent, *children_of(rank, size))
-
-
 def edges_among(ranks: Sequence[int]) -> list[tuple[int, int]]:
     """Those of `ranks` whose parent is among them too, each with its parent."""
     return [(rank, parent) for rank in ranks if (parent := parent_of(rank)) is not None and parent in ranks]
@@ -36,20 +25,9 @@ def edges_among(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 def subtree(root: int, size: int) -> Iterator[int]:
     """The ranks under `root`, and itself, in order."""
-    for first, last in _levels(root, size):
-        yield from range(first, last + 1)
-
-
-def subtree_size(root: int, size: int) -> int:
-    """How many ranks subtree(root, size) has."""
-    return sum(last - first + 1 for first, last in _levels(root, size))
-
-
-def _levels(root: int, size: int) -> Iterator[tuple[int, int]]:
-    """First and last rank of each level of the subtree: a contiguous run."""
-    first = last = root
+    first = last = root  # of a level of the subtree, which is a contiguous run
     while first < size:
-        yield first, min(last, size - 1)
+        yield from range(first, min(last, size - 1) + 1)
         first, last = first * FAN_OUT + 1, last * FAN_OUT + FAN_OUT
 
 
@@ -68,14 +46,14 @@ class Node:
     @cached_property
     def children(self) -> tuple[int, ...]:
         """The ranks that report to this one."""
-        return children_of(self.rank, self.size)
+        return tuple(range(self.rank * FAN_OUT + 1, min(self.rank * FAN_OUT + FAN_OUT, self.size - 1) + 1))
 
     @cached_property
     def neighbours(self) -> tuple[int, ...]:
-        """The ranks that send to this one."""
-        return neighbours_of(self.rank, self.size)
+        """The ranks that send to this one: its parent and its children."""
+        return self.children if self.parent is None else (self.parent, *self.children)
 
     @cached_property
     def ranks_under(self) -> dict[int, int]:
         """How many ranks each child stands for, itself included, and 1 for this rank."""
-        return {child: subtree_size(child, self.size) for child in self.children} | {self.rank: 1}
+        return {child: len(list(subtree(child, self.size))) for child in self.children} | {self.rank: 1}

@@ -31,9 +31,14 @@ _EXIT_SPREAD_S = 2.0
 # errors of a script occur on all ranks at about the same time, and each rank can then print its report.
 _EARLY_WAIT_S = 0.5
 _SHUTDOWN_ERROR = f"{OWN_ERRORS}ShutdownError:"
+_INTERRUPTED = 130  # exit code after Ctrl-C
+_TELL_S = 0.3  # in which the other ranks tell their last operations
 _ABORT_LIMIT_S = 20.0  # from the call of MPI_Abort to the end of this process
 
 _end: tuple[str, int] | None = None  # If set, this rank aborts the job at exit, instead of calling MPI_Finalize.
+# Set by init(). Lets all ranks tell their last operations, since a rank fails, and returns soon: whether other ranks
+# were asked.
+tell_last: Callable[[], bool] = bool
 _leaves = False  # Whether this process ends without MPI_Finalize.
 
 
@@ -41,12 +46,19 @@ def end_job(mpi: ModuleType, rank: int, host: str, text: ErrorText, code: int = 
     """Print why this rank ends the whole job, wait `wait_s`, and end the job with exit code `code`. Local."""
     try:
         report.announce(rank, host, code, text, os.environ)
+        if code != _INTERRUPTED and tell_last():
+            wait_s = max(wait_s, _TELL_S)
         sys.stdout.flush()
         time.sleep(wait_s)
     finally:
         # Also if printing fails: a launcher that has already ended no longer reads the output.
         launcher_watch.notify_abort(os.environ)
-        _end_after(_ABORT_LIMIT_S)
+        try:
+            # Ends this process if MPI_Abort, which waits for the launcher, does not return. faulthandler's thread does
+            # not need the GIL, which mpi4py does not release during MPI_Abort.
+            faulthandler.dump_traceback_later(_ABORT_LIMIT_S, exit=True)
+        except (AttributeError, OSError, ValueError, RuntimeError):
+            pass  # There is no stderr to print to, so MPI_Abort runs without a limit.
         mpi.COMM_WORLD.Abort(code)
 
 
@@ -80,10 +92,10 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
         try:
             if not (is_pythons and report.replaces_traceback(os.environ)):
                 shown(kind, error, trace)
-            text = describe(kind, error, trace)
+            text = describe(error, trace)
             wait_s = _wait_s(error, text.message, rank, is_reported)
         finally:
-            code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+            code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
             if skip_finalize is None:
                 end_job(mpi, rank, host, text, code, wait_s)
             else:
@@ -130,8 +142,8 @@ def report_before_init(kind: type[BaseException], error: BaseException, trace: T
     if not report.replaces_traceback(os.environ):
         sys.__excepthook__(kind, error, trace)
     is_interrupt = issubclass(kind, KeyboardInterrupt)
-    report.announce(launched_rank(os.environ), platform.node(), 130 if is_interrupt else 1,
-                    describe(kind, error, trace), os.environ)
+    report.announce(launched_rank(os.environ), platform.node(), _INTERRUPTED if is_interrupt else 1,
+                    describe(error, trace), os.environ)
     if not is_interrupt:
         time.sleep(_EARLY_WAIT_S)
 
@@ -167,12 +179,3 @@ def _wait_s(error: BaseException, message: str, rank: int, is_reported: bool) ->
         return 0.0
     spread_s = _STALL_SPREAD_S if isinstance(error, StallError) else 0.0
     return 0.5 + 0.25 * min(rank, 8) + (_EXIT_SPREAD_S if message.startswith(_SHUTDOWN_ERROR) else spread_s)
-
-
-def _end_after(limit_s: float) -> None:
-    """Print the stacks and end this process after `limit_s`. MPI_Abort waits for the launcher and may not return."""
-    try:
-        # faulthandler's thread does not need the GIL, which mpi4py does not release during MPI_Abort.
-        faulthandler.dump_traceback_later(limit_s, exit=True)
-    except (AttributeError, OSError, ValueError, RuntimeError):
-        pass  # There is no stderr to print to, so MPI_Abort runs without a limit.

@@ -69,11 +69,11 @@ class ErrorText:
         return f"{self.frames}\n{self.message}" if self.frames else self.message
 
 
-def describe(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> ErrorText:
+def describe(error: BaseException, trace: TracebackType | None) -> ErrorText:
     """Return what to print of an exception."""
     every = frames_of(traceback.extract_tb(trace))
     frames = [frame for frame in every if is_users(frame.file)]
-    inner, message = split_message(kind, error)
+    inner, message = split_message(error)
     frames += [frame for frame in inner if is_users(frame.file) and frame not in frames]
     # A program of a library, such as python -m pytest, has no frame of the user.
     shown = (frames or every)[-MOST_FRAMES:]
@@ -94,23 +94,26 @@ def is_users(file: str) -> bool:
                 or parts[-1].startswith("__autograph_generated_file") or file.endswith((".pyx", ".pxd", ".pxi")))
 
 
-def message_of(kind: type[BaseException], error: BaseException) -> str:
-    """Return the whole message of an exception, with its class in front, without the stacks of frameworks."""
-    return split_message(kind, error)[1]
-
-
-def split_message(kind: type[BaseException], error: BaseException) -> tuple[list[Frame], str]:
-    """Take the frames out of the message of an exception. Returns them, and what is left.
+def split_message(error: BaseException) -> tuple[list[Frame], str]:
+    """Take the frames out of the message of an exception. Returns them, and what is left, with the class in front.
 
     Only texts of TensorFlow and AutoGraph are changed; an error of mpistrat in them is what is left.
     """
-    text = _ANSI.sub("", "".join(traceback.format_exception_only(kind, error)).rstrip())
+    text = _ANSI.sub("", "".join(traceback.format_exception_only(error)).rstrip())
     head, colon, rest = text.partition(": ")
     if not colon or not rest.startswith(("Graph execution error:", "in user code:")):
         return [], text
-    frames, lines = _without_frames(rest.splitlines())
-    own = next((i for i, line in enumerate(lines) if line.startswith(OWN_ERRORS)), 0)
-    message = "\n".join(_without_node(lines[own:]))
+    lines = rest.splitlines()
+    own = next((i for i, line in enumerate(lines) if line.startswith(OWN_ERRORS)), None)
+    if own is not None:
+        end = next((i for i in range(own, len(lines)) if _NODE.match(lines[i])), len(lines))
+        # It stays as it is: it may have frames of other ranks. TensorFlow has it before the stack too, without modules.
+        report = "\n".join(lines[own:end]).rstrip()
+        before = "\n".join(lines[:own]).replace(report.removeprefix(OWN_ERRORS), "")
+        return (_without_frames(before.splitlines())[0],
+                "\n".join(_without_node([report, *filter(_NODE.match, lines[end:])])))
+    frames, lines = _without_frames(lines)
+    message = "\n".join(_without_node(lines))
     return frames, message if _BEGINS_WITH_CLASS.match(message) else f"{head}: {message}"
 
 
@@ -160,6 +163,6 @@ def _causes(error: BaseException) -> list[str]:
         if cause is None:
             break
         if str(cause) != str(error):
-            lines.append(f"({how} {message_of(type(cause), cause).splitlines()[0]})")
+            lines.append(f"({how} {split_message(cause)[1].splitlines()[0]})")
         error = cause
     return lines

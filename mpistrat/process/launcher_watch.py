@@ -50,12 +50,7 @@ class LauncherWatch:
         # Polling (30 us per check) instead of a process descriptor (pidfd), which older kernels of clusters lack.
         while not self._stopped.wait(LAUNCHER_POLL_S):
             if not self._launcher.is_alive():
-                end_without_launcher(self._launcher)
-
-
-def end_without_launcher(launcher: Process) -> None:
-    """End this process and its child processes, because its launcher has ended."""
-    end_now(f"the process that launched it ({launcher.pid}) has ended", 1)
+                end_now(f"the process that launched it ({self._launcher.pid}) has ended", 1)
 
 
 def end_now(why: str, code: int) -> NoReturn:

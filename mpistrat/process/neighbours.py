@@ -5,11 +5,10 @@ on, or the job is to go on without the rank. And the other ranks, which wait in 
 
 The kernel reports the end of a process by a descriptor (pidfd, from Linux 5.3 on). Without these the processes are
 looked up now and then. A process that is stopped, or busy, has not ended. One that is stopped is looked for in /proc,
-by one other rank. Ranks in containers with processes of their
-own are not watched: a process of that number has another start time here.
+by one other rank. Ranks in containers with processes of their own are not watched: a process of that number has another
+start time here.
 """
 
-import errno
 import logging
 import os
 import select
@@ -63,8 +62,8 @@ class Neighbours:
     def _add(self, rank: int, process: Process) -> None:
         try:
             descriptor = os.pidfd_open(process.pid)
-        except OSError as error:
-            if error.errno == errno.ENOSYS and process.is_alive():
+        except OSError:  # An older kernel, a container that forbids it, or no process of that number.
+            if process.is_alive():
                 self._processes[rank] = process
             return
         if process.is_alive():

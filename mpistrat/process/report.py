@@ -1,17 +1,21 @@
 """The report of a rank that fails: the rank prints it to stderr (`announce`), `mpistrat run` reads it (ReportReader).
 
 Under `mpistrat run` a rank prints a report in place of the traceback: marked lines, each with the rank, so that the
-lines of several ranks may mix. `mpistrat run` collects them, and prints one summary after the job has ended. If stderr
-goes elsewhere, the lines can be read as they are. Without `mpistrat run` a rank prints one sentence beside the
-traceback. process/abort.py calls `announce`, on the thread of the exception.
+lines of several ranks may mix; and its last operations, in code. `mpistrat run` collects them, and prints one summary
+after the job has ended. If stderr goes elsewhere, the lines can be read as they are. Without `mpistrat run` a rank
+prints one sentence beside the traceback. process/abort.py calls `announce`, on the thread of the exception.
 """
 
 import contextlib
+import fcntl
 import os
 import re
 import stat
+import struct
 import sys
-from collections.abc import MutableMapping
+import termios
+import time
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 
 from .error_text import ErrorText
@@ -23,10 +27,13 @@ TRACEBACK = "traceback"  # the whole traceback as well
 
 _MOST_CHARACTERS = 100_000  # of a message
 _WRITE_BYTES = 4000  # A pipe takes up to 4096 bytes at once, and mpirun reads as many.
+_READ_S = 0.1  # How long mpirun may take to read what was written before.
 # A rank on another host prints this before its command begins.
 STARTS = "[mpistrat] rank {rank} starts"
 # What a rank has measured follows, as JSON (process/step_timer.py).
 MEASURES = "measures"
+# Its last operations follow, as lines of trace/last.py, of which the first one begins.
+LAST_BEGIN, LAST = "begins", "has"
 _BEGIN = "[mpistrat] rank {rank} on {host} fails with exit code {code}:\n"
 _LINE = "[mpistrat] rank {rank} {kind} {text}\n"
 _FRAMES, _MESSAGE = "|", ">"
@@ -34,6 +41,7 @@ _BEGIN_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) on (\S+) fails with exit 
 _WITHOUT_INIT_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) has ended without init\(\)\s*$")  # cli/startup
 _STARTS_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) starts\s*$")
 _MEASURES_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) measures (\{.*\})\s*$")
+_LAST_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) (begins|has) (\S+)\s*$")
 _LINE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) ([|>]) ?(.*?)[\r\n]*$")
 
 _mode: str | None = None
@@ -74,12 +82,14 @@ class ReportReader:
         started: The ranks that have said that they start.
         without_init: The ranks that say that they have ended without init().
         measured: What ranks have measured, as JSON.
+        last: The last operations of ranks that have told them, as lines of trace/last.py.
     """
 
     def __init__(self) -> None:
         self.started: set[int] = set()
         self.without_init: set[int] = set()
         self.measured: dict[int, str] = {}
+        self.last: dict[int, list[str]] = {}
         self._begun: list[tuple[int, str, int, dict[str, list[str]]]] = []
 
     @property
@@ -97,26 +107,27 @@ class ReportReader:
         """
         if b"[mpistrat] rank " not in line:
             return None
-        for pattern, ranks in ((_STARTS_PATTERN, self.started), (_WITHOUT_INIT_PATTERN, self.without_init)):
-            found = pattern.search(line)
-            if found:
-                ranks.add(int(found[1]))
-                return line[:found.start()]
-        measures = _MEASURES_PATTERN.search(line)
-        if measures:
-            self.measured[int(measures[1])] = measures[2].decode()
-            return line[:measures.start()]
-        begin = _BEGIN_PATTERN.search(line)
-        if begin:
-            self._begun.append((int(begin[1]), begin[2].decode(errors="replace"), int(begin[3]),
+        if found := _STARTS_PATTERN.search(line):
+            self.started.add(int(found[1]))
+        elif found := _WITHOUT_INIT_PATTERN.search(line):
+            self.without_init.add(int(found[1]))
+        elif found := _MEASURES_PATTERN.search(line):
+            self.measured[int(found[1])] = found[2].decode(errors="replace")
+        elif found := _LAST_PATTERN.search(line):
+            if found[2].decode() == LAST_BEGIN:
+                self.last[int(found[1])] = []
+            self.last.setdefault(int(found[1]), []).append(found[3].decode(errors="replace"))
+        elif found := _BEGIN_PATTERN.search(line):
+            self._begun.append((int(found[1]), found[2].decode(errors="replace"), int(found[3]),
                                 {_FRAMES: [], _MESSAGE: []}))
-            return line[:begin.start()]
-        match = _LINE_PATTERN.search(line)
-        parts = match and next((parts for rank, *_, parts in reversed(self._begun) if rank == int(match[1])), None)
-        if not match or parts is None:
+        elif found := _LINE_PATTERN.search(line):
+            parts = next((parts for rank, *_, parts in reversed(self._begun) if rank == int(found[1])), None)
+            if parts is None:
+                return None
+            parts[found[2].decode()].append(found[3].decode(errors="replace"))
+        else:
             return None
-        parts[match[2].decode()].append(match[3].decode(errors="replace"))
-        return line[:match.start()]
+        return line[:found.start()]
 
 
 def mode(environ: MutableMapping[str, str]) -> str:
@@ -166,6 +177,12 @@ def tell(rank: int, text: str, environ: MutableMapping[str, str]) -> None:
         _send([f"[mpistrat] rank {rank} {text}\n"])
 
 
+def tell_last(rank: int, lines: Sequence[str], environ: MutableMapping[str, str]) -> None:
+    """Tell `mpistrat run` the last operations of this rank, the lines of trace/last.py. As `tell`."""
+    if mode(environ):
+        _send([f"[mpistrat] rank {rank} {LAST if place else LAST_BEGIN} {line}\n" for place, line in enumerate(lines)])
+
+
 def _send(lines: list[str]) -> None:
     """Write to the stderr of mpirun, unless there is none, or no reader."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -180,6 +197,20 @@ def _write(descriptor: int, lines: list[str]) -> None:
     block = b""
     for line in [*(line.encode(errors="backslashreplace") for line in lines), b""]:
         if block and (not line or len(block) + len(line) > _WRITE_BYTES):
+            _await_reader(descriptor)
             while block:
                 block = block[os.write(descriptor, block):]
         block += line
+
+
+def _await_reader(descriptor: int) -> None:
+    """Wait a moment until a pipe has been read: mpirun mixes the ranks' output as it reads it, not in whole lines."""
+    until = time.monotonic() + _READ_S
+    while time.monotonic() < until:
+        try:
+            unread, = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, struct.pack("i", 0)))
+        except OSError:
+            return  # It is no pipe.
+        if not unread:
+            return
+        time.sleep(0.001)

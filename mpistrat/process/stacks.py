@@ -1,44 +1,131 @@
-"""Where the Python threads of this process are now, in the lines of the user's code. Local; any thread may call it."""
+"""Where the Python threads of a process are now, in the lines of the user's code. Local; any thread may call it.
 
+Another process of this host may be unable to say that itself, because a thread of it keeps the interpreter lock. It is
+looked at from outside by py-spy, if that is installed.
+"""
+
+import faulthandler
+import json
 import linecache
+import os
+import re
+import shutil
+import subprocess
 import sys
 import threading
-import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
-from .error_text import MOST_FRAMES, Frame, frames_of, is_users
+from ..core.install import pip
+from .error_text import MOST_FRAMES, Frame, is_users
+from .procfs import Process
 
 _MOST_THREADS = 3
+# What faulthandler writes.
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) ")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+_PY_SPY_LIMIT_S = 3.0  # It takes 0.03 s, unless the process is stopped.
 
 
 def where() -> str:
-    """Return where the main thread is, and other threads that run code of the user, without the calling thread.
+    """Return where the main thread is, and other threads that run code of the user.
 
     Each thread has a heading and its last frames of the user's code, outermost first, as Python prints them; the main
     thread its last frame of all if none is the user's.
     """
     names = {thread.ident: f'thread "{thread.name}"' for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    frames = sys._current_frames()
-    frames.pop(threading.get_ident(), None)
-    parts = []
     # Tuples, since idents are numbers: the main thread comes first.
-    for _, ident in sorted((ident != main, ident) for ident in frames):
-        every = frames_of(traceback.extract_stack(frames[ident]))
-        shown = _users(every) or (every[-1:] if ident == main else [])
-        if shown:
-            heading = "in the main thread:" if ident == main else f"in {names.get(ident, 'a thread of a library')}:"
-            parts.append("\n".join([heading, *map(str, shown)]))
-    return "\n".join(parts[:_MOST_THREADS])
+    return _text_of([("" if ident == main else names.get(ident, "a thread of a library"), frames)
+                     for _, ident, frames in sorted((ident != main, ident, frames) for ident, frames in _stacks())])
 
 
 def main_line() -> str:
     """Return the line of the user's code in which the main thread is, or "" if there is none."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = [] if frame is None else _users(frames_of(traceback.extract_stack(frame)))
+    main = threading.main_thread().ident
+    frames = [frame for ident, frames in _stacks() if ident == main for frame in _users(frames)]
     if not frames:
         return ""
     file, line, name = frames[-1]
     return f'at "{file}", line {line}, in {name}: {linecache.getline(file, line).strip()}'
+
+
+def _stacks() -> list[tuple[int, list[Frame]]]:
+    """The threads that Python knows, with their frames, outermost first, at most 100 of each.
+
+    By faulthandler, which makes no objects. To walk the frames of sys._current_frames() has crashed Python 3.11.7, as
+    others have seen (https://github.com/python/cpython/issues/99110). Most likely making a frame object ran the garbage
+    collector, whose finalizers let the thread go on whose frame it was.
+    """
+    with open(os.memfd_create("mpistrat-stacks"), "w+b") as file:  # not a pipe, which may be full
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode("ascii", errors="replace")
+    stacks: list[tuple[int, list[Frame]]] = []
+    for line in text.splitlines():
+        if thread := _THREAD.match(line):
+            stacks.append((int(thread[1], 16), []))
+        elif stacks and (frame := _FRAME.match(line)):
+            stacks[-1][1].insert(0, Frame(_decoded(frame[1]), int(frame[2]), _decoded(frame[3])))
+    return stacks
+
+
+def _decoded(text: str) -> str:
+    """The text with the characters that faulthandler has written by their numbers."""
+    return _ESCAPE.sub(lambda match: chr(int(match[1] or match[2] or match[3], 16)), text)
+
+
+def look(processes: Mapping[int, Process], rank: int) -> str:
+    """Return where a rank is, or how to find out, as text that begins a new line. It takes up to 3 s.
+
+    Args:
+        processes: Those of other ranks of this host.
+        rank: Any rank.
+    """
+    if rank not in processes:
+        return f'\n"py-spy dump --pid PID" on its host shows where rank {rank} is.'
+    pid = processes[rank].pid
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if program is None:
+        return f'\n"py-spy dump --pid {pid}" shows where rank {rank} is, if you install it ({pip("py-spy")}).'
+    try:
+        done = subprocess.run([program, "dump", "--json", "--pid", str(pid)], stdin=subprocess.DEVNULL,
+                              capture_output=True, timeout=_PY_SPY_LIMIT_S, check=False)
+        if done.returncode == 0:
+            return f"\nRank {rank} is here, as py-spy sees it, {_seen(done.stdout)}"
+        problem = done.stderr.decode(errors="replace").strip().partition("\n")[0] or f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired:
+        problem = f"no answer in {_PY_SPY_LIMIT_S:g} s"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = repr(error)
+    return f'\n"py-spy dump --pid {pid}" does not show where rank {rank} is: {problem}'
+
+
+def _seen(output: bytes) -> str:
+    """Raises ValueError, KeyError or TypeError if it is not what `py-spy dump --json` prints."""
+    threads = []
+    found = json.loads(output)
+    if not isinstance(found, list):
+        raise TypeError("no list of threads")
+    for thread in found:
+        frames = [Frame(each["filename"], each["line"], each["name"]) for each in reversed(thread["frames"])]
+        threads.append(("" if thread["os_thread_id"] == thread["pid"] else f'thread "{thread["thread_name"]}"', frames))
+    return _text_of(sorted(threads, key=lambda each: each[0] != ""))
+
+
+def _text_of(threads: Iterable[tuple[str, list[Frame]]]) -> str:
+    """The text of `where` on threads.
+
+    Args:
+        threads: In order. For each what it is called, which is "" for the main thread, and its frames, outermost first.
+    """
+    parts = []
+    for name, every in threads:
+        shown = _users(every) or (every[-1:] if not name else [])
+        if shown:
+            parts.append("\n".join([f"in {name or 'the main thread'}:", *map(str, shown)]))
+    return "\n".join(parts[:_MOST_THREADS])
 
 
 def _users(frames: list[Frame]) -> list[Frame]:

@@ -1,6 +1,6 @@
 """Times the first steps of a script for `mpistrat run --efficiency`, and ends the script after them.
 
-What a step is: a batch of Keras' fit (keras/fit/timed_steps.py), or elsewhere one averaging of gradients
+What a step is: a batch of Keras' fit (keras/fit/fit_callbacks.py), or elsewhere one averaging of gradients
 (tensorflow/timed_steps.py). All ranks count the same steps, so all of them end at the same one: with SystemExit, as if
 the script had called sys.exit(). What it does after training does not run, and its `finally` does.
 """

@@ -17,9 +17,12 @@ except ImportError as _error:
 else:
     _require_version("mpistrat.tensorflow", "tensorflow", _tf.__version__)
 
-from ..api import absent, common
+from ..api import common, missing_names
 from ..api.common import *  # noqa: F403
-from . import elastic, profiler  # noqa: F401 - of profiler nothing but its import is needed
+from ..core import annotations as _annotations
+from . import elastic
+from .bridge._private import autograph_config as _autograph
+from .bridge._private import is_profiled as _is_profiled
 from .cluster.resolver import MPIClusterResolver
 from .compression import Compression
 from .distribute import MPIStrategy
@@ -54,7 +57,11 @@ __all__ = [
 ]
 __all__ += common.__all__
 
-_absent = absent.explain(__name__, absent.TENSORFLOW)
+# There is nothing to convert in mpistrat, and AutoGraph needs seconds at the first trace to find that out. TensorFlow
+# itself has it convert what the user gives to `run` or `merge_call`.
+_autograph.CONVERSION_RULES = (_autograph.DoNotConvert("mpistrat"), *_autograph.CONVERSION_RULES)
+_annotations.add(_tf.profiler.experimental.Trace, _is_profiled)  # Shows reductions in TensorFlow's profiler.
+_absent = missing_names.explain(__name__, missing_names.TENSORFLOW)
 
 
 def __getattr__(name: str) -> Any:

@@ -78,19 +78,25 @@ class Compressed:
 
     fp16 and bf16 do not cast tensors on a GPU in the graph: the kernel that packs them into a fusion buffer casts them.
 
+    Args:
+        tensors: The tensors.
+        compression: One of Compression.
+        by_host: Whether tensors on a GPU are going to be copied to the host, which casts nothing.
+
     Attributes:
         tensors: The tensors to reduce.
         wire_dtype: As in Request.
     """
 
-    def __init__(self, tensors: Sequence[tf.Tensor], compression: type[Compressor]):
+    def __init__(self, tensors: Sequence[tf.Tensor], compression: type[Compressor], by_host: bool = False):
         self._compression = compression
         self.tensors, self.wire_dtype = list(tensors), ""
         self._contexts: list[Any] | None = None
         if compression is Compression.none:
             return
         is_cast = compression in (Compression.fp16, Compression.bf16)
-        if is_cast and (gpu_eager.are_on_gpu if tf.executing_eagerly() else gpu_graph.device_of)(self.tensors):
+        is_on_gpu = gpu_eager.are_on_gpu if tf.executing_eagerly() else gpu_graph.device_of
+        if is_cast and not by_host and is_on_gpu(self.tensors):
             self.wire_dtype = compression.dtype.name  # type: ignore[attr-defined]
             return
         pairs = [compression.compress(tensor) for tensor in tensors]

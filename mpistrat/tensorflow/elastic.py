@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..api import absent, runtime
-from ..api.elastic import HostsUpdatedInterrupt, ObjectState, Snapshot, run
-from ..api.elastic_sampler import ElasticSampler
+from ..api import missing_names, runtime
+from ..api.elastic.sampler import ElasticSampler
+from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, Snapshot, run
 from ..core.errors import ElasticError
 from .equal_weights import require_equal_weights
 from .gradients import is_local_of_any
@@ -30,7 +30,7 @@ from .types import Variable
 
 __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]
 
-__getattr__ = absent.explain(__name__)
+__getattr__ = missing_names.explain(__name__)
 
 
 class TensorFlowState(ObjectState):

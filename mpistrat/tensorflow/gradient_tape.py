@@ -11,7 +11,6 @@ from ..api.process_sets import ProcessSet, global_process_set
 from ..core.request import Average, ReduceOp
 from .compression import Compression, Compressor
 from .gradients import GradientGroups, GradientOptions, GradientReducer, Groups, Layer, register_local_layers
-from .ops import without_autograph
 from .types import Structure, Variable
 
 
@@ -22,7 +21,6 @@ class _DistributedGradientTape(tf.GradientTape):
         self.__dict__ = tape.__dict__  # The same recording, whichever of the two is used.
         self._mpistrat_reducer = reducer
 
-    @without_autograph
     def gradient(self, target: object, sources: Structure, output_gradients: object = None,
                  unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
                  use_generic_names: bool = False) -> Structure:
@@ -40,7 +38,6 @@ class _DistributedGradientTape(tf.GradientTape):
         self._mpistrat_reducer.register_local(source)
 
 
-@without_autograph
 def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",  # noqa: N802
                             compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                             op: ReduceOp = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
@@ -80,7 +77,6 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
     return _DistributedGradientTape(gradtape, reducer)
 
 
-@without_autograph
 def PartialDistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "",  # noqa: N802
                                    device_sparse: str = "", compression: type[Compressor] = Compression.none,
                                    sparse_as_dense: bool = False, op: ReduceOp = Average,

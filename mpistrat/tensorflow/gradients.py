@@ -11,14 +11,14 @@ import tensorflow as tf
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, ReduceOp, ScaledOp, resolve_op
-from . import first_steps, names
+from . import consistency, names
 from .bridge.cpu import to_array
 from .bridge.submission import Observer
 from .bridge.tf_errors import as_tf_error
 from .compression import Compression, Compressor
-from .first_steps import FirstSteps
-from .identity import IdentitySet
-from .lists import all_true, number_of, place_in, reduce_tensors
+from .consistency import FirstSteps
+from .identity_set import IdentitySet
+from .list_ops import all_true, number_of, place_in, reduce_tensors
 from .timed_steps import count_step
 from .types import OptionalGradient, Tensor, Variable
 from .xla import context as xla
@@ -54,16 +54,12 @@ class GradientGroups:
     def divide(self, variables: Sequence[object]) -> list[list[int]]:
         """The places of the variables in each group that has any, as lists. Local."""
         places = range(len(variables))
-        if not self._sets and self._count <= 1:
-            return [list(places)] if places else []
-        if self._sets:
-            numbers = [next((n for n, group in enumerate(self._sets) if variable in group), len(self._sets))
-                       for variable in variables]
-            divided = [[place for place in places if numbers[place] == number] for number in sorted(set(numbers))]
-        else:
-            count = min(self._count, len(variables))
-            divided = [list(places[len(places) * k // count:len(places) * (k + 1) // count]) for k in range(count)]
-        return [group for group in divided if group]
+        if not self._sets:
+            count = min(max(self._count, 1), len(places))
+            return [list(places[len(places) * k // count:len(places) * (k + 1) // count]) for k in range(count)]
+        numbers = [next((n for n, group in enumerate(self._sets) if variable in group), len(self._sets))
+                   for variable in variables]
+        return [[place for place in places if numbers[place] == number] for number in sorted(set(numbers))]
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ def reduce_gradients(gradients: Sequence[Tensor], name: str, scaled: ScaledOp, o
 
     Args:
         gradients: Dense tensors or tf.IndexedSlices; no None. At least one if there is an `exact` tensor.
-        name, scaled, labels, places, process_set, bucket_bytes, exact: As in lists.reduce_tensors. `exact` goes with
+        name, scaled, labels, places, process_set, bucket_bytes, exact: As in list_ops.reduce_tensors. `exact` goes with
             the group that is reduced last.
         options: How to send the gradients.
         variables: Those of the gradients, for groups that are lists of variables.
@@ -125,11 +121,7 @@ class GradientReducer:
     Args:
         optimizer: The name of the optimizer whose gradients are reduced; None: those of a tape are.
         options: How they are sent.
-        op: Average or Sum.
-        gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
-            N / factor after it. Average only.
-        scale_local_gradients: Whether gradients of local variables, which are not reduced, are divided by N.
-        process_set: The ranks that take part. On other ranks gradients do not change.
+        op, gradient_predivide_factor, scale_local_gradients, process_set: As for DistributedGradientTape.
 
     Attributes:
         changes_early: Whether the optimizer may change a variable before its gradient is reduced (weight decay).
@@ -228,7 +220,7 @@ class GradientReducer:
         variables = [source for source in sources if hasattr(source, "assign")]  # A tape has tensors as sources too.
         if not variables:
             return None
-        checks = self.checks or first_steps.of_tapes(
+        checks = self.checks or consistency.of_tapes(
             names.eager(purpose, process_set) if tf.executing_eagerly() else purpose, self.process_set)
         # In a graph nothing orders a change of a variable that does not depend on its gradient, such as weight decay,
         # after the callback that reads the variable. What follows on a tape is not known here. While a function runs
@@ -236,7 +228,7 @@ class GradientReducer:
         may_read = self.checks_weights and (tf.executing_eagerly() or (
             self.checks is not None and not self.changes_early and not xla.is_compiled()))
         if may_read and not tf.executing_eagerly():
-            variables = first_steps.read_alone(variables, purpose)
+            variables = consistency.read_alone(variables, purpose)
         label_by_id = dict(zip(map(id, sources), labels, strict=True))
         return checks.observer(variables, [label_by_id[id(v)] for v in variables], may_read)
 
@@ -281,8 +273,7 @@ def register_local_layers(layers: Layer | Sequence[Layer] | None, register: Call
     listed: list[Any] = list(layers) if isinstance(layers, list | tuple) else [] if layers is None else [layers]
     for layer in listed:
         if not hasattr(layer, "weights"):
-            raise InvalidRequestError("local_layers is a Keras layer or a list of layers. Received: "
-                                      f"{layer!r}")
+            raise InvalidRequestError(f"local_layers is a Keras layer or a list of layers. Received: {layer!r}")
         if not layer.built:
             raise InvalidRequestError(f"local_layers: {getattr(layer, 'name', layer)} has no weights yet. Build the "
                                       "model first: give it an Input layer, or call it once.")

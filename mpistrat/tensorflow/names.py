@@ -35,7 +35,7 @@ import tensorflow as tf
 from ..api import runtime
 from ..api.job import Runtime
 from ..core.errors import InvalidRequestError
-from .bridge.program_order import current_function
+from .bridge.program_order import enclosing_function
 
 # Names that Python generates: threading.Thread's default, executors' threads, and threads of other origin.
 _NUMBERED = re.compile(r"(?:(?P<thread>Thread)-\d+(?P<target> \(.*\))?|(?P<foreign>Dummy)-\d+|"
@@ -77,7 +77,7 @@ def of(owner: str, process_set: int = 0) -> str:
     """
     if tf.executing_eagerly():
         return owner
-    counter = _counters.setdefault(current_function(), Counter())
+    counter = _counters.setdefault(enclosing_function(), Counter())
     counter[owner, process_set] += 1
     number = counter[owner, process_set]
     return owner if number == 1 else f"{owner}_{number - 1}"
@@ -111,7 +111,7 @@ def is_in_order(name: str) -> bool:
 
 def _title() -> str:
     """What names say of the function that is being traced: `step()`, or `gradient of step()`."""
-    name = getattr(current_function(), "name", "")  # A graph of a session has none.
+    name = getattr(enclosing_function(), "name", "")  # A graph of a session has none.
     gradient = _GRADIENT.fullmatch(name)
     return f"{_GRADIENT_OF}{gradient[1]}()" if gradient else f"{name}()"
 
@@ -158,11 +158,8 @@ class OptimizerName:
         """
         if self._original is not None:
             return f"{self._original()}/copy{self._number}"
-        if not self._name:
-            self._name_all()
-        return self._name
-
-    def _name_all(self) -> None:
+        if self._name:
+            return self._name
         group = self._group
         if self._thread == _kind_of_this_thread():
             prefix(self._process_set != 0)  # For its error.
@@ -173,6 +170,7 @@ class OptimizerName:
                 found = other()
                 if found is not None and not found._name:
                     found._name = f"{self._thread}optimizer{next(_numbers[group])}"
+        return self._name
 
 
 def _at(place: int, process_set: int) -> OptimizerName:

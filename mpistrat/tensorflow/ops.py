@@ -23,10 +23,10 @@ from ..core.request import Adasum, Average, ReduceOp, ScaledOp, join_request, sc
 from ..core.tuning import JOINED_TENSOR_BYTES
 from .bridge import cpu
 from .bridge.differentiable import Gradient, with_gradient
-from .bridge.program_order import current_function
+from .bridge.program_order import enclosing_function
 from .bridge.tf_errors import as_tf_error
 from .compression import Compression, Compressor
-from .lists import broadcast_list, gather, number_of, reduce_dense, reduce_tensors, topology_of
+from .list_ops import broadcast_list, gather, number_of, reduce_dense, reduce_tensors, topology_of
 from .names import given, made, of_gradient
 from .types import Tensor, TensorLike, Variable
 
@@ -38,11 +38,7 @@ MANY = 32  # 400 calls take 25 ms, so fewer than 32 should take less than 2 ms.
 _counts: "weakref.WeakKeyDictionary[tf.Graph, Counter[int]]" = weakref.WeakKeyDictionary()
 _hints: list[str] = []  # The functions with a hint; one is enough.
 
-# There is nothing to convert here, and AutoGraph needs four seconds at the first trace to find that out.
-without_autograph = tf.autograph.experimental.do_not_convert
 
-
-@without_autograph
 def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
               compression: type[Compressor] = Compression.none, op: ReduceOp | None = None,
               prescale_factor: float = 1.0, postscale_factor: float = 1.0, name: str | None = None,
@@ -79,7 +75,6 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
     return reduce_tensors([tensor], name, scaled, compression=compression, process_set=number, may_wait=False)[0]
 
 
-@without_autograph
 def grouped_allreduce(tensors: Sequence[Reducible], average: bool | None = None, device_dense: str = "",
                       device_sparse: str = "", compression: type[Compressor] = Compression.none,
                       op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -96,7 +91,6 @@ def grouped_allreduce(tensors: Sequence[Reducible], average: bool | None = None,
     return reduce_tensors(converted, name, scaled, compression=compression, process_set=number)
 
 
-@without_autograph
 def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Return the ranks' tensors, concatenated along the first dimension, whose extents may differ. Collective.
@@ -113,7 +107,6 @@ def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: boo
     return gather(name_of("allgather", name, number, ignore_name_scope), [tensor], number)[0]
 
 
-@without_autograph
 def grouped_allgather(tensors: Sequence[Reducible], name: str | None = None, ignore_name_scope: bool = False,
                       process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
     """As allgather, for a list of tensors in one collective. Dtypes may differ; `[]` gives `[]`."""
@@ -124,7 +117,6 @@ def grouped_allgather(tensors: Sequence[Reducible], name: str | None = None, ign
     return gather(name_of("grouped_allgather", name, number, ignore_name_scope), converted, number)
 
 
-@without_autograph
 def broadcast(tensor: Reducible, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Return root_rank's `tensor` on every rank. Collective; shape and dtype are the same on all ranks.
@@ -162,7 +154,6 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     array_ops.barrier(process_set=process_set)
 
 
-@without_autograph
 def join(process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Wait until every rank of the set has called it. Until then the other ranks' collectives go on without this rank.
 
@@ -185,7 +176,6 @@ def join(process_set: ProcessSet = global_process_set) -> tf.Tensor:
     return tf.gather(tf.constant(topology_of(number).job_ranks, tf.int32), last)
 
 
-@without_autograph
 def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_set: ProcessSet = global_process_set,
                         inplace: bool = False) -> None:
     """Assign root_rank's values to the variables of all ranks, in one collective, eager or in tf.function. Collective.
@@ -199,7 +189,6 @@ def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_s
     _assign_from(root_rank, list(variables), None, process_set)
 
 
-@without_autograph
 def broadcast_(variables: Sequence[Variable], root_rank: int, name: str | None = None,
                process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
     """As broadcast_variables, but returns the values that the variables have then."""
@@ -232,7 +221,7 @@ def _count_call(tensor: object, process_set: int) -> None:
     elements = tensor.shape.num_elements()
     if elements is None or elements * tensor.dtype.size >= JOINED_TENSOR_BYTES:
         return  # grouped_allreduce would not pack it together with others.
-    function, topology = current_function(), topology_of(process_set)
+    function, topology = enclosing_function(), topology_of(process_set)
     counts = _counts.setdefault(function, Counter())
     counts[process_set] += 1
     if counts[process_set] == MANY and topology.rank == 0 and topology.size > 1 and not _hints:

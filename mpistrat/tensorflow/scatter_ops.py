@@ -26,14 +26,13 @@ from .bridge import cpu
 from .bridge.differentiable import Gradient, with_gradient
 from .bridge.tf_errors import as_tf_error
 from .compression import Compressed, Compression, Compressor
-from .lists import gather, number_of, place_in, topology_of
+from .list_ops import gather, number_of, place_in, topology_of
 from .names import of_gradient
-from .ops import Reducible, as_tensor, name_of, without_autograph
+from .ops import Reducible, as_tensor, name_of
 from .types import OptionalGradient, Tensor
 from .xla import context as xla
 
 
-@without_autograph
 def reducescatter(tensor: Reducible, device_dense: str = "", compression: type[Compressor] = Compression.none,
                   op: ReduceOp | None = Average, name: str | None = None,
                   process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
@@ -63,7 +62,6 @@ def reducescatter(tensor: Reducible, device_dense: str = "", compression: type[C
     return _reducescatter([tensor], compression, scaled_op(op, prescale_factor, postscale_factor), name, number)[0]
 
 
-@without_autograph
 def grouped_reducescatter(tensors: Sequence[Reducible], device_dense: str = "",
                           compression: type[Compressor] = Compression.none, op: ReduceOp | None = Average,
                           process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
@@ -80,7 +78,7 @@ def grouped_reducescatter(tensors: Sequence[Reducible], device_dense: str = "",
 
 def _reducescatter(tensors: Sequence[tf.Tensor], compression: type[Compressor], scaled: ScaledOp, name: str,
                    process_set: int) -> list[tf.Tensor]:
-    compressed = Compressed(list(tensors), compression)
+    compressed = Compressed(tensors, compression, by_host=True)
     scattered = with_gradient(lambda values: _scatter_list(values, scaled, name, process_set),
                               ReduceScatterGradient(name, scaled, process_set), compressed.tensors)
     return compressed.restored(scattered)
@@ -114,7 +112,6 @@ class ReduceScatterGradient(Gradient):
         return [each * tf.cast(factor, each.dtype) for each in gathered]
 
 
-@without_autograph
 def alltoall(tensor: Reducible, splits: Reducible | Sequence[int] | None = None, name: str | None = None,
              ignore_name_scope: bool = False,
              process_set: ProcessSet = global_process_set) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
@@ -207,8 +204,8 @@ class AllToAllGradient(Gradient):
 
 def _dense(tensor: Reducible, operation: str) -> tf.Tensor:
     if isinstance(tensor, tf.IndexedSlices):
-        raise as_tf_error(InvalidRequestError(f"{operation} does not take tf.IndexedSlices; convert them to a "
-                                                  "tensor first."))
+        raise as_tf_error(InvalidRequestError(f"{operation} does not take tf.IndexedSlices; convert them to a tensor "
+                                              "first."))
     return as_tensor(tensor)
 
 

@@ -1,5 +1,6 @@
-"""What a timeline says: where each rank's time went, who came last, what was not fused and why. Pure functions."""
+"""What a timeline says: where each rank's time went, who came last or never, what was not fused. Pure functions."""
 
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from .spans import Span, length, union
 from .timeline import label
 
 _FUSED = ("allreduce", "broadcast")
+# What mpistrat checks and exchanges by itself: the first steps, commits, and at the end of each epoch of fit.
+_OWN = re.compile(r"check/|elastic\.|(?:.*/)?optimizer\d+/(?:fit|callbacks|weights)\b")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Unfused:
-    """Operations that shared no reduction with another one, for the same reason.
+    """Operations that shared no reduction with another one, for the same reason. mpistrat's own are left out.
 
     Attributes:
         reason: The reason, as a clause.
@@ -63,6 +66,25 @@ class Unfused:
     reason: str
     operations: int
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """An operation on which the ranks had not agreed when the job failed.
+
+    Attributes:
+        name: Its name.
+        waiting: The ranks that had submitted it.
+        missing: Those that had not.
+        absent: How many more take part, of which the timeline has nothing.
+        seconds: For how long the first one had waited.
+    """
+
+    name: str
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+    absent: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -88,9 +110,10 @@ class Analysis:
     Attributes:
         seconds: From the first submission to the last result.
         steps: How many steps of training the timeline has.
-        operations: How many operations, each counted once.
+        operations: How many operations were carried out, each counted once.
         ranks: In order.
         stragglers: The one that has cost most comes first.
+        unfinished: The one that has waited for longest comes first.
         unfused: The most frequent reason comes first.
         rates: In the order of their names; of the lowest rank of each process set.
     """
@@ -100,6 +123,7 @@ class Analysis:
     operations: int
     ranks: tuple[RankTime, ...]
     stragglers: tuple[Straggler, ...]
+    unfinished: tuple[Unfinished, ...]
     unfused: tuple[Unfused, ...]
     rates: tuple[Rate, ...]
 
@@ -109,21 +133,22 @@ def analyse(records: Sequence[Record]) -> Analysis:
     by_rank: defaultdict[int, list[Record]] = defaultdict(list)
     for record in records:
         by_rank[record.rank].append(record)
-    together = by_operation(records)
+    together = by_operation(each for each in records if each.is_complete)
     whole = min(each.submitted or each.agreed for each in records), max(each.delivered for each in records)
     last_submitted = last_submissions(records)
     first_of_sets = [min(some, key=lambda each: each.rank) for some in together.values()]
     return Analysis((whole[1] - whole[0]) / 1e9, len({each.step for each in records} - {NO_STEP}), len(together),
                     tuple(_rank_time(rank, some, last_submitted, whole) for rank, some in sorted(by_rank.items())),
-                    _stragglers(list(together.values())), _unfused(first_of_sets), _rates(first_of_sets))
+                    _stragglers(list(together.values())), _unfinished(records), _unfused(first_of_sets),
+                    _rates(first_of_sets))
 
 
 def last_submissions(records: Sequence[Record]) -> dict[tuple[int, int], int]:
-    """When the last rank has submitted each operation, by process set and number."""
+    """When the last rank has submitted each operation, by process set and number; the end of those it never did."""
     last: dict[tuple[int, int], int] = {}
     for record in records:
         key = record.process_set, record.number
-        last[key] = max(record.submitted, last.get(key, 0))
+        last[key] = max(record.submitted if record.is_complete else record.delivered, last.get(key, 0))
     return last
 
 
@@ -162,6 +187,21 @@ def _stragglers(operations: Sequence[Sequence[Record]]) -> tuple[Straggler, ...]
     return tuple(sorted(found, key=lambda each: -each.cost_s))
 
 
+def _unfinished(records: Sequence[Record]) -> tuple[Unfinished, ...]:
+    known: defaultdict[int, set[int]] = defaultdict(set)  # the ranks of each process set, as far as the file has any
+    for record in records:
+        known[record.process_set].add(record.rank)
+        known[0].add(record.rank)  # the set of all ranks
+    found = []
+    for (process_set, _), some in by_operation(each for each in records if not each.is_complete).items():
+        waiting = {each.rank for each in some}
+        missing = known[process_set] - waiting
+        found.append(Unfinished(some[0].name, tuple(sorted(waiting)), tuple(sorted(missing)),
+                                some[0].ranks - len(waiting | missing),
+                                max(each.delivered - each.submitted for each in some) / 1e9))
+    return tuple(sorted(found, key=lambda each: -each.seconds))
+
+
 def _unfused(records: Sequence[Record]) -> tuple[Unfused, ...]:
     buckets = Counter((each.process_set, each.bucket) for each in records)
     rounds: defaultdict[tuple[int, int], list[Record]] = defaultdict(list)  # What was agreed on at the same time.
@@ -170,7 +210,7 @@ def _unfused(records: Sequence[Record]) -> tuple[Unfused, ...]:
     names: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for some in rounds.values():
         for record in some:
-            if buckets[record.process_set, record.bucket] == 1 and record.nbytes:
+            if buckets[record.process_set, record.bucket] == 1 and record.nbytes and not _OWN.match(record.name):
                 names[_reason(record, [other for other in some if other is not record])][record.name] += 1
     found = [Unfused(reason, counter.total(), tuple(name for name, _ in counter.most_common()))
              for reason, counter in names.items()]

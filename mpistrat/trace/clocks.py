@@ -8,24 +8,15 @@ MPI, and later with the messages of the trace, because clocks drift.
 import os
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _ROUNDS = 30  # Of messages in init(). The shortest one counts: about 50 us between two hosts, so 2 ms.
 _KEPT = 64  # later measurements
 # Two clocks that nobody disciplines drift apart by at most so much.
 _DRIFT = 50e-6
-
-
-class Communicator(Protocol):
-    """The methods of a communicator of mpi4py that are used here."""
-
-    def Get_rank(self) -> int: ...  # noqa: N802 - mpi4py's name
-
-    def allgather(self, sendobj: object) -> list[Any]: ...
-
-    def send(self, obj: object, dest: int) -> None: ...
-
-    def recv(self, *, source: int) -> Any: ...
 
 
 def identity() -> str:
@@ -38,12 +29,8 @@ def identity() -> str:
         return ""
 
 
-def measure(comm: Communicator) -> dict[int, "Offset"]:
-    """How far the clock of each rank is from that of rank 0. Collective; the same on all ranks.
-
-    Args:
-        comm: All ranks, as a communicator of mpi4py.
-    """
+def measure(comm: "MPI.Intracomm") -> dict[int, "Offset"]:
+    """How far the clock of each rank of `comm` is from that of its rank 0. Collective; the same on all ranks."""
     identities = comm.allgather(identity())
     rank = comm.Get_rank()
     # The first rank that reads a clock measures it.
@@ -64,7 +51,7 @@ def measure(comm: Communicator) -> dict[int, "Offset"]:
             for other, each in enumerate(identities)}
 
 
-def _round(comm: Communicator) -> tuple[int, int]:
+def _round(comm: "MPI.Intracomm") -> tuple[int, int]:
     """The nanoseconds that a message to rank 0 and back takes, and the offset that it shows."""
     sent = time.monotonic_ns()
     comm.send(None, dest=0)
@@ -95,4 +82,7 @@ class Offset:
 
     def at(self, now: int) -> int:
         """The offset in nanoseconds. An older measurement is worse by the drift since then."""
-        return 0 if self._is_shared else min(self._rounds, key=lambda each: each[0] / 2 + (now - each[2]) * _DRIFT)[1]
+        if self._is_shared:
+            return 0
+        rounds = self._rounds.copy()  # The engine's thread adds to them.
+        return min(rounds, key=lambda each: each[0] / 2 + (now - each[2]) * _DRIFT)[1]

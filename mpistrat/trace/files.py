@@ -3,8 +3,10 @@
 A file has groups of lanes. The spans of a lane do not overlap, but a span may have parts.
 """
 
+import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +21,7 @@ OPERATION = "operation"  # the category of the spans that `spans_in` returns
 _PAGE_BYTES = 4096
 _CLOSE = b"\n]"
 _PACKET = b"\n"  # Field 1 of Perfetto's Trace, a packet, whose length follows as a varint.
+_JSON = re.compile(rb'\s*(?:\[\s*[{\]]|\{\s*["}])')  # May begin with an empty line, and so as a packet does.
 
 
 class TraceFile(Protocol):
@@ -42,13 +45,6 @@ class TraceFile(Protocol):
 
     def close(self) -> None:
         """Close the file. May be called twice."""
-
-
-class Packet(Protocol):
-    """A TracePacket of Perfetto."""
-
-    def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf's name
-        """The byte form."""
 
 
 def create(path: str) -> TraceFile:
@@ -78,7 +74,8 @@ def spans_in(path: str) -> tuple[list[tuple[str, int, Values]], bool]:
         ValueError: It is not a timeline.
     """
     data = Path(path).read_bytes()
-    spans, is_cut = _perfetto_spans(data) if data.startswith(_PACKET) else _chrome_spans(data)
+    spans, is_cut = _chrome_spans(data) if _JSON.match(data) or not data.startswith(_PACKET) \
+        else _perfetto_spans(data)
     if not spans:
         raise ValueError(f"{path} has no operation of mpistrat. It is empty, or not written by mpistrat.")
     return spans, is_cut
@@ -91,7 +88,13 @@ class _ChromeFile:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._end = 0
         self._events: list[bytes] = []
-        self._put(b"[" + _CLOSE)
+        try:
+            self._put(b"[" + _CLOSE)
+        except OSError as error:
+            self.close()
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise OSError(error.errno, error.strerror, path) from None
 
     def lane(self, group: int, group_name: str, lane: int, name: str) -> None:
         for kind, values in (("process_name", {"name": group_name}), ("process_sort_index", {"sort_index": group}),
@@ -148,16 +151,17 @@ def _chrome_spans(data: bytes) -> tuple[list[tuple[str, int, Values]], bool]:
     is_cut = False
     try:
         found = json.loads(data)
-        events = found.get("traceEvents", []) if isinstance(found, dict) else found
-    except ValueError:
+        events = found.get("traceEvents") if isinstance(found, dict) else found
+    except (ValueError, RecursionError):
         is_cut, events = True, []
         for line in data.splitlines():
-            try:
+            with contextlib.suppress(ValueError, RecursionError):
                 events.append(json.loads(line.strip().rstrip(b",")))
-            except ValueError:
-                continue
-    return [(event["name"], round(event["ts"] * 1000), event["args"]) for event in events
-            if isinstance(event, dict) and event.get("cat") == OPERATION], is_cut
+    try:
+        return [(event["name"], round(event["ts"] * 1000), event["args"]) for event in events or ()
+                if isinstance(event, dict) and event.get("cat") == OPERATION], is_cut
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"it is not written by mpistrat: {error!r}.") from error
 
 
 def _perfetto() -> Any:
@@ -224,7 +228,7 @@ class _PerfettoFile:
             packet.track_event.name = name
         return packet
 
-    def _add(self, packet: "Packet") -> None:
+    def _add(self, packet: Any) -> None:
         self._packets.append(self._protos.Trace(packet=[packet]).SerializeToString())
 
     def flush(self) -> None:

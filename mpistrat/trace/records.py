@@ -1,20 +1,22 @@
 """Operations as they travel to rank 0, and as a timeline has them. Pure functions.
 
 A message is JSON. It can be read without any earlier one, and is small: MPI sends a message of a few KB at once, a
-larger one only when the receiver answers.
+larger one only when the receiver answers. What a rank prints when it fails (last.py) is the same in another code.
 """
 
 import json
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from ..core.handle import Entry
 from ..core.request import CollectiveType
-from .ring import Operation, Traced
+from .ring import NBYTES, Operation
 
 _MESSAGE_BYTES = 3000
 _MOST_CHARACTERS = 200  # of a name
-NO_STEP = -1
+NO_STEP = -1  # of a record before the first step; StepCounter counts from there
 
 
 class Record(NamedTuple):
@@ -30,7 +32,8 @@ class Record(NamedTuple):
         op: The reduction; "" for an operation that does not reduce.
         dtype: That of the tensors; joined by "+" if there are several.
         device: "cpu" or "gpu".
-        number, bucket, nbytes, submitted, agreed, began, ended, delivered: As in Operation.
+        number, bucket, nbytes, submitted, agreed, began, ended, delivered: As in Operation. The number is negative if
+            the ranks had not agreed on the operation when this rank failed; the later times are that moment.
         step: The step of training, from 0; NO_STEP before the first one.
     """
 
@@ -52,6 +55,11 @@ class Record(NamedTuple):
     began: int
     ended: int
     delivered: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the operation was carried out."""
+        return self.number >= 0
 
     def shifted(self, offset: int) -> "Record":
         """The same on a clock that is `offset` nanoseconds behind."""
@@ -77,8 +85,8 @@ class Arrival(NamedTuple):
 
 
 def arrival_of(records: Iterable[Record]) -> Arrival | None:
-    """How the ranks came to an operation, given their records of it; None unless two of them have submitted it."""
-    came = [(each.submitted, each.rank) for each in records if each.submitted]
+    """How the ranks came to an operation, by their records of it; None unless two have submitted it, and all came."""
+    came = [(each.submitted, each.rank) for each in records if each.submitted and each.is_complete]
     return Arrival(min(came)[0], *max(came)) if len(came) > 1 else None
 
 
@@ -90,30 +98,38 @@ def by_operation(records: Iterable[Record]) -> dict[tuple[int, int], list[Record
     return together
 
 
-def record_of(rank: int, operation: Operation, traced: Traced, step: int | None) -> Record:
-    """The record of an operation of a rank."""
+def record_of(rank: int, operation: Operation, ranks: int, backend: str, step: int) -> Record:
+    """The record of an operation of a rank; `ranks` and `backend` as in Traced."""
     request = operation.request
     is_reduced = request.kind in (CollectiveType.ALLREDUCE, CollectiveType.REDUCESCATTER)
-    return Record(rank, request.process_set, traced.ranks, traced.backend, request.name[:_MOST_CHARACTERS],
+    return Record(rank, request.process_set, ranks, backend, request.name[:_MOST_CHARACTERS],
                   request.kind.value, request.reduce_op.name.lower() if is_reduced else "",
                   "+".join(sorted({tensor.dtype for tensor in request.tensors})), request.device, operation.number,
-                  operation.bucket, operation.nbytes, NO_STEP if step is None else step, *operation[5:])
+                  operation.bucket, operation.nbytes, step, *operation[5:])
 
 
-def to_messages(records: Sequence[Record]) -> list[bytes]:
-    """Messages with these records, in order."""
+def unfinished(entry: Entry, now: int) -> Operation:
+    """What a rank has submitted, and the ranks have not agreed on, as an operation that ends `now`."""
+    number = -1 - zlib.crc32(entry.request.name.encode())  # The same on all ranks.
+    return Operation(0, number, number, entry.request, sum(map(NBYTES, entry.arrays)), entry.submitted, now, now, now,
+                     now)
+
+
+def to_messages(records: Sequence[Record], encode: Callable[[bytes], bytes] = bytes,
+                most_bytes: int = _MESSAGE_BYTES) -> list[bytes]:
+    """Messages with these records, in order, each encoded, and then of `most_bytes` unless it has a single record."""
     if not records:
         return []
     heads: dict[tuple[Any, ...], int] = {}
     rows = [[heads.setdefault(record[:_HEAD], len(heads)), *record[_HEAD:]] for record in records]
-    message = json.dumps([list(heads), rows], separators=(",", ":")).encode()
-    if len(message) <= _MESSAGE_BYTES or len(records) == 1:
+    message = encode(json.dumps([list(heads), rows], separators=(",", ":")).encode())
+    if len(message) <= most_bytes or len(records) == 1:
         return [message]
     half = len(records) // 2
-    return to_messages(records[:half]) + to_messages(records[half:])
+    return to_messages(records[:half], encode, most_bytes) + to_messages(records[half:], encode, most_bytes)
 
 
 def from_message(message: bytes) -> Iterable[Record]:
-    """The inverse of to_messages, for one of them."""
+    """The inverse of to_messages, for one of them without its encoding."""
     heads, rows = json.loads(message)
     return [Record(*heads[head], *row) for head, *row in rows]

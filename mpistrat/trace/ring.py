@@ -11,7 +11,7 @@ from ..core.handle import Entry
 from ..core.interfaces import Recorder
 from ..core.request import Request
 
-_NBYTES = attrgetter("nbytes")
+NBYTES = attrgetter("nbytes")
 
 
 class Operation(NamedTuple):
@@ -55,10 +55,11 @@ class OperationRing(Recorder):
         self._is_on, self._serial = capacity > 0, 0
 
     def add(self, entry: Entry, bucket: int, began: int, ended: int) -> None:
-        if self._is_on:  # A plain tuple takes a third of the time of an Operation.
+        if self._is_on:  # A plain tuple takes a third of the time of an Operation, and `sum` takes 0.1 us.
+            arrays = entry.arrays
+            nbytes = arrays[0].nbytes if len(arrays) == 1 else sum(map(NBYTES, arrays))
             self._operations.append((self._serial, entry.number, bucket, entry.request,
-                                     sum(map(_NBYTES, entry.arrays)), entry.submitted, entry.agreed, began, ended,
-                                     monotonic_ns()))
+                                     nbytes, entry.submitted, entry.agreed, began, ended, monotonic_ns()))
             self._serial += 1  # One thread at a time drives the engine.
 
     def since(self, serial: int) -> list[Operation]:

@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..core.handle import Entry
+from .ring import Operation
 from .spans import Span, length, union
 
 VERSION = 1
@@ -37,20 +38,7 @@ def foreign(found: os.stat_result, uid: int, others: int) -> str:
     return ""
 
 
-class Timed(Protocol):
-    """The times of an operation or a record."""
-
-    @property
-    def submitted(self) -> int: ...
-
-    @property
-    def agreed(self) -> int: ...
-
-    @property
-    def delivered(self) -> int: ...
-
-
-def shares(operations: Iterable[Timed], in_flight: Iterable[Entry], interval: Span) -> tuple[float, float, float]:
+def shares(operations: Iterable[Operation], in_flight: Iterable[Entry], interval: Span) -> tuple[float, float, float]:
     """The shares of an interval in which a rank computed, waited, and moved bytes. Their sum is 1.
 
     It waits while something that it has submitted is not agreed on, and moves bytes from then until the result is

@@ -63,7 +63,7 @@ class Timeline:
     def _write(self, record: Record) -> None:
         rank, begin = record.rank, record.submitted or record.agreed
         reduction = f"{label(record)}_{record.kind.upper()}"
-        if record.number == record.bucket:
+        if record.number == record.bucket and record.is_complete:
             lane = self._lane(rank, _REDUCTIONS, record.began, record.ended)
             self._file.span(rank, lane, "reduction", (reduction, record.began, record.ended), {"bucket": record.bucket})
         if record.step not in (NO_STEP, self._steps.get(rank)):
@@ -121,14 +121,19 @@ def records_in(spans: Iterable[tuple[str, int, Values]]) -> list[Record]:
     """The records that a file has, from files.spans_in.
 
     Raises:
-        ValueError: A field is missing: another version of mpistrat has written the file.
+        ValueError: A field is missing, or is of another type: another version of mpistrat has written the file.
     """
     records = []
     for name, begin, values in spans:
         try:
-            times = {key: begin + int(values[key]) for key in ("agreed", "began", "ended", "delivered")}
-            fields: dict[str, Any] = {**values, **times, "name": name, "submitted": begin if values["submitted"] else 0}
-            records.append(Record(**fields))
+            fields: dict[str, Any] = {**values, "name": name, "submitted": begin if values["submitted"] else 0}
+            for key in ("agreed", "began", "ended", "delivered"):
+                fields[key] += begin
+            record = Record(**fields)
+            for (field, kind), value in zip(Record.__annotations__.items(), record, strict=True):
+                if type(value) is not kind:
+                    raise TypeError(f"{field} is {value!r}")
+            records.append(record)
         except (KeyError, TypeError) as error:
             raise ValueError(f"it was written by another version of mpistrat: {error}.") from error
     return records

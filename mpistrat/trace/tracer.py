@@ -2,7 +2,8 @@
 
 Once a second each rank sends rank 0 a report, for the status file. While a timeline is written, it sends its operations
 too, ten times a second: a timeline has all but the last moment of a job that is killed. Rank 0 sends a message in each
-second to all ranks: their answers show how far their clocks are from its own.
+second to all ranks: their answers show how far their clocks are from its own. When a rank fails, all ranks tell
+`mpistrat run` their last operations.
 
 The messages travel with those of the negotiation, and a rank that is in a collective sends none. The tracer never waits
 for another rank, but in `stop_timeline` for a while. What it cannot do is a warning: training goes on.
@@ -16,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ..core.errors import MissingDependencyError
@@ -23,13 +25,14 @@ from ..core.interfaces import TraceLink
 from ..core.topology import Topology
 from . import files
 from .clocks import Offset
+from .last import Teller
 from .records import NO_STEP, Record, from_message, record_of, to_messages
 from .ring import Operation, Traced
 from .spans import Span
 from .status import StatusFile, outstanding, rss_bytes, shares
-from .steps import StepCounter
 from .stragglers import ProcessorUse, StragglerWatch
 from .timeline import Timeline, Window
+from .totals import StepCounter, Totals, line_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +44,17 @@ _MOST_WAITING = 1000  # messages that the engine has not sent. Operations that c
 _EVERYTHING: Window = (NO_STEP, 2**62)
 
 # The first byte of a message. From rank 0: the time, for the clocks; begin to send operations, with the window, or end.
-# From another rank: its answer about clocks, its report, operations, and that it has sent its last one.
-_CLOCK, _BEGIN, _END = b"C", b"B", b"E"
-_REPORT, _RECORDS, _LAST = b"S", b"R", b"L"
+# From another rank: its answer about clocks, its report, operations, that it has sent its last one, and its totals when
+# it ends. From any rank: that a rank fails.
+_CLOCK, _BEGIN, _END, _FAILURE = b"C", b"B", b"E", b"F"
+_REPORT, _RECORDS, _LAST, _TOTALS = b"S", b"R", b"L", b"T"
 _SENT = struct.Struct("<q")
 _ANSWER = struct.Struct("<Qqqq")  # the rank, and the times of Offset.add but the last one
 _COUNTS = struct.Struct("<QQ")  # the rank, and how many operations it has lost
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class Tracer(TraceLink):
-    """See above. `start` begins, `stop` and then `close` end.
+    """Reads the rings of this rank's engines. `start` begins, `stop` and then `close` end.
 
     Args:
         topology: The ranks of the job.
@@ -62,20 +62,24 @@ class Tracer(TraceLink):
         writes_status: Whether rank 0 writes the status file.
         environ: See StatusFile.
         place: Returns where in the script this rank is, for sentences on a rank that is slow.
+        tell: Takes the lines of LastOperations when a rank fails; None: nobody reads them.
 
     Attributes:
         rows: Returns the rows that this rank has trained on; None: nobody counts them.
         stragglers: On rank 0, knows which ranks it has named.
+        is_line_due: Whether nothing else tells the user how fast the job was.
     """
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], writes_status: bool,
-                 environ: Mapping[str, str], place: Callable[[], str] = str):
+                 environ: Mapping[str, str], place: Callable[[], str] = str,
+                 tell: Callable[[list[str]], None] | None = None):
         super().__init__()
         self._topology, self._offsets = topology, offsets
         self._writes_status, self._environ, self._place = writes_status, environ, place
+        self._teller = None if tell is None else Teller(topology, offsets, tell)
         self.rows: Callable[[], int] | None = None
         self._traced: Callable[[], Mapping[int, Traced]] = dict
-        self._wake: Callable[[], None] = _nothing
+        self._wake: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
         self._called = threading.Event()  # The thread has something to do at once.
         self._ends = False
@@ -83,6 +87,8 @@ class Tracer(TraceLink):
         self._next: dict[int, int] = {}  # The serial of the next operation of each process set.
         self._steps, self._use = StepCounter(), ProcessorUse()
         self.stragglers = StragglerWatch()
+        self.is_line_due = True
+        self._totals: dict[int, Totals] = {topology.rank: Totals()}
         self._operations = self._bytes = self._lost = 0
         self._recent: list[Operation] = []  # since the last report
         self._asked = (0, 0)  # When rank 0 has sent the latest message about clocks, and when it arrived.
@@ -114,12 +120,43 @@ class Tracer(TraceLink):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
-            self._traced, self._wake = dict, _nothing  # They refer to what has the memory that ranks share.
+            self._traced, self._wake = dict, lambda: None  # They refer to what has the memory that ranks share.
 
     def close(self) -> None:
         """Complete the timeline, after the engines have ended. Local. May be called twice."""
-        if self._timeline is not None:
-            self._end_timeline("the job has ended")
+        self._end_timeline(has_job_ended=True)
+
+    # -- when a rank fails --------------------------------------------------------------------------------------------
+
+    def fail(self) -> None:
+        if self._teller is not None:
+            self._teller.fail(self._traced().values(), self._steps.steps - 1)
+            self._called.set()
+
+    def fail_all(self, limit_s: float) -> bool:
+        """This rank fails: let all ranks tell their last operations. Any thread may call it.
+
+        Returns when this rank has told its own, or after `limit_s`: whether anybody reads them.
+        """
+        if self._teller is None or self._thread is None:
+            return False
+        self._send(_FAILURE)
+        self.fail()
+        self._teller.has_told.wait(limit_s)
+        return True
+
+    def tell_last(self) -> None:
+        """Tell the last operations if a rank has failed, once. In the thread of this object, or after `stop`."""
+        if self._teller is not None:
+            self._teller.tell()
+
+    @property
+    def line(self) -> str:
+        """On rank 0, a sentence on the speed of the job, after the engines have ended; "" if there is none."""
+        topology = self._topology
+        if not self.is_line_due or len(self._totals) < topology.size:
+            return ""
+        return line_of(self._totals, {rank: f"rank {rank} on {host}" for rank, host in enumerate(topology.host_of)})
 
     # -- timelines, on rank 0 -----------------------------------------------------------------------------------------
 
@@ -162,18 +199,17 @@ class Tracer(TraceLink):
             return
         self._send(_END)
         deadline = time.monotonic() + _LAST_RECORDS_S
-        while not self._has_last_records() and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            with self._lock:
+                self._read()
+                self._write_records()
+                if self._timeline is None or not self._awaited:
+                    break
             time.sleep(_LAST_RECORDS_POLL_S)
-        self._end_timeline("")
+        self._end_timeline()
 
-    def _has_last_records(self) -> bool:
-        with self._lock:
-            self._read()
-            self._write_records()
-            return self._timeline is None or not self._awaited
-
-    def _end_timeline(self, cause: str) -> None:
-        """Close the file, and say what is not in it."""
+    def _end_timeline(self, has_job_ended: bool = False) -> None:
+        """Close the file, if there is one, and say what is not in it."""
         with self._lock:
             self._write_records()
             timeline, self._timeline, window, self._window = self._timeline, None, self._window, None
@@ -181,7 +217,7 @@ class Tracer(TraceLink):
                 return
             timeline.close()
             lacks = []
-            if self._awaited and not cause:
+            if self._awaited and not has_job_ended:
                 lacks.append(f"ranks {self._topology.listed(sorted(self._awaited))} have not sent their last "
                              f"operations in {_LAST_RECORDS_S:g} s")
             lost = timeline.lost + self._lost
@@ -189,7 +225,7 @@ class Tracer(TraceLink):
                 lacks.append(f"{lost} operations came faster than they could be read")
             if window not in (None, _EVERYTHING) and not timeline.operations:
                 lacks.append(f"it is empty, because steps {window[0]} to {window[1] - 1} have not come: there were "
-                             f"{self._steps.steps or 0} steps")
+                             f"{self._steps.steps} steps")
             if lacks:
                 logger.warning("mpistrat: the timeline %s is not complete: %s.", self._path, "; ".join(lacks))
 
@@ -197,7 +233,11 @@ class Tracer(TraceLink):
 
     def receive(self, message: bytes) -> None:
         kind, body, now = message[:1], message[1:], time.monotonic_ns()
-        if self._topology.rank:
+        if kind == _FAILURE:
+            if self._topology.rank == 0 and self._teller is not None and not self._teller.has_failed:
+                self._send(_FAILURE)
+            self.fail()
+        elif self._topology.rank:
             if kind == _CLOCK:
                 self._asked = _SENT.unpack(body)[0], now
             elif kind == _BEGIN:
@@ -213,6 +253,9 @@ class Tracer(TraceLink):
         elif kind == _REPORT:
             report = json.loads(body)
             self._reports[report["rank"]] = report
+        elif kind == _TOTALS:
+            rank, totals = json.loads(body)
+            self._totals[rank] = Totals(**totals)
         else:
             self._incoming.append(message)
 
@@ -236,9 +279,10 @@ class Tracer(TraceLink):
             with self._lock:
                 self._read()
                 self._write_records()
-                is_over = self._window is not None and (self._steps.steps or 0) > self._window[1]
+                is_over = self._window is not None and self._steps.steps > self._window[1]
                 if self._timeline is not None and is_over and not self._awaited:
-                    self._end_timeline("")
+                    self._end_timeline()
+            self.tell_last()
             now = time.monotonic_ns()
             if now - began < _INTERVAL_S * 1e9:
                 continue
@@ -263,6 +307,10 @@ class Tracer(TraceLink):
             self._read()
             if self._window is not None and self._topology.rank:
                 self._send_last()
+        self._report((began, time.monotonic_ns()))
+        if self._topology.rank:
+            self._send(_TOTALS + json.dumps([self._topology.rank, asdict(self._totals[self._topology.rank])]).encode())
+        self.tell_last()
         if status is not None:
             status.remove()
 
@@ -299,8 +347,10 @@ class Tracer(TraceLink):
             for each in operations:
                 self._bytes += each.nbytes
                 step = self._steps.add(each.request)
-                if window is not None and window[0] <= (NO_STEP if step is None else step) < window[1]:
-                    chosen.append(record_of(self._topology.rank, each, traced, step))
+                if self._teller is not None:
+                    self._teller.keep(each, traced, step)
+                if window is not None and window[0] <= step < window[1]:
+                    chosen.append(record_of(self._topology.rank, each, traced.ranks, traced.backend, step))
         if window is None:
             return
         if not self._topology.rank:
@@ -311,7 +361,7 @@ class Tracer(TraceLink):
         else:
             for message in to_messages(chosen):
                 self._send(_RECORDS + message)
-        if self._must_end or (self._steps.steps or 0) > window[1]:
+        if self._must_end or self._steps.steps > window[1]:
             self._send_last()
 
     def _send_last(self) -> None:
@@ -350,8 +400,10 @@ class Tracer(TraceLink):
         recent, self._recent = self._recent, []
         computing, waiting, moving = shares(recent, in_flight, interval)
         cores, delayed = self._use.since_last()
+        self._totals[self._topology.rank].add((interval[1] - interval[0]) / 1e9, waiting, moving,
+                                              self._steps.steps, self._operations)
         return {"rank": self._topology.rank, "host": self._topology.host, "pid": os.getpid(),
-                "steps": self._steps.steps, "rows": self.rows and self.rows(), "operations": self._operations,
+                "steps": self._steps.steps or None, "rows": self.rows and self.rows(), "operations": self._operations,
                 "bytes": self._bytes, "computing": round(computing, 4), "waiting": round(waiting, 4),
                 "moving": round(moving, 4), "cores": round(cores, 3), "delayed": round(delayed, 3),
                 "place": self._place(), "rss_bytes": rss_bytes(),

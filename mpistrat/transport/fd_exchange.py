@@ -107,7 +107,7 @@ class FdExchange:
     def _identify(self, connection: socket.socket) -> int | None:
         """The rank of the peer; None if it does not belong to the job."""
         assert self.invitation is not None
-        process, user, _ = peer_of(connection)
+        process, user = _peer_of(connection)
         if user != os.geteuid():
             logger.debug("rank %d: process %d of another user, %d, was rejected", self._rank, process, user)
             return None
@@ -149,7 +149,7 @@ class FdExchange:
             except OSError as error:
                 raise OSError(f"rank {self._giver} on the same host is not reached: {error}. Do they run in containers "
                               "that do not share their network?") from error
-            process, user, _ = peer_of(connection)
+            process, user = _peer_of(connection)
             if user != os.geteuid():
                 raise OSError(f"process {process} of user {user} answers in the place of rank {self._giver}")
             connection.settimeout(_LIMIT_S)
@@ -188,11 +188,11 @@ class FdExchange:
             self._listener.close()
 
 
-def peer_of(connection: socket.socket) -> tuple[int, int, int]:
-    """Process, effective user and group of the peer of a Unix socket, at the time it connected or began to listen."""
-    process, user, group = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED,
-                                                               _CREDENTIALS.size))
-    return process, user, group
+def _peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process and effective user of the peer of a Unix socket, at the time it connected or began to listen."""
+    process, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED,
+                                                                 _CREDENTIALS.size))
+    return process, user
 
 
 def close_all(descriptors: Sequence[int]) -> None:

@@ -29,8 +29,7 @@ class HostLink:
                  interruption: Interruption | None = None):
         self._rank, self._ranks = rank, tuple(local_ranks)
         self._job_ranks = dict(zip(local_ranks, job_ranks or local_ranks, strict=True))
-        self._exchange = FdExchange(self._job_ranks[rank], list(self._job_ranks.values()),
-                                    interruption or Interruption())
+        self._exchange = FdExchange(self._job_ranks[rank], list(self._job_ranks.values()), interruption)
         self._file: HostFile | None = None
         self._first = f"rank {self._job_ranks[local_ranks[0]]}"
         self._no_file = OSError(f"{self._first} could not make it")

@@ -7,8 +7,6 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
-from queue import Empty, SimpleQueue
 
 import numpy as np
 
@@ -16,29 +14,9 @@ from ..core.arithmetic import Reduction, combine
 from ..core.interfaces import ControlPlane, DataPlane
 from ..core.memory import FusionBuffer
 from ..core.packing import pack, unpack
+from ..core.signal_handlers import WakeUp
 from .shm.agreement import SharedMemoryAgreement
 from .shm.segment import ASLEEP, HostMemory
-
-
-class _WakeUp:
-    """An event that `wait` clears. A signal handler that interrupts `set` may call it."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[None] = SimpleQueue()
-
-    def set(self) -> None:
-        """Make the next `wait` return at once, or the present one."""
-        if not self.is_set():
-            self._calls.put(None)
-
-    def is_set(self) -> bool:
-        """Whether the next `wait` returns at once."""
-        return not self._calls.empty()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for `set`."""
-        with suppress(Empty):
-            self._calls.get(timeout=timeout_s)
 
 
 class ThreadControl(ControlPlane):
@@ -132,7 +110,7 @@ class ThreadGroup:
     def __init__(self, size: int, timeout_s: float = 60.0):
         self.size = size
         self.messages: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]  # to each rank
-        self.wake_events = [_WakeUp() for _ in range(size)]
+        self.wake_events = [WakeUp() for _ in range(size)]
         self.arrays = [np.empty(0)] * size
         self.barrier = threading.Barrier(size, timeout=timeout_s)
         self._block = mmap.mmap(-1, HostMemory.size_for(size, 0))

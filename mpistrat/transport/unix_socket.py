@@ -137,16 +137,20 @@ class UnixSocketChannel:
             self._flush_to(rank)
 
     def _flush_to(self, rank: int) -> None:
-        outbox, receiver = self._outbox[rank], self._outboxes[rank]
-        while outbox:
-            try:
-                receiver.send(outbox[0])
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno not in _GONE:
-                    raise
+        outbox = self._outbox[rank]
+        while outbox and self._put(rank, outbox[0]):
             outbox.popleft()
+
+    def _put(self, rank: int, datagram: bytes) -> bool:
+        """Put a datagram in the queue of a rank, unless that rank has ended. Returns False if the queue is full."""
+        try:
+            self._outboxes[rank].send(datagram)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+        return True
 
     def receive(self) -> list[tuple[int, bytes]]:
         """The messages that have arrived, as (sender, message). Does not wait.
@@ -206,13 +210,7 @@ class UnixSocketChannel:
 
     def wake_rank(self, rank: int) -> None:
         """Make the `wait` of another rank of this host return."""
-        try:
-            self._outboxes[rank].send(_WAKE)
-        except BlockingIOError:
-            pass  # Its queue is full, so it does not sleep.
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise
+        self._put(rank, _WAKE)  # A rank whose queue is full does not sleep.
 
     def close(self) -> None:
         """Close the sockets. May be called twice."""

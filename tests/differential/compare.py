@@ -48,6 +48,19 @@ def assert_equal_in_both(one: Arrays, other: Arrays, where: str) -> None:
     assert not problems, f"{where}: " + "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
 
 
+def assert_near_in_both(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], tolerances: Mapping[str, float],
+                        where: str) -> None:
+    """Raise AssertionError, on all ranks, if an array of some rank differs by more than its tolerance. Collective.
+
+    Args:
+        tolerances: Of each name: how large the Euclidean norm of the difference may be, as a part of that of `one`.
+    """
+    problems = [f"{name} differs by {distance:.2g}, and may by {limit:.2g}" for name, limit in tolerances.items()
+                if not (distance := np.linalg.norm(one[name] - other[name]) / np.linalg.norm(one[name])) <= limit]
+    everywhere = {rank: text for rank, text in enumerate(MPI.COMM_WORLD.allgather("; ".join(problems))) if text}
+    assert not everywhere, f"{where}: " + "; ".join(f"rank {rank}: {text}" for rank, text in everywhere.items())
+
+
 def _digest(array: np.ndarray) -> tuple[str, tuple[int, ...], str]:
     array = np.asarray(array)
     return array.dtype.name, array.shape, hashlib.sha256(array.tobytes()).hexdigest()

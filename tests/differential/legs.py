@@ -8,9 +8,10 @@ import pytest
 
 import mpistrat
 from mpistrat.api import runtime
+from mpistrat.tensorflow.xla import ffi
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Leg:
     """Settings to train with.
 
@@ -18,11 +19,13 @@ class Leg:
         settings: Environment variables, set on all ranks.
         hosts: The host of each of the first ranks, one letter for each; the other ranks are on the last one. "": the
             ranks are where they are.
+        is_compiled: Whether XLA compiles the training step, with its collectives.
     """
 
     name: str
     settings: Mapping[str, str] = field(default_factory=dict)
     hosts: str = ""
+    is_compiled: bool = False
 
     def host_of(self, size: int) -> tuple[str, ...]:
         """The host of each of `size` ranks."""
@@ -46,11 +49,14 @@ TWO_HOSTS = Leg("two hosts", hosts="AAB")
 HOST_EACH = Leg("two hosts", hosts="AB")
 # The default backends, with every operation negotiated through rank 0.
 NO_VOTES = Leg("no votes", {"MPISTRAT_FAST_PATH": "0"})
+COMPILED = Leg("compiled", is_compiled=True)
+COMPILED_MPI = Leg("compiled, mpi", MPI.settings, is_compiled=True)
 
 
-def legs_for(size: int) -> list[Leg]:
-    """All legs of a program on `size` ranks."""
-    return [DEFAULT, MPI, TWO_HOSTS if size > 2 else HOST_EACH, NO_VOTES]
+def legs_for(size: int, with_xla: bool) -> list[Leg]:
+    """All legs of a program on `size` ranks, with those of XLA where TensorFlow has what they need."""
+    compiled = [COMPILED, COMPILED_MPI] if with_xla and ffi.api() is not None else []
+    return [DEFAULT, MPI, TWO_HOSTS if size > 2 else HOST_EACH, NO_VOTES, *compiled]
 
 
 @contextlib.contextmanager
@@ -69,6 +75,6 @@ def under(leg: Leg) -> Iterator[None]:
         assert not leg.hosts or set(mpistrat.hosts()) == set(leg.host_of(mpistrat.size())), mpistrat.hosts()
         assert "MPISTRAT_CPU_OPERATIONS" not in leg.settings or \
             runtime.current().data_name == leg.settings["MPISTRAT_CPU_OPERATIONS"], runtime.current().data_name
-        assert leg is not NO_VOTES or not runtime.current().world.engine.controller._fast_path._is_possible
+        assert leg is not NO_VOTES or runtime.current().world.engine.controller._fast_path._agreement is None
         yield
         mpistrat.shutdown()

@@ -52,6 +52,16 @@ def residual(blocks: int = 4, filters: int = 32) -> Callable[[], keras.Model]:
     return make
 
 
+def transformer() -> keras.Model:
+    """Two blocks of attention over embedded tokens."""
+    tokens = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(40, 16)(tokens)
+    for _ in range(2):
+        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 8)(x, x))
+        x = layers.LayerNormalization()(x + layers.Dense(16)(layers.Dense(32, "gelu")(x)))
+    return keras.Model(tokens, layers.Dense(CLASSES)(layers.GlobalAveragePooling1D()(x)))
+
+
 def resnet50() -> keras.Model:
     """Keras' own, on small images."""
     return keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), classes=CLASSES,
@@ -125,6 +135,8 @@ _LIST = [
     Program("more than a bucket", Recipe(dense(2048, 2), _momentum(), takes_turns=False, steps=3)),
     Program("several buckets", Recipe(dense(1024, 9), _momentum(), takes_turns=False, steps=3)),
     Program("a network like ResNet", Recipe(residual(), _momentum())),
+    Program("a small network like ResNet", Recipe(residual(2, 16), _momentum()), is_quick=True),
+    Program("a transformer", Recipe(transformer, _adam(), tokens=40), is_quick=True),
     Program("resnet50", Recipe(resnet50, _momentum(), steps=8, batch=2, is_repeatable=False)),
     Program("resnet50, at the same time", Recipe(resnet50, _adam(), steps=12, batch=2, takes_turns=False,
                                                  is_repeatable=False)),

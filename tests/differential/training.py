@@ -1,7 +1,7 @@
 """A training of a Keras model by a recipe, in any of the ways that users train."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -37,6 +37,7 @@ class Recipe:
             other operation reads any more, and that depends on the order in which threads execute operations.
         distribute: More arguments for DistributedOptimizer or DistributedGradientTape.
         compile: More arguments for Model.compile.
+        jit_compile: Whether XLA compiles the step.
     """
 
     model: Callable[[], keras.Model]
@@ -51,6 +52,16 @@ class Recipe:
     is_repeatable: bool = True
     distribute: Mapping[str, Any] = field(default_factory=dict)
     compile: Mapping[str, Any] = field(default_factory=dict)
+    jit_compile: bool = False
+
+    @property
+    def can_be_compiled(self) -> bool:
+        """Whether XLA can compile the step: it is not eager."""
+        return not self.compile.get("run_eagerly")
+
+    def compiled(self) -> "Recipe":
+        """The same training with XLA; without turns, as XLA cannot call their Python functions."""
+        return replace(self, takes_turns=False, jit_compile=True)
 
     @property
     def sends_halves(self) -> bool:
@@ -63,13 +74,23 @@ class Trained:
     """What a training leaves on one rank.
 
     Attributes:
+        is_near: Whether the same training with other rounding comes near: the model draws no random numbers in a step,
+            of which XLA has others than TensorFlow, and no step is the sign of a number, which may be nearly 0 (Lion).
+        moved: By how much each weight has changed, all in one row, in double precision.
         shared: What all ranks must have the same bits of: the weights, and the state of the optimizer.
         own: What is this rank's alone, and must be the same in each leg: losses, running statistics, and gradients that
             have been accumulated.
     """
 
+    is_near: bool
+    moved: np.ndarray
     shared: dict[str, np.ndarray]
     own: dict[str, np.ndarray]
+
+    @property
+    def course(self) -> dict[str, np.ndarray]:
+        """What is near that of the same training with other rounding."""
+        return {"losses": self.own["losses"], "moved": self.moved}
 
 
 def train(recipe: Recipe, seed: int = 1) -> Trained:
@@ -110,7 +131,7 @@ def _by_fit(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
     model = recipe.model()
     optimizer = hvd.DistributedOptimizer(_optimizer(recipe, turns), **recipe.distribute)
     optimizer.build(model.trainable_variables)  # or else Keras traces every step twice
-    model.compile(optimizer, _loss(), **recipe.compile)
+    model.compile(optimizer, _loss(), jit_compile=recipe.jit_compile or "auto", **recipe.compile)
     x, y = _data(recipe, model, seed, hvd.rank(), recipe.batch)
     before = _weights(model)
     history = model.fit(x, y, batch_size=recipe.batch, epochs=1, shuffle=False, verbose=0)
@@ -122,7 +143,7 @@ def _by_tape(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
     optimizer = _optimizer(recipe, turns)
     optimizer.build(model.trainable_variables)
 
-    @tf.function
+    @tf.function(jit_compile=recipe.jit_compile or None)
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with DistributedGradientTape(tf.GradientTape(), **recipe.distribute) as tape:
             loss = loss_of(y, model(x, training=True))
@@ -143,7 +164,7 @@ def _by_strategy_fit(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
         model = recipe.model()
         optimizer = _optimizer(recipe, turns)
         optimizer.build(model.trainable_variables)
-        model.compile(optimizer, _loss(), **recipe.compile)
+        model.compile(optimizer, _loss(), jit_compile=recipe.jit_compile or "auto", **recipe.compile)
     batch = recipe.batch * hvd.size()
     before = _weights(model)
     data = tf.data.Dataset.from_tensor_slices(_data(recipe, model, seed, 0, batch)).batch(batch)
@@ -158,7 +179,7 @@ def _by_strategy_loop(recipe: Recipe, turns: Turns | None, seed: int) -> Trained
         optimizer = _optimizer(recipe, turns)
         optimizer.build(model.trainable_variables)
 
-    @tf.function
+    @tf.function(jit_compile=recipe.jit_compile or None)
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         def of_replica(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
             with tf.GradientTape() as tape:
@@ -198,4 +219,7 @@ def _trained(model: keras.Model, optimizer: Any, before: list[np.ndarray], losse
         # Between updates each rank has accumulated its own gradients.
         (own if "gradient_accumulator" in v.path else shared)[f"optimizer {i} {v.path}"] = _array(v)
     own.update({f"statistic {i} {v.path}": _array(v) for i, v in enumerate(model.non_trainable_variables)})
-    return Trained(shared, own)
+    moved = np.concatenate([(a.astype(np.float64) - b).reshape(-1) for a, b in zip(after, before, strict=True)])
+    has_signs = isinstance(getattr(optimizer, "inner_optimizer", optimizer), keras.optimizers.Lion)
+    is_near = not has_signs and not any(isinstance(layer, keras.layers.Dropout) for layer in model.layers)
+    return Trained(is_near, moved, shared, own)

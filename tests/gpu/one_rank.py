@@ -32,7 +32,7 @@ def connected(device: Any) -> NcclData:
 
 def finish(plane: NcclData) -> None:
     """Wait for what was enqueued."""
-    for event in plane.finish().events:
+    for event in plane.finish():
         await_on_host(event, LIMIT_S)
     plane.check()
 

@@ -17,14 +17,17 @@ from typing import Any
 # A check that fails on one rank leaves the others waiting for this long.
 os.environ.update({"MPISTRAT_STALL_CHECK_TIME_SECONDS": "5", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "10"})
 os.environ.setdefault("MPISTRAT_LOG_LEVEL", "info")
+os.environ.setdefault("MPISTRAT_XLA", "1")
 
 import numpy as np
 import tensorflow as tf
 
 import mpistrat
 import mpistrat.tensorflow as hvd
+from mpistrat.tensorflow.async_op import call_site, kernel, streams
 from mpistrat.tensorflow.bridge import gpu_eager, gpu_graph, gpu_memory
 from mpistrat.tensorflow.bridge.python_op import unordered_tensor_call
+from mpistrat.tensorflow.xla import ffi
 
 IS_STAND_IN = "--stand-in" in sys.argv
 DEVICE = "/device:CPU:0" if IS_STAND_IN else "/device:GPU:0"
@@ -44,6 +47,45 @@ def same(result: Any, expected: Any) -> None:
     np.testing.assert_allclose(np.asarray(result), np.asarray(expected), rtol=1e-5, atol=1e-5)
 
 
+# -- the asynchronous operation ---------------------------------------------------------------------------------------
+
+
+def tensorflow_has_the_operation() -> None:
+    """An operation of its kind is completed on the CPU, and gets addresses of tensors on the GPU without a wait."""
+    assert not kernel.why_not(), kernel.why_not()
+    tensor = tf.random.normal([64, 64] if IS_STAND_IN else [4096, 4096])
+    for _ in range(40):
+        tensor = tensor @ tensor * 1e-2
+    began = time.monotonic()
+    address, = streams.addresses([tensor])
+    looked = time.monotonic()
+    tensor.numpy()
+    print(f"    the address {address:#x} after {(looked - began) * 1e3:.2f} ms, the contents after "
+          f"{(time.monotonic() - began) * 1e3:.2f} ms")
+
+
+def each_way_to_tensorflows_stream() -> None:
+    """A line for each way: whether the driver has it, and whether a stream waits by it until a tensor is complete."""
+    device = gpu_eager.device_at(DEVICE)
+    works = []
+    for name, way in streams.WAYS.items():
+        try:
+            with device.current():
+                stream = way(device, DEVICE)
+                for _ in range(5):
+                    streams.check(stream, device, DEVICE)
+            works.append(name)
+            print(f"    {name}: works")
+        except Exception as error:
+            print(f"    {name}: FAILED, {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    assert works, "no way works, so tensors are copied"
+
+
+def tensors_are_handed_over_by_the_operation() -> None:
+    """The way that collectives take, below, if all is as it should be."""
+    assert call_site.is_used(DEVICE, 0)
+
+
 # -- without a collective ---------------------------------------------------------------------------------------------
 
 
@@ -52,13 +94,13 @@ def tensors_are_on_the_gpu() -> None:
     tensor = tf.ones([3])
     assert DEVICE in tensor.backing_device, tensor.backing_device
     assert gpu_eager.are_on_gpu([tensor])
-    print(f"    {gpu_eager.device_of(tensor).identity}, of {tf.config.list_physical_devices()}")
+    print(f"    {gpu_eager.device_at(tensor.backing_device).identity}, of {tf.config.list_physical_devices()}")
 
 
 def tensorflow_imports_memory_of_cupy() -> None:
     """An imported tensor is on the GPU, has the memory, and gives it back."""
     like = tf.ones([4])
-    shared = gpu_memory.shared([1, 4], like, gpu_eager.device_of(like))
+    shared = gpu_memory.shared([1, 4], like, gpu_eager.device_at(DEVICE))
     assert shared.imported is not None, "cupy has no memory left"
     assert shared.tensor.backing_device == like.backing_device, shared.tensor.backing_device
     assert gpu_memory.exported(shared.tensor, shared.device).address == shared.imported.address
@@ -70,7 +112,7 @@ def a_copy_is_what_was_copied() -> None:
         row = tf.cast(tf.reshape(tf.range(6.0), [1, 2, 3]), dtype)
         for _ in range(10):
             row = row + tf.cast(1, dtype)
-        copy = gpu_memory.copied(row, gpu_eager.device_of(row))
+        copy = gpu_memory.copied(row, gpu_eager.device_at(DEVICE))
         same(tf.cast(copy.tensor, tf.float32), np.arange(6.0).reshape(1, 2, 3) + 10)
 
 
@@ -113,6 +155,22 @@ def a_sum_in_a_graph() -> None:
     for number in range(50):
         same(step(tf.fill([100_000], float(mpistrat.rank() + number))),
              np.full(100_000, 2 * (sum(range(mpistrat.size())) + mpistrat.size() * (number + 1))))
+
+
+def a_sum_that_xla_has_compiled() -> None:
+    """In XLA's memory, behind the work on its stream; gathered rows and integers too; 50 steps."""
+    rank, size = mpistrat.rank(), mpistrat.size()
+
+    @tf.function(jit_compile=True)
+    def step(tensor: tf.Tensor, number: tf.Tensor) -> list[tf.Tensor]:
+        total = hvd.allreduce(tf.sin(tensor) + 1, op=hvd.Sum, name="sum")
+        return [2 * total, hvd.allgather(tensor[:2], name="rows"), hvd.allreduce(number, op=hvd.Max, name="number")]
+
+    for number in range(50):
+        total, rows, most = step(tf.fill([100_000], float(rank + number)), tf.constant(rank + number))
+        same(total, np.full(100_000, 2 * sum(np.sin(r + number) + 1 for r in range(size))))
+        same(rows, np.repeat(np.arange(size) + number, 2))
+        same(most, size - 1 + number)
 
 
 def no_node_reads_a_result_too_early() -> None:
@@ -163,12 +221,21 @@ def sync_batch_normalization_has_the_gradient_of_the_host() -> None:
 
 def fit_trains_the_same_weights_on_all_ranks() -> None:
     """20 steps of a small model by a DistributedOptimizer."""
+    _fit(jit_compile=False)
+
+
+def fit_of_a_compiled_model_trains_the_same_weights_on_all_ranks() -> None:
+    """The same by XLA."""
+    _fit(jit_compile=True)
+
+
+def _fit(jit_compile: bool) -> None:
     import keras
 
     import mpistrat.keras as hvd_keras
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
-    model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=jit_compile)
     data = np.random.RandomState(mpistrat.rank()).randn(160, 4).astype(np.float32)
     model.fit(data, data.sum(1), batch_size=8, verbose=0)
     weights = np.concatenate([weight.reshape(-1) for weight in model.get_weights()])
@@ -210,19 +277,31 @@ def _device_in_a_graph() -> str | None:
 
 
 CHECKS: list[Callable[[], None]] = [
-    tensors_are_on_the_gpu, tensorflow_imports_memory_of_cupy, a_copy_is_what_was_copied,
-    python_gets_tensors_on_the_gpu, a_sum_of_eager_tensors, a_sum_in_a_graph, no_node_reads_a_result_too_early,
+    tensors_are_on_the_gpu, tensorflow_has_the_operation, each_way_to_tensorflows_stream,
+    tensors_are_handed_over_by_the_operation, tensorflow_imports_memory_of_cupy, a_copy_is_what_was_copied,
+    python_gets_tensors_on_the_gpu]
+COLLECTIVES: list[Callable[[], None]] = [
+    a_sum_of_eager_tensors, a_sum_in_a_graph, no_node_reads_a_result_too_early,
     sync_batch_normalization_has_the_gradient_of_the_host, fit_trains_the_same_weights_on_all_ranks,
     a_step_with_as_many_buckets_as_bert]
+COMPILED: list[Callable[[], None]] = [] if ffi.api() is None else [  # TensorFlow before 2.21 has no interface for it.
+    a_sum_that_xla_has_compiled, fit_of_a_compiled_model_trains_the_same_weights_on_all_ranks]
 
 
 def main(checks: list[Callable[[], None]]) -> int:
-    """Run the checks; returns how many have failed on some rank. After a failure the ranks connect anew."""
+    """Run the checks; returns how many have failed on some rank."""
+    failed = run(checks + COLLECTIVES + COMPILED)
+    os.environ["MPISTRAT_ASYNC_OP"] = "0"
+    return failed + run(COLLECTIVES, ", of tensors that are copied")
+
+
+def run(checks: list[Callable[[], None]], suffix: str = "") -> int:
+    """Run some of them, and shut down. After a failure the ranks connect anew."""
     failed = 0
     start()
     rank, size = mpistrat.rank(), mpistrat.size()
     for check in checks:
-        name, began, problem = check.__name__.replace("_", " "), time.monotonic(), ""
+        name, began, problem = check.__name__.replace("_", " ") + suffix, time.monotonic(), ""
         try:
             check()
         except Exception as error:

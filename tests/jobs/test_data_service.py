@@ -36,7 +36,6 @@ def assert_ended(served: Finished, config: Path) -> None:
     assert list(config.parent.iterdir()) == [], "the file with the key is removed"
 
 
-@pytest.mark.quick
 @pytest.mark.horovod("data-service")
 @pytest.mark.parametrize(("side", "workers"), [("compute", 2), ("training", 1)])
 def test_each_element_arrives_once(side: str, workers: int, tmp_path: Path) -> None:

@@ -38,4 +38,4 @@ def test_a_check_of_tensorflow_that_fails_on_a_rank_keeps_no_other_from_running(
     assert job.code == 1, job.output
     first, *others = [line for line in job.output.splitlines() if line.startswith("== ")]
     assert first.startswith("== one rank fails where the others wait: FAILED on rank 0: ValueError: this rank alone")
-    assert len(others) == 10 and all(": passed (" in line for line in others), job.output
+    assert len(others) >= 10 and all(": passed (" in line for line in others), job.output

@@ -1,4 +1,4 @@
-"""Those examples after Horovod's own that test_examples.py does not run."""
+"""Those examples after Horovod's own that test_examples.py does not run, and some of the others by XLA."""
 
 import re
 from collections.abc import Callable
@@ -14,6 +14,12 @@ pytestmark = needs_mpirun
 def benchmark(ranks: int) -> Line:
     return Line(ranks, "examples/synthetic_benchmark.py --model MobileNet --image-size 32 --batch-size 2 "
                        "--warmup-steps 1 --steps 2 --measurements 2 --compression fp16")
+
+
+def compiled(ranks: int) -> tuple[Line, ...]:
+    """Two examples whose steps XLA compiles: with `fit`, and with a loop of its own."""
+    return tuple(Line(ranks, f"COMPILED=1 examples/{name}.py --epochs 3") for name in ("keras_digits",
+                                                                                      "custom_loop_digits"))
 
 
 def advanced(ranks: int) -> tuple[Line, ...]:
@@ -42,3 +48,15 @@ def test_the_others_learn_the_same_on_all_ranks_and_go_on_after_the_last_epoch(
     assert re.findall(r"^Epoch (\d)/[25]$", "".join(outputs), re.MULTILINE) == ["1", "2", "3", "4", "5"], outputs
     for line in needed:
         assert ran(line).output[1:] == ("",) * (line.ranks - 1)
+
+
+@pytest.mark.parametrize("needed", [compiled(2)], ids=["2"])
+def test_examples_whose_steps_xla_compiles_learn_the_same_on_all_ranks(
+        needed: tuple[Line, ...], ran: Callable[[Line], Ran]) -> None:
+    pytest.importorskip("tensorflow")
+    if pytest.importorskip("mpistrat.tensorflow.xla.ffi").api() is None:
+        pytest.skip("this TensorFlow does not export XLA's FFI")
+    for line in needed:
+        [accuracy] = re.findall(r"^test accuracy (\d\.\d+), .* weights \w+, the same on all ranks \(2\)$",
+                                ran(line).well, re.MULTILINE)
+        assert float(accuracy) > 0.8, ran(line).output

@@ -13,6 +13,8 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/parallel
 PARTS = {"strategy": [file for file in FILES if "test_strategy" in file],
          "features": [file for file in FILES if "test_features" in file],
          "same bits": [file for file in FILES if "test_differential" in file or "test_changed_results" in file],
+         "graphs": [file for file in FILES if any(name in file for name in (
+             "nested_gradients", "gpu_tensorflow", "freed_graphs", "xla_collectives"))],
          "checks": [file for file in FILES if any(name in file for name in ("first_steps", "fit_checks", "drift"))]}
 PARTS["rest"] = [file for file in FILES if not any(file in part for part in PARTS.values())]
 # What a third rank would only repeat. What a rank does with graphs and files does not depend on the number of ranks.

@@ -29,9 +29,9 @@ def test_programs_of_all_collectives_that_hypothesis_draws() -> None:
 
 
 @needs_mpirun
-def test_gradients_of_programs_under_a_strategy() -> None:
-    ranks = 3
-    job = run_job(ranks, ["python", "tests/scripts/random_programs.py", "5", "gradients"], limit_s=300)
+@pytest.mark.parametrize("ranks, options", [(3, []), (2, ["gpu"])], ids=["CPU", "stand-in for a GPU"])
+def test_gradients_of_programs_under_a_strategy(ranks: int, options: list[str]) -> None:
+    job = run_job(ranks, ["python", "tests/scripts/random_programs.py", "5", "gradients", *options], limit_s=300)
     assert job.code == 0, job.output
     for rank in range(ranks):
         assert f"rank {rank}: 5 programs are right" in job.output, job.output

@@ -1,15 +1,17 @@
-"""The timeline of a job: which rank was late, and what is left of it when the job is killed."""
+"""The timeline of a job: which rank was late, and what is left of it when the job is killed, or fails."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from mpistrat.cli.main import main
+from mpistrat.core.topology import rank_list
 from mpistrat.trace import files
 from mpistrat.trace.timeline import records_in
 
-from ..support.jobs import needs_mpirun, run_job
+from ..support.jobs import ROOT, Finished, needs_mpirun, run_job, run_limited
 
 pytestmark = needs_mpirun
 
@@ -40,3 +42,48 @@ def test_a_job_that_is_killed_leaves_a_file_that_can_be_read(tmp_path: Path, end
     # What came in the last moment may be missing: 20 steps take a second or more.
     for rank in range(2):
         assert {each.step for each in records if each.rank == rank} >= set(range(8)), job.output
+
+
+def fail(directory: Path, how: str, *settings: str) -> tuple[Finished, list[Path]]:
+    """Run tests/scripts/failing_steps.py in a directory. Returns what the job left, and its files."""
+    job = run_limited([
+        "env", "-C", str(directory), "MPISTRAT_FAILURE_TIMELINE=1", *settings, sys.executable, "-m", "mpistrat", "run",
+        "-np", "4", "--oversubscribe", str(ROOT / "tests" / "scripts" / "failing_steps.py"), how], limit_s=90)
+    return job, list(directory.glob("mpistrat-*"))
+
+
+# mpirun soon ends the ranks beside one that was killed, which may come before those of the other host can tell theirs.
+@pytest.mark.parametrize(("how", "surely", "perhaps", "said"), [
+    ("raised", (0, 1, 2, 3), (), ", and ranks [1] had not called it."),
+    ("killed", (0,), (2, 3), "; the file has nothing of "),
+    ("slept", (0, 1, 2, 3), (), ", and ranks [1] had not called it.")])
+def test_a_job_that_fails_leaves_what_its_ranks_did_last(
+        tmp_path: Path, how: str, surely: tuple[int, ...], perhaps: tuple[int, ...], said: str,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    job, (path, *more) = fail(tmp_path, how, "MPISTRAT_STALL_CHECK_TIME_SECONDS=1",
+                              "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS=2")
+    assert job.code != 0 and more == [], job.output
+    *_, named, last = job.output.splitlines()
+    assert named.endswith(f": mpistrat timeline {path.name}") and "the job has ended with exit code" in last, job.output
+    records = records_in(files.spans_in(str(path))[0])
+    ranks = {each.rank for each in records}
+    assert set(surely) <= ranks <= {*surely, *perhaps}
+    for rank in ranks:
+        assert sorted(each.number for each in records if each.rank == rank and each.is_complete) == list(range(20))
+    assert main(["timeline", str(path)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("gradient/0 was not complete"))
+    assert f"ranks {rank_list(ranks - {1})} had waited for " in line and said in line, line
+
+
+def test_a_job_that_ends_well_or_may_not_leaves_no_file(tmp_path: Path) -> None:
+    for how, setting, code in ("none", "MPISTRAT_FAILURE_TIMELINE=1", 0), ("raised", "MPISTRAT_FAILURE_TIMELINE=0", 1):
+        job, found = fail(tmp_path, how, setting)
+        assert job.code == code and found == [], job.output
+        assert "mpistrat timeline" not in job.output
+
+
+def test_a_job_without_fit_ends_with_a_line_on_its_speed_and_the_slowest_rank() -> None:
+    job = run_job(2, ["python", "tests/scripts/late_rank.py"])
+    assert job.code == 0, job.output
+    line, = (line for line in job.output.splitlines() if line.startswith("mpistrat: 2 ranks have done "))
+    assert " collectives per second; collectives took " in line and "% the others waited for rank 1 on " in line, line

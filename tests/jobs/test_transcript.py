@@ -22,9 +22,13 @@ def on_the_page(scene: Scene) -> tuple[str, ...]:
 
 
 def summary(lines: tuple[str, ...]) -> str:
-    """What `mpistrat run` says last, without ids of processes: ranks, the user's code, the message, the exit code."""
+    """What `mpistrat run` says last, without ids of processes: ranks, the user's code, the message, the exit code.
+
+    The file with the last operations is left out: whether a rank had any when another one failed is a matter of time.
+    """
     text = re.sub(r"\bprocesses [\d, ]+", "processes", "\n".join(lines))
-    return squeezed(text[text.find("mpistrat run: "):]) if "mpistrat run: " in text else ""
+    said = squeezed(text[text.find("mpistrat run: "):]) if "mpistrat run: " in text else ""
+    return re.sub(r"mpistratrun:thelastoperationsofranks.*?\.json", "", said)
 
 
 @each_scene

@@ -251,7 +251,8 @@ def test_the_ranks_of_both_hosts_end_when_mpirun_was_killed(hosts: Hosts, tmp_pa
 def test_a_setting_that_mpirun_does_not_pass_on_is_an_error_on_every_rank(hosts: Hosts) -> None:
     first, second = hosts.names
     job = hosts.run_line([str(find_mpirun()), "--host", f"{first}:1,{second}:1", "--map-by", "slot", "-x", "PYTHONPATH",
-                          sys.executable, "tests/scripts/init_only.py"], env={"MPISTRAT_CACHE_CAPACITY": "7"})
+                          "-x", "MPISTRAT_FAILURE_TIMELINE", sys.executable, "tests/scripts/init_only.py"],
+                         env={"MPISTRAT_CACHE_CAPACITY": "7"})
     for rank in range(2):
         line, = job.of_rank(rank)
         assert line == ("SettingsError: MPISTRAT_CACHE_CAPACITY: the ranks disagree: 7 on ranks [0]; "

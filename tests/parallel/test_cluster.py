@@ -95,6 +95,15 @@ def test_jobs_that_differ_among_the_ranks_are_an_error_on_every_rank(rank: int, 
         f"the ranks disagree on jobs: {others} on rank 0, {last} on rank {size - 1}."
 
 
+def test_roles_in_another_order_are_those_of_the_chief(rank: int, size: int) -> None:
+    if size < 3:
+        pytest.skip("with two ranks there is one order")
+    others = {"chief": 1, "ps": size - 2, "worker": 1}
+    cluster = form(others if rank else {"chief": 1, "worker": 1, "ps": size - 2})
+    assert mpistrat.allgather_object(cluster.spec) == [cluster.spec] * size
+    assert mpistrat.allgather_object(cluster.role.value) == ["chief", "worker", *["ps"] * (size - 2)]
+
+
 def test_jobs_that_are_wrong_on_one_rank_are_an_error_on_every_rank(rank: int, size: int) -> None:
     error = error_of({"chief": 1, "worker": size} if rank == 1 else None)
     assert error.startswith("ranks [1]: jobs ")

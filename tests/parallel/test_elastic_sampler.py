@@ -3,8 +3,8 @@
 import pytest
 
 import mpistrat
-from mpistrat.api.elastic import ObjectState
-from mpistrat.api.elastic_sampler import ElasticSampler
+from mpistrat.api.elastic.sampler import ElasticSampler
+from mpistrat.api.elastic.state import ObjectState
 
 
 def dealt_out(sampler: ElasticSampler) -> list[list[int]]:

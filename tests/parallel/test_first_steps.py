@@ -18,7 +18,7 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 tape_hvd = pytest.importorskip("mpistrat.tensorflow")
 
-from mpistrat.tensorflow import first_steps  # noqa: E402
+from mpistrat.tensorflow import consistency  # noqa: E402
 
 from .helpers import assert_equal_on_all_ranks  # noqa: E402
 
@@ -51,7 +51,7 @@ def fit(model: Any, data: tuple[np.ndarray, np.ndarray], callbacks: Sequence[Any
 @pytest.fixture(autouse=True)
 def _first_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no tape had been used before."""
-    monkeypatch.setattr(first_steps, "_of_tapes", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(consistency, "_of_tapes", weakref.WeakKeyDictionary())
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_two_optimizers_of_a_graph_may_share_variables(rank: int) -> None:
     for _ in range(5):
         step(tf.constant(data))
     assert_equal_on_all_ranks([*encoder, *heads])
-    found = [first_steps.read_alone([*encoder, head], optimizer._mpistrat.reducer.name)
+    found = [consistency.read_alone([*encoder, head], optimizer._mpistrat.reducer.name)
              for optimizer, head in zip(optimizers, heads)]
     assert [len(variables) for variables in found] == [7, 1]
     assert found[1][0] is heads[1]
@@ -212,7 +212,7 @@ def test_a_new_variable_in_each_step_leaves_nothing_behind(rank: int) -> None:
             loss = tf.reduce_sum(decoder * latent) * (1.0 + rank)
         tape_hvd.DistributedGradientTape(tape).gradient(loss, [decoder, latent])
     mpistrat.barrier()
-    checks, = first_steps._of_tapes[runtime.current().world].values()
+    checks, = consistency._of_tapes[runtime.current().world].values()
     assert len(checks._exchanges) == 24 + 8 + 6  # The next ones follow after 128 steps.
     assert not runtime.current().engine.controller.queue.in_flight()
 
@@ -232,7 +232,7 @@ def test_another_training_in_the_same_process_is_checked_too(rank: int, size: in
 def test_the_variable_that_differs_is_named_as_in_its_own_step(rank: int, size: int) -> None:
     first, second = tf.Variable([1.0], name="first"), tf.Variable([float(rank)], name="second")
     last = tf.Variable([1.0], name="last")
-    checks = first_steps.FirstSteps("names")
+    checks = consistency.FirstSteps("names")
     with pytest.raises(mpistrat.MismatchError, match=f"the values of second {different_on(size)}"):
         for number in range(5):
             variables = [first, second] if number < 2 else [last]
@@ -313,8 +313,8 @@ def test_the_check_can_be_left_out(rank: int, size: int) -> None:
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """The warnings of this rank so far, as if none had been given before the test."""
-    monkeypatch.setattr(first_steps, "_has_warned", False)
-    monkeypatch.setattr(first_steps, "_all", weakref.WeakSet())
+    monkeypatch.setattr(consistency, "_has_warned", False)
+    monkeypatch.setattr(consistency, "_all", weakref.WeakSet())
     return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
                     and record.name.startswith("mpistrat")]
 

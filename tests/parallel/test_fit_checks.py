@@ -19,7 +19,7 @@ hvd = pytest.importorskip("mpistrat.keras")
 hvd_tf = pytest.importorskip("mpistrat.tensorflow")
 
 from mpistrat.keras.fit import fit_checks  # noqa: E402
-from mpistrat.tensorflow import equal_weights, first_steps  # noqa: E402
+from mpistrat.tensorflow import consistency, equal_weights  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
 from .helpers import everywhere  # noqa: E402
@@ -200,8 +200,8 @@ def test_with_weight_decay_local_weights_may_differ(rank: int, size: int) -> Non
 def test_the_same_rows_on_all_ranks_are_a_warning_also_if_each_rank_shuffles_them(
         is_same: bool, form: Callable, rank: int, monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(first_steps, "_has_warned", False)
-    monkeypatch.setattr(first_steps, "_all", weakref.WeakSet())
+    monkeypatch.setattr(consistency, "_has_warned", False)
+    monkeypatch.setattr(consistency, "_all", weakref.WeakSet())
     model = new_model()
     keras.utils.set_random_seed(rank)
     x, y = map(form, data_of(1 if is_same else rank))
@@ -545,6 +545,14 @@ def test_running_statistics_are_averaged_before_a_save_within_an_epoch(on_all: b
         assert running_mean(saved).tobytes() == keep.means[-1]
     else:
         new_model()  # All ranks create as many optimizers.
+
+
+@pytest.mark.usefixtures("without_checks")
+def test_without_the_checks_they_are_averaged_before_a_save_too(rank: int, size: int, tmp_path: Path) -> None:
+    model, keep = new_model(), KeepOfBatches()
+    checkpoint = keras.callbacks.ModelCheckpoint(f"{tmp_path}/last.weights.h5", save_freq=2, save_weights_only=True)
+    fit(model, rank, [keep] if rank else [checkpoint, keep])
+    assert [len(set(means)) for means in zip(*everywhere(keep.means))] == [size, 1, size]
 
 
 # -- whatever is given to fit -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat
-from mpistrat.api import libraries, own_gpu
+from mpistrat.api.interop import libraries, own_gpu
 from tests.support import gpu_stand_in
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -7,19 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mpi4py import MPI
 
 from mpistrat.core.errors import EngineError
 from mpistrat.gpu.connect import exchange_over
 from mpistrat.gpu.nccl.communicators import make_communicators
-from mpistrat.transport.mpi.data import MpiData
 from tests.support.gpu_stand_in import Device
+from tests.support.planes import over_mpi
 
 
 @pytest.fixture
 def exchange(size: int) -> Iterator[Any]:
     """Among all ranks."""
-    host = MpiData(MPI.COMM_WORLD.Dup())
+    host = over_mpi()
     yield exchange_over(host, size)
     host.close()
 

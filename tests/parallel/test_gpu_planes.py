@@ -6,7 +6,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
 from mpistrat.core.request import ReduceOp
@@ -15,8 +14,8 @@ from mpistrat.gpu.backend import GpuBackend
 from mpistrat.gpu.nccl.data import NcclData
 from mpistrat.gpu.nccl.types import AVERAGES_FROM
 from mpistrat.gpu.staged import StagedData
-from mpistrat.transport.mpi.data import MpiData
 from tests.support.gpu_stand_in import Communicator, Device
+from tests.support.planes import over_mpi
 
 REAL = [np.dtype(name) for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16",
                                     "float32", "float64")] + [np.dtype(ml_dtypes.bfloat16)]
@@ -28,7 +27,7 @@ class Job:
 
     def __init__(self, name: str, rank: int, size: int):
         self.device = Device(seed=rank)
-        self.host = MpiData(MPI.COMM_WORLD.Dup())
+        self.host = over_mpi()
         staged = StagedData(self.device, rank, self.host, 60.0)
         buffers = [self.device.scratch(2**16) for _ in range(4)]
         self.plane: GpuBackend = {
@@ -43,8 +42,8 @@ class Job:
 
     def result(self, target: GpuArray) -> np.ndarray:
         """The values once all is done."""
-        completion = self.plane.finish()
-        while not completion.done:
+        events = self.plane.finish()
+        while not all(event.done for event in events):
             pass
         return np.asarray(target.owner.view().copy())
 

@@ -12,16 +12,32 @@ import mpistrat
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
+from mpistrat.tensorflow.async_op import call_site  # noqa: E402
+from mpistrat.tensorflow.xla import context, ffi  # noqa: E402
 
-@pytest.fixture(params=["stand-in", pytest.param("GPU", marks=[
-    pytest.mark.gpu, pytest.mark.skipif(not tf.config.list_physical_devices("GPU"), reason="TensorFlow sees no GPU")])])
+from .helpers import assert_equal_on_all_ranks, both_ways, in_graph  # noqa: E402
+from .test_xla_collectives import COLLECTIVES, numbers  # noqa: E402
+
+
+def on_gpu(name: str) -> Any:
+    """A parameter for a real GPU."""
+    return pytest.param(name, marks=[pytest.mark.gpu, pytest.mark.skipif(
+        not tf.config.list_physical_devices("GPU"), reason="TensorFlow sees no GPU")])
+
+
+# The ways of GPU tensors: copied into memory of cupy, and by the asynchronous operation.
+COPIED, ASYNCHRONOUS = ["stand-in", on_gpu("GPU")], ["asynchronous stand-in", on_gpu("asynchronous GPU")]
+
+
+@pytest.fixture(params=[*COPIED, *ASYNCHRONOUS])
 def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[Any]:
     """mpistrat.tensorflow, whose eager tensors go the way of GPU tensors."""
     import mpistrat.tensorflow as hvd
     from tests.support import tensorflow_stand_in
     mpistrat.shutdown()
+    monkeypatch.setenv("MPISTRAT_ASYNC_OP", str(int("asynchronous" in request.param)))
     mpistrat.init()
-    if request.param == "stand-in":
+    if request.param.endswith("stand-in"):
         tensorflow_stand_in.install(rank, monkeypatch.setattr)
         yield hvd
     else:
@@ -57,11 +73,12 @@ def test_broadcast(hvd: Any, rank: int, size: int) -> None:
     np.testing.assert_array_equal(result.numpy(), np.full((2, 3), size - 1))
 
 
+@pytest.mark.parametrize("hvd", COPIED, indirect=True)
 def test_results_of_eager_calls_are_allocated_before_the_exports_that_wait_for_earlier_work(
         hvd: Any, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from mpistrat.tensorflow.bridge import gpu_eager
     events: list[str] = []
-    device_type = type(gpu_eager.device_of(tf.zeros([1])))
+    device_type = type(gpu_eager.device_at(tf.zeros([1]).backing_device))
     lendable, to_dlpack = device_type.lendable, tf.experimental.dlpack.to_dlpack
     monkeypatch.setattr(device_type, "lendable", lambda *of: events.append("result") or lendable(*of))
     monkeypatch.setattr(tf.experimental.dlpack, "to_dlpack", lambda of: events.append("export") or to_dlpack(of))
@@ -203,6 +220,7 @@ def test_the_gradient_of_sync_batch_normalization_is_that_on_the_host(hvd: Any, 
         np.testing.assert_allclose(step(values).numpy(), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("hvd", COPIED, indirect=True)
 def test_a_graph_hands_over_one_tensor_for_each_dtype_of_a_bucket(hvd: Any, rank: int, size: int,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     from mpistrat.tensorflow.bridge import gpu_graph
@@ -239,6 +257,7 @@ def test_no_tensor_of_a_graph_is_exported(hvd: Any, rank: int, size: int, monkey
     assert rows.numpy().tolist() == [r for r in range(size) for _ in range(2)] and root.numpy().tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("hvd", COPIED, indirect=True)
 def test_memory_that_cupy_cannot_allocate_is_tensorflows(hvd: Any, rank: int, size: int,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     from mpistrat.tensorflow.bridge import gpu_eager
@@ -247,7 +266,7 @@ def test_memory_that_cupy_cannot_allocate_is_tensorflows(hvd: Any, rank: int, si
     def step(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return hvd.allreduce(tensor, op=hvd.Sum, name="sum"), hvd.allgather(tensor, name="rows")
 
-    monkeypatch.setattr(type(gpu_eager.device_of(tf.zeros([1]))), "lendable", lambda self, nbytes: None)
+    monkeypatch.setattr(type(gpu_eager.device_at(tf.zeros([1]).backing_device)), "lendable", lambda self, nbytes: None)
     total, rows = step(tf.fill([2], float(rank)))
     assert total.numpy().tolist() == [size * (size - 1) / 2] * 2
     assert rows.numpy().tolist() == [r for r in range(size) for _ in range(2)]
@@ -278,6 +297,7 @@ def test_the_inputs_of_a_graph_are_not_written(hvd: Any, rank: int, size: int) -
     assert doubled.numpy().tolist() == [2 * rank] * 3 and tensor.numpy().tolist() == [rank] * 3
 
 
+@pytest.mark.parametrize("hvd", COPIED, indirect=True)
 def test_memory_is_given_back(hvd: Any, rank: int, size: int) -> None:
     from mpistrat.gpu import dlpack
 
@@ -291,6 +311,7 @@ def test_memory_is_given_back(hvd: Any, rank: int, size: int) -> None:
     assert len(dlpack._lent) <= before + 2  # Of the last step, at most.
 
 
+@pytest.mark.parametrize("hvd", COPIED, indirect=True)
 @pytest.mark.parametrize("ends", ["unused", "error"])
 def test_results_that_are_never_fetched_are_freed(ends: str, hvd: Any, rank: int, size: int,
                                                   restart: Callable[[], None]) -> None:
@@ -324,6 +345,44 @@ def test_results_that_are_never_fetched_are_freed(ends: str, hvd: Any, rank: int
     assert len(dlpack._lent) <= before + 6 and len(COMPLETIONS._taken) <= 2  # Those of the last step.
 
 
+@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
+def test_an_error_elsewhere_is_raised_when_the_collectives_are_complete(hvd: Any, rank: int, size: int) -> None:
+    def fail() -> None:
+        raise ValueError("elsewhere")
+
+    @tf.function
+    def step(tensor: tf.Tensor, fails: bool) -> tf.Tensor:
+        result = hvd.allreduce(tensor, op=hvd.Sum, name="complete")
+        if fails:
+            tf.numpy_function(fail, [], [])
+        return 2 * result
+
+    for _ in range(3):
+        time.sleep(0.02 * (rank == size - 1))
+        with pytest.raises(tf.errors.OpError, match=r"elsewhere"):
+            step(tf.ones([1000]), True)
+        assert step(tf.ones([2]), False).numpy().tolist() == [2 * size] * 2
+
+
+@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
+def test_a_collective_that_a_rank_never_comes_to_fails_when_that_rank_leaves(
+        hvd: Any, rank: int, size: int, restart: Callable[[], None]) -> None:
+    def fail() -> None:
+        raise ValueError("elsewhere")
+
+    @tf.function
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        if rank == size - 1:  # This rank never comes to the collective.
+            with tf.control_dependencies([tf.numpy_function(fail, [], [])]):
+                tensor = tensor + 0
+        return hvd.allreduce(tensor, op=hvd.Sum, name="left_out")
+
+    with pytest.raises(tf.errors.OpError, match=r"elsewhere" if rank == size - 1 else r"left_out"):
+        step(tf.ones([3]))
+    restart()
+    assert hvd.allreduce(tf.ones([2]), op=hvd.Sum).numpy().tolist() == [size] * 2
+
+
 @pytest.mark.parametrize("dtype", ["complex64", "complex128", "bfloat16"])
 def test_every_dtype_of_gradients_is_reduced_in_a_graph(dtype: str, hvd: Any, rank: int, size: int) -> None:
     result = tf.function(lambda tensor: hvd.allreduce(tensor, op=hvd.Sum, name="dtype"))(
@@ -336,7 +395,7 @@ def test_buckets_of_a_graph_are_under_way_together(hvd: Any, rank: int, size: in
     from mpistrat.core.request import ScaledOp
     from mpistrat.tensorflow.bridge.buckets import reduce_list
 
-    @tf.function
+    @tf.function(autograph=False)  # reduce_list is not an entrance for users, and TensorFlow would convert it.
     def step() -> list[tf.Tensor]:
         tensors = [tf.fill([100], float(i + rank)) for i in range(6)]
         return reduce_list(tensors, "many", ScaledOp(hvd.Sum), bucket_bytes=800)
@@ -473,3 +532,103 @@ def test_weights_that_differ_are_found_on_a_gpu_too(rank: int, size: int) -> Non
     step()
     with pytest.raises(tf.errors.OpError, match=r"the values of own.* differ among ranks \[0\]; \[1\]"):
         step()
+
+
+@pytest.mark.parametrize("way", ["eager", "graph", "compiled"])
+def test_adasum_is_refused(way: str, hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "compiled" and ffi.api() is None:
+        pytest.skip("this TensorFlow does not export XLA's FFI")
+    monkeypatch.setattr(context, "why_not", lambda: "")
+
+    def adasum(x: tf.Tensor) -> tf.Tensor:
+        return hvd.allreduce(x, op=hvd.Adasum)
+
+    function = adasum if way == "eager" else tf.function(adasum, jit_compile=way == "compiled", autograph=False)
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="Adasum is computed on the CPU"):
+        function(tf.ones([3]))
+    assert float(hvd.allreduce(tf.ones([]))) == 1  # The engine goes on.
+
+
+# -- in functions that XLA compiles -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def xla(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA compiles collectives, also on a GPU."""
+    if ffi.api() is None:
+        pytest.skip("this TensorFlow does not export XLA's FFI")
+    monkeypatch.setattr(context, "why_not", lambda: "")
+
+
+@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
+@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name != "adasum"])
+def test_a_collective_that_xla_has_compiled(name: str, xla: None, rank: int) -> None:
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        return tf.nest.flatten(COLLECTIVES[name](x))
+
+    compiled = tf.function(step, jit_compile=True, autograph=False)
+    for number in range(2):
+        x = numbers([4, 3], rank, number)
+        for mine, other in zip(compiled(x), tf.function(step, autograph=False)(x), strict=True):
+            assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
+            np.testing.assert_allclose(mine, other, rtol=1e-2 if "16" in name or name == "compressed" else 1e-5)
+
+
+@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
+def test_gradients_and_extents_that_are_known_late(xla: None, hvd: Any, rank: int, size: int) -> None:
+    @tf.function(jit_compile=True, autograph=False, input_signature=[tf.TensorSpec([None, 2])])
+    def total(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(hvd.allgather(x) ** 2) + tf.cast(hvd.size_op(), tf.float32)
+
+    for rows in (3, 5):
+        x = tf.fill([rows, 2], float(rank))
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = total(x) + total(2.0 * x)
+        assert float(value) == 2 * size + 5 * 2 * rows * sum(r * r for r in range(size))
+        np.testing.assert_allclose(tape.gradient(value, x), np.full((rows, 2), 10.0 * rank))
+
+
+@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
+def test_rows_that_differ_are_an_error_of_a_compiled_gather(xla: None, hvd: Any, rank: int) -> None:
+    gather = tf.function(lambda x: hvd.allgather(x), jit_compile=True, autograph=False)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="all ranks must give as many rows to a collective that"):
+        gather(tf.ones([5 if rank else 3]))
+
+
+@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
+def test_fit_of_a_compiled_model(xla: None, hvd: Any, rank: int) -> None:
+    keras = pytest.importorskip("keras")
+    import mpistrat.keras as khvd
+    weights = []
+    for jit_compile in (False, True):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input([6]), keras.layers.Dense(8), khvd.SyncBatchNormalization(),
+                                  keras.layers.Dense(1)])
+        model.compile(khvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)), "mse",
+                      jit_compile=jit_compile)
+        x = numbers([24, 6], rank).numpy()
+        model.fit(x, x.sum(1), batch_size=8, verbose=0)
+        assert_equal_on_all_ranks(model.get_weights())
+        weights.append(model.get_weights())
+    for mine, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
+@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name != "adasum"])
+@both_ways
+def test_ranks_that_hand_tensors_over_in_different_ways_get_the_right_values_or_an_error(
+        name: str, way: Callable, hvd: Any, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = numbers([4, 3], rank)
+    expected = tf.nest.flatten(way(COLLECTIVES[name])(tensor))
+    if rank == 0:
+        monkeypatch.setattr(call_site, "is_used", lambda where, process_set: False)
+    packs = {"group": "how the list is packed .* MPISTRAT_ASYNC_OP=0", "slices": "dtype", "gather": "dtype",
+             "group of gathers": "dtype"}
+    if name in packs and way is in_graph:
+        with pytest.raises(tf.errors.OpError, match=f"the ranks disagree on {packs[name]}"):
+            way(COLLECTIVES[name])(tensor)
+        return
+    for mine, other in zip(tf.nest.flatten(way(COLLECTIVES[name])(tensor)), expected, strict=True):
+        np.testing.assert_array_equal(mine, other)

@@ -20,6 +20,8 @@ from mpistrat.transport.hierarchical.piggyback import Piggyback
 from mpistrat.transport.mpi.data import MpiData
 from mpistrat.transport.shm.segment import ASLEEP, HostMemory
 
+from ..support.planes import waits
+
 EACH = 4 * VOTE_MESSAGE_BYTES  # bytes that may go with a vote
 LIMIT_S = 30.0  # only a failing test waits for so long
 
@@ -183,8 +185,8 @@ def vote_for(host: Host, arrays: Sequence[np.ndarray], op: ReduceOp = ReduceOp.S
         if host.ranks[i] != unready:
             cut = arrays[i].size // 2
             sources = [arrays[i]] if whole else [arrays[i][:cut], arrays[i][cut:]]
-            loads[i] = piggyback.pack(MpiData(MPI.COMM_WORLD), sources, [targets[i]], Reduction(op, prescale, scale),
-                                      arrays[i].size)
+            loads[i] = piggyback.pack(MpiData(MPI.COMM_WORLD, waits()), sources, [targets[i]],
+                                      Reduction(op, prescale, scale), arrays[i].size)
         agreement.vote(number, is_ready=i in loads)
     outcomes = host.outcomes()
     first = host.piggybacks[0]

@@ -20,7 +20,7 @@ hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.engine.queue import TensorQueue  # noqa: E402
-from mpistrat.keras.optimizer_parts import distributed_in  # noqa: E402
+from mpistrat.keras.nested_optimizers import distributed_in  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
 from .helpers import assert_equal_on_all_ranks, both_ways, eagerly, in_graph  # noqa: E402

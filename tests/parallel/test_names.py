@@ -355,7 +355,7 @@ def test_one_function_in_two_threads_at_once_is_refused(rank: int, restart: Call
 def test_fits_of_a_strategy_in_two_threads_do_not_share_the_rows_of_a_batch(
         rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = hvd.MPIStrategy()
-    assign, together = step_state.set_flag, threading.Barrier(2)
+    assign, together = step_state.Flags.assign, threading.Barrier(2)
     x = np.random.default_rng(5).standard_normal((24 * size, 2)).astype("float32")
 
     def fitted(batch: int, wait: Callable[[], Any]) -> np.ndarray:
@@ -366,14 +366,14 @@ def test_fits_of_a_strategy_in_two_threads_do_not_share_the_rows_of_a_batch(
         model.fit(x[:-1], x[:-1, :1], batch_size=batch, shuffle=False, verbose=0, callbacks=[begin])
         return model.layers[0].kernel.numpy()
 
-    def late(name: str, value: Any) -> None:
+    def late(flags: step_state.Flags, name: str, value: Any) -> None:
         """Another thread is late on each rank."""
         if name == "usual_rows":
             time.sleep(0.2 * ((value > 6) == bool(rank % 2)))
-        assign(name, value)
+        assign(flags, name, value)
 
     batches = [12 * size, 3 * size]
     alone = [fitted(batch, lambda: None) for batch in batches]
-    monkeypatch.setattr(step_state, "set_flag", late)
+    monkeypatch.setattr(step_state.Flags, "assign", late)
     both = in_threads(lambda number: fitted(batches[number], lambda: together.wait(LIMIT_S)), ["large", "small"])
     np.testing.assert_array_equal(both, alone)

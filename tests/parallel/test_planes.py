@@ -36,6 +36,7 @@ from mpistrat.transport.mpi.data import MpiData
 from mpistrat.transport.mpi.peer_wait import PeerWait
 from mpistrat.transport.unix_socket import UnixSocketChannel
 
+from ..support.planes import over_mpi, waits
 from ..support.shared_memory_of_threads import host_memories
 
 CHUNK = 64 * 1024
@@ -44,16 +45,10 @@ CHUNK = 64 * 1024
 SIZES = [0, 1, 2, 1000, CHUNK // 4, HierarchicalData.slots * CHUNK // 4, 20 * CHUNK // 4 + 7, MPI_CHUNK_BYTES // 2 + 7]
 
 
-def waits(limit_s: float = 60.0) -> PeerWait:
-    """Those of this rank for all others, each on a host of its own."""
-    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-    return PeerWait(Topology(rank, tuple(f"host{r}" for r in range(size))), range(size), limit_s)
-
-
 @pytest.fixture(scope="module", params=["hierarchical", "mpi"])
 def plane(request: pytest.FixtureRequest) -> Iterator[DataPlane]:
     """What reduces between hosts: with shared memory within them, of one rank each here, and without."""
-    between: DataPlane = MpiData(MPI.COMM_WORLD.Dup())
+    between: DataPlane = over_mpi()
     if request.param == "hierarchical":
         nbytes = HierarchicalData.memory_bytes(1, CHUNK)
         memory, = host_memories([MPI.COMM_WORLD.Get_rank()], nbytes, 60.0)
@@ -103,7 +98,7 @@ def voting(rank: int, size: int) -> Iterator[tuple[HierarchicalData, Hierarchica
     vote = leader_exchange(MPI.COMM_WORLD, Topology(rank, tuple(f"host {h}" for h in range(size))), piggyback)
     agreement = HierarchicalAgreement(memory, lambda other: None, vote,
                                       [other for other in range(size) if other != rank])
-    plane = HierarchicalData(memory, CHUNK, MpiData(MPI.COMM_WORLD.Dup()), MPI.COMM_WORLD.Dup(), 1, waits(), piggyback)
+    plane = HierarchicalData(memory, CHUNK, over_mpi(), MPI.COMM_WORLD.Dup(), 1, waits(), piggyback)
     yield plane, agreement
     agreement.close()
     plane.close()
@@ -154,7 +149,7 @@ class SmallInts:
 
 
 def test_what_is_large_goes_over_mpi_in_pieces(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plane = MpiData(SmallInts(MPI.COMM_WORLD.Dup(), 2000))
+    plane = MpiData(SmallInts(MPI.COMM_WORLD.Dup(), 2000), waits())
     monkeypatch.setattr(mpi, "MPI_PIECE_BYTES", 1000)
     counts = [0, 7, 3000, 126, 125][:size]
     for large_bytes in (mpi.LARGE_BYTES, 2000):
@@ -190,11 +185,11 @@ def planes() -> Iterator[dict[str, DataPlane]]:
     host_of = {"one host": ("here",) * size, "two hosts": ("here",) * (size - size // 2) + ("there",) * (size // 2)}
     backends = {name: backends_over(MPI.COMM_WORLD, Topology(rank, hosts), Settings(), Interruption())
                 for name, hosts in host_of.items()}
-    over_mpi = MpiData(MPI.COMM_WORLD.Dup())
-    yield {"mpi": over_mpi, **{name: one.data for name, one in backends.items()}}
+    alone = over_mpi()
+    yield {"mpi": alone, **{name: one.data for name, one in backends.items()}}
     for one in backends.values():
         one.close()
-    over_mpi.close()
+    alone.close()
 
 
 def random_sizes(seed: int, count: int) -> Iterator[tuple[int, np.random.Generator]]:
@@ -283,7 +278,7 @@ CALLS = {
 def test_a_collective_to_which_others_do_not_come_ends_with_their_hosts(rank: int, size: int, call: str) -> None:
     if size == 1:
         pytest.skip("needs another rank")
-    plane = MpiData(MPI.COMM_WORLD.Dup(), waits(0.2))
+    plane = over_mpi(0.2)
     began = time.thread_time()
     if rank == 0:
         with pytest.raises(StallError, match=r"rank 0 on host0 has waited 0 s for ranks \[1\] on host1.* Either the "

@@ -1,5 +1,6 @@
 """MPIStrategy without Keras: run, reduce, gather and what a replica can do, eagerly and in graphs."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import mpistrat
 
 tf = pytest.importorskip("tensorflow")
 
+import mpistrat.tensorflow as hvd  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
 from .strategy_helpers import MEAN, SUM, collectives_counted, eagerly, in_graph, per_rank  # noqa: E402
@@ -194,6 +196,41 @@ def test_collectives_in_branches_and_loops(strategy: MPIStrategy, rank: int, siz
         return strategy.run(step)
     assert float(program(tf.constant(True))) == 6 * size
     assert float(program(tf.constant(False))) == 4 * sum(r + 1 for r in range(size))
+
+
+def test_autograph_converts_the_users_functions_and_none_of_mpistrat(strategy: MPIStrategy, size: int,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    # In mpistrat it would find nothing to convert, and take seconds for it.
+    autograph = importlib.import_module("tensorflow.python.autograph.impl.api")
+    original, converted = autograph._convert_actual, set()
+
+    def convert(entity: Any, context: Any) -> Any:
+        converted.add((entity.__module__, entity.__name__))
+        return original(entity, context)
+
+    def merged(strategy: MPIStrategy, total: Any) -> Any:
+        while total < 100.0:
+            total *= 10.0
+        return strategy.reduce("MEAN", total, axis=None)
+
+    def step() -> Any:
+        total = replica().all_reduce("SUM", tf.ones([2]))
+        total += replica().all_gather(total, 0)[:2] + hvd.allreduce(total) + tf.cast(hvd.size_op(), tf.float32)
+        if total[0] > 0.0:
+            total *= 0.5
+        return replica().merge_call(merged, args=(total[1],))
+
+    @tf.function
+    def program() -> Any:
+        return strategy.reduce("MEAN", tf.fill([1], strategy.run(step)), axis=0)
+
+    monkeypatch.setattr(autograph, "_convert_actual", convert)
+    result = 2.0 * size
+    while result < 100:
+        result *= 10
+    assert float(program()) == result
+    assert {name for _, name in converted} >= {"program", "step", "merged"}
+    assert not [place for place in sorted(converted) if place[0].startswith("mpistrat.")]
 
 
 def test_a_nested_function_may_be_called_twice(strategy: MPIStrategy, size: int) -> None:

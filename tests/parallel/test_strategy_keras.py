@@ -18,7 +18,7 @@ import mpistrat.keras  # noqa: E402
 from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.core.request import Request  # noqa: E402
 from mpistrat.engine.queue import TensorQueue  # noqa: E402
-from mpistrat.tensorflow import Compression, MPIStrategy, first_steps  # noqa: E402
+from mpistrat.tensorflow import Compression, MPIStrategy, consistency  # noqa: E402
 from mpistrat.tensorflow.xla import context  # noqa: E402
 
 from ..features.keras_models import Subclassed  # noqa: E402
@@ -123,8 +123,8 @@ def test_groups_are_a_number() -> None:
 def test_the_same_data_on_all_ranks_are_warned_of(is_same: bool, strategy: MPIStrategy, rank: int,
                                                   caplog: pytest.LogCaptureFixture,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_steps, "_has_warned", False)
-    monkeypatch.setattr(first_steps, "_all", weakref.WeakSet())
+    monkeypatch.setattr(consistency, "_has_warned", False)
+    monkeypatch.setattr(consistency, "_all", weakref.WeakSet())
     model, _ = both(strategy, rank)
     x, y = global_data(BATCH * 2)
     data = tf.data.Dataset.from_tensor_slices((x + (0 if is_same else rank), y)).batch(BATCH)

@@ -472,24 +472,6 @@ def test_ranks_may_trace_a_different_number_of_times(rank: int, size: int) -> No
 # -- in graphs --------------------------------------------------------------------------------------------------------
 
 
-def test_autograph_leaves_the_collectives_as_they_are() -> None:
-    # It would find nothing to convert, and takes seconds for it.
-    status = []
-
-    class Compression(hvd.Compression.none):
-        @staticmethod
-        def compress(tensor: Any) -> tuple[Any, Any]:
-            status.append(tf.__internal__.autograph.control_status_ctx().status.name)
-            return tensor, None
-
-    @tf.function
-    def step(x: Any) -> Any:
-        return hvd.allreduce(x, compression=Compression)
-
-    step(tf.ones([2]))
-    assert status == ["DISABLED"]
-
-
 @pytest.mark.horovod("static-shapes")
 def test_static_shapes_are_kept() -> None:
     shapes = {}

@@ -16,8 +16,11 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.api import runtime  # noqa: E402
+from mpistrat.api.elastic.state import ObjectState  # noqa: E402
 from mpistrat.keras.fit import throughput  # noqa: E402
+from mpistrat.keras.fit.fit_callbacks import TimedSteps  # noqa: E402
 from mpistrat.keras.fit.throughput import Work  # noqa: E402
+from mpistrat.process.step_timer import StepTimer  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 from mpistrat.trace.stragglers import StragglerWatch  # noqa: E402
 
@@ -212,11 +215,17 @@ def test_a_fit_of_a_strategy_counts_the_rows_of_all_ranks(is_in_scope: bool, ran
     assert totals == [rows - batch, rows] + ([2 * rows - batch] if size > 1 else [])
 
 
-def test_the_callback_does_not_make_a_strategy_reduce_the_logs_of_each_step() -> None:
+@pytest.mark.parametrize("make", [
+    hvd.callbacks.Throughput, hvd.callbacks.MetricAverageCallback, hvd.callbacks.Elastic,
+    lambda: hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+    lambda: hvd.elastic.UpdateBatchStateCallback(ObjectState(batch=0)),
+    lambda: TimedSteps(StepTimer(10**6, 0), True)],
+    ids=["throughput", "metrics", "elastic", "broadcast", "batch", "efficiency"])
+def test_callbacks_that_read_no_logs_do_not_make_a_strategy_reduce_those_of_each_step(make: Callable) -> None:
     strategy = MPIStrategy()
     with strategy.scope():
         model = new_model(is_distributed=False)
-    model.fit(*points(16), batch_size=8, verbose=0, callbacks=[hvd.callbacks.Throughput()])
+    model.fit(*points(16), batch_size=8, verbose=0, callbacks=[make()])
     assert model._mpistrat_logs_wanted is False
 
 

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
 import mpistrat.keras as khvd  # noqa: E402
 import mpistrat.tensorflow as hvd  # noqa: E402
+from mpistrat.api import runtime  # noqa: E402
+from mpistrat.core import signal_handlers  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 from mpistrat.tensorflow.xla import collective as compiled_collective  # noqa: E402
 from mpistrat.tensorflow.xla import context, custom_call, ffi  # noqa: E402
@@ -286,6 +289,32 @@ def test_an_exception_in_the_handler_is_the_error_of_the_step(monkeypatch: pytes
     monkeypatch.setattr(compiled_collective._CompiledCallSite, "execute", lambda self, call: 1 // 0)
     with pytest.raises(tf.errors.UnknownError, match="ZeroDivisionError: integer division or modulo by zero"):
         function(tf.ones([2]))
+
+
+def test_ctrl_c_ends_a_collective_that_waits(rank: int, size: int, restart: Callable[[], None]) -> None:
+    def interrupt() -> None:
+        while not runtime.current().world.traced.in_flight():
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    assert not signal_handlers.are_installed()  # With handlers of the script the error comes when it is complete.
+    function = by_xla(lambda x: hvd.allreduce(x, name="interrupted"))
+    function(tf.ones([2]))
+    if rank == 0:
+        interrupter = threading.Thread(target=interrupt)
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            function(tf.ones([2]))
+        interrupter.join()
+        for other in range(1, size):
+            MPI.COMM_WORLD.send(None, other)
+    else:
+        MPI.COMM_WORLD.recv(source=0)  # The collective of rank 0 must not be complete when the signal comes.
+        with pytest.raises(tf.errors.UnknownError, match=r"KeyboardInterrupt|Ctrl-C has interrupted it on a rank"):
+            for _ in range(2):  # The first is complete here if rank 0 had given its tensor before the signal came.
+                function(tf.ones([2]))
+    restart()
+    np.testing.assert_array_equal(function(tf.ones([2])), [1.0, 1.0])
 
 
 class _StopError(Exception):

@@ -6,6 +6,7 @@ The first cases are deadlocks. The others are legal. In most of them, all ranks 
 which is shorter than MPISTRAT_DEADLOCK_S is then. In PATIENT some rank has nothing in flight for longer than that.
 """
 
+import functools
 import os
 import queue
 import subprocess
@@ -139,7 +140,7 @@ def ranks_that_have_ended_and_one_that_works() -> str:
 
 
 DEADLOCKS = ("crossed_names", "crossed_names_with_idle_threads", "crossed_handles", "uneven_parts_of_the_data",
-             "a_graph_and_an_eager_call")
+             "a_graph_and_an_eager_call", "compiled_functions_of_other_orders")
 PATIENT = ("a_rank_with_nothing_in_flight", "ranks_that_have_ended_and_one_that_works", "evaluation_on_rank_0_only")
 ARRAYS = [crossed_names, crossed_names_with_idle_threads, crossed_handles, a_rank_that_sleeps,
           a_rank_with_nothing_in_flight, orders_of_their_own, a_thread_that_sleeps_first,
@@ -152,6 +153,7 @@ def tensorflow_cases() -> list[Callable[[], object]]:
     import tensorflow as tf
 
     import mpistrat.keras as hvd
+    from mpistrat.tensorflow.xla import ffi
 
     @tf.autograph.experimental.do_not_convert
     def graph_total(value: tf.Tensor, name: str) -> tf.Tensor:
@@ -170,6 +172,11 @@ def tensorflow_cases() -> list[Callable[[], object]]:
         if hvd.rank() == 0:
             return float(tf.function(lambda: graph_total(tf.ones([]), "in_a_graph"))())
         return total("eager")
+
+    def compiled_functions_of_other_orders() -> list[float]:
+        """XLA has compiled them, if it can."""
+        return [float(tf.function(functools.partial(graph_total, name=name), jit_compile=ffi.api() is not None)(
+            tf.ones([]))) for name in own_order("left", "right")]
 
     def crossed(slow: Callable[[], tf.Tensor]) -> float:
         """In a graph on even ranks, with something slow before the second collective. Odd ranks begin with that."""
@@ -244,8 +251,9 @@ def tensorflow_cases() -> list[Callable[[], object]]:
             evaluate()
         return total("late") + total("early")
 
-    return [uneven_parts_of_the_data, a_graph_and_an_eager_call, a_graph_that_computes, a_graph_that_waits_for_a_file,
-            a_graph_that_calls_python, a_graph_that_reads_data, graphs_of_other_orders, evaluation_on_rank_0_only]
+    return [uneven_parts_of_the_data, a_graph_and_an_eager_call, compiled_functions_of_other_orders,
+            a_graph_that_computes, a_graph_that_waits_for_a_file, a_graph_that_calls_python, a_graph_that_reads_data,
+            graphs_of_other_orders, evaluation_on_rank_0_only]
 
 
 def main() -> None:

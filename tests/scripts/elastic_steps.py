@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 import mpistrat as hvd
-from mpistrat.api.elastic import ObjectState, run
-from mpistrat.api.elastic_sampler import ElasticSampler
+from mpistrat.api.elastic.sampler import ElasticSampler
+from mpistrat.api.elastic.state import ObjectState, run
 from mpistrat.elastic import membership
 
 ROWS, BATCH = 60, 2
@@ -47,12 +47,14 @@ def log(text: str) -> None:
 def lose_host() -> None:
     """Kill all processes of this host, this one last."""
     here = os.readlink("/proc/self/ns/net")
-    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, os.getpid())]:
-        try:
-            if os.readlink(f"/proc/{pid}/ns/net") == here:
-                os.kill(pid, signal.SIGKILL)
-        except OSError:
-            pass  # It has ended.
+    # A host that is lost does nothing more. So all of them stop before the first one ends, which others would notice.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, os.getpid())]:
+            try:
+                if os.readlink(f"/proc/{pid}/ns/net") == here:
+                    os.kill(pid, number)
+            except OSError:
+                pass  # It has ended.
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Runtime.lose ends every kind of wait of a rank for others. Under mpirun on three ranks, of which none is lost.
+"""Losses.lose ends every kind of wait of a rank for others. Under mpirun on three ranks, of which none is lost.
 
 For each kind rank 0 waits and the others do not come, until `lose` is called in another thread of rank 0. Then all
 shut down and begin again. Rank 0 prints the kind, the error, and whether it was raised soon.
@@ -53,7 +53,7 @@ def in_shutdown() -> None:
 
 def in_backend() -> None:
     """The ranks have agreed, and the other one does not take part in the collective itself."""
-    runtime.current().engine.controller.executor._data.allgather(np.ones(5), np.empty(15), [5, 5, 5])
+    runtime.current().engine.controller.executor.data.allgather(np.ones(5), np.empty(15), [5, 5, 5])
 
 
 KINDS: list[tuple[Callable[[], object], int]] = [  # and how many steps the others make with it
@@ -67,7 +67,7 @@ def wait_and_say(kind: Callable[[], object]) -> None:
 
     def lose() -> None:
         called.append(time.monotonic())
-        runtime_of_rank_0.lose(LOST)
+        runtime_of_rank_0.losses.lose(LOST)
     runtime_of_rank_0 = runtime.current()
     timer = threading.Timer(0.3, lose)
     timer.start()
@@ -98,6 +98,6 @@ for kind, steps in KINDS:
             mpistrat.allreduce(np.ones(10))
     MPI.COMM_WORLD.barrier()
     if mpistrat.is_initialized():
-        runtime.current().lose(LOST)
+        runtime.current().losses.lose(LOST)
         mpistrat.shutdown()
 print(f"rank {MPI.COMM_WORLD.Get_rank()}: done", flush=True)

@@ -3,7 +3,8 @@
     mpirun -np 2 python tests/scripts/one_after_other.py DIRECTORY "[NAME=VALUE ...] SCRIPT [ARGUMENT ...]" ...
 
 SCRIPT is a path from here, or from DIRECTORY. They run in DIRECTORY, which all ranks share; "{rank}" in a line is the
-rank, and an argument with a slash at its end is a directory that is made. After each, every rank says as JSON how it
+rank, and an argument with a slash at its end is a directory that is made. With COMPILED=1 XLA compiles the script's
+models and functions though it does not say so. After each, every rank says as JSON how it
 has ended and what it has printed (tests/support/scripts.py has the fields), and compares with the other ranks what the
 script's global names hold: models, optimizers, variables.
 """
@@ -28,6 +29,7 @@ import tensorflow as tf
 from reporting import launched_rank, say
 
 import mpistrat
+from tests.support.compiled import compiled_by_xla
 
 
 def variables_of(value: object) -> Iterator[object]:
@@ -94,7 +96,7 @@ def run(line: str, root: Path) -> None:
     error, names = "", {}
     with tempfile.TemporaryFile("w+") as printed:
         try:
-            with printed_to(printed.fileno()):
+            with printed_to(printed.fileno()), compiled_by_xla() if "COMPILED" in env else contextlib.nullcontext():
                 names = runpy.run_path(str(path), run_name="__main__")
         except SystemExit as ending:
             error = "" if ending.code in (None, 0) else str(ending.code)

@@ -9,7 +9,10 @@ With "compiled" XLA compiles each program as a whole, or as Keras does inside of
 inner functions only; there is one intra-op thread too. Then all ranks build their reductions in one order: a compiled
 function runs them in the order of the program, and waits for each.
 
-usage: random_programs.py PROGRAMS [FIRST] [gradients] [compiled]
+With "gpu" the tensors go the way of GPU tensors, on a stand-in: by the asynchronous operation, or with
+MPISTRAT_ASYNC_OP=0 by copies.
+
+usage: random_programs.py PROGRAMS [FIRST] [gradients] [compiled] [gpu]
 
 FIRST is the number of the first program.
 """
@@ -31,6 +34,9 @@ from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
 strategy = MPIStrategy()
 rank, size = hvd.rank(), hvd.size()
+if "gpu" in sys.argv:
+    from tests.support import tensorflow_stand_in
+    tensorflow_stand_in.install(rank)
 WIDTH = 3
 # A piece of a program: what it does to this rank's tensor, in TensorFlow; and to all ranks' rows, in numpy, with what
 # makes of the gradients of its results those of its inputs. Those are of the sum of what all ranks have, except through

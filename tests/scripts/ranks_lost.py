@@ -1,8 +1,9 @@
 """Some ranks are killed amid collectives, the others recover and go on: ranks_lost.py KIND VICTIMS DELAY [SECOND].
 
-KIND is one of the functions below, VICTIMS are ranks with commas between, DELAY is in seconds. SECOND is, too: from the
-first loss to the second one, in the recovery. Under `mpirun --with-ft ulfm`. Each rank that is left prints its former
-rank, and the times in seconds from the kill to the error, and to the end of the next step.
+KIND is one of the functions below, for those of TensorFlow also with "compiled_" before it: XLA compiles the step.
+VICTIMS are ranks with commas between, DELAY is in seconds. SECOND is, too: from the first loss to the second one, in
+the recovery. Under `mpirun --with-ft ulfm`. Each rank that is left prints its former rank, and the times in seconds
+from the kill to the error, and to the end of the next step.
 """
 
 import os
@@ -15,7 +16,8 @@ from collections.abc import Callable
 import numpy as np
 
 import mpistrat
-from mpistrat.api.recovery import can_recover, recover
+from mpistrat.api import runtime
+from mpistrat.api.elastic.recovery import recover
 from mpistrat.core.errors import RanksLostError
 
 
@@ -101,19 +103,36 @@ def function() -> Callable[[], float]:
     import mpistrat.tensorflow as hvd
     weights = tf.Variable(tf.ones([1000]))
 
-    @tf.function
-    def training_step() -> tf.Tensor:
-        with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:
-            loss = tf.reduce_sum(weights) * 2.0 ** RANK
-        gradient, = tape.gradient(loss, [weights])
-        mean = hvd.allreduce(tf.fill([300_000], 2.0 ** RANK))
-        with tf.control_dependencies([hvd.allgather(tf.fill([3], 1.0)), mean]):
-            return tf.stack([gradient[0], mean[0]])
+    def made() -> Callable[[], tf.Tensor]:
+        @tf.function(jit_compile=IS_COMPILED or None)
+        def training_step() -> tf.Tensor:
+            with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:
+                loss = tf.reduce_sum(weights) * 2.0 ** RANK
+            gradient, = tape.gradient(loss, [weights])
+            mean = hvd.allreduce(tf.fill([300_000], 2.0 ** RANK))
+            with tf.control_dependencies([hvd.allgather(tf.fill([3], 1.0)), mean]):
+                return tf.stack([gradient[0], mean[0]])
+        return training_step
+
+    training_step = made()
 
     def step() -> float:
         total, mean = training_step().numpy()
         assert np.isclose(mean * mpistrat.size(), total), (mean, total)
         return float(total)
+
+    def restart() -> None:
+        nonlocal training_step
+        if not IS_COMPILED:
+            return
+        try:
+            training_step()
+        except tf.errors.InvalidArgumentError as error:
+            assert f"XLA has compiled it for {SIZE} ranks, and there are {mpistrat.size()}" in str(error), error
+        else:
+            raise AssertionError("a result has the shape of another number of ranks")
+        training_step = made()
+    step.restart = restart  # type: ignore[attr-defined]
     return step
 
 
@@ -123,12 +142,13 @@ def fit() -> Callable[[], float]:
 
     import mpistrat.keras as hvd
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(1)])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.001)), "mse")
-    x = np.random.default_rng(RANK).standard_normal((64, 8)).astype("float32")
+    model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Embedding(50, 4), keras.layers.Flatten(),
+                              keras.layers.Dense(16), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.001)), "mse", jit_compile=IS_COMPILED)
+    x = np.random.default_rng(RANK).integers(0, 50, (64, 8))
 
     def step() -> float:
-        model.fit(x, x[:, :1], epochs=1, batch_size=8, verbose=0)
+        model.fit(x, x[:, :1] / 50, epochs=1, batch_size=8, verbose=0)
         return float(mpistrat.allreduce(np.array([2.0 ** RANK]), op=mpistrat.Sum)[0])
 
     def check() -> None:
@@ -152,7 +172,7 @@ def strategy() -> Callable[[], float]:
     under = mpistrat.tensorflow.MPIStrategy()
     with under.scope():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
-        model.compile(keras.optimizers.SGD(0.01), "mse")
+        model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=IS_COMPILED)
     x = np.random.default_rng(1).standard_normal((48, 4)).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(24)
 
@@ -166,7 +186,7 @@ def strategy() -> Callable[[], float]:
         mpistrat.tensorflow.broadcast_variables(model.variables, 0)
         with under.scope():
             other = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
-            other.compile(keras.optimizers.SGD(0.01), "mse")
+            other.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=IS_COMPILED)
         other.set_weights(model.get_weights())
         step()
         other.fit(data, epochs=1, verbose=0)
@@ -188,10 +208,11 @@ def die() -> None:
 
 KIND, VICTIMS, DELAY_S = sys.argv[1], [int(rank) for rank in sys.argv[2].split(",")], float(sys.argv[3])
 SECOND_S = float(sys.argv[4]) if len(sys.argv) > 4 else 0.004
+IS_COMPILED = KIND.startswith("compiled_")
 mpistrat.init()
 RANK, SIZE = mpistrat.rank(), mpistrat.size()
-assert can_recover()
-step = globals()[KIND]()
+assert runtime.current().losses.is_tolerant
+step = globals()[KIND.removeprefix("compiled_")]()
 if KIND != "joined":
     for _ in range(2):
         assert step() == 2.0 ** SIZE - 1

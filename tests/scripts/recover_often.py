@@ -12,7 +12,7 @@ import psutil
 
 import mpistrat
 from mpistrat.api import runtime
-from mpistrat.api.recovery import recover
+from mpistrat.api.elastic.recovery import recover
 from mpistrat.core.errors import RanksLostError
 
 
@@ -37,7 +37,7 @@ for _ in range(20):
             mpistrat.allreduce(np.ones(1000), process_set=pair)
     found.append(held())
     mpistrat.barrier()
-    runtime.current().lose(())
+    runtime.current().losses.lose(())
     try:
         mpistrat.allreduce(np.ones(3))
     except RanksLostError:

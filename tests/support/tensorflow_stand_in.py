@@ -5,9 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from mpistrat.api import own_gpu
+from mpistrat.api.interop import own_gpu
 from mpistrat.gpu import dlpack
+from mpistrat.tensorflow.async_op import streams
 from mpistrat.tensorflow.bridge import gpu_eager, gpu_graph
+from mpistrat.tensorflow.xla import context, gpu_memory
 from tests.support import gpu_stand_in
 
 
@@ -18,7 +20,15 @@ class StandIn(gpu_stand_in.Device):
 
 
 def install(rank: int, replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Let all tensors of this process go the way of GPU tensors: eager ones, and those of graphs."""
+    """Let all tensors of this process go the way of GPU tensors: eager ones, those of graphs, and XLA's."""
+    def place_of(call: Any) -> tuple[StandIn, gpu_stand_in.Stream]:
+        device: Any = own_gpu.this_ranks_gpu(0)
+        return device, device.current_stream()
+
     replace(own_gpu, "make_device", lambda number: StandIn(seed=rank))
+    replace(streams, "WAYS", {"the stand-in's": lambda device, where: device.current_stream()})
     replace(gpu_eager, "are_on_gpu", lambda tensors: True)
-    replace(gpu_graph, "device_of", lambda tensors: None if tf.executing_eagerly() else "/device:CPU:0")
+    replace(gpu_graph, "device_of", lambda tensors: None if tf.executing_eagerly() or context.is_compiled()
+            else "/device:CPU:0")
+    replace(gpu_memory, "is_used", lambda: True)
+    replace(gpu_memory, "place_of", place_of)

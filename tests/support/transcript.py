@@ -28,8 +28,9 @@ PAGE = ROOT / "docs" / "transcript.md"
 LINES, COLUMNS = 30, 100  # of a screen
 _LIMIT_S = 240  # for one scene; it takes some seconds on a machine that is not busy
 # What job_environment sets for other tests, and a user does not have.
-_FOR_TESTS = ("PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL", "OMPI_ALLOW_RUN_AS_ROOT",
-              "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_osc")
+_FOR_TESTS = ("MPISTRAT_FAILURE_TIMELINE", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL",
+              "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_mpi_yield_when_idle",
+              "OMPI_MCA_osc")
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,21 @@ SCENES = (
           "no_broadcast.py", "mpistrat run -np 2 python no_broadcast.py", 1,
           ("mpistrat run: ranks 0-1 on node1 failed:", "the values of sequential/dense/kernel differ",
            "add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks of fit", f"{_ENDED} 1")),
+    Scene("A collective on one rank only", "Rank 0 waits for rank 1 in the broadcast, and rank 1 for rank 0 in the "
+          "next one. The setting shortens the wait from 10 s.",
+          "deadlock.py", "env MPISTRAT_DEADLOCK_S=3 mpistrat run -np 2 python deadlock.py", 1,
+          ("mpistrat run: ranks 0-1 on node1 failed:", "DeadlockError: This is a deadlock",
+           "weights: ranks [0] wait for ranks [1], which wait for loss instead.",
+           'weights = mpistrat.broadcast(weights, 0, name="weights")', "the last operations of ranks [0, 1]: mpistrat "
+           "timeline mpistrat-", f"{_ENDED} 1")),
     Scene("Ctrl-C", "Ctrl-C in the third epoch.",
           "long_training.py", "mpistrat run -np 2 python long_training.py", 1,
           ("Epoch 3/100000", "^C", f"{_ENDED} 1: it was ended by Ctrl-C"), _press_ctrl_c),
     Scene("kill -9", "The same script. In the third epoch rank 1 is killed from another terminal, as the kernel does "
           "when memory runs out:\n`kill -9` with the process id that the rank has printed.",
           "long_training.py", "mpistrat run -np 2 python long_training.py", 137,
-          ("Epoch 3/100000", f"{_ENDED} 137: rank 1 on node1 was killed, signal 9 (SIGKILL)"), _kill_rank_1),
+          ("Epoch 3/100000", f"{_ENDED} 137: rank 1 on node1 was killed, signal 9 (SIGKILL)",
+           "the last operations of ranks [0]: mpistrat timeline mpistrat-"), _kill_rank_1),
     Scene("A file that cannot be read", "The frames of h5py below the user's line are not shown.",
           "no_file.py", "mpistrat run -np 2 python no_file.py", 1,
           ("mpistrat run: ranks 0-1 on node1 failed:", 'with h5py.File("digits.h5") as file:',

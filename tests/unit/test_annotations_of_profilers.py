@@ -55,7 +55,10 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             seen.append(f"{profiler} ends {name}")
         return make
 
-    monkeypatch.setattr(annotations, "makers", [maker("one"), maker("two")])
+    monkeypatch.setattr(annotations, "makers", [])
+    monkeypatch.setattr(annotations, "is_on", bool)
+    for profiler in ("one", "two"):
+        annotations.add(maker(profiler), bool)
     return seen
 
 
@@ -84,8 +87,11 @@ def test_what_shares_a_reduction_is_marked_once(executor: Executor, marks: list[
 
 def test_without_a_profiler_nothing_is_made(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(annotations, "makers", [])
-    context = annotations.marked(entry("x").request)
-    assert isinstance(context, AbstractContextManager) and context is annotations.marked(entry("y").request)
+    monkeypatch.setattr(annotations, "is_on", bool)
+    for _ in range(2):
+        context = annotations.marked(entry("x").request)
+        assert isinstance(context, AbstractContextManager) and context is annotations.marked(entry("y").request)
+        annotations.add(lambda name: 1 // 0, lambda: False)  # a profiler that does not run
 
 
 def test_a_profile_of_tensorflow_has_them_and_nvtx_too(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from mpistrat.cli.bench import command, output
 from mpistrat.cli.bench.cases import CASES, OPERATIONS, Case
 from mpistrat.cli.bench.measure import Point, repeats_for
+from mpistrat.cli.bench.output import Output, Table
 from mpistrat.cli.bench.plot import binary_text, decimal_text, plot, ratio_text
-from mpistrat.cli.bench.report import Table, as_json
 from mpistrat.core.errors import MpistratError
 from mpistrat.core.install import pip_extra
 from mpistrat.process import procfs
@@ -62,10 +62,10 @@ def test_the_table_is_aligned_with_rows_that_come_one_by_one() -> None:
 
 
 def test_the_file_says_the_same_as_the_table() -> None:
-    written = as_json(point())
+    written = point().as_json()
     assert (written["mpistrat_s"], written["mpi_s"], written["memcpy_s"]) == (0.5, 1.0, 0.125)
     assert (written["times_as_long_as_mpi"], written["times_as_long_as_memcpy"]) == (0.5, 4.0)
-    assert as_json(point(mpi_s=None))["times_as_long_as_mpi"] is None
+    assert point(mpi_s=None).as_json()["times_as_long_as_mpi"] is None
 
 
 def test_large_cases_are_repeated_a_few_times_and_small_ones_not_for_ever() -> None:
@@ -129,7 +129,7 @@ def test_a_row_is_printed_before_the_next_case_is_measured(monkeypatch: pytest.M
         printed.append(capsys.readouterr().out)
         return point(case=name, ranks=1, mpi_s=None)
 
-    monkeypatch.setattr("mpistrat.cli.bench.measure.measure", measured)
+    monkeypatch.setattr(command, "measure", measured)
     assert command.main(["1KB", "64KB"]) == 0
     assert printed[0].startswith("1 rank on 1 host, local\n")
     assert [line.split()[0] for line in printed[1].splitlines()] == ["1KB"]
@@ -147,13 +147,13 @@ def test_a_bar_on_a_terminal_and_plain_text_elsewhere(monkeypatch: pytest.Monkey
     monkeypatch.setattr("sys.stdout", Terminal())
     monkeypatch.setattr(output, "launcher_here", lambda environ: None)
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(output.output(3, is_chief=True), output.Bar)
-    assert type(output.output(3, is_chief=False)) is output.Silent
+    assert Output(3, is_chief=True).bar is not None
+    assert Output(3, is_chief=False).bar is None
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(output.output(3, is_chief=True), output.Plain)
+    assert Output(3, is_chief=True).bar is None
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(output, "find_spec", lambda name: None)
-    assert isinstance(output.output(3, is_chief=True), output.Plain)
+    assert Output(3, is_chief=True).bar is None
 
 
 def test_the_pty_of_a_rank_is_no_terminal_unless_its_launchers_output_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,9 @@ def test_lines_stand_above_the_bar_and_the_cursor_is_never_left_hidden(monkeypat
     pytest.importorskip("rich")
     screen = Terminal()
     monkeypatch.setattr("sys.stdout", screen)
-    with output.Bar(2) as bar:
+    monkeypatch.setattr(output, "launcher_here", lambda environ: None)
+    monkeypatch.setenv("TERM", "xterm")
+    with Output(2, is_chief=True) as bar:
         bar.begin("1KB: mpistrat")
         assert "0/2" in screen.getvalue() and "1KB: mpistrat" in screen.getvalue()
         assert screen.getvalue().rindex("\x1b[?25h") > screen.getvalue().rindex("\x1b[?25l")
@@ -205,3 +207,15 @@ def test_a_plot_needs_an_allreduce(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpistrat.cli.bench.plot.find_spec", lambda name: object())
     with pytest.raises(MpistratError, match="there is none among the cases"):
         command.main(["alltoall-1KB", "--plot", "figure.png"])
+
+
+@pytest.mark.parametrize(("arguments", "text"), [
+    (["--plot", "figure.gif"], "figure.gif: the name must end with .png, .svg, .pdf"),
+    (["--plot", "/no/such/folder/figure.png"], "figure.png cannot be written: No such file or directory"),
+    (["--json", "."], r"\. cannot be written: Is a directory")])
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(
+        arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.cli.bench.plot.find_spec", lambda name: object())
+    monkeypatch.setattr(command, "measure", lambda *of: pytest.fail("it was measured"))
+    with pytest.raises(MpistratError, match=text):
+        command.main(["1KB", *arguments])

@@ -1,5 +1,6 @@
 """The command line in this process: parsing, --dry-run, messages for wrong input, and the table of `doctor`."""
 
+import os
 import shlex
 import stat
 import subprocess
@@ -143,6 +144,7 @@ def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised,
     for name in ("_MPISTRAT_REPORTS", "TF_CPP_MIN_LOG_LEVEL", "PYTHONPATH"):
         assert ("-x", name) in list(zip(launch.argv, launch.argv[1:]))
     assert options["start"] is None and not options["output"]._is_all and options["output"]._records._least == 2
+    assert supervised("-x", "file=a", "python", "train.py")[1]["_MPISTRAT_REPORTS"] == "summary"  # It is no option.
     assert launch.dialect == "Open MPI" and supervised("sh", mpirun=MPICH_VERSION)[0].dialect == "MPICH"
 
 
@@ -204,6 +206,7 @@ def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
     ("-np two true", "-np: two is not a number of ranks"),
     ("-np", "-np needs a value"),
     ("-np 2 --start-timeout 0 true", "--start-timeout 0 is not a number of seconds above 0"),
+    ("-np 2 --start-timeout nan true", "--start-timeout nan is not a number of seconds above 0"),
     ("-np 2", "what is to be run? Write the command last"),
     ("-np 2 --", "what is to be run?"),
     ("-np 2 no-such-command", "no-such-command: no such command"),
@@ -387,11 +390,14 @@ def test_doctor_with_ranks_fails_where_there_is_no_mpirun(machine, capsys) -> No
 
 @pytest.mark.parametrize("words, complaint", [
     ("-np 0", "-np: 0 is not a number of ranks"), ("--hostfile {file}", "say how many ranks"),
-    ("train.py", "unrecognized"),
+    ("train.py", "unrecognized"), ("-np 100000", "-np 100000 is more than 100 ranks for each slot; there are "),
+    ("-H localhost:100000", "-np 100000 is more than 100 ranks for each slot"),
+    ("-np 2 --timeout=-5", "--timeout: -5 is not a number of seconds above 0"),
+    ("-np 2 --timeout nan", "--timeout: nan is not a number"), ("--timeout soon", "--timeout: soon is not a number"),
 ])
-def test_doctor_with_wrong_input(capsys, tmp_path, words, complaint) -> None:
+def test_doctor_with_wrong_input(fake, capsys, tmp_path, words, complaint) -> None:
     (tmp_path / "hosts").write_text("node1\n")
-    assert main(["doctor", *words.format(file=tmp_path / "hosts").split()]) == 2
+    assert main(["doctor", "--mpirun", fake(), *words.format(file=tmp_path / "hosts").split()]) == 2
     assert complaint in capsys.readouterr().err
 
 
@@ -406,6 +412,13 @@ def test_the_probe_survives_its_process(monkeypatch, tmp_path, script, failure) 
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     assert probe(timeout_s=2 if "sleep" in script else 30) == Findings(cupy={}, failure=failure)
+
+
+def test_any_error_of_cupy_is_a_finding(monkeypatch, tmp_path) -> None:
+    (tmp_path / "cupy.py").write_text("raise RuntimeError('CUDA_PATH is wrong')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    found = probe()
+    assert found.cupy == {"error": "CUDA_PATH is wrong"} and found.mpi and found.backends and not found.failure
 
 
 # -- options of horovodrun --------------------------------------------------------------------------------------------

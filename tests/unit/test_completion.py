@@ -17,8 +17,6 @@ from mpistrat.tensorflow.bridge.completion import (  # noqa: E402
     CompletionQueues,
     awaited,
     execution_of,
-    is_done,
-    queue_of,
 )
 from mpistrat.tensorflow.bridge.cpu import scalars  # noqa: E402
 from mpistrat.tensorflow.bridge.python_op import host_call  # noqa: E402
@@ -28,7 +26,7 @@ LONG_S = 60
 
 def _after(ticket: list[Any]) -> Any:
     """In a graph: the first part of the ticket, as a tensor of its own, when the collective is complete."""
-    return ticket[0] + awaited(ticket, queue_of(ticket))[0]
+    return ticket[0] + awaited(ticket)[0]
 
 
 class _Waiting:
@@ -133,7 +131,7 @@ def test_a_wait_that_was_given_up_leaves_no_wake_up_to_the_next() -> None:
 
 def test_a_result_is_kept_while_a_tensor_of_its_execution_is_there() -> None:
     completions = CompletionQueues()
-    program = _Program(completions, lambda ticket: (awaited(ticket, queue_of(ticket)), ticket[0])[1])
+    program = _Program(completions, lambda ticket: (awaited(ticket), ticket[0])[1])
     tickets = [program.run() for _ in range(100)]
     assert [completions.redeem(int(ticket)) for ticket in tickets] == program.handles
     assert len(completions._slots) >= 100
@@ -147,10 +145,19 @@ def test_a_result_is_kept_while_a_tensor_of_its_execution_is_there() -> None:
 def test_a_ticket_has_the_number_of_the_execution(execution: int) -> None:
     completions = CompletionQueues()
     completions.prepare()
-    for ticket, done in [(completions.ticket_for(Handle("a"), execution), False),
-                         (completions.done_ticket(execution), True)]:
+    for ticket, awaited_elements in [(completions.ticket_for(Handle("a"), execution), 1),
+                                     (completions.done_ticket(execution), 0)]:
         tensors = [tf.constant(part) for part in ticket[:1]]
-        assert (int(execution_of(tensors)), bool(is_done(tensors))) == (execution, done)
+        assert (int(execution_of(tensors)), int(ticket[1])) == (execution, awaited_elements)
+
+
+def test_a_complete_collective_is_not_awaited() -> None:
+    completions = CompletionQueues()
+    completions.prepare()
+    tickets = [completions.ticket_for(Handle(str(i))) for i in range(16)]  # All queues are in use, and empty.
+    done = completions.done_ticket(7)
+    assert done[2].item() in [ticket[2].item() for ticket in tickets]
+    assert awaited([tf.constant(part) for part in (*done[:2], done[2].item())]).shape == (0,)
 
 
 def test_they_are_woken_while_all_threads_of_tensorflow_wait() -> None:

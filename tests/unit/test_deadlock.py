@@ -5,11 +5,10 @@ import pytest
 from mpistrat.core.interfaces import DeviceExecutor
 from mpistrat.core.request import join_request
 from mpistrat.core.settings import Settings
-from mpistrat.negotiation.coordinator import Coordinator
 from mpistrat.negotiation.messages import EndReason
 from mpistrat.negotiation.tree import depth_of
 
-from .test_coordinator import ABORT_S, CAPACITY, WARNING_S, Job, allreduce
+from .test_coordinator import ABORT_S, WARNING_S, Job, allreduce, coordinator
 from .test_engine import ByHand, submit_barrier
 
 DEADLOCK_S = 10.0
@@ -21,7 +20,7 @@ class QuietJob(Job):
 
     def __init__(self, size: int, deadlock_s: float | None = DEADLOCK_S):
         super().__init__(size)
-        self.nodes = [Coordinator(rank, size, CAPACITY, WARNING_S, ABORT_S, None, deadlock_s) for rank in range(size)]
+        self.nodes = [coordinator(rank, size, WARNING_S, ABORT_S, deadlock_s) for rank in range(size)]
         # Each rank on the way to rank 0 keeps a request for 2.5 s, and looks every second.
         self.latest_s = DEADLOCK_S + 3.5 * (depth_of(size - 1) - 1)
 
@@ -164,9 +163,7 @@ def test_work_of_a_gpu_begins_the_time_anew_when_it_is_done() -> None:
     ends = [20.0]
 
     class SlowDevice(DeviceExecutor):
-        @property
-        def is_busy(self) -> bool:
-            return bool(ends)
+        batches = ends
 
         def poll(self) -> bool:
             return bool(ends) and job.now >= ends[0] and ends.pop() > 0

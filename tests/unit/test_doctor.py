@@ -54,6 +54,8 @@ def links_of(*rates: float) -> list[Link]:
      "mpistrat differs: 0.1.0 on node1, node2; 0.0.9 on node2", "the same version on all hosts"),
     (job(healthy(3, versions=VERSIONS | {"keras": "3.14.0"})), "versions", WARNING,
      "keras differs: 3.15.1 on node1, node2; 3.14.0 on node2", "pip install keras==3.15.1"),
+    (job(healthy(3, versions=VERSIONS | {"keras": "3.9.2"})), "versions", WARNING,
+     "keras differs: 3.15.1 on node1, node2; 3.9.2 on node2", "pip install keras==3.15.1"),
     (job(healthy(3, versions=VERSIONS | {"tensorflow": "none"})), "versions", FAILURE, "tensorflow differs",
      "pip install tensorflow==2.21.0"),
     (job(healthy(3, versions=VERSIONS | {"Python": "3.12.1"})), "versions", WARNING, "Python differs", "-m venv"),

@@ -1,12 +1,15 @@
 """The supervisor's Plan and the keepers' KeeperState, driven by random faults in a simulation without processes."""
 
 import random
+import signal
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpistrat.cli import elastic
 from mpistrat.elastic import keeper_state, plan
 from mpistrat.elastic.keeper_state import HOST_LOST_AFTER_S, KeeperState
 from mpistrat.elastic.plan import LEAVE_CODE, PREEMPTED_CODE, Done, Leave, Limits, Plan, Start, Stop
@@ -49,7 +52,8 @@ class World:
     ranks: dict[int, SimulatedRank] = field(default_factory=dict)
     done: Done | None = None
     steps: int = 0
-    commits: list[tuple[float, int]] = field(default_factory=list)
+    commits: list[int] = field(default_factory=list)  # the generation of each
+    sizes: dict[int, int] = field(default_factory=dict)  # the ranks of each generation
     mpirun: int | None = None
     started_at: float = 0.0
     next_pid: int = 1
@@ -83,6 +87,7 @@ class World:
         return [host for host in self.hosts.values() if host.is_up and host.link and host.keeper is not None]
 
     def start(self, action: Start) -> None:
+        self.sizes[action.generation] = action.ranks
         number = 0
         for name, slots in action.hosts:
             host = self.hosts[name]
@@ -108,7 +113,7 @@ class World:
             elif action.message["kind"] == "leave" and action.to in self.ranks:
                 self.ranks[action.to].must_leave = True
             elif action.message["kind"] == "kept":
-                self.commits.append((self.now, self.ranks[action.to].generation))
+                self.commits.append(self.ranks[action.to].generation)
             elif action.message["kind"] == "refused":
                 self.die(action.to)
 
@@ -168,8 +173,7 @@ class World:
         """The ranks of each generation take a step and commit it, if all of them are there and connected."""
         for generation in {rank.generation for rank in self.ranks.values()}:
             members = [rank for rank in self.ranks.values() if rank.generation == generation]
-            started = self.started(generation)
-            if len(members) < started or len({self.hosts[rank.host].link for rank in members}) > 1:
+            if len(members) < self.sizes[generation] or len({self.hosts[rank.host].link for rank in members}) > 1:
                 # A loss: mpirun ends the others, unless it cannot reach them.
                 # It may also end by itself when a daemon is out of reach, before or after the supervisor knows.
                 if generation == self.mpirun and (all(self.hosts[rank.host].link for rank in members)
@@ -178,7 +182,7 @@ class World:
                 continue
             leaves = any(rank.must_leave for rank in members)
             self.steps += 1
-            for rank in [each for each in members if self.is_first(each, members)]:
+            for rank in {each.host: each for each in reversed(members)}.values():  # the first of each host
                 host = self.hosts[rank.host]
                 self.keep(host, host.keeper.committed(rank.pid, self.steps, 100, "", self.now))
             if leaves or self.steps >= STEPS_OF_JOB:
@@ -189,26 +193,6 @@ class World:
                     self.ranks.pop(rank.pid, None)
                 if generation == self.mpirun:
                     self.end_mpirun(kills=False)
-
-    def started(self, generation: int) -> int:
-        return self.sizes[generation]
-
-    @staticmethod
-    def is_first(rank: SimulatedRank, members: list[SimulatedRank]) -> bool:
-        return rank.pid == min(each.pid for each in members if each.host == rank.host)
-
-    @property
-    def sizes(self) -> dict[int, int]:
-        return self._sizes
-
-    def note_sizes(self) -> None:
-        self._sizes: dict[int, int] = {}
-        start = self.start
-
-        def noted(action: Start) -> None:
-            self._sizes[action.generation] = action.ranks
-            start(action)
-        self.start = noted  # type: ignore[method-assign]
 
 
 FAULTS = ("kill a rank", "kill a host", "cut a link", "mend a link", "start a host", "drop a host", "list a host",
@@ -247,7 +231,6 @@ def test_every_job_ends_and_never_do_two_generations_commit(count: int, slots: i
                                                             faults: list[tuple[str, int]]) -> None:
     limits = Limits(min_np=1, max_np=count * slots, timeout_s=60.0, cooldown_s=(5.0, 20.0))
     world = World(limits, {f"node{i}": SimulatedHost(f"node{i}") for i in range(count)}, slots, seed)
-    world.note_sizes()
     for kind, steps in faults:
         fault(world, kind)
         for _ in range(steps):
@@ -260,15 +243,13 @@ def test_every_job_ends_and_never_do_two_generations_commit(count: int, slots: i
             world.advance()
     assert world.done is not None, "the job has no end"
     # Commits of a generation come before all commits of later ones.
-    generations = [generation for _, generation in world.commits]
-    assert generations == sorted(generations), "an old generation has committed beside a new one"
+    assert world.commits == sorted(world.commits), "an old generation has committed beside a new one"
     if world.done.code == 0:
         assert world.steps >= STEPS_OF_JOB
 
 
 def test_a_job_without_faults_is_done_in_one_generation() -> None:
     world = World(Limits(max_np=4), {"a0": SimulatedHost("a0"), "b0": SimulatedHost("b0")}, 2, 0)
-    world.note_sizes()
     while world.done is None:
         world.advance()
     assert world.done == Done(0, "") and world.sizes == {1: 4}
@@ -277,10 +258,10 @@ def test_a_job_without_faults_is_done_in_one_generation() -> None:
 # -- single decisions -------------------------------------------------------------------------------------------------
 
 
-def running(limits: Limits | None = None, hosts: dict[str, int] | None = None) -> Plan:
+def running(limits: Limits | None = None, hosts: dict[str, int] | None = None, saves: bool = True) -> Plan:
     """A plan whose first generation runs, with two ranks on `a` unless `hosts` says otherwise."""
     hosts = hosts or {"a": 2}
-    found = Plan(limits or Limits(max_np=2), 0.0)
+    found = Plan(limits or Limits(max_np=2), 0.0, saves)
     found.hosts_found(hosts, 0.0)
     start, = found.tick(0.0)
     assert isinstance(start, Start)
@@ -290,6 +271,12 @@ def running(limits: Limits | None = None, hosts: dict[str, int] | None = None) -
             found.hello(host, pid, 100 + pid, 1)
             pid += 1
     return found
+
+
+def all_died(job: Plan, pids: dict[int, str], generation: int, now: float) -> None:
+    """The keepers tell that these processes have ended."""
+    for pid, host in pids.items():
+        job.died(host, pid, generation, now)
 
 
 def kinds(actions: list[plan.Action]) -> list[type]:
@@ -323,6 +310,7 @@ def test_three_generations_without_a_commit_end_the_job() -> None:
 
 def test_a_commit_between_losses_lets_the_job_go_on_for_ever() -> None:
     job = running()
+    all_died(job, {100: "a", 101: "a"}, 1, 0.5)
     for generation in range(1, 50):
         job.committed(generation, 1, "")
         assert job.generation_over(generation, 1, float(generation)) == []
@@ -351,6 +339,8 @@ def test_a_lost_host_is_left_out_for_longer_each_time() -> None:
     assert kinds(job.host_lost("b", "silent", 1.0)) == [plan.Say, Stop]
     job.committed(1, 1, "")
     job.generation_over(1, 0, 2.0)
+    assert job.tick(2.0) == []  # The keeper of `a` has not told yet how its ranks have ended.
+    all_died(job, {100: "a", 101: "a"}, 1, 2.0)
     assert job.tick(2.0) == [Start(2, 2, (("a", 2),))]
     job.hello("a", 0, 200, 2)
     assert job.tick(10.9) == []
@@ -393,11 +383,35 @@ def test_sigterm_ends_the_job_at_the_next_commit_and_a_second_one_at_once() -> N
     job.ended("a", 100, 1, LEAVE_CODE, "", 2.0)
     job.ended("a", 101, 1, LEAVE_CODE, "", 2.0)
     done, = job.generation_over(1, 0, 2.0)
-    assert isinstance(done, Done) and done.code == PREEMPTED_CODE
+    assert done == Done(PREEMPTED_CODE, "SIGTERM has arrived. The job can go on later from commit 5 of generation 1")
     job = running()
     job.signalled("SIGTERM", 143, False, 1.0)
     assert kinds(job.signalled("SIGTERM", 143, True, 1.1)) == [Stop]
     assert job.generation_over(1, 1, 1.5) == [Done(143, "")]
+
+
+def test_after_sigterm_a_rank_that_fails_gives_the_exit_code_and_a_job_that_saves_nothing_cannot_go_on() -> None:
+    job = running(saves=False)
+    job.signalled("SIGTERM", 143, False, 1.0)
+    job.committed(1, 5, "")
+    for pid in (100, 101):
+        job.ended("a", pid, 1, LEAVE_CODE, "", 2.0)
+    assert job.generation_over(1, 0, 2.0) == [Done(PREEMPTED_CODE, "SIGTERM has arrived")]
+    job = running()
+    job.signalled("SIGTERM", 143, False, 1.0)
+    job.ended("a", 100, 1, 3, "", 2.0)
+    assert job.generation_over(1, 3, 2.0) == [Done(3, "SIGTERM has arrived, and generation 1 has failed")]
+
+
+def test_a_signal_that_is_sent_to_the_process_and_to_its_group_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    took, now = [], [5.0]
+    control = elastic._Control()
+    control.service = SimpleNamespace(signalled=lambda *of: took.append(of))  # type: ignore[assignment]
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for later, is_taken in ((0.0, True), (0.01, True), (1.0, False)):
+        now[0] += later
+        assert control.takes(signal.SIGTERM) is is_taken
+    assert [is_urgent for _, _, is_urgent in took] == [False, False, True]
 
 
 def test_a_host_that_is_taken_away_leaves_at_a_commit() -> None:
@@ -456,7 +470,6 @@ def test_a_rank_that_starts_after_the_news_hears_that_it_is_to_leave() -> None:
 def test_ranks_that_the_supervisor_cannot_reach_stop_before_others_go_on() -> None:
     world = World(Limits(max_np=2), {"a0": SimulatedHost("a0"), "b": SimulatedHost("b")}, 1, 0)
     world.listed = {"a0"}
-    world.note_sizes()
     world.advance()
     world.advance()
     fault(world, "list a host")
@@ -465,8 +478,7 @@ def test_ranks_that_the_supervisor_cannot_reach_stop_before_others_go_on() -> No
     for _ in range(int(30 / STEP_S)):
         if world.done is None:
             world.advance()
-    generations = [generation for _, generation in world.commits]
-    assert generations == sorted(generations) and set(generations) == {1, 2}
+    assert world.commits == sorted(world.commits) and set(world.commits) == {1, 2}
 
 
 def test_a_host_that_is_lost_after_the_generation_has_ended_is_left_out() -> None:
@@ -476,8 +488,28 @@ def test_a_host_that_is_lost_after_the_generation_has_ended_is_left_out() -> Non
     job.committed(1, 3, "")
     assert job.generation_over(1, 255, 5.0, silent=["b"]) == []
     assert job.tick(5.5) == []
+    all_died(job, {100: "a", 101: "a"}, 1, 5.6)
+    assert job.tick(5.7) == []
     assert job.host_lost("b", "no sign of life", 6.0)
     assert job.tick(6.0) == [Start(2, 2, (("a", 2),))]
+
+
+def test_mpirun_may_end_before_the_loss_of_a_host_is_known() -> None:
+    job = running(Limits(max_np=4), {"a": 2, "b": 2})
+    job.committed(1, 3, "")
+    job.died("a", 100, 1, 5.0)  # with its mpirun, which has lost a daemon
+    job.generation_over(1, 1, 5.0)
+    job.died("a", 101, 1, 5.1)
+    assert job.tick(5.1) == []  # No keeper has told how the ranks of `b` have ended.
+    assert kinds(job.host_lost("b", "its connection is broken", 5.2)) == [plan.Say]
+    assert job.tick(5.2) == [Start(2, 2, (("a", 2),))]
+
+
+def test_a_keeper_that_does_not_tell_how_its_ranks_have_ended_is_not_waited_for() -> None:
+    job = running()
+    job.committed(1, 3, "")
+    job.generation_over(1, 1, 5.0)
+    assert job.tick(5.9) == [] and job.tick(6.0) == [Start(2, 2, (("a", 2),))]
 
 
 def test_a_host_that_is_silent_for_a_moment_only_stays() -> None:
@@ -487,10 +519,20 @@ def test_a_host_that_is_silent_for_a_moment_only_stays() -> None:
     assert job.tick(9.0) == [] and job.tick(10.1) == [Start(2, 4, (("a", 2), ("b", 2)))]
 
 
+def test_a_generation_that_was_to_leave_is_followed_at_once_by_the_next() -> None:
+    job = running(Limits(max_np=4), {"a": 1, "b": 1})
+    job.hosts_found({"a": 1, "b": 1, "c": 1}, 1.0)
+    for host, pid in (("a", 100), ("b", 101)):
+        job.ended(host, pid, 1, LEAVE_CODE, "", 2.0)
+    job.generation_over(1, 0, 2.0, silent=["b"])
+    assert job.tick(2.0) == [Start(2, 3, (("a", 1), ("b", 1), ("c", 1)))]
+
+
 def test_a_host_where_nothing_starts_is_left_out() -> None:
     job = running(Limits(max_np=4), {"a": 2, "b": 2})
     job.keeper_found("a")
     job.committed(1, 3, "")
+    all_died(job, {100: "a", 101: "a", 102: "b", 103: "b"}, 1, 5.0)
     job.generation_over(1, 1, 5.0)
     assert job.tick(5.0) == [Start(2, 4, (("a", 2), ("b", 2)))]
     job.generation_over(2, 1, 36.0, has_started=False)

@@ -1,24 +1,30 @@
-"""The parts of elastic jobs: commits as bytes, lines between processes, options, and where hosts are found."""
+"""The parts of elastic jobs: commits as bytes, a rank that hands them over, options, and where hosts are found."""
 
 import argparse
-import secrets
-import socket
+import os
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mpistrat.cli.elastic import HostFinder, limits_of, slurm_counts, tolerant_options
+from mpistrat.cli import elastic
+from mpistrat.cli.elastic import HostFinder, _Control, is_asked_for, limits_of, slurm_counts, tolerant_options
 from mpistrat.cli.hostfile import OPEN_MPI
-from mpistrat.cli.mpirun import Mpirun
-from mpistrat.cli.run import parse
-from mpistrat.core.errors import LaunchError
+from mpistrat.cli.mpirun import LaunchCommand, Mpirun
+from mpistrat.cli.run import parse, plan
+from mpistrat.cli.supervisor import Interference, Outcome, launch
+from mpistrat.core.errors import ElasticError, LaunchError
+from mpistrat.elastic import member
 from mpistrat.elastic.commits import CommitId, DamagedCommitError, Packed, read, save
 from mpistrat.elastic.job import ElasticJob, job_of
-from mpistrat.elastic.line import Line, Listening, Message, connect
 from mpistrat.elastic.plan import Limits
+from mpistrat.elastic.service import addresses_towards
+from mpistrat.trace import last
 
 VALUE = (CommitId(2, 7), {"weights": [np.arange(1000.0), np.ones((3, 5), np.float16), np.array(4)], "epoch": 3})
 
@@ -76,55 +82,98 @@ def test_later_commits_are_greater() -> None:
     assert CommitId(1, 9) < CommitId(2, 1) < CommitId(2, 2)
 
 
-# -- lines ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def listening() -> "tuple[tuple[str, int], bytes, SimpleQueue[Line]]":
-    """Where a process listens, its secret, and the lines that it has accepted."""
-    secret, lines = secrets.token_bytes(32), SimpleQueue[Line]()
-    listener = socket.create_server(("127.0.0.1", 0))
-    Listening(listener, secret, lines.put)
-    return listener.getsockname()[:2], secret, lines
-
-
-def test_messages_arrive_in_order_and_the_end_is_noticed(listening) -> None:
-    address, secret, lines = listening
-    line = connect([("127.0.0.1", 1), address], secret, 5.0)
-    other, taken = lines.get(timeout=5), SimpleQueue[Message | None]()
-    other.read(lambda _, message: taken.put(message))
-    for number in range(100):
-        assert line.send(kind="count", number=number)
-    assert [taken.get(timeout=5)["number"] for _ in range(100)] == list(range(100))
-    line.close()
-    line.close()
-    assert taken.get(timeout=5) is None
-
-
-def test_who_does_not_know_the_secret_gets_no_line(listening) -> None:
-    address, secret, lines = listening
-    with pytest.raises(OSError, match=r"127\.0\.0\.1"):
-        connect([address], b"another secret", 5.0)
-    with socket.create_connection(address) as stranger:
-        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" * 100)
-        connect([address], secret, 5.0).send(kind="hello")
-    assert lines.get(timeout=5).receive() == {"kind": "hello"}
-    assert lines.empty()
-
-
-def test_a_line_that_is_closed_by_the_reader_says_so_to_who_sends(listening) -> None:
-    address, secret, lines = listening
-    line = connect([address], secret, 5.0)
-    lines.get(timeout=5).close()
-    ended = threading.Event()
-    line.read(lambda _, message: ended.set() if message is None else None)
-    assert ended.wait(5)
-
-
 def test_the_job_travels_in_one_variable() -> None:
     job = ElasticJob("name", "ab" * 32, 3, ("10.0.0.1", "node1"), 4711, "/checkpoints", 10)
     assert job_of(job.variable()) == job and job.key == b"\xab" * 32
     assert job_of({}) is None
+
+
+# -- a rank ------------------------------------------------------------------------------------------------------------
+
+
+class LineToKeeper:
+    """Answers as a keeper that has one memory file."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def read(self, take: Callable[[Any, dict[str, Any]], None]) -> None:
+        self._take = take
+
+    def send(self, **message: Any) -> bool:
+        answer = {"hello": {"kind": "welcome", "newest": None}, "where": {"kind": "there", "path": str(self._path)},
+                  "committed": {"kind": "kept", "newest": None}}[message["kind"]]
+        self._take(self, answer)
+        return True
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[member.Member]:
+    """A rank of an elastic job, whose keeper has the file `tmp_path / "memory"`. It does nothing at its end."""
+    (tmp_path / "memory").touch()
+    monkeypatch.setattr(member, "_line_to_keeper", lambda job: LineToKeeper(tmp_path / "memory"))
+    monkeypatch.setattr(member, "exit_code", argparse.Namespace(note=lambda: None))
+    monkeypatch.setattr(member, "atexit", argparse.Namespace(register=lambda function: None))
+    monkeypatch.setattr(member.Member, "_watch_for_preemption", lambda self: None)
+    found = member.Member(ElasticJob("name", "ab" * 32, 2, (), 4711), 0)
+    yield found
+    # The thread that writes waits for ever. The tests of stacks would see it in the queue of a test.
+    found._pending.put(lambda: setattr(found, "_pending", SimpleQueue()))
+
+
+def test_a_commit_is_waited_for_also_when_a_preemption_is_told_as_it_begins(rank: member.Member,
+                                                                             tmp_path: Path) -> None:
+    is_told, is_idle = threading.Event(), threading.Event()
+
+    class Pending(SimpleQueue[Callable[[], object]]):
+        def put(self, *task: Any) -> None:
+            is_told.set()
+            assert is_idle.wait(10)
+            super().put(*task)
+
+        def get(self, *how: Any) -> Callable[[], object]:
+            is_idle.set()
+            return super().get(*how)
+
+    rank._pending.put(is_told.wait)  # in place of what the handler of SIGUSR1 does
+    rank._pending = Pending()
+
+    def snapshot() -> dict[str, int]:
+        time.sleep(0.2)
+        return {"epoch": 3}
+
+    rank.commit(7, snapshot, "", is_writer=True, is_saved=False)
+    rank.finish()
+    assert read(memoryview((tmp_path / "memory").read_bytes())) == (CommitId(2, 7), {"epoch": 3})
+
+
+def test_a_commit_that_cannot_be_written_is_an_error_of_the_next_one(rank: member.Member) -> None:
+    rank.commit(1, lambda: threading.Lock(), "", is_writer=True, is_saved=False)
+    with pytest.raises(ElasticError, match="commit 1 cannot be written: cannot pickle"):
+        rank.commit(2, dict, "", is_writer=True, is_saved=False)
+    rank.commit(3, dict, "", is_writer=True, is_saved=False)
+    rank.finish()
+
+
+# -- orders to end an mpirun ------------------------------------------------------------------------------------------
+
+
+def test_an_order_that_comes_before_the_mpirun_of_a_generation_ends_it_and_not_the_next_one(
+        capfd: pytest.CaptureFixture[str]) -> None:
+    control = _Control()
+    control.generation = 1
+    control.stop(1, "SIGINT has arrived")  # Nothing waits for the signal yet.
+    outcome = launch(LaunchCommand(("sleep", "600")), os.environ, interference=control)
+    assert (outcome.code, outcome.why) == (1, "SIGINT has arrived")
+    assert "SIGINT has arrived; it is sent SIGTERM\n" in capfd.readouterr().err
+    control.generation = 2
+    assert launch(LaunchCommand(("true",)), os.environ, interference=control).code == 0
+
+
+def test_a_generation_does_not_ask_again_which_mpirun_there_is() -> None:
+    """A program that it starts would get a Ctrl-C that is for the supervisor."""
+    mpirun = Mpirun("/no/mpirun", OPEN_MPI, "5.0.11")
+    assert plan(options("-np 2"), (), ("true",), os.environ, mpirun).mpirun == mpirun
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -144,11 +193,26 @@ def test_the_options_of_horovodrun_give_the_limits() -> None:
     assert options("--elastic=restart -np 4").elastic == "restart"
 
 
+@pytest.mark.parametrize("line", [
+    "--elastic", "--elastic=restart", "--min-np 1", "--max-np 2", "--host-discovery-script hosts.sh",
+    "--slots-per-host 1", "--elastic-timeout 600", "--elastic-timeout 0", "--reset-limit 0",
+    "--blacklist-cooldown-range 30 600", "--restart-failed", "--elastic-checkpoint saved",
+    "--elastic-checkpoint-every 10"])
+def test_each_option_of_elastic_jobs_makes_a_job_elastic(line: str) -> None:
+    assert is_asked_for(options(f"-np 2 {line}"))
+
+
+def test_other_options_make_no_job_elastic() -> None:
+    assert not is_asked_for(options("-np 2 -H a:2 --oversubscribe --start-timeout 5 --log-level info --all-output"))
+    assert limits_of(options("-np 2 --restart-failed")) == Limits(1, 2, restart_failed=True)
+
+
 @pytest.mark.parametrize(("line", "text"), [
     ("--elastic --min-np 5 -np 4", "--min-np 5 must be from 1 to"),
     ("--elastic --min-np 0 -np 4", "--min-np 0 must be"),
     ("--elastic --min-np 2", "how many ranks"),
     ("--elastic -np 2 --reset-limit -1", "--reset-limit -1 must be at least"),
+    ("-np 2 --elastic-timeout nan", "--elastic-timeout nan must be at least 0"),
     ("--elastic -np 2 --blacklist-cooldown-range 9 3", "the lower one first"),
     ("--elastic -np 2 --elastic-checkpoint-every 0", "--elastic-checkpoint-every 0 must be at least 1"),
 ])
@@ -169,6 +233,28 @@ def test_fault_tolerance_is_asked_for_where_it_works(version: str, hosts: int, f
     assert tolerant_options(Mpirun("mpirun", "MPICH", version), hosts) == ()
 
 
+def test_only_the_generation_that_ends_the_job_leaves_a_timeline(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(elastic, "find_mpirun", lambda *_: "mpirun")
+    monkeypatch.setattr(elastic, "identify", lambda _: Mpirun("mpirun", OPEN_MPI, "5.0.11"))
+    for name in ("_TELL_S", "_FIRST_BACKOFF_S"):
+        monkeypatch.setattr(f"mpistrat.elastic.plan.{name}", 0.0)
+    monkeypatch.setattr(last, "save", lambda told: f"saved {told}")
+    generations = []
+
+    def fails(wanted: object, mpirun: object, tolerant: object, variables: object, limits: object,
+              interference: Interference) -> Outcome:
+        generations.append(interference.subject)
+        assert interference.keep_last([interference.subject]) == ""
+        return Outcome(3, "")
+
+    assert elastic.run(options("--elastic -np 2 --reset-limit 1"), fails) == 3
+    assert generations == ["generation 1", "generation 2"]
+    assert [line for line in capsys.readouterr().err.splitlines() if "saved" in line] == [
+        "mpistrat run: saved ['generation 2']"]
+
+
 def test_a_hostfile_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     path, said = tmp_path / "hosts", []
@@ -183,8 +269,25 @@ def test_a_hostfile_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path,
     assert len(said) == 1 and "the hosts stay as they are" in said[0]
     path.unlink()
     assert find() is None and "No such file" in said[1]
-    with pytest.raises(LaunchError, match="No such file"):
-        HostFinder(options(f"--elastic -np 6 --hostfile {path}"))
+
+
+def test_a_program_for_hosts_that_no_shell_could_start_is_a_problem() -> None:
+    found = options("--elastic -np 2")
+    found.host_discovery_script = "find 'hosts"
+    find = HostFinder(found)
+    assert find() is None and find.problem == "No closing quotation"
+
+
+@pytest.mark.parametrize("name", ["node..cluster", "n" * 64 + ".cluster"])
+def test_a_name_that_no_host_can_have_has_no_address(name: str) -> None:
+    assert addresses_towards([name]) == ["127.0.0.1"]
+
+
+def test_an_allocation_whose_hosts_nobody_names_has_none_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    monkeypatch.setenv("PATH", "/nowhere")
+    find = HostFinder(options("--elastic -np 2"))
+    assert find() is None and "scontrol" in find.problem
 
 
 def test_a_program_names_the_hosts(tmp_path: Path) -> None:

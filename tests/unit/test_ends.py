@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpistrat.process import abort
+from mpistrat.process.error_text import ErrorText
 from mpistrat.process.launch_env import RUN_REPORTS
 from mpistrat.transport.mpi.library import finalize_without_barrier
 
@@ -134,3 +136,15 @@ def test_a_sys_exit_that_no_rank_waits_for_is_reported_to_mpistrat_run() -> None
 @pytest.mark.parametrize("library", [SimpleNamespace(__file__="No such file"), np.linalg._umath_linalg])
 def test_a_library_without_a_barrier_in_finalize_is_left_as_it_is(library: Any) -> None:
     assert not finalize_without_barrier(library)
+
+
+@pytest.mark.parametrize(("code", "is_asked", "waits"), [(1, True, [0.3]), (1, False, [0.0]), (130, True, [0.0])])
+def test_ranks_tell_their_last_operations_before_the_end_unless_the_user_has_ended_the_job(
+        code: int, is_asked: bool, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[object] = []
+    monkeypatch.setattr(abort, "tell_last", lambda: did.append("told") or is_asked)
+    monkeypatch.setattr(abort, "time", SimpleNamespace(sleep=did.append))
+    monkeypatch.setattr(abort.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    world = SimpleNamespace(Abort=lambda code: did.append(f"aborts with {code}"))
+    abort.end_job(SimpleNamespace(COMM_WORLD=world), 1, "there", ErrorText("", "odd"), code)  # type: ignore[arg-type]
+    assert did == ["told"] * (code == 1) + [*waits, f"aborts with {code}"]

@@ -1012,8 +1012,9 @@ def test_a_signal_handler_may_call_a_collective_at_any_time(monkeypatch: pytest.
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         with running(1) as (engine,):
-            codes = [function.__code__ for function in (Engine.run, Engine._put, Engine._call, Engine._call_background,
-                                                        TensorQueue.put_later, Handle.await_done)]
+            codes = [function.__code__ for function in (
+                Engine.run, Engine._put, Engine._call_background, signal_handlers.WakeUp.set, TensorQueue.put_later,
+                Handle.await_done)]
             interrupts = list(interrupted_after_calls(
                 lambda: results.append(run(engine, "in the loop", np.ones(3), limit_s=math.inf)), codes,
                 lambda: results.append(run(engine, "in the handler", np.ones(3), limit_s=math.inf))))

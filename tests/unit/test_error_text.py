@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.core.errors import SettingsError, ShutdownError
-from mpistrat.process.error_text import ErrorText, describe, is_users, message_of
+from mpistrat.process.error_text import ErrorText, describe, is_users, split_message
 
 # TensorFlow's texts, shortened in the number of frames only.
 PYTHON_FUNCTION = """Graph execution error:
@@ -31,6 +31,28 @@ mpistrat.core.errors.ShutdownError: optimizer1: ranks [0] wait for ranks [1].
 
 
 \t [[{{node cond/PyFuncStateless}}]] [Op:__inference_multi_step_on_iterator_431]"""
+# A report of a stall has lines of other ranks in it. TensorFlow has the text before its stack, and after it.
+STALL = """StallError: x: ranks [0] have waited 8 s for ranks [1].
+Rank 1 on vm is here, in the main thread:
+  File "/home/user/train.py", line 21, in <module>
+    time.sleep(10000)
+
+Its last collectives: x (5.4 s ago) Ended after 8 s."""
+STALLED = f"""Graph execution error:
+
+Detected at node PyFuncStateless defined at (most recent call last):
+  File "/home/user/train.py", line 13, in step
+
+{STALL}
+Traceback (most recent call last):
+
+  File "/env/lib/python3.11/site-packages/mpistrat/core/handle.py", line 79, in wait
+    raise self._error
+
+mpistrat.core.errors.{STALL}
+
+
+\t [[{{{{node PyFuncStateless}}}}]] [Op:__inference_step_253]"""
 USERS_FUNCTION = """Graph execution error:
 
 Detected at node PyFunc defined at (most recent call last):
@@ -83,6 +105,7 @@ def error_of(text: str, name: str = "InvalidArgumentError", module: str = "tenso
     (ShutdownError("text"), "mpistrat.core.errors.ShutdownError: text"),
     (SettingsError("first\nsecond"), "mpistrat.core.errors.SettingsError: first\nsecond"),
     (error_of(PYTHON_FUNCTION), "mpistrat.core.errors.ShutdownError: optimizer1: ranks [0] wait for ranks [1]."),
+    (error_of(STALLED), f"mpistrat.core.errors.{STALL}"),
     (error_of(USERS_FUNCTION), "ValueError: bad record\nin file 3"),
     (error_of(OPERATION), "tensorflow.errors.InvalidArgumentError: indices[0,0] = 99 is not in [0, 10)\n"
                           "[[{{node model/embedding_1/GatherV2}}]]"),
@@ -93,7 +116,7 @@ def error_of(text: str, name: str = "InvalidArgumentError", module: str = "tenso
     (RuntimeError("worker:\nTraceback (most recent call last):\n  File \"a.py\", line 1, in f"),
      "RuntimeError: worker:\nTraceback (most recent call last):\n  File \"a.py\", line 1, in f")])
 def test_the_message_is_whole_and_has_no_stack(error: BaseException, message: str) -> None:
-    assert message_of(type(error), error) == message
+    assert split_message(error)[1] == message
 
 
 def raised(path: Path, source: str) -> ErrorText:
@@ -104,7 +127,7 @@ def raised(path: Path, source: str) -> ErrorText:
     except BaseException as error:
         trace = error.__traceback__
         assert trace is not None
-        return describe(type(error), error, trace.tb_next)
+        return describe(error, trace.tb_next)
     raise AssertionError("nothing was raised")
 
 
@@ -116,7 +139,7 @@ def raised(path: Path, source: str) -> ErrorText:
               "a/c_temp/part-00000-of-00001 not found [Op:MergeV2Checkpoints]"), "`if mpistrat.rank() == 0:`")],
     ids=["cache", "checkpoint"])
 def test_an_error_that_ranks_bring_about_together_gets_the_line_to_write(error: Exception, line: str) -> None:
-    first, advice = describe(type(error), error, None).message.splitlines()
+    first, advice = describe(error, None).message.splitlines()
     assert first.endswith(str(error)) and line in advice
 
 
@@ -148,6 +171,10 @@ def test_frames_in_the_text_of_tensorflow_count_too(tmp_path: Path) -> None:
     assert text.frames.splitlines() == [
         f'  File "{tmp_path}/train.py", line 1, in <module>', f"    raise ValueError({TRACED!r})",
         '  File "/home/user/train.py", line 47, in step', '  File "/home/user/train.py", line 49, in helper']
+
+
+def test_frames_of_other_ranks_in_an_error_of_mpistrat_are_not_those_of_the_rank_that_fails() -> None:
+    assert describe(error_of(STALLED), None).frames == '  File "/home/user/train.py", line 13, in step'
 
 
 def test_without_a_frame_of_the_user_there_are_those_of_the_library(tmp_path: Path) -> None:

@@ -250,6 +250,19 @@ def test_a_rank_whose_engine_does_not_run_is_named(caplog: pytest.LogCaptureFixt
         first.check(601.0)
 
 
+def test_one_rank_of_each_host_looks_at_those_of_its_host_that_miss(caplog: pytest.LogCaptureFixture) -> None:
+    hosts = ("a", "a", "a", "b", "b")
+    voting = [FastPath(round_of_rank, Topology(rank, hosts), 60.0, None)
+              for rank, round_of_rank in enumerate(agreements(5))]
+    for rank in 0, 2, 4:
+        voting[rank].look = lambda late, rank=rank: f"\n{rank} looks at {late}"
+        voting[rank].open()
+        voting[rank].vote(entry("x"), False, 0.0)
+    for rank in 0, 2, 4:
+        voting[rank].check(61.0)
+    assert [message.partition("\n")[2] for message in caplog.messages] == ["0 looks at 1", "", "4 looks at 3"]
+
+
 def test_a_vote_that_another_host_does_not_answer_may_be_for_the_network() -> None:
     first = FastPath(agreements(2)[0], Topology(0, ("here", "there")), None, 5.0)
     first.open()

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
-from mpistrat.tensorflow.first_steps import by_rank, describe_weights, differing, is_same_data
+from mpistrat.tensorflow.consistency import by_rank, describe_weights, differing, is_same_data
 
 NOTHING = bytes(8)
 A, B, C = (letter * 8 for letter in (b"a", b"b", b"c"))

@@ -24,8 +24,9 @@ from mpistrat.keras.fit.fit_states import (  # noqa: E402
 )
 from mpistrat.keras.fit.metric_means import shared_names  # noqa: E402
 from mpistrat.keras.fit.rates import rates_of  # noqa: E402
-from mpistrat.keras.fit.save_schedules import SaveSchedule  # noqa: E402
-from mpistrat.tensorflow.equal_weights import digest_of, largest_group  # noqa: E402
+from mpistrat.keras.fit.running_statistics import SaveSchedule  # noqa: E402
+from mpistrat.tensorflow.consistency import digest_of  # noqa: E402
+from mpistrat.tensorflow.equal_weights import largest_group  # noqa: E402
 
 BEGIN = Begin(steps=8, epochs=3, weights=4, collective=(), readers=(), averages_statistics=True)
 BROADCAST = ("BroadcastGlobalVariablesCallback",)

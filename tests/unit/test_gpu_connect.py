@@ -12,8 +12,8 @@ from mpistrat.core.interfaces import Recorder
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.gpu.connect import connect, exchange_over
-from mpistrat.gpu.cuda_variables import set_cuda_variables
 from mpistrat.gpu.executor import GpuExecutor
+from mpistrat.gpu.nccl.claims import set_cuda_variables
 from mpistrat.gpu.nccl.communicators import make_communicators
 from mpistrat.transport.local import ThreadGroup
 from tests.support.gpu_stand_in import Device

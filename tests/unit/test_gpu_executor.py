@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpistrat.api.libraries import Cupy
+from mpistrat.api.interop.libraries import Cupy
+from mpistrat.api.interop.own_gpu import gpu_input
 from mpistrat.core.errors import EngineError
 from mpistrat.core.handle import Handle
 from mpistrat.core.install import pip_extra
@@ -96,7 +97,7 @@ class Job:
         """The values, as door C hands them over."""
         imported = [Cupy().on_gpu(self.device.tensor(value), self.device) for value in values]
         ready = self.device.record()
-        return [array.as_input(self.device, ready) for array in imported]
+        return [gpu_input(each.array, self.device, ready, each.allocate) for each in imported]
 
     def submit(self, name: str, *values: np.ndarray, wire: str = "") -> Handle:
         """Submit a sum."""

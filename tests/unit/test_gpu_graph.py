@@ -88,6 +88,7 @@ def test_tensorflow_has_what_a_graph_on_a_gpu_is_made_of(name: str, on_host: set
 def test_packs_and_fetches_are_not_in_program_order_but_submits_are(monkeypatch: pytest.MonkeyPatch) -> None:
     import mpistrat.tensorflow as hvd
     from tests.support import tensorflow_stand_in
+    monkeypatch.setenv("MPISTRAT_ASYNC_OP", "0")
     mpistrat.init()
     tensorflow_stand_in.install(0, monkeypatch.setattr)
 
@@ -111,6 +112,7 @@ def test_results_that_are_about_to_be_fetched_are_not_abandoned(monkeypatch: pyt
     from mpistrat.tensorflow.bridge.completion import COMPLETIONS
     from mpistrat.tensorflow.bridge.gpu_graph import _GpuCallSite
     from tests.support import tensorflow_stand_in
+    monkeypatch.setenv("MPISTRAT_ASYNC_OP", "0")
     mpistrat.init()
     tensorflow_stand_in.install(0, monkeypatch.setattr)
     fetch = _GpuCallSite.fetch
@@ -174,17 +176,33 @@ def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_wa
         "rank 0: TensorFlow's tensors on a GPU are copied to the host, since cupy is missing: it is not installed"]
 
 
-@pytest.mark.parametrize("on_gpu, buckets", [(True, 2), (False, 3)])
-def test_buckets_on_a_gpu_are_twice_as_large(on_gpu: bool, buckets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_gpu, asynchronous, node, buckets", [
+    (True, "0", "PyFunc", 2), (True, "1", "MpistratAsyncCollective", 2), (False, "1", "PyFunc", 3)])
+def test_buckets_on_a_gpu_are_twice_as_large(on_gpu: bool, asynchronous: str, node: str, buckets: int,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
     import mpistrat.tensorflow as hvd
     from tests.support import tensorflow_stand_in
+    monkeypatch.setenv("MPISTRAT_ASYNC_OP", asynchronous)
     mpistrat.init()
     if on_gpu:
         tensorflow_stand_in.install(0, monkeypatch.setattr)
     step = tf.function(lambda *tensors: hvd.grouped_allreduce(tensors))
     graph = step.get_concrete_function(*[tf.TensorSpec([12, 2**18])] * 3).graph
     mpistrat.shutdown()
-    assert len([operation for operation in graph.get_operations() if operation.type == "PyFunc"]) == buckets
+    assert len([operation for operation in graph.get_operations() if operation.type == node]) == buckets
+
+
+def test_what_goes_by_way_of_the_host_is_compressed_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpistrat.tensorflow as hvd
+    from mpistrat.tensorflow.bridge import gpu_eager
+    monkeypatch.setattr(gpu_eager, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_eager, "has_cupy", lambda: True)
+    mpistrat.init()
+    step = tf.function(lambda tensor: hvd.reducescatter(tensor, compression=hvd.Compression.fp16))
+    graph = step.get_concrete_function(tf.TensorSpec([4])).graph
+    mpistrat.shutdown()
+    submit, = [operation for operation in graph.get_operations() if operation.type == "PyFunc"]
+    assert [tensor.dtype for tensor in submit.inputs] == [tf.float16]
 
 
 def test_a_bucket_is_copied_by_one_eager_operation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +211,7 @@ def test_a_bucket_is_copied_by_one_eager_operation(monkeypatch: pytest.MonkeyPat
     calls = []
     mpistrat.init()
     tensorflow_stand_in.install(0, monkeypatch.setattr)
-    site = gpu_graph._GpuCallSite("a", lambda arrays: None, [tf.float32], gpu_graph.Execution(), 0, None)
+    site = gpu_graph._GpuCallSite("a", 0, lambda arrays: None, [tf.float32], gpu_graph.Execution(), None)
     row = tf.ones([1, 2, 3])
     site.pack(row)  # makes the mark and the index of the row
     executes = {name: getattr(tf, name) for name in ("reshape", "bitcast", "zeros", "cast", "expand_dims")}

@@ -16,7 +16,7 @@ import mpistrat
 import mpistrat.keras
 import mpistrat.tensorflow as hvd
 import mpistrat.tensorflow.keras
-from mpistrat.api.elastic import ObjectState
+from mpistrat.api.elastic.state import ObjectState
 from mpistrat.core.errors import NotInitializedError
 from mpistrat.keras.callbacks import BestModelCheckpoint
 
@@ -72,12 +72,12 @@ def test_any_other_name_is_a_plain_attribute_error(name: str) -> None:
 
 
 def test_no_name_that_is_explained_is_there() -> None:
-    from mpistrat.api import absent
-    for module, names in [("mpistrat", absent.ARRAYS), ("mpistrat.tensorflow", absent.TENSORFLOW),
-                          ("mpistrat.keras", absent.KERAS)]:
+    from mpistrat.api import missing_names
+    for module, names in [("mpistrat", missing_names.ARRAYS), ("mpistrat.tensorflow", missing_names.TENSORFLOW),
+                          ("mpistrat.keras", missing_names.KERAS)]:
         there = vars(importlib.import_module(module))
         # A package below the module becomes an attribute of it when it is imported.
-        assert not ((set(names) | set(absent.EVERYWHERE)) - {"tensorflow", "keras", "data"}) & set(there)
+        assert not ((set(names) | set(missing_names.EVERYWHERE)) - {"tensorflow", "keras", "data"}) & set(there)
 
 
 def test_a_package_below_that_is_not_imported_says_how() -> None:

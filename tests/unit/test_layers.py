@@ -51,13 +51,12 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cli": {"numpy"}, "": set(), "__main__": set(),
     # Each of these wraps one package for all others.
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
-    "gpu.events": {"cupy"}, "gpu.copy.compiler": {"cupy"}, "gpu.nccl.library": {"cupy"},
+    "gpu.copy.compiler": {"cupy"}, "gpu.nccl.library": {"cupy"},
     "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
-    "api.ops": {"numpy", "cloudpickle"}, "api.libraries": {"numpy", "ml_dtypes"},
+    "api.ops": {"numpy", "cloudpickle"}, "api.interop.libraries": {"numpy", "ml_dtypes"},
     # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.
     "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py"}, "cli.top": {"rich", "prometheus_client"},
     "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
-    "cli.bench.labels": {"numpy", "matplotlib"},
     "trace.files": {"perfetto"},
     "cli.bench.output": {"rich"}, "cli.bench.train": {"numpy", "keras"},
 }
@@ -224,7 +223,7 @@ def test_the_walk_sees_imports_of_every_form() -> None:
     assert {"core.errors", "transport.mpi.control", "transport.mpi.data"} <= own_imports("api.backends")
     assert {"core.errors", "api.backends", "api.job"} <= own_imports("api.runtime")
     assert {"api.runtime", "core.roles"} <= own_imports("api.basics")
-    assert {"api.absent", "api.runtime", "tensorflow.ops"} <= own_imports("keras.callbacks")
+    assert {"api.missing_names", "api.runtime", "tensorflow.ops"} <= own_imports("keras.callbacks")
     assert {"api.common", "keras", "tensorflow.ops"} <= own_imports("tensorflow")
     assert "mpi4py" in imports("transport.mpi.data")
     assert "mpi4py" in imports("api.group")

@@ -17,12 +17,12 @@ from mpistrat.cli.mpirun import (
     LaunchCommand,
     Machine,
     Mpirun,
+    check_count,
     compose,
     find_mpirun,
     identify,
     parse_version,
 )
-from mpistrat.cli.run import check_count
 from mpistrat.core.errors import LaunchError
 from mpistrat.core.install import pip_extra
 
@@ -110,8 +110,10 @@ def test_the_options_of_the_user_replace_ours() -> None:
     """Open MPI 5 refuses an option that comes twice."""
     line = compose(Job(9, TRAIN, options=("--bind-to", "core", "--map-by", ":OVERSUBSCRIBE")), OMPI, LAPTOP, {})
     assert words(line) == "/opt/bin/mpirun -np 9 --bind-to core --map-by :OVERSUBSCRIBE python train.py"
-    line = compose(Job(2, TRAIN, options=("--map-by", "slot:PE=2")), OMPI, LAPTOP, {})
-    assert "--bind-to" not in line.argv
+    for mapping in "slot:PE=2", ":pe=2", "ppr:1:node:OVERSUBSCRIBE,PE=2":
+        assert "--bind-to" not in compose(Job(2, TRAIN, options=("--map-by", mapping)), OMPI, LAPTOP, {}).argv
+    line = compose(Job(2, TRAIN, options=("-x", "DTYPE=float32")), OMPI, LAPTOP, {})
+    assert words(line) == "/opt/bin/mpirun -np 2 --bind-to none -x DTYPE=float32 python train.py"
 
 
 def test_variables_go_to_all_hosts() -> None:
@@ -158,6 +160,8 @@ def test_a_number_of_ranks_that_cannot_be_meant_is_refused_with_the_slots_that_w
                                           r"this host\)\. Lower -np, name more hosts \(-H .*\), or add --force\.$"):
         check_count(Job(5000, TRAIN), Machine(cores=2), False)
     assert "more than 4 ranks" in check_count(Job(5000, TRAIN), Machine(cores=2), True)
+    with pytest.raises(LaunchError, match=r"Lower -np, or name more hosts \(-H [^()]*\)\.$"):
+        check_count(Job(5000, TRAIN), Machine(cores=2), None)
     with pytest.raises(LaunchError, match="there are 2 slots"):
         check_count(Job(5000, TRAIN, parse_list("localhost:5000")), Machine(cores=2), False)
 

@@ -62,8 +62,8 @@ class Job:
 
     def finish(self) -> None:
         """Let the stand-in do what was enqueued."""
-        completion = self.plane.finish()
-        while not completion.done:
+        events = self.plane.finish()
+        while not all(event.done for event in events):
             pass
 
     @property
@@ -199,8 +199,8 @@ def test_work_begins_after_the_events_it_was_told_to_wait_for() -> None:
     source = job.device.tensor(np.full(4, 5.0))  # Its contents are still to come, on a stream of the caller's.
     job.plane.wait_for([job.device.record()])
     job.plane.allreduce([job.device.seen(source)], [target], Reduction(ReduceOp.SUM))
-    completion = job.plane.finish()
-    while not completion.done:
+    events = job.plane.finish()
+    while not all(event.done for event in events):
         pass
     assert target.owner.view().tolist() == [5.0] * 4
 

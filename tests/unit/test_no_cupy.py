@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.api import interop, own_gpu
+import mpistrat
+from mpistrat.api.availability import _nccl_status
+from mpistrat.api.interop import own_gpu, tensors
 from mpistrat.core.errors import InvalidRequestError, MissingDependencyError
 from mpistrat.core.install import pip_extra
-from mpistrat.gpu import wheels
+from mpistrat.gpu import nvrtc
 
 
 @pytest.fixture
@@ -39,6 +41,15 @@ def test_the_reason_is_in_words(code: str, reason: str, cupy_says: Path) -> None
     assert str(raised.value) == f"tensors on a GPU need cupy: {reason}."
 
 
+def test_what_is_built_can_be_asked_where_cupy_ends_in_any_error(cupy_says: Path,
+                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    cupy_says.write_text("raise RuntimeError('numpy is too new')")
+    reason = "cupy is missing: it cannot be imported: RuntimeError: numpy is too new"
+    assert (mpistrat.cuda_built(), mpistrat.nccl_built(), mpistrat.gpu_available(verbose=True)) == (False, 0, False)
+    assert capsys.readouterr().out == f"gpu_available: {reason}\n"
+    assert _nccl_status().reason == reason
+
+
 @pytest.mark.parametrize("cuda, extra", [(12, "gpu"), (13, "gpu13")])
 def test_nvrtc_that_is_nowhere_is_an_error_with_the_command_that_installs_it(
         cuda: int, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,15 +59,15 @@ def test_nvrtc_that_is_nowhere_is_an_error_with_the_command_that_installs_it(
     def not_installed(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(wheels.ctypes, "CDLL", not_found)
-    monkeypatch.setattr(wheels.metadata, "distribution", not_installed)
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", not_found)
+    monkeypatch.setattr(nvrtc.metadata, "distribution", not_installed)
     with pytest.raises(OSError) as raised:
-        wheels.load_nvrtc(cuda)
+        nvrtc.load_nvrtc(cuda)
     assert str(raised.value) == f"libnvrtc.so.{cuda}: cannot open shared object file ({pip_extra(extra)})"
 
 
 def test_tensorflows_tensors_on_a_gpu_belong_to_its_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interop, "_gpu_of", lambda value: 0)
+    monkeypatch.setattr(tensors, "_gpu_of", lambda value: 0)
     tensor = type("EagerTensor", (), {"__module__": "tensorflow.python.framework.ops"})()
     with pytest.raises(InvalidRequestError, match=r"goes to the functions of mpistrat\.tensorflow"):
-        interop.tensors_of([tensor])
+        tensors.tensors_of([tensor])

@@ -1,9 +1,12 @@
 """What `mpistrat run` shows of mpirun's stderr, and what it keeps: reports, mpirun's words, repeated log lines."""
 
+import os
+
 import pytest
 
-from mpistrat.cli.banners import Ending, understand
-from mpistrat.cli.output import BLOCK_S, PARTIAL_S, Output
+from mpistrat.cli.forward import Forwarder
+from mpistrat.cli.stderr.mpirun_lines import Ending, understand
+from mpistrat.cli.stderr.output import BLOCK_S, PARTIAL_S, Output
 from mpistrat.process.error_text import ErrorText
 from mpistrat.process.report import Report
 
@@ -105,6 +108,10 @@ def test_a_text_that_does_not_end_is_shown_after_a_moment() -> None:
 def test_the_null_character_after_the_last_words_of_open_mpi_is_left_out() -> None:
     output = Output()
     assert fed(output, OTHERS_5 + b"\0") + output.due(PARTIAL_S) + output.end() == b""
+    output = Output()
+    assert fed(output, OTHERS_5 + b"a line of a rank\n" + b"\0") + output.end() == b"a line of a rank\n"
+    assert output.is_at_line_start
+    assert fed(output, b"\0a line of a rank\n") + output.end() == b"a line of a rank\n"
     assert shown(b"a\0b\n\0") == b"a\0b\n\0"
 
 
@@ -136,9 +143,22 @@ def test_a_report_is_kept_even_behind_a_line_without_an_end() -> None:
     assert fed(output, b"10%" + REPORT_LINES) == b"10%\n"
     assert fed(output, b"20%") + output.due(PARTIAL_S) == b"20%"
     assert fed(output, REPORT_LINES, 1.0) == b""
-    assert output.reports == [REPORT] * 2
+    assert output.told.reports == [REPORT] * 2
     assert shown(b"[1,1]<stderr>: " + REPORT_LINES.replace(b"\n", b"\n[1,1]<stderr>: ", 1)) == b""
     assert shown(REPORT_LINES, is_all=True) == b""
+
+
+def test_a_forwarder_leaves_no_descriptor_behind(capfd: pytest.CaptureFixture[str]) -> None:
+    """An elastic job has one for each generation."""
+    before = set(os.listdir("/proc/self/fd"))
+    source, sink = os.pipe()
+    forwarder = Forwarder(source, Output())
+    os.write(sink, b"of mpirun\n")
+    os.close(sink)
+    forwarder.end(lambda: b"last\n")
+    assert forwarder.join(30.0)
+    assert capfd.readouterr().err == "of mpirun\nlast\n"
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 # -- TensorFlow's log lines and Python's warnings ---------------------------------------------------------------------
@@ -194,3 +214,4 @@ def test_errors_before_the_script_begins_are_shown_once() -> None:
     assert shown(b"".join(line * 2 for line in USAGE.splitlines(keepends=True))) == USAGE
     assert shown(USAGE + USAGE.replace(b"'x'", b"'y'")).endswith(b"'x'\n" + USAGE.splitlines()[-1][:-3] + b"'y'\n")
     assert shown(b"train.py: error: x\n" * 2) == b"train.py: error: x\n" * 2
+    assert shown(b"mpistrat bench: no\n" * 2 + b"mpistrat: x\n" * 2) == b"mpistrat bench: no\n" + b"mpistrat: x\n" * 2

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from mpistrat.process.silent_hosts import local_addresses
-from mpistrat.tensorflow.cluster.ports import ReservedPort
+from mpistrat.tensorflow.cluster.cluster import ReservedPort
 
 
 @pytest.fixture

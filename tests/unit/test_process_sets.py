@@ -43,7 +43,7 @@ def test_errors_in_a_set_name_ranks_of_the_job() -> None:
     with pytest.raises(InvalidRequestError, match=r"the splits of rank 4, .* add up to more"):
         received_rows("x", np.array([[1, 1, 1], [2, 1, 1]]), topology)
     with pytest.raises(MessageError, match=r"^rank 6 sent 1 bytes that are no Announcement"):
-        Coordinator(0, 2, 0, topology=topology).receive(1, b"?", 0.0)
+        Coordinator(topology, 0).receive(1, b"?", 0.0)
     group = ThreadGroup(1)
     engine = make_engine(0, 1, group.control(0), group.data(0), members=(6,))
     engine.controller.life.fail(OSError("on purpose"))

@@ -208,14 +208,14 @@ def test_nodes_of_one_name_in_program_order_wait_for_each_other() -> None:
     first, second, third = (entry("a", origin(place, True)) for place in "bcd")
     for each in (first, second, third):
         assert not queue.put(each, is_driver=each is not first)
-    assert queue.take_new() == [first] and not queue.has_new
-    assert queue.finish("a") is first and queue.has_new
+    assert queue.take_new() == [first] and not queue.new
+    assert queue.finish("a") is first and queue.new
     assert queue.outstanding == 0
     assert queue.take_new() == [second]
     assert queue.finish("a") is second
     assert queue.take_new() == [third]
     assert queue.finish("a") is third
-    assert not queue.has("a") and not queue.has_new
+    assert not queue.has("a") and not queue.new
 
 
 def test_a_node_that_is_in_flight_twice_is_refused() -> None:
@@ -245,7 +245,7 @@ def test_entries_that_wait_for_their_name_are_closed_too() -> None:
     for each in entries:
         queue.put(each)
     assert queue.close(EngineError("on purpose")) == entries
-    assert not queue.has_new
+    assert not queue.new
 
 
 def test_a_refused_duplicate_leaves_the_first_as_it_was() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 
 import pytest
 
@@ -69,6 +70,13 @@ def test_other_lines_are_not_taken() -> None:
     assert read(lines) == ([], [None] * len(lines))
 
 
+@pytest.mark.parametrize("text", [b"has \xff", b"measures {\xff}", b"> \xff", b"on \xff fails with exit code 1:"])
+def test_bytes_that_are_no_text_do_not_end_the_reader(text: bytes) -> None:
+    reader = ReportReader()
+    reader.take(lines_of(ONE)[0])
+    assert reader.take(b"[mpistrat] rank 1 " + text + b"\n") == b""
+
+
 def test_what_a_line_cannot_have_is_escaped() -> None:
     odd = Report(0, "h", 1, ErrorText("", "ValueError: 10%\r20% \udcff"))
     written = [line.encode(errors="backslashreplace") for line in odd.lines()]
@@ -88,6 +96,30 @@ def test_lines_are_written_whole_and_in_blocks_that_a_pipe_takes_at_once(monkeyp
     report._write(2, lines)
     assert b"".join(blocks).decode() == "".join(lines)
     assert all(block.endswith(b"\n") and len(block) < 4096 for block in blocks[:-1])
+
+
+def test_the_latest_operations_that_a_rank_tells_are_kept(capfd: pytest.CaptureFixture[str],
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_mode", report.SUMMARY)
+    monkeypatch.setattr(sys, "__stderr__", os.fdopen(os.dup(2), "w"))
+    for rank, lines in (1, ["old", "older"]), (0, ["other"]), (1, ["ab+/=", "c"]):
+        report.tell_last(rank, lines, {})
+    reader = ReportReader()
+    assert [reader.take(line.encode()) for line in capfd.readouterr().err.splitlines(keepends=True)] == [b""] * 5
+    assert reader.last == {1: ["ab+/=", "c"], 0: ["other"]}
+
+
+def test_a_block_waits_until_the_block_before_it_was_read() -> None:
+    source, sink = os.pipe()
+    written = threading.Thread(target=report._write, args=(sink, ["x" * 3000 + "\n"] * 3))
+    written.start()
+    blocks = []
+    while len(blocks) < 3:
+        blocks.append(os.read(source, 4096))
+    written.join()
+    os.close(source)
+    os.close(sink)
+    assert [len(block) for block in blocks] == [3001] * 3
 
 
 def test_a_report_goes_to_the_stderr_of_the_process(capfd: pytest.CaptureFixture[str],

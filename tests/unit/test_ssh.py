@@ -23,6 +23,10 @@ def put(environ: dict[str, str], script: str) -> None:
     path.chmod(0o755)
 
 
+def why_unreachable(hosts: list[str], environ: dict[str, str]) -> str:
+    return " ".join(sum(ssh.unreachable(hosts, environ).values(), ()))
+
+
 @pytest.mark.parametrize(("said", "remedy"), [
     ("ssh: Could not resolve hostname b: Name or service not known",
      "Correct the name in -H or in the hostfile; `getent hosts b` must find it."),
@@ -34,28 +38,28 @@ def put(environ: dict[str, str], script: str) -> None:
 def test_the_host_and_the_remedy_are_named(environ: dict[str, str], said: str, remedy: str) -> None:
     put(environ, FAIL.format(said=said))
     last = said.splitlines()[-1].removeprefix("ssh: ")
-    assert ssh.why_unreachable(["a", "b"], environ) == f"b cannot be reached by ssh ({last}). {remedy}"
+    assert why_unreachable(["a", "b"], environ) == f"b cannot be reached by ssh ({last}). {remedy}"
 
 
 def test_a_host_that_does_not_answer_is_not_waited_for(environ: dict[str, str],
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssh, "_LIMIT_S", 0.2)
     put(environ, "exec /bin/sleep 60")
-    assert ssh.why_unreachable(["b"], environ).startswith("b cannot be reached by ssh (it does not answer). Is it on, ")
+    assert why_unreachable(["b"], environ).startswith("b cannot be reached by ssh (it does not answer). Is it on, ")
 
 
 def test_what_runs_on_the_host_may_fail(environ: dict[str, str]) -> None:
     put(environ, "exit 127")
-    assert ssh.why_unreachable(["a", "b"], environ) == ""
+    assert why_unreachable(["a", "b"], environ) == ""
 
 
 def test_the_arguments_for_ssh_are_those_of_mpirun(environ: dict[str, str], tmp_path: Path) -> None:
     put(environ, f'echo "$*" > {tmp_path}/said')
-    assert ssh.why_unreachable(["a"], {**environ, "PRTE_MCA_plm_ssh_args": "-p 2222 -i 'a key'"}) == ""
+    assert why_unreachable(["a"], {**environ, "PRTE_MCA_plm_ssh_args": "-p 2222 -i 'a key'"}) == ""
     assert (tmp_path / "said").read_text().endswith("-p 2222 -i a key a true\n")
 
 
 def test_without_ssh_it_is_to_be_installed(environ: dict[str, str]) -> None:
-    assert ssh.why_unreachable(["node7"], environ).startswith("there is no ssh on this host, with which mpirun starts "
-                                                              "ranks on node7. Install it: ")
+    assert why_unreachable(["node7"], environ).startswith("there is no ssh on this host, with which mpirun starts "
+                                                          "ranks on node7. Install it: ")
     assert not os.path.exists(Path(environ["PATH"], "ssh"))

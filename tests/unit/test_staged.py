@@ -40,8 +40,8 @@ def test_many_chunks_go_through_few_slots(seed: int) -> None:
         sources, targets = on_gpu(device, *values), on_gpu(device, *map(np.zeros_like, values))
         plane.wait_for([device.record()])
         plane.allreduce(sources, targets, Reduction(ReduceOp.SUM, 2.0, Scale(1.0, 4)))
-        completion = plane.finish()
-        while not completion.done:
+        events = plane.finish()
+        while not all(event.done for event in events):
             pass
         for target, value in zip(targets, values):
             np.testing.assert_array_equal(target.owner.view(), value / 2)

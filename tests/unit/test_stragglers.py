@@ -47,16 +47,33 @@ def test_no_rank_is_named_if(intervals: list[dict[int, dict[str, Any]]], why: st
     assert found(intervals) == [], why
 
 
+def test_a_rank_may_report_while_the_others_are_compared() -> None:
+    class First(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            reports[2] = report(2, 0, 0.1)
+            return super().__getitem__(key)
+
+    reports: dict[int, dict[str, Any]] = {0: First(report(0, 0, 0.4)), 1: report(1, 0, 0.0)}
+    assert StragglerWatch().add(reports) is None
+
+
 def test_a_second_straggler_is_named_too() -> None:
     intervals = [interval(n, 0.3, 0.0) for n in range(9)] + [interval(n, 0.0, 0.3) for n in range(9, 30)]
     assert [each.rank for each in found(intervals)] == [1, 0]
 
 
-@pytest.mark.parametrize(("cores", "delayed", "words"), [
-    (1.5, 0.6, "Other processes run on its cores"), (0.1, 0.0, "data of the input pipeline"),
-    (1.5, 0.0, "It computes: it has used 1.5 cores")])
-def test_the_cause_is_what_the_rank_does(cores: float, delayed: float, words: str) -> None:
-    text = cause_of([report(0, 1, 0.0, cores, delayed, place) for place in ("", "here", "here", "there")])
+def test_a_rank_that_sleeps_on_a_busy_machine_is_not_slowed_by_other_processes() -> None:
+    straggler, = found({0: report(0, 10 * n, 0.94), 1: report(1, 10 * n, 0.0, cores=0.1, delayed=0.4)}
+                       for n in range(9))
+    assert "or a sleep" in straggler.cause
+
+
+@pytest.mark.parametrize(("cores", "delayed", "cost", "words"), [
+    (1.5, 0.6, 0.5, "Other processes run on its cores"), (0.2, 0.9, 0.5, "Other processes run on its cores"),
+    (0.1, 0.0, 0.5, "data of the input pipeline"), (0.1, 0.4, 0.94, "data of the input pipeline"),
+    (1.5, 0.0, 0.5, "It computes: it has used 1.5 cores"), (1.5, 0.4, 0.94, "It computes")])
+def test_the_cause_is_what_the_rank_does(cores: float, delayed: float, cost: float, words: str) -> None:
+    text = cause_of([report(0, 1, 0.0, cores, delayed, place) for place in ("", "here", "here", "there")], cost)
     assert words in text and text.endswith(" Its main thread was here")
 
 

@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
-from mpistrat.cli.banners import Ending, Words
 from mpistrat.cli.hostfile import HYDRA, OPEN_MPI
-from mpistrat.cli.summary import summarize
+from mpistrat.cli.stderr.mpirun_lines import Ending, Words
+from mpistrat.cli.stderr.summary import summarize
 from mpistrat.process.error_text import ErrorText
 from mpistrat.process.report import Report
 

@@ -7,7 +7,7 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from mpistrat.core.errors import ClusterError, EngineError, MismatchError, MpistratError, ShutdownError  # noqa: E402
-from mpistrat.process.error_text import message_of  # noqa: E402
+from mpistrat.process.error_text import split_message  # noqa: E402
 from mpistrat.tensorflow.bridge.tf_errors import as_tf_error  # noqa: E402
 
 each_class = pytest.mark.parametrize(("ours", "theirs"), [
@@ -19,7 +19,7 @@ each_class = pytest.mark.parametrize(("ours", "theirs"), [
 def test_an_error_is_of_both_classes_and_is_printed_as_ours(ours: type[MpistratError], theirs: type[Exception]) -> None:
     error = as_tf_error(ours("the text"))
     assert isinstance(error, ours) and isinstance(error, theirs)
-    assert message_of(type(error), error) == f"mpistrat.core.errors.{ours.__name__}: the text"
+    assert split_message(error)[1] == f"mpistrat.core.errors.{ours.__name__}: the text"
     assert repr(error) == f"{ours.__name__}('the text')"
 
 

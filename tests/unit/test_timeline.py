@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,8 +26,8 @@ from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.request import ScaledOp, Sum, allreduce_request, specs_of
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
-from mpistrat.trace import files, records
-from mpistrat.trace.analysis import analyse
+from mpistrat.trace import files, last, records
+from mpistrat.trace.analysis import Unfinished, analyse
 from mpistrat.trace.clocks import Offset
 from mpistrat.trace.records import NO_STEP, Record
 from mpistrat.trace.ring import OperationRing, Traced
@@ -151,6 +152,19 @@ def test_a_disk_that_fills_up_leaves_what_was_written(tmp_path: Path, monkeypatc
     assert (records_in(spans), is_cut) == (JOB[:2], False)
 
 
+def test_a_disk_that_is_full_at_the_start_leaves_nothing_and_the_error_names_the_file(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "pwrite", full)
+    opened = set(os.listdir("/proc/self/fd"))
+    path = tmp_path / "f.json"
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        files.create(str(path))
+    assert not path.exists() and set(os.listdir("/proc/self/fd")) == opened
+
+
 def test_another_ending_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ends in \.json .* or \.pftrace"):
         files.create(str(tmp_path / "f.txt"))
@@ -214,6 +228,14 @@ def test_operations_of_one_bucket_are_fused_and_those_of_other_kinds_never_are()
     assert analyse([record(op="adasum")]).unfused[0].reason == "an adasum is never fused"
 
 
+@pytest.mark.parametrize(("name", "is_own"), [
+    ("check/tape/5", True), ("check/optimizer1/0", True), ("optimizer1/fit.sizes", True),
+    ("elastic.commit.sizes", True), ("eval/optimizer2/weights/digest", True), ("optimizer1", False),
+    ("optimizer1/sparse", False), ("checks", False), ("optimizer1/fitted", False)])
+def test_what_mpistrat_checks_by_itself_is_not_among_them(name: str, is_own: bool) -> None:
+    assert (analyse([record(kind="allgather", op="", name=name)]).unfused == ()) is is_own
+
+
 def test_the_rate_is_that_of_the_time_in_reductions() -> None:
     rate, = analyse(JOB).rates
     assert (rate.what, rate.operations, rate.nbytes) == ("SHM_ALLREDUCE", 2, 4_000_000)
@@ -257,13 +279,39 @@ def test_a_file_that_was_cut_is_read_and_has_exit_code_2(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'[{"ph":"X","name":"other"}]', b"text", b"\x0a\xff", b"\x0a",
-                                     b"\x0a\x02\xff\xff", b'[{"name":"x","cat":"operation","ts":1,"args":{}}]'])
+                                     b"\x0a\x02\xff\xff", b'[{"name":"x","cat":"operation","ts":1,"args":{}}]',
+                                     b"null", b"5", b'{"traceEvents":null}', b'{"traceEvents":5}', b"[" * 100_000,
+                                     b'[{"cat":"operation"}]', b'[{"name":"x","cat":"operation","ts":"1","args":{}}]',
+                                     b'[{"name":"x","cat":"operation","ts":1e999,"args":{}}]',
+                                     b'[{"name":"x","cat":"operation","ts":1,"args":null}]'],
+                         ids=lambda content: content[:60].decode(errors="replace"))
 def test_a_file_of_something_else_is_a_sentence_and_exit_code_2(content: bytes, tmp_path: Path,
                                                                 capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "f.json"
     path.write_bytes(content)
     assert main(["timeline", str(path)]) == 2
     assert f"mpistrat timeline: {path} cannot be read as a timeline: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("field", "value"), [("rank", "0"), ("agreed", "x"), ("nbytes", None), ("step", 1.5)])
+def test_a_field_of_another_type_is_a_sentence_too(field: str, value: Any, tmp_path: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "f.json", JOB)
+    events = json.loads(path.read_text())
+    for event in events:
+        if field in event.get("args", ()):
+            event["args"][field] = value
+    path.write_text(json.dumps(events))
+    assert main(["timeline", str(path)]) == 2
+    assert "it was written by another version of mpistrat: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("before", ["\n", "\n\n  ", '{"traceEvents":', '\n{\n"traceEvents":'])
+def test_chromes_format_may_begin_with_an_empty_line_and_may_be_in_an_object(before: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "f.json", JOB)
+    path.write_text(before + path.read_text() + "}" * before.count("{"))
+    spans, is_cut = files.spans_in(str(path))
+    assert (records_in(spans), is_cut) == (JOB, False)
 
 
 def test_a_file_that_is_not_there_is_a_sentence_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,14 +351,17 @@ class Job:
         monkeypatch.setattr("mpistrat.trace.tracer._TIMELINE_INTERVAL_S", 0.01)
         monkeypatch.setattr("mpistrat.trace.tracer._INTERVAL_S", 0.05)
         self._caplog = caplog
-        self.tracers = [Tracer(Topology(rank, ("", "")), {1: Offset(0, 0, is_shared=True)}, False, {})
-                        for rank in range(2)]
-        self._carrying = threading.Lock()
+        self.told: list[list[list[str]]] = [[], []]
+        self.tracers = [Tracer(Topology(rank, ("here", "there")), {1: Offset(0, 0, is_shared=True)}, False, {},
+                               tell=self.told[rank].append) for rank in range(2)]
+        self._carrying = threading.RLock()
         self.rings = [OperationRing(1000) for _ in range(2)]
         self.carries = threading.Event()
         self.carries.set()
+        self.in_flight: list[list[Entry]] = [[], []]
         for rank in range(2):
-            self.tracers[rank].start(lambda rank=rank: {0: Traced(self.rings[rank], 2, "mpi", lambda: [])}, self._carry)
+            self.tracers[rank].start(lambda rank=rank: {0: Traced(self.rings[rank], 2, "mpi",
+                                                                  lambda: self.in_flight[rank])}, self._carry)
 
     def _carry(self) -> None:
         with self._carrying:
@@ -479,9 +530,138 @@ def test_messages_that_cannot_be_sent_do_not_pile_up(job: Job, tmp_path: Path, m
     assert "operations came faster than they could be read" in warning
 
 
+@pytest.mark.parametrize("timeline", ["none", "DYNAMIC"])
+def test_a_window_without_a_file_is_a_warning(timeline: str, monkeypatch: pytest.MonkeyPatch,
+                                              caplog: pytest.LogCaptureFixture) -> None:
+    mpistrat.shutdown()
+    monkeypatch.setenv("MPISTRAT_TIMELINE", timeline)
+    monkeypatch.setenv("MPISTRAT_TIMELINE_STEPS", "1:3")
+    mpistrat.init()
+    mpistrat.shutdown()
+    warning, = caplog.messages
+    assert warning == ("mpistrat: MPISTRAT_TIMELINE_STEPS=1:3 has no effect, because MPISTRAT_TIMELINE names no file.")
+
+
+def test_a_timeline_without_the_recorder_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      caplog: pytest.LogCaptureFixture) -> None:
+    mpistrat.shutdown()
+    monkeypatch.setenv("MPISTRAT_TIMELINE", str(tmp_path / "f.json"))
+    monkeypatch.setenv("MPISTRAT_RECORDER", "0")
+    mpistrat.init()
+    mpistrat.shutdown()
+    assert caplog.messages == ["mpistrat: there is no timeline, because MPISTRAT_RECORDER=0."]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("text", "window"), [("100:120", (100, 120)), ("all", None), ("5:5", None), ("a:b", None)])
 def test_a_window_is_two_numbers(text: str, window: tuple[int, int] | None) -> None:
     assert Settings(timeline_steps=text).timeline_window == window
     if window is None and text != "all":
         with pytest.raises(SettingsError, match=f"MPISTRAT_TIMELINE_STEPS='{text}': expected all, or FIRST:END"):
             Settings.from_env({"MPISTRAT_TIMELINE_STEPS": text})
+
+
+# -- when a rank fails ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_when_a_rank_fails_all_ranks_tell_their_last_operations_once(job: Job, failing: int) -> None:
+    job.work(3)
+    request = allreduce_request("late", specs_of([np.ones(2)]), ScaledOp(Sum))
+    job.in_flight[0] = [Entry(request, [np.ones(2)], Handle("late"), submitted=time.monotonic_ns())]
+    assert job.tracers[failing].fail_all(20.0)
+    until(lambda: all(job.told))
+    job.tracers[failing].fail()
+    job.end()
+    told = [last.from_lines(lines) for (lines,) in job.told]
+    assert [(each.rank, each.size, each.host) for each in told] == [(0, 2, "here"), (1, 2, "there")]
+    assert [[each.step for each in rank.records if each.is_complete] for rank in told] == [[0, 1, 2], [0, 1, 2]]
+    late, = analyse([record for rank in told for record in rank.records]).unfinished
+    assert (late.name, late.waiting, late.missing, late.absent) == ("late", (0,), (1,), 0)
+
+
+def test_rank_0_knows_at_the_end_what_all_ranks_have_done(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.trace.totals._LEAST_S", 0.0)
+    monkeypatch.setattr("mpistrat.trace.totals._LEAST_OPERATIONS", 1)
+    job.work(2)
+    until(lambda: all(tracer._operations == 2 and tracer._totals[rank]._before for rank, tracer in
+                      enumerate(job.tracers)))
+    job.work(3)
+    job.end()
+    assert [(each.steps, each.operations) for each in job.tracers[0]._totals.values()] == [(3, 3), (3, 3)]
+    assert re.fullmatch(r"mpistrat: 2 ranks have done \S+ steps per second; collectives took .*\.", job.tracers[0].line)
+    job.tracers[0].is_line_due = False
+    assert job.tracers[0].line == ""
+
+
+def test_without_a_reader_nothing_is_told() -> None:
+    tracer = Tracer(Topology(0, ("", "")), {}, False, {})
+    tracer.start(dict, lambda: None)
+    tracer.fail()
+    assert not tracer.fail_all(0.0)
+    tracer.stop()
+    assert not tracer.outgoing
+
+
+def test_a_rank_tells_its_last_operations_after_it_has_stopped(job: Job) -> None:
+    job.work(2)
+    job.tracers[1].stop()
+    job.tracers[1].fail()
+    job.tracers[1].tell_last()
+    (lines,) = job.told[1]
+    assert len(last.from_lines(lines).records) == 2
+
+
+def test_a_rank_that_waits_for_one_that_never_comes_waits_until_the_end() -> None:
+    some = [record(0, -5, 10, 90, 90), record(0, 1), record(1, 1)]
+    found = analyse(some)
+    assert found.operations == 1
+    assert found.ranks[0].waiting == pytest.approx(78 / 90)
+    assert found.unfinished == (Unfinished("x-5", (0,), (1,), 0, 0.08),)
+
+
+def told(rank: int, some: list[Record], offsets: dict[int, int] | None = None) -> list[str]:
+    return last.LastOperations(rank, 3, f"node{rank}", offsets or {}, some).lines()
+
+
+def test_what_ranks_tell_is_one_file_on_the_clock_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    many = [record(2, number, submitted=number) for number in range(500)]
+    ranks = [told(2, many, {2: 9 * MS}), told(0, [record(0, 1)], {2: 5 * MS}), ["cut", *told(1, [record(1, 1)])]]
+    assert all(len(line) < 3900 for lines in ranks for line in lines)
+    sentence = last.save(ranks)
+    path, = tmp_path.iterdir()
+    assert sentence == f"the last operations of ranks [0, 2]: mpistrat timeline {path.name}"
+    found = records_in(files.spans_in(str(path))[0])
+    assert len(found) == 501
+    assert min(each.submitted for each in found if each.rank == 2 and each.submitted) == (
+        min(each.submitted for each in many if each.submitted) - 5 * MS)
+
+
+@pytest.mark.parametrize("changed", [lambda lines: [lines[0], "bm8="], lambda lines: [lines[1], lines[0]],
+                                     lambda lines: lines[1:], lambda lines: [lines[0], lines[1][:-8]], lambda _: []])
+def test_lines_that_were_mixed_or_cut_are_a_value_error(changed: Callable[[list[str]], list[str]]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        last.from_lines(changed(told(1, [record(1, 1)])))
+
+
+def test_ranks_that_did_nothing_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert last.save([told(0, []), ["cut"], []]) == last.save([]) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "pwrite", is_full)
+    assert " are not written: [Errno 28] No space left on device: 'mpistrat-" in last.save([told(1, [record(1, 1)])])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/proc/self")
+    sentence = last.save([told(1, [record(1, 1)])])
+    assert sentence.startswith("the last operations of ranks [1] are not written: [Errno ")
+    assert "\n" not in sentence

@@ -9,6 +9,7 @@ import threading
 import time
 import xml.etree.ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from mpistrat.cli.main import main
 from mpistrat.cli.top import command
 from mpistrat.cli.top.status import Found, parse, read
 from mpistrat.cli.top.summary import Stall, summarize
+from mpistrat.core.errors import LaunchError
 from mpistrat.core.install import pip_extra
 from mpistrat.trace.status import status_directory
 
@@ -79,11 +81,14 @@ def test_no_directory_is_no_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text, why", [
     (json.dumps(content(rank(0)))[:-30], "is cut, or is no JSON"), ("", "is cut, or is no JSON"),
     ("[]", "version None"),
-    (content(rank(0), version=2), "is of version 2, and this mpistrat reads version 1"),
+    (content(rank(0), version=2), "is of version 2, and this mpistrat reads version 1. Remove it if its job has ended"),
     (content({"rank": 0}), "lacks something: 'outstanding'"), (content(rank(0), ranks=None), "lacks something"),
+    (content({"rank": 0, "outstanding": []}), "lacks something: 'host'. Another version of mpistrat has written it. "
+     "Remove it if its job has ended"),
     (content(rank(0, pid=2**31 - 1), written=NOW - 60), "is old: it was written 60 s ago, and the first rank"),
     (content(written=NOW - 60), "is old"),
-], ids=["cut", "empty", "a list", "a later version", "half a rank", "no ranks", "an ended job", "a silent job"])
+], ids=["cut", "empty", "a list", "a later version", "half a rank", "no ranks", "an earlier build",
+        "an ended job", "a silent job"])
 def test_a_file_that_is_of_no_use_is_named_with_the_reason(directory: Path, text: Any, why: str) -> None:
     path = put(directory, text)
     put(directory, content(rank(0)), "good.json")
@@ -141,6 +146,12 @@ def test_the_slowest_rank_is_the_one_that_waits_least(waiting: tuple[float, ...]
     assert why in summary.why
 
 
+def test_the_cause_weighs_the_delays_against_the_cost() -> None:
+    late = rank(1, waiting=0.0, cores=0.1, delayed=0.4)
+    for waiting, words in ((0.94, "or a sleep"), (0.5, "Other processes")):
+        assert words in summarize(parse(content(rank(0, waiting=waiting), late)), None, NOW).why
+
+
 def test_stalls_name_the_ranks_that_are_missing() -> None:
     def waits(number: int, **since: float) -> dict[str, Any]:
         return rank(number, outstanding=[{"name": name, "since_s": s} for name, s in since.items()])
@@ -165,7 +176,8 @@ def job(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     first = content(rank(0, waiting=0.5, computing=0.4, written=written),
                     rank(1, waiting=0.02, computing=0.9, written=written), written=written, started=written - 90)
     path = put(directory, first)
-    monkeypatch.setattr(command.time, "sleep", lambda seconds: put(directory, later(first, seconds, 22)))
+    monkeypatch.setattr(command, "time", SimpleNamespace(  # not time.sleep itself, which other threads call
+        time=time.time, sleep=lambda seconds: put(directory, later(first, seconds, 22))))
     return path
 
 
@@ -195,6 +207,24 @@ def test_a_picture(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "none/top.svg: No such file" in capsys.readouterr().err
 
 
+def test_a_picture_and_json(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--json", "--svg", str(tmp_path / "top.svg")]) == 0
+    assert len(json.loads(capsys.readouterr().out)["jobs"]) == 1
+    assert "train.py" in (tmp_path / "top.svg").read_text().replace("&#160;", " ")
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "nan", "inf", "1e10", "x"])
+def test_an_interval_that_cannot_be_slept_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match=f"--interval: {text} is not a number of seconds above 0"):
+        command._parser().parse_args(["--interval", text])
+
+
+def test_with_a_wrong_name_the_jobs_are_listed(directory: Path, job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(directory, content(rank(0), job="other-3", started=NOW, written=time.time()), "other.json")
+    assert main(["top", "digit5"]) == 1
+    assert capsys.readouterr().out == "No job's name begins with digit5. There are: other-3, digits-17.\n"
+
+
 def test_several_jobs_are_listed_and_one_is_chosen_by_its_beginning(directory: Path, job: Path,
                                                                     capsys: pytest.CaptureFixture[str]) -> None:
     put(directory, content(rank(0), job="other-3", script="b.py", written=time.time()), "other.json")
@@ -222,7 +252,7 @@ def test_it_is_drawn_until_the_job_has_ended(job: Path, monkeypatch: pytest.Monk
             job.unlink()
         drawn.set()
 
-    monkeypatch.setattr(command.time, "sleep", sleep)
+    monkeypatch.setattr(command, "time", SimpleNamespace(time=time.time, sleep=sleep))
     assert main(["top"]) == 0
     assert capsys.readouterr().out.endswith("The job has ended.\n")
 

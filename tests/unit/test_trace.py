@@ -20,10 +20,10 @@ from mpistrat.engine.controller import Controller
 from mpistrat.engine.executor import Executor
 from mpistrat.trace import clocks, status
 from mpistrat.trace.clocks import Offset
-from mpistrat.trace.records import Record
+from mpistrat.trace.records import NO_STEP, Record
 from mpistrat.trace.ring import OperationRing, Traced
 from mpistrat.trace.spans import length, union
-from mpistrat.trace.steps import StepCounter
+from mpistrat.trace.totals import StepCounter, Totals, line_of
 from mpistrat.trace.tracer import Tracer
 from mpistrat.transport.local import ThreadGroup
 
@@ -134,7 +134,7 @@ def test_a_step_ends_when_a_gradient_comes_again() -> None:
     counter = StepCounter()
     plain = allreduce_request("metric", specs_of([np.ones(1)]), ScaledOp(Sum))
     assert [counter.add(each) for each in [plain, gradient("a"), gradient("b"), plain, gradient("a"), gradient("b"),
-                                           gradient("b")]] == [None, 0, 0, 0, 1, 1, 2]
+                                           gradient("b")]] == [NO_STEP, 0, 0, 0, 1, 1, 2]
     assert counter.steps == 3
 
 
@@ -148,6 +148,17 @@ def test_an_offset_is_that_of_the_shortest_message() -> None:
     offset.add(sent=5_000_000_000, received=5_000_001_300, answered=5_000_001_400, returned=5_000_000_900)
     offset.add(sent=6_000_000_000, received=6_000_001_210, answered=6_000_001_310, returned=6_000_000_120)
     assert offset.at(6_000_000_200) == 1200
+
+
+def test_an_offset_may_be_measured_while_it_is_read() -> None:
+    offset = Offset(1000, now=0, is_shared=False)
+
+    class Now(int):
+        def __sub__(self, other: int) -> int:
+            offset.add(sent=0, received=2000, answered=2000, returned=100)
+            return int(self) - other
+
+    assert offset.at(Now(100)) == 1000
 
 
 def test_a_clock_that_is_shared_has_no_offset() -> None:
@@ -227,3 +238,28 @@ def test_a_tracer_writes_what_the_engine_does_until_it_is_stopped(tmp_path: Path
     tracer.stop()
     tracer.stop()
     assert not path.exists()
+
+
+def test_totals_have_the_intervals_with_collectives_but_the_first() -> None:
+    totals = Totals()
+    totals.add(1.0, 0.0, 0.0, 0, 0)
+    totals.add(1.0, 0.9, 0.1, 3, 30)
+    totals.add(1.0, 0.2, 0.1, 5, 50)
+    totals.add(9.0, 0.0, 0.0, 5, 50)
+    totals.add(0.5, 0.4, 0.2, 8, 80)
+    assert totals == Totals(1.5, pytest.approx(0.4), pytest.approx(0.2), 5, 50)
+
+
+@pytest.mark.parametrize(("first", "second", "line"), [
+    (Totals(10.0, 6.0, 1.0, 50, 100), Totals(10.0, 0.0, 1.0, 50, 100), "2 ranks have done 5 steps per second; "
+     "collectives took 40% of the time, and for 60% the others waited for rank 1 on b."),
+    (Totals(10.0, 1.0, 1.0, 0, 2000), Totals(10.0, 1.0, 1.0, 0, 2000), "2 ranks have done 200 collectives per second; "
+     "collectives took 20% of the time, and no rank was slower than the others."),
+    (Totals(4.9, 0.0, 0.0, 9, 99), Totals(10.0, 0.0, 0.0, 9, 99), ""),
+    (Totals(10.0, 0.0, 0.0, 9, 19), Totals(10.0, 0.0, 0.0, 9, 99), "")])
+def test_the_line_of_a_job_says_its_speed_unless_it_was_short(first: Totals, second: Totals, line: str) -> None:
+    assert line_of({1: second, 0: first}, {0: "rank 0 on a", 1: "rank 1 on b"}) == (line and f"mpistrat: {line}")
+
+
+def test_a_job_of_one_rank_has_no_line() -> None:
+    assert line_of({0: Totals(10.0, 0.0, 0.0, 9, 99)}, {0: "rank 0 on a"}) == ""

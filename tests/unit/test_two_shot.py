@@ -149,10 +149,10 @@ def test_only_the_file_of_a_rank_is_taken_and_what_is_not_is_closed() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 100, 4096, 50_000, 1_000_000])
-def test_every_rank_reserves_a_part_of_memory_that_all_have(nbytes: int) -> None:
+def test_memory_that_all_ranks_have_is_reserved_when_they_take_it(nbytes: int) -> None:
     files = host_files(3)
     for turn in range(2):
-        blocks = [file.take(nbytes, (index, 3)) for index, file in enumerate(files)]
+        blocks = [file.take(nbytes) for file in files]
         blocks[turn][:] = bytes([turn + 1]) * nbytes
         assert all(block[:] == blocks[turn][:] for block in blocks)
     assert os.fstat(files[0]._descriptor).st_blocks * 512 >= 2 * nbytes

@@ -14,7 +14,7 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.keras import xla  # noqa: E402
-from mpistrat.keras.optimizer_parts import distributed_in  # noqa: E402
+from mpistrat.keras.nested_optimizers import distributed_in  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def test_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             compiled(sgd(), "mse")
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "rank 0: models with a DistributedOptimizer are trained without XLA (jit_compile=False), which cannot "
-                 "compile collectives: for GPUs that was not tried")]
+                 "compile collectives: on a GPU that has not been run yet; MPISTRAT_XLA=1 switches it on")]
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

@@ -11,6 +11,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from mpistrat.core.errors import EngineError, MismatchError  # noqa: E402
+from mpistrat.tensorflow.bridge.tf_errors import described  # noqa: E402
 from mpistrat.tensorflow.xla import custom_call, ffi  # noqa: E402
 
 HEADER = os.path.join(tf.sysconfig.get_include(), "xla/ffi/api/c_api.h")
@@ -71,7 +72,7 @@ def test_sizes_on_64_bits() -> None:
 
 @needs_ffi
 def test_an_error_of_the_api_is_raised_with_its_text() -> None:
-    custom_call._register()
+    custom_call._targets.add(Doubled(False))
     with pytest.raises(RuntimeError, match=r"refuses handler_register: .*mpistrat"):
         ffi.register("mpistrat", "Host", lambda call: None)  # There is one of this name.
 
@@ -80,7 +81,7 @@ def test_an_error_of_the_api_is_raised_with_its_text() -> None:
     (MismatchError("shapes"), tf.errors.FAILED_PRECONDITION), (EngineError("ended"), tf.errors.UNKNOWN),
     (ZeroDivisionError("by zero"), tf.errors.UNKNOWN)], ids=["mismatch", "engine", "python"])
 def test_errors_have_the_codes_of_the_classes_that_horovod_raises(error: Exception, code: int) -> None:
-    assert custom_call.described(error) == (f"{type(error).__name__}: {error}", code)
+    assert described(error) == (f"{type(error).__name__}: {error}", code)
 
 
 class Doubled:

@@ -1,5 +1,1 @@
 """`mpistrat bench`: measure collectives, or synthetic training, on the ranks of a job."""
-
-from .command import main
-
-__all__ = ["main"]

@@ -2,10 +2,18 @@
 
 import argparse
 import json
+from pathlib import Path
 
+import mpistrat
+
+from ...api import runtime
 from ...core.errors import LaunchError
 from ..arguments import Parser, counted, positive_int
 from .cases import CASES
+from .measure import measure, measurements
+from .output import Output, Table
+from .plot import plot, require_matplotlib
+from .train import measure_one_process, measure_training
 
 _EPILOG = """\
 Run it on ranks: mpistrat run -np 2 -- mpistrat bench
@@ -17,18 +25,22 @@ MPI_Alltoallv), and as one memcpy, on the same number of bytes in the same run. 
 is a grouped all-reduce.
 """
 _MODELS = ("resnet50", "mlp")
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def main(argv: list[str]) -> int:
     """Run what the options select. Collective; rank 0 prints and writes files."""
     options = _parser().parse_args(argv)
     if options.plot:
-        from .plot import require_matplotlib
         require_matplotlib()
+        if Path(options.plot).suffix not in _PICTURES:
+            raise LaunchError(f"--plot {options.plot}: the name must end with {', '.join(_PICTURES)}.")
         if all(CASES[name].operation != "allreduce" for name in options.cases):
             raise LaunchError("--plot draws all-reduces, and there is none among the cases.")
-    import mpistrat
     mpistrat.init()
+    _require_writable(*filter(None, (options.json, options.plot)))
+    if (tracer := runtime.current().tracer) is not None:
+        tracer.is_line_due = False  # Its figures are those of the cases together.
     if options.train:
         _train(options)
     else:
@@ -37,13 +49,22 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _measure(options: argparse.Namespace) -> None:
-    import mpistrat
+def _require_writable(*paths: str) -> None:
+    """Raise LaunchError if rank 0 cannot write a file, before the measurement and not after it. Collective."""
+    problem = ""
+    for path in paths if mpistrat.rank() == 0 else ():
+        try:
+            with open(path, "ab"):
+                pass
+        except OSError as error:
+            problem = f"{path} cannot be written: {error.strerror}."
+    problem = mpistrat.broadcast_object(problem, 0)
+    if problem:
+        mpistrat.shutdown()
+        raise LaunchError(problem)
 
-    from ...api import runtime
-    from .measure import measure, measurements
-    from .output import output
-    from .report import Table, as_json
+
+def _measure(options: argparse.Namespace) -> None:
     comm = None
     if mpistrat.size() > 1:
         from mpi4py import MPI
@@ -52,7 +73,7 @@ def _measure(options: argparse.Namespace) -> None:
     where = f"{counted(mpistrat.size(), 'rank')} on {counted(len(mpistrat.hosts()), 'host')}"
     points = []
     steps = sum(len(measurements(case, comm)) for case in cases.values())
-    with output(steps, is_chief=mpistrat.rank() == 0) as out:
+    with Output(steps, is_chief=mpistrat.rank() == 0) as out:
         table = Table(cases)
         out.line(f"{where}, {runtime.current().data_name}\n{table.header()}")
         for name, case in cases.items():
@@ -64,20 +85,15 @@ def _measure(options: argparse.Namespace) -> None:
         return
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump([as_json(point) for point in points], file, indent=1)
+            json.dump([point.as_json() for point in points], file, indent=1)
     if options.plot:
-        from .plot import plot
         allreduces = [point for point in points if point.operation == "allreduce"]
         plot(allreduces, options.plot, f"All-reduce of float32, {where}")
 
 
 def _train(options: argparse.Namespace) -> None:
-    import mpistrat
-
-    from .output import output
-    from .train import measure_one_process, measure_training
     ranks, repeats = counted(mpistrat.size(), "rank"), options.repeats or 10
-    with output(2 * len(options.models), is_chief=mpistrat.rank() == 0) as out:
+    with Output(2 * len(options.models), is_chief=mpistrat.rank() == 0) as out:
         for name in options.models:
             out.begin(f"{name}: steps with and without averaging")
             without, averaged = measure_training(name, options.image, options.batch, repeats)
@@ -91,14 +107,13 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="mpistrat bench", description="Measure collectives, or training, on the ranks of this job.",
-                    epilog=_EPILOG, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("bench", "Measure collectives, or training, on the ranks of this job.", _EPILOG)
     parser.add_argument("cases", nargs="*", type=_case, default=list(CASES), metavar="CASE",
                         help=f"among {', '.join(CASES)}; default: all")
     parser.add_argument("--repeats", type=_count, metavar="N", help="repetitions of each case; default: by its size")
     parser.add_argument("--json", metavar="FILE", help="write the points to a file")
     parser.add_argument("--plot", metavar="FILE",
-                        help="draw bytes of the all-reduces against bytes per second (.png, .svg, .pdf)")
+                        help=f"draw bytes of the all-reduces against bytes per second ({', '.join(_PICTURES)})")
     parser.add_argument("--train", action="store_true", help="train synthetic data instead, with and without averaging")
     parser.add_argument("--models", nargs="+", choices=_MODELS, default=list(_MODELS), help="for --train")
     parser.add_argument("--batch", type=_count, default=8, metavar="N", help="for --train: samples per rank (8)")

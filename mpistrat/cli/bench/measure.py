@@ -3,8 +3,8 @@
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -64,6 +64,12 @@ class Point:
     def times_as_long_as_memcpy(self) -> float:
         """The time over that of one memcpy."""
         return self.mpistrat_s / self.memcpy_s
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures, in seconds, bytes and bytes per second, for a file of --json."""
+        return {**asdict(self), "bus_bytes_per_s": self.bus_bytes_per_s,
+                "times_as_long_as_mpi": self.times_as_long_as_mpi,
+                "times_as_long_as_memcpy": self.times_as_long_as_memcpy}
 
 
 def repeats_for(nbytes: int) -> int:

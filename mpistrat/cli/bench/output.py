@@ -1,85 +1,76 @@
 """What `mpistrat bench` prints while it measures: lines, and on a terminal a progress bar below them.
 
 The bar is rich's, because Keras depends on rich, so most users have it. Without rich, and where stdout is no terminal,
-the lines are plain text. Called by command.py, on rank 0.
+the lines are plain text. Called by command.py.
 """
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 from ...process.launcher_watch import launcher_here
+from .cases import Case
+from .measure import Point
+
+if TYPE_CHECKING:
+    import rich.progress
 
 _WIDTH = 78  # Ranks do not know the width of the terminal: the pty that Open MPI gives them has none.
+# Wide enough for any case and the times of slow machines, because a row is printed before the next is measured.
+_TITLES = {"ms": 10, "bus GB/s": 8, "MPI": 8, "memcpy": 8}
+_GROUP = "times as long as"  # above the last two columns
 
 
-class Silent:
-    """The output of all ranks but the first: nothing."""
-
-    def line(self, text: str) -> None:
-        """Print a line."""
-
-    def begin(self, what: str) -> None:
-        """Show what is measured from now on."""
-
-    def __enter__(self) -> "Silent":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
-        """Remove the bar, if there is one."""
-
-
-class Plain(Silent):
-    """Lines of plain text."""
-
-    def line(self, text: str) -> None:
-        print(text, flush=True)
-
-
-class Bar(Silent):
-    """Lines above a progress bar.
+class Output:
+    """The output of one rank: lines on rank 0, with a bar where it has a terminal, and nothing on others.
 
     The bar is drawn only when a measurement begins. A thread that refreshes it would take time from what is measured.
 
     Args:
         steps: The number of measurements.
+        is_chief: Whether this is rank 0.
+
+    Attributes:
+        bar: The bar, if there is one.
     """
 
-    def __init__(self, steps: int):
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-        console = Console(file=sys.stdout, force_terminal=True, width=_WIDTH)
-        self._progress = Progress(BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
-                                  TextColumn("{task.description}", markup=False), console=console, auto_refresh=False,
-                                  transient=True)
-        self._task = self._progress.add_task("", total=steps)
+    def __init__(self, steps: int, is_chief: bool):
+        self._is_chief = is_chief
         self._begun = 0
+        self.bar: rich.progress.Progress | None = None
+        if is_chief and has_terminal(os.environ) and find_spec("rich") is not None:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+            console = Console(file=sys.stdout, force_terminal=True, width=_WIDTH)
+            self.bar = Progress(BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
+                                TextColumn("{task.description}", markup=False), console=console, auto_refresh=False,
+                                transient=True)
+            self.bar.add_task("", total=steps)
 
     def line(self, text: str) -> None:
-        self._progress.console.out(text, highlight=False)
+        """Print a line."""
+        if self.bar is not None:
+            self.bar.console.out(text, highlight=False)
+        elif self._is_chief:
+            print(text, flush=True)
 
     def begin(self, what: str) -> None:
-        self._progress.update(self._task, completed=self._begun, description=what, refresh=True)
+        """Show what is measured from now on."""
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=self._begun, description=what, refresh=True)
         self._begun += 1
 
-    def __enter__(self) -> "Bar":
-        self._progress.start()
-        self._progress.console.show_cursor(True)  # A job that is killed would leave the terminal without a cursor.
+    def __enter__(self) -> "Output":
+        if self.bar is not None:
+            self.bar.start()
+            self.bar.console.show_cursor(True)  # A job that is killed would leave the terminal without a cursor.
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
-        self._progress.stop()
-
-
-def output(steps: int, is_chief: bool) -> Silent:
-    """Return the output of this rank: a bar of `steps` steps where rank 0 has a terminal, else plain text."""
-    if not is_chief:
-        return Silent()
-    return Bar(steps) if has_terminal(os.environ) and find_spec("rich") is not None else Plain()
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
 
 
 def has_terminal(environ: Mapping[str, str]) -> bool:
@@ -97,3 +88,34 @@ def has_terminal(environ: Mapping[str, str]) -> bool:
         return os.readlink(f"/proc/{launcher.pid}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
     except OSError:
         return False  # It belongs to another user, or has ended.
+
+
+class Table:
+    """A table with aligned columns, of which each row can be printed as soon as its case is measured.
+
+    Args:
+        cases: The cases that will have a row.
+    """
+
+    def __init__(self, cases: Mapping[str, Case]):
+        names = ["case", *cases]
+        counts = ["tensors", *(str(len(case.shapes)) for case in cases.values())]
+        sizes = ["bytes", *(f"{case.nbytes:,}" for case in cases.values())]
+        self._widths = [*(max(map(len, column)) for column in (names, counts, sizes)), *_TITLES.values()]
+
+    def header(self) -> str:
+        """Return the two lines above the rows."""
+        titles = self._line(["case", "tensors", "bytes", *_TITLES])
+        return f"{_GROUP:>{len(titles)}}\n{titles}"
+
+    def row(self, point: Point) -> str:
+        """Return the line of one case."""
+        ratio = point.times_as_long_as_mpi
+        return self._line([
+            point.case, str(point.tensors), f"{point.nbytes:,}", f"{1e3 * point.mpistrat_s:.3f}",
+            f"{point.bus_bytes_per_s / 1e9:.2f}", "-" if ratio is None else f"{ratio:.2f}",
+            f"{point.times_as_long_as_memcpy:.2f}"])
+
+    def _line(self, cells: Sequence[str]) -> str:
+        return "  ".join(cell.rjust(width) if i else cell.ljust(width)
+                         for i, (cell, width) in enumerate(zip(cells, self._widths, strict=True)))

@@ -3,7 +3,6 @@
 Called by main.py.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -13,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.errors import LaunchError
-from ..arguments import Parser, add_launch_options, counted, read_hosts
-from ..hostfile import HostList
+from ..arguments import Parser, add_launch_options, counted, positive_seconds, read_hosts
 from ..inventory import Row, backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
-from ..mpirun import Job, LaunchCommand, Machine, Mpirun, compose, find_mpirun, identify, this_machine
+from ..mpirun import Job, LaunchCommand, Mpirun, check_count, compose, find_mpirun, identify, this_machine
 from ..probe import probe
 from ..rank_shell import in_shell
 from ..ssh import hosts_by_ssh, unreachable
@@ -58,9 +56,14 @@ def main(argv: list[str]) -> int:
                           "mpistrat doctor -np 2")
     mpirun, mpirun_error = _find_mpirun(options.mpirun)
     machine = this_machine(os.environ)
+    command = None
+    others = hosts_by_ssh(hosts, machine, (), os.environ)
+    if ranks and mpirun is not None:
+        line = (sys.executable, "-m", f"{__package__}.rank", str(ranks))
+        job = Job(ranks, in_shell(line, ranks, is_announced=bool(others)), hosts, options.oversubscribe)
+        check_count(job, machine, None)
+        command = compose(job, mpirun, machine, os.environ)
     say: Callable[[str], None] = (lambda text: None) if options.json else print
-    plan = _Plan(ranks, hosts, hosts_by_ssh(hosts, machine, (), os.environ), options.oversubscribe, machine)
-    command = plan.command(mpirun) if ranks and mpirun is not None else None
 
     found, has_driver = probe(), has_nvidia_driver()
     rows = [*software(), *mpi_rows(found, mpirun, mpirun_error), *gpu_rows(found, nvidia_gpus(os.environ), has_driver)]
@@ -69,7 +72,7 @@ def main(argv: list[str]) -> int:
     say(table("Backends", backends))
     if ranks:
         say(f"Looking at {counted(ranks, 'rank')} ...")
-        observed = _observe(plan, command, mpirun_error, options.timeout)
+        observed = _observe(ranks, others, command, mpirun_error, options.timeout)
         say("\n".join(_measured(observed)))
     else:
         observed = Observed(facts=[collect()])
@@ -88,36 +91,28 @@ def table(title: str, rows: Sequence[Row]) -> str:
     return "\n".join([title, *(f"  {row.label:<{width}}  {row.text}" for row in rows), ""])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """The job that looks at the hosts. `others`: the hosts that are reached by ssh."""
+def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpirun_error: str,
+             timeout_s: float) -> Observed:
+    """Look at the hosts from outside, then start ranks there unless one cannot be reached.
 
-    ranks: int
-    hosts: HostList | None
-    others: list[str]
-    oversubscribe: bool
-    machine: Machine
-
-    def command(self, mpirun: Mpirun) -> LaunchCommand:
-        line = (sys.executable, "-m", f"{__package__}.rank", str(self.ranks))
-        job = Job(self.ranks, in_shell(line, self.ranks, is_announced=bool(self.others)), self.hosts,
-                  self.oversubscribe)
-        return compose(job, mpirun, self.machine, os.environ)
-
-
-def _observe(plan: _Plan, command: LaunchCommand | None, mpirun_error: str, timeout_s: float) -> Observed:
-    """Look at the hosts from outside, then start ranks there unless one cannot be reached."""
-    away = unreachable(plan.others, os.environ) if plan.others else {}
+    Args:
+        ranks: How many.
+        others: The hosts that are reached by ssh.
+        command: Starts the ranks; None: there is no mpirun, and `mpirun_error` says why.
+        mpirun_error: See there.
+        timeout_s: Limit for the job of the ranks.
+    """
+    away = unreachable(others, os.environ) if others else {}
     sizes = sizes_of_srun(os.environ)
     if command is None or away:
-        return Observed(plan.ranks, [collect()], unreachable=away, mpirun_problem=mpirun_error, sizes_of_srun=sizes)
-    start = Start(plan.ranks, _START_S, lambda: "") if plan.others else None
+        return Observed(ranks, [collect()], unreachable=away, mpirun_problem=mpirun_error, sizes_of_srun=sizes)
+    start = Start(ranks, _START_S, lambda: "") if others else None
     with tempfile.TemporaryFile("w+", errors="replace") as printed:
         outcome = launch(command, os.environ, TimeLimits(total_s=timeout_s), start=start, speaker="mpistrat doctor",
                          stdout=printed.fileno())
         printed.seek(0)
         said = list(understood(printed.read()))
-    return observed_of(plan.ranks, said, outcome, str(command), sizes)
+    return observed_of(ranks, said, outcome, str(command), sizes)
 
 
 def observed_of(ranks: int, said: Sequence[dict[str, Any]], outcome: Outcome, line: str,
@@ -181,11 +176,10 @@ def _as_json(wrong: Sequence[Finding], observed: Observed, rows: Sequence[Row], 
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="mpistrat doctor", description="Say what is wrong on the hosts of a job, and what mends it.",
-                    epilog=_EPILOG, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("doctor", "Say what is wrong on the hosts of a job, and what mends it.", _EPILOG)
     add_launch_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object with the findings and all facts")
-    parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="SECONDS",
+    parser.add_argument("--timeout", type=positive_seconds, default=DEFAULT_TIMEOUT_S, metavar="SECONDS",
                         help=f"limit for the job that looks at the hosts (default {DEFAULT_TIMEOUT_S:g})")
     return parser
 

@@ -169,8 +169,5 @@ def _limit(which: int) -> int | None:
 
 def _meminfo() -> dict[str, int]:
     """/proc/meminfo, in bytes."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
+    lines = Path("/proc/meminfo").read_text().splitlines()
     return {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}

@@ -4,6 +4,7 @@ A failure will fail a job, or have its ranks run alone. A warning makes it slow,
 command.py.
 """
 
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -323,7 +324,8 @@ def _packages(versions: dict[str, str]) -> dict[str, str]:
 
 
 def _install(name: str, found: Sequence[str]) -> str:
-    versions = sorted({version for version in found if version != "none"})
+    versions = sorted({version for version in found if version != "none"},
+                      key=lambda version: [int(number) for number in re.findall(r"\d+", version)])
     if name == "Python":
         return f"make the virtual environment with the same Python on all hosts: python{versions[-1]} -m venv .venv"
     if name == "mpistrat":

@@ -3,7 +3,6 @@
 Called by main.py.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -65,9 +64,8 @@ def _measured(path: str) -> list[dict[str, Any]]:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="mpistrat timeline", description="Say what a timeline shows: the file of MPISTRAT_TIMELINE or "
-                    "of start_timeline().", epilog=_EPILOG, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("timeline", "Say what a timeline shows: the file of MPISTRAT_TIMELINE or of start_timeline().",
+                    _EPILOG)
     parser.add_argument("file", metavar="FILE", help="a timeline: .json or .pftrace")
     parser.add_argument("--bench", metavar="FILE", help="compare with what `mpistrat bench --json FILE` has measured")
     parser.add_argument("--html", metavar="OUT", help="write a page with charts to OUT, which needs no network")

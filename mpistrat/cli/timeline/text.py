@@ -4,10 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...trace.analysis import Analysis, Rate, Straggler, Unfused
+from ...core.topology import rank_list
+from ...trace.analysis import Analysis, Rate, Unfinished, Unfused
 from ..arguments import counted
 
-_MOST_NAMES = 3
+_MOST_NAMES, _MOST_UNFINISHED = 3, 8
 # A rank for which others have waited for less than this share of the time is not worth a line.
 LEAST_COST = 0.01
 MEANINGS = {
@@ -28,6 +29,8 @@ def text_of(analysis: Analysis, path: str, measured: Sequence[Mapping[str, Any]]
               for each in analysis.ranks]
     lines += ["", *(f"{title:>10}: {meaning}" for title, meaning in MEANINGS.items()), ""]
     lines += [*stragglers_of(analysis), ""]
+    if analysis.unfinished:
+        lines += [*map(_unfinished, analysis.unfinished[:_MOST_UNFINISHED]), ""]
     if analysis.unfused:
         lines += ["Operations that shared no reduction with another one:", *map(_unfused, analysis.unfused), ""]
     lines.append("Reductions and gathers, of the tensors of one rank:")
@@ -42,15 +45,18 @@ def shown(share: float | None) -> str:
 
 def stragglers_of(analysis: Analysis) -> list[str]:
     """A sentence on each rank for which others have waited long."""
-    slow = [each for each in analysis.stragglers if each.cost_s > LEAST_COST * analysis.seconds]
-    return [_straggler(each, analysis) for each in slow] or ["No rank has kept the others waiting for long."]
+    return [f"Rank {each.rank} came last in {each.operations} of {counted(analysis.operations, 'operation')}, "
+            f"{each.late_s * 1e3:.3g} ms after the first (median): others waited {each.cost_s:.3g} s for it, "
+            f"{shown(each.cost_s / analysis.seconds)} of the time."
+            for each in analysis.stragglers if each.cost_s > LEAST_COST * analysis.seconds
+            ] or ["No rank has kept the others waiting for long."]
 
 
-def _straggler(straggler: Straggler, analysis: Analysis) -> str:
-    return (f"Rank {straggler.rank} came last in {straggler.operations} of "
-            f"{counted(analysis.operations, 'operation')}, {straggler.late_s * 1e3:.3g} ms after the first (median): "
-            f"others waited {straggler.cost_s:.3g} s for it, {shown(straggler.cost_s / analysis.seconds)} of the "
-            "time.")
+def _unfinished(unfinished: Unfinished) -> str:
+    missing = f", and ranks {rank_list(unfinished.missing)} had not called it" if unfinished.missing else ""
+    absent = f"; the file has nothing of {counted(unfinished.absent, 'other rank')}" if unfinished.absent else ""
+    return (f"{unfinished.name} was not complete: ranks {rank_list(unfinished.waiting)} had waited for "
+            f"{unfinished.seconds:.3g} s{missing}{absent}.")
 
 
 def _unfused(unfused: Unfused) -> str:

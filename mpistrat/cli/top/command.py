@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...core.errors import LaunchError, MissingDependencyError
 from ...core.install import pip_extra
 from ...trace.status import status_directory
-from ..arguments import Parser
+from ..arguments import Parser, positive_seconds
 from . import prometheus
 from .status import Found, JobStatus, read
 from .summary import Summary, summarize
@@ -58,7 +59,10 @@ def main(argv: list[str]) -> int:
     if not jobs:
         for problem in found.problems:
             print(f"not shown: {problem}")
-        print(f"No job of yours runs here ({directory}). Call it on the host of rank 0.")
+        if found.jobs:
+            print(f"No job's name begins with {options.job}. There are: {', '.join(job.job for job in found.jobs)}.")
+        else:
+            print(f"No job of yours runs here ({directory}). Call it on the host of rank 0.")
         return EXIT_NO_JOB
     if options.json or options.once or options.svg:
         time.sleep(_ONCE_S)
@@ -73,8 +77,9 @@ def _show_once(options: argparse.Namespace, summaries: Sequence[Summary], found:
     if options.json:
         print(json.dumps({"version": 1, "jobs": [dataclasses.asdict(each) for each in summaries],
                           "problems": found.problems}, indent=1))
-        return 0
-    console, draw = _rich()
+        if not options.svg:
+            return 0
+    console, draw = _rich(io.StringIO() if options.json else None)
     console.print(draw(summaries, found.problems))
     if options.svg:
         try:
@@ -106,8 +111,9 @@ def _show(look: Callable[[], Found], options: argparse.Namespace) -> int:
     return 0
 
 
-def _rich() -> tuple["Console", Callable[[Sequence[Summary], Sequence[str]], "RenderableType"]]:
-    """A console that remembers what it prints, and the function that draws jobs."""
+def _rich(file: io.StringIO | None = None
+          ) -> tuple["Console", Callable[[Sequence[Summary], Sequence[str]], "RenderableType"]]:
+    """A console that remembers what it prints, to `file` or stdout, and the function that draws jobs."""
     try:
         from rich.console import Console
     except ImportError as error:
@@ -118,7 +124,7 @@ def _rich() -> tuple["Console", Callable[[Sequence[Summary], Sequence[str]], "Re
     def draw(summaries: Sequence[Summary], problems: Sequence[str]) -> "RenderableType":
         return drawn(summaries[0], problems) if len(summaries) == 1 else listed(summaries, problems)
 
-    return Console(record=True), draw
+    return Console(file=file, record=True), draw
 
 
 def _summaries(jobs: Sequence[JobStatus], before: Sequence[JobStatus]) -> list[Summary]:
@@ -132,8 +138,7 @@ def _chosen(found: Found, wanted: str | None) -> list[JobStatus]:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="mpistrat top", description="Show what the ranks of a running job do.", epilog=_EPILOG,
-                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("top", "Show what the ranks of a running job do.", _EPILOG)
     parser.add_argument("job", nargs="?", metavar="JOB", help="the name of a job, or its beginning; default: the job, "
                         "or a list if there are several")
     parser.add_argument("--once", action="store_true", help="show it once, after the two seconds that speed needs")
@@ -141,6 +146,6 @@ def _parser() -> Parser:
     parser.add_argument("--svg", type=Path, metavar="FILE", help="show it once, and save the picture")
     parser.add_argument("--prometheus", type=Path, metavar="FILE", help="also write metrics to a file, each second or "
                         "once, for the textfile collector of Prometheus' node_exporter")
-    parser.add_argument("--interval", type=float, default=_INTERVAL_S, metavar="SECONDS", help="between two pictures "
-                        f"(default {_INTERVAL_S:g})")
+    parser.add_argument("--interval", type=positive_seconds, default=_INTERVAL_S, metavar="SECONDS",
+                        help=f"between two pictures (default {_INTERVAL_S:g})")
     return parser

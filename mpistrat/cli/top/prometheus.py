@@ -46,18 +46,14 @@ def write(jobs: Sequence[JobStatus], path: Path) -> None:
 
 def _metrics(jobs: Sequence[JobStatus]) -> "Iterator[Metric]":
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
-    ranks = [(job.job, rank) for job in jobs for rank in job.ranks]
-
-    def labels(job: str, rank: int, host: str, *more: str) -> list[str]:
-        return [job, str(rank), host, *more]
-
+    ranks = [([job.job, str(rank.rank), rank.host], rank) for job in jobs for rank in job.ranks]
     for name, text in (("steps", "Training steps."), ("rows", "Rows trained on."),
                        ("operations", "Collectives."), ("bytes", "Bytes of collectives.")):
         counter = CounterMetricFamily(f"mpistrat_{name}", text, labels=_LABELS)
-        for job, rank in ranks:
+        for labels, rank in ranks:
             value = getattr(rank, name)
             if value is not None:
-                counter.add_metric(labels(job, rank.rank, rank.host), value)
+                counter.add_metric(labels, value)
         yield counter
     share = GaugeMetricFamily("mpistrat_share", "Share of the last interval: computing, waiting for ranks, moving "
                               "bytes.", labels=(*_LABELS, "what"))
@@ -65,11 +61,10 @@ def _metrics(jobs: Sequence[JobStatus]) -> "Iterator[Metric]":
     written = GaugeMetricFamily("mpistrat_written_seconds", "When the rank was last heard of.", labels=_LABELS)
     oldest = GaugeMetricFamily("mpistrat_oldest_outstanding_seconds", "The time that the rank has waited for its "
                                "oldest operation; 0 if it waits for none.", labels=_LABELS)
-    for job, rank in ranks:
-        own = labels(job, rank.rank, rank.host)
+    for labels, rank in ranks:
         for what in ("computing", "waiting", "moving"):
-            share.add_metric([*own, what], getattr(rank, what))
-        memory.add_metric(own, rank.rss_bytes)
-        written.add_metric(own, rank.written)
-        oldest.add_metric(own, max((each.since_s for each in rank.outstanding), default=0.0))
+            share.add_metric([*labels, what], getattr(rank, what))
+        memory.add_metric(labels, rank.rss_bytes)
+        written.add_metric(labels, rank.written)
+        oldest.add_metric(labels, max((each.since_s for each in rank.outstanding), default=0.0))
     yield from (share, memory, written, oldest)

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.topology import rank_list
-from ..arguments import counted
+from ..arguments import counted, figure
 from .summary import Summary
 
 _MOST_RANKS = 64  # More than that do not fit on a screen: the first ones, and what is said of all, are shown.
@@ -18,7 +18,7 @@ def drawn(summary: Summary, problems: Sequence[str] = ()) -> RenderableType:
     ranks = f"{counted(summary.size, 'rank')} on {counted(len(summary.hosts), 'host')}"
     head = Text(f"{summary.script}  {ranks}, since {_duration(summary.age_s)}  ({summary.job})", style="bold")
     lines: list[RenderableType] = [head, Text(
-        f"{_figure(summary.steps_per_s)} steps and {_figure(summary.rows_per_s)} rows per second of all ranks; "
+        f"{figure(summary.steps_per_s)} steps and {figure(summary.rows_per_s)} rows per second of all ranks; "
         f"communication {summary.communication:.0%} of the time")]
     if summary.silent_s:
         lines.append(Text(f"Nothing was heard of the job for {_duration(summary.silent_s)}: it has ended, or hangs.",
@@ -31,7 +31,7 @@ def drawn(summary: Summary, problems: Sequence[str] = ()) -> RenderableType:
         style = "red" if line.silent_s else "yellow" if line.rank == summary.slowest else ""
         last = f"silent {_duration(line.silent_s)}" if line.silent_s else f"{line.rss_bytes / 2**30:.2f} GB"
         table.add_row(str(line.rank), line.host, str(line.pid), "-" if line.steps is None else str(line.steps),
-                      _figure(line.steps_per_s), _figure(line.rows_per_s), f"{line.computing:.0%}",
+                      figure(line.steps_per_s), figure(line.rows_per_s), f"{line.computing:.0%}",
                       f"{line.waiting:.0%}", f"{line.moving:.0%}", last, style=style)
     lines.append(table)
     if len(summary.ranks) > _MOST_RANKS:
@@ -48,17 +48,13 @@ def listed(summaries: Sequence[Summary], problems: Sequence[str] = ()) -> Render
     table = Table("job", "script", "ranks", "since", "steps/s", "communication", box=None, header_style="bold",
                   pad_edge=False)
     for each in summaries:
-        table.add_row(each.job, each.script, str(each.size), _duration(each.age_s), _figure(each.steps_per_s),
+        table.add_row(each.job, each.script, str(each.size), _duration(each.age_s), figure(each.steps_per_s),
                       f"silent {_duration(each.silent_s)}" if each.silent_s else f"{each.communication:.0%}")
     return Group(table, Text("Choose one: mpistrat top JOB"), *_said(problems))
 
 
 def _said(problems: Sequence[str]) -> list[Text]:
     return [Text(f"not shown: {problem}", style="yellow") for problem in problems]
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _duration(seconds: float) -> str:

@@ -94,7 +94,11 @@ def read(directory: Path, uid: int, time_s: float) -> Found:
     for path in paths:
         try:
             job = _read_file(path, uid)
-            _refuse_old(job, time_s)
+            silent_s, first = time_s - job.written, job.ranks[0].pid if job.ranks else None
+            if silent_s >= SILENT_S and (first is None or procfs.find(first) is None):
+                # A job that is killed leaves its file behind.
+                raise ValueError(f"is old: it was written {silent_s:.0f} s ago, and the first rank (process {first}) "
+                                 "has ended. Remove it")
             jobs.append(job)
         except FileNotFoundError:
             continue  # The job has just ended.
@@ -115,19 +119,13 @@ def _read_file(path: Path, uid: int) -> JobStatus:
         raise ValueError("is cut, or is no JSON") from None
     if not isinstance(content, dict) or content.get("version") != VERSION:
         version = content.get("version") if isinstance(content, dict) else None
-        raise ValueError(f"is of version {version}, and this mpistrat reads version {VERSION}")
+        raise ValueError(f"is of version {version}, and this mpistrat reads version {VERSION}. Remove it if "
+                         "its job has ended")
     try:
         return parse(content)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"lacks something: {error}") from None
-
-
-def _refuse_old(job: JobStatus, time_s: float) -> None:
-    """Raises ValueError if the job has left its file behind, as a job that is killed does."""
-    silent_s, first = time_s - job.written, job.ranks[0].pid if job.ranks else None
-    if silent_s >= SILENT_S and (first is None or procfs.find(first) is None):
-        raise ValueError(f"is old: it was written {silent_s:.0f} s ago, and the first rank (process {first}) has "
-                         "ended. Remove it")
+        raise ValueError(f"lacks something: {error}. Another version of mpistrat has written it. Remove it if its job "
+                         "has ended") from None
 
 
 def parse(content: Mapping[str, Any]) -> JobStatus:

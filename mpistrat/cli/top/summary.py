@@ -116,7 +116,7 @@ def _slowest(ranks: tuple[RankStatus, ...]) -> tuple[int | None, str]:
         return None, "all ranks wait for each other alike"
     last = ranks[found[0]]
     others = last.waiting + found[1]
-    cause = cause_of([{"delayed": last.delayed, "cores": last.cores, "place": last.place}])
+    cause = cause_of([{"delayed": last.delayed, "cores": last.cores, "place": last.place}], found[1])
     return last.rank, f"the others wait {others:.0%} of the time, and it {last.waiting:.0%}. {cause}"
 
 

@@ -4,21 +4,18 @@ NcclData chooses the wire format and the communicator of each collective; nccl.s
 thread.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from threading import Lock
-
-import numpy as np
 
 from ...core.arithmetic import Reduction
 from ...core.errors import EngineError
 from ...core.request import ReduceOp
 from ..arrays import GpuArray, GpuDevice, GpuEvent
-from ..backend import Completion, GpuBackend
-from ..copy.plan import fused_offsets
-from ..pipeline import split_to_fit
+from ..backend import GpuBackend
+from ..copy.plan import ALIGNMENT, fused_offsets
 from .stream import NcclStream
-from .types import NcclCommunicator, WireFormat, narrowest, nccl_reduction, storage, wire_format
+from .types import NcclCommunicator, WireFormat, nccl_reduction, wire_format
 
 
 class NcclData(GpuBackend):
@@ -71,7 +68,7 @@ class NcclData(GpuBackend):
         elif not format_.is_converted:
             self._next_stream().reduce_directly(sources[0], targets[0], format_, by_nccl)
         else:
-            for source, target in split_to_fit(sources[0], targets[0], format_, self._buffer_bytes):
+            for source, target in _split_to_fit(sources[0], targets[0], format_, self._buffer_bytes):
                 self._next_stream().reduce_packed([source], [target], format_, by_nccl)
 
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
@@ -93,9 +90,8 @@ class NcclData(GpuBackend):
         self._next_stream().exchange(source.address, target.address, [count * itemsize for count in sent],
                                      [count * itemsize for count in received])
 
-    def finish(self) -> Completion:
-        completions = [stream.finish() for stream in self._streams]
-        return Completion([event for completion in completions for event in completion.events])
+    def finish(self) -> list[GpuEvent]:
+        return [stream.finish() for stream in self._streams]
 
     def check(self) -> None:
         for stream in self._streams:
@@ -127,8 +123,18 @@ class NcclData(GpuBackend):
         return self._streams[self._turn % len(self._streams)]
 
     def _why_no_room(self, arrays: Sequence[GpuArray], wire: WireFormat) -> str:
-        _, elements = fused_offsets([array.size * wire.parts for array in arrays], narrowest(wire))
-        nbytes = elements * np.dtype(storage(wire.dtype)).itemsize
+        _, elements = fused_offsets([array.size * wire.parts for array in arrays], wire.narrowest_bytes)
+        nbytes = elements * wire.itemsize
         if nbytes > self._buffer_bytes:
             return f"{nbytes} bytes of {arrays[0].dtype.name} do not fit into a fusion buffer of {self._buffer_bytes}"
         return ""
+
+
+def _split_to_fit(source: GpuArray, target: GpuArray, wire: WireFormat,
+                  nbytes: int) -> Iterator[tuple[GpuArray, GpuArray]]:
+    """Split a tensor and its result into pieces that fit into a buffer of `nbytes`."""
+    step = nbytes // (wire.itemsize * ALIGNMENT) * ALIGNMENT // wire.parts
+    for start in range(0, source.size, step):
+        count, first = min(step, source.size - start), start * source.dtype.itemsize
+        yield (GpuArray(source.address + first, (count,), source.dtype, None),
+               GpuArray(target.address + first, (count,), target.dtype, None))

@@ -1,25 +1,44 @@
 """One NCCL communicator with its pipeline: the NCCL calls of each collective, and the copies before and after them.
 
-NcclData (data.py) deals the buckets out to several of these. All calls only enqueue work. Used by the engine's thread.
+Buckets are packed and unpacked on one stream, and reduced on another, with events in between. One fusion buffer is
+packed while the other one is reduced. NcclData (data.py) deals the buckets out to several NcclStreams. All calls only
+enqueue work. Used by the engine's thread.
 """
 
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Callable, Sequence
 
 from ...core.arithmetic import Scale
-from ..arrays import GpuArray, GpuDevice
-from ..copy.plan import CopyJob
-from ..pipeline import Pipeline
-from .types import DTYPES, UINT8, NcclCommunicator, NcclReduction, WireFormat, storage
+from ..arrays import GpuArray, GpuDevice, GpuEvent
+from ..copy.plan import CopyJob, block_count, copy_tables, fused_offsets
+from .types import DTYPES, UINT8, NcclCommunicator, NcclReduction, WireFormat
+
+BUFFERS = 2  # More would have no effect: one bucket is packed while one other is reduced.
 
 
-class NcclStream(Pipeline):
-    """A communicator and its pipeline, reserved for this object."""
+class NcclStream:
+    """A communicator, two streams and two fusion buffers, reserved for this object.
+
+    Args:
+        device: This rank's GPU.
+        communicator: Of all ranks.
+        buffers: The fusion buffers.
+    """
 
     def __init__(self, device: GpuDevice, communicator: NcclCommunicator, buffers: Sequence[GpuArray]):
-        super().__init__(device, buffers)
-        self.communicator = communicator
+        self._device, self.communicator, self._buffers = device, communicator, buffers
+        # With priority over kernels of the training step. All ranks wait for the last one to begin a collective.
+        self._copies, self._reductions = device.stream(is_urgent=True), device.stream(is_urgent=True)
+        self._pending: tuple[GpuEvent, Callable[[], None]] | None = None  # event of a reduction, its unpack
+        self._turn = 0
+
+    def wait_for(self, event: GpuEvent) -> None:
+        """Make all work enqueued from now on start after `event`."""
+        self._device.wait(self._copies, event)
+
+    def finish(self) -> GpuEvent:
+        """Return an event after all work enqueued so far."""
+        self._unpack_pending()
+        return self._device.record(self._copies)
 
     def reduce_directly(self, source: GpuArray, target: GpuArray, wire: WireFormat, reduction: NcclReduction) -> None:
         """Reduce one tensor without a fusion buffer. NCCL reads and writes the tensors' own memory."""
@@ -43,9 +62,19 @@ class NcclStream(Pipeline):
 
     def reduce_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: WireFormat,
                       reduction: NcclReduction) -> None:
-        """Reduce tensors in a fusion buffer."""
-        self._run_packed(sources, targets, wire, reduction, lambda buffer, total: self.communicator.allReduce(
-            buffer, buffer, total, DTYPES[wire.dtype], reduction.operation, self._reductions.ptr))
+        """Reduce tensors that fit into one fusion buffer by packing them into it. Does nothing for no elements."""
+        counts = [source.size * wire.parts for source in sources]
+        offsets, total = fused_offsets(counts, wire.narrowest_bytes)
+        if not total:
+            return
+        buffer = self._next_buffer()
+        addresses = [buffer + offset * wire.itemsize for offset in offsets]
+        self._run(lambda: self._copy([source.address for source in sources], addresses, counts,
+                                     CopyJob.between(wire.memory, wire.dtype, Scale(reduction.prescale))),
+                  lambda: self.communicator.allReduce(buffer, buffer, total, DTYPES[wire.dtype], reduction.operation,
+                                                      self._reductions.ptr),
+                  lambda: self._copy(addresses, [target.address for target in targets], counts,
+                                     CopyJob.between(wire.dtype, wire.memory, reduction.scale)))
 
     def gather(self, rank: int, source: int, target: int, sizes: Sequence[int]) -> None:
         """Concatenate the ranks' bytes at `target`. Rank r has `sizes[r]` bytes."""
@@ -81,8 +110,7 @@ class NcclStream(Pipeline):
         parts = [count * wire.parts for count in counts]
         is_direct = reduction.prescale == 1.0 and not wire.is_converted
         input_address = source.address if is_direct else self._next_buffer()
-        itemsize = np.dtype(storage(wire.dtype)).itemsize
-        output_address = target.address if is_direct else input_address + sum(parts[:rank]) * itemsize
+        output_address = target.address if is_direct else input_address + sum(parts[:rank]) * wire.itemsize
 
         def pack() -> None:
             if not is_direct:
@@ -100,7 +128,7 @@ class NcclStream(Pipeline):
                     if count:
                         output = output_address if root == rank else start
                         self.communicator.reduce(start, output, count, number, operation, root, stream)
-                    start += count * itemsize
+                    start += count * wire.itemsize
 
         def unpack() -> None:
             if not is_direct or not reduction.scale.is_identity:
@@ -124,6 +152,32 @@ class NcclStream(Pipeline):
 
         if any(sent) or any(received):
             self._run(_nothing, enqueue, _nothing)
+
+    # -- the pipeline -------------------------------------------------------------------------------------------------
+
+    def _next_buffer(self) -> int:
+        """The address of the buffer to use next. The stream unpacks its former bucket before it packs the next one."""
+        self._turn += 1
+        return int(self._buffers[self._turn % BUFFERS].address)
+
+    def _run(self, pack: Callable[[], None], reduce: Callable[[], None], unpack: Callable[[], None]) -> None:
+        pack()
+        self._device.wait(self._reductions, self._device.record(self._copies))
+        reduce()
+        reduced = self._device.record(self._reductions)
+        # Unpack the bucket before only now, so that this bucket was packed while that one was reduced.
+        self._unpack_pending()
+        self._pending = reduced, unpack
+
+    def _unpack_pending(self) -> None:
+        if self._pending is not None:
+            (reduced, unpack), self._pending = self._pending, None
+            self._device.wait(self._copies, reduced)
+            unpack()
+
+    def _copy(self, sources: Sequence[int], targets: Sequence[int], counts: Sequence[int], job: CopyJob) -> None:
+        for table in copy_tables(sources, targets, counts):
+            self._device.batched_copy(table, block_count(table), job, self._copies)
 
 
 def _nothing() -> None:

@@ -67,6 +67,21 @@ class WireFormat(NamedTuple):
         """Whether the numbers are converted before they are sent."""
         return self.memory != self.dtype
 
+    @property
+    def itemsize(self) -> int:
+        """The bytes of a number on the wire."""
+        return _itemsize(self.dtype)
+
+    @property
+    def narrowest_bytes(self) -> int:
+        """The bytes of a number in memory or on the wire, the smaller of the two, which decides on alignment."""
+        return min(_itemsize(self.memory), _itemsize(self.dtype))
+
+
+def _itemsize(dtype: str) -> int:
+    # numpy knows bfloat16 only with ml_dtypes.
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype).itemsize
+
 
 def wire_format(dtype: str, op: ReduceOp, wire_dtype: str = "") -> WireFormat | None:
     """The format in which NCCL can reduce `dtype`; None if it cannot. Wider floats are sent as `wire_dtype`."""
@@ -102,13 +117,3 @@ def nccl_reduction(reduction: Reduction, wire: WireFormat, size: int, version: i
             and wire.dtype in _FLOATS and version >= AVERAGES_FROM):
         return NcclReduction(AVERAGE, 1.0, IDENTITY)
     return NcclReduction(OPERATIONS[reduction.op], reduction.prescale, scale)
-
-
-def storage(dtype: str) -> str:
-    """A dtype of the same size that numpy knows without ml_dtypes."""
-    return "uint16" if dtype == "bfloat16" else dtype
-
-
-def narrowest(wire: WireFormat) -> int:
-    """The bytes of a number in memory or on the wire, the smaller of the two, which decides on alignment."""
-    return min(np.dtype(storage(name)).itemsize for name in (wire.memory, wire.dtype))

@@ -13,24 +13,18 @@ import keras
 from ...core.errors import MissingDependencyError
 from ...core.install import pip
 
+# With Keras 3.7 and 3.8 the numbers of `fit` are wrong, and 3.9 fails.
+if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 10):
+    raise MissingDependencyError(f"MPIStrategy needs Keras 3.10 or later, and this is {keras.__version__} "
+                                 f"({pip('keras>=3.10')}).")
 
-def _require_keras() -> None:
-    # With Keras 3.7 and 3.8 the numbers of `fit` are wrong, and 3.9 fails.
-    if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 10):
-        raise MissingDependencyError(f"MPIStrategy needs Keras 3.10 or later, and this is {keras.__version__} "
-                                     f"({pip('keras>=3.10')}).")
-
-
-_require_keras()
-
-from .. import patches  # noqa: E402
-from ..patches import PATCHES, undo  # noqa: E402
-from . import callbacks, optimizer, saving, step_state, trainer  # noqa: E402, F401
+from .. import patches
+from ..patches import PATCHES, undo
+from . import callbacks, optimizer, saving, step_state, trainer  # noqa: F401
 
 __all__ = ["PATCHES", "apply", "undo"]
 
 
 def apply() -> None:
-    """Replace the functions, once. Raises MissingDependencyError where Keras is too old."""
-    _require_keras()
+    """Replace the functions, once."""
     patches.apply(for_strategy=True)

@@ -8,7 +8,6 @@ functions run outside of a replica, in the thread that called fit or evaluate.
 import contextlib
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -33,12 +32,12 @@ from ...tensorflow.distribute import collectives, files
 from ...tensorflow.distribute.central import is_central
 from ...tensorflow.distribute.checkpoints import with_values_of
 from ...tensorflow.distribute.files import errors_shared
-from ...tensorflow.identity import IdentitySet
+from ...tensorflow.identity_set import IdentitySet
 from .._private import trained_by
-from ..fit.checks_within_epochs import ChecksWithinEpochs
+from ..callbacks import Logs
+from ..fit.fit_checks import ChecksWithinEpochs
 from ..fit.fit_optimizers import compared_in, optimizers_of
-from ..fit.throughput import Throughput
-from ..optimizer_parts import parts_of
+from ..nested_optimizers import parts_of
 from ..patches import Function
 from ..patches import replaces_for_strategy as replaces
 from .optimizer import conclude_checks, require_same_training, slots_of
@@ -46,13 +45,11 @@ from .saving import writes_together
 from .step_state import strategy_of
 from .trainer import average_statistics
 
-Logs = dict[str, Any] | None
-
 # One rank's callback does all the work. Only these classes themselves: a subclass may call collectives.
 _ONE_RANK_ONLY = (CSVLogger, TensorBoard)
 _TOGETHER = (ModelCheckpoint, BackupAndRestore)
 # These have a method that runs after a batch, but it ignores the logs or only displays them.
-_READ_NO_LOGS = (ProgbarLogger, History, BackupAndRestore, Throughput)
+_READ_NO_LOGS = (ProgbarLogger, History, BackupAndRestore)
 
 
 # -- the list of callbacks --------------------------------------------------------------------------------------------
@@ -66,8 +63,7 @@ def on_train_begin(original: Function, self: CallbackList, logs: Logs = None) ->
     if strategy_of(model) is None:
         return
     every = runtime.current().settings.check_every
-    require_same_training(model.trainable_variables, [model.optimizer, *optimizers_of(model)],
-                          "fit: when training begins")
+    require_same_training(model.trainable_variables, optimizers_of(model), "fit: when training begins")
     if every and not any(isinstance(callback, ChecksWithinEpochs) for callback in self.callbacks):
         self.callbacks.insert(0, ChecksWithinEpochs(partial(_require_same_training, model), every))
 
@@ -89,7 +85,9 @@ def on_begin(original: Function, self: CallbackList, logs: Logs = None) -> None:
                 self._mpistrat_assigned = True
         object.__setattr__(model, "_mpistrat_logs_wanted", wanted)
     with _errors_shared(self):
-        _write_deferred(self)
+        for callback in self.callbacks:
+            for write in callback.__dict__.pop("_mpistrat_deferred", ()):
+                write()
         original(self, logs)
 
 
@@ -113,7 +111,7 @@ def on_train_end(original: Function, self: CallbackList, logs: Logs = None) -> N
 
 def _require_same_training(model: keras.Model, place: str) -> None:
     """Compare weights, optimizer slots and rates of a training that has begun."""
-    optimizers = [model.optimizer, *optimizers_of(model)]
+    optimizers = optimizers_of(model)
     parts = IdentitySet(part for optimizer in optimizers for part in parts_of(optimizer))
     slots = [v for v in compared_in(parts) if not is_central(v.value)]
     require_same_training(list(IdentitySet([*model.trainable_variables, *slots])), optimizers, place,
@@ -131,6 +129,8 @@ def _reads_logs(callback: Callback) -> bool:
         return False
     if isinstance(callback, TensorBoard):
         return callback.update_freq != "epoch"
+    if type(callback).__module__.startswith("mpistrat."):
+        return isinstance(callback, ModelCheckpoint)  # No other callback of mpistrat reads them.
     return not all(getattr(getattr(callback, name), "_is_default", False)
                    for name in ("on_batch_end", "on_train_batch_end", "on_test_batch_end"))
 
@@ -259,12 +259,6 @@ def log_epoch(original: Function, self: TensorBoard, epoch: int, logs: Logs = No
     # All ranks have averaged the running statistics before.
     with files.alone() if type(self) in _ONE_RANK_ONLY else contextlib.nullcontext():
         original(self, epoch, logs)
-
-
-def _write_deferred(callbacks: CallbackList) -> None:
-    for callback in callbacks.callbacks:
-        for write in callback.__dict__.pop("_mpistrat_deferred", ()):
-            write()
 
 
 # -- SwapEMAWeights with central slots --------------------------------------------------------------------------------

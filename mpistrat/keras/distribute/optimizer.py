@@ -25,17 +25,17 @@ from keras.optimizers import LossScaleOptimizer, Optimizer
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.errors import MismatchError
+from ...tensorflow.consistency import FirstSteps
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.central import Slots
 from ...tensorflow.equal_weights import require_equal_weights
-from ...tensorflow.first_steps import FirstSteps
 from ...tensorflow.gradients import label_of
 from ...tensorflow.names import OptimizerName, eager
 from ...tensorflow.types import OptionalGradient, Tensor
 from .._private import trained_by
 from ..fit.fit_optimizers import optimizers_of
 from ..fit.rates import different_rate, rates_of
-from ..optimizer_parts import parts_of
+from ..nested_optimizers import parts_of
 from ..patches import Function
 from ..patches import replaces_for_strategy as replaces
 from . import step_state
@@ -76,7 +76,7 @@ def state_of(optimizer: Optimizer) -> OptimizerState:
 
 def conclude_checks(model: keras.Model) -> None:
     """Let the checks decide, if an epoch ends after two or three steps. Outside of a replica."""
-    for optimizer in (getattr(model, "optimizer", None), *optimizers_of(model)):
+    for optimizer in optimizers_of(model):
         for part in parts_of(optimizer):
             if isinstance(vars(part).get("_mpistrat"), OptimizerState):
                 state_of(part).checks.conclude()
@@ -176,14 +176,10 @@ def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list
 def _scaled_unless(is_one: tf.Tensor, gradients: Sequence[Tensor], factor: tf.Tensor) -> list[Tensor]:
     """The gradients times a factor, or as they are if it is one. A multiplication takes longer than the branch."""
     # Only the values go through the branch. A shape that came out of it would not be known to XLA.
-    values = tf.cond(is_one, lambda: [tf.identity(_values_of(g)) for g in gradients],
-                     lambda: [_scaled(_values_of(g), factor) for g in gradients])
-    return [tf.IndexedSlices(value, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else value
-            for g, value in zip(gradients, values, strict=True)]
-
-
-def _values_of(gradient: Tensor) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    results = tf.cond(is_one, lambda: list(map(tf.identity, values)), lambda: [_scaled(v, factor) for v in values])
+    return [tf.IndexedSlices(result, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else result
+            for g, result in zip(gradients, results, strict=True)]
 
 
 def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
@@ -194,7 +190,7 @@ def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
     return tf.cast(tf.math.multiply_no_nan(wide, tf.cast(factor, wide.dtype)), gradient.dtype)
 
 
-def require_same_training(variables: Sequence[keras.Variable], optimizers: Iterable[Optimizer | None],
+def require_same_training(variables: Sequence[keras.Variable], optimizers: Iterable[Optimizer],
                           place: str, action: str = "abort") -> None:
     """Raise MismatchError on every rank unless all ranks have the same weights and rates. Collective, eager.
 

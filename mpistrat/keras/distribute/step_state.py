@@ -1,8 +1,8 @@
 """State that the replaced functions share: the strategy in use, the rows of a batch, and flags for compiled steps.
 
 A tf.function is traced once and runs many times. So a value that changes between runs is a variable here: Python
-assigns it with `set_flag`, the compiled step reads it with `flag`. Each model has its own, because several threads may
-call fit, each for a model.
+assigns it, and the compiled step reads it. Each model has its own, because several threads may call fit, each for a
+model.
 """
 
 import contextlib
@@ -40,17 +40,23 @@ class Flags:
             self._assigned[name] = value
 
     def read(self, name: str) -> tf.Tensor:
+        """The value of a flag. A compiled step reads it when it runs."""
         return self._scalars[name].read()
 
 
 _flags: "weakref.WeakKeyDictionary[keras.Model, Flags]" = weakref.WeakKeyDictionary()
 
 
+def flags_of(model: keras.Model) -> Flags:
+    if model not in _flags:
+        _flags[model] = Flags()
+    return _flags[model]
+
+
 class StepState(threading.local):
     """The state of the step that this thread traces.
 
     Attributes:
-        flags: Those of the model.
         rows: The number of rows of this rank's batch, a tensor. None outside of Keras' steps.
         weight: By what this rank's loss counts: its rows in units of the usual number. None outside of Keras' steps,
             for losses that are no mean over rows, and with one rank.
@@ -60,7 +66,6 @@ class StepState(threading.local):
             Keras does not use.
     """
 
-    flags: Flags | None = None
     rows: tf.Tensor | None = None
     weight: tf.Tensor | None = None
     total: tf.Tensor | None = None
@@ -72,30 +77,6 @@ class StepState(threading.local):
 
 
 state = StepState()
-
-
-@contextlib.contextmanager
-def flags_of(model: keras.Model) -> Iterator[None]:
-    """A context in which this thread assigns and reads the flags of `model`."""
-    before, state.flags = state.flags, _flags.get(model)
-    if state.flags is None:
-        state.flags = _flags[model] = Flags()
-    try:
-        yield
-    finally:
-        state.flags = before
-
-
-def flag(name: str) -> tf.Tensor:
-    """The value of a flag. A compiled step reads it when it runs."""
-    assert state.flags is not None
-    return state.flags.read(name)
-
-
-def set_flag(name: str, value: int | bool) -> None:
-    """Assign a flag of the model of `flags_of`."""
-    assert state.flags is not None
-    state.flags.assign(name, value)
 
 
 def strategy_here() -> MPIStrategy | None:
@@ -118,13 +99,13 @@ def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator
     before = state.rows, state.weight
     state.rows, state.total = rows_of(data), None
     is_alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
+    flags = flags_of(model)
     try:
-        with flags_of(model):
-            state.may_differ = state.flags if logs_may_differ else None
-            state.weight = tf.cast(state.rows, tf.float32) / tf.cast(flag("usual_rows"), tf.float32) \
-                if state.rows is not None and _is_mean(model) and not is_alone else None
-            with loss_weighted(state.weight):
-                yield
+        state.may_differ = flags if logs_may_differ else None
+        state.weight = tf.cast(state.rows, tf.float32) / tf.cast(flags.read("usual_rows"), tf.float32) \
+            if state.rows is not None and _is_mean(model) and not is_alone else None
+        with loss_weighted(state.weight):
+            yield
     finally:
         state.rows, state.weight = before
         state.total = None

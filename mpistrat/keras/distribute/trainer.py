@@ -22,7 +22,7 @@ from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.input import takes_from_generator
 from ...tensorflow.distribute.seeds import state_of_first_rank
 from ...tensorflow.distribute.variables import RankMirroredVariable
-from ...tensorflow.identity import IdentitySet
+from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
 from ...tensorflow.xla import context as xla
 from .._private import all_layers
@@ -30,7 +30,7 @@ from .._private import trainer as keras_trainer
 from ..fit.fit_optimizers import accumulators_in, optimizers_of
 from ..fit.row_counts import rows_of
 from ..fit.running_statistics import average_state, running_statistics
-from ..optimizer_parts import distributed_in, parts_of
+from ..nested_optimizers import distributed_in, parts_of
 from ..patches import Function
 from ..patches import replaces_for_strategy as replaces
 from ..sync_batch_norm import SyncBatchNormalization
@@ -79,7 +79,9 @@ def make_function(original: Function, self: keras.Model, step_function: Function
         warnings.warn(f"jit_compile=True is switched off: collectives cannot be compiled by XLA ({reason}).",
                       stacklevel=2)
         self.jit_compile = False
-    logs_may_differ = _has_keras_own_steps(self)
+    # Keras' own steps do not use the logs, so the ranks may return different ones.
+    logs_may_differ = all(getattr(type(self), name) is getattr(keras.Model, name) for name in (
+        "train_step", "test_step", "compute_metrics", "get_metrics_result"))
 
     def step(data: object) -> object:
         with step_state.step_of(self, data, logs_may_differ):
@@ -95,16 +97,10 @@ def make_function(original: Function, self: keras.Model, step_function: Function
             function, size = original(self, step), strategy.num_replicas_in_sync
         # train_on_batch and test_on_batch pass a generator, and return the logs to their caller.
         is_loop = isinstance(iterator, tf.distribute.DistributedIterator)
-        with step_state.flags_of(self):
-            step_state.set_flag("logs_wanted", not is_loop or getattr(self, "_mpistrat_logs_wanted", True))
+        step_state.flags_of(self).assign("logs_wanted", not is_loop or getattr(self, "_mpistrat_logs_wanted", True))
         return function(iterator)
 
     return call
-
-
-def _has_keras_own_steps(model: keras.Model) -> bool:
-    names = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
-    return all(getattr(type(model), name) is getattr(keras.Model, name) for name in names)
 
 
 def _as_tensor(log: object) -> object:
@@ -125,20 +121,20 @@ def _weighted(log: object) -> object:
           'strategy.reduce("MEAN", v, axis=0)')
 def reduce_per_replica(original: Function, values: Structure, strategy: tf.distribute.Strategy,
                        reduction: str) -> Structure:
-    if isinstance(strategy, MPIStrategy) and strategy.num_replicas_in_sync > 1 and reduction in ("auto", "mean"):
-        return _reduce_logs(strategy, values) if tf.nest.flatten(values) else values
-    return original(values, strategy, reduction)
-
-
-def _reduce_logs(strategy: MPIStrategy, logs: Structure) -> Structure:
     """The ranks' mean of a step's logs, in one collective; this rank's own logs if no callback reads them."""
+    if not isinstance(strategy, MPIStrategy) or strategy.num_replicas_in_sync == 1 or reduction not in ("auto", "mean"):
+        return original(values, strategy, reduction)
+    logs = tf.nest.flatten(values)
+    if not logs:
+        return values
+
     def reduced() -> Structure:
-        return strategy.reduce("MEAN", logs, axis=0)
+        return strategy.reduce("MEAN", values, axis=0)
 
     flags, state.may_differ = state.may_differ, None
-    if flags is None or not all(log.dtype.is_floating for log in tf.nest.flatten(logs)):
+    if flags is None or not all(log.dtype.is_floating for log in logs):
         return reduced()
-    return tf.cond(flags.read("logs_wanted"), reduced, lambda: tf.nest.map_structure(tf.identity, logs))
+    return tf.cond(flags.read("logs_wanted"), reduced, lambda: tf.nest.map_structure(tf.identity, values))
 
 
 # -- losses and means that the user's own steps report ----------------------------------------------------------------
@@ -208,8 +204,7 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
         rows = rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf) for leaf in leaves
                         if not isinstance(leaf, tf.experimental.Optional)])
     usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=names.eager("strategy/usual_rows"))
-    with step_state.flags_of(self):
-        step_state.set_flag("usual_rows", max(1, int(usual)))
+    step_state.flags_of(self).assign("usual_rows", max(1, int(usual)))
     # A model without a call() is built by its train_step, as without a strategy.
     if getattr(type(self), "call", None) is not keras.Model.call:
         original(self, None, data_batch)
@@ -290,8 +285,7 @@ def average_statistics(model: keras.Model) -> None:
     strategy = strategy_of(model)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return
-    own = getattr(model, "optimizer", None)  # A model that is not compiled has none.
-    parts = IdentitySet(part for optimizer in (own, *optimizers_of(model)) for part in parts_of(optimizer))
+    parts = IdentitySet(part for optimizer in optimizers_of(model) for part in parts_of(optimizer))
     average_state(model, accumulators_in(parts), lambda op, variables, labels: collectives.all_reduce(
         [strategy.extended.local(v.value) for v in variables], op, "statistics", labels))
 

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from ...api import runtime
-from ...api.elastic import Snapshot, keep_going
+from ...api.elastic.state import Snapshot, keep_going
 from ...tensorflow.distribute import MPIStrategy
 from ...tensorflow.elastic import TensorFlowKerasState
 
@@ -27,9 +27,13 @@ class Elastic(keras.callbacks.Callback):
 
     For jobs of `mpistrat run --elastic`; in other jobs it does nothing. Pass it to fit on all ranks, as the last
     callback. The model must have its weights, by an Input layer or by `build`. After a loss fit goes on with the next
-    batch of the epoch: of the dataset's order, which is a new one if it is shuffled anew in each epoch. With a
-    distributed optimizer and another number of ranks it goes on at the same share of the epoch, rounded down, so the
-    rows of up to one batch are trained twice; `hvd.elastic.ElasticSampler` in a loop of your own repeats none.
+    batch of the epoch: of the dataset's order, which is a new one if it is shuffled anew in each epoch. The logs of
+    this epoch are those of the batches after the commit.
+
+    With a distributed optimizer each rank trains the rows that its script has chosen. New processes choose anew: with
+    another number of ranks fit goes on at the same share of the epoch, rounded down, so the rows of up to one batch are
+    trained twice. Ranks that go on in the same processes keep theirs, and the rows of a lost rank are left out. With
+    `MPIStrategy`, or with `hvd.elastic.ElasticSampler` in a loop of your own, the ranks that are left train them.
 
     Args:
         commit_every: Batches between two commits. There is also one at the end of each epoch.
@@ -45,26 +49,57 @@ class Elastic(keras.callbacks.Callback):
         self.commit_every = commit_every
         self.state: FitState | None = None
         self._remaining = commit_every
+        self._train_function: Callable[[Iterator[Any]], Any] | None = None  # while batches are read only
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._remaining = self.commit_every
         if self.state is not None and self.state.batch:
-            _skip(self.model, self.state.batch)
+            self._skip(self.state.batch)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if self.state is None or batch < self.state.batch:
             return
         self.state.batch = batch + 1
         self._remaining -= 1
-        if self._remaining <= 0:
+        # After the last batch the commit at the end of the epoch serves: one before it would leave an epoch that begins
+        # anew without a batch, and so without a loss for callbacks.
+        if self._remaining <= 0 and batch + 1 != self.params["steps"]:
             self._remaining = self.commit_every
             self.state.commit()
 
+    def on_test_begin(self, logs: Logs = None) -> None:
+        self.train_again()
+
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self.train_again()
         if self.state is not None:
             self.state.past = [*self.state.past, (epoch, {name: float(value) for name, value in (logs or {}).items()})]
             self.state.epoch, self.state.batch = epoch + 1, 0
             self.state.commit()
+
+    def _skip(self, batches: int) -> None:
+        """Let the next `batches` batches be read only, which have no logs."""
+        self._train_function, each, left = self.model.train_function, self.model.steps_per_execution, batches
+
+        def read_first(iterator: Iterator[Any]) -> Any:
+            nonlocal left
+            if left <= 0:
+                self.train_again()
+                return self.model.train_function(iterator)
+            for _ in range(each):
+                next(iterator)
+            left -= each
+            return {}
+
+        self.model.train_function = read_first
+        # If no batch is left, Keras still asks for the metrics, which the first trained batch of a process makes.
+        self.model.get_metrics_result = dict
+
+    def train_again(self) -> None:
+        """Let the batches that come be trained."""
+        if self._train_function is not None:
+            self.model.train_function, self._train_function = self._train_function, None
+            del self.model.get_metrics_result
 
 
 class FitState(TensorFlowKerasState):
@@ -73,7 +108,7 @@ class FitState(TensorFlowKerasState):
     Attributes:
         fit: Which call of fit of the script it is.
         epoch, batch: The epoch, and how many of its batches are done.
-        size: The number of ranks with which they were done.
+        size: Among how many ranks the rows were divided then.
         past: The epochs that are done, and their logs.
         done_in: A later fit of which the newest commit is; 0 if there is none.
     """
@@ -90,18 +125,13 @@ class FitState(TensorFlowKerasState):
         elif snapshot["values"]["fit"] == self.fit:
             super()._take(snapshot)
 
-    def rescale(self) -> None:
-        """Count batches as the ranks that there are now do."""
-        if not isinstance(self.model.distribute_strategy, MPIStrategy):
-            self.batch = self.batch * self.size // _size()
-        self.size = _size()
-
 
 def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, initial_epoch: int) -> Any:
     """Call `fit` with the epoch in which it begins, again and again until it ends. Collective. In an elastic job only.
     """
     global _fits
     _fits += 1
+    size = _size()  # This process, which outlives the loss of other ranks, keeps the rows that are its own now.
     with model.distribute_strategy.scope() if model.distribute_strategy is not None else contextlib.nullcontext():
         state = FitState(model, _fits, initial_epoch)
 
@@ -109,9 +139,14 @@ def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, in
         if state.done_in:
             logger.info("fit %d of this script is skipped: the newest commit is one of fit %d", _fits, state.done_in)
             return keras.callbacks.History()
-        state.rescale()
+        if not isinstance(model.distribute_strategy, MPIStrategy):
+            state.batch = state.batch * state.size // size
+        state.size = size
         callback.state = state
-        return _with_past(state.past, fit(state.epoch))
+        try:
+            return _with_past(state.past, fit(state.epoch))
+        finally:
+            callback.train_again()
 
     try:
         return keep_going(state, train)
@@ -126,22 +161,6 @@ def _with_past(past: list[tuple[int, dict[str, float]]], history: keras.callback
         for name, value in logs.items():
             history.history.setdefault(name, []).insert(0, value)
     return history
-
-
-def _skip(model: keras.Model, batches: int) -> None:
-    """Let the next `batches` batches be read only. Callbacks see them, with the metrics as they are."""
-    train, each, left = model.train_function, model.steps_per_execution, batches
-
-    def read_only(iterator: Iterator[Any]) -> dict[str, Any]:
-        nonlocal left
-        for _ in range(each):
-            next(iterator)
-        left -= each
-        if left <= 0:
-            model.train_function = train
-        return dict(model.get_metrics_result())
-
-    model.train_function = read_only
 
 
 def _size() -> int:

@@ -24,20 +24,21 @@ from ...api.process_sets import global_process_set
 from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
 from ...elastic import membership
 from ...process import step_timer
+from ...process.step_timer import StepTimer
 from ...tensorflow.distribute import MPIStrategy
 from ...tensorflow.distribute.same_data import some_rows
 from ...tensorflow.names import eager
+from .. import xla
+from ..callbacks import Logs
 from ..patches import Function, replaces
 from .adapted import layers_of_inputs
-from .checks_within_epochs import ChecksWithinEpochs
 from .elastic_fit import Elastic, run_fit
-from .fit_checks import FitChecks
+from .fit_checks import ChecksWithinEpochs, FitChecks
 from .fit_optimizers import FitOptimizers, fit_optimizers_of
 from .join_epochs import JoinEpochs
+from .row_counts import RowCount
 from .running_statistics import AverageStatistics
-from .save_schedules import AverageBeforeSaves
 from .throughput import FitThroughput
-from .timed_steps import TimedSteps
 from .written_once import written_once
 
 logger = logging.getLogger(__name__)
@@ -59,22 +60,30 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
 
 def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
     optimizers = fit_optimizers_of(model)
+    if optimizers is not None:
+        xla.follow_ranks(model)
     is_strategys = isinstance(model.distribute_strategy, MPIStrategy)
     process_set = optimizers.process_set if optimizers is not None else global_process_set
     timer = step_timer.current()
     if (optimizers is None and not is_strategys) or not (process_set.has_others() or timer):
         return original(*call.args, **call.kwargs)
-    inputs, users = [call.arguments.get("x"), call.arguments.get("y")], call.arguments.get("callbacks")
-    own, arranged = _arranged(_users(users), model, optimizers, inputs) if process_set.has_others() else (
-        [], _users(users))
+    given = call.arguments.get("callbacks")
+    own: list[Callback] = []
+    users = _users(given)
+    if process_set.has_others():
+        if optimizers is None:
+            own = [FitThroughput(eager("strategy/throughput"), global_process_set)]
+        else:
+            own = own_callbacks(optimizers, users, [call.arguments.get("x"), call.arguments.get("y")])
+            users = written_once(users, model, optimizers)
     if timer is not None:
         own, timer.is_in_fit = [*own, TimedSteps(timer, is_strategys)], True
     try:
-        with _extended(users, model, own, arranged) as callbacks:
+        with _extended(given, model, own, users) as callbacks:
             call.arguments["callbacks"] = callbacks
             return original(*call.args, **call.kwargs)
     finally:
-        call.arguments["callbacks"] = users
+        call.arguments["callbacks"] = given
         if timer is not None:
             timer.is_in_fit = False
 
@@ -89,49 +98,61 @@ def _users(callbacks: object) -> list[Callback]:
 def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: list[Any]) -> list[Callback]:
     """The callbacks that fit adds before those of the user. `inputs` are the arguments x and y of fit."""
     own: list[Callback] = [JoinEpochs(optimizers)] if optimizers.joins else []
-    statistics = before_saves = None
-    throughput: list[Callback] = []
-    if optimizers.averages_statistics:
-        statistics = AverageStatistics(optimizers)
-        before_saves = AverageBeforeSaves(statistics, callbacks)
-    if optimizers.first_steps and not runtime.current().settings.consistency_check_disable:
-        if optimizers.process_set.rank() == 0:
-            warn_of_own_order(inputs)
-        checks = FitChecks(optimizers, callbacks, digest_of_rows(inputs), before_saves, layers_of_inputs(inputs))
+    is_checked = not runtime.current().settings.consistency_check_disable
+    statistics = AverageStatistics(optimizers, callbacks, exchanges=not is_checked and not optimizers.joins) \
+        if optimizers.averages_statistics else None
+    if is_checked:
+        if optimizers.process_set.rank() == 0 and any(map(is_sharded_in_own_order, tf.nest.flatten(inputs))):
+            logger.warning("mpistrat: fit got a dataset that each rank shuffles in an order of its own before it takes "
+                           "its shard, so rows are read by several ranks or by none. %s", OWN_ORDER)
+        checks = FitChecks(optimizers, callbacks, digest_of_rows(inputs), statistics, layers_of_inputs(inputs))
         own.append(checks)
         every = runtime.current().settings.check_every
         if every and not optimizers.joins:  # A rank that has joined makes no steps.
             own.append(ChecksWithinEpochs(checks.require_equal_weights, every))
-        # Only here: what checks that all ranks end fit together comes before it.
-        throughput.append(FitThroughput(f"{optimizers.name}/throughput", optimizers.process_set))
-    return own + [callback for callback in (before_saves, statistics) if callback is not None] + throughput
-
-
-def _arranged(users: list[Callback], model: keras.Model, optimizers: FitOptimizers | None,
-              inputs: list[Any]) -> tuple[list[Callback], list[Callback]]:
-    """The callbacks that fit adds where there are several ranks, and those that it has in place of the user's.
-
-    Without optimizers an MPIStrategy trains the model.
-    """
-    if optimizers is None:
-        return [FitThroughput(eager("strategy/throughput"), global_process_set)], users
-    return own_callbacks(optimizers, users, inputs), written_once(users, model, optimizers)
+    if statistics is not None:
+        own.append(statistics)
+    if is_checked:  # Only then: what checks that all ranks end fit together comes before it.
+        own.append(FitThroughput(f"{optimizers.name}/throughput", optimizers.process_set))
+    return own
 
 
 @contextmanager
-def _extended(callbacks: Any, model: keras.Model, own: list[Callback], arranged: list[Callback]) -> Iterator[Any]:
-    """A context with the callbacks that fit gets in place of the user's: its own, and then the arranged ones."""
-    if not isinstance(callbacks, CallbackList):
-        yield [*own, *arranged]
+def _extended(given: object, model: keras.Model, own: list[Callback], users: list[Callback]) -> Iterator[Any]:
+    """A context with what fit gets in place of the callbacks that are given: its own, and then the user's."""
+    if not isinstance(given, CallbackList):
+        yield [*own, *users]
         return
     for callback in own:
-        callback.set_params(callbacks.params)
+        callback.set_params(given.params)
         callback.set_model(model)
-    before, callbacks.callbacks = callbacks.callbacks, [*own, *arranged]
+    before, given.callbacks = given.callbacks, [*own, *users]
     try:
-        yield callbacks
+        yield given
     finally:
-        callbacks.callbacks = before
+        given.callbacks = before
+
+
+class TimedSteps(Callback):
+    """Counts the steps and rows of fit for `mpistrat run --efficiency`, and ends the script after the last step timed.
+
+    Local; fit adds it on all ranks, and on one rank alone. See process/step_timer.py.
+    """
+
+    def __init__(self, timer: StepTimer, is_global: bool):
+        super().__init__()
+        self._timer, self._is_global = timer, is_global
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._rows = RowCount.of(self.model, "train_step")
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._steps = 0  # of this epoch
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        ended, self._steps = batch + 1 - self._steps, batch + 1
+        self._timer.end_step(ended, self._rows.rows or None, self._is_global)
+        self._timer.end_script()
 
 
 def digest_of_rows(inputs: object) -> bytes:
@@ -151,10 +172,3 @@ def digest_of_rows(inputs: object) -> bytes:
         # By way of bytes: hashlib does not take bfloat16.
         digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
     return digest.digest() if arrays else b""
-
-
-def warn_of_own_order(inputs: object) -> None:
-    """Warn of a dataset that is sharded after a shuffle without a seed."""
-    if any(map(is_sharded_in_own_order, tf.nest.flatten(inputs))):
-        logger.warning("mpistrat: fit got a dataset that each rank shuffles in an order of its own before it takes its "
-                       "shard, so rows are read by several ranks or by none. %s", OWN_ORDER)

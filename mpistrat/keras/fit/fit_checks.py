@@ -10,7 +10,7 @@ ChecksWithinEpochs lets them do so within an epoch.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -20,10 +20,10 @@ from ...api import ops as array_ops
 from ...api import runtime
 from ...core.errors import CollectiveError, MismatchError
 from ...core.topology import rank_list
+from ...tensorflow.consistency import describe_weights, differing, digests_of_weights, warn_of_equal_data
 from ...tensorflow.equal_weights import require_equal_weights
-from ...tensorflow.first_steps import describe_weights, differing, digests_of_weights, warn_of_equal_data
 from ...tensorflow.gradients import label_of
-from ...tensorflow.identity import IdentitySet
+from ...tensorflow.identity_set import IdentitySet
 from .._private import all_layers, non_trainable_variables
 from ..callbacks import BroadcastGlobalVariablesCallback, Logs
 from .adapted import Adapted, adapted_in, problem_of_adapted
@@ -45,7 +45,7 @@ from .fit_states import (
 from .join_epochs import use_longest_epoch
 from .metric_means import MetricMeans
 from .rates import rates_of
-from .save_schedules import AverageBeforeSaves, schedules_of
+from .running_statistics import AverageStatistics, schedules_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +59,17 @@ class FitChecks(Callback):
         optimizers: Those of the model.
         callbacks: The callbacks of fit on this rank.
         rows: A digest of some rows of the arrays that fit got; b"" for other inputs.
-        before_saves: Gets the schedules of the callbacks of all ranks that save the model within an epoch.
+        statistics: Gets the schedules of the callbacks of all ranks that save the model within an epoch.
         layers: Those that the pipelines of the input call.
     """
 
     async_safe = True  # Keras may call on_train_batch_end in another thread; it waits for it before on_epoch_end.
 
     def __init__(self, optimizers: FitOptimizers, callbacks: Sequence[Callback], rows: bytes,
-                 before_saves: AverageBeforeSaves | None, layers: Sequence[keras.layers.Layer]):
+                 statistics: AverageStatistics | None, layers: Sequence[keras.layers.Layer]):
         super().__init__()
         self._layers = layers
-        self._optimizers, self._callbacks, self._rows, self._before_saves = optimizers, callbacks, rows, before_saves
+        self._optimizers, self._callbacks, self._rows, self._statistics = optimizers, callbacks, rows, statistics
         self._name, self._process_set, self._joins = optimizers.name, optimizers.process_set, optimizers.joins
         self._averages_metrics = self._names_steps = self._compares_rates = False
         self._means = MetricMeans(self._process_set)
@@ -108,8 +108,8 @@ class FitChecks(Callback):
         # With "join" the ranks may have different steps.
         if any(begin.compares_weights for begin in begins) and not self._joins:
             self._weights_to_compare = _COMPARED_STEPS
-        if self._before_saves is not None and not self._joins:
-            self._before_saves.schedules = [schedule for begin in begins for schedule in begin.saves]
+        if self._statistics is not None and not self._joins:
+            self._statistics.schedules = [schedule for begin in begins for schedule in begin.saves]
         self._names_steps = not self._joins and any(begin.steps is None for begin in begins) \
             and not any(begin.accumulates for begin in begins)
         for callback in self._callbacks:
@@ -237,3 +237,29 @@ class FitChecks(Callback):
             or [c for c in self._callbacks if type(c).__module__.partition(".")[0] not in ("keras", "mpistrat")]
         names = " or ".join(sorted({type(c).__name__ for c in stoppers}))
         return f" (stopped by {names})" if names else " (model.stop_training is set)"
+
+
+class ChecksWithinEpochs(Callback):
+    """Calls `check` before a batch when so many have passed, in the epoch or since the last call. Collective.
+
+    So weights that drift apart are found within an epoch. fit adds it; under MPIStrategy the list of callbacks does.
+    With steps_per_execution it is before the next execution. Nothing is called after a batch, because Keras may do that
+    in another thread while the next step runs.
+
+    Args:
+        check: Gets the place for messages: "fit: before batch 1001 of epoch 3".
+        every: The number of batches.
+    """
+
+    def __init__(self, check: Callable[[str], None], every: int):
+        super().__init__()
+        self._check, self._every = check, every
+        self._epoch, self._next = 0, every
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._epoch, self._next = epoch, self._every
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        if batch >= self._next:
+            self._next = batch + self._every
+            self._check(f"fit: before batch {batch + 1} of epoch {self._epoch + 1}")

@@ -3,20 +3,20 @@
 Called by what mpistrat adds to fit, in the thread of fit; local.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 from keras.optimizers import Optimizer
 
 from ...api.process_sets import ProcessSet
-from ...tensorflow.first_steps import FirstSteps
+from ...tensorflow.consistency import FirstSteps
 from ...tensorflow.gradients import GradientReducer
-from ...tensorflow.identity import IdentitySet
+from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.names import eager
 from ...tensorflow.types import Variable
 from .._private import trained_by
-from ..optimizer_parts import distributed_in, optimizers_in, parts_of
+from ..nested_optimizers import distributed_in, optimizers_in, parts_of
 
 
 class FitOptimizers:
@@ -36,13 +36,13 @@ class FitOptimizers:
         accumulates: Whether gradients are accumulated.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], wholes: Iterable[Optimizer]):
+    def __init__(self, optimizers: Sequence[Optimizer], wholes: Sequence[Optimizer]):
         first: GradientReducer = optimizers[0]._mpistrat.reducer
         self.name, self.process_set = first.name, first.process_set
         number = self.process_set.process_set_id
         self._optimizers = [o for o in optimizers if o._mpistrat.reducer.process_set.process_set_id == number]
         self._elsewhere = [o for o in optimizers if o not in IdentitySet(self._optimizers)]
-        self._wholes = list(wholes)
+        self._wholes = wholes
         self.reducers: list[GradientReducer] = [o._mpistrat.reducer for o in self._optimizers]
         self.averages_statistics = all(o._mpistrat.arguments.average_statistics for o in self._optimizers)
         self.joins = any(o._mpistrat.arguments.uneven == "join" for o in self._optimizers)
@@ -92,10 +92,9 @@ class FitOptimizers:
 
 def fit_optimizers_of(model: keras.Model) -> FitOptimizers | None:
     """The distributed optimizers of a model, if it has any: those of `compile`, then those in its attributes."""
-    compiled, attributes = getattr(model, "optimizer", None), list(optimizers_of(model))
-    of_all = (distributed for optimizer in attributes for distributed in distributed_in(optimizer))
-    found = _by_place(distributed_in(compiled)) | _by_place(of_all)
-    wholes = attributes if compiled is None else [compiled, *attributes]
+    wholes = optimizers_of(model)
+    found = _by_place(distributed_in(getattr(model, "optimizer", None))) \
+        | _by_place(distributed for optimizer in wholes for distributed in distributed_in(optimizer))
     return FitOptimizers(list(found.values()), wholes) if found else None
 
 
@@ -111,11 +110,10 @@ def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> 
     return eager(operation, number or 0)
 
 
-def optimizers_of(model: keras.Model) -> Iterator[Optimizer]:
-    """The optimizers in public attributes of a model, or in lists, tuples or dicts of these; some perhaps twice."""
-    for name, value in vars(model).items():
-        if not name.startswith("_"):
-            yield from optimizers_in(value)
+def optimizers_of(model: keras.Model) -> list[Optimizer]:
+    """The optimizer of `compile`, then those in public attributes of a model, or in lists, tuples or dicts of these."""
+    public = [value for name, value in vars(model).items() if not name.startswith("_")]
+    return list(IdentitySet(optimizers_in([getattr(model, "optimizer", None), *public])))
 
 
 def accumulators_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:

@@ -12,7 +12,7 @@ from ...core.topology import describe_by_rank, rank_list
 from ..callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
 from .adapted import Adapted
 from .rates import different_rate
-from .save_schedules import SaveSchedule
+from .running_statistics import SaveSchedule
 
 # They communicate, so all ranks must have them.
 COLLECTIVE = (BroadcastGlobalVariablesCallback, MetricAverageCallback)

@@ -5,14 +5,13 @@ uneven="join". It runs in the thread that called fit.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import numpy as np
 
 from ...api import ops as array_ops
 from ...tensorflow.ops import broadcast_
-from ..callbacks import LearningRateScheduleCallback
+from ..callbacks import LearningRateScheduleCallback, Logs
 from .fit_optimizers import FitOptimizers
 
 
@@ -30,13 +29,13 @@ class JoinEpochs(keras.callbacks.Callback):
         self._optimizers = optimizers
         self._has_joined = True
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._has_joined = False
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_test_begin(self, logs: Logs = None) -> None:
         self._join()  # Keras validates before the epoch ends for callbacks.
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         self._join()
 
     def _join(self) -> None:

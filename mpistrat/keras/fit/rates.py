@@ -12,7 +12,7 @@ from keras.optimizers import Optimizer
 from keras.optimizers.schedules import LearningRateSchedule
 
 from ...core.topology import describe_by_rank
-from ..optimizer_parts import passes_on
+from ..nested_optimizers import passes_on
 
 # A schedule is computed on each rank, and processors may round differently.
 _RELATIVE = 1e-5

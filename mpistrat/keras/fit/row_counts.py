@@ -1,4 +1,4 @@
-"""Rows that a model has trained on and evaluated, counted inside of its compiled steps, and means weighted by them.
+"""Rows that a model has trained on and evaluated, counted inside of its compiled steps.
 
 Keras says how many batches a step of fit has seen, but not how many rows, and the last batch of an epoch may be short.
 `train_step` and `test_step` are public methods that get each batch, those of the user's own classes too, so the count
@@ -7,10 +7,8 @@ Called by the callbacks, in the thread of fit.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 UNKNOWN = -1
@@ -58,79 +56,20 @@ class RowCount:
         found = getattr(getattr(model, step), "mpistrat_rows", None)
         if isinstance(found, RowCount):
             return found
-        count = cls()
-        setattr(model, step, count._counted(getattr(model, step)))
-        make_function = {"train_step": model.make_train_function, "test_step": model.make_test_function}[step]
-        make_function(force=True)
-        return count
+        count, original = cls(), getattr(model, step)
 
-    def _counted(self, step: Callable[[object], object]) -> Callable[[object], object]:
         @tf.autograph.experimental.do_not_convert
         def counting_step(data: object) -> object:
             rows = rows_of(data)
             if rows is not None:
-                self._count.add(rows)
-            return step(data)
+                count._count.add(rows)
+            return original(data)
 
-        counting_step.mpistrat_rows = self
-        return counting_step
-
-
-class RowsOfEpoch:
-    """The rows of the current epoch of fit, and of its latest validation, on this rank.
-
-    Attributes:
-        has_trained: Whether a batch of the epoch has ended.
-        has_evaluated: Whether a batch of the latest validation has ended.
-    """
-
-    def __init__(self, model: keras.Model):
-        self._trained, self._tested = RowCount.of(model, "train_step"), RowCount.of(model, "test_step")
-        self.begin()
-
-    def begin(self) -> None:
-        self.has_trained = self.has_evaluated = False
-        self._before, self._evaluated = self._trained.rows, 0
-
-    def begin_evaluation(self) -> None:
-        self.has_evaluated = False
-        self._before_evaluation = self._tested.rows
-
-    def end_evaluation(self) -> None:
-        """The validation has ended. A callback may evaluate other rows later in this epoch."""
-        self._evaluated = self._tested.rows - self._before_evaluation
-
-    def weights(self) -> tuple[int, int]:
-        """The rows of training and of validation; UNKNOWN where there were batches but no rows."""
-        trained = self._trained.rows - self._before
-        return (UNKNOWN if self.has_trained and not trained else trained,
-                UNKNOWN if self.has_evaluated and not self._evaluated else self._evaluated)
-
-
-def weighted_means(names: Sequence[str], table: np.ndarray) -> np.ndarray:
-    """The mean of each metric over the ranks, weighted by rows.
-
-    Args:
-        names: Those of the metrics; `val_...` are weighted by the rows of the validation.
-        table: float64, a row for each rank: its rows of training, its rows of validation, and its metrics.
-
-    Raises:
-        ValueError: Some rank does not know the rows that a metric needs, or no rank has any.
-    """
-    means = []
-    for name, values in zip(names, table[:, 2:].T):
-        rows, step = (table[:, 1], "test_step") if name.startswith("val_") else (table[:, 0], "train_step")
-        unknown = np.flatnonzero(rows == UNKNOWN).tolist()
-        if unknown:
-            raise ValueError(f"{name} cannot be weighted by rows: ranks {unknown} have had batches that the model's "
-                             f"{step} did not get, or without a tensor that has rows, so their rows are not known. Use "
-                             "MetricAverageCallback(weighted=False).")
-        if not rows.any():
-            raise ValueError(f"{name} cannot be weighted by rows: no rank has had any in {step}. Use "
-                             "MetricAverageCallback(weighted=False).")
-        # A rank without rows may have nan for a metric.
-        means.append(np.sum(rows[rows > 0] * values[rows > 0]) / np.sum(rows))
-    return np.array(means)
+        counting_step.mpistrat_rows = count
+        setattr(model, step, counting_step)
+        make_function = {"train_step": model.make_train_function, "test_step": model.make_test_function}[step]
+        make_function(force=True)
+        return count
 
 
 def rows_of(data: object) -> tf.Tensor | None:

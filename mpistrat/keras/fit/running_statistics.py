@@ -1,25 +1,30 @@
 """State that layers update from each rank's own rows, such as the running statistics of BatchNormalization.
 
-When an epoch ends all ranks get the same: of floating-point numbers the mean, as for moving averages; of int32 and
-int64, which count, the largest. A variable that was made with aggregation="sum" gets what all ranks have added to it;
-under a strategy assign_add does so at once. The sums of gradients that wait for an update get their mean, which does
-not change the update: a file that one rank writes then has the gradients of all.
+When an epoch ends, and before the model is saved within an epoch, all ranks get the same: of floating-point numbers the
+mean, as for moving averages; of int32 and int64, which count, the largest. A variable that was made with
+aggregation="sum" gets what all ranks have added to it; under a strategy assign_add does so at once. The sums of
+gradients that wait for an update get their mean, which does not change the update: a file that one rank writes then has
+the gradients of all.
 
 Called by what mpistrat adds to fit, and under a strategy; averaging is collective.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
+from keras.callbacks import Callback, ModelCheckpoint
 
+from ...api import ops as array_ops
 from ...core.request import Average, Max, ReduceOp, ScaledOp, Sum
 from ...tensorflow.bridge.buckets import reduce_list
 from ...tensorflow.gradients import label_of
-from ...tensorflow.identity import IdentitySet
-from ...tensorflow.lists import number_of
+from ...tensorflow.identity_set import IdentitySet
+from ...tensorflow.list_ops import number_of
 from .._private import non_trainable_variables
+from ..callbacks import Logs
 from .fit_optimizers import FitOptimizers
 
 # Takes an operation, variables and their labels, and returns the reduced values. Collective.
@@ -64,31 +69,88 @@ def average_state(model: keras.Model, accumulators: Sequence[keras.Variable], re
             variable.assign(value)
 
 
-class AverageStatistics(keras.callbacks.Callback):
-    """Makes the state of layers, except local variables, equal when an epoch ends. Collective; fit adds it.
+@dataclass(frozen=True)
+class SaveSchedule:
+    """The state of a ModelCheckpoint's count, which goes on from epoch to epoch, and from fit to fit.
 
-    It comes before callbacks that save the model. Validation in fit comes before it, with each rank's own statistics.
+    Attributes:
+        save_freq: Batches between two saves.
+        seen: Batches since the last save.
+        last: The number of the last batch in its epoch; None before the first.
     """
 
-    def __init__(self, optimizers: FitOptimizers):
+    save_freq: int
+    seen: int = 0
+    last: int | None = None
+
+    def after(self, batch: int) -> "SaveSchedule":
+        """The state after this batch. A step of several batches has the number of its last batch, as in Keras."""
+        seen = self.seen + (batch + 1 if self.last is None or batch <= self.last else batch - self.last)
+        return replace(self, seen=0 if seen >= self.save_freq else seen, last=batch)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the model is saved after the last batch."""
+        return self.last is not None and self.seen == 0
+
+
+_schedules: WeakKeyDictionary[Callback, SaveSchedule] = WeakKeyDictionary()
+
+
+def schedules_of(callbacks: Sequence[Callback]) -> tuple[SaveSchedule, ...]:
+    """The schedules of those callbacks that save the model within an epoch."""
+    return tuple(_schedules.setdefault(callback, SaveSchedule(callback.save_freq)) for callback in callbacks
+                 if isinstance(callback, ModelCheckpoint) and callback.save_freq != "epoch")
+
+
+class AverageStatistics(Callback):
+    """Makes the state of layers, except local variables, equal when an epoch ends. Collective; fit adds it.
+
+    So it does before a callback of any rank saves the model within an epoch. It comes before callbacks that save the
+    model. Validation in fit comes before it, with each rank's own statistics.
+
+    Args:
+        optimizers: Those of the model.
+        callbacks: The callbacks of fit on this rank.
+        exchanges: Whether it exchanges the schedules of the ranks when training begins.
+
+    Attributes:
+        schedules: Those of the callbacks of all ranks that save within an epoch. Without `exchanges` FitChecks sets
+            them.
+    """
+
+    def __init__(self, optimizers: FitOptimizers, callbacks: Sequence[Callback], exchanges: bool):
         super().__init__()
         self._name, self._optimizers = f"{optimizers.name}/statistics", optimizers
+        self._callbacks, self._exchanges = callbacks, exchanges
+        self.schedules: list[SaveSchedule] = []
         self._summed: dict[int, tf.Tensor] = {}  # the value that all ranks had last, by the variable's id
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
+        if self._exchanges:
+            of_ranks = array_ops.allgather_object(schedules_of(self._callbacks), f"{self._name}/saves",
+                                                  self._optimizers.process_set)
+            self.schedules = [schedule for of_rank in of_ranks for schedule in of_rank]
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         # Not when training begins: variables may be broadcast then.
         for variable in _sums(self.model):
             self._summed.setdefault(id(variable), tf.convert_to_tensor(variable))
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self.average()
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        for callback in self._callbacks:
+            if callback in _schedules:
+                _schedules[callback] = _schedules[callback].after(batch)
+        self.schedules = [schedule.after(batch) for schedule in self.schedules]
+        if any(schedule.saves for schedule in self.schedules):
+            self._average()
 
-    def average(self) -> None:
-        """Give all ranks the same state of the model's layers, and of its optimizers. Collective."""
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._average()
+
+    def _average(self) -> None:
         average_state(self.model, self._optimizers.accumulators, self._reduced, self._optimizers.shared)
-        self._sum(self._optimizers.shared(_sums(self.model)))
-
-    def _sum(self, variables: list[keras.Variable]) -> None:
+        variables = self._optimizers.shared(_sums(self.model))
         # A variable that the first step has made began at zero.
         before = [self._summed.get(id(v), tf.zeros(v.shape, v.dtype)) for v in variables]
         added = self._reduced(Sum, variables, [label_of(v) for v in variables], before)

@@ -7,17 +7,15 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
-import keras
 from keras.callbacks import Callback
 
 from ...api import ops as array_ops
 from ...api import runtime
 from ...api.process_sets import ProcessSet, global_process_set, resolved
 from ...api.time_shares import time_shares
-from ...core.slowest import slowest
+from ...core.slowest import figure, shares_of
 from .fit_optimizers import name_in_fit
 from .row_counts import UNKNOWN, RowCount
 
@@ -73,56 +71,9 @@ def speed_of(works: Sequence[Work]) -> Speed:
 
 def line_of(speed: Speed, works: Sequence[Work], names: Sequence[str]) -> str:
     """What the chief prints at the end of fit. The works and names are those of the ranks, in their order."""
-    figure = f"{speed.per_second:,.0f}" if speed.per_second >= 100 else f"{speed.per_second:.3g}"
-    line = f"mpistrat: fit has trained {figure} {speed.unit} per second on {len(works)} ranks"
-    if not all(work.observed_s for work in works):
-        return f"{line}."
-    communication = fmean((work.waiting_s + work.moving_s) / work.observed_s for work in works)
-    line += f"; collectives took {communication:.0%} of the time"
-    found = slowest([work.waiting_s / work.observed_s for work in works])
-    if found is None:
-        return f"{line}, and no rank was slower than the others."
-    rank, cost = found
-    return f"{line}, and for {cost:.0%} the others waited for {names[rank]}."
-
-
-class Meter:
-    """The work of this rank in fit of `model`, from one epoch to the next. `process_set`: the id of the ranks' set.
-
-    `mpistrat top` shows the rows, too. Keras may call `end_step` in other threads, while the next step runs.
-    """
-
-    def __init__(self, model: keras.Model, process_set: int):
-        self._process_set = process_set
-        self._rows, self._begun = RowCount.of(model, "train_step"), 0
-        if (tracer := runtime.current().tracer) is not None:
-            before = (tracer.rows() if tracer.rows is not None else 0) - self._rows.rows
-            tracer.rows = lambda: before + self._rows.rows
-
-    def begin_epoch(self) -> None:
-        self._steps = 0
-        self._begin()
-
-    def begin_step(self) -> None:
-        """A step begins. What comes before the second one of fit does not count."""
-        self._begun += 1
-        if self._begun == 2 and self._steps:
-            self._begin()
-
-    def end_step(self, batch: int) -> None:
-        """The step with this number in the epoch has ended; the first is 0."""
-        self._steps, self._ended = max(self._steps, batch + 1), time.perf_counter()
-
-    def end_epoch(self) -> Work:
-        if self._begun < 2:
-            return Work(0, 0, 0.0)
-        steps, rows = self._steps - self._steps_before, self._rows.rows - self._rows_before
-        return Work(UNKNOWN if steps and not rows else rows, steps, self._ended - self._began,
-                    *time_shares(self._process_set, self._began, self._ended))
-
-    def _begin(self) -> None:
-        self._steps_before, self._rows_before = self._steps, self._rows.rows
-        self._began = self._ended = time.perf_counter()
+    shares = shares_of([(work.observed_s, work.waiting_s, work.moving_s) for work in works], names)
+    return (f"mpistrat: fit has trained {figure(speed.per_second)} {speed.unit} per second on {len(works)} ranks"
+            f"{shares}.")
 
 
 class Throughput(Callback):
@@ -145,31 +96,50 @@ class Throughput(Callback):
     def __init__(self, process_set: ProcessSet = global_process_set):
         super().__init__()
         self._process_set = resolved(process_set)
-        self._meter: Meter | None = None
+        self._rows: RowCount | None = None  # None on ranks that take no part
+        self._begun = self._steps = 0  # steps of fit that have begun, and steps of the epoch that have ended
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        number = self._process_set.process_set_id or 0
-        self._meter = Meter(self.model, number) if self._process_set.included() else None
+        self._rows, self._begun = None, 0
+        if not self._process_set.included():
+            return
+        self._rows = rows = RowCount.of(self.model, "train_step")
+        if (tracer := runtime.current().tracer) is not None:  # `mpistrat top` shows the rows, too.
+            tracer.is_line_due = False  # That of fit, unless it is silent, has more.
+            before = (tracer.rows() if tracer.rows is not None else 0) - rows.rows
+            tracer.rows = lambda: before + rows.rows
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        if self._meter is not None:
-            self._meter.begin_epoch()
+        self._steps = 0
+        self._begin()
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        if self._meter is not None:
-            self._meter.begin_step()
+        self._begun += 1
+        if self._begun == 2 and self._steps:  # What comes before the second step of fit does not count.
+            self._begin()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if self._meter is not None:
-            self._meter.end_step(batch)
+        self._steps, self._ended = max(self._steps, batch + 1), time.perf_counter()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        if self._meter is None:
+        if self._rows is None:
             return
         name = name_in_fit(self.model, "epoch_throughput", self._process_set)
-        speed = speed_of(array_ops.allgather_object(self._meter.end_epoch(), name, self._process_set))
+        speed = speed_of(array_ops.allgather_object(self._work_since_begin(self._rows), name, self._process_set))
         if logs is not None:
             logs[f"{speed.unit}_per_second"] = speed.per_second
+
+    def _begin(self) -> None:
+        if self._rows is not None:
+            self._steps_before, self._rows_before = self._steps, self._rows.rows
+            self._began = self._ended = time.perf_counter()
+
+    def _work_since_begin(self, counted: RowCount) -> Work:
+        if self._begun < 2:
+            return Work(0, 0, 0.0)
+        steps, rows = self._steps - self._steps_before, counted.rows - self._rows_before
+        return Work(UNKNOWN if steps and not rows else rows, steps, self._ended - self._began,
+                    *time_shares(self._process_set.process_set_id or 0, self._began, self._ended))
 
 
 class FitThroughput(Throughput):
@@ -180,8 +150,8 @@ class FitThroughput(Throughput):
         self._name, self._work = name, Work(0, 0, 0.0)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        if self._meter is not None:
-            self._work += self._meter.end_epoch()
+        if self._rows is not None:
+            self._work += self._work_since_begin(self._rows)
 
     def on_train_end(self, logs: Logs = None) -> None:
         works = array_ops.allgather_object(self._work, self._name, self._process_set)

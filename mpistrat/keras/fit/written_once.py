@@ -10,7 +10,7 @@ ranks; whole_files.py keeps their models whole. `role_of` is pure.
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -31,7 +31,7 @@ _HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
 
 @dataclass(frozen=True)
 class Entry:
-    """A callback, as the ranks exchange it.
+    """A callback, as the ranks exchange it. Those that write the same files are equal.
 
     Attributes:
         kind: Its class; "" for one of Keras' that does not write files, since its order does not matter.
@@ -42,12 +42,7 @@ class Entry:
 
     kind: str
     path: str = ""
-    place: tuple[str | int, ...] = ()
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Equal for callbacks that write the same files."""
-        return self.kind, self.path
+    place: tuple[str | int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -69,20 +64,19 @@ def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of
     Raises:
         MismatchError: All ranks have a BackupAndRestore with one directory, and not the same order of callbacks.
     """
-    keys = [[other.key for other in of_rank] for of_rank in entries]
     # A callback that a rank has once more than the others does not communicate.
-    common = {key for key in keys[0] if key[0] and len({of_rank.count(key) for of_rank in keys}) == 1}
-    is_in_order = len({tuple(key for key in of_rank if key in common) for of_rank in keys}) == 1
+    common = {each for each in entries[0] if each.kind and len({of_rank.count(each) for of_rank in entries}) == 1}
+    is_in_order = len({tuple(each for each in of_rank if each in common) for of_rank in entries}) == 1
     is_backup = entry.kind == BackupAndRestore.__name__
     # Ranks that restore a backup must all begin where it ends.
-    if not entry.path or sum(entry.key in of_rank for of_rank in keys) == 1 or (is_backup and entry.key not in common):
+    if not entry.path or sum(entry in of_rank for of_rank in entries) == 1 or (is_backup and entry not in common):
         return Role(runs=True, meets=False)
     if is_backup and not is_in_order:
         raise MismatchError("the ranks have their callbacks in different orders, and a BackupAndRestore among them. "
                             "Give all ranks the same order.")
-    runs = not any(other.key == entry.key and (host_of[before] == host_of[rank] or other.place == entry.place)
+    runs = not any(other == entry and (host_of[before] == host_of[rank] or other.place == entry.place)
                    for before in range(rank) for other in entries[before])
-    return Role(runs, entry.key in common and is_in_order)
+    return Role(runs, entry in common and is_in_order)
 
 
 def written_once(callbacks: Sequence[Callback], model: keras.Model, optimizers: FitOptimizers) -> list[Callback]:

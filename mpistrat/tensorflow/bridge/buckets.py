@@ -12,6 +12,7 @@ import tensorflow as tf
 from ...core.request import ReduceOp, Request, ScaledOp, TensorSpec, allreduce_request, specs_of
 from ...core.tuning import BUCKET_BYTES, GPU_BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
 from ...gpu.arrays import GpuInput
+from ..async_op import call_site
 from ..xla import context as xla
 from . import cpu, gpu_graph
 from .cpu import Wait
@@ -99,8 +100,11 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
         buckets = [GraphBucket(single=list(range(len(tensors))))]
     else:
         # On a GPU a concatenation is a copy at memory speed, while each tensor of a bucket costs several eager
-        # operations. Adasum combines each tensor by itself.
-        joined_bytes = bucket_bytes if device else JOINED_TENSOR_BYTES
+        # operations, unless the collective is one operation, whose tensors the engine packs. Adasum combines each
+        # tensor by itself.
+        joined_bytes = JOINED_TENSOR_BYTES
+        if device:
+            joined_bytes = 0 if call_site.is_used(device, process_set) else bucket_bytes
         buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes,
                        0 if scaled.op is ReduceOp.ADASUM else joined_bytes)
     results: list[tf.Tensor | None] = [None] * len(tensors)

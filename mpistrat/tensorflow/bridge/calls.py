@@ -19,7 +19,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -89,14 +89,7 @@ def _place_of(node: str, graph: "weakref.ref[tf.Graph]") -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else f"the node {node}"
 
 
-class _Function(Protocol):
-    """TensorFlow's AtomicFunction."""
-
-    cached_definition: Any
-    _bound_context: Any
-
-
-def _sites_in(function: _Function) -> tuple[CallSite, ...]:
+def _sites_in(function: AtomicFunction) -> tuple[CallSite, ...]:
     """The sites in a function and in all functions that it calls."""
     found: dict[CallSite, None] = {}
     todo, seen = [function.cached_definition], {""}
@@ -121,15 +114,15 @@ def _functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
 
 def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def observed(function: _Function, *args: tf.Tensor) -> Any:
-        if not _sites or not function._bound_context.executing_eagerly():
-            return call(function, *args)
+    def observed(function: AtomicFunction, *args: tf.Tensor) -> Any:
         known = function.__dict__  # One of these objects has a graph that does not change.
         sites = known.get("_mpistrat_sites")
+        if sites == () or not (sites or _sites) or not function._bound_context.executing_eagerly():
+            return call(function, *args)
         if sites is None:
             sites = known["_mpistrat_sites"] = _sites_in(function)
-        if not sites:
-            return call(function, *args)
+            if not sites:
+                return call(function, *args)
         try:
             _enter(sites)
             return call(function, *args)
@@ -141,7 +134,6 @@ def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
             raise
         finally:
             _leave(sites)
-            _raise_late(sites)
     return observed
 
 
@@ -165,17 +157,17 @@ def _enter(sites: Sequence[CallSite]) -> None:
 
 
 def _leave(sites: Sequence[CallSite]) -> None:
-    thread = threading.get_ident()
+    """A call of this thread has ended. Raises what a signal handler has raised meanwhile."""
+    thread, late = threading.get_ident(), None
     for site in sites:
         if thread in site.running:
             site.running.remove(thread)
-
-
-def _raise_late(sites: Sequence[CallSite]) -> None:
-    for site in sites:
-        if site.raised is not None and threading.current_thread() is threading.main_thread():
-            error, site.raised = site.raised, None
-            raise error
+        if site.raised is not None:
+            late = site
+    if late is not None and threading.current_thread() is threading.main_thread():
+        error, late.raised = late.raised, None
+        assert error is not None
+        raise error
 
 
 def _refuse(site: CallSite) -> None:

@@ -26,10 +26,10 @@ from ...core.handle import Handle
 from ...core.memory import ALIGNMENT, aligned_empty
 from ...core.tuning import COMPLETION_QUEUES_MADE, COMPLETION_QUEUES_WRITTEN
 from ..types import Arrays
-from .own_executor import SynchronousExecution
+from .sync_execution import SynchronousExecution
 
 # A ticket: the numbers of the execution and of the queue in one integer; the number of elements to read from the queue
-# (one); and the queue's handle.
+# (one, or none if the collective was complete when the ticket was made); and the queue's handle.
 TICKET = (tf.int64, tf.int32, tf.string)
 _QUEUES = 2**20  # the largest number of queues
 
@@ -111,10 +111,10 @@ class CompletionQueues:
                 self._element = tf.constant(0, tf.int64)
                 self._enqueues = {count: _enqueue_to(count) for count in COMPLETION_QUEUES_WRITTEN}
             self._grow()
-            self._done = [np.array(0, np.int32), self._slots[0].serialized]
+            self._done = [np.array(0, np.int32), self._slots[0].serialized]  # to read no elements
 
     def done_ticket(self, execution: int) -> Arrays:
-        """The ticket of a collective that is already complete. Its queue is not read."""
+        """The ticket of a collective that is already complete, a negative number. Nothing is read from its queue."""
         return [np.array(~execution), *self._done]
 
     def _grow(self) -> None:
@@ -136,22 +136,17 @@ class CompletionQueues:
             execution: The number that `execution_of` reads from the ticket, 0 or above.
         """
         with self._lock:
-            slot = self._take()
+            if self._taken:
+                self._reclaim(1)  # So that results which are never fetched do not stay in memory for long.
+                if not self._free:
+                    self._reclaim(len(self._taken))
+            if not self._free:
+                self._grow()
+            slot = self._free.pop()
+            self._taken[slot.number] = slot
             ticket, wait = slot.begin(handle, execution)
         handle.when_done(self._wake, wait)
         return ticket
-
-    def _take(self) -> _Slot:
-        """Take a free slot for a new wait."""
-        if self._taken:
-            self._reclaim(1)  # So that results which are never fetched do not stay in memory for long.
-            if not self._free:
-                self._reclaim(len(self._taken))
-        if not self._free:
-            self._grow()
-        slot = self._free.pop()
-        self._taken[slot.number] = slot
-        return slot
 
     def _reclaim(self, count: int) -> None:
         """Check `count` waits, those started or checked the longest ago; free the slots of abandoned ones."""
@@ -218,27 +213,13 @@ def _run_here(function: tf.types.experimental.ConcreteFunction, inputs: list[tf.
         tf.raw_ops.StatefulPartitionedCall(args=inputs, Tout=[], f=function, executor_type="SINGLE_THREADED_EXECUTOR")
 
 
-def is_done(ticket: list[tf.Tensor]) -> tf.Tensor:
-    """In a graph: whether the collective was complete when the ticket was made."""
-    return ticket[0] < 0
-
-
 def execution_of(ticket: list[tf.Tensor]) -> tf.Tensor:
     """In a graph: the number of the execution."""
-    return tf.where(is_done(ticket), tf.bitwise.invert(ticket[0]), ticket[0] // _QUEUES)
+    return tf.where(ticket[0] < 0, tf.bitwise.invert(ticket[0]), ticket[0] // _QUEUES)
 
 
-def queue_of(ticket: list[tf.Tensor]) -> tf.Tensor:
-    """In a graph: the queue's handle.
-
-    A branch that waits must get it from outside. TensorFlow runs stateful nodes in program order, so it would start no
-    further node until the branch is done, unless the branch has a resource as an input.
-    """
-    return tf.io.parse_tensor(ticket[2], tf.resource)
-
-
-def awaited(ticket: list[tf.Tensor], queue: tf.Tensor) -> tf.Tensor:
-    """In a graph: what the queue has when the collective is complete: [0], int64.
+def awaited(ticket: list[tf.Tensor]) -> tf.Tensor:
+    """In a graph: what the queue has when the collective is complete: int64, as many zeros as the ticket says.
 
     The fetch depends on it directly, by an input or a control dependency. Between the two TensorFlow's optimizer could
     remove a node. And the fetch needs the first part of the ticket as an input, which keeps the ticket's memory.
@@ -247,6 +228,6 @@ def awaited(ticket: list[tf.Tensor], queue: tf.Tensor) -> tf.Tensor:
         ticket: The scalars that a callback returned. The dequeue's count comes from the ticket and not from a constant,
             because an input lives as long as the node: if the result is never fetched, nothing else keeps the ticket's
             memory alive.
-        queue: Its queue.
     """
+    queue = tf.io.parse_tensor(ticket[2], tf.resource)
     return tf.raw_ops.QueueDequeueManyV2(handle=queue, n=ticket[1], component_types=[tf.int64])[0]

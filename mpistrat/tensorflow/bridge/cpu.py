@@ -12,14 +12,14 @@ becomes three nodes, none of which blocks a TensorFlow thread until other ranks 
    stateful one before the submit of the next collective, and a loop of collectives would then wait for each in turn.
 
 After the last submit of a list, or of a graph, there is nothing left to submit. So that callback may wait itself, for
-ten milliseconds at most. A small list is usually complete by then, and the same callback returns its results; the other
-two nodes are in a branch that does not run. (Each switch of threads costs as much as reducing a megabyte.)
+ten milliseconds at most. A small list is usually complete by then. The callback returns its results, the await reads
+nothing from the queue, and the fetch passes the results on. (A switch of threads costs as much as reducing a megabyte;
+a branch around the other two nodes takes 7 us more than they do.)
 """
 
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cache
 
 import numpy as np
 import tensorflow as tf
@@ -27,16 +27,17 @@ import tensorflow as tf
 from ...api import runtime
 from ...core.errors import InvalidRequestError, MpistratError
 from ...core.memory import ALIGNMENT
-from ...core.tuning import SUBMIT_WAIT_BRANCHES, SUBMIT_WAIT_S
+from ...core.tuning import SUBMIT_WAIT_S
+from ..async_op import call_site
 from ..types import Arrays
 from ..xla import collective as compiled
 from ..xla import context as xla
-from . import executions, gpu_eager
-from .completion import COMPLETIONS, TICKET, awaited, execution_of, is_done, queue_of
-from .executions import Execution
+from . import execution_ids, gpu_eager
+from .completion import COMPLETIONS, TICKET, awaited, execution_of
+from .execution_ids import Execution
 from .program_order import in_order
 from .python_op import host_call
-from .submission import HostCallSite, MakeRequest, Observer
+from .submission import CollectiveCallSite, MakeRequest, Observer
 from .tf_errors import as_tf_error
 
 
@@ -78,52 +79,29 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
         In a graph, TensorFlow's own exception with the same text.
     """
     if tf.executing_eagerly():
-        return _run_eagerly(make_request, tensors, shapes)
+        return _run_eagerly(make_request, tensors, shapes, process_set)
     if xla.is_compiled():
         return compiled.run(name, make_request, tensors, shapes, process_set, observer, times_rows)
     require_function()
     dtypes = [t.dtype for t in tensors]
-    if not all(map(_may_be_in_branches, dtypes)):
-        wait = Wait.NEVER
     counter = _counters.setdefault(tf.compat.v1.get_default_graph(), _CollectiveCounter())
-    if wait is Wait.IF_LAST and counter.count >= SUBMIT_WAIT_BRANCHES:
-        wait = Wait.NEVER
-    execution = executions.current.get() or Execution()
+    execution = execution_ids.current.get() or Execution()
     site = _CpuCallSite(name, process_set, make_request, dtypes, counter, wait, execution, observer)
     past = [execution.number] if execution.is_past else []
     COMPLETIONS.prepare()
-
-    def shaped(results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        for result, shape in zip(results, shapes, strict=True):
-            result.set_shape(shape)
-        return list(results)
-
-    def fetched(ticket: list[tf.Tensor], queue: tf.Tensor) -> list[tf.Tensor]:
-        with tf.control_dependencies([awaited(ticket, queue)]):
-            return shaped(host_call(site.fetch, ticket[:1], dtypes, stateful=False))
 
     with tf.device("CPU:0"):
         returned = in_order(lambda: host_call(
             site.submit, [*tensors, *past], TICKET if wait is Wait.NEVER else [*TICKET, *dtypes], stateful=True))
         ticket, ready = scalars(returned[:len(TICKET)]), returned[len(TICKET):]
-        queue = queue_of(ticket)
-        if wait is Wait.NEVER:
-            results = fetched(ticket, queue)
-        else:
-            # Switch and Merge nodes instead of tf.cond are no faster, and the nodes ordered after the dequeue would not
-            # run when it does not.
-            results = list(tf.cond(is_done(ticket), lambda: shaped([tf.identity(result) for result in ready]),
-                                   lambda: fetched(ticket, queue)))
+        with tf.control_dependencies([awaited(ticket)]):
+            results = host_call(site.fetch, [ticket[0], *ready], dtypes, stateful=False)
+        for result, shape in zip(results, shapes, strict=True):
+            result.set_shape(shape)
         if execution.number is None:
             execution.number = execution_of(ticket)
     site.belongs_to(ticket[0].op)
     return results
-
-
-@cache
-def _may_be_in_branches(dtype: tf.DType) -> bool:
-    """Whether TensorFlow's Switch, which is what a branch becomes, has a kernel: not for float8 and int4."""
-    return dtype == tf.bfloat16 or np.dtype(dtype.as_numpy_dtype).isbuiltin == 1
 
 
 def scalars(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -155,9 +133,12 @@ def require_function() -> None:
 
 
 def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor],
-                 shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
+                 shapes: Sequence[tf.TensorShape], process_set: int) -> list[tf.Tensor]:
     try:
         if gpu_eager.are_on_gpu(tensors):
+            if call_site.is_used(tensors[0].backing_device, process_set):
+                keeps_shapes = all(shape.is_fully_defined() for shape in shapes)
+                return call_site.run_eagerly(make_request, tensors, keeps_shapes)
             return gpu_eager.run(make_request, tensors, shapes)
         arrays = [to_array(tensor) for tensor in tensors]
         request = make_request(arrays)
@@ -168,7 +149,7 @@ def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor],
     return [to_tensor(result) for result in results]
 
 
-class _CpuCallSite(HostCallSite):
+class _CpuCallSite(CollectiveCallSite):
     """The callbacks of one collective in a graph."""
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, dtypes: Sequence[tf.DType],
@@ -182,9 +163,9 @@ class _CpuCallSite(HostCallSite):
     def submit(self, *inputs: np.ndarray) -> Arrays:
         """Submit the collective; return a ticket for the result.
 
-        A node that may wait also returns the results, with a "done" ticket, or empty arrays in their place.
+        A node that may wait also returns the results, if they are there, or empty arrays in their place.
         """
-        its = self.submission(inputs)
+        its = self.host_submission(inputs)
         if self._wait is Wait.ALWAYS or (self._wait is Wait.IF_LAST and self._position == self._counter.count):
             handle = its.group.engine.run(its.request, its.arrays, SUBMIT_WAIT_S, self.origin)
             if handle.is_done:
@@ -193,9 +174,9 @@ class _CpuCallSite(HostCallSite):
             handle = its.group.engine.submit(its.request, its.arrays, self.origin)
         return [*COMPLETIONS.ticket_for(handle, its.number), *self._nothing]
 
-    def fetch(self, ticket: np.int64) -> Arrays:
+    def fetch(self, ticket: np.int64, *ready: np.ndarray) -> Arrays:
         """Return the results, or raise the collective's error."""
-        return COMPLETIONS.redeem(int(ticket)).wait()
+        return list(map(np.asarray, ready)) if ticket < 0 else COMPLETIONS.redeem(int(ticket)).wait()
 
 
 def to_array(tensor: tf.Tensor) -> np.ndarray:

@@ -16,10 +16,10 @@ import tensorflow as tf
 
 from ..types import OptionalGradient
 from ..xla import context as xla
-from . import executions
+from . import execution_ids
 from ._private import could_possibly_record, record_operation, set_node_attribute
-from .executions import Execution
-from .program_order import captured_in_function, current_function, function_of
+from .execution_ids import Execution
+from .program_order import captured_in_function, enclosing_function
 
 _REGISTERED = "MpistratCollective"
 _ATTRIBUTE = "_mpistrat_gradient"
@@ -67,12 +67,12 @@ def with_gradient(collective: Collective, gradient: Gradient, values: Sequence[t
     """Return the list `collective(values)` with this gradient. Collective."""
     if tf.executing_eagerly():
         return _eagerly(collective, gradient, values)
-    execution = executions.current.get() or Execution()
-    before = executions.current.set(execution)
+    execution = execution_ids.current.get() or Execution()
+    before = execution_ids.current.set(execution)
     try:
         results = collective(values)
     finally:
-        executions.current.reset(before)
+        execution_ids.current.reset(before)
     # One node has the results and the values, so that its gradient finds the values among its inputs.
     inputs, count = [*results, *values], len(results)
 
@@ -97,8 +97,7 @@ def _eagerly(collective: Collective, gradient: Gradient, values: Sequence[tf.Ten
     def differentiable(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
         return list(collective(values)), lambda *upstream: _weighted(gradient, values, upstream)
 
-    results = differentiable(*values)
-    return list(results) if isinstance(results, list | tuple) else [results]
+    return list(differentiable(*values))
 
 
 @tf.RegisterGradient(_REGISTERED)
@@ -117,15 +116,15 @@ def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequen
                execution: Execution) -> list[tf.Tensor]:
     """The gradients of this execution."""
     number = execution.number
-    if number is None or (function_of(number.graph) is current_function() and not execution.is_past):
+    if number is None or (enclosing_function(number.graph) is enclosing_function() and not execution.is_past):
         return _weighted(gradient, values, upstream)
     with tf.device("CPU:0"):
         number = tf.identity(number)  # Now a tensor of this graph.
-    before = executions.current.set(Execution(number, is_past=True))
+    before = execution_ids.current.set(Execution(number, is_past=True))
     try:
         return _weighted(gradient, values, upstream)
     finally:
-        executions.current.reset(before)
+        execution_ids.current.reset(before)
 
 
 def _weighted(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:

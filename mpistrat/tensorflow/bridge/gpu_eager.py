@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.own_gpu import go_by_host, gpu_input, this_ranks_gpu, why_no_cupy
-from ...core.request import DEVICE_GPU, Request
+from ...api.interop.own_gpu import go_by_host, gpu_input, this_ranks_gpu, why_no_cupy
+from ...core.request import Request, on_gpu
 from ...gpu.arrays import Allocated, GpuArray, GpuInput
 from .gpu_memory import exported, shared, uninitialised
-from .own_executor import SynchronousExecution
+from .sync_execution import SynchronousExecution
 
 if TYPE_CHECKING:
     from ...gpu.device import Device  # It needs cupy.
@@ -59,13 +59,13 @@ def run(make_request: Callable[[Sequence[GpuInput]], Request], tensors: Sequence
         shapes: The shape of each result, as far as it is known before the collective.
 
     Raises:
-        As `api.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
+        As `api.interop.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
     """
-    device = device_of(tensors[0])
+    device = device_at(tensors[0].backing_device)
     with device.current(), SynchronousExecution():
         results = [_result(shape, tensor, device) for shape, tensor in zip(shapes, tensors, strict=True)]
         arrays = [_input(tensor, result, device) for tensor, result in zip(tensors, results, strict=True)]
-    request = dataclasses.replace(make_request(arrays), device=DEVICE_GPU)
+    request = on_gpu(make_request(arrays))
     group = runtime.group_of(request.name, request.process_set)
     return [result.owner for result in group.engine.run(request, arrays).wait()]
 
@@ -92,10 +92,9 @@ def _input(tensor: tf.Tensor, result: GpuArray | None, device: "Device") -> GpuI
     return gpu_input(exported(tensor, device), device, None, allocate)
 
 
-def device_of(tensor: tf.Tensor) -> "Device":
-    """This rank's GPU, which an eager tensor is on. Raises as `api.own_gpu.this_ranks_gpu`."""
-    number = tf.DeviceSpec.from_string(tensor.backing_device).device_index or 0
-    return this_ranks_gpu(cuda_number(number))
+def device_at(where: str) -> "Device":
+    """This rank's GPU, by TensorFlow's name of it. Raises as `api.interop.own_gpu.this_ranks_gpu`."""
+    return this_ranks_gpu(cuda_number(tf.DeviceSpec.from_string(where).device_index or 0))
 
 
 def cuda_number(number: int) -> int:

@@ -38,20 +38,20 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.own_gpu import go_by_host, gpu_input
-from ...core.handle import Handle
-from ...core.request import DEVICE_GPU, Request, allgather_request, specs_of
+from ...api.interop.own_gpu import go_by_host, gpu_input
+from ...core.request import on_gpu
 from ...gpu.arrays import GpuArray, GpuInput
+from ..async_op import call_site
 from ..types import Arrays
-from . import cpu, executions, gpu_eager
-from .calls import CallSite
-from .completion import COMPLETIONS, TICKET, awaited, execution_of, queue_of
-from .executions import Execution
+from ..xla import context as xla
+from . import cpu, execution_ids, gpu_eager
+from .completion import COMPLETIONS, TICKET, awaited, execution_of
+from .execution_ids import Execution
 from .gpu_memory import Shared, as_row, copied, from_row, shared, without_elements
-from .own_executor import SynchronousExecution
 from .program_order import in_order
 from .python_op import host_call, keep_thread_state, unordered_tensor_call
-from .submission import MakeRequest, Observer
+from .submission import CollectiveCallSite, MakeRequest, Observer
+from .sync_execution import SynchronousExecution
 
 
 class _Lifetime:
@@ -80,13 +80,15 @@ _packed: "WeakKeyDictionary[runtime.Runtime, dict[int, _Pack]]" = WeakKeyDiction
 
 
 def device_of(tensors: Sequence[tf.Tensor]) -> str | None:
-    """The GPU on which tensors of a graph are reduced; None: all of them go through the host.
+    """The GPU on which tensors of a graph are reduced; None: they go through the host, or XLA compiles the graph.
 
     They stay on the GPU if there is one, none of them is placed on the CPU, and all have floating-point or complex
     dtypes, as gradients do: others TensorFlow has no GPU kernels for, or keeps on the host. A tensor that turns out to
     be on the host is copied.
     """
-    if tf.executing_eagerly() or not gpu_eager.has_gpu() or not gpu_eager.has_cupy() or go_by_host():
+    if tf.executing_eagerly() or not gpu_eager.has_gpu() or xla.is_compiled():
+        return None
+    if not gpu_eager.has_cupy() or go_by_host():
         return None
     if not all(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in tensors):
         return None
@@ -104,17 +106,16 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
 
     Args:
         device: The result of `device_of`.
-        name: Identifies the collective on all ranks.
+        name, tensors, shapes, process_set: As in `cpu.run`.
         make_request: Called with the tensors as GpuInputs.
-        tensors: At least one.
-        shapes: The static shape of each result, as far as it is known.
-        process_set: The id of the process set, which `make_request` sets too.
         rows: The first dimension of each result, int64 on the host. By default each tensor is reduced in place.
         observer: Called with copies on the host before the submit.
     """
     cpu.require_function()
-    execution = executions.current.get() or Execution()
-    site = _GpuCallSite(name, make_request, [t.dtype for t in tensors], execution, process_set, observer)
+    if call_site.is_used(device, process_set):
+        return call_site.run(device, name, make_request, tensors, shapes, process_set, observer=observer)
+    execution = execution_ids.current.get() or Execution()
+    site = _GpuCallSite(name, process_set, make_request, [t.dtype for t in tensors], execution, observer)
     past = [execution.number] if execution.is_past else []
     COMPLETIONS.prepare()
     with tf.device("CPU:0"):
@@ -128,7 +129,7 @@ def run(device: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.
         ticket = cpu.scalars(in_order(lambda: host_call(site.submit, [shape_of_key, mark, *past], TICKET,
                                                         stateful=True)))
         site.belongs_to(ticket[0].op)
-        shape_of_carrier = tf.concat([ticket[0][tf.newaxis], awaited(ticket, queue_of(ticket))], axis=0)
+        shape_of_carrier = tf.concat([ticket[0][tf.newaxis], awaited(ticket)], axis=0)
     with tf.device(device):
         carrier = tf.reshape(tf.zeros([0]), shape_of_carrier)
         fetched = unordered_tensor_call(site.fetch, [key, carrier], [row.dtype for row in of_rows], device)
@@ -149,28 +150,24 @@ def gather(device: str, name: str, make_request: MakeRequest, tensors: Sequence[
         tensors: Of one dimension or more.
         observer: As in `run`.
     """
-    def rows_of(arrays: Sequence[np.ndarray | GpuInput]) -> Request:
-        # The same name as on ranks whose tensors are on the host, so that all ranks get the mismatch error.
-        return allgather_request(name, specs_of(arrays), process_set=process_set)
+    if call_site.is_used(device, process_set):
+        return call_site.run(device, name, make_request, tensors, shapes, process_set, False, observer)
 
     with tf.device("CPU:0"):
         own = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors])
-        rows, = cpu.run(name, rows_of, [own[tf.newaxis]], [tf.TensorShape([None, len(tensors)])], process_set)
+        # The same name as on ranks whose tensors are on the host, so that all ranks get the mismatch error.
+        rows, = cpu.run(name, make_request, [own[tf.newaxis]], [tf.TensorShape([None, len(tensors)])], process_set)
         totals = tf.unstack(tf.reduce_sum(rows, axis=0))
-    another = f"{name}/on GPUs"
-    return run(device, another, lambda arrays: dataclasses.replace(make_request(arrays), name=another), tensors,
-               shapes, process_set, totals, observer)
+    return run(device, f"{name}/on GPUs", make_request, tensors, shapes, process_set, totals, observer)
 
 
-class _GpuCallSite(CallSite):
+class _GpuCallSite(CollectiveCallSite):
     """The callbacks of one collective on GPU tensors in a graph; see cpu._CpuCallSite."""
 
-    def __init__(self, name: str, make_request: MakeRequest, dtypes: Sequence[tf.DType], execution: Execution,
-                 process_set: int, observer: Observer | None):
-        super().__init__(name, process_set)
-        self._make_request, self._observer = make_request, observer
+    def __init__(self, name: str, process_set: int, make_request: MakeRequest, dtypes: Sequence[tf.DType],
+                 execution: Execution, observer: Observer | None):
+        super().__init__(name, process_set, lambda arrays: on_gpu(make_request(arrays)), execution, observer)
         self._dtypes = [np.dtype(dtype.as_numpy_dtype) for dtype in dtypes]
-        self._counts = execution.number is None
 
     def pack(self, *inputs: tf.Tensor) -> list[tf.Tensor]:
         """Start to copy the tensors; return the key and the mark.
@@ -180,7 +177,7 @@ class _GpuCallSite(CallSite):
         """
         keep_thread_state()
         tensors, carriers = inputs[:len(self._dtypes)], inputs[len(self._dtypes):]
-        device = gpu_eager.device_of(tensors[0])
+        device = gpu_eager.device_at(tensors[0].backing_device)
         with SynchronousExecution(), tf.device(tensors[0].backing_device):
             copies = results = [copied(tensor, device) for tensor in tensors]
             if carriers:
@@ -195,31 +192,18 @@ class _GpuCallSite(CallSite):
         """Submit the tensors, which are complete; return a ticket for the results."""
         del mark  # Its value has no meaning. Its arrival shows that the copies are complete.
         pack = _packed[runtime.current()].pop(int(shape_of_key[0]))
-        name = self.thread + self.name
-        group = runtime.group_of(self.name, self.process_set)
-        execution = group.next_number(("execution", name)) if self._counts else 0
-        if past:
-            name += executions.suffix(int(past[0]))
-        try:
-            handle = group.engine.submit(*self._observed(pack, name), self.origin)
-        except Exception as error:  # The fetch raises it to the function's caller.
-            handle = Handle(name)
-            handle.fail(error)
-        ticket = COMPLETIONS.ticket_for(handle, execution)
-        pack.lifetime.ticket = ticket
-        return ticket
-
-    def _observed(self, pack: _Pack, name: str) -> tuple[Request, list[GpuInput]]:
-        """The request and its arrays, which the observer has seen."""
         arrays = [_input(copy, result, dtype)
                   for copy, result, dtype in zip(pack.copies, pack.results, self._dtypes, strict=True)]
-        if self._observer is not None:
+
+        def on_host() -> list[np.ndarray]:
             with SynchronousExecution():
-                values = [copy.tensor.numpy().view(array.dtype).reshape(array.shape)
-                          for copy, array in zip(pack.copies, arrays, strict=True)]
-                if not self._observer(values, self.thread):
-                    self._observer = None
-        return dataclasses.replace(self._make_request(arrays), name=name, device=DEVICE_GPU, in_graph=True), arrays
+                return [copy.tensor.numpy().view(array.dtype).reshape(array.shape)
+                        for copy, array in zip(pack.copies, arrays, strict=True)]
+
+        its = self.submission(arrays, int(past[0]) if past else None, on_host)
+        handle = its.group.engine.submit(its.request, its.arrays, self.origin)
+        pack.lifetime.ticket = COMPLETIONS.ticket_for(handle, its.number)
+        return pack.lifetime.ticket
 
     def fetch(self, key: tf.Tensor, carrier: tf.Tensor) -> list[tf.Tensor]:
         """Return the results, or raise the collective's error.

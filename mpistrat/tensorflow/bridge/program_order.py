@@ -10,16 +10,19 @@ dequeue that awaits a collective is one of them. A submit does not wait.
 
 The gradient of a function has no token. TensorFlow adds no control dependencies there, and where such a function is
 called, as part of the gradient of a branch or a loop, nothing can be captured. There the names of collectives contain
-the number of the execution, see `executions`.
+the number of the execution, see `execution_ids`.
 
 The gradient of a branch or a loop inside a function can capture tensors only of the graph directly around it. So a
 capture goes from graph to graph.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import tensorflow as tf
+
+_ANONYMOUS = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"  # TensorFlow's name of resources that end with their handles
 
 
 def in_order(submit: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
@@ -42,6 +45,12 @@ def complete_in_order(results: list[tf.Tensor]) -> None:
             _write(handle)
 
 
+def after_completed() -> AbstractContextManager[None]:
+    """A context whose nodes run after what `complete_in_order` was given before. They do not wait for each other."""
+    handle = _token()
+    return nullcontext() if handle is None else tf.control_dependencies([_write(handle)])
+
+
 def _write(handle: tf.Tensor) -> tf.Operation:
     with tf.device("CPU:0"):
         # The cheapest operation that counts as a write.
@@ -50,7 +59,7 @@ def _write(handle: tf.Tensor) -> tf.Operation:
 
 def _token() -> tf.Tensor | None:
     """The token's handle as a tensor of the current graph; None in the gradient of a function."""
-    return None if is_gradient(current_function()) else capture_in_order(_handle())
+    return None if in_gradient() else capture_in_order(_handle())
 
 
 def capture_in_order(handle: tf.Tensor) -> tf.Tensor:
@@ -60,13 +69,18 @@ def capture_in_order(handle: tf.Tensor) -> tf.Tensor:
     return handle
 
 
-def current_function() -> tf.Graph:
-    """The graph of the function that is being traced, also inside of its branches and loops."""
-    return function_of(tf.compat.v1.get_default_graph())
+def anonymous_variable(dtype: tf.DType) -> tf.Tensor:
+    """The handle of a new variable without a value, on the current device. It ends with the last such handle. Eager."""
+    return tf.raw_ops.VarHandleOp(dtype=dtype, shape=[], container="", shared_name=_ANONYMOUS)
 
 
-def function_of(graph: tf.Graph) -> tf.Graph:
-    """The graph of the function that contains this graph as a branch or loop; the graph itself if it is a function."""
+def enclosing_function(graph: tf.Graph | None = None) -> tf.Graph:
+    """The graph of the function that contains this graph as a branch or loop; the graph itself if it is a function.
+
+    Args:
+        graph: None: the graph that is being traced.
+    """
+    graph = tf.compat.v1.get_default_graph() if graph is None else graph
     while getattr(graph, "is_control_flow_graph", False):
         graph = graph.outer_graph
     return graph
@@ -77,8 +91,9 @@ def captured_in_function(tensor: tf.Tensor | None) -> tf.Tensor | None:
 
     Eagerly: the tensor itself, if it is eager too.
     """
-    if tensor is None or tf.executing_eagerly() or hasattr(tensor, "numpy"):
-        return tensor if tensor is not None and tf.executing_eagerly() and hasattr(tensor, "numpy") else None
+    is_eager = hasattr(tensor, "numpy")
+    if tensor is None or is_eager or tf.executing_eagerly():
+        return tensor if is_eager and tf.executing_eagerly() else None
     path = _path_from_function(tf.compat.v1.get_default_graph())
     if tensor.graph not in path:
         return None
@@ -95,15 +110,15 @@ def _path_from_function(graph: tf.Graph) -> list[tf.Graph]:
     return path
 
 
-def is_gradient(function: tf.Graph) -> bool:
-    """Whether a function is the gradient of a function."""
-    return getattr(function, "name", "").startswith("__backward_")
+def in_gradient() -> bool:
+    """Whether the function that is being traced is the gradient of a function."""
+    return getattr(enclosing_function(), "name", "").startswith("__backward_")
 
 
 @cache
 def _handle() -> tf.Tensor:
     # Not a tf.Variable: in a strategy's scope that would be a variable of the strategy.
     with tf.init_scope(), tf.device("CPU:0"):
-        handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], container="", shared_name="mpistrat_token")
+        handle = anonymous_variable(tf.int32)  # A name would be looked up by each write.
         tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0))
     return handle

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from ..types import Arrays
 from ._private import EagerFunc, insert_function
-from .own_executor import is_asynchronous
+from .sync_execution import is_asynchronous
 
 # By graph object, and not as an attribute of it: when a ConcreteFunction is deleted, TensorFlow removes all attributes
 # of its graph, even if other functions still call it.
@@ -58,7 +58,9 @@ def host_call(function: Callable[..., Arrays], inputs: Sequence[tf.Tensor], dtyp
         stateful: As for tf.numpy_function: the call happens once, in program order, even if no node uses the results.
     """
     op = tf.raw_ops.PyFunc if stateful else tf.raw_ops.PyFuncStateless
-    return list(op(input=list(inputs), token=_kept_by_graph(_Direct(function)), Tout=list(dtypes)))
+    called = _Direct(function)
+    keep_in_graph(called)
+    return list(op(input=list(inputs), token=insert_function(called), Tout=list(dtypes)))
 
 
 def unordered_tensor_call(function: Callable[..., list[tf.Tensor]], inputs: Sequence[tf.Tensor],
@@ -69,24 +71,19 @@ def unordered_tensor_call(function: Callable[..., list[tf.Tensor]], inputs: Sequ
     which is called as if it were not stateful.
     """
     called = EagerFunc(function, list(dtypes), is_grad_func=False)
+    token = insert_function(called)
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs])
     def call(*arguments: tf.Tensor) -> list[tf.Tensor]:
+        keep_in_graph(called)
         with tf.device(device):
-            return list(tf.raw_ops.EagerPyFunc(input=list(arguments), token=_kept_by_graph(called), Tout=list(dtypes),
+            return list(tf.raw_ops.EagerPyFunc(input=list(arguments), token=token, Tout=list(dtypes),
                                                is_async=is_asynchronous()))
 
     concrete = call.get_concrete_function()
     concrete.add_to_graph(tf.compat.v1.get_default_graph())
     with tf.device(device):
         return list(tf.raw_ops.PartitionedCall(args=list(inputs), Tout=list(dtypes), f=concrete))
-
-
-def _kept_by_graph(function: Callable[..., object]) -> str:
-    """Return a token for the function, and keep it in the graph."""
-    keep_in_graph(function)
-    token: str = insert_function(function)
-    return token
 
 
 def keep_in_graph(called: object) -> None:

@@ -1,8 +1,9 @@
-"""What the nodes of a graph on the host submit: a collective from arrays, under the name of this execution."""
+"""What the nodes of a graph submit: a collective from arrays, under the name of this execution."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -10,9 +11,8 @@ from ...api import runtime
 from ...api.group import Group
 from ...core.request import Request
 from ...gpu.arrays import GpuInput
-from . import executions
 from .calls import CallSite
-from .executions import Execution
+from .execution_ids import Execution
 
 # Makes the request from this rank's arrays, or GpuInputs if they are on a GPU. Equal for equal shapes.
 MakeRequest = Callable[[Sequence[np.ndarray | GpuInput]], Request]
@@ -24,8 +24,7 @@ Observer = Callable[[Sequence[np.ndarray], str], bool]
 _SHAPE = attrgetter("shape")
 
 
-@dataclasses.dataclass(frozen=True)
-class Submission:
+class Submission(NamedTuple):
     """A collective that is ready to be submitted.
 
     Attributes:
@@ -34,39 +33,53 @@ class Submission:
 
     group: Group
     request: Request
-    arrays: Sequence[np.ndarray]
+    arrays: Sequence[np.ndarray | GpuInput]
     number: int
 
 
-class HostCallSite(CallSite):
-    """A collective in a graph that gets its tensors on the host. Several executions may be in flight.
+class CollectiveCallSite(CallSite):
+    """A collective in a graph: makes what each execution submits. Several of them may be in flight.
 
     Args:
-        name: Identifies the collective on all ranks, without the thread.
-        process_set: The id of the process set.
+        name, process_set: As for CallSite.
         make_request: Makes the request. It must not refer to the graph.
-        execution: The execution that the collective belongs to.
+        execution: The execution that the collective belongs to; None: its number is not needed.
         observer: Called before the collective is submitted.
     """
 
-    def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution,
-                 observer: Observer | None):
+    def __init__(self, name: str, process_set: int, make_request: MakeRequest,
+                 execution: Execution | None, observer: Observer | None):
         super().__init__(name, process_set)
         self._make_request, self._observer = make_request, observer
-        self._has_past, self._counts = execution.is_past, execution.number is None
+        self._has_past = execution is not None and execution.is_past
+        self._counts = execution is not None and execution.number is None
         self._latest: tuple[list[tuple[int, ...]], str, Request] | None = None
 
-    def submission(self, inputs: Sequence[np.ndarray]) -> Submission:
-        """What to submit for these inputs: the arrays, and in a gradient the number of the execution it belongs to."""
+    def host_submission(self, inputs: Sequence[np.ndarray]) -> Submission:
+        """As `submission`, for what the node has got on the host: the arrays, and in a gradient also the number."""
         arrays = list(map(np.asarray, inputs))  # TensorFlow passes scalars of numpy too.
-        past = int(arrays.pop()) if self._has_past else None
-        if self._observer is not None and not self._observer(arrays, self.thread):
-            self._observer = None
-        shapes, name = list(map(_SHAPE, arrays)), self.thread + self.name
-        if self._latest is None or self._latest[:2] != (shapes, name):
-            self._latest = shapes, name, dataclasses.replace(self._make_request(arrays), name=name, in_graph=True)
-        request, group = self._latest[2], runtime.group_of(self.name, self.process_set)
-        number = group.next_number(("execution", name)) if self._counts else 0
+        return self.submission(arrays, int(arrays.pop()) if self._has_past else None)
+
+    def submission(self, arrays: Sequence[np.ndarray | GpuInput], past: int | None,
+                   fetched: Callable[[], Sequence[np.ndarray]] | None = None) -> Submission:
+        """What to submit.
+
+        Args:
+            arrays: This rank's tensors.
+            past: In a gradient, the number of the execution that it belongs to.
+            fetched: Returns the tensors on the host; None: they are there.
+        """
+        thread = self.thread
+        if self._observer is not None:
+            on_host = fetched() if fetched is not None else cast("Sequence[np.ndarray]", arrays)
+            if not self._observer(on_host, thread):
+                self._observer = None
+        shapes, latest = list(map(_SHAPE, arrays)), self._latest
+        if latest is None or latest[0] != shapes or latest[1] != thread:
+            request = dataclasses.replace(self._make_request(arrays), name=thread + self.name, in_graph=True)
+            latest = self._latest = shapes, thread, request
+        request, group = latest[2], runtime.group_of(self.name, self.process_set)
+        number = group.next_number(("execution", request.name)) if self._counts else 0
         if past is not None:
-            request = dataclasses.replace(request, name=name + executions.suffix(past))
+            request = dataclasses.replace(request, name=f"{request.name}#{past}")
         return Submission(group, request, arrays, number)

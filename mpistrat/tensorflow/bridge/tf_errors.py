@@ -37,6 +37,12 @@ def as_tf_error(error: MpistratError) -> Exception:
     return kind(error)
 
 
+def described(error: BaseException) -> tuple[str, int]:
+    """The text of an error, and the code that makes TensorFlow raise the class of tf.errors that Horovod raises."""
+    shown = as_tf_error(error) if isinstance(error, MpistratError) else error
+    return f"{type(error).__name__}: {error}", getattr(shown, "error_code", tf.errors.UNKNOWN)
+
+
 def _merged_class(ours: type[MpistratError], theirs: type[tf.errors.OpError]) -> type[Exception]:
     def initialise(self: tf.errors.OpError, error: MpistratError) -> None:
         theirs.__init__(self, None, None, str(error))

@@ -5,19 +5,17 @@ All problems are detected before the cluster is created, and raise the same erro
 
 import contextlib
 import dataclasses
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...api import runtime
 from ...api.ops import allgather_object
 from ...core.errors import ClusterError
-from ...core.roles import Role, assign_roles, cluster_spec
+from ...core.roles import assign_roles, cluster_spec
 from ...core.topology import Topology, ranks_by_value
 from ...process.silent_hosts import local_addresses
-from .cluster import Cluster
+from .cluster import Cluster, ReservedPort
 from .liveness import LivenessClient, LivenessServer
-from .ports import ReservedPort
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Offer:
         port: The reserved port of this rank's server.
         addresses: The addresses of this rank's host.
         liveness_port: On the chief, the port of its LivenessServer.
-        token: On the chief, the token of the job.
+        token: Likewise its token.
     """
 
     jobs: Mapping[str, int] | None
@@ -70,19 +68,26 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
         port, server, offer = _offer(jobs, topology, on_failure)
         offers: list[Offer] = allgather_object(offer, name="mpistrat.tensorflow.cluster.cluster.offer")
         _raise_together([each.problem for each in offers])
-        roles = _agree(offers)
+        jobs = offers[0].jobs  # On another rank they may be in another order.
+        for rank, each in enumerate(offers):
+            if each.jobs != jobs:
+                raise ClusterError(f"the ranks disagree on jobs: {jobs} on rank 0, {each.jobs} on rank {rank}.")
         liveness: LivenessClient | LivenessServer | None = server
-        if server is not None:
-            link = _accept(server, topology, offer.token)
-        else:
+        link = Link()
+        if server is None:
             liveness, link = _connect(topology, offers, on_failure)
+        else:
+            try:
+                server.accept(range(1, topology.size))
+            except OSError as error:
+                link = Link(problem=str(error))
         links: list[Link] = allgather_object(link, name="mpistrat.tensorflow.cluster.cluster.link")
         _raise_together([each.problem for each in links])
         on_failure.pop_all()
     assert port is not None and liveness is not None  # Otherwise _raise_together has raised.
     placed = dataclasses.replace(topology, host_of=addresses_of(topology, links))
     spec = cluster_spec(placed, [each.port for each in offers], jobs)["cluster"]
-    return Cluster(topology, roles, spec, port, liveness, current)
+    return Cluster(topology, assign_roles(topology.size, jobs), spec, port, liveness, current)
 
 
 def addresses_of(topology: Topology, links: Sequence[Link]) -> tuple[str, ...]:
@@ -113,20 +118,7 @@ def _offer(jobs: Mapping[str, int] | None, topology: Topology,
     except OSError as error:
         problem = f"a port on {topology.host} cannot be had: {error}."
     return port, server, Offer(None if jobs is None else dict(jobs), problem, port.number if port else 0,
-                                local_addresses(), server.port if server else 0, secrets.token_bytes(32))
-
-
-def _agree(offers: Sequence[Offer]) -> tuple[tuple[Role, int], ...]:
-    """The roles, from the offers of all ranks. Raises the same error on every rank."""
-    jobs = offers[0].jobs
-    different = [rank for rank, offer in enumerate(offers) if offer.jobs != jobs]
-    if different:
-        raise ClusterError(f"the ranks disagree on jobs: {jobs} on rank 0, {offers[different[0]].jobs} on rank "
-                           f"{different[0]}.")
-    try:
-        return assign_roles(len(offers), jobs)
-    except ValueError as error:
-        raise ClusterError(str(error)) from error
+                                local_addresses(), server.port if server else 0, server.token if server else b"")
 
 
 def _connect(topology: Topology, offers: Sequence[Offer],
@@ -147,14 +139,6 @@ def _connect(topology: Topology, offers: Sequence[Offer],
                                   "firewall between them?")
     on_failure.callback(liveness.close)
     return liveness, Link(liveness.own_address, liveness.chief_address)
-
-
-def _accept(server: LivenessServer, topology: Topology, token: bytes) -> Link:
-    try:
-        server.accept(range(1, topology.size), token)
-    except OSError as error:
-        return Link(problem=str(error))
-    return Link()
 
 
 def _raise_together(problems: Sequence[str]) -> None:

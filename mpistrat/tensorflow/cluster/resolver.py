@@ -35,8 +35,8 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
     connected to the chief's host. A TF_CONFIG of the platform is not read: the ranks are those of mpirun.
 
     Args:
-        jobs: The number of ranks for each role. Ranks are assigned in the order chief, worker, ps, evaluator. The
-            default is rank 0 as the chief and all others as workers.
+        jobs: The number of ranks for each role. Ranks get their roles in this order, that of rank 0, and the chief is
+            first. The default is rank 0 as the chief and all others as workers.
         num_accelerators: The devices of each kind that each task has, for example `{"GPU": 1}`. The default is the
             devices that this process sees.
         rpc_layer: The protocol of the servers.

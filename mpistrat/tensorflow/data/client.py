@@ -7,16 +7,16 @@ import contextlib
 import logging
 import platform
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.errors import DataServiceError
+from ...process.line import Address, Line, connect
 from ...process.silent_hosts import local_addresses
-from ..cluster.liveness import connect_to_first, keep_alive
-from . import wire
 
 logger = logging.getLogger(__name__)
 
+_CONNECT_LIMIT_S = 30.0  # for all addresses
 _ANSWER_LIMIT_S = 10.0  # for an answer, after the time that the request itself may wait
 _DOCUMENTATION_ADDRESS = ("192.0.2.1", 9)  # of RFC 5737: it has a route where there is a default route, and no host
 
@@ -35,7 +35,7 @@ class ComputeClient:
 
     def __init__(self, addresses: Mapping[str, Sequence[tuple[str, int]]], key: bytes, verbose: int = 1):
         self._addresses, self._key, self._verbose = addresses, key, verbose
-        self._working: tuple[str, int] | None = None
+        self._working: Address | None = None
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
         """Tell all who wait for this dispatcher its address, such as "grpc://10.0.0.1:5050"."""
@@ -84,8 +84,8 @@ class ComputeClient:
 
     def link(self) -> tuple[str, str]:
         """The IP addresses of a connection to the registry: this host's and the registry's."""
-        with self._connect("for an address") as connection:
-            return connection.getsockname()[0], connection.getpeername()[0]
+        with contextlib.closing(self._connect("for an address")) as line:
+            return line.own[0], line.peer[0]
 
     def own_address(self) -> str:
         """The IP address at which other hosts reach this one: that of its connection to the registry.
@@ -105,10 +105,12 @@ class ComputeClient:
 
     def _ask(self, purpose: str, what: str, answer_limit_s: float | None = _ANSWER_LIMIT_S,
              **values: Any) -> dict[str, Any]:
-        with self._connect(purpose) as connection:
+        with contextlib.closing(self._connect(purpose)) as line:
+            line.send(do=what, **values)
             try:
-                connection.settimeout(answer_limit_s)
-                answer = wire.ask(connection, self._key, {"do": what, **values})
+                if not line.poll(answer_limit_s):
+                    raise OSError(f"no answer within {answer_limit_s} s")
+                answer = line.receive()
             except OSError as error:
                 raise DataServiceError(f"the data service has failed while this rank asked {purpose}: {error}. Has "
                                        "its job ended?") from error
@@ -116,23 +118,16 @@ class ComputeClient:
             raise DataServiceError(f"{answer['error']} (this rank asked {purpose}).")
         return answer
 
-    @contextlib.contextmanager
-    def _connect(self, purpose: str) -> Iterator[socket.socket]:
-        connection = self._first_that_works(purpose)
-        with contextlib.closing(connection):
-            keep_alive(connection)
-            yield connection
-
-    def _first_that_works(self, purpose: str) -> socket.socket:
+    def _connect(self, purpose: str) -> Line:
         try:
-            connection = connect_to_first([self._working] if self._working else self._candidates())
-            self._working = connection.getpeername()[:2]
+            line = connect([self._working] if self._working else self._candidates(), self._key, _CONNECT_LIMIT_S)
         except OSError as error:
             raise DataServiceError(
                 f"the data service on {', '.join(self._addresses)} does not answer this rank, which asks {purpose} "
                 f"({error}). Has its job ended, so that the configuration is an old one? Is there a firewall between "
                 "the hosts?") from error.__cause__  # None if there was no address to try.
-        return connection
+        self._working = line.peer[:2]
+        return line
 
     def _candidates(self) -> list[tuple[str, int]]:
         """The addresses to try. One that both hosts have (usually of a container bridge) leads back to this host."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from ...api import absent, runtime
+from ...api import missing_names, runtime
 from ...api.ops import allgather_object, barrier, broadcast_object
 from ...core.errors import InvalidRequestError
 from ..cluster.rendezvous import Link, addresses_of
@@ -22,7 +22,7 @@ from .registry import ComputeService
 __all__ = ["ComputeClient", "ComputeService", "TfDataServiceConfig", "compute_worker_fn", "send_to_data_service",
            "tf_data_service"]
 
-__getattr__ = absent.explain(__name__)
+__getattr__ = missing_names.explain(__name__)
 
 _NAME = "mpistrat.tensorflow.data"
 
@@ -105,8 +105,14 @@ def send_to_data_service(dataset: tf.data.Dataset, compute_config: TfDataService
         consumers = {"consumer_index": rank // compute_config.dispatchers,
                      "num_consumers": len(range(dispatcher, size, compute_config.dispatchers))}
     with tf_data_service(compute_config, rank) as address:
-        return dataset.apply(tf.data.experimental.service.distribute(
-            processing_mode, address, job_name=_job_name() if reuse_dataset else None, **consumers))
+        job_name = None
+        if reuse_dataset:
+            # A new name for each dataset, since the service keeps the state of an old one.
+            job_name = f"job-{secrets.token_hex(8)}"
+            if runtime.is_initialized():
+                job_name = broadcast_object(job_name, name=f"{_NAME}/job")
+        return dataset.apply(tf.data.experimental.service.distribute(processing_mode, address, job_name=job_name,
+                                                                     **consumers))
 
 
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
@@ -161,14 +167,6 @@ def _dispatcher(client: ComputeClient, dispatcher: int, host: str) -> Iterator[N
     finally:
         client.end_dispatcher(dispatcher)
         server.stop()
-
-
-def _job_name() -> str:
-    """A name for what the ranks share, new for each dataset, since the service keeps the state of an old one."""
-    name = f"job-{secrets.token_hex(8)}"
-    if runtime.is_initialized():
-        name = broadcast_object(name, name=f"{_NAME}/job")
-    return name
 
 
 tf.data.Dataset.send_to_data_service = send_to_data_service

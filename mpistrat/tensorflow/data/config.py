@@ -110,16 +110,12 @@ class TfDataServiceConfig:
                 raise DataServiceError(f"{path} is not there after {timeout:g} s. Has the job of the workers started? "
                                        f"python -m mpistrat.tensorflow.data.compute_worker {path}")
             time.sleep(DATA_SERVICE_FILE_POLL_S)
-        return _parsed(text, path)
-
-
-def _parsed(text: str, path: Path) -> TfDataServiceConfig:
-    try:
-        content: dict[str, Any] = json.loads(text)
-        content["key"] = bytes.fromhex(content["key"])
-        content["addresses"] = {host: [(str(address), int(port)) for address, port in pairs]
-                                for host, pairs in content["addresses"].items()}
-        return TfDataServiceConfig(**content)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InvalidRequestError(f"{path} is not the configuration of a data service of this version of mpistrat: "
-                                  f"{error}") from error
+        try:
+            content: dict[str, Any] = json.loads(text)
+            content["key"] = bytes.fromhex(content["key"])
+            content["addresses"] = {host: [(str(address), int(port)) for address, port in pairs]
+                                    for host, pairs in content["addresses"].items()}
+            return TfDataServiceConfig(**content)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidRequestError(f"{path} is not the configuration of a data service of this version of "
+                                      f"mpistrat: {error}") from error

@@ -8,18 +8,13 @@ import contextlib
 import platform
 import secrets
 import socket
-import socketserver
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from ...core.errors import DataServiceError
-from ...core.tuning import DATA_SERVICE_END_POLL_S
+from ...process.line import Line, Listening
 from ...process.silent_hosts import local_addresses
-from ..cluster.liveness import keep_alive
-from . import wire
-
-_REQUEST_LIMIT_S = 10.0  # for a connection to send its request
 
 
 class ComputeService:
@@ -39,22 +34,24 @@ class ComputeService:
     def __init__(self, dispatchers: int, workers_per_dispatcher: int, key: bytes | None = None):
         self.key = key or secrets.token_bytes(32)
         self._state = _Registrations(dispatchers, workers_per_dispatcher)
-        self._server = _Server(self._state, self.key)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(DATA_SERVICE_END_POLL_S,),
-                                        name="mpistrat-data-service", daemon=True)
-        self._thread.start()
+        listener = socket.create_server(("", 0), backlog=1024)
+        self._port: int = listener.getsockname()[1]
+        self._listening = Listening(listener, self.key, self._serve)
 
     def addresses(self) -> dict[str, list[tuple[str, int]]]:
         """The IP addresses of this host, by its name, each with the port of the service."""
-        port = self._server.server_address[1]
-        return {platform.node(): [(address, port) for address in local_addresses() or ("127.0.0.1",)]}
+        return {platform.node(): [(address, self._port) for address in local_addresses() or ("127.0.0.1",)]}
 
     def close(self) -> None:
         """End the service. All who wait for something get an error. May be called twice."""
         self._state("shutdown")
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._listening.close()
+
+    def _serve(self, line: Line) -> None:
+        """Answer the request of a line, in a thread of its own."""
+        with contextlib.closing(line), contextlib.suppress(OSError):  # The other side has ended.
+            request = line.receive()
+            line.send(**self._state(request.pop("do"), **request))
 
     def __enter__(self) -> "ComputeService":
         return self
@@ -81,13 +78,12 @@ class _Registrations:
         with self._changed:
             try:
                 answer: dict[str, Any] | None = getattr(self, request)(**values)
-            except DataServiceError as error:
+            except (DataServiceError, TypeError) as error:  # TypeError: the client is of another version.
                 return {"error": str(error)}
             self._changed.notify_all()
             return answer or {}
 
     def register_dispatcher(self, dispatcher: int, address: str) -> None:
-        """A dispatcher serves at this address."""
         self._require(dispatcher)
         if dispatcher in self._addresses:
             raise DataServiceError(f"dispatcher {dispatcher} is already there, at {self._addresses[dispatcher]}")
@@ -98,12 +94,10 @@ class _Registrations:
         self._ended.add(dispatcher)
 
     def register_worker(self, dispatcher: int, worker: int) -> None:
-        """A worker has registered with its dispatcher."""
         self._require(dispatcher)
         self._workers[dispatcher].add(worker)
 
     def wait_for_dispatcher(self, dispatcher: int, limit_s: float) -> dict[str, Any]:
-        """The address of a dispatcher, when it is there."""
         if not self._wait(dispatcher, lambda: dispatcher in self._addresses, limit_s):
             return {"timeout": f"dispatcher {dispatcher} of {self._dispatchers}"}
         return {"address": self._addresses[dispatcher]}
@@ -121,7 +115,6 @@ class _Registrations:
         self._changed.wait_for(lambda: self._is_shut_down or len(self._ended) == self._dispatchers)
 
     def shutdown(self) -> None:
-        """Tell all workers to end."""
         self._is_shut_down = True
 
     def _wait(self, dispatcher: int, is_there: Callable[[], bool], limit_s: float) -> bool:
@@ -139,32 +132,3 @@ class _Registrations:
         if self._is_shut_down:
             return "the data service has been shut down"
         return f"dispatcher {dispatcher} has ended" if dispatcher in self._ended else ""
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 1024
-
-    def __init__(self, state: _Registrations, key: bytes):
-        self.state, self.key = state, key
-        super().__init__(("", 0), _Handler)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Close the connection, which socketserver does. The other side says what it has waited for."""
-
-
-class _Handler(socketserver.BaseRequestHandler):
-    server: _Server
-
-    def handle(self) -> None:
-        connection: socket.socket = self.request
-        connection.settimeout(_REQUEST_LIMIT_S)
-        challenge = wire.new_challenge()
-        connection.sendall(challenge)
-        request, context = wire.read_request(connection, self.server.key, challenge)
-        keep_alive(connection)
-        request.pop("number")
-        reply = self.server.state(request.pop("do"), **request)
-        with contextlib.suppress(OSError):  # The other side has ended while it waited.
-            wire.answer(connection, self.server.key, context, reply)

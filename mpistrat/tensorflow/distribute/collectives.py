@@ -4,7 +4,7 @@ Each collective is submitted in program order, as all are (see bridge.program_or
 when it is complete. The tensors of one call are reduced together.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import tensorflow as tf
@@ -12,31 +12,15 @@ import tensorflow as tf
 from ...api import runtime
 from ...core.errors import InvalidRequestError, MismatchError
 from ...core.request import Average, ReduceOp, ScaledOp, Sum
-from .. import gradients, lists
+from .. import list_ops
 from ..bridge.program_order import complete_in_order
-from ..bridge.submission import Observer
-from ..gradients import GradientOptions
-from ..lists import broadcast_list, gather_list, reduce_tensors
+from ..list_ops import broadcast_list, gather_list, reduce_tensors
 from ..names import made
 from ..types import Tensor, TensorLike
 from . import files
 
 T = TypeVar("T")
 _OPS = {tf.distribute.ReduceOp.SUM: Sum, tf.distribute.ReduceOp.MEAN: Average}
-
-
-def reduce_gradients(sent: Sequence[Tensor], labels: Sequence[str], options: GradientOptions, bucket_bytes: int,
-                     observer: Observer | None, exact: Mapping[str, tf.Tensor]) -> list[Tensor]:
-    """The sums of gradients over the ranks, and then those of `exact`. Collective.
-
-    Args:
-        sent: The gradients, at least one.
-        labels, options, bucket_bytes, observer, exact: As in gradients.reduce_gradients.
-    """
-    if runtime.current().topology.size == 1:
-        return [*sent, *exact.values()]
-    return _in_program_order("gradients", lambda name: gradients.reduce_gradients(
-        sent, name, ScaledOp(Sum), options, labels=labels, observer=observer, bucket_bytes=bucket_bytes, exact=exact))
 
 
 def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribute.ReduceOp | ReduceOp,
@@ -55,15 +39,15 @@ def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribut
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
     scaled = ScaledOp(_OPS.get(op, op))
-    return _in_program_order(operation, lambda name: reduce_tensors(tensors, name, scaled, labels=labels,
-                                                                    bucket_bytes=bucket_bytes))
+    return in_program_order(operation, lambda name: reduce_tensors(tensors, name, scaled, labels=labels,
+                                                                   bucket_bytes=bucket_bytes))
 
 
 def all_true(value: tf.Tensor, operation: str) -> tf.Tensor:
     """Whether a boolean scalar is true on every rank. Collective."""
     if runtime.current().topology.size == 1:
         return value
-    return _in_program_order(operation, lambda name: [lists.all_true(value, name)])[0]
+    return in_program_order(operation, lambda name: [list_ops.all_true(value, name)])[0]
 
 
 def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
@@ -82,7 +66,7 @@ def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
         return tensors
     fronts = [_swapped(tensor, axis) for tensor in tensors]
     try:
-        joined = _in_program_order("all_gather", lambda name: gather_list(fronts, name))
+        joined = in_program_order("all_gather", lambda name: gather_list(fronts, name))
     except MismatchError as error:
         raise GatherError(str(error)) from error
     return [_swapped(tensor, axis) for tensor in joined]
@@ -114,10 +98,10 @@ def broadcast_list_from_first(tensors: Sequence[tf.Tensor], operation: str, labe
     """Rank 0's values on every rank, in one collective. Collective."""
     if runtime.current().topology.size == 1 or not tensors:
         return list(tensors)
-    return _in_program_order(operation, lambda name: broadcast_list(tensors, 0, name, tuple(labels)))
+    return in_program_order(operation, lambda name: broadcast_list(tensors, 0, name, tuple(labels)))
 
 
-def _in_program_order(operation: str, collective: Callable[[str], list[T]]) -> list[T]:
+def in_program_order(operation: str, collective: Callable[[str], list[T]]) -> list[T]:
     """Call `collective(name)` so that it runs after all earlier collectives of the program."""
     if tf.executing_eagerly() and files.in_alone():
         raise InvalidRequestError(

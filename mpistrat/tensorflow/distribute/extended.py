@@ -22,9 +22,10 @@ from tensorflow.python.distribute.distribute_utils import (
 from tensorflow.python.distribute.values import DistributedVariable
 
 from ...api import runtime
+from ...core.request import ScaledOp, Sum
 from ...core.topology import Topology
-from ..first_steps import FirstSteps
-from ..gradients import GradientOptions
+from ..consistency import FirstSteps
+from ..gradients import GradientOptions, reduce_gradients
 from ..timed_steps import count_step
 from ..types import Structure, Tensor, TensorLike
 from . import collectives, input
@@ -44,7 +45,6 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         strategy: The strategy that this is a part of.
         device: Where variables and computation are.
         options: tf.distribute.experimental.CommunicationOptions, the default for all collectives.
-        resolver: Makes the value of `strategy.cluster_resolver` for these ranks.
         random_per_rank: Whether Keras' layers draw different random numbers on each rank.
         central: Whether the chief alone has the optimizers' slots.
         gradient_options: How gradients are sent.
@@ -58,12 +58,11 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     _retrace_functions_for_each_device = False
 
     def __init__(self, strategy: tf.distribute.Strategy, device: str, options: CommunicationOptions,
-                 resolver: Callable[[Topology], tf.distribute.cluster_resolver.ClusterResolver],
                  random_per_rank: bool, central: bool, gradient_options: GradientOptions):
         super().__init__(strategy)
         self._options, self._gradient_options = options, gradient_options
         self._device, self.random_per_rank = device, random_per_rank
-        self._known, self._resolver = runtime.current().topology, functools.cache(resolver)
+        self._known = runtime.current().topology
         self._input = input.Pipelines(strategy, lambda: self._topology, device)
         self.slots = Slots(strategy, central)
 
@@ -76,7 +75,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     @property
     def _cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
-        return self._resolver(self._topology)
+        return _resolver(self._topology)
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
@@ -193,8 +192,11 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
             exact: Tensors by their labels, which are not compressed.
         """
         count_step(is_global=True)
-        return collectives.reduce_gradients(gradients, labels, self._gradient_options, self._bucket_bytes(),
-                                            checks.observer((), (), may_read=False), exact)
+        if runtime.current().topology.size == 1:
+            return [*gradients, *exact.values()]
+        return collectives.in_program_order("gradients", lambda name: reduce_gradients(
+            gradients, name, ScaledOp(Sum), self._gradient_options, labels=labels,
+            observer=checks.observer((), (), may_read=False), bucket_bytes=self._bucket_bytes(), exact=exact))
 
     def local(self, value: object) -> Any:
         """This rank's part of a distributed value, or the value of this rank's component of a distributed variable."""
@@ -261,3 +263,17 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
         return replica_id + self._topology.rank
+
+
+@functools.cache
+def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.ClusterResolver:
+    """The resolver from which programs find out the chief. All ranks are workers; worker 0 counts as the chief.
+
+    TensorFlow's own strategies report a cluster without a chief in the same way, so programs that check only for
+    workers are right too. No server listens on the ports; MPIClusterResolver forms a cluster of servers.
+    """
+    alone = len(topology.hosts) == 1
+    workers = [f"{'localhost' if alone else host}:0" for host in topology.host_of]
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": workers}), task_type="worker", task_id=topology.rank,
+        num_accelerators={"GPU": len(tf.config.list_logical_devices("GPU"))})

@@ -239,8 +239,10 @@ def _with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """
     if not any(operation in ("PyFunc", "EagerPyFunc", "PyFuncStateless") for operation in _operations(dataset)):
         return dataset
-    return _changed(dataset, lambda x: tf.raw_ops.DeepCopy(x=x) if isinstance(x, tf.Tensor) and x.dtype != tf.string
-                    else x)
+    # By the spec an element keeps its structure, also a tuple of one.
+    return dataset.map(lambda *element: tf.nest.pack_sequence_as(dataset.element_spec, [
+        tf.raw_ops.DeepCopy(x=x) if isinstance(x, tf.Tensor) and x.dtype != tf.string else x
+        for x in tf.nest.flatten(element)]))
 
 
 def _is_split_by_rows(spec: tf.TypeSpec) -> bool:
@@ -282,12 +284,6 @@ def _sparse_again(dataset: tf.data.Dataset, spec: object) -> tf.data.Dataset:
     leaves = tf.nest.flatten(spec)
     return dataset.map(lambda *parts: tf.nest.pack_sequence_as(
         spec, [sparse(of, *part) if _is_split_by_rows(of) else part for part, of in zip(parts, leaves, strict=True)]))
-
-
-def _changed(dataset: tf.data.Dataset, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.data.Dataset:
-    """A dataset with `change` applied to each tensor. Elements keep their structure, also a tuple of one."""
-    return dataset.map(lambda *element: tf.nest.pack_sequence_as(
-        dataset.element_spec, [change(leaf) for leaf in tf.nest.flatten(element)]))
 
 
 def _is_per_replica(options: tf.distribute.InputOptions) -> bool:

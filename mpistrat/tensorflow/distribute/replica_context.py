@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from ..bridge.differentiable import Gradient, with_gradient
-from ..lists import equal_parts, place_in
+from ..list_ops import equal_parts, place_in
 from ..types import Structure
 from ..xla import context as xla
 from . import collectives

@@ -15,13 +15,13 @@ import tensorflow as tf
 from ...api import basics, runtime
 from ...api import ops as array_ops
 from ...core.errors import InvalidRequestError, MismatchError, MissingDependencyError
-from ...core.topology import Topology, describe_by_rank
+from ...core.topology import describe_by_rank
 from ...process.launch_env import launched_rank
 from .. import names
 from ..compression import Compression, Compressor
 from ..gradients import GradientGroups, GradientOptions
 from ..pin_gpu import pin_by_default
-from ..types import Structure, Tensor, TensorLike
+from ..types import Structure, TensorLike
 from . import checkpoints
 from .extended import RankExtended
 from .options import CommunicationOptions, agreed
@@ -99,7 +99,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         options = agreed(communication_options)
         _require_equal({"variables": variables, "compression": compression.__name__,
                         "sparse_as_dense": sparse_as_dense, "groups": groups})
-        extended = RankExtended(self, _full_name(device or _default_device()), options, _resolver, random_per_rank,
+        extended = RankExtended(self, _full_name(device or _default_device()), options, random_per_rank,
                                 variables == "central", gradient_options)
         # Not the constructor of MultiWorkerMirroredStrategy, which would read TF_CONFIG and start a server.
         tf.distribute.Strategy.__init__(self, extended)
@@ -125,18 +125,15 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().reduce(op, value, None)
         flat = [self.extended.local(v) for v in tf.nest.flatten(value)]
         flat = [v if isinstance(v, float | int) else tf.convert_to_tensor(v) for v in flat]
-        if op == tf.distribute.ReduceOp.SUM:
-            summed = [tf.reduce_sum(v, axis) if _has_axes(v) else v for v in flat]
-            return tf.nest.pack_sequence_as(value, tf.nest.flatten(super().reduce(op, summed, None)))
-        return tf.nest.pack_sequence_as(value, self._means(flat, axis))
-
-    def _means(self, values: list[Tensor], axis: int | Sequence[int]) -> list[tf.Tensor]:
-        counts = [tf.reduce_prod(tf.gather(tf.shape(v, tf.int64), tf.math.floormod(axis, tf.rank(v))))
-                  if _has_axes(v) else tf.constant(1, tf.int64) for v in values]
-        sums = [tf.reduce_sum(v, axis) if _has_axes(v) else tf.convert_to_tensor(v) for v in values]
+        sums = [tf.reduce_sum(v, axis) if _has_axes(v) else v for v in flat]
+        counts = [] if op == tf.distribute.ReduceOp.SUM else [
+            tf.reduce_prod(tf.gather(tf.shape(v, tf.int64), tf.math.floormod(axis, tf.rank(v))))
+            if _has_axes(v) else tf.constant(1, tf.int64) for v in flat]
         total = super().reduce(tf.distribute.ReduceOp.SUM, [*sums, *counts], None)
-        return [tf.math.truediv(numerator, tf.cast(denominator, numerator.dtype))
-                for numerator, denominator in zip(total[:len(values)], total[len(values):], strict=True)]
+        if counts:
+            total = [tf.math.truediv(numerator, tf.cast(denominator, numerator.dtype))
+                     for numerator, denominator in zip(total[:len(sums)], total[len(sums):], strict=True)]
+        return tf.nest.pack_sequence_as(value, total)
 
 
 def _require_equal(arguments: dict[str, object]) -> None:
@@ -166,19 +163,6 @@ def _default_device() -> str:
         logger.warning("rank %d: every rank of this host may take memory on all of its GPUs: %s", basics.rank(), error)
     gpus = tf.config.list_logical_devices("GPU")
     return gpus[basics.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
-
-
-def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """The resolver from which programs find out the chief. All ranks are workers; worker 0 counts as the chief.
-
-    TensorFlow's own strategies report a cluster without a chief in the same way, so programs that check only for
-    workers are right too. No server listens on the ports; MPIClusterResolver forms a cluster of servers.
-    """
-    alone = len(topology.hosts) == 1
-    workers = [f"{'localhost' if alone else host}:0" for host in topology.host_of]
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({"worker": workers}), task_type="worker", task_id=topology.rank,
-        num_accelerators={"GPU": len(tf.config.list_logical_devices("GPU"))})
 
 
 def _keras_integration() -> ModuleType | None:

@@ -78,9 +78,8 @@ def create(strategy: tf.distribute.Strategy, device: str, next_creator: Callable
     Not where one rank writes a file without the others. Keras creates an optimizer there, to list an optimizer's
     attributes, and drops it.
     """
-    if files.in_alone():
-        return create_alone(strategy, device, next_creator, CLASSES, **kwargs)
-    kwargs["initial_value"] = _of_first_rank(kwargs["initial_value"], kwargs.get("dtype"), kwargs.get("name"))
+    if not files.in_alone():
+        kwargs["initial_value"] = _of_first_rank(kwargs["initial_value"], kwargs.get("dtype"), kwargs.get("name"))
     return create_alone(strategy, device, next_creator, CLASSES, **kwargs)
 
 

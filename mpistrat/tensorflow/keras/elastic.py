@@ -1,14 +1,7 @@
 """The names of mpistrat.keras.elastic under Horovod's: `mpistrat.tensorflow.keras.elastic`."""
 
-from ...api import absent
-from ...keras.elastic import (
-    CommitStateCallback,
-    KerasState,
-    UpdateBatchStateCallback,
-    UpdateEpochStateCallback,
-    run,
-)
+from ...api import missing_names
+from ...keras.elastic import *  # noqa: F403
+from ...keras.elastic import __all__ as __all__
 
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
-
-__getattr__ = absent.explain(__name__)
+__getattr__ = missing_names.explain(__name__)

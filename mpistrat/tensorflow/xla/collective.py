@@ -3,11 +3,25 @@
 The call submits the tensors from XLA's memory and waits for the results. In a thread that other collectives may need,
 which is one of XLA's or TensorFlow's, it waits for ten milliseconds at most, as the last collective of a graph
 that is not compiled does (see cpu). If the results are not there by then, the call is completed later. So ranks that
-run several functions in different orders do not wait for each other, even where XLA has only one thread.
+run several functions in different orders do not wait for each other, even where XLA has only one thread. On a GPU XLA
+knows no such completion, and the call waits to its end (see gpu_memory).
+
+XLA computes in any order what does not depend on each other, and a custom call with side effects is no exception: it
+only does not remove or repeat it. So each call has an argument that is a result of the call before, the *link*, which
+keeps the program order. Its value has no meaning. It has 64 bits, since TensorFlow has no variables of 32-bit integers
+on a GPU.
+
+A compiled function keeps the link in a variable, so that it goes through branches, loops and inner functions:
+TensorFlow makes the variable's value an argument and a result of all of them. Each compiled function has a variable of
+its own, for TensorFlow locks the variables that a compiled function changes until it ends, and functions in two threads
+would wait for each other. The gradient of a function can have no variable (see program_order). There the link is a
+tensor, and each branch or loop begins with a new one.
 """
 
+import dataclasses
 import math
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,18 +29,25 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ...api import runtime
 from ...core import signal_handlers
 from ...core.errors import InvalidRequestError
 from ...core.handle import Handle
+from ...core.request import on_gpu
 from ...core.tuning import SUBMIT_WAIT_S
-from ..bridge import executions
-from ..bridge.executions import Execution
-from ..bridge.program_order import current_function, in_order, is_gradient
-from ..bridge.submission import HostCallSite, MakeRequest, Observer, Submission
+from ...gpu.arrays import GpuInput
+from ..bridge import execution_ids, own_threads
+from ..bridge.execution_ids import Execution
+from ..bridge.program_order import anonymous_variable, capture_in_order, in_gradient, in_order
+from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer, Submission
+from ..bridge.tf_errors import described
 from ..types import Arrays
-from . import context, ffi, own_threads
-from .custom_call import custom_call, described, has_type
-from .link import linked
+from . import context, ffi, gpu_memory
+from .custom_call import custom_call, has_type
+from .gpu_memory import GpuMemory
+
+_variables: "weakref.WeakKeyDictionary[tf.Graph, tf.Tensor]" = weakref.WeakKeyDictionary()
+_last: "weakref.WeakKeyDictionary[tf.Graph, str]" = weakref.WeakKeyDictionary()  # the names of tensors
 
 
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
@@ -48,17 +69,20 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
         if not has_type(tensor.dtype):
             raise InvalidRequestError(f"{name}: XLA cannot compile a collective of {tensor.dtype.name}. Leave "
                                       "jit_compile out of the function, or cast the tensor.")
-    execution = executions.current.get() or Execution()
-    past = [tf.cast(execution.number, tf.int64)] if execution.is_past else []
-    counts = execution.number is None
-    site = _CompiledCallSite(name, process_set, make_request, [t.dtype.as_numpy_dtype for t in tensors], execution,
-                             observer)
-    dtypes = [tf.int32, *[t.dtype for t in tensors], *[tf.int64] * counts]
-    outputs = in_order(lambda: linked(lambda link: custom_call(
+    execution = execution_ids.current.get()
+    past = [tf.cast(execution.number, tf.int64)] if execution is not None and execution.is_past else []
+    counts = execution is not None and execution.number is None
+    # As in other graphs, integers on a GPU are copied to the host.
+    stays_on_gpu = gpu_memory.is_used() and all(t.dtype.is_floating or t.dtype.is_complex for t in tensors)
+    make = (lambda arrays: on_gpu(make_request(arrays))) if stays_on_gpu else make_request
+    site = _CompiledCallSite(name, process_set, make, [t.dtype.as_numpy_dtype for t in tensors], execution,
+                             observer, stays_on_gpu)
+    dtypes = [tf.int64, *[t.dtype for t in tensors], *[tf.int64] * counts]
+    outputs = in_order(lambda: _linked(lambda link: custom_call(
         site, [link, *tensors, *past], dtypes, [tf.TensorShape([]), *shapes, *[tf.TensorShape([])] * counts],
         times_rows)))
     site.belongs_to(outputs[0].op)
-    if counts:
+    if execution is not None and counts:
         execution.number = outputs.pop()
     return outputs[1:]
 
@@ -73,9 +97,34 @@ def _with_rows(shape: tf.TensorShape, times_rows: int) -> tf.TensorShape:
 def read_in_graph(read: Callable[[], Sequence[int]], count: int) -> list[tf.Tensor]:
     """As cpu.read_in_graph, in a graph that XLA compiles."""
     context.require()
-    outputs = linked(lambda link: custom_call(_Reading(read), [link], [tf.int32] * (1 + count),
-                                              [tf.TensorShape([])] * (1 + count)))
+    outputs = _linked(lambda link: custom_call(
+        _Reading(read), [link], [tf.int64, *[tf.int32] * count], [tf.TensorShape([])] * (1 + count)))
     return outputs[1:]
+
+
+def _linked(call: Callable[[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
+    """Return `call(link)`, which makes a custom call with the link as an argument; its first result is the next one."""
+    if in_gradient():
+        graph = tf.compat.v1.get_default_graph()
+        outputs = call(graph.get_tensor_by_name(_last[graph]) if graph in _last else tf.constant(0, tf.int64))
+        _last[graph] = outputs[0].name
+        return outputs
+    handle = capture_in_order(_variable_of(context.compiled_function()))
+    link = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)
+    link.set_shape([])
+    outputs = call(link)
+    tf.raw_ops.AssignVariableOp(resource=handle, value=outputs[0])
+    return outputs
+
+
+def _variable_of(function: tf.Graph) -> tf.Tensor:
+    """The variable of a compiled function. It lives as long as the graphs that have captured its handle."""
+    if function not in _variables:
+        with tf.init_scope(), tf.device("GPU:0" if context.is_for_gpu() else "CPU:0"):
+            handle = anonymous_variable(tf.int64)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
+        _variables[function] = handle
+    return _variables[function]
 
 
 class _Reading:
@@ -86,34 +135,61 @@ class _Reading:
 
     def execute(self, call: ffi.Call) -> None:
         """Write the numbers."""
-        values = [0, *self._read()]
-        for value, result in zip(values, call.results([np.int32] * len(values)), strict=True):
+        values = [np.int64(0), *map(np.int32, self._read())]
+        dtypes = [value.dtype for value in values]
+        if gpu_memory.is_used():
+            memory = GpuMemory(call, [np.int64], dtypes)
+            for i, value in enumerate(values):
+                memory.write(i, value)
+            return
+        for value, result in zip(values, call.results(dtypes), strict=True):
             result[...] = value
 
 
-class _CompiledCallSite(HostCallSite):
+class _CompiledCallSite(CollectiveCallSite):
     """The target of the custom call of one collective."""
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, dtypes: Sequence[Any],
-                 execution: Execution, observer: Observer | None):
+                 execution: Execution | None, observer: Observer | None, stays_on_gpu: bool):
         super().__init__(name, process_set, make_request, execution, observer)
-        # Nothing orders the collectives of a gradient after those of the function that computes it (see link).
-        self._waits = not is_gradient(current_function())
-        self._given = [np.int32, *dtypes, *[np.int64] * execution.is_past]
-        self._returned = [np.int32, *dtypes, *[np.int64] * (execution.number is None)]
+        # Nothing orders the collectives of a gradient after those of the function that computes it.
+        self._waits = not in_gradient()
+        self._given = [np.int64, *dtypes, *[np.int64] * self._has_past]
+        self._returned = [np.int64, *dtypes, *[np.int64] * self._counts]
+        self._stays_on_gpu = stays_on_gpu
+        self._ranks = runtime.group_of(name, process_set).topology.size  # which the shapes of results are for
 
     def execute(self, call: ffi.Call) -> None:
         """Submit the collective; write the results, or leave that to another thread."""
-        its = self.submission(call.arguments(self._given)[1:])
+        if gpu_memory.is_used():
+            self._execute_on_gpu(GpuMemory(call, self._given, self._returned))
+            return
+        its = self.host_submission(call.arguments(self._given)[1:])
         results = call.results(self._returned)
         results[0][...] = 0
-        if len(results) > 1 + len(its.arrays):
+        if self._counts:
             results.pop()[...] = its.number
-        handle = self._submitted(its)
-        if handle.is_done:
-            _write(handle, results[1:])
+        outcome = _Outcome(self._submitted(its), [result.shape for result in results[1:]], self._ranks,
+                           its.group.topology.size)
+        if outcome.handle.is_done:
+            _write(outcome, results[1:])
         else:
-            handle.when_done(_go_on, (handle, results[1:], call.complete_later()))
+            complete = partial(_complete, outcome, results[1:], call.complete_later())
+            outcome.handle.when_done(lambda _: own_threads.run_in_own_thread(complete))
+
+    def _execute_on_gpu(self, memory: GpuMemory) -> None:
+        """Submit the collective, and wait for it: XLA would block this thread until a future is complete."""
+        tensors = memory.inputs[1:]
+        past = int(memory.on_host(tensors.pop())) if self._has_past else None
+        arrays: Sequence[np.ndarray | GpuInput] = tensors if self._stays_on_gpu else list(map(memory.on_host, tensors))
+        its = self.submission(arrays, past, lambda: list(map(memory.on_host, tensors)))
+        shapes = memory.shapes[1:1 + len(arrays)]
+        found = _Outcome(self._submitted(its), shapes, self._ranks, its.group.topology.size).results()
+        written = [] if self._stays_on_gpu else list(enumerate(found, start=1))
+        if self._counts:
+            written.append((1 + len(arrays), np.array(its.number)))
+        for place, value in written:
+            memory.write(place, value)
 
     def _submitted(self, its: Submission) -> Handle:
         """Submit the collective, and wait as long as this thread may."""
@@ -133,30 +209,47 @@ class _CompiledCallSite(HostCallSite):
         return handle
 
 
-def _write(handle: Handle, results: Arrays) -> None:
-    """Copy the results of a complete collective into XLA's memory; raise its error."""
-    for found, result in zip(handle.wait(), results, strict=True):
-        if found.shape != result.shape:
-            raise InvalidRequestError(
-                f"{handle.name}: all ranks must give as many rows to a collective that XLA has compiled, since the "
-                f"shape of its result is fixed: {result.shape}, but the ranks' rows make {found.shape}. Give "
-                "the ranks batches of one size, or for sparse gradients sparse_as_dense=True, or leave jit_compile out "
-                "of the function that gathers.")
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """What becomes of a collective.
+
+    Attributes:
+        shapes: Of the results, as XLA has compiled them.
+        ranks: How many there were then.
+        ranks_now: How many run it.
+    """
+
+    handle: Handle
+    shapes: Sequence[tuple[int, ...]]
+    ranks: int
+    ranks_now: int
+
+    def results(self) -> Sequence[Any]:
+        """Wait for the results. Raises the collective's error, and InvalidRequestError if they have other shapes."""
+        results = self.handle.wait()
+        for result, fixed in zip(results, self.shapes, strict=True):
+            if result.shape != fixed:
+                raise InvalidRequestError(f"{self.handle.name}: {self._other_shape(result.shape, fixed)}")
+        return results
+
+    def _other_shape(self, found: tuple[int, ...], fixed: tuple[int, ...]) -> str:
+        if self.ranks_now != self.ranks:
+            return (f"XLA has compiled it for {self.ranks} ranks, and there are {self.ranks_now} now, so that its "
+                    "result has another shape. Make the tf.function anew after ranks were lost.")
+        return (f"all ranks must give as many rows to a collective that XLA has compiled, since the shape of its "
+                f"result is fixed: {fixed}, but the ranks' rows make {found}. Give the ranks batches of one size, or "
+                "for sparse gradients sparse_as_dense=True, or leave jit_compile out of the function that gathers.")
+
+
+def _write(outcome: _Outcome, memory: Arrays) -> None:
+    """Copy the results to XLA's memory; raise the error of the collective."""
+    for found, result in zip(outcome.results(), memory, strict=True):
         np.copyto(result, found)
 
 
-_Waiting = tuple[Handle, Arrays, ffi.Future]
-
-
-def _go_on(waiting: Sequence[_Waiting]) -> None:
-    """The handles are complete. Called by the engine's thread."""
-    for each in waiting:
-        own_threads.run_in_own_thread(partial(_complete, *each))
-
-
-def _complete(handle: Handle, results: Arrays, future: ffi.Future) -> None:
+def _complete(outcome: _Outcome, memory: Arrays, future: ffi.Future) -> None:
     try:
-        _write(handle, results)
+        _write(outcome, memory)
     except Exception as error:
         future.set_error(*described(error))
     else:

@@ -5,9 +5,10 @@ import weakref
 import tensorflow as tf
 
 from ...api import runtime
+from ...api.interop.own_gpu import go_by_host, why_no_cupy
 from ...core.errors import InvalidRequestError
 from ..bridge._private import in_xla_context, is_compiled_by_xla
-from ..bridge.program_order import current_function, function_of
+from ..bridge.program_order import enclosing_function
 from . import ffi
 
 # The gradients of compiled functions. TensorFlow compiles them too, but traces them outside of XLA's context.
@@ -19,32 +20,42 @@ def is_compiled() -> bool:
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
-    return is_compiled_by_xla(graph) or function_of(graph) in _gradients
+    return is_compiled_by_xla(graph) or (len(_gradients) > 0 and enclosing_function(graph) in _gradients)
 
 
 def note_gradient() -> None:
     """The function that is being traced is the gradient of one that XLA compiles."""
-    _gradients.add(current_function())
+    _gradients.add(enclosing_function())
 
 
 def compiled_function() -> tf.Graph:
     """The outermost function around what is being traced that XLA compiles as a whole."""
-    function = current_function()
+    function = enclosing_function()
     # The context is that of the graph that calls the function, or else of the function itself.
     while not (in_xla_context(function) or in_xla_context(function.outer_graph)):
-        function = function_of(function.outer_graph)
+        function = enclosing_function(function.outer_graph)
     return function
+
+
+def is_for_gpu() -> bool:
+    """Whether XLA compiles for a GPU: TensorFlow calls functions there if it has one."""
+    return bool(tf.config.list_physical_devices("GPU"))
 
 
 def why_not() -> str:
     """Why XLA cannot compile collectives in this process; "" if it can."""
+    setting = runtime.current().settings.xla if runtime.is_initialized() else "auto"
     if ffi.api() is None:
         return f"TensorFlow {tf.__version__} has no interface for it; 2.21 has"
-    if tf.config.list_physical_devices("GPU"):
-        return "for GPUs that was not tried"
-    if runtime.is_initialized() and not runtime.current().settings.xla:
+    if setting == "0":
         return "MPISTRAT_XLA=0 switches it off"
-    return ""
+    if not is_for_gpu():
+        return ""
+    if setting == "auto":
+        return "on a GPU that has not been run yet; MPISTRAT_XLA=1 switches it on"
+    if why_no_cupy():
+        return f"cupy is missing: {why_no_cupy()}"
+    return "MPISTRAT_GPU_OPERATIONS=host keeps GPU tensors on the host" if go_by_host() else ""
 
 
 def require() -> None:

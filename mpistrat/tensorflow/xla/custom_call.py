@@ -4,22 +4,19 @@ The program that the node stands for is text, in StableHLO. It has the number of
 As with host_call, the target lives as long as the Python object of the graph.
 """
 
-import itertools
-import os
-import threading
-import weakref
 from collections.abc import Sequence
-from functools import cache
 from typing import Protocol
 
 import tensorflow as tf
 
-from ...core.errors import EngineError, MpistratError
+from ...core.errors import EngineError
 from ..bridge._private import set_node_attribute, stop_recording, xla_call_module
 from ..bridge.calls import SITE_ATTRIBUTE
 from ..bridge.python_op import keep_in_graph, keep_thread_state
-from ..bridge.tf_errors import as_tf_error
+from ..bridge.targets import Targets
+from ..bridge.tf_errors import described
 from . import ffi
+from .context import is_for_gpu
 
 _NAME = "mpistrat"
 _NO_GRADIENT = "MpistratNoGradient"
@@ -38,11 +35,6 @@ class Target(Protocol):
         """Called when compiled code comes to the call, in any thread. What it raises becomes the error of the step."""
 
 
-# Not from 1: a program that another process has saved must not find a target here.
-_numbers = itertools.count(int.from_bytes(os.urandom(7), "little"))
-_targets: "weakref.WeakValueDictionary[int, Target]" = weakref.WeakValueDictionary()
-
-
 def has_type(dtype: tf.DType) -> bool:
     """Whether tensors of this dtype can be arguments and results."""
     return dtype in _TYPES
@@ -59,16 +51,15 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
         shapes: Their shapes. Extents that are not known follow from the input with the same place.
         times_rows: How many times as many rows as that input has such a result has. Other extents are the input's.
     """
-    _register()
-    number = next(_numbers)
-    _targets[number] = target
+    number = _targets.add(target)
     keep_in_graph(target)
     given = [(t.dtype, tuple(t.shape.as_list())) for t in inputs]
     returned = [(dtype, tuple(shape.as_list())) for dtype, shape in zip(dtypes, shapes, strict=True)]
     with stop_recording(), tf.compat.v1.get_default_graph().gradient_override_map({"XlaCallModule": _NO_GRADIENT}):
         outputs: list[tf.Tensor] = xla_call_module(
             args=list(inputs), version=_STABLEHLO, module=_program(number, given, returned, times_rows),
-            Sout=[list(shape) for _, shape in returned], Tout=list(dtypes), platforms=["CPU"])
+            Sout=[list(shape) for _, shape in returned], Tout=list(dtypes),
+            platforms=["CUDA" if is_for_gpu() else "CPU"])
     set_node_attribute(outputs[0].op, SITE_ATTRIBUTE, tf.compat.v1.AttrValue(s=str(number).encode()))
     return list(outputs)
 
@@ -134,19 +125,6 @@ def _no_gradient(node: tf.Operation, *upstream: tf.Tensor) -> list[None]:
     return [None] * len(node.inputs)
 
 
-_registering = threading.Lock()
-
-
-@cache
-def _registered() -> None:
-    ffi.register(_NAME, "Host", _execute)
-
-
-def _register() -> None:
-    with _registering:
-        _registered()
-
-
 def _execute(call: ffi.Call) -> tuple[str, int] | None:
     keep_thread_state()
     target = _targets.get(call.number)
@@ -160,7 +138,4 @@ def _execute(call: ffi.Call) -> tuple[str, int] | None:
     return None
 
 
-def described(error: BaseException) -> tuple[str, int]:
-    """The text of an error, and the code that makes TensorFlow raise the class of tf.errors that Horovod raises."""
-    shown = as_tf_error(error) if isinstance(error, MpistratError) else error
-    return f"{type(error).__name__}: {error}", getattr(shown, "error_code", ffi.UNKNOWN)
+_targets = Targets[Target](56, lambda: ffi.register(_NAME, "CUDA" if is_for_gpu() else "Host", _execute))

@@ -9,6 +9,11 @@ A handler runs in the thread that has called the compiled function, or in one of
 latter may be only one, and other compiled functions need it. So a handler must not wait for other ranks there. It
 returns a *future* instead, and any thread completes that later. XLA runs on what does not depend on the call, and keeps
 the memory of arguments and results until the future is complete.
+
+For a GPU XLA calls a handler when it launches the kernels, in order. There a future is of no use: XLA blocks the thread
+until it is complete
+(https://github.com/tensorflow/tensorflow/blob/v2.21.0/third_party/xla/xla/backends/gpu/runtime/custom_call_thunk.cc).
+The traits of a handler are 0, so XLA does not record its calls in CUDA graphs, which would replay kernels without it.
 """
 
 import ctypes
@@ -21,7 +26,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-UNKNOWN = 2  # XLA_FFI_Error_Code; the codes are TensorFlow's
 _METADATA_EXTENSION = 1
 _EXECUTE = 3
 _MAJOR = 0
@@ -111,9 +115,18 @@ class FutureErrorArgs(Structure):
     _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("future", c_void_p), ("error", c_void_p))
 
 
+class StreamGetArgs(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("ctx", c_void_p), ("stream", c_void_p))
+
+
+class DeviceOrdinalGetArgs(Structure):
+    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("ctx", c_void_p),
+                ("device_ordinal", c_int32))
+
+
 _FUNCTIONS = ("error_create", "error_message", "error_destroy", "handler_register", "stream_get", "type_register",
               "context_get", "state_set", "state_get", "memory_allocate", "memory_free", "pool_schedule",
-              "pool_threads", "future_create", "future_available", "future_error")
+              "pool_threads", "future_create", "future_available", "future_error", "run_id_get", "device_ordinal_get")
 
 
 class Api(Structure):
@@ -168,7 +181,7 @@ def _error(message: str, code: int) -> int:
 
 
 def view(buffer: Buffer, dtype: np.dtype | type) -> np.ndarray:
-    """The memory of an argument or a result."""
+    """An argument or a result in host memory."""
     shape = buffer.dims[:buffer.rank]
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     if not nbytes:
@@ -189,13 +202,25 @@ class Call:
         self._future: int | None = None
         self.number: int = frame.attrs.attrs[0].contents.value[0]
 
-    def arguments(self, dtypes: Sequence[Any]) -> list[np.ndarray]:
-        """Views of the arguments. They must not be written."""
-        return [view(self._frame.args.buffers[i].contents, dtype) for i, dtype in enumerate(dtypes)]
+    def arguments(self, dtypes: Sequence[Any], as_array: Callable[[Buffer, Any], Any] = view) -> list[Any]:
+        """The arguments, by default as views of host memory. They must not be written."""
+        return [as_array(self._frame.args.buffers[i].contents, dtype) for i, dtype in enumerate(dtypes)]
 
-    def results(self, dtypes: Sequence[Any]) -> list[np.ndarray]:
-        """Views of the memory in which XLA expects the results."""
-        return [view(self._frame.rets.buffers[i].contents, dtype) for i, dtype in enumerate(dtypes)]
+    def results(self, dtypes: Sequence[Any], as_array: Callable[[Buffer, Any], Any] = view) -> list[Any]:
+        """The memory in which XLA expects the results, by default as views of host memory."""
+        return [as_array(self._frame.rets.buffers[i].contents, dtype) for i, dtype in enumerate(dtypes)]
+
+    def stream(self) -> int:
+        """The address of the CUDA stream on which XLA runs what comes before and after the call. On a GPU only."""
+        found = StreamGetArgs(ctx=self._frame.ctx)
+        _call("stream_get", found)
+        return int(found.stream or 0)
+
+    def device_number(self) -> int:
+        """CUDA's index of the GPU that runs the program. On a GPU only."""
+        found = DeviceOrdinalGetArgs(ctx=self._frame.ctx)
+        _call("device_ordinal_get", found)
+        return int(found.device_ordinal)
 
     def complete_later(self) -> "Future":
         """Let the handler return before the results are there."""
@@ -225,8 +250,7 @@ def register(name: str, platform: str, execute: Callable[[Call], tuple[str, int]
 
     Args:
         name: As in the programs.
-        platform: "Host" for code on the CPU. "CUDA" is accepted too, and there the arguments are in a GPU's memory; no
-            handler of ours has run there.
+        platform: "Host" for code on the CPU, "CUDA" for a GPU, in whose memory arguments and results are then.
         execute: Called for each call. It returns None, or the text and the code of an error. It must not raise.
     """
     def handle(pointer: "ctypes._Pointer[CallFrame]") -> int | None:

@@ -16,7 +16,7 @@ _OUTCOME_UNIT = ROUND_MASK + 1  # A verdict is outcome * _OUTCOME_UNIT | (round 
 
 
 class HierarchicalAgreement(SharedMemoryAgreement):
-    """One rank's part in the rounds of interfaces.AgreementRound.
+    """One rank's part in the rounds.
 
     Args:
         memory: The memory of this host. Uses its counters EVEN_VOTE, ODD_VOTE and VERDICT.
@@ -33,7 +33,6 @@ class HierarchicalAgreement(SharedMemoryAgreement):
         self._ranks_to_wake = [] if hosts is not None else [self._leader]
 
     def outcome(self) -> Outcome | None:
-        """See AgreementRound."""
         if not self.has_voted:
             return None
         result = self._read_verdict() if self._hosts is None else self._between_hosts(self._hosts)
@@ -62,7 +61,6 @@ class HierarchicalAgreement(SharedMemoryAgreement):
         return Outcome(verdict // _OUTCOME_UNIT)
 
     def has_news(self) -> bool:
-        """See AgreementRound."""
         if not self.has_voted:
             return False
         if self._hosts is None:
@@ -70,14 +68,11 @@ class HierarchicalAgreement(SharedMemoryAgreement):
         return self._hosts.has_news() if self._hosts.is_under_way else self._host_has_voted()
 
     def missing(self) -> list[int]:
-        """See AgreementRound."""
         return super().missing() or self._elsewhere
 
     def surrender(self) -> list[Any]:
-        """See AgreementRound."""
         return [] if self._hosts is None else self._hosts.surrender()
 
     def close(self) -> None:
-        """Release the communicator. No round is under way."""
         if self._hosts is not None:
             self._hosts.close()

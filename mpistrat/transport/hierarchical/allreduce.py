@@ -21,7 +21,7 @@ from ...core.tuning import (
 )
 from ..mpi.peer_wait import PeerWait
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
-from ..shm.two_shot import Stage, TwoShotData, Work
+from ..shm.two_shot import Stage, TwoShotData, TwoShotReduce
 from .piggyback import Piggyback
 
 
@@ -83,7 +83,7 @@ class HierarchicalData(TwoShotData):
     def _reducers(self, nbytes: int) -> int:
         return max(1, min(self._senders, nbytes // HIERARCHICAL_SLICE_BYTES))
 
-    def _send(self, work: Work, k: int) -> None:
+    def _send(self, work: TwoShotReduce, k: int) -> None:
         """Reduce this rank's slice over the host, and start to send it to the other hosts."""
         chunk, number = work.chunks[k], work.first + k
         if chunk.own is not None:
@@ -122,7 +122,7 @@ class HierarchicalData(TwoShotData):
         bounds = [array.size * h // self._hosts * array.itemsize for h in range(self._hosts + 1)]
         return [bounds[h + 1] - bounds[h] for h in range(self._hosts)], bounds[:-1]
 
-    def _combine(self, work: Work, k: int) -> None:
+    def _combine(self, work: TwoShotReduce, k: int) -> None:
         """Reduce what the hosts have sent, and start to send them the result."""
         number, result = work.first + k, work.chunks[k].result
         if number not in self._underway:
@@ -139,12 +139,12 @@ class HierarchicalData(TwoShotData):
         gathered = [result.view(np.uint8), counts, starts, MPI.BYTE]
         self._underway[number] = [self._cross.Iallgatherv(MPI.IN_PLACE, gathered)], []
 
-    def _receive(self, work: Work, k: int) -> None:
+    def _receive(self, work: TwoShotReduce, k: int) -> None:
         """Wait for what the other hosts have reduced."""
         number = work.first + k
         if number in self._underway:
             self._wait.complete(self._underway.pop(number)[0])
-        self._take_own(work, k)
+        work.copy_out(work.chunks[k].own_copies)
         self.memory.post(work.first + k, READY)
 
     def surrender(self) -> list[Any]:

@@ -4,7 +4,8 @@ A few hosts send their votes to each other directly, with the data of small all-
 hosts reduce the votes, without data. Used by the engine's thread.
 """
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -19,34 +20,47 @@ from .piggyback import Piggyback
 _HEAD_BYTES, _VOTE_AT = 64, 40
 
 
-class LeaderExchange(Protocol):
-    """Rounds of votes among hosts, one after the other. The first rank of each host uses it."""
+class LeaderExchange(ABC):
+    """Rounds of votes among hosts, one after the other. The first rank of each host uses it.
 
-    is_under_way: bool
+    Args:
+        hosts: The communicator of the leaders, reserved for this object. `close` frees it.
 
+    Attributes:
+        is_under_way: Whether a round has begun, and `poll` has not returned its outcome.
+    """
+
+    def __init__(self, hosts: MPI.Comm):
+        self._hosts = hosts
+        self._sending: list[MPI.Request] = []
+        self._receiving: list[MPI.Request] = []
+        self.is_under_way = False
+
+    @abstractmethod
     def begin(self, number: int, outcome: Outcome) -> None:
         """Start to send the number for which this host has voted, and its outcome."""
 
     def has_news(self) -> bool:
         """Whether to call `poll`."""
+        return MPI.Request.Testall(self._receiving)
 
+    @abstractmethod
     def poll(self) -> Outcome | None:
         """The outcome over all hosts, once all votes have arrived; None before. Does not wait."""
 
     def surrender(self) -> list[Any]:
         """See DataPlane."""
+        return [self._hosts, *self._sending, *self._receiving]
 
     def close(self) -> None:
         """Free the communicator. No round is under way."""
+        self._hosts.Free()
 
 
 def leader_exchange(comm: MPI.Comm, topology: Topology, piggyback: Piggyback | None) -> LeaderExchange | None:
     """Return this rank's part in the exchange; None if it is not the first rank of its host. Collective over `comm`.
 
-    Args:
-        comm: The communicator of all ranks.
-        topology: Where they are.
-        piggyback: The data to send with this host's votes; None on all ranks: votes are sent alone.
+    `piggyback` has the data to send with this host's votes; None on all ranks: votes are sent alone.
     """
     is_leader = topology.local_rank == 0
     hosts = comm.Split(0 if is_leader else MPI.UNDEFINED, topology.hosts.index(topology.host))
@@ -57,27 +71,19 @@ def leader_exchange(comm: MPI.Comm, topology: Topology, piggyback: Piggyback | N
     return ReducedExchange(hosts)
 
 
-class DirectExchange:
-    """For few hosts: each sends its vote to all others, followed by its data, if all its ranks are ready.
-
-    Args:
-        hosts: The communicator of the leaders, reserved for this object.
-        piggyback: As for leader_exchange.
-    """
+class DirectExchange(LeaderExchange):
+    """For few hosts: each sends its vote to all others, followed by its data, if all its ranks are ready."""
 
     def __init__(self, hosts: MPI.Comm, piggyback: Piggyback | None):
-        self._hosts, self._host, self._piggyback = hosts, hosts.Get_rank(), piggyback
+        super().__init__(hosts)
+        self._host, self._piggyback = hosts.Get_rank(), piggyback
         self._others = [h for h in range(hosts.Get_size()) if h != self._host]
         nbytes = _HEAD_BYTES + (piggyback.slot_bytes if piggyback is not None else 0)
         self._messages = [aligned_empty(nbytes) for _ in range(hosts.Get_size())]
         self._first = min(nbytes, VOTE_MESSAGE_BYTES)
-        self._sending: list[MPI.Request] = []
-        self._receiving: list[MPI.Request] = []
         self._have_votes = False
-        self.is_under_way = False
 
     def begin(self, number: int, outcome: Outcome) -> None:
-        """See LeaderExchange."""
         message, end = self._messages[self._host], _HEAD_BYTES
         if self._piggyback is not None and outcome is Outcome.ALL_READY:
             end += self._piggyback.reduce_host(message[_HEAD_BYTES:])
@@ -93,12 +99,7 @@ class DirectExchange:
         return [message[start:min(start + VOTE_MESSAGE_BYTES, end)]
                 for start in range(self._first, end, VOTE_MESSAGE_BYTES)]
 
-    def has_news(self) -> bool:
-        """See LeaderExchange."""
-        return MPI.Request.Testall(self._receiving)
-
     def poll(self) -> Outcome | None:
-        """See LeaderExchange."""
         if not MPI.Request.Testall(self._receiving):
             return None
         votes = [_vote_in(message).tolist() for message in self._messages]
@@ -121,51 +122,27 @@ class DirectExchange:
             self._piggyback.forget()
         return outcome
 
-    def surrender(self) -> list[Any]:
-        """See DataPlane."""
-        return [self._hosts, *self._sending, *self._receiving]
-
-    def close(self) -> None:
-        """See LeaderExchange."""
-        self._hosts.Free()
-
 
 def _vote_in(message: np.ndarray) -> np.ndarray:
     """The vote in a message: the number, the outcome, and the bytes of the message."""
     return message[_VOTE_AT:_HEAD_BYTES].view(np.int64)
 
 
-class ReducedExchange:
+class ReducedExchange(LeaderExchange):
     """For many hosts: an all-reduce of the minimum of the votes and of their negatives. No data go with them."""
 
     def __init__(self, hosts: MPI.Comm):
-        self._hosts = hosts
+        super().__init__(hosts)
         self._sent, self._least = np.zeros(3, np.int64), np.zeros(3, np.int64)
-        self._request = MPI.REQUEST_NULL
-        self.is_under_way = False
 
     def begin(self, number: int, outcome: Outcome) -> None:
-        """See LeaderExchange."""
         self._sent[:] = number, -number, outcome
-        self._request = self._hosts.Iallreduce(self._sent, self._least, MPI.MIN)
+        self._receiving = [self._hosts.Iallreduce(self._sent, self._least, MPI.MIN)]
         self.is_under_way = True
 
-    def has_news(self) -> bool:
-        """See LeaderExchange."""
-        return self._request.Test()
-
     def poll(self) -> Outcome | None:
-        """See LeaderExchange."""
-        if not self._request.Test():
+        if not self.has_news():
             return None
         self.is_under_way = False
         number, minus_number, least = self._least.tolist()
         return Outcome(least) if number == -minus_number else Outcome.REFUSED
-
-    def surrender(self) -> list[Any]:
-        """See DataPlane."""
-        return [self._hosts, self._request]
-
-    def close(self) -> None:
-        """See LeaderExchange."""
-        self._hosts.Free()

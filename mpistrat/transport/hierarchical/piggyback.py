@@ -29,10 +29,6 @@ class PiggybackedReduce(Prepared):
         self.part, self.result = part, result
         self.is_packed = True
 
-    def reduce(self, rows: Sequence[np.ndarray]) -> None:
-        """Reduce the hosts' partial results, one per row, into `result`. First rank of a host only."""
-        combine(rows, self.reduction.op, self.result, self.reduction.scale)
-
     def finish(self, all_packed: bool) -> None:
         """After the outcome ALL_READY the result is there, and is copied to the targets. See Prepared."""
         if all_packed:
@@ -122,7 +118,8 @@ class Piggyback:
         """Reduce the partial results of all hosts, in their order. All ranks have agreed on the all-reduce."""
         prepared = self._latest
         assert prepared is not None
-        prepared.reduce([row.view(prepared.result.dtype) for row in rows])
+        parts = [row.view(prepared.result.dtype) for row in rows]
+        combine(parts, prepared.reduction.op, prepared.result, prepared.reduction.scale)
 
     def forget(self) -> None:
         """Drop the references to what was packed. The vote is over."""

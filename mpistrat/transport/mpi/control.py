@@ -10,7 +10,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ...core.interfaces import ControlPlane, LocalChannel
+from ...core.interfaces import ControlPlane
 from ...core.tuning import (
     MPI_POLL_CALLER_SPIN_S,
     MPI_POLL_LONGEST_SLEEP_S,
@@ -18,7 +18,8 @@ from ...core.tuning import (
     MPI_POLL_SPIN_S,
     MPI_SHORTEST_SLEEP_S,
 )
-from .peer_wait import PeerWait, peer_wait_without_end
+from ..shm.ring import LocalChannel
+from .peer_wait import PeerWait
 
 
 class MpiControl(ControlPlane):
@@ -33,15 +34,15 @@ class MpiControl(ControlPlane):
         channel: This rank's channel. `close` closes it.
         local_ranks: The ranks on this host.
         peers: All ranks that may send to this one.
+        wait: Waits for other ranks.
         polls: Whether to poll MPI in any case, since the channel watches for something that arrives over MPI.
-        wait: Waits for other ranks; None: without a limit.
     """
 
     _TAG = 1
 
     def __init__(self, comm: MPI.Comm, channel: LocalChannel, local_ranks: Sequence[int], peers: Sequence[int],
-                 polls: bool = False, wait: PeerWait | None = None):
-        self._comm, self._channel, self._wait = comm, channel, wait or peer_wait_without_end()
+                 wait: PeerWait, polls: bool = False):
+        self._comm, self._channel, self._wait = comm, channel, wait
         self._local = frozenset(local_ranks)
         self._polls = polls or any(peer not in self._local for peer in peers)
         self._spans_hosts = comm.Get_size() > len(self._local)

@@ -17,7 +17,7 @@ from ...core.memory import FusionBuffer
 from ...core.packing import pack, unpack
 from ...core.request import ReduceOp
 from ...core.tuning import MPI_ALLGATHER_BYTES, MPI_CHUNK_BYTES, MPI_PIECE_BYTES
-from .peer_wait import PeerWait, peer_wait_without_end
+from .peer_wait import PeerWait
 
 # MPI's counts and displacements are C ints. Above this, an allgather is a broadcast by each rank in turn, and an
 # all-to-all consists of messages between two ranks each.
@@ -37,13 +37,13 @@ class MpiData(DataPlane):
 
     Args:
         comm: The communicator. `close` frees it.
-        wait: Waits for its ranks; None: without a limit.
+        wait: Waits for its ranks.
     """
 
     name = "mpi"
 
-    def __init__(self, comm: MPI.Comm, wait: PeerWait | None = None):
-        self._comm, self._wait = comm, wait or peer_wait_without_end()
+    def __init__(self, comm: MPI.Comm, wait: PeerWait):
+        self._comm, self._wait = comm, wait
         self._size, self._rank = comm.Get_size(), comm.Get_rank()
         self._parts, self._packed = FusionBuffer(), FusionBuffer()
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from ...core import forked
 from ...core.errors import MissingDependencyError, MpistratError
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 
 NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one ({pip}, or your system's Open MPI or MPICH), or "
           "point MPI4PY_LIBMPI to its libmpi.so.")
-_OPEN_MPI_FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED, in Open MPI 3 to 5
+OPEN_MPI_FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED, in Open MPI 3 to 5
+
+_Variable = TypeVar("_Variable", ctypes.c_bool, ctypes.c_int32)
+
+
+def open_mpi_variable(mpi: ModuleType, kind: type[_Variable], name: str) -> _Variable | None:
+    """A variable of Open MPI's library; None if this library does not have it. Local."""
+    try:
+        return kind.in_dll(ctypes.CDLL(mpi.__file__), name)
+    except (OSError, AttributeError, ValueError):
+        return None
 
 
 def is_left_to_init() -> bool:
@@ -72,14 +82,11 @@ def _keep_from_forks(mpi: ModuleType) -> None:
     launcher, over the parent's connection, that the parent is done, and the job fails.
     """
     forked.claim(os.environ)
-    try:
-        state = ctypes.c_int32.in_dll(ctypes.CDLL(mpi.__file__), "ompi_mpi_state")
-    except (OSError, AttributeError, ValueError):
-        state = None
+    state = open_mpi_variable(mpi, ctypes.c_int32, "ompi_mpi_state")
 
     def after_fork() -> None:
         if state is not None:
-            state.value = _OPEN_MPI_FINALIZED
+            state.value = OPEN_MPI_FINALIZED
         if not mpi.Is_finalized():
             _end_before_finalize()
 
@@ -146,9 +153,8 @@ def finalize_without_barrier(mpi: ModuleType) -> bool:
     but then sometimes never releases the remaining processes. The parameter `async_mpi_finalize` turns the wait off.
     MPI_Init has read it already, so this function sets the variable behind it.
     """
-    try:
-        is_without = ctypes.c_bool.in_dll(ctypes.CDLL(mpi.__file__), "ompi_async_mpi_finalize")
-    except (OSError, AttributeError, ValueError):
+    is_without = open_mpi_variable(mpi, ctypes.c_bool, "ompi_async_mpi_finalize")
+    if is_without is None:
         return False
     is_without.value = True
     return True

@@ -95,11 +95,6 @@ class PeerWait:
                 time.sleep(min(max(waited_s / MPI_SLEEP_DIVISOR, MPI_SHORTEST_SLEEP_S), MPI_LONGEST_SLEEP_S))
 
 
-def peer_wait_without_end() -> PeerWait:
-    """A PeerWait without a limit, which needs no topology."""
-    return PeerWait(Topology(0, ("",)), (), 0.0)
-
-
 def never_free(thing: object) -> None:
     """Keep `thing` alive for ever: MPI cannot abandon a request, and may write to its memory even in MPI_Finalize."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -15,22 +15,20 @@ from typing import Any
 
 from mpi4py import MPI
 
+from .library import OPEN_MPI_FINALIZED, open_mpi_variable, ranks_in
 from .peer_wait import never_free
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.001
-_FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED, in Open MPI 3 to 5
 
 
 @functools.cache
 def is_fault_tolerant() -> bool:
     """Whether this job outlives the loss of a rank, and any thread may call MPI. Local."""
-    try:
-        is_enabled = ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_ftmpi_enabled").value
-    except (OSError, AttributeError, ValueError):
-        return False
-    return is_enabled and hasattr(MPI.Comm, "Shrink") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    is_enabled = open_mpi_variable(MPI, ctypes.c_bool, "ompi_ftmpi_enabled")
+    return (is_enabled is not None and is_enabled.value and hasattr(MPI.Comm, "Shrink")
+            and MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
 def failed_ranks(comm: MPI.Comm) -> list[int]:
@@ -72,21 +70,15 @@ def report_failed(comm: MPI.Comm, ranks: Sequence[int], to_all: bool) -> None:
     """Tell MPI that ranks of `comm` have ended. Local; any thread may call it, and several ranks.
 
     MPI learns from its launcher if a process was killed, but neither of an exit code above 0 nor of a host that does
-    not answer any more, and then waits for the rank for ever.
+    not answer any more, and then waits for the rank for ever. It may also know already that a rank has failed.
 
-    Args:
-        comm: The communicator.
-        ranks: The ranks. MPI may know already that they have failed.
-        to_all: Tell the MPI of all ranks, where the launcher reaches them; otherwise of this one only.
+    With `to_all` the MPI of all ranks is told, where the launcher reaches them; otherwise that of this one only.
     """
     notify = _pmix_notify()
     if notify is None or not ranks:
         return
-    group, everybody = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    launched = group.Translate_ranks(list(ranks), everybody)
-    group.Free()
-    everybody.Free()
-    for rank in launched:
+    launched = ranks_in(comm, MPI.COMM_WORLD)
+    for rank in (launched[rank] for rank in ranks):
         process, info = _Process(os.environ["PMIX_NAMESPACE"].encode(), rank), (_Info * 1)()
         info[0].key, info[0].value.type, info[0].value.data[0] = _AFFECTED, _TYPE_PROC, ctypes.addressof(process)
         status = notify(_TERMINATED, ctypes.byref(process), _RANGE_SESSION if to_all else _RANGE_PROCESS, info, 1, None,
@@ -156,7 +148,9 @@ def skip_finalize() -> None:
 
     mpi4py, which calls it when Python has ended, asks MPI whether that was done already.
     """
-    ctypes.c_int32.in_dll(ctypes.CDLL(MPI.__file__), "ompi_mpi_state").value = _FINALIZED
+    state = open_mpi_variable(MPI, ctypes.c_int32, "ompi_mpi_state")
+    assert state is not None  # Only Open MPI is fault tolerant.
+    state.value = OPEN_MPI_FINALIZED
     # Then the threads of MPI still run. So no destructor of a library does: glibc calls what was registered last first.
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):

@@ -6,17 +6,16 @@ thread (negotiation/fast_path.py).
 """
 
 from collections.abc import Callable
-from typing import Any
 
-from ...core.interfaces import Outcome
+from ...core.interfaces import AgreementRound, Outcome
 from .segment import ASLEEP, EVEN_VOTE, ODD_VOTE, HostMemory
 
 # A vote is number * _NUMBER_UNIT | (_READY_BIT if its rank is ready) | (round & ROUND_MASK).
 ROUND_MASK, _READY_BIT, _NUMBER_UNIT = 3, 4, 8
 
 
-class SharedMemoryAgreement:
-    """One rank's part in the rounds of interfaces.AgreementRound.
+class SharedMemoryAgreement(AgreementRound):
+    """One rank's part in the rounds.
 
     Votes are double-buffered. A counter is reused two rounds later, and round n + 1 starts only when round n is
     complete. So all ranks read the same votes, and derive the same outcome.
@@ -38,7 +37,6 @@ class SharedMemoryAgreement:
         self.has_voted = False  # in this round
 
     def vote(self, number: int, is_ready: bool = False) -> None:
-        """See AgreementRound."""
         self._counter = ODD_VOTE if self._round % 2 else EVEN_VOTE
         self._vote = number * _NUMBER_UNIT | (_READY_BIT if is_ready else 0) | (self._round & ROUND_MASK)
         self._memory.post(self._vote, self._counter)
@@ -53,7 +51,6 @@ class SharedMemoryAgreement:
                 self._wake_rank(rank)
 
     def outcome(self) -> Outcome | None:
-        """See AgreementRound."""
         votes = self._host_outcome() if self.has_voted else None
         if votes is None:
             return None
@@ -61,20 +58,11 @@ class SharedMemoryAgreement:
         return votes[1]
 
     def has_news(self) -> bool:
-        """See AgreementRound."""
         return self.has_voted and self._host_has_voted()
 
     def missing(self) -> list[int]:
-        """See AgreementRound."""
         return [rank for rank in self._memory.ranks
                 if (self._memory.counter_of(rank, self._counter) ^ self._round) & ROUND_MASK]
-
-    def surrender(self) -> list[Any]:
-        """See AgreementRound."""
-        return []
-
-    def close(self) -> None:
-        """Nothing to release."""
 
     def _host_has_voted(self) -> bool:
         for place in self._votes_at[self._counter]:  # all() of a generator takes ten times as long.

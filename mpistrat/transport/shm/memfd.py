@@ -61,25 +61,16 @@ class HostFile:
         """The descriptor; -1 after `close`."""
         return self._descriptor
 
-    def take(self, nbytes: int, part: tuple[int, int] = (0, 1)) -> mmap.mmap:
-        """Map the next `nbytes` of the file, which are zero at first. Local.
-
-        Args:
-            nbytes: At least one.
-            part: (k, n): This rank allocates part k of n, and other ranks allocate the other parts. Each part is then
-                near to the processor of its rank (NUMA). All ranks must have returned before any of them uses the
-                memory.
+    def take(self, nbytes: int) -> mmap.mmap:
+        """Map the next `nbytes` of the file, at least one, which are zero at first. Local.
 
         Raises:
             OSError: There is not enough memory. A later, smaller `take` may succeed.
         """
-        (k, n), start = part, self._end
+        start = self._end
         self._end += rounded_up(nbytes, mmap.ALLOCATIONGRANULARITY)
-        first, last = (min(rounded_up(nbytes * i // n, mmap.ALLOCATIONGRANULARITY), nbytes) for i in (k, k + 1))
         # Allocates now. Otherwise the kernel would kill this rank in a reduction, if there is not enough memory.
-        if first < last:
-            os.posix_fallocate(self._descriptor, start + first, last - first)
-        os.posix_fallocate(self._descriptor, start + nbytes - 1, 1)  # Sets the end: no mapping beyond it works.
+        os.posix_fallocate(self._descriptor, start, nbytes)
         return mmap.mmap(self._descriptor, nbytes, offset=start)
 
     def close(self) -> None:

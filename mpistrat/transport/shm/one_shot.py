@@ -56,7 +56,8 @@ class OneShot(Prepared):
             combine(parts, op, result, scale)
             unpack(result, targets)
         memory.post(number, PACKED, CONSUMED, READY, UNPACKED)
-        plane.count_one_shot()
+        # It has used the memory of all slots.
+        plane.last_chunk, plane.free_at = number, [number] * plane.slots
 
 
 def are_large(nbytes: int, tensors: Sized) -> bool:

@@ -59,7 +59,7 @@ class _Ring:
 
 
 class ShmRing:
-    """One rank's channel (interfaces.LocalChannel) over rings. A UnixSocketChannel wakes ranks that sleep.
+    """One rank's channel over rings, in the place of a UnixSocketChannel, which wakes ranks that sleep.
 
     Args:
         memory: The memory of the host. Uses its counter ASLEEP.
@@ -195,6 +195,9 @@ class ShmRing:
         """Close the channel."""
         self._channel.close()
         self._has_other_news = bool  # It refers to this object.
+
+
+LocalChannel = ShmRing | UnixSocketChannel  # how the ranks of one host exchange messages
 
 
 def ring_bytes(edges: Sequence[tuple[int, int]]) -> int:

@@ -12,12 +12,12 @@ from ...core.arithmetic import Reduction, Scale, combine, divided_before, scaled
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
 from ...core.tuning import SHM_CHUNK_BYTES, SHM_CHUNKS_UNDER_WAY, SHM_KEPT_VIEWS, SHM_ONE_SHOT_BYTES
-from .layout import Chunk, lay_out
+from .layout import Chunk, Move, lay_out
 from .one_shot import OneShot, are_large
 from .segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 
 
-class InChunks(Protocol):
+class Chunked(Protocol):
     """A collective that runs in chunks.
 
     Attributes:
@@ -26,19 +26,17 @@ class InChunks(Protocol):
     """
 
     @property
-    def chunks(self) -> Sized:
-        """See above."""
+    def chunks(self) -> Sized: ...
 
     @property
-    def first(self) -> int:
-        """See above."""
+    def first(self) -> int: ...
 
 
-class Work(Prepared):
+class TwoShotReduce(Prepared):
     """A two-shot all-reduce under way.
 
     Attributes:
-        chunks, first: See InChunks.
+        chunks, first: See Chunked.
         inputs, outputs: The sources and the targets, 1-D.
         packed: How many of the first chunks are packed ahead, without being posted to the other ranks.
     """
@@ -56,15 +54,29 @@ class Work(Prepared):
         self.first, self.packed = first, 0
 
     def pack_ahead(self) -> None:
-        """See Prepared."""
-        self.plane.pack_ahead(self)
+        """Pack the first chunks, whose memory is free. Local; never waits."""
+        for k, chunk in enumerate(self.chunks[:self.plane.slots]):
+            if not self.plane.memory.have_all(self.plane.free_at[k], CONSUMED):
+                break
+            self.copy_in(chunk)
+            self.packed = k + 1
 
     def finish(self, all_packed: bool) -> None:
         """See Prepared."""
         self.plane.run(self, self.plane.stages)
 
+    def copy_in(self, chunk: Chunk) -> None:
+        """Copy this rank's part of a chunk to shared memory."""
+        for array, part, memory in chunk.packs:
+            scaled_copy(self.inputs[array][part], self.reduction.prescale, memory)
 
-Stage = Callable[[Any, int], None]  # a step on chunk k of an InChunks
+    def copy_out(self, moves: Sequence[Move]) -> None:
+        """Copy results from shared memory to this rank's targets."""
+        for array, part, memory in moves:
+            self.outputs[array][part] = memory
+
+
+Stage = Callable[[Any, int], None]  # a step on chunk k of a Chunked
 
 
 class _Views(NamedTuple):
@@ -140,11 +152,11 @@ class TwoShotData(DataPlane):
             one_shot.parts = views.parts[:, :elements]
             one_shot.pack_ahead()
             return one_shot
-        work = Work(self, sources, targets, reduction, self.last_chunk + 1)
+        work = TwoShotReduce(self, sources, targets, reduction, self.last_chunk + 1)
         work.chunks = self._chunks_of(work, nbytes, views.slots)
         return work
 
-    def _chunks_of(self, work: Work, nbytes: int, slots: list[list[np.ndarray]]) -> list[Chunk]:
+    def _chunks_of(self, work: TwoShotReduce, nbytes: int, slots: list[list[np.ndarray]]) -> list[Chunk]:
         sizes, itemsize = tuple([source.size for source in work.inputs]), work.inputs[0].itemsize
         # Small tensors: one copy each is faster than one reduction each. A prescale needs the copy, too.
         packs_own = work.reduction.prescale != 1.0 or not are_large(nbytes, sizes)
@@ -155,14 +167,11 @@ class TwoShotData(DataPlane):
                              lambda size: self._slices_of(size, itemsize), packs_own)
             views = sum([chunk.views for chunk in chunks])
             if self._kept_views + views > SHM_KEPT_VIEWS:
-                self._forget_layouts()
+                self._layouts.clear()
+                self._kept_views = 0
             self._layouts[key] = chunks
             self._kept_views += views
         return chunks
-
-    def _forget_layouts(self) -> None:
-        self._layouts.clear()
-        self._kept_views = 0
 
     def _slices_of(self, size: int, itemsize: int) -> tuple[slice | None, list[slice]]:
         """For a chunk of `size` elements: the slice that this rank reduces, and the other slices."""
@@ -176,20 +185,7 @@ class TwoShotData(DataPlane):
         """How many ranks, from the first of the host on, reduce a slice of a chunk of `nbytes`."""
         return self._count
 
-    def pack_ahead(self, work: Work) -> None:
-        """Pack the first chunks, whose memory is free. Local; never waits."""
-        for k, chunk in enumerate(work.chunks[:self.slots]):
-            if not self.memory.have_all(self.free_at[k], CONSUMED):
-                break
-            self._copy_in(work, chunk)
-            work.packed = k + 1
-
-    def count_one_shot(self) -> None:
-        """Count a chunk that has used the memory of all slots."""
-        self.last_chunk += 1
-        self.free_at = [self.last_chunk] * self.slots
-
-    def run(self, work: InChunks, stages: Sequence[Stage]) -> None:
+    def run(self, work: Chunked, stages: Sequence[Stage]) -> None:
         """Run the stages on all chunks. A stage on one chunk follows the stage before it on the next chunk."""
         count = len(work.chunks)
         if not count:
@@ -202,7 +198,7 @@ class TwoShotData(DataPlane):
         for k in range(max(count - self.slots, 0), count):
             self.free_at[k % self.slots] = work.first + k
 
-    def _room_for(self, work: InChunks, k: int) -> int:
+    def _room_for(self, work: Chunked, k: int) -> int:
         """How many chunks must be consumed, and unpacked, before chunk k may overwrite its memory."""
         return self.free_at[k] if k < self.slots else work.first + k - self.slots
 
@@ -211,26 +207,22 @@ class TwoShotData(DataPlane):
         """The steps on a chunk, in order."""
         return self._pack, self._reduce, self._unpack
 
-    def _pack(self, work: Work, k: int) -> None:
+    def _pack(self, work: TwoShotReduce, k: int) -> None:
         if k >= work.packed:
             self.memory.await_all(self._room_for(work, k), CONSUMED)
-            self._copy_in(work, work.chunks[k])
+            work.copy_in(work.chunks[k])
         self.memory.post(work.first + k, PACKED)
 
-    def _copy_in(self, work: Work, chunk: Chunk) -> None:
-        for array, part, memory in chunk.packs:
-            scaled_copy(work.inputs[array][part], work.reduction.prescale, memory)
-
-    def _reduce(self, work: Work, k: int) -> None:
+    def _reduce(self, work: TwoShotReduce, k: int) -> None:
         chunk = work.chunks[k]
         self.memory.await_all(work.first + k, PACKED)
         self.memory.await_all(self._room_for(work, k), UNPACKED)
         self._reduce_slice(work, chunk, chunk.result, work.reduction.scale)
         # Before the others read it, which takes it from this processor's cache (102 MB on 2 ranks: 4 % less time).
-        self._take_own(work, k)
+        work.copy_out(chunk.own_copies)
         self.memory.post(work.first + k, READY, CONSUMED)
 
-    def _reduce_slice(self, work: Work, chunk: Chunk, result: np.ndarray, scale: Scale) -> None:
+    def _reduce_slice(self, work: TwoShotReduce, chunk: Chunk, result: np.ndarray, scale: Scale) -> None:
         """Reduce this rank's slice of a chunk over the ranks of the host."""
         if not chunk.reads:
             combine(chunk.parts, work.reduction.op, result, scale)
@@ -239,16 +231,10 @@ class TwoShotData(DataPlane):
             all_parts[self._index] = work.inputs[array][part]
             combine(all_parts, work.reduction.op, result[here], scale)
 
-    def _take_own(self, work: Work, k: int) -> None:
-        """Copy this rank's slice to its targets."""
-        for array, part, memory in work.chunks[k].own_copies:
-            work.outputs[array][part] = memory
-
-    def _unpack(self, work: Work, k: int) -> None:
-        """Copy the slices that other ranks have reduced to this rank's targets."""
+    def _unpack(self, work: TwoShotReduce, k: int) -> None:
+        """Take the slices that other ranks have reduced."""
         self.memory.await_all(work.first + k, READY)
-        for array, part, memory in work.chunks[k].other_copies:
-            work.outputs[array][part] = memory
+        work.copy_out(work.chunks[k].other_copies)
         self.memory.post(work.first + k, UNPACKED)
 
     def _views_of(self, dtype: np.dtype) -> _Views:

@@ -1,0 +1,1 @@
+"""Elastic training: states that survive the loss of ranks, and how ranks notice it and recover."""

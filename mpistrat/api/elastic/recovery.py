@@ -1,0 +1,148 @@
+"""Recovery: after the loss of ranks, the others connect anew in the same processes, with new ranks.
+
+It needs Open MPI under `mpirun --with-ft ulfm`. Everything between init() and shutdown() is made again over the ranks
+that are left: communicators, shared memory, engines, roles and process sets. What belongs to the script stays: models,
+optimizers, traced functions, strategies, ProcessSet objects.
+"""
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from ...core import forked
+from ...core.errors import RecoveryError
+from ...core.handle import require_no_driver
+from ...transport.mpi import library
+from .. import runtime
+from ..job import Runtime
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+logger = logging.getLogger(__name__)
+
+_DISCARD_S = 0.2  # for MPI to end the requests on the old communicators
+_QUIET_S = 0.02  # in which no further rank is lost
+_NEWS_S, _NEWS_POLL_S = 0.5, 0.01  # for MPI to learn of a loss, after another rank has noticed it
+
+
+def recover(limit_s: float = 5.0) -> None:
+    """Connect the ranks that are left after a RanksLostError. Collective over these; in the main thread.
+
+    Afterwards rank(), size() and so on are those of the ranks that are left, in their old order. Averages divide by the
+    new size. Process sets are without the lost ranks, the others renumbered; one that has lost all ranks is removed.
+    What was in flight is lost.
+
+    Args:
+        limit_s: Seconds until it must be done. A rank that is long in coming, because it computes, counts.
+
+    Raises:
+        RecoveryError: It is not done within the limit, MPI fails, or the job cannot recover. The caller must end the
+            process with os._exit then, since threads may hang in MPI.
+    """
+    forked.require_rank()
+    require_no_driver("recover()")
+    former = runtime.current()
+    if not former.losses.is_tolerant:
+        raise RecoveryError("a job can recover only if it has several ranks, with Open MPI and mpirun --with-ft ulfm.")
+    began = time.monotonic()
+    if former.losses.interruption.error is None:
+        former.losses.lose(())
+    for rank, why in former.losses.irreplaceable.items():
+        if any(each.rank == rank for each in former.losses.lost):
+            raise RecoveryError(f"rank {rank} is lost. {why}")
+    attempt = _Attempt(former, began + limit_s)
+    thread = threading.Thread(target=attempt.run, name="mpistrat-recovery", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise RecoveryError(f"rank {former.topology.rank} {attempt.stage} for more than {limit_s:g} s.")
+    if attempt.made is None:
+        raise RecoveryError(f"rank {former.topology.rank} cannot recover: {attempt.problem}") from attempt.problem
+    runtime.replace(former, attempt.made)
+    logger.info("rank %d of %d: recovered in %.2f s; was rank %d of %d", attempt.made.topology.rank,
+                attempt.made.topology.size, time.monotonic() - began, former.topology.rank, former.topology.size)
+
+
+class _Attempt:
+    """One recovery. `run` is for a thread of its own, since MPI has no time limits.
+
+    Attributes:
+        stage: What this rank does now.
+        made: The new Runtime; None before it is made.
+        problem: Why there is none.
+    """
+
+    def __init__(self, former: Runtime, deadline: float):
+        self._former, self._deadline = former, deadline
+        self.stage = "ends its engines"
+        self.made: Runtime | None = None
+        self.problem: Exception | None = None
+
+    def run(self) -> None:
+        """Recover; see above."""
+        try:
+            self.made = self._recovered()
+        except Exception as error:  # Of any kind: `recover` raises it.
+            logger.debug("rank %d: the recovery failed", self._former.topology.rank, exc_info=True)
+            self.problem = error
+
+    def _recovered(self) -> Runtime:
+        from ...transport.mpi import ulfm
+        base = self._former.comm
+        assert base is not None  # The job is tolerant.
+        # Often several end together. Open MPI 5.0.11 has crashed in MPIX_Comm_shrink when a rank ended meanwhile.
+        known = -1
+        while known < len(self._former.losses.lost) and time.monotonic() < self._deadline:
+            known = len(self._former.losses.lost)
+            time.sleep(_QUIET_S)
+        ulfm.report_failed(base, [each.rank for each in self._former.losses.lost], to_all=False)
+        ulfm.discard(self._former.surrender(self._deadline - time.monotonic()), _DISCARD_S)
+        comm = base
+        while True:
+            self.stage = "has waited for the other ranks to agree on who is left"
+            earlier, comm = comm, ulfm.survivors(comm)
+            if earlier is not base:
+                ulfm.discard([earlier], 0.0)
+            self.stage = "has connected the ranks that are left"
+            made, problem = self._connected(comm, base)
+            self.stage = "has waited for the other ranks to connect"
+            if ulfm.have_all(comm, problem is None) and made is not None:
+                ulfm.discard([base], 0.0)
+                return made
+            if made is not None:
+                made.losses.lose(())
+                ulfm.discard(made.surrender(self._deadline - time.monotonic()), _DISCARD_S)
+            if problem is not None and not self._is_lost_by_now(comm):
+                raise problem
+            logger.debug("rank %d: ranks were lost during the recovery, which begins again", self._former.topology.rank)
+
+    def _connected(self, comm: "MPI.Intracomm", base: "MPI.Intracomm") -> tuple[Runtime | None, Exception | None]:
+        """The new Runtime over `comm`, as far as it was made, and why it is not complete. Collective."""
+        made = None
+        try:
+            former_ranks = library.ranks_in(comm, base)
+            new_ranks = {former: rank for rank, former in enumerate(former_ranks)}
+            # A communicator that is made while a rank ends may crash Open MPI, so this makes as few as it can.
+            hosts = [self._former.topology.host_of[rank] for rank in former_ranks]
+            made = runtime.connected(comm, binds=False, hosts=hosts)
+            made.registry.restore(self._former.registry, new_ranks)
+            made.losses.irreplaceable.update((new_ranks[rank], why) for rank, why in
+                                             self._former.losses.irreplaceable.items() if rank in new_ranks)
+            return made, None
+        except Exception as error:  # Of any kind: the other ranks must not wait for this one.
+            logger.debug("rank %d: the ranks that are left are not connected", self._former.topology.rank,
+                         exc_info=True)
+            comm.Revoke()
+            return made, error
+
+    def _is_lost_by_now(self, comm: "MPI.Intracomm") -> bool:
+        """Whether a rank of `comm` is lost, after a moment in which MPI may learn of it."""
+        from ...transport.mpi import ulfm
+        until = min(time.monotonic() + _NEWS_S, self._deadline)
+        while not ulfm.failed_ranks(comm):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_NEWS_POLL_S)
+        return True

@@ -1,0 +1,101 @@
+"""ElasticSampler: which rows of a dataset this rank has still to process in the epoch. Horovod's name and methods.
+
+For users; local.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any
+
+import numpy as np
+
+from .. import ops, runtime
+
+
+class ElasticSampler:
+    """Deals out the numbers of the rows that no rank has processed in this epoch, the same number of them to each rank.
+
+        sampler = hvd.elastic.ElasticSampler(x)
+        state = hvd.elastic.TensorFlowKerasState(model, sampler=sampler)
+        for number, rows in enumerate(batched(sampler, 32)):
+            train_step(x[rows], y[rows])
+            sampler.record_batch(number, 32)
+            state.commit()
+
+    As an attribute of a state it is saved, restored and synchronised with it: `sync` makes the ranks exchange what each
+    has processed, and deals out the rest anew. So a job that goes on from a commit repeats no row.
+
+    Args:
+        dataset: Anything with a length.
+        shuffle: Whether the order is random, another one in each epoch.
+        seed: Of the order; the same on all ranks.
+
+    Attributes:
+        epoch: The number of the epoch.
+        processed_indices: The rows that this rank knows to be processed.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0):
+        self._count, self._shuffle, self._seed = len(dataset), shuffle, seed
+        self.epoch = 0
+        self.processed_indices: set[int] = set()
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: no row is processed. Local; the same on all ranks."""
+        self.epoch = epoch
+        self.processed_indices = set()
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Note that this rank has processed batch number `batch_idx` of its rows, of `batch_size` rows. Local."""
+        self.record_indices(self.get_indices(batch_idx, batch_size))
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Note that these rows are processed. Local."""
+        self.processed_indices.update(indices)
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """Return the rows of a batch of this rank. Local."""
+        return self._indices[batch_idx * batch_size:(batch_idx + 1) * batch_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and the processed rows. Local."""
+        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what state_dict() has returned, and deal out the other rows. Local."""
+        self.epoch, self.processed_indices = state_dict["epoch"], set(state_dict["processed_indices"])
+        self.reset()
+
+    def sync(self, root_rank: int = 0) -> None:
+        """Take the epoch of the root, and all rows that some rank has processed in it. Collective."""
+        states = ops.allgather_object(self.state_dict(), name="elastic.sampler")
+        self.load_state_dict(self.together([states[root_rank], *states]))
+
+    @staticmethod
+    def together(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The epoch of the first of these states, and all rows that are processed in one of them in that epoch."""
+        epoch = states[0]["epoch"]
+        done = [state["processed_indices"] for state in states if state["epoch"] == epoch]
+        return {"epoch": epoch, "processed_indices": set().union(*done)}
+
+    def reset(self) -> None:
+        """Deal out the rows that are not processed. Local; for the ranks that there are now.
+
+        All ranks get as many rows. If they do not divide evenly, the first ones of the order are dealt out twice.
+        """
+        rank, size = (runtime.current().topology.rank, runtime.current().topology.size) \
+            if runtime.is_initialized() else (0, 1)
+        order = np.random.default_rng([self._seed, self.epoch]).permutation(self._count) if self._shuffle \
+            else np.arange(self._count)
+        remaining = [index for index in order.tolist() if index not in self.processed_indices]
+        each = math.ceil(len(remaining) / size)
+        self._indices = [remaining[i % len(remaining)] for i in range(rank, each * size, size)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        """The number of rows of this rank."""
+        return len(self._indices)

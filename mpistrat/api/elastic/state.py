@@ -1,0 +1,292 @@
+"""States of a training script that can be committed, restored and synchronised: Horovod's elastic API.
+
+In a job of `mpistrat run --elastic` a commit outlives the processes: when ranks or hosts are lost, the ranks that are
+left, or those of the next generation, go on from it. In other jobs the number of ranks is fixed, `commit` keeps a copy
+in memory, and the loss of a rank ends the job. For users; `sync` is collective, and so is `commit` in an elastic job.
+"""
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ...core.errors import CollectiveError, ElasticError, RecoveryError
+from ...elastic import membership
+from ...elastic.commits import CommitId, DamagedCommitError
+from .. import ops, runtime
+from . import recovery
+from .sampler import ElasticSampler
+
+if TYPE_CHECKING:
+    from ...elastic.member import Member
+
+logger = logging.getLogger(__name__)
+R = TypeVar("R")
+Snapshot = dict[str, Any]
+
+
+class HostsUpdatedInterrupt(Exception):  # noqa: N818 - Horovod's name
+    """Raised by commit() of all ranks: the number of ranks changes, and this generation ends. `run` handles it."""
+
+
+class ObjectState:
+    """Python objects that are the state of a training script. Each is an attribute.
+
+    An ElasticSampler among them keeps what it knows: `sync` and `commit` exchange the processed rows of all ranks.
+
+    Args:
+        bcast_object: Replaces broadcast_object, for compatibility with Horovod.
+        get_rank: Accepted for compatibility with Horovod, ignored.
+        kwargs: The names of the attributes and their first values, which can be copied and pickled.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None,
+                 **kwargs: Any):
+        self._broadcast_object = bcast_object
+        self._names = list(kwargs)
+        self._reset_callbacks: list[Callable[[], object]] = []
+        self._saved: Snapshot = {}
+        self._number = 0  # of the last commit that all ranks have made in this process
+        self._set(kwargs)
+        self.save()
+
+    if TYPE_CHECKING:
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: object) -> None: ...
+
+    def save(self) -> None:
+        """Keep a copy of the state in memory. Local."""
+        self._saved = self._snapshot()
+
+    def restore(self) -> None:
+        """Return to the state of the last save or commit. Local."""
+        self._take(self._saved)
+
+    def commit(self) -> None:
+        """Keep a copy of the state, to which restore() returns.
+
+        Local, except in an elastic job: there it is collective, and the copy goes to the keepers of all hosts while the
+        script goes on.
+
+        Raises:
+            HostsUpdatedInterrupt: On all ranks of an elastic job, if hosts come or go. The commit is kept.
+            RuntimeError: The commit before this one could not be kept.
+            MismatchError: On all ranks of an elastic job, if a state with variables finds that they differ.
+        """
+        own = membership.current()
+        if own is None:
+            self.save()
+            self.check_host_updates()
+            return
+        before = self._saved
+        self.save()
+        try:
+            said = ops.allgather_object((own.number, own.why_leave, self._saved["samplers"]), name="elastic.commit")
+            number = max(number for number, _, _ in said) + 1
+            if self._compare(number):
+                self.save()
+        except CollectiveError:
+            self._saved = before  # Other ranks may not have this step.
+            raise
+        self._number = number
+        self._take_processed([samplers for _, _, samplers in said])
+        topology, why = runtime.current().topology, next((why for _, why, _ in said if why), "")
+        own.commit(self._number, functools.partial(self._portable, self._saved), self._where(),
+                   topology.local_rank == 0, topology.rank == 0 and own.is_saved(self._number, is_last=bool(why)))
+        if why:
+            own.finish()
+            raise HostsUpdatedInterrupt(why)
+
+    def sync(self) -> None:
+        """Make the state of all ranks that of one rank, and save it. Collective.
+
+        It is the state of rank 0; in an elastic job that of the rank with the newest commit, if there is one.
+        """
+        own = membership.current()
+        root = 0 if own is None else self._restore_newest(own)
+        for name in self._samplers():
+            getattr(self, name).sync(root or 0)
+        if root is not None:
+            self._broadcast(root)
+        self.save()
+
+    def check_host_updates(self) -> None:
+        """Do nothing: commit() looks for changes of the hosts. Local."""
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
+        """Have these functions called by on_reset(). Local."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Call the functions that register_reset_callbacks() has got. Local. `run` calls it after a loss of ranks."""
+        for callback in self._reset_callbacks:
+            callback()
+
+    # -- for subclasses ------------------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> Snapshot:
+        """A copy of the state, which does not change any more."""
+        return {"values": copy.deepcopy(self._values_but_samplers()),
+                "samplers": {name: getattr(self, name).state_dict() for name in self._samplers()}}
+
+    def _take(self, snapshot: Snapshot) -> None:
+        """Return to the state of a snapshot, which another process may have made."""
+        self._set(copy.deepcopy(snapshot["values"]))
+        for name, state in snapshot["samplers"].items():
+            getattr(self, name).load_state_dict(state)
+
+    def _portable(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot as what can be pickled. Called in another thread."""
+        return snapshot
+
+    def _compare(self, number: int) -> bool:
+        """Compare the ranks' states before the commit of this number is kept. Collective.
+
+        Returns:
+            Whether the state has changed, on some rank.
+        """
+        return False
+
+    def _broadcast(self, root: int) -> None:
+        """Make the objects of all ranks those of `root`. Collective."""
+        own = self._values_but_samplers()
+        values = self._broadcast_object(own) if self._broadcast_object is not None else \
+            ops.broadcast_object(own, root, name="elastic.state")
+        self._names = [*values, *(name for name in self._names if name not in own)]
+        self._set(values)
+
+    # -- elastic jobs --------------------------------------------------------------------------------------------------
+
+    def _restore_newest(self, own: "Member") -> int | None:
+        """Return to the newest commit on a rank that has it. Collective.
+
+        Returns:
+            That rank; 0 if there is no commit; None if all ranks have returned to it.
+        """
+        found: CommitId | None = CommitId(own.job.generation, self._number)
+        snapshot: Snapshot | None = None
+        if not self._number:
+            found, snapshot = self._kept(own)
+        ids = ops.allgather_object(found, name="elastic.newest")
+        if all(each is None for each in ids):
+            found, snapshot = own.saved() or (None, None)
+            ids = ops.allgather_object(found, name="elastic.saved")
+        newest = max((each for each in ids if each is not None), default=None)
+        if newest is None:
+            return 0
+        root, rank = ids.index(newest), runtime.current().topology.rank
+        is_everywhere = all(each == newest for each in ids)
+        if is_everywhere or rank == root:
+            if snapshot is not None:
+                self._take(snapshot)
+            else:
+                self.restore()
+        if rank == 0:
+            logger.warning("mpistrat: training goes on from %s", newest)
+        return None if is_everywhere else root
+
+    def _kept(self, own: "Member") -> tuple[CommitId | None, Snapshot | None]:
+        """The newest commit in the keeper of this host."""
+        if own.newest is None:
+            return None, None
+        try:
+            found, snapshot = own.read()
+        except DamagedCommitError as error:
+            logger.warning("%s on this host is damaged: %s", own.newest, error)
+            return None, None
+        return found, snapshot
+
+    def _take_processed(self, by_rank: list[dict[str, dict[str, Any]]]) -> None:
+        """Let the samplers, and what is saved of them, know the rows that all ranks have processed."""
+        for name in self._samplers():
+            state = ElasticSampler.together([samplers[name] for samplers in by_rank])
+            getattr(self, name).processed_indices |= state["processed_indices"]
+            self._saved["samplers"][name] = state
+
+    def _where(self) -> str:
+        """Where the training is, for people: the whole numbers of the state."""
+        numbers = [f"{name} {value}" for name, value in self._values_but_samplers().items() if type(value) is int]
+        return ", ".join(numbers[:3])
+
+    def _samplers(self) -> list[str]:
+        """The names of the samplers."""
+        return [name for name in self._names if isinstance(getattr(self, name), ElasticSampler)]
+
+    def _values_but_samplers(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self._names}
+        return {name: value for name, value in values.items() if not isinstance(value, ElasticSampler)}
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+def keep_going(state: ObjectState, train: Callable[[], R], when_it_fails: Callable[[], object] = lambda: None) -> R:
+    """Synchronise a state and train; in an elastic job again after each loss, from the last commit. Collective.
+
+    Args:
+        state: The state.
+        train: Trains what is left, and returns the result.
+        when_it_fails: Called with an exception of `train` under way, unless ranks were lost and the others go on.
+    """
+    while True:
+        state.sync()
+        try:
+            return train()
+        except HostsUpdatedInterrupt as interrupt:
+            own = membership.current()
+            if own is None:
+                raise ElasticError("HostsUpdatedInterrupt is for jobs of mpistrat run --elastic") from None
+            own.leave(str(interrupt))
+        except Exception:
+            if not _go_on_after_loss():
+                when_it_fails()
+                raise
+        state.restore()
+        state.on_reset()
+
+
+def _go_on_after_loss() -> bool:
+    """Connect the ranks that are left, if an exception was caused by the loss of ranks, in an elastic job. Collective.
+
+    If they cannot be connected in these processes, this process ends, and the next generation goes on.
+
+    Returns:
+        Whether the ranks are connected; else the exception has another cause, or the job ends with its ranks.
+    """
+    own = membership.current()
+    if own is None or not runtime.is_initialized():
+        return False
+    losses = runtime.current().losses
+    if not losses.is_tolerant or losses.interruption.error is None:
+        return False
+    logger.warning("mpistrat: %s", losses.interruption.error)
+    try:
+        recovery.recover()
+    except RecoveryError as error:
+        own.leave_now(str(error))
+    topology = runtime.current().topology
+    own.rename(topology.rank, topology.size)
+    return True
+
+
+def run(func: Callable[..., R]) -> Callable[..., R]:
+    """Decorate a training function whose first argument is a state: synchronise the state, then call the function.
+
+    In an elastic job the function is called again, with the state of the last commit, when ranks are lost; or the next
+    generation of processes calls it. In other jobs an exception of the function returns the state to its last commit
+    and goes on, which ends the job. The function that is returned is collective.
+    """
+    @functools.wraps(func)
+    def synchronised(state: ObjectState, *args: Any, **kwargs: Any) -> R:
+        def return_to_commit() -> None:
+            state.restore()
+            rank = runtime.current().topology.rank if runtime.is_initialized() else 0
+            logger.warning("rank %d: the training function has raised an exception; its state is that of the last "
+                           "commit", rank)
+
+        return keep_going(state, lambda: func(state, *args, **kwargs), return_to_commit)
+
+    return synchronised

@@ -1,0 +1,1 @@
+"""Tensors of other libraries, and the GPU of this rank."""

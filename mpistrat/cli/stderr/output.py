@@ -1,0 +1,139 @@
+"""What of mpirun's stderr is shown at once, and what is kept for the end. Pure: bytes and times are arguments.
+
+Bytes pass unchanged, apart from the following, which needs whole lines:
+
+- The report of a rank that fails is kept, and so are its last operations, and the line of a rank that ends without
+  init(); the summary at the end has them.
+- mpirun's words about the end of a rank are kept.
+- Log lines of TensorFlow, warnings of Python and errors in the arguments of a script are shown once, and not for each
+  rank (`tensorflow_lines`).
+
+A line that is not complete passes after a moment, so that prompts and progress bars appear.
+"""
+
+import math
+import re
+
+from ...process.report import ReportReader
+from .mpirun_lines import RULE, Words, understand
+from .tensorflow_lines import Records
+
+PARTIAL_S = 0.1  # A line that is not complete waits so long for its end,
+BLOCK_S = 1.0  # and a text between two rules for the second rule.
+_BLOCK_LINES = 60
+# What mpirun puts before the lines of a rank (--tag-output, -prepend-rank).
+_TAG = re.compile(rb"[^<>]*<stderr>:? ?|\[\d+\] ?")
+
+
+class Output:
+    """The stderr of one mpirun.
+
+    Attributes:
+        told: What ranks have told so far.
+        words: mpirun's words about the end of ranks, in order.
+        is_at_line_start: Whether what was returned so far ends with a line.
+
+    Args:
+        is_all: Keep nothing back but reports.
+        least_severity: Of log lines of TensorFlow, as in TF_CPP_MIN_LOG_LEVEL.
+        has_driver: Whether a rank may find a driver for GPUs.
+    """
+
+    def __init__(self, is_all: bool = False, least_severity: int = 0, has_driver: bool = True):
+        self._is_all = is_all
+        self.told, self._records = ReportReader(), Records(least_severity, has_driver)
+        self._partial, self._partial_until = b"", math.inf
+        self._is_inside_line = False  # The beginning of the line that comes has been returned.
+        self._block: list[bytes] = []
+        self._block_until = math.inf
+        self.words: list[Words] = []
+        self.is_at_line_start = True
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """Take what mpirun has printed, and return what is to be shown."""
+        *lines, partial = (self._partial + data).split(b"\n")
+        shown = [self._line(line + b"\n", now) for line in lines]
+        if not self._is_inside_line:
+            partial = self._without_null(partial)
+        if not partial:
+            self._partial_until = math.inf
+        elif lines or not self._partial:
+            self._partial_until = now + PARTIAL_S  # More of the same line does not put it off.
+        self._partial = partial
+        return self._shown(b"".join(shown))
+
+    def due(self, now: float) -> bytes:
+        """Return what was kept back and is to be shown now, because time has passed."""
+        shown = b""
+        if self._block and self._block_until <= now:
+            shown += self._end_block()
+        if self._partial and self._partial_until <= now:
+            shown += self._partial
+            self._partial, self._partial_until, self._is_inside_line = b"", math.inf, True
+        return self._shown(shown)
+
+    def next_s(self, now: float) -> float | None:
+        """Return the time until `due` may return something, or None."""
+        until = min(self._partial_until, self._block_until)
+        return max(0.0, until - now) if until < math.inf else None
+
+    def end(self) -> bytes:
+        """Return what is still to be shown when mpirun has ended."""
+        last, self._partial, self._partial_until = self._partial, b"", math.inf
+        shown = self._line(last, math.inf) if last else b""
+        return self._shown(shown) + self.due(math.inf)
+
+    def _shown(self, data: bytes) -> bytes:
+        if data:
+            self.is_at_line_start = data.endswith(b"\n")
+        return data
+
+    def _line(self, line: bytes, now: float) -> bytes:
+        """Take a line, and return what is to be shown."""
+        is_start, self._is_inside_line = not self._is_inside_line, False
+        if is_start:
+            line = self._without_null(line)
+        before = self.told.take(line)
+        if before is not None:
+            if _TAG.fullmatch(before) or not before:
+                return b""
+            return self._once(before + b"\n") if is_start else before + b"\n"
+        if not is_start:
+            return line
+        is_rule = RULE.match(line) is not None
+        if self._block and not is_rule:
+            self._block.append(line)
+            return self._end_block() if len(self._block) > _BLOCK_LINES else b""
+        if is_rule:
+            return self._take_rule(line, now)
+        if line.startswith((b"Abort(", b"[")) and self._keep(line):
+            return line if self._is_all else b""
+        return self._once(line)
+
+    def _without_null(self, line: bytes) -> bytes:
+        """The line without the null character that Open MPI 5 prints after its last words, or after lines of ranks."""
+        return line.lstrip(b"\0") if self.words else line
+
+    def _once(self, line: bytes) -> bytes:
+        return line if self._is_all or self._records.is_shown(line) else b""
+
+    def _take_rule(self, line: bytes, now: float) -> bytes:
+        text = b"".join(self._block)
+        if text and self._keep(text + line):
+            self._block, self._block_until = [], math.inf
+            return text + line if self._is_all else b""
+        # The first rule, or the second one of a text of another kind, or the first one after a line like it.
+        self._block, self._block_until = [line], now + BLOCK_S
+        return text
+
+    def _end_block(self) -> bytes:
+        text, self._block, self._block_until = b"".join(self._block), [], math.inf
+        return text
+
+    def _keep(self, text: bytes) -> bool:
+        """Keep a text if it is mpirun's about the end of a rank. Returns whether it is."""
+        words = understand(text)
+        if words is None:
+            return False
+        self.words.append(words)
+        return True

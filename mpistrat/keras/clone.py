@@ -1,0 +1,170 @@
+"""Copies of optimizers. Called by optimizer.py; local.
+
+`copy_of` makes a new one with the same configuration and without state. A configuration of Keras has plain values only,
+from which Keras makes objects if it knows their classes. So learning rates that are schedules or functions are handed
+over as they are, and the optimizers in an optimizer are copied here.
+
+Keras itself copies by configurations and files, which have the original class, so that they can be loaded without
+mpistrat. A copy that Keras makes in this process is distributed again:
+
+- The name in a configuration is marked. An optimizer that is made from the configuration is distributed as the mark
+  says (`from_config`, `deserialize`, `compile_from_config`).
+- pickle and copy get a function that distributes what Keras loads. It is for optimizers, and for models with one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, SupportsIndex
+
+import keras
+import tensorflow as tf
+from keras.optimizers import Optimizer
+
+from ..api import runtime
+from . import xla
+from .nested_optimizers import distributed_in, parts_of, passes_on
+from .patches import PATCHES, Function, replaces
+
+# The constructor's arguments that may be schedules, functions or optimizers, and the attributes that have them.
+_OBJECTS = {"learning_rate": "_learning_rate", "inner_optimizer": "inner_optimizer", "optimizer_map": "_optimizer_map"}
+# Distributes a copy of an optimizer as the original.
+Again = Callable[[Optimizer], Optimizer]
+
+
+def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: Mapping[str, object] | None = None,
+            copies: dict[int, Optimizer] | None = None) -> Any:
+    """An optimizer with the configuration of `optimizer`, which is not changed.
+
+    A MultiOptimizer that gets its optimizers from a function shares the function, and so the optimizers, with its copy.
+
+    Args:
+        optimizer: The original.
+        cls: The class of the copy, a subclass of the original's; None: the original's, without its distribution.
+        changes: Values of the configuration that are others in the copy.
+        copies: The copies of optimizers that have been made, by the id of the original.
+    """
+    original = original_class(type(optimizer))
+    cls, copies = cls or original, {} if copies is None else copies
+    if id(optimizer) in copies:
+        return copies[id(optimizer)]
+    given = {name: value for name, attribute in _OBJECTS.items()
+             if callable(value := getattr(optimizer, attribute, None)) or isinstance(value, Optimizer)}
+    config = _config_without(optimizer, given) | {
+        name: _copied(value, copies) for name, value in given.items()} | dict(changes or {})
+    if again_of(config) is not None:
+        config["name"] = str(config["name"])
+    # Keras' own from_config reads optimizers from plain values only. A class of the user may have its own from_config.
+    copied = cls(**config) if set(given) - {"learning_rate"} else original.from_config.__func__(cls, config)
+    for name, value in vars(optimizer).items():
+        # What exclude_from_weight_decay has set is no part of the configuration.
+        if name.startswith("_exclude_from_weight_decay") and not name.endswith("_cache"):
+            setattr(copied, name, value)
+    copies[id(optimizer)] = copied
+    return copied
+
+
+def _config_without(optimizer: Optimizer, arguments: Iterable[str]) -> dict[str, Any]:
+    """The configuration of an optimizer without these arguments, objects that Keras may not be able to save."""
+    stand_in = object.__new__(type(optimizer))
+    vars(stand_in).update(vars(optimizer))
+    # get_config of an older Keras fails without a learning rate.
+    vars(stand_in).update({_OBJECTS[name]: tf.constant(0.0) if name == "learning_rate" else None for name in arguments})
+    config: dict[str, Any] = stand_in.get_config()
+    return {name: value for name, value in config.items() if name not in arguments}
+
+
+def original_class(cls: type[Optimizer]) -> type[Optimizer]:
+    """The class of which a class of distributed optimizers is made; another class itself."""
+    return cls.__bases__[1] if getattr(cls, "is_distributed", False) else cls
+
+
+def _copied(value: object, copies: dict[int, Optimizer]) -> object:
+    """An optimizer or an OptimizerMap with new optimizers; anything else as it is."""
+    if isinstance(value, Optimizer):
+        return copy_of(value, copies=copies)
+    if isinstance(value, Mapping) and hasattr(value, "default_optimizer"):
+        cls: Any = type(value)
+        return cls(copy_of(value.default_optimizer, copies=copies),
+                   {name: copy_of(each, copies=copies) for name, each in value.items()})
+    return value
+
+
+# -- copies that Keras makes ------------------------------------------------------------------------------------------
+
+
+class _MarkedName(str):
+    """A name in a configuration, with what distributes an optimizer. In a file or in a pickle it is a plain string."""
+
+    def __new__(cls, name: str, again: Again) -> "_MarkedName":
+        marked = super().__new__(cls, name)
+        marked.again = again
+        return marked
+
+    again: Again
+
+    def __deepcopy__(self, memo: object) -> "_MarkedName":
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return str, (str(self),)
+
+
+def marked(config: dict[str, Any], again: Again) -> dict[str, Any]:
+    """A configuration with a mark. That of a class that does not take a name stays as it is."""
+    return config | {"name": _MarkedName(config["name"], again)} if "name" in config else config
+
+
+def again_of(config: Mapping[str, Any]) -> Again | None:
+    name = config.get("name")
+    return name.again if isinstance(name, _MarkedName) else None
+
+
+def keep_marks(cls: type[Optimizer]) -> None:
+    """Make the from_config of a class distribute what a marked configuration makes. Further calls do nothing."""
+    owner = next(base for base in cls.__mro__ if "from_config" in vars(base))
+    if not any(patch.owner is owner and patch.name == "from_config" for patch in PATCHES):
+        replaces(owner, "from_config", "a copy would train alone",
+                 "https://github.com/keras-team/keras/blob/v3.10.0/keras/src/optimizers/base_optimizer.py")(from_config)
+
+
+def from_config(original: Function, cls: type[Optimizer], config: dict[str, Any], *args: object,
+                **kwargs: object) -> Optimizer:
+    again = again_of(config)
+    if again is None:
+        return original(cls, config, *args, **kwargs)
+    return again(original(cls, config | {"name": str(config["name"])}, *args, **kwargs))
+
+
+@replaces(keras.Model, "__reduce_ex__", "pickle and copy would make a model that trains alone",
+          "https://github.com/keras-team/keras/blob/v3.10.0/keras/src/saving/keras_saveable.py")
+def reduce_ex(original: Function, self: keras.Model, protocol: SupportsIndex) -> Any:
+    how = original(self, protocol)
+    optimizer = getattr(self, "optimizer", None)
+    return distributed_when_loaded(optimizer, how) if distributed_in(optimizer) else how
+
+
+def distributed_when_loaded(optimizer: Optimizer, how: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As `how`, a function that loads a file in memory and its arguments, for pickle and copy; distributes the copy.
+
+    `optimizer` is the one that is copied, or that of the model; it or one in it is distributed.
+    """
+    load, arguments = how[:2]
+    owner = getattr(load, "__self__", None)
+    if not isinstance(owner, type):
+        return how  # The first versions of Keras 3 do not copy by files, and cannot copy a distributed optimizer.
+    load = getattr(original_class(owner), load.__name__)  # pickle finds the original class by its name.
+    inside = distributed_in(optimizer)
+    is_whole = inside == [optimizer] or inside == [part for part in parts_of(optimizer) if not passes_on(part)]
+    return _load, (inside[0]._mpistrat_again(is_in_process=False, is_whole=is_whole), load, *arguments), *how[2:]
+
+
+def _load(again: Again, load: Callable[..., Any], *arguments: object) -> Any:
+    """Load an optimizer or a model, and distribute the optimizer, unless this process is no rank."""
+    loaded = load(*arguments)
+    if not runtime.is_initialized():
+        return loaded
+    if isinstance(loaded, Optimizer):
+        return again(loaded)
+    if getattr(loaded, "optimizer", None) is not None and not distributed_in(loaded.optimizer):
+        loaded.optimizer = again(loaded.optimizer)
+        xla.switch_off(loaded)
+    return loaded

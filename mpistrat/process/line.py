@@ -1,0 +1,248 @@
+"""A line: JSON messages between two processes of a job, over TCP or over a Unix socket of Linux' abstract namespace.
+
+Both ends prove that they know the secret of the job, so other users, who can connect to either, are rejected
+(challenge and response with HMAC, RFC 2104). Messages are not encrypted: they say who is where, who has ended and what
+was committed, and hold no data of the training.
+
+The kernel closes a line when its process ends, however it ends, and wakes a thread that waits for a message. Keep-alive
+probes detect a host that is down.
+"""
+
+import hmac
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+Address = tuple[str, int] | str
+_ADDRESS_LIMIT_S = 3.0  # for one of several addresses; a host that drops packets never answers
+_PROOF_LIMIT_S = 5.0
+_NONCE_BYTES = 32
+_MOST_BYTES = 1 << 20  # of a message
+_AGAIN_S = 0.1  # until the next try to accept a connection, after one has failed
+_MOST_STRANGERS = 64  # connections that have not proved anything yet
+_PROBE_S, _SILENT_S = 10.0, 60.0  # between two keep-alive probes, and until a host counts as down
+
+_open: "weakref.WeakSet[Line]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close the lines in a forked process: the kernel ends one only when all processes have closed it."""
+    for line in _open:
+        line._connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Line:
+    """One end of a line. Any thread may send; one thread reads.
+
+    Args:
+        connection: Both ends of it have proved that they know the secret.
+        own: The address of this end: IP address and port, or of a Unix socket its name.
+        peer: That of the other end.
+
+    Attributes:
+        own, peer: The arguments.
+    """
+
+    def __init__(self, connection: "Connection[bytes, bytes]", own: Address, peer: Address):
+        self._connection, self.own, self.peer = connection, own, peer
+        self._lock = threading.Lock()
+        _open.add(self)
+        if isinstance(own, tuple):
+            self.probe(_PROBE_S, _SILENT_S)
+
+    def probe(self, every_s: float, limit_s: float) -> None:
+        """Have the kernel probe the other end while nothing arrives, and end the line after `limit_s` without answer.
+
+        Args:
+            every_s: At least 1 s.
+            limit_s: Also for what was sent and not received.
+        """
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as shared:
+            shared.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                shared.setsockopt(socket.IPPROTO_TCP, option, max(1, round(every_s)))
+            shared.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limit_s * 1000))
+
+    def fileno(self) -> int:
+        """The descriptor, for `multiprocessing.connection.wait`."""
+        return self._connection.fileno()
+
+    def send(self, **message: Any) -> bool:
+        """Send a message. Returns whether the line is still open."""
+        try:
+            with self._lock:
+                self._connection.send_bytes(json.dumps(message).encode())
+            return True
+        except OSError:
+            return False  # The reader of this line notices too, and says so.
+
+    def poll(self, limit_s: float | None) -> bool:
+        """Whether a message, or the end of the line, is there within `limit_s`."""
+        return self._connection.poll(limit_s)
+
+    def receive(self) -> Message:
+        """Wait for a message and return it.
+
+        Raises:
+            OSError: The other end has closed the line, or has ended, or its host is down.
+        """
+        try:
+            found = json.loads(self._connection.recv_bytes(_MOST_BYTES))
+        except EOFError:
+            raise OSError("the other end has closed the connection") from None
+        except ValueError as error:
+            raise OSError(f"a message that is not understood: {error}") from error
+        if not isinstance(found, dict):
+            raise OSError(f"a message that is not understood: {found}")
+        return found
+
+    def read(self, take: Callable[["Line", Message | None], None]) -> None:
+        """Call `take` with this line and each message, and with None after the last one, in a thread of its own."""
+        def run() -> None:
+            while True:
+                try:
+                    message = self.receive()
+                except OSError:
+                    break
+                take(self, message)
+            take(self, None)
+        threading.Thread(target=run, name="mpistrat-line", daemon=True).start()
+
+    def close(self) -> None:
+        """Close this end, so that a thread that reads here, and the other end, notice. May be called twice."""
+        if not self._connection.closed:
+            _shut_down(self._connection)  # close() alone would not wake a thread that reads.
+
+
+def connect(addresses: Iterable[Address], secret: bytes, limit_s: float) -> Line:
+    """Return a line to the process that listens at one of `addresses`: (host, port), or an abstract name.
+
+    Raises:
+        OSError: None of them answers within `limit_s`, or the process there does not know the secret. Its cause is the
+            error of the last address; None if there is no address.
+    """
+    until, problems, cause = time.monotonic() + limit_s, [], None
+    for address in addresses:
+        name = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else address
+        left_s = min(max(until - time.monotonic(), 0.1), _ADDRESS_LIMIT_S)
+        try:
+            if isinstance(address, tuple):
+                connected = socket.create_connection(address, timeout=left_s)
+            else:
+                connected = socket.socket(socket.AF_UNIX)
+                connected.settimeout(left_s)
+                connected.connect("\0" + address)
+            own, peer = connected.getsockname(), connected.getpeername()
+            connected.settimeout(None)
+            connection = Connection(connected.detach())
+            challenge = _received(connection)
+            nonce = os.urandom(_NONCE_BYTES)
+            connection.send_bytes(_proof(secret, b"connects", challenge) + nonce)
+            if not hmac.compare_digest(_received(connection), _proof(secret, b"listens", nonce)):
+                raise OSError("the process that listens there does not know the secret of the job")
+            return Line(connection, own, peer)
+        except OSError as error:
+            problems.append(f"{name}: {error}")
+            cause = error
+    raise OSError("; ".join(problems) or "it has no address") from cause
+
+
+class Listening:
+    """Accepts lines, each in a thread until the other end has proved that it knows the secret.
+
+    Args:
+        listener: A socket that listens. `close` closes it.
+        secret: Of the job.
+        greet: Called with each new line, in a thread of its own.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes, greet: Callable[[Line], None]):
+        self._listener, self._secret, self._greet = listener, secret, greet
+        self._strangers: dict[Connection[bytes, bytes], None] = {}  # in the order of arrival
+        self._is_closed = False
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="mpistrat-listener", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connected, peer = self._listener.accept()
+            except OSError as error:
+                if self._is_closed:
+                    return
+                # Of this connection, or there are too many open files, sockets or buffers: there may be less later.
+                logger.debug("a connection was not accepted: %s", error)
+                time.sleep(_AGAIN_S)
+                continue
+            connected.settimeout(None)
+            own, connection = connected.getsockname(), Connection(connected.detach())
+            with self._lock:
+                if len(self._strangers) == _MOST_STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    _shut_down(oldest)
+                self._strangers[connection] = None
+            threading.Thread(target=self._prove, args=(connection, own, peer), name="mpistrat-line",
+                             daemon=True).start()
+
+    def _prove(self, connection: "Connection[bytes, bytes]", own: Address, peer: Address) -> None:
+        try:
+            challenge = os.urandom(_NONCE_BYTES)
+            connection.send_bytes(challenge)
+            answer = _received(connection)
+            proof, nonce = answer[:-_NONCE_BYTES], answer[-_NONCE_BYTES:]
+            if not hmac.compare_digest(proof, _proof(self._secret, b"connects", challenge)):
+                raise OSError("it does not know the secret of the job")
+            connection.send_bytes(_proof(self._secret, b"listens", nonce))
+        except OSError as error:
+            logger.debug("a connection was rejected: %s", error)
+            with self._lock:  # Not while it is shut down as the oldest one.
+                self._strangers.pop(connection, None)
+                connection.close()
+            return
+        with self._lock:
+            self._strangers.pop(connection, None)
+        self._greet(Line(connection, own, peer))
+
+    def close(self) -> None:
+        """Accept no more. Lines stay open. May be called twice."""
+        self._is_closed = True
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)  # close() alone would not wake the thread that accepts.
+        except OSError:
+            pass  # It is closed.
+        self._listener.close()
+
+
+def _shut_down(connection: "Connection[bytes, bytes]") -> None:
+    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
+        try:
+            shared.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # The other end has closed it.
+
+
+def _received(connection: "Connection[bytes, bytes]") -> bytes:
+    if not connection.poll(_PROOF_LIMIT_S):
+        raise OSError(f"no answer within {_PROOF_LIMIT_S:g} s")
+    try:
+        return connection.recv_bytes(4 * _NONCE_BYTES)
+    except EOFError:
+        raise OSError("the other end has closed the connection, as one with another secret does") from None
+
+
+def _proof(secret: bytes, side: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, side + nonce, "sha256")

@@ -1,0 +1,102 @@
+"""TensorFlow's C API for operations and kernels, by ctypes. Nothing here knows of collectives.
+
+The functions are those of
+https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.h and of ops.h, tf_status.h and tf_tensor.h
+beside it.
+"""
+
+import ctypes
+import os
+from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import tensorflow as tf
+
+_Strings = (c_void_p, c_char_p)
+_PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "TF_NewStatus": (c_void_p, ()),
+    "TF_DeleteStatus": (None, (c_void_p,)),
+    "TF_GetCode": (c_int, (c_void_p,)),
+    "TF_Message": (c_char_p, (c_void_p,)),
+    "TF_SetStatus": (None, (c_void_p, c_int, c_char_p)),
+    "TF_NewOpDefinitionBuilder": (c_void_p, (c_char_p,)),
+    "TF_OpDefinitionBuilderAddAttr": (None, _Strings),
+    "TF_OpDefinitionBuilderAddInput": (None, _Strings),
+    "TF_OpDefinitionBuilderAddOutput": (None, _Strings),
+    "TF_OpDefinitionBuilderSetIsStateful": (None, (c_void_p, c_bool)),
+    "TF_OpDefinitionBuilderSetShapeInferenceFunction": (None, (c_void_p, c_void_p)),
+    "TF_ShapeInferenceContextSetUnknownShape": (None, (c_void_p, c_void_p)),
+    "TF_RegisterOpDefinition": (None, (c_void_p, c_void_p)),
+    "TF_NewAsyncKernelBuilder": (c_void_p, (c_char_p, c_char_p, c_void_p, c_void_p, c_void_p)),
+    "TF_KernelBuilder_HostMemory": (None, _Strings),
+    "TF_RegisterKernelBuilder": (None, (c_char_p, c_void_p, c_void_p)),
+    "TF_GetInput": (None, (c_void_p, c_int, POINTER(c_void_p), c_void_p)),
+    "TF_NumDims": (c_int, (c_void_p,)),
+    "TF_Dim": (c_int64, (c_void_p, c_int)),
+    "TF_TensorData": (c_void_p, (c_void_p,)),
+    "TF_DeleteTensor": (None, (c_void_p,)),
+    "TF_OpKernelContext_Failure": (None, (c_void_p, c_void_p)),
+}
+# Python's lock is released in these: an allocation waits for memory that others free, and the last executes what
+# TensorFlow does at the end of an operation. A release costs a change of threads, so the others keep the lock.
+_UNLOCKED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "TF_ForwardInputOrAllocateOutput": (c_void_p, (c_void_p, POINTER(c_int), c_int, c_int, POINTER(c_int64), c_int,
+                                                   POINTER(c_int), c_void_p)),
+    "TF_RunAsyncOpKernelDoneCallback": (None, (c_void_p,)),
+}
+# A method with a parameter of the type std::function<void()> of libstdc++. Other standard libraries name it otherwise.
+_LIBSTDCPP = "_ZN10tensorflow6Device12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpKernelContextESt8functionIFvvEE"
+
+
+class CApi:
+    """The functions, by their names. Raises OSError or AttributeError if the library has not all of them."""
+
+    def __init__(self, path: str):
+        for loaded, prototypes in ((ctypes.PyDLL(path), _PROTOTYPES), (ctypes.CDLL(path), _UNLOCKED)):
+            for name, (result, arguments) in prototypes.items():
+                function = getattr(loaded, name)
+                function.restype, function.argtypes = result, arguments
+                setattr(self, name, function)
+        self.is_of_libstdcpp = hasattr(loaded, _LIBSTDCPP)
+
+    def __getattr__(self, name: str) -> Any:  # For mypy: all of them are set above.
+        raise AttributeError(name)
+
+
+@cache
+def api() -> CApi | None:
+    """The C API of the TensorFlow that is loaded; None: it has none of this kind."""
+    try:
+        return CApi(os.path.join(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2"))
+    except (OSError, AttributeError):
+        return None
+
+
+def require_api() -> CApi:
+    """The C API, which TensorFlow has."""
+    found = api()
+    assert found is not None, "why_not was not called"
+    return found
+
+
+class Status:
+    """A TF_Status. Not thread-safe."""
+
+    __slots__ = ("_api", "pointer")
+
+    def __init__(self) -> None:
+        self._api = require_api()
+        self.pointer: int = self._api.TF_NewStatus()
+
+    def check(self) -> None:
+        """Raise RuntimeError with the message of an error."""
+        if self._api.TF_GetCode(self.pointer):
+            raise RuntimeError(self._api.TF_Message(self.pointer).decode(errors="replace"))
+
+    def set(self, code: int, message: str) -> None:
+        """Make it an error."""
+        self._api.TF_SetStatus(self.pointer, code, message.replace("\0", " ").encode())
+
+    def __del__(self) -> None:
+        self._api.TF_DeleteStatus(self.pointer)

@@ -1,0 +1,239 @@
+"""Collectives on GPU tensors, in graphs and eager: one asynchronous operation each.
+
+TensorFlow calls its kernel when the work that computes the inputs is enqueued. The kernel gives the engine the
+addresses of the inputs, and an event after that work. It waits for nothing. The engine packs the tensors into its
+fusion buffers and unpacks the results into the operation's outputs, as for arrays of cupy. When the GPU is done, the
+operation is complete. So no node can read a result before, whatever TensorFlow's optimizer moves.
+
+An output whose shape is that of its input is allocated by the kernel, before the event, or is the input's own memory if
+nothing else refers to that. An output whose size depends on other ranks is allocated when the engine knows the size.
+
+Nodes of one name run one after the other, since they have a resource in common, which belongs to the name. Nodes of
+different names start in any order. Only after `complete_in_order` all later ones wait. In the gradient of a function,
+where nothing can be captured, names contain the number of the execution, as in `cpu`.
+
+TensorFlow cannot cancel the operation. If an execution fails elsewhere, it ends when its collectives are complete, or
+when the engine fails them, because the other ranks have not submitted them for too long.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from queue import SimpleQueue
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import tensorflow as tf
+
+from ...api import runtime
+from ...api.interop.own_gpu import gpu_input, host_copies_of
+from ...core.errors import MpistratError
+from ...core.handle import Handle
+from ...core.request import on_gpu
+from ...gpu.arrays import Allocated, GpuArray, GpuInput, RecordedStream
+from ..bridge import execution_ids
+from ..bridge.execution_ids import Execution
+from ..bridge.gpu_eager import device_at
+from ..bridge.own_threads import run_in_own_thread
+from ..bridge.program_order import after_completed, anonymous_variable, capture_in_order, in_gradient
+from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer
+from ..bridge.tf_errors import described
+from . import kernel, streams
+
+logger = logging.getLogger(__name__)
+
+_orders: "WeakValueDictionary[tuple[str, str], tf.Tensor]" = WeakValueDictionary()  # by device and name
+
+
+def is_used(where: str, process_set: int) -> bool:
+    """Whether tensors on this device of TensorFlow's go this way. Checks that once; it is local.
+
+    Args:
+        where: The name of the device.
+        process_set: The id of the process set.
+    """
+    if not runtime.current().settings.async_op or _why_not():
+        return False
+    stream = streams.stream_for(device_at(where), where)
+    return stream is not None and not (process_set and isinstance(stream, streams.ContextStream))
+
+
+@cache
+def _why_not() -> str:
+    """As kernel.why_not; also warns once."""
+    reason = kernel.why_not()
+    if reason:
+        logger.warning("rank %d: GPU tensors are copied before they are reduced: %s",
+                       runtime.current().topology.rank, reason)
+    return reason
+
+
+def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
+        shapes: Sequence[tf.TensorShape], process_set: int = 0, keeps_shapes: bool = True,
+        observer: Observer | None = None) -> list[tf.Tensor]:
+    """Run one collective in a graph, as `cpu.run`; the results are on the same device. Collective.
+
+    Args:
+        where: The device of the tensors.
+        name, tensors, shapes, process_set: As in `cpu.run`.
+        make_request: Called with the tensors as GpuInputs.
+        keeps_shapes: Whether each result has the shape of its tensor.
+        observer: Called with copies on the host before the submit.
+    """
+    execution = execution_ids.current.get() or Execution()
+    past, counts = [execution.number] if execution.is_past else [], execution.number is None
+    orders = [] if in_gradient() else [capture_in_order(_order(where, name))]
+    site = _GpuCallSite(name, process_set, make_request, execution, observer,
+                        _Tensors(where, _numpy_dtypes(tensors), 1 + len(past) + len(orders), keeps_shapes))
+    with after_completed(), tf.device(where):
+        outputs = kernel.node(site, tensors, past, orders, int(counts))
+    site.belongs_to(outputs[0].op)
+    if counts:
+        execution.number = outputs.pop()
+        execution.number.set_shape([])
+    for result, shape in zip(outputs, shapes, strict=True):
+        result.set_shape(shape)
+    return outputs
+
+
+def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_shapes: bool) -> list[tf.Tensor]:
+    """Run one collective on eager tensors of this rank's GPU; the results are on the same GPU. Collective.
+
+    The operation blocks its thread, so it has another one than this, which waits for the engine, as all eager calls.
+
+    Args:
+        make_request: Called with the tensors as GpuInputs.
+        tensors: At least one.
+        keeps_shapes: Whether each result has the shape of its tensor.
+
+    Raises:
+        As `api.interop.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
+    """
+    kinds = _Tensors(tensors[0].backing_device, _numpy_dtypes(tensors), 1, keeps_shapes)
+    target = _Eager()
+    run_in_own_thread(lambda: target.run(tensors))
+    call = target.next()
+    arrays = kinds.inputs(call)
+    request = on_gpu(make_request(arrays))
+    # If this raises, as a signal handler may, the engine may still use the memory. The call then ends with `arrays`.
+    handle = runtime.group_of(request.name, request.process_set).engine.run(request, arrays)
+    try:
+        handle.wait()
+    except MpistratError as error:
+        call.fail(*described(error))
+        raise
+    call.complete()
+    results: list[tf.Tensor] = target.next()
+    return results
+
+
+class _Eager:
+    """The target of an eager operation: hands the call to the thread that wants the results."""
+
+    def __init__(self) -> None:
+        self._events: SimpleQueue[Any] = SimpleQueue()
+
+    def compute(self, call: kernel.Call) -> None:
+        """See kernel.Target."""
+        self._events.put(call)
+
+    def run(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Execute the operation. Does not raise."""
+        try:
+            self._events.put(kernel.execute(self, tensors))
+        except Exception as error:
+            self._events.put(error)
+
+    def next(self) -> Any:
+        """The call, and then the results. Raises the error of the operation."""
+        event = self._events.get()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+
+def _order(where: str, name: str) -> tf.Tensor:
+    """The resource of a name, on the device of its nodes. Nothing ever reads or writes it."""
+    handle = _orders.get((where, name))
+    if handle is None:
+        with tf.init_scope(), tf.device(where):
+            handle = anonymous_variable(tf.float32)
+        _orders[where, name] = handle
+    return handle
+
+
+def _numpy_dtypes(tensors: Sequence[tf.Tensor]) -> list[np.dtype]:
+    return [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensors:
+    """The tensors of a collective as inputs of the operation.
+
+    Attributes:
+        where: TensorFlow's name of their device.
+        dtypes: Their dtypes.
+        first: The place of the first one among the inputs.
+        keeps_shapes: Whether each result has the shape of its tensor.
+    """
+
+    where: str
+    dtypes: Sequence[np.dtype]
+    first: int
+    keeps_shapes: bool
+
+    def inputs(self, call: kernel.Call) -> list[GpuInput]:
+        """The tensors of a call for the engine, which keep the call."""
+        device = device_at(self.where)
+        stream = streams.stream_for(device, self.where)
+        assert stream is not None, "is_used was not called"
+        with device.current():
+            known = [call.input(self.first + i) for i in range(len(self.dtypes))]
+            made = [call.output(i, shape, self.first + i) if self.keeps_shapes else None
+                    for i, (_, shape) in enumerate(known)]
+            ready = device.record(stream)  # After the outputs: earlier work may still use their memory.
+        return [gpu_input(GpuArray(address, shape, dtype, call), device, ready,
+                          _allocation(call, i, dtype, made[i], stream))
+                for i, ((address, shape), dtype) in enumerate(zip(known, self.dtypes, strict=True))]
+
+
+def _allocation(call: kernel.Call, place: int, dtype: np.dtype, made: int | None,
+                stream: RecordedStream) -> Callable[[tuple[int, ...]], Allocated]:
+    """What allocates a result: an output of the call, at the address `made` if it is allocated already."""
+    def allocate(shape: tuple[int, ...]) -> Allocated:
+        if made is not None:
+            return GpuArray(made, shape, dtype, call), None
+        return GpuArray(call.output(place, shape), shape, dtype, call), stream
+    return allocate
+
+
+class _GpuCallSite(CollectiveCallSite):
+    """The target of the node of one collective. Several executions may be in flight."""
+
+    def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution,
+                 observer: Observer | None, tensors: _Tensors):
+        super().__init__(name, process_set, lambda arrays: on_gpu(make_request(arrays)), execution, observer)
+        self._tensors = tensors
+
+    def compute(self, call: kernel.Call) -> None:
+        """Submit the collective. See kernel.Target."""
+        arrays = self._tensors.inputs(call)
+        its = self.submission(arrays, call.number(1) if self._has_past else None,
+                              lambda: list(map(host_copies_of(device_at(self._tensors.where)).fetched, arrays)))
+        if self._counts:
+            call.write_number(len(arrays), its.number)
+        handle = its.group.engine.submit(its.request, its.arrays, self.origin)
+        handle.when_done(_end, (call, handle))
+
+
+def _end(ended: Sequence[tuple[kernel.Call, Handle]]) -> None:
+    """The handles are done: so are the calls. Called by the engine's thread."""
+    for call, handle in ended:
+        try:
+            handle.wait()
+        except Exception as error:
+            call.fail(*described(error))
+        else:
+            call.complete()

@@ -1,0 +1,225 @@
+"""The operation `MpistratAsyncCollective`, and its kernel: a call of Python that is complete later, in any thread.
+
+The operation gets the number of a *target*, a Python object, as a tensor. So creating and deleting a kernel calls no
+Python, and an eager call with a new target needs no new kernel. Inputs and outputs are addresses, in the memory of a
+GPU if there is one.
+TensorFlow calls a kernel when the work that computes its inputs has been enqueued, not when it is done.
+
+The operation is stateful: TensorFlow neither removes it nor computes it in advance, and a function waits for it before
+it ends. Yet no stateful node waits for it, if it has a resource as an input: automatic control dependencies then order
+it only among the nodes with the same resource.
+"""
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from ctypes import c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import Protocol
+
+import tensorflow as tf
+
+from ...core.errors import EngineError
+from ..bridge._private import apply_op, context, execute_eagerly, set_node_attribute
+from ..bridge.calls import SITE_ATTRIBUTE
+from ..bridge.python_op import keep_in_graph, keep_thread_state
+from ..bridge.sync_execution import SynchronousExecution
+from ..bridge.targets import Targets
+from ..bridge.tf_errors import described
+from .c_api import Status, api, require_api
+from .done import Done, is_deleted_by_tensorflow
+
+_NAME = "MpistratAsyncCollective"
+_DEVICES = (b"CPU", b"GPU")
+_ON_HOST = (b"target", b"past", b"order", b"numbers")
+_PROBE_S = 10.0
+
+_Compute = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)
+_NO_DIMS = (c_int64 * 1)()
+
+
+class Call:
+    """An execution of the kernel. Call `complete` or `fail` once, in any thread.
+
+    TensorFlow keeps the inputs, and the memory of the outputs, until then. A call that nothing refers to any more has
+    failed.
+    """
+
+    __slots__ = ("_api", "_context", "_done", "_status", "is_ended")
+
+    def __init__(self, of_kernel: int, done: int):
+        self._api, self._context, self._done, self._status = require_api(), of_kernel, Done(done), Status()
+        self.is_ended = False
+
+    def input(self, place: int) -> tuple[int, tuple[int, ...]]:
+        """The address and the shape of an input."""
+        found, own = c_void_p(), self._api
+        own.TF_GetInput(self._context, place, found, self._status.pointer)
+        self._status.check()
+        shape = tuple([own.TF_Dim(found, i) for i in range(own.TF_NumDims(found))])
+        address = own.TF_TensorData(found) or 0
+        own.TF_DeleteTensor(found)  # The reference; with a second one, `output` would not get the memory.
+        return address, shape
+
+    def number(self, place: int) -> int:
+        """The value of an int64 scalar on the host."""
+        return c_int64.from_address(self.input(place)[0]).value
+
+    @property
+    def target(self) -> "Target | None":
+        """What the node calls."""
+        return _targets.get(c_int32.from_address(self.input(0)[0]).value)
+
+    def output(self, place: int, shape: Sequence[int], instead_of: int = -1) -> int:
+        """Allocate an output; return its address.
+
+        Args:
+            place: The place of the output.
+            shape: Its shape.
+            instead_of: The input whose memory it may get, if nothing else refers to that; -1: none.
+        """
+        own, dims = self._api, (c_int64 * len(shape))(*shape) if shape else _NO_DIMS
+        made = own.TF_ForwardInputOrAllocateOutput(self._context, (c_int * 1)(instead_of), int(instead_of >= 0), place,
+                                                   dims, len(shape), None, self._status.pointer)
+        self._status.check()
+        address = own.TF_TensorData(made) or 0
+        own.TF_DeleteTensor(made)
+        return address
+
+    def write_number(self, place: int, value: int) -> None:
+        """Make an output, on the host, this int64 scalar."""
+        c_int64.from_address(self.output(place, ())).value = value
+
+    def complete(self) -> None:
+        """The outputs are there."""
+        self.is_ended = True
+        self._done.run()
+
+    def fail(self, message: str, code: int) -> None:
+        """The operation has failed, and the execution of its graph with it; `code` is one of tf.errors."""
+        self.is_ended = True
+        self._status.set(code, message)
+        self._api.TF_OpKernelContext_Failure(self._context, self._status.pointer)
+        self._done.run()
+
+    def __del__(self) -> None:
+        if not self.is_ended:
+            self.fail("the thread that waited for the collective was interrupted.", tf.errors.CANCELLED)
+
+
+class Target(Protocol):
+    """What a node calls. It must not refer to the graph."""
+
+    def compute(self, call: Call) -> None:
+        """Called in one of TensorFlow's threads; must not block. What it raises becomes the error of the call."""
+
+
+def node(target: Target, tensors: Sequence[tf.Tensor], past: Sequence[tf.Tensor] = (),
+         order: Sequence[tf.Tensor] = (), numbers: int = 0) -> list[tf.Tensor]:
+    """Make a node on the current device, which calls `target`. Its inputs begin with the number of the target.
+
+    Args:
+        target: Lives as long as the Python object of the graph.
+        tensors: The last inputs, at least one. There are as many outputs, of the same dtypes and of unknown shapes.
+        past: int64 scalars on the host, the next inputs.
+        order: Resources, the inputs after these.
+        numbers: How many int64 outputs on the host follow.
+    """
+    number = _targets.add(target)
+    keep_in_graph(target)
+    constant = tf.constant(number, tf.int32)  # A constant int32 on a GPU is in host memory.
+    results, scalars = apply_op(_NAME, target=constant, past=list(past), order=list(order), tensors=list(tensors),
+                                K=numbers)
+    set_node_attribute((list(results) + list(scalars))[0].op, SITE_ATTRIBUTE,
+                       tf.compat.v1.AttrValue(s=str(number).encode()))
+    return [*results, *scalars]
+
+
+def execute(target: Target, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Execute the operation on eager tensors, at least one, on the device of the first. Blocks until it is complete."""
+    number = _targets.add(target)
+    with SynchronousExecution():
+        with tf.device("CPU:0"):
+            constant = tf.constant(number, tf.int32)
+        with tf.device(tensors[0].backing_device):
+            kinds = [tensor.dtype.as_datatype_enum for tensor in tensors]
+            return list(execute_eagerly(_NAME, len(tensors), [constant, *tensors], ("N", 0, "M", 0, "T", kinds, "K", 0),
+                                        context()))
+
+
+@_Compute
+def _compute(kernel: int | None, of_kernel: int, done: int) -> None:
+    keep_thread_state()
+    call = Call(of_kernel, done)
+    try:
+        target = call.target
+        if target is None:
+            raise EngineError("a tf.function with a collective was called after it was deleted, or in another process "
+                              "than the one that has traced it.")
+        target.compute(call)
+    except BaseException as error:
+        call.fail(*described(error))
+
+
+def _register() -> None:
+    """Register the operation and its kernels."""
+    own, status, name = require_api(), Status(), _NAME.encode()
+    builder = own.TF_NewOpDefinitionBuilder(name)
+    for attribute in (b"N: int >= 0", b"M: int >= 0", b"K: int >= 0", b"T: list(type) >= 1"):
+        own.TF_OpDefinitionBuilderAddAttr(builder, attribute)
+    for given in (b"target: int32", b"past: N * int64", b"order: M * resource", b"tensors: T"):
+        own.TF_OpDefinitionBuilderAddInput(builder, given)
+    for returned in (b"results: T", b"numbers: K * int64"):
+        own.TF_OpDefinitionBuilderAddOutput(builder, returned)
+    own.TF_OpDefinitionBuilderSetIsStateful(builder, True)
+    # A function of the library: one of Python's would take Python's lock where TensorFlow has locks of a graph.
+    unknown = ctypes.cast(own.TF_ShapeInferenceContextSetUnknownShape, c_void_p)
+    own.TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, unknown)
+    own.TF_RegisterOpDefinition(builder, status.pointer)
+    status.check()
+    for device in _DEVICES:
+        kernel = own.TF_NewAsyncKernelBuilder(name, device, None, ctypes.cast(_compute, c_void_p), None)
+        for argument in _ON_HOST:
+            own.TF_KernelBuilder_HostMemory(kernel, argument)
+        own.TF_RegisterKernelBuilder(name, kernel, status.pointer)
+        status.check()
+
+
+_targets = Targets[Target](30, _register)
+tf.no_gradient(_NAME)
+
+
+class _RoundTrip:
+    """Completes its calls in another thread, after the kernel has returned."""
+
+    def compute(self, call: Call) -> None:
+        address, shape = call.input(1)
+        value = ctypes.c_float.from_address(address).value
+
+        def go_on() -> None:
+            ctypes.c_float.from_address(call.output(0, shape)).value = value + 1
+            call.complete()
+
+        threading.Timer(0.01, go_on).start()
+
+
+@cache
+def why_not() -> str:
+    """Why this process cannot use the operation; "" if it can: a real call, on the CPU, has been completed."""
+    if api() is None:
+        return f"TensorFlow {tf.__version__} has not the C API for it"
+    if is_deleted_by_tensorflow() is None:
+        return f"TensorFlow {tf.__version__} passes completion functions of an unknown kind"
+    results: list[object] = []
+
+    def go() -> None:
+        try:
+            with tf.device("CPU:0"):
+                results.extend(float(result) for result in execute(_RoundTrip(), [tf.constant(1.5)]))
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=go, name="mpistrat-probe", daemon=True)
+    thread.start()
+    thread.join(_PROBE_S)
+    return "" if results == [2.5] else f"an operation of its kind returned {results} instead of [2.5]"

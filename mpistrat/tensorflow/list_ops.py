@@ -1,0 +1,235 @@
+"""Reductions and gathers of lists of tensors, with gradients: what the collectives and the gradient reducer share.
+
+Process sets are ids here, see Request. All functions are collective unless their docstring says otherwise.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+import tensorflow as tf
+
+from ..api import runtime
+from ..api.process_sets import ProcessSet, resolved
+from ..core.errors import InvalidRequestError, MpistratError
+from ..core.request import Average, Min, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
+from ..core.topology import Topology
+from .bridge import cpu, gpu_graph
+from .bridge.buckets import reduce_list
+from .bridge.differentiable import Gradient, with_gradient
+from .bridge.submission import Observer
+from .bridge.tf_errors import as_tf_error
+from .compression import Compressed, Compression, Compressor
+from .names import of_gradient
+from .types import Tensor
+from .xla import context as xla
+
+
+def number_of(process_set: ProcessSet | None, operation: str) -> int:
+    """The id of a process set that this rank is in. Raises InvalidRequestError if it is in none; names `operation`."""
+    try:
+        found = resolved(process_set)
+        found.group(operation)
+    except MpistratError as error:
+        raise as_tf_error(error) from error
+    assert found.process_set_id is not None
+    return found.process_set_id
+
+
+def topology_of(process_set: int) -> Topology:
+    """The ranks of a process set that this rank is in. Raises InvalidRequestError if it has been removed."""
+    try:
+        return runtime.group_of("The process set of a collective", process_set).topology
+    except MpistratError as error:
+        raise as_tf_error(error) from error
+
+
+def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
+    """This rank's place in a process set, and the number of its ranks: if ranks may be lost, when the graph runs.
+
+    Raises:
+        InvalidRequestError: As topology_of.
+    """
+    topology = topology_of(process_set)
+    if tf.executing_eagerly() or not runtime.current().losses.is_tolerant:
+        return topology.rank, topology.size
+
+    def read() -> tuple[int, int]:
+        topology = topology_of(process_set)
+        return topology.rank, topology.size
+
+    rank, size = cpu.read_in_graph(read, 2)
+    return rank, size
+
+
+def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
+                   compression: type[Compressor] = Compression.none, labels: Sequence[str] = (),
+                   places: Sequence[int] = (), process_set: int = 0, may_wait: bool = True,
+                   bucket_bytes: int = 0, observer: Observer | None = None,
+                   exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
+    """Reduce dense tensors in buckets, and each tf.IndexedSlices by gathering. Collective, differentiable.
+
+    Returns the reduced tensors, and after them those of `exact`.
+
+    Args:
+        tensors: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
+        name, scaled, labels, process_set, may_wait, bucket_bytes: As in buckets.reduce_list.
+        compression: Of the dense tensors; one of Compression.
+        places: As in buckets.reduce_list. The names of slices have them too.
+        observer: In a graph, called with the arrays of the first collective before they are submitted.
+        exact: Dense tensors by their labels, which are reduced with the others and not compressed.
+    """
+    places = places or range(len(tensors))
+    results, dense = list(tensors), []
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, tf.IndexedSlices):
+            results[i] = reduce_slices(tensor, scaled, f"{name}/{places[i]}", process_set, observer)
+            observer = None
+        else:
+            dense.append(i)
+    compressed = Compressed([tf.convert_to_tensor(tensors[i]) for i in dense], compression)
+    sent, sent_labels = compressed.tensors, list(map(labels.__getitem__, dense)) if labels else []
+    sent_places, apart = list(map(places.__getitem__, dense)), list[tf.Tensor]()
+    if compressed.wire_dtype:  # It is for all tensors of a collective.
+        apart = reduce_dense(list(exact.values()), f"{name}/exact", scaled, tuple(exact), False,
+                             process_set=process_set)
+    else:
+        sent, sent_labels = [*sent, *exact.values()], [*sent_labels, *exact] if labels else []
+        sent_places += range(max(places, default=-1) + 1, max(places, default=-1) + 1 + len(exact))
+    reduced = reduce_dense(sent, name, scaled, sent_labels, may_wait, compressed.wire_dtype, process_set, sent_places,
+                           bucket_bytes, observer)
+    for i, tensor in zip(dense, compressed.restored(reduced[:len(dense)]), strict=True):
+        results[i] = tensor
+    return [*results, *reduced[len(dense):], *apart]
+
+
+def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
+                 may_wait: bool = True, wire_dtype: str = "", process_set: int = 0, places: Sequence[int] = (),
+                 bucket_bytes: int = 0, observer: Observer | None = None) -> list[tf.Tensor]:
+    """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
+    if not tensors:
+        return []
+    reduced = partial(reduce_list, name=name, scaled=scaled, labels=labels, may_wait=may_wait,
+                      bucket_bytes=bucket_bytes, wire_dtype=wire_dtype, process_set=process_set, places=places,
+                      observer=observer)
+    return with_gradient(reduced, ReduceGradient(name, scaled, tuple(labels), may_wait, wire_dtype, process_set),
+                         tensors)
+
+
+@dataclass(frozen=True)
+class ReduceGradient(Gradient):
+    name: str
+    scaled: ScaledOp  # a list after JSON
+    labels: Sequence[str]
+    may_wait: bool
+    wire_dtype: str
+    process_set: int
+
+    def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return reduce_dense(upstream, of_gradient(self.name, self.process_set), scaled_op(*self.scaled), self.labels,
+                            self.may_wait, self.wire_dtype, self.process_set)
+
+
+def all_true(value: tf.Tensor, name: str, process_set: int = 0) -> tf.Tensor:
+    """Whether a boolean scalar is true on every rank. Collective."""
+    return tf.cast(reduce_list([tf.cast(value, tf.int32)], name, ScaledOp(Min), process_set=process_set)[0], tf.bool)
+
+
+def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process_set: int = 0,
+                  observer: Observer | None = None) -> tf.IndexedSlices:
+    """All ranks' slices, concatenated. Collective.
+
+    `observer` is called with the values. For Average the values are divided by the number of ranks that submit slices.
+
+    Rows with the same index stay apart. Keras 3 does not add them up either, and its optimizers square each of them. So
+    the result is that of one process with the rows of all ranks.
+    """
+    op, prescale, postscale = scaled
+    if op not in (Average, Sum):
+        raise NotImplementedError(f"tf.IndexedSlices can be reduced with Average or Sum. Received: {op.name}")
+    if not math.isclose(prescale * postscale, 1.0):
+        raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices; use "
+                                  "sparse_as_dense=True, or tf.convert_to_tensor.")
+    values, = gather(f"{name}/values", [slices.values], process_set, observer)
+    with tf.device(slices.indices.device):
+        present = tf.ones([1], slices.indices.dtype)
+    indices, submitted = gather_list([slices.indices, present], f"{name}/indices", process_set)
+    if op is Average:
+        # Ranks that have joined submit nothing.
+        counts_all = runtime.current().settings.join_average == "all"
+        ranks = place_in(process_set)[1] if counts_all else tf.size(submitted)
+        values = values / tf.cast(ranks, values.dtype)
+    return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+def gather(name: str, tensors: Sequence[tf.Tensor], process_set: int, observer: Observer | None = None,
+           shapes: Sequence[tf.TensorShape] = ()) -> list[tf.Tensor]:
+    """As gather_list, but differentiable."""
+    return with_gradient(partial(gather_list, name=name, process_set=process_set, observer=observer, shapes=shapes),
+                         GatherGradient(name, process_set), tensors)
+
+
+@dataclass(frozen=True)
+class GatherGradient(Gradient):
+    """This rank's parts of the averages of the ranks' gradients."""
+
+    name: str
+    process_set: int
+
+    def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        name = of_gradient(self.name, self.process_set)
+        means = reduce_dense(upstream, name, ScaledOp(Average), process_set=self.process_set)
+        if xla.is_compiled():
+            return equal_parts(means, values, name, self.process_set)
+        own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])
+        rows, = gather_list([own[tf.newaxis]], f"{name}/rows", self.process_set)
+        before = tf.reduce_sum(rows[:place_in(self.process_set)[0]], axis=0)
+        return [mean[before[i]:before[i] + own[i]] for i, mean in enumerate(means)]
+
+
+def equal_parts(joined: Sequence[tf.Tensor], values: Sequence[tf.Tensor], name: str, process_set: int = 0,
+                axis: int = 0) -> list[tf.Tensor]:
+    """This rank's parts of what has the shape of gathered `values`, if all ranks have given as many rows. Local.
+
+    Raises:
+        InvalidRequestError: They have not, as far as the shapes are known. `name` is that of the gather.
+    """
+    topology = topology_of(process_set)
+    for whole, value in zip(joined, values, strict=True):
+        rows, own = whole.shape[axis], value.shape[axis]
+        if None not in (rows, own) and rows != topology.size * own:
+            raise InvalidRequestError(f"{name}: XLA compiles the gradient of a gather only where all ranks have as "
+                                      "many rows. Leave jit_compile out of the function.")
+    return [tf.split(whole, topology.size, axis)[topology.rank] for whole in joined]
+
+
+def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, observer: Observer | None = None,
+                shapes: Sequence[tf.TensorShape] = ()) -> list[tf.Tensor]:
+    """The ranks' tensors, each concatenated along the first dimension. One collective, not differentiable.
+
+    Args:
+        tensors, name, process_set, observer: As in cpu.run.
+        shapes: Those of the results, if they are known. XLA must know them; by default it takes it that all ranks have
+            as many rows.
+    """
+    device = gpu_graph.device_of(tensors)
+    has_rows = all(t.shape.rank for t in tensors)
+    times_rows = 0 if shapes else topology_of(process_set).size
+    run = partial(cpu.run, times_rows=times_rows) if device is None or not has_rows else partial(gpu_graph.gather,
+                                                                                                 device)
+    shapes = shapes or [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors]
+    return run(name, lambda arrays: allgather_request(name, specs_of(arrays), process_set=process_set), tensors, shapes,
+               process_set, observer=observer)
+
+
+def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str, labels: tuple[str, ...] = (),
+                   process_set: int = 0) -> list[tf.Tensor]:
+    """Root_rank's values of dense tensors, in one collective. Collective."""
+    ranks, device = topology_of(process_set).job_ranks, gpu_graph.device_of(tensors)
+    wait = cpu.Wait.ALWAYS if len(tensors) > 1 else cpu.Wait.IF_LAST
+    run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device)
+    return run(name, lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, ranks, labels,
+                                                      process_set=process_set),
+               tensors, [t.shape for t in tensors], process_set)

@@ -1,0 +1,155 @@
+"""The last operations of each rank of a job that has failed: kept, as lines of text, and as a timeline.
+
+Each rank prints its own, because ranks that fail may not reach each other any more, nor a common disk. `mpistrat run`
+reads the stderr of all of them, and writes the file.
+"""
+
+import json
+import os
+import threading
+import time
+import zlib
+from base64 import b64decode, b64encode
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..core.topology import Topology, rank_list
+from ..core.tuning import TOLD_OPERATIONS, TOLD_OPERATIONS_LEAST, TOLD_OPERATIONS_OF_ALL
+from . import files
+from .clocks import Offset
+from .records import Record, from_message, record_of, to_messages, unfinished
+from .ring import Operation, Traced
+from .timeline import Timeline
+
+_LINE_BYTES = 3800  # With the rank in front it is less than what a rank writes at once (process/report.py).
+_Kept = tuple[Operation, int, str, int]  # what `record_of` takes after the rank
+
+
+class Teller:
+    """Keeps the last operations of this rank, and tells them. The tracer calls it.
+
+    Args:
+        topology: The ranks of the job.
+        offsets: See Tracer.
+        tell: Takes the lines of LastOperations.
+
+    Attributes:
+        has_failed: A rank has failed.
+        has_told: Set when the lines were told.
+    """
+
+    def __init__(self, topology: Topology, offsets: Mapping[int, Offset], tell: Callable[[list[str]], None]):
+        self._topology, self._offsets, self._tell = topology, offsets, tell
+        self._last: deque[_Kept] = deque(
+            maxlen=max(TOLD_OPERATIONS_LEAST, min(TOLD_OPERATIONS, TOLD_OPERATIONS_OF_ALL // topology.size)))
+        self._in_flight: list[_Kept] = []
+        self.has_failed = False
+        self.has_told = threading.Event()
+
+    def keep(self, operation: Operation, traced: Traced, step: int) -> None:
+        """An operation is complete. In the order in which they were."""
+        self._last.append((operation, traced.ranks, traced.backend, step))
+
+    def fail(self, every: Iterable[Traced], step: int) -> None:
+        """A rank fails: note what is in flight, which soon gets an error. Returns at once. Any thread may call it."""
+        if not self.has_failed:
+            now = time.monotonic_ns()
+            self._in_flight = [(unfinished(entry, now), traced.ranks, traced.backend, step)
+                               for traced in every for entry in traced.in_flight() if entry.submitted]
+            self.has_failed = True
+
+    def tell(self) -> None:
+        """Tell the last operations, if a rank has failed, and they were not told. One thread at a time calls it."""
+        if not self.has_failed or self.has_told.is_set():
+            return
+        topology, now = self._topology, time.monotonic_ns()
+        known = range(topology.size) if topology.rank == 0 else (topology.rank,)
+        offsets = {rank: self._offsets[rank].at(now) for rank in known if rank in self._offsets}
+        records = [record_of(topology.rank, *each) for each in (*self._last, *self._in_flight)]
+        self._tell(LastOperations(topology.rank, topology.size, topology.host,
+                                  {rank: offset for rank, offset in offsets.items() if offset}, records).lines())
+        self.has_told.set()
+
+
+@dataclass(frozen=True)
+class LastOperations:
+    """The last operations of one rank, and what it had submitted and the ranks had not agreed on.
+
+    Attributes:
+        rank: Its rank in the job.
+        size: How many ranks the job has.
+        host: The name of its host.
+        offsets: How many nanoseconds the clocks of ranks are ahead of rank 0's, as far as this rank knows. Those that
+            are not in it are equal.
+        records: In order, with times of its own clock.
+    """
+
+    rank: int
+    size: int
+    host: str
+    offsets: Mapping[int, int] = field(default_factory=dict)
+    records: Sequence[Record] = ()
+
+    def lines(self) -> list[str]:
+        """Lines of printable ASCII, which `from_lines` reads."""
+        head = json.dumps([self.rank, self.size, self.host, list(self.offsets.items())]).encode()
+        return [each.decode() for each in [_encode(head), *to_messages(self.records, _encode, _LINE_BYTES)]]
+
+
+def from_lines(lines: Sequence[str]) -> LastOperations:
+    """The inverse of LastOperations.lines.
+
+    Raises:
+        ValueError: A line was cut, or is of another version.
+    """
+    try:
+        head, *messages = (zlib.decompress(b64decode(line, validate=True)) for line in lines)
+        rank, size, host, offsets = json.loads(head)
+        return LastOperations(rank, size, host, dict(offsets),
+                              [record for message in messages for record in from_message(message)])
+    except (TypeError, IndexError, zlib.error) as error:
+        raise ValueError(str(error)) from error
+
+
+def _encode(message: bytes) -> bytes:
+    return b64encode(zlib.compress(message))
+
+
+def save(told: Iterable[Sequence[str]]) -> str:
+    """Write a timeline to a new file in the current directory. Returns a sentence on it; "" if there is none.
+
+    Args:
+        told: The lines of each rank. A rank whose lines were cut is left out.
+    """
+    ranks = []
+    for lines in told:
+        try:
+            ranks.append(from_lines(lines))
+        except ValueError:  # The rank was killed while it told them.
+            continue
+    ranks.sort(key=lambda each: each.rank)
+    if not any(each.records for each in ranks):
+        return ""
+    path = f"mpistrat-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}.json"
+    what = f"the last operations of ranks {rank_list(each.rank for each in ranks)}"
+    try:
+        _write(path, ranks)
+    except OSError as error:
+        Path(path).unlink(missing_ok=True)  # The disk may be full.
+        return f"{what} are not written: {error}"
+    return f"{what}: mpistrat timeline {path}"
+
+
+def _write(path: str, ranks: Sequence[LastOperations]) -> None:
+    """Write a timeline of the ranks that are known: at least one, in order. Raises OSError."""
+    # Rank 0, which has measured the clocks for longest, is the last to say.
+    offsets = {rank: offset for each in reversed(ranks) for rank, offset in each.offsets.items()}
+    hosts = dict.fromkeys(range(max(each.size for each in ranks)), "?") | {each.rank: each.host for each in ranks}
+    records = [record.shifted(offsets.get(each.rank, 0)) for each in ranks for record in each.records]
+    timeline = Timeline(files.create(path), list(hosts.values()), False)
+    try:
+        timeline.add(sorted(records, key=lambda record: record.submitted or record.agreed))
+    finally:
+        timeline.close()

@@ -1,0 +1,94 @@
+"""What a rank has done in the whole job: its steps, its time, and the line that rank 0 prints at the end. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..core.request import CollectiveType, Request
+from ..core.slowest import figure, shares_of
+
+# A job with less is not worth a line.
+_LEAST_S, _LEAST_OPERATIONS = 5.0, 20
+
+
+class StepCounter:
+    """Counts the steps of one rank. A step begins with a gradient, and ends with one whose name it has already.
+
+    So it is a step of the distributed optimizer, of the tape or of the strategy. Two optimizers with names of their own
+    that take turns make one step.
+
+    Attributes:
+        steps: How many have begun.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._names: set[tuple[int, str]] = set()
+
+    def add(self, request: Request) -> int:
+        """The step that a request belongs to, from 0; NO_STEP before the first one.
+
+        Args:
+            request: They come in the order in which they were executed.
+        """
+        # Gradients are the only reductions that have the user's names of the tensors.
+        if request.labels and request.kind is CollectiveType.ALLREDUCE:
+            key = request.process_set, request.name
+            if self.steps == 0 or key in self._names:
+                self.steps += 1
+                self._names.clear()
+            self._names.add(key)
+        return self.steps - 1
+
+
+@dataclass
+class Totals:
+    """The sums of a rank over the intervals in which it had collectives, without the first one, in which it starts.
+
+    Attributes:
+        seconds: The length of these intervals.
+        waiting_s, moving_s: The parts of it in which it waited for other ranks, and for the bytes.
+        steps: Steps of training in them; 0 where nothing counts them.
+        operations: Collectives in them.
+    """
+
+    seconds: float = 0.0
+    waiting_s: float = 0.0
+    moving_s: float = 0.0
+    steps: int = 0
+    operations: int = 0
+
+    def __post_init__(self) -> None:
+        self._before: tuple[int, int] | None = None
+
+    def add(self, seconds: float, waiting: float, moving: float, steps: int, operations: int) -> None:
+        """Add an interval.
+
+        Args:
+            seconds: Its length.
+            waiting, moving: The shares of it.
+            steps, operations: So many there were since the start.
+        """
+        before, self._before = self._before, (steps, operations)
+        if before is None:
+            self._before = self._before if operations else None
+        elif operations > before[1]:
+            self.seconds += seconds
+            self.waiting_s += waiting * seconds
+            self.moving_s += moving * seconds
+            self.steps += steps - before[0]
+            self.operations += operations - before[1]
+
+
+def line_of(totals: Mapping[int, Totals], names: Mapping[int, str]) -> str:
+    """The line on a job, given the totals of all its ranks and their names; "" if there is nothing to say."""
+    ranks = sorted(totals)
+    shortest = min((each.seconds for each in totals.values()), default=0.0)
+    fewest = min((each.operations for each in totals.values()), default=0)
+    if len(ranks) < 2 or shortest < _LEAST_S or fewest < _LEAST_OPERATIONS:
+        return ""
+    longest = max(each.seconds for each in totals.values())
+    steps = max(each.steps for each in totals.values())
+    done, unit = (steps, "steps") if steps else (max(each.operations for each in totals.values()), "collectives")
+    shares = shares_of([(each.seconds, each.waiting_s, each.moving_s) for _, each in sorted(totals.items())],
+                       [names[rank] for rank in ranks])
+    return f"mpistrat: {len(ranks)} ranks have done {figure(done / longest)} {unit} per second{shares}."

@@ -1,0 +1,18 @@
+"""Planes over MPI, and their waits, with each rank on a host of its own."""
+
+from mpi4py import MPI
+
+from mpistrat.core.topology import Topology
+from mpistrat.transport.mpi.data import MpiData
+from mpistrat.transport.mpi.peer_wait import PeerWait
+
+
+def waits(limit_s: float = 60.0) -> PeerWait:
+    """Those of this rank for all others."""
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    return PeerWait(Topology(rank, tuple(f"host{r}" for r in range(size))), range(size), limit_s)
+
+
+def over_mpi(limit_s: float = 60.0) -> MpiData:
+    """The plane over MPI of all ranks, with a communicator of its own."""
+    return MpiData(MPI.COMM_WORLD.Dup(), waits(limit_s))

@@ -1,0 +1,539 @@
+"""The asynchronous operation: its kernel, the hand-over of `done`, and collectives of one rank by it on a stand-in."""
+
+import ctypes
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+import mpistrat  # noqa: E402
+from mpistrat.core.errors import EngineError, InvalidRequestError, MismatchError  # noqa: E402
+from mpistrat.tensorflow.async_op import c_api, call_site, done, kernel, streams  # noqa: E402
+from mpistrat.tensorflow.bridge import gpu_eager  # noqa: E402
+from tests.support import tensorflow_stand_in  # noqa: E402
+
+
+def memory(address: int, nbytes: int) -> np.ndarray:
+    """The bytes at an address of the host."""
+    held: Any = (ctypes.c_char * nbytes).from_address(address)
+    return np.frombuffer(held, np.uint8)
+
+
+class Copy:
+    """A target that returns its inputs, in another thread, when `go_on` is set.
+
+    Attributes:
+        calls: How many have begun.
+        most: How many were under way at the same time.
+        is_forwarded: Whether the latest output has the memory of its input.
+    """
+
+    def __init__(self, itemsize: int = 4, first: int = 1, delay_s: float = 0.0):
+        self._itemsize, self._first, self._delay_s = itemsize, first, delay_s
+        self._lock, self._running = threading.Lock(), 0
+        self.calls = self.most = 0
+        self.is_forwarded = False
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def compute(self, call: kernel.Call) -> None:
+        with self._lock:
+            self._running += 1
+            self.calls, self.most = self.calls + 1, max(self.most, self._running)
+        threading.Thread(target=self._finish, args=(call,)).start()
+
+    def _finish(self, call: kernel.Call) -> None:
+        assert self.go_on.wait(20)
+        time.sleep(self._delay_s)
+        source, shape = call.input(self._first)
+        target = call.output(0, shape, self._first)
+        self.is_forwarded = source == target
+        nbytes = int(np.prod(shape)) * self._itemsize
+        if nbytes:
+            memory(target, nbytes)[:] = memory(source, nbytes)
+        with self._lock:
+            self._running -= 1
+        call.complete()
+
+
+def test_it_can_be_used_here() -> None:
+    assert kernel.why_not() == ""
+
+
+# -- done -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
+    """Makes a function stand for TensorFlow's that runs `done`."""
+    found = done.is_deleted_by_tensorflow
+
+    class Api:
+        is_of_libstdcpp = True
+
+    def replace(run: Any) -> None:
+        Api.TF_RunAsyncOpKernelDoneCallback = staticmethod(run)  # type: ignore[attr-defined]
+        monkeypatch.setattr(done, "api", lambda: Api)
+        monkeypatch.setattr(done, "require_api", lambda: Api)
+        found.cache_clear()
+
+    yield replace
+    found.cache_clear()
+
+
+def invoke(address: int) -> None:
+    """Call a std::function of libstdc++."""
+    done._Invoker(ctypes.c_void_p.from_address(address + done._INVOKER).value or 0)(address)
+
+
+def test_a_function_that_tensorflow_deletes_stays_where_it_is(library: Callable,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    free = ctypes.CDLL(None).free
+    free.argtypes = (ctypes.c_void_p,)
+    ran: list[int] = []
+
+    def run_and_delete(address: int) -> None:
+        ran.append(address)
+        invoke(address)
+        manager = ctypes.c_void_p.from_address(address + done._MANAGER).value or 0
+        done._Manager(manager)(address, address, done._DESTROY)
+        free(address)
+
+    library(run_and_delete)
+    assert done.is_deleted_by_tensorflow() is True
+    library(lambda address: ran.append(address))
+    monkeypatch.setattr(done, "is_deleted_by_tensorflow", lambda: True)
+    done.Done(4096).run()
+    assert ran[-1] == 4096
+
+
+@pytest.mark.parametrize("run", [lambda address: None, lambda address: [invoke(address), invoke(address)]],
+                         ids=["calls nothing", "calls it twice"])
+def test_a_function_of_another_kind_is_found_before_it_is_used(run: Any, library: Callable,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    library(run)
+    assert done.is_deleted_by_tensorflow() is None
+    monkeypatch.setattr(kernel, "is_deleted_by_tensorflow", done.is_deleted_by_tensorflow)
+    assert "completion functions of an unknown kind" in kernel.why_not.__wrapped__()
+
+
+def test_nothing_is_tried_with_another_standard_library(monkeypatch: pytest.MonkeyPatch, library: Callable) -> None:
+    library(lambda address: pytest.fail("called"))
+    monkeypatch.setattr(done.api(), "is_of_libstdcpp", False)
+    assert done.is_deleted_by_tensorflow() is None
+
+
+def test_a_library_without_a_function_of_the_api_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(c_api._PROTOTYPES, "TF_NoSuchFunction", (None, ()))
+    assert c_api.api.__wrapped__() is None
+
+
+# -- the kernel -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32",
+                                   "float64", "complex64", "complex128"])
+def test_every_dtype_in_a_graph_and_eager(dtype: str) -> None:
+    values = tf.cast(tf.constant([[0, 1, 2], [3, 4, 5]]), dtype)
+    target = Copy(values.dtype.size)
+    eager, = kernel.execute(target, [values])
+    traced = tf.function(lambda tensor: kernel.node(target, [tensor])[0])(values)
+    for result in (eager, traced):
+        assert result.dtype == values.dtype and result.shape == (2, 3)
+        assert tf.reduce_all(result == values)
+
+
+def test_scalars_and_empty_tensors() -> None:
+    assert kernel.execute(Copy(), [tf.constant(2.5)])[0].numpy() == 2.5
+    assert kernel.execute(Copy(), [tf.zeros([0, 3])])[0].shape == (0, 3)
+
+
+def test_many_are_under_way_and_none_blocks_a_thread() -> None:
+    targets = [Copy() for _ in range(100)]  # More than TensorFlow has threads.
+    for target in targets:
+        target.go_on.clear()
+
+    @tf.function(autograph=False)
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        outputs = [kernel.node(target, [tensor + i], order=[own])[0]
+                   for i, (target, own) in enumerate(zip(targets, orders, strict=True))]
+        return tf.stack([tf.ensure_shape(output, [2]) for output in outputs])
+
+    for target in targets:
+        target._first = 2
+    orders = [call_site._order("/device:CPU:0", f"many {i}") for i in range(100)]
+    results: list[np.ndarray] = []
+    thread = threading.Thread(target=lambda: results.append(step(tf.zeros([2])).numpy()))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not all(target.calls for target in targets) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    begun = sum(target.calls for target in targets)
+    for target in reversed(targets):
+        target.go_on.set()
+    thread.join(20)
+    assert begun == 100 and results[0][:, 1].tolist() == list(range(100))
+
+
+def test_nodes_of_one_name_run_one_after_the_other_in_calls_and_loops() -> None:
+    target, order = Copy(first=2, delay_s=0.01), call_site._order("/device:CPU:0", "one name")
+
+    @tf.function
+    def inner(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(kernel.node(target, [tensor], order=[order])[0], [1])
+
+    @tf.function
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        own, = kernel.node(target, [tensor], order=[order])
+        total = inner(tensor) + inner(tensor + 1) + tf.ensure_shape(own, [1])
+        for i in tf.range(4):
+            total += inner(tensor + tf.cast(i, tf.float32))
+        return total
+
+    assert step(tf.zeros([1])).numpy().tolist() == [1 + 6]
+    assert target.calls == 7 and target.most == 1
+
+
+def test_a_result_has_the_memory_of_an_input_that_nothing_else_refers_to() -> None:
+    target = Copy()
+    tf.function(lambda tensor: kernel.node(target, [tensor + 1])[0])(tf.ones([1000]))
+    assert target.is_forwarded
+    tf.function(lambda tensor: kernel.node(target, [tensor])[0])(tf.ones([1000]))
+    assert not target.is_forwarded
+
+    @tf.function
+    def shared(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        changed = tensor + 1
+        return kernel.node(target, [changed])[0], changed
+
+    shared(tf.ones([1000]))
+    assert not target.is_forwarded
+
+
+@pytest.mark.parametrize("error, kind", [
+    (MismatchError("a: the ranks disagree"), tf.errors.FailedPreconditionError),
+    (ValueError("in Python"), tf.errors.UnknownError)], ids=["mismatch", "python"])
+def test_an_error_of_the_kernel_is_that_of_the_call(error: Exception, kind: type[Exception]) -> None:
+    class Raises:
+        def compute(self, call: kernel.Call) -> None:
+            raise error
+
+    text = f"{type(error).__name__}: {error}"
+    target = Raises()
+    for call in (lambda tensor: kernel.execute(target, [tensor]),
+                 tf.function(lambda tensor: kernel.node(target, [tensor]))):
+        with pytest.raises(kind, match=text):
+            call(tf.ones([1]))
+
+
+def test_an_error_elsewhere_is_raised_when_the_call_is_complete() -> None:
+    target = Copy(delay_s=0.05)
+
+    def fail() -> None:
+        raise ValueError("elsewhere")
+
+    @tf.function
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        result, = kernel.node(target, [tensor])
+        with tf.control_dependencies([tf.numpy_function(fail, [], [])]):
+            return result + tensor
+
+    with pytest.raises(tf.errors.OpError, match="elsewhere"):
+        step(tf.ones([1]))
+    assert target._running == 0
+
+
+def test_a_call_that_nothing_refers_to_has_failed() -> None:
+    class Forgets:
+        def compute(self, call: kernel.Call) -> None:
+            del call
+
+    target = Forgets()
+    with pytest.raises(tf.errors.CancelledError, match="interrupted"):
+        kernel.execute(target, [tf.ones([1])])
+
+
+def test_a_graph_whose_target_is_gone_says_so() -> None:
+    target = Copy()
+    step = tf.function(lambda tensor: kernel.node(target, [tensor])[0])
+    step(tf.ones([1]))
+    number, = [number for number, known in kernel._targets.items() if known is target]
+    del kernel._targets[number]
+    with pytest.raises(tf.errors.UnknownError, match="after it was deleted, or in another process"):
+        step(tf.ones([1]))
+
+
+def test_targets_end_with_their_graphs() -> None:
+    def traced() -> Any:
+        target = Copy()
+        return tf.function(lambda tensor: kernel.node(target, [tensor])[0])
+
+    step = traced()
+    step(tf.ones([1]))
+    before = len(kernel._targets)
+    del step
+    deadline = time.monotonic() + 20
+    while len(kernel._targets) == before and time.monotonic() < deadline:
+        gc.collect()  # The thread that completes the call may still refer to the target.
+        time.sleep(0.001)
+    assert len(kernel._targets) < before
+
+
+class _Heap(ctypes.Structure):
+    """struct mallinfo2 of glibc; `uordblks` are the bytes in use."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"))
+
+
+def test_ten_thousand_calls_leave_nothing() -> None:
+    in_use = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if in_use is None:
+        pytest.skip("glibc before 2.33")
+    in_use.restype = _Heap
+
+    class Now:
+        def compute(self, call: kernel.Call) -> None:
+            call.output(0, (4,))
+            call.complete()
+
+    target = Now()
+    step = tf.function(lambda tensor: kernel.node(target, [tensor])[0])
+    tensor = tf.ones([4])
+
+    def run(count: int) -> int:
+        for _ in range(count):
+            step(tensor)
+        gc.collect()
+        return int(in_use().uordblks)
+
+    run(2000)
+    before = run(1000)
+    assert run(10_000) - before < 10_000 * 8  # A pointer a call would be more.
+
+
+# -- TensorFlow's stream ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[tensorflow_stand_in.StandIn]:
+    """A stand-in for a GPU, for which TensorFlow's tensors are taken."""
+    monkeypatch.setenv("MPISTRAT_ASYNC_OP", "1")
+    mpistrat.init()
+    tensorflow_stand_in.install(0, monkeypatch.setattr)
+    yield gpu_eager.device_at("/device:CPU:0")
+    mpistrat.shutdown()
+
+
+WHERE = "/device:CPU:0"
+
+
+def refuse(device: Any, where: str) -> Any:
+    """A way that the driver does not accept."""
+    raise OSError("no such function")
+
+
+def test_the_first_way_that_passes_the_check_is_used(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "WAYS", {"first": refuse, "second": lambda device, where: device.current_stream()})
+    assert streams.stream_for(device, WHERE) is device.current_stream()
+
+
+def test_without_a_way_tensors_are_copied_and_a_warning_says_why(device: Any, monkeypatch: pytest.MonkeyPatch,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:
+    import mpistrat.tensorflow as hvd
+    monkeypatch.setattr(streams, "WAYS", {"first": refuse})
+    step = tf.function(lambda tensor: hvd.allreduce(tensor, name="copied"))
+    assert step(tf.ones([3])).numpy().tolist() == hvd.allreduce(tf.ones([3])).numpy().tolist() == [1, 1, 1]
+    kinds = {operation.type for operation in step.get_concrete_function(tf.TensorSpec([3])).graph.get_operations()}
+    assert "MpistratAsyncCollective" not in kinds
+    warning, = [text for text in caplog.messages if "copied" in text]
+    assert warning.endswith("there is no way to wait for TensorFlow's stream: first: no such function")
+
+
+def test_the_check_refuses_a_way_that_reads_too_early(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "addresses", lambda tensors: [np.zeros(2**10, np.float32).ctypes.data])
+    with pytest.raises(Exception, match="before it was complete"):
+        streams.check(device.current_stream(), device, WHERE)
+
+
+def test_the_driver_is_asked_for_an_event_of_the_context(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(streams.driver, "context", lambda: 7)
+    monkeypatch.setattr(streams.driver, "record_in_context", lambda *of: calls.append(of))
+
+    class Event:
+        ptr = 8
+
+    stream = streams.ContextStream(device, WHERE)
+    stream.record(Event())
+    assert stream.ptr == 7 and calls == [(7, 8)]
+
+
+def test_an_event_of_the_context_serves_no_process_set(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams.driver, "context", lambda: 7)
+    monkeypatch.setattr(streams, "check", lambda *of: None)
+    monkeypatch.setattr(streams, "WAYS", {"events": streams.ContextStream})
+    assert call_site.is_used(WHERE, 0) and not call_site.is_used(WHERE, 1)
+
+
+def test_a_stream_waits_for_the_in_place_update_and_makes_its_cell_free_again(
+        device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cell(address: int) -> np.ndarray:
+        return memory(address, 4).view(np.uint32)
+
+    def write(stream: int, address: int, value: int) -> None:
+        device.enqueue(device.stream_at(stream), lambda: cell(address).fill(value))
+
+    monkeypatch.setattr(streams.driver, "await_value", lambda stream, address, value: device.stream_at(
+        stream).work.append(lambda: bool(cell(address)[0] == value)))
+    monkeypatch.setattr(streams.driver, "write_value", write)
+    monkeypatch.setattr(type(device.stream()), "record", lambda self, event: device.enqueue(self, event.fire),
+                        raising=False)
+
+    class Event:
+        done = False
+
+        def fire(self) -> None:
+            self.done = True
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "done":
+                device.run_a_little()
+            return object.__getattribute__(self, name)
+
+    stream = streams.UpdateStream(device, WHERE)
+    events = [Event() for _ in range(streams._CELLS + 3)]
+    for event in events:  # Cells are used again.
+        stream.record(event)
+    device.run_all()
+    assert all(event.done for event in events) and not stream._cells.numpy().any()
+
+
+def test_xla_tells_no_stream_on_the_cpu(device: Any) -> None:
+    from mpistrat.tensorflow.xla import ffi
+    if ffi.api() is None:
+        with pytest.raises(EngineError, match="has no interface for it"):
+            streams.stream_of_handler(device, WHERE)
+        return
+    with pytest.raises(tf.errors.OpError, match="stream"):
+        streams.stream_of_handler(device, WHERE)
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def test_eager_and_graph_are_one_operation(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpistrat.tensorflow as hvd
+    monkeypatch.setattr(tf.experimental.dlpack, "to_dlpack", lambda tensor: pytest.fail("an export waits"))
+    assert hvd.allreduce(tf.fill([3], 2.0), op=hvd.Sum).numpy().tolist() == [2, 2, 2]
+    step = tf.function(lambda tensor: hvd.allreduce(tensor, op=hvd.Sum, name="in a graph"))
+    kinds = [operation.type for operation in step.get_concrete_function(tf.TensorSpec([3])).graph.get_operations()]
+    assert step(tf.fill([3], 2.0)).numpy().tolist() == [2, 2, 2]
+    assert kinds.count("MpistratAsyncCollective") == 1 and not {"PyFunc", "EagerPyFunc"} & set(kinds)
+
+
+def test_branches_and_loops(device: Any) -> None:
+    import mpistrat.tensorflow as hvd
+
+    @tf.function
+    def step(tensor: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        for i in tf.range(count):
+            if i % 2 == 0:
+                tensor = hvd.allreduce(tensor, op=hvd.Sum, name="even", prescale_factor=2.0)
+            else:
+                tensor = hvd.allgather(tensor, name="odd") + 1.0
+            tensor = tf.ensure_shape(tensor, [2])
+        return tensor
+
+    for count, expected in ((0, 1), (1, 2), (2, 3), (3, 6), (4, 7)):
+        assert step(tf.ones([2]), tf.constant(count)).numpy().tolist() == [expected] * 2
+
+
+def test_gradients_of_loops_and_of_functions_that_are_called_twice(device: Any) -> None:
+    import mpistrat.tensorflow as hvd
+
+    @tf.function
+    def cube(tensor: tf.Tensor) -> tf.Tensor:
+        return hvd.allreduce(tensor ** 3, op=hvd.Sum, name="cube")
+
+    @tf.function
+    def gradient(tensor: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(tensor)
+            result = cube(tensor) + cube(2.0 * tensor)
+            for _ in tf.range(2):
+                result = hvd.allreduce(2.0 * result, op=hvd.Sum, name="doubled")
+            total = tf.reduce_sum(result)
+        return tape.gradient(total, tensor)
+
+    # (t^3 + (2t)^3) * 4 has the gradient 4 * 27 * t^2.
+    for _ in range(3):
+        assert gradient(tf.constant([1.0, 2.0])).numpy().tolist() == [108, 432]
+
+
+def test_the_observer_of_the_first_steps_gets_copies_on_the_host(device: Any) -> None:
+    import mpistrat.tensorflow as hvd
+    from mpistrat.core.request import ScaledOp
+    from mpistrat.tensorflow.bridge.buckets import reduce_list
+    seen: list[list[float]] = []
+
+    def observe(arrays: Any, thread: str) -> bool:
+        seen.append(arrays[0].tolist())
+        return len(seen) < 2
+
+    step = tf.function(lambda tensor: reduce_list([tensor], "observed", ScaledOp(hvd.Sum), observer=observe),
+                       autograph=False)
+    for i in range(4):
+        step(tf.fill([2], float(i)))
+    assert seen == [[0, 0], [1, 1]]
+
+
+def test_an_eager_error_is_that_of_the_collective_and_later_calls_work(device: Any) -> None:
+    import mpistrat.tensorflow as hvd
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        hvd.allreduce(tf.cast(tf.ones([2]), tf.complex64), op=hvd.Max)
+    assert isinstance(caught.value, InvalidRequestError)
+    del caught  # With it the call ends.
+    deadline = time.monotonic() + 20
+    while any(isinstance(target, call_site._Eager) for target in kernel._targets.values()):
+        assert time.monotonic() < deadline, "the thread of the operation waits for ever"
+        time.sleep(0.01)
+        gc.collect()
+    assert hvd.allreduce(tf.ones([2]), op=hvd.Sum).numpy().tolist() == [1, 1]
+
+
+def test_a_runtime_that_has_ended_keeps_no_gpu(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpistrat.tensorflow as hvd
+    from mpistrat.core.request import ScaledOp
+    from mpistrat.tensorflow.bridge.buckets import reduce_list
+
+    def train() -> "weakref.ref[Any]":
+        hvd.allreduce(tf.ones([2]))
+        step = tf.function(lambda tensor: reduce_list([tensor], "a", ScaledOp(hvd.Sum), observer=lambda *of: True),
+                           autograph=False)
+        step(tf.ones([2]))
+        return weakref.ref(gpu_eager.device_at(WHERE))
+
+    mpistrat.shutdown()
+    mpistrat.init()
+    its = train()
+    mpistrat.shutdown()
+    deadline = time.monotonic() + 20
+    while its() is not None and time.monotonic() < deadline:  # The watchdog's thread refers to it until it ends.
+        time.sleep(0.01)
+        gc.collect()
+    assert its() is None
+
+
+def test_a_switch_turns_it_off(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPISTRAT_ASYNC_OP", "0")
+    mpistrat.shutdown()
+    mpistrat.init()
+    assert not call_site.is_used(WHERE, 0)

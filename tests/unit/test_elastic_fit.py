@@ -1,0 +1,86 @@
+"""Training that goes on from a commit at the end of an epoch: by fit, and by the example with a loop."""
+
+import runpy
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+
+import mpistrat
+import mpistrat.tensorflow.elastic as elastic
+from mpistrat.keras.callbacks import Elastic
+from mpistrat.keras.fit import elastic_fit
+
+
+@pytest.mark.parametrize(("every", "wanted"), [(2, [(0, 2), (1, 0), (1, 2), (2, 0)]),
+                                               (3, [(0, 3), (1, 0), (1, 3), (2, 0)]), (4, [(1, 0), (2, 0)])])
+def test_an_epoch_has_no_commit_after_its_last_batch_beside_that_at_its_end(every: int, wanted: list[object]) -> None:
+    assert fitted(every, batches=0)[0] == wanted
+
+
+@pytest.mark.parametrize(("batches", "steps", "logs"), [(0, 8, [True, True]), (3, 5, [True, True]),
+                                                        (4, 4, [False, True]), (9, 4, [False, True])])
+def test_batches_that_are_done_are_not_trained_and_have_no_logs(batches: int, steps: int, logs: list[bool]) -> None:
+    _, model, histories = fitted(every=2, batches=batches)
+    assert int(model.optimizer.iterations) == steps
+    assert ["mae" in each for each in histories] == logs
+    assert all("val_mae" in each for each in histories)
+
+
+def fitted(every: int, batches: int) -> tuple[list[tuple[int, int]], keras.Model, list[dict[str, float]]]:
+    """The commits, the model and the logs of a fit of two epochs of four batches, some of which are done."""
+    commits: list[tuple[int, int]] = []
+    callback = Elastic(commit_every=every)
+    state = SimpleNamespace(epoch=0, batch=batches, past=[], commit=lambda: commits.append((state.epoch, state.batch)))
+    callback.state = state  # type: ignore[assignment]
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    model.fit(np.ones((4, 1)), np.ones((4, 1)), batch_size=1, epochs=2, verbose=0, callbacks=[callback],
+              validation_data=(np.ones((2, 1)), np.zeros((2, 1))))
+    return commits, model, [logs for _, logs in state.past]
+
+
+def test_batches_are_counted_anew_by_new_processes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    mpistrat.init()
+    ranks, began = [2], []
+
+    def keep_going(state: elastic_fit.FitState, train: Callable[[], object]) -> None:
+        state.batch, state.size = 6, 3  # a commit of three ranks
+        train()
+        ranks[0] = 1  # The other rank is lost. This one keeps its rows.
+        train()
+
+    monkeypatch.setattr(elastic_fit, "_size", lambda: ranks[0])
+    monkeypatch.setattr(elastic_fit, "keep_going", keep_going)
+    callback, model = Elastic(), keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd")
+
+    def fit(epoch: int) -> keras.callbacks.History:
+        assert callback.state is not None
+        began.append((callback.state.batch, callback.state.size))
+        return keras.callbacks.History()
+
+    elastic_fit.run_fit(callback, fit, model, 0)
+    assert began == [(9, 2), (9, 2)]
+
+
+def test_the_example_goes_on_from_a_commit_after_the_last_row_of_an_epoch(monkeypatch: pytest.MonkeyPatch,
+                                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+
+    def run(train: Callable[[object], None]) -> Callable[[elastic.TensorFlowKerasState], None]:
+        def from_commit(state: elastic.TensorFlowKerasState) -> None:
+            state.loss = 1.5
+            state.sampler.record_indices(list(state.sampler))
+            state.sampler.reset()
+            train(state)
+
+        return from_commit
+
+    monkeypatch.setattr(elastic, "run", run)
+    monkeypatch.setattr(sys, "argv", ["elastic_loop.py", "--epochs", "1"])
+    runpy.run_path("examples/elastic_loop.py", run_name="__main__")
+    assert "epoch 0: loss 1.500 of 1 ranks" in capsys.readouterr().out
