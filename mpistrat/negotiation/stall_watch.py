@@ -116,9 +116,10 @@ class StallWatch:
             return None
         # Not in every cycle: checking all pending names takes long, and the end may be this late.
         self._next_look = now + min(self.abort_s / STALL_ABORT_LOOKS, STALL_ABORT_LONGEST_POLL_S)
-        stalled = self.stalled(now, self.abort_s)
-        if not stalled:
+        if not self.stalled(now, self.abort_s):
             return None
+        # With those that began later: the missing ranks of the first often wait for one of them.
+        stalled = self.stalled(now, min(self.abort_s, math.inf if self.warning_s is None else self.warning_s))
         return f"{self._describe(stalled, now)} Ended after {self.abort_s:g} s ({self._abort_setting})."
 
     def deadlock(self, quiet_s: float) -> str | None:

@@ -674,6 +674,18 @@ def test_a_stall_ends_all_engines_in_the_end(size: int) -> None:
     assert text.endswith("Ended after 600 s (MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS).")
 
 
+def test_the_end_by_a_stall_names_also_what_the_missing_ranks_began_to_wait_for_later() -> None:
+    job = Job(2)
+    job.submit(0, allreduce("lonely"))
+    job.settle(0.0)
+    job.submit(1, allreduce("another"))
+    job.settle(5.0)
+    job.settle(601.0)
+    _, text = job.end()
+    assert "lonely: ranks [0] have waited 601 s for ranks [1], which wait for another instead." in text
+    assert "another: ranks [1] have waited 596 s for ranks [0], which wait for lonely instead." in text
+
+
 def test_a_stall_deep_in_the_tree_ends_all_engines_too() -> None:
     # Only one rank has submitted, so what rank 0 knows comes through the ranks between.
     job = Job(300)
