@@ -52,6 +52,7 @@ class Member:
         self.job, self.why_leave = job, ""
         self._replies: SimpleQueue[Message] = SimpleQueue()
         self._asking = threading.Lock()
+        self._unanswered = 0
         self._pending: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._is_written = threading.Event()  # The last commit, or the attempt to write it, is over.
         self._is_written.set()
@@ -82,10 +83,16 @@ class Member:
     def _ask(self, **message: Any) -> Message:
         with self._asking:
             self._line.send(**message)
-            try:
-                return self._replies.get(timeout=_KEEPER_LIMIT_S)
-            except Empty:
-                raise ElasticError(f"the keeper of this host has not answered within {_KEEPER_LIMIT_S:g} s") from None
+            self._unanswered += 1
+            while True:
+                try:
+                    reply = self._replies.get(timeout=_KEEPER_LIMIT_S)
+                except Empty:
+                    raise ElasticError(
+                        f"the keeper of this host has not answered within {_KEEPER_LIMIT_S:g} s") from None
+                self._unanswered -= 1  # Answers come in the order of the questions, those after the limit too.
+                if not self._unanswered:
+                    return reply
 
     # -- commits -------------------------------------------------------------------------------------------------------
 

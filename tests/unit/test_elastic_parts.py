@@ -155,6 +155,23 @@ def test_a_commit_that_cannot_be_written_is_an_error_of_the_next_one(rank: membe
     rank.finish()
 
 
+def test_an_answer_after_the_limit_is_not_taken_for_that_to_the_next_question(
+        rank: member.Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions: list[dict[str, Any]] = []
+    answer = rank._line.send
+    monkeypatch.setattr(member, "_KEEPER_LIMIT_S", 0.05)
+    monkeypatch.setattr(rank._line, "send", lambda **question: questions.append(question))
+    rank.commit(1, dict, "", is_writer=True, is_saved=False)
+    with pytest.raises(ElasticError, match="commit 1 cannot be written: the keeper of this host has not answered"):
+        rank.finish()
+    monkeypatch.setattr(member, "_KEEPER_LIMIT_S", 10.0)
+    monkeypatch.setattr(rank._line, "send", answer)
+    answer(**questions[0])
+    rank.commit(2, dict, "", is_writer=True, is_saved=False)
+    rank.finish()
+    assert rank._welcome["kind"] == "kept"
+
+
 # -- orders to end an mpirun ------------------------------------------------------------------------------------------
 
 
