@@ -55,9 +55,12 @@ class Runtime:
             if settings.timeline not in ("none", "DYNAMIC"):
                 tracer.start_timeline(_next_file(settings.timeline), settings.timeline_mark_cycles,
                                       settings.timeline_window)
-            elif settings.timeline_window and self.topology.rank == 0:
-                logger.warning("mpistrat: MPISTRAT_TIMELINE_STEPS=%s has no effect, because MPISTRAT_TIMELINE names no "
-                               "file.", settings.timeline_steps)
+            elif self.topology.rank == 0:
+                for is_set, setting in ((settings.timeline_window, f"STEPS={settings.timeline_steps}"),
+                                        (settings.timeline_mark_cycles, "MARK_CYCLES=1")):
+                    if is_set:
+                        logger.warning("mpistrat: MPISTRAT_TIMELINE_%s has no effect, because MPISTRAT_TIMELINE names "
+                                       "no file.", setting)
         elif settings.timeline != "none" and self.topology.rank == 0:
             logger.warning("mpistrat: there is no timeline, because MPISTRAT_RECORDER=0.")
         losses.when_lost = self._interrupt

@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from .line import Line, Listening, connect
@@ -132,3 +132,12 @@ def local_addresses() -> tuple[str, ...]:
                 reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
                 found.append(socket.inet_ntoa(reply[20:24]))
     return tuple(address for address in found if not address.startswith("127."))
+
+
+def elsewhere(addresses: Iterable[str]) -> list[str]:
+    """Those of another host's `addresses` that this host does not have itself.
+
+    An address that both have, usually of a container bridge, leads back to this host.
+    """
+    own = local_addresses()
+    return [address for address in addresses if address not in own]

@@ -531,15 +531,18 @@ def test_messages_that_cannot_be_sent_do_not_pile_up(job: Job, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("timeline", ["none", "DYNAMIC"])
-def test_a_window_without_a_file_is_a_warning(timeline: str, monkeypatch: pytest.MonkeyPatch,
-                                              caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("setting", "value"), [("STEPS", "1:3"), ("MARK_CYCLES", "1")])
+def test_a_setting_of_a_timeline_without_a_file_is_a_warning(
+        timeline: str, setting: str, value: str, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
     mpistrat.shutdown()
     monkeypatch.setenv("MPISTRAT_TIMELINE", timeline)
-    monkeypatch.setenv("MPISTRAT_TIMELINE_STEPS", "1:3")
+    monkeypatch.setenv(f"MPISTRAT_TIMELINE_{setting}", value)
     mpistrat.init()
     mpistrat.shutdown()
     warning, = caplog.messages
-    assert warning == ("mpistrat: MPISTRAT_TIMELINE_STEPS=1:3 has no effect, because MPISTRAT_TIMELINE names no file.")
+    assert warning == (f"mpistrat: MPISTRAT_TIMELINE_{setting}={value} has no effect, because MPISTRAT_TIMELINE names "
+                       "no file.")
 
 
 def test_a_timeline_without_the_recorder_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

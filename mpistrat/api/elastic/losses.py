@@ -19,7 +19,7 @@ from ...process import abort
 from ...process.error_text import ErrorText
 from ...process.neighbours import Neighbours
 from ...process.procfs import Process
-from ...process.silent_hosts import Invitation, SilentHosts, local_addresses
+from ...process.silent_hosts import Invitation, SilentHosts, elsewhere, local_addresses
 from ...transport.mpi import library
 
 if TYPE_CHECKING:
@@ -120,10 +120,8 @@ class Losses:
                 logger.warning("rank 0: there is no port to watch the other hosts: %s", error)
         invitation = self._comm.bcast(invitation)
         if topology.rank and self._hosts is not None and invitation is not None:
-            # An address that both hosts have (usually of a container bridge) leads back to this host.
-            own = local_addresses()
-            there = [address for address in invitation.addresses if address not in own]
-            self._hosts.connect(Invitation([*there, topology.hosts[0]], invitation.port, invitation.secret), 0)
+            there = [*elsewhere(invitation.addresses), topology.hosts[0]]
+            self._hosts.connect(Invitation(there, invitation.port, invitation.secret), 0)
 
     def _is_silent(self, first: int, limit_s: float) -> None:
         """The host of rank `first` does not answer."""

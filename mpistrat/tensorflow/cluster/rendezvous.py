@@ -13,7 +13,7 @@ from ...api.ops import allgather_object
 from ...core.errors import ClusterError
 from ...core.roles import assign_roles, cluster_spec
 from ...core.topology import Topology, ranks_by_value
-from ...process.silent_hosts import local_addresses
+from ...process.silent_hosts import elsewhere, local_addresses
 from .cluster import Cluster, ReservedPort
 from .liveness import LivenessClient, LivenessServer
 
@@ -123,15 +123,13 @@ def _offer(jobs: Mapping[str, int] | None, topology: Topology,
 
 def _connect(topology: Topology, offers: Sequence[Offer],
              on_failure: contextlib.ExitStack) -> tuple[LivenessClient | None, Link]:
-    chief, own = offers[0], offers[topology.rank]
-    host = topology.host_of[0]
+    chief, host = offers[0], topology.host_of[0]
     if len(topology.hosts) == 1:
         addresses: list[str] = ["127.0.0.1"]
     elif host == topology.host:
         addresses = [*chief.addresses, host]
     else:
-        # An address that both hosts have (usually of a container bridge) leads back to this host.
-        addresses = [*(address for address in chief.addresses if address not in own.addresses), host]
+        addresses = [*elsewhere(chief.addresses), host]
     try:
         liveness = LivenessClient(addresses, chief.liveness_port, chief.token, topology.rank)
     except OSError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...core.errors import DataServiceError
 from ...process.line import Address, Line, connect
-from ...process.silent_hosts import local_addresses
+from ...process.silent_hosts import elsewhere, local_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +130,12 @@ class ComputeClient:
         return line
 
     def _candidates(self) -> list[tuple[str, int]]:
-        """The addresses to try. One that both hosts have (usually of a container bridge) leads back to this host."""
-        own = set(local_addresses())
-        return [(address, port) for host, pairs in self._addresses.items() for address, port in pairs
-                if host == platform.node() or address not in own]
+        """The addresses to try."""
+        found = []
+        for host, pairs in self._addresses.items():
+            ports = dict(pairs)
+            found += [(each, ports[each]) for each in (ports if host == platform.node() else elsewhere(ports))]
+        return found
 
     def _log(self, text: str, *values: object) -> None:
         logger.log(logging.INFO if self._verbose >= 2 else logging.DEBUG, "data service: " + text, *values)
