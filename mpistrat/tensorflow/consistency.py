@@ -49,8 +49,9 @@ _DIGEST_BYTES = 8
 _RANK_BYTES = 4
 _NOTHING = bytes(_DIGEST_BYTES)  # the digest of gradients that are all zero, or not finite: they may well be equal
 # 64-bit words in a row of sums. The row stays in the first-level cache: 25.6 million float32 values take 7 ms with 512
-# words, 9 ms with 64, 14 ms with 8192; blake2b of all of them takes 260 ms.
-_WORDS = 512
+# words, 9 ms with 64, 14 ms with 8192; blake2b of all of them takes 260 ms. A prime number takes as long as 512. The
+# rows of a variable, as of an embedding of 1024 float32, are not as long, so the sums change when rows change places.
+_WORDS = 509
 _ROW_BYTES = 8 * _WORDS
 # Digests of an earlier step are there already, unless steps overlap. Then the check is left out.
 _WAIT_S = 1.0
@@ -329,7 +330,7 @@ def digests_of_weights(variables: Sequence[Variable]) -> Digests:
 def digest_of(array: np.ndarray) -> bytes:
     """Eight bytes that depend on the dtype, the shape and the bits of an array of numbers.
 
-    Most of it is the sum of each of 512 columns of 64-bit words, which takes as long as reading the memory. Local.
+    Most of it is the sum of each of 509 columns of 64-bit words, which takes as long as reading the memory. Local.
     """
     digest = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=_DIGEST_BYTES)
     in_bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

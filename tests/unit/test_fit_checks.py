@@ -137,6 +137,12 @@ def test_a_digest_of_weights_tells_them_apart(other: np.ndarray) -> None:
     assert digest_of(np.empty((0, 3))) != digest_of(np.empty((0, 2)))
 
 
+@pytest.mark.parametrize("width", [256, 300, 512, 768, 1024, 2048, 4096])
+def test_a_digest_of_an_embedding_tells_the_order_of_its_rows(width: int) -> None:
+    rows = np.random.default_rng(1).normal(size=(40, width)).astype(np.float32)
+    assert digest_of(rows[::-1]) != digest_of(rows)
+
+
 def test_callbacks_that_decide_by_metrics_need_averaged_ones() -> None:
     early = keras.callbacks.EarlyStopping()
     plateau, average = keras.callbacks.ReduceLROnPlateau(), hvd.callbacks.MetricAverageCallback()
