@@ -148,12 +148,13 @@ def describe_places(topology: Topology, asked: Sequence[int], places: Mapping[in
     """
     lines = []
     for rank in asked:
-        who = f"Rank {topology.job_ranks[rank]} on {topology.host_of[rank]}"
+        job_rank = topology.job_ranks[rank]
+        who = f"Rank {job_rank} on {topology.host_of[rank]}"
         if rank in places:
             lines.append(f"\n{who} is here, {places[rank]}")
         else:
             lines.append(f"\n{who} has not answered where it is: its engine waits in a collective, or the process is "
-                         f"stopped or very busy, or a thread of it keeps Python's interpreter lock.{look(rank)}")
+                         f"stopped or very busy, or a thread of it keeps Python's interpreter lock.{look(job_rank)}")
     return "".join(lines)
 
 

@@ -151,9 +151,7 @@ class StallWatch:
         return describe_stall(self._subtree.topology, self._subtree.incomplete(), stalled, now) + self._places()
 
     def _places(self) -> str:
-        topology = self._subtree.topology
-        return describe_places(topology, self._asked, self._subtree.places,
-                               lambda rank: self.look(topology.job_ranks[rank]))
+        return describe_places(self._subtree.topology, self._asked, self._subtree.places, self.look)
 
 
 class AnswerWatch:

@@ -67,8 +67,8 @@ class NcclStream:
         offsets, total = fused_offsets(counts, wire.narrowest_bytes)
         if not total:
             return
-        buffer = self._next_buffer()
-        addresses = [buffer + offset * wire.itemsize for offset in offsets]
+        buffer, itemsize = self._next_buffer(), wire.itemsize
+        addresses = [buffer + offset * itemsize for offset in offsets]
         self._run(lambda: self._copy([source.address for source in sources], addresses, counts,
                                      CopyJob.between(wire.memory, wire.dtype, Scale(reduction.prescale))),
                   lambda: self.communicator.allReduce(buffer, buffer, total, DTYPES[wire.dtype], reduction.operation,
@@ -109,8 +109,8 @@ class NcclStream:
         """Reduce `source` and keep this rank's part. Rank r's part has `counts[r]` elements."""
         parts = [count * wire.parts for count in counts]
         is_direct = reduction.prescale == 1.0 and not wire.is_converted
-        input_address = source.address if is_direct else self._next_buffer()
-        output_address = target.address if is_direct else input_address + sum(parts[:rank]) * wire.itemsize
+        input_address, itemsize = source.address if is_direct else self._next_buffer(), wire.itemsize
+        output_address = target.address if is_direct else input_address + sum(parts[:rank]) * itemsize
 
         def pack() -> None:
             if not is_direct:
@@ -128,7 +128,7 @@ class NcclStream:
                     if count:
                         output = output_address if root == rank else start
                         self.communicator.reduce(start, output, count, number, operation, root, stream)
-                    start += count * wire.itemsize
+                    start += count * itemsize
 
         def unpack() -> None:
             if not is_direct or not reduction.scale.is_identity:

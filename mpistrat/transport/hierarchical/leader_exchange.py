@@ -100,7 +100,7 @@ class DirectExchange(LeaderExchange):
                 for start in range(self._first, end, VOTE_MESSAGE_BYTES)]
 
     def poll(self) -> Outcome | None:
-        if not MPI.Request.Testall(self._receiving):
+        if not self.has_news():
             return None
         votes = [_vote_in(message).tolist() for message in self._messages]
         if not self._have_votes:
@@ -108,7 +108,7 @@ class DirectExchange(LeaderExchange):
             # The data were sent before the outcome was known, and must be received whatever the outcome is.
             self._receiving = [self._hosts.Irecv([piece, MPI.BYTE], h) for h in self._others
                                for piece in self._further_pieces(self._messages[h], votes[h][2])]
-            if not MPI.Request.Testall(self._receiving):
+            if not self.has_news():
                 return None
         # After the outcome this rank may make no MPI call for a while, but MPI needs calls to finish sending.
         if not MPI.Request.Testall(self._sending):
