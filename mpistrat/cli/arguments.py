@@ -186,10 +186,5 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def figure(value: float | None) -> str:
-    """Return a number with three digits, or as a whole number if it has more: "0.0123", "1,234"; "-" for None."""
-    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def _ranks(text: str) -> int:
     return positive_int(text, f"{text} is not a number of ranks; write for example: -np 2")

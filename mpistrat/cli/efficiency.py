@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..core.errors import LaunchError
+from ..core.slowest import figure
 from ..process.launch_env import RUN_STEPS
 from ..process.step_timer import LEAST_STEPS, StepTimes
 from . import elastic
-from .arguments import counted, figure
+from .arguments import counted
 from .supervisor import Outcome
 
 

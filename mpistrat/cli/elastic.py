@@ -7,7 +7,6 @@ The main thread runs one mpirun after the other (`supervisor.launch`), as the Pl
 import argparse
 import math
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from queue import SimpleQueue
 from types import FrameType
 
 from ..core.errors import LaunchError
+from ..core.install import numbers
 from ..elastic.plan import Done, Limits, Start
 from ..elastic.service import Service, addresses_towards
 from ..process.launcher_watch import ABORTED
@@ -126,8 +126,7 @@ def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
     asynchronous. Over several hosts new processes start instead: there one of five collectives of the ranks that were
     left did not end (5.0.11, with each of its transports, without coll/han).
     """
-    version = tuple(int(part) for part in re.findall(r"\d+", mpirun.version)[:3])
-    if mpirun.maker != OPEN_MPI or version < (5, 0, 10) or hosts > 1:
+    if mpirun.maker != OPEN_MPI or numbers(mpirun.version) < [5, 0, 10] or hosts > 1:
         return ()
     return "--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1"
 
@@ -241,7 +240,7 @@ class HostFinder:
             found = self._by_list() if self._options.host_discovery_script is None else self._by_script()
             self.problem = ""
             return found
-        except (LaunchError, OSError, ValueError, subprocess.TimeoutExpired) as error:
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # LaunchError is a ValueError.
             if self.problem != str(error):
                 self.problem = str(error)
                 _say(f"the hosts stay as they are: {error}")

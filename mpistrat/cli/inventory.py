@@ -7,7 +7,6 @@ by `mpistrat doctor`.
 import ctypes
 import os
 import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from ..core.install import pip, pip_extra
+from ..core.install import numbers, pip, pip_extra
 from ..core.version import __version__
 from .hostfile import HYDRA, OPEN_MPI
 from .mpirun import INTEL_MPI, Mpirun
@@ -67,7 +66,7 @@ def framework_row(label: str, found: tuple[str, str] | None, oldest: tuple[int, 
     if found is None:
         return Row(label, f"missing: {pip_extra('tensorflow')}", is_available=False, needed=True)
     name, version = found
-    if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < oldest:
+    if numbers(version) < list(oldest):
         text = f"{version} is older than {oldest[0]}.{oldest[1]}: {pip_extra('tensorflow', upgrade=True)}"
         return Row(label, text, is_available=False, needed=True)
     return Row(label, version if name == label.lower() else f"{version} ({name})", needed=True)

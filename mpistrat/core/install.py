@@ -45,11 +45,12 @@ def require_version(user: str, package: str, version: str) -> None:
         MissingDependencyError: mpistrat was not run with this version; names those that it was run with.
     """
     requirement = next(each for each in EXTRAS["tensorflow"] if each.startswith(package))
-    oldest, end = map(_numbers, requirement.split(","))
-    if not oldest <= _numbers(version) < end:
+    oldest, end = map(numbers, requirement.split(","))
+    if not oldest <= numbers(version) < end:
         raise MissingDependencyError(f"{user} needs {requirement}, and {package} is {version} "
                                      f"({pip_extra('tensorflow', upgrade=True)}).")
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+def numbers(version: str) -> list[int]:
+    """The numbers in a version, in the order in which versions compare."""
+    return [int(number) for number in re.findall(r"\d+", version)]

@@ -39,6 +39,6 @@ def shares_of(waits: Sequence[tuple[float, float, float]], names: Sequence[str])
     return f"; collectives took {share:.0%} of the time, {who}"
 
 
-def figure(number: float) -> str:
-    """A number with three figures, or all before the point."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+def figure(number: float | None) -> str:
+    """A number with three digits, or as a whole number if it has more: "0.0123", "1,234"; "-" for None."""
+    return "-" if number is None else f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -4,13 +4,12 @@ A failure will fail a job, or have its ranks run alone. A warning makes it slow,
 command.py.
 """
 
-import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ...core.install import pip, pip_extra
+from ...core.install import numbers, pip, pip_extra
 from ...core.topology import describe_by_rank
 from ..arguments import counted
 from .facts import Facts
@@ -324,8 +323,7 @@ def _packages(versions: dict[str, str]) -> dict[str, str]:
 
 
 def _install(name: str, found: Sequence[str]) -> str:
-    versions = sorted({version for version in found if version != "none"},
-                      key=lambda version: [int(number) for number in re.findall(r"\d+", version)])
+    versions = sorted({version for version in found if version != "none"}, key=numbers)
     if name == "Python":
         return f"make the virtual environment with the same Python on all hosts: python{versions[-1]} -m venv .venv"
     if name == "mpistrat":

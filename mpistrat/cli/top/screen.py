@@ -6,8 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...core.slowest import figure
 from ...core.topology import rank_list
-from ..arguments import counted, figure
+from ..arguments import counted
 from .summary import Summary
 
 _MOST_RANKS = 64  # More than that do not fit on a screen: the first ones, and what is said of all, are shown.
