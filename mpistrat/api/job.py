@@ -105,11 +105,10 @@ class Runtime:
             group.engine.end(partial(log_step, self.topology.rank,
                                      "has shut down, and has waited %.0f s for the other ranks to do so"))
         self.losses.stop()  # All ranks have announced their end, or there was an error: they may end now.
-        if self.tracer is not None:
-            self.tracer.close()
         # Only this error decides on the wait for all ranks. Ranks that are not in a set do not know that it has failed.
         error = self.world.error
         if self.tracer is not None:
+            self.tracer.close()
             if error is not None:
                 self.tracer.tell_last()
             elif self.topology.rank == 0 and self.settings.log_level != "error" and (line := self.tracer.line):

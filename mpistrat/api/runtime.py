@@ -11,7 +11,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -230,7 +230,7 @@ def _init_alone() -> Runtime:
     _warn(horovod_warning(os.environ))
     logger.info("rank 0: the job has one rank, and MPI is not used")
     topology = Topology(0, (platform.node(),))
-    return _started(settings, topology, backends_alone(), None, Losses(topology), {})
+    return _started(settings, topology, backends_alone(), None, Losses(topology))
 
 
 def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Runtime:
@@ -279,14 +279,14 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> R
     try:
         losses.watch_hosts(settings[rank].heartbeat_s, settings[rank].lost_after_s)
         backends = backends_over(own, topology, settings[rank], losses.interruption)
-        return _started(settings[rank], topology, backends, own, losses, processes)
+        return _started(settings[rank], topology, backends, own, losses)
     except BaseException:
         losses.stop()
         raise
 
 
 def _started(settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
-             losses: Losses, processes: Mapping[int, Process]) -> Runtime:
+             losses: Losses) -> Runtime:
     """Start the engine, and the tracer if there is one. Collective over `comm`; None: this is the only rank."""
     tracer = None
     if settings.recorder:
@@ -296,7 +296,7 @@ def _started(settings: Settings, topology: Topology, backends: Backends, comm: "
                    and 1 < topology.size == launched_size(os.environ)[0])
         tracer = Tracer(topology, offsets, settings.status_file, os.environ, stacks.main_line,
                         partial(report.tell_last, launched_rank(os.environ), environ=os.environ) if is_told else None)
-    world = Group(settings, topology, backends, comm, losses.interruption, tracer, processes)
+    world = Group(settings, topology, backends, comm, losses.interruption, tracer, losses.processes)
     return Runtime(settings, world, losses, tracer)
 
 

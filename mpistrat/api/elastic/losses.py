@@ -41,6 +41,7 @@ class Losses:
         stopped_limit_s: Seconds after which a rank that is stopped is killed; 0: never.
 
     Attributes:
+        processes: The argument.
         interruption: Ends the waits of this rank.
         is_tolerant: Whether the job outlives the loss of a rank.
         irreplaceable: Ranks without which no other can go on, and why.
@@ -49,7 +50,7 @@ class Losses:
 
     def __init__(self, topology: Topology, comm: "MPI.Comm | None" = None,
                  processes: Mapping[int, Process] | None = None, stopped_limit_s: float = 0.0):
-        self._topology, self._comm, self._processes = topology, comm, processes or {}
+        self._topology, self._comm, self.processes = topology, comm, processes or {}
         self._stopped_limit_s = stopped_limit_s
         self.is_tolerant = False
         if comm is not None:
@@ -63,7 +64,7 @@ class Losses:
         self._neighbours: Neighbours | None = None
         if topology.size > 1:
             others = [rank for rank in range(topology.size) if rank != topology.rank]
-            self._neighbours = Neighbours(self._processes, others, self._have_ended,
+            self._neighbours = Neighbours(self.processes, others, self._have_ended,
                                           self._failed_ranks if self.is_tolerant else None, self._beside(),
                                           self._is_stopped)
 
@@ -71,11 +72,11 @@ class Losses:
         """The next rank of this host, in a circle, so that each is looked at by one other."""
         here = self._topology.local_ranks
         following = here[(here.index(self._topology.rank) + 1) % len(here)]
-        return following if following in self._processes else None
+        return following if following in self.processes else None
 
     def _is_stopped(self, rank: int, seconds: float) -> None:
         """A rank of this host has been stopped for so long; 0.0: it goes on."""
-        pid, host = self._processes[rank].pid, self._topology.host_of[rank]
+        pid, host = self.processes[rank].pid, self._topology.host_of[rank]
         if not seconds:
             logger.info("rank %d on %s (process %d) goes on after it was stopped", rank, host, pid)
         elif self._stopped_limit_s and seconds >= self._stopped_limit_s:
@@ -149,12 +150,12 @@ class Losses:
     def _have_ended(self, ranks: Sequence[int]) -> None:
         lost = []
         for rank in ranks:
-            process = self._processes.get(rank)
+            process = self.processes.get(rank)
             how = "MPI reports its end" if process is None else f"process {process.pid} has ended"
             lost.append(LostRank(rank, self._topology.host_of[rank], how))
         if self.is_tolerant:
             self.lose(lost)
-            self._report_failed([rank for rank in ranks if rank in self._processes])
+            self._report_failed([rank for rank in ranks if rank in self.processes])
         else:
             threading.Thread(target=self._end_job, args=(lost,), name="mpistrat-loss", daemon=True).start()
 
