@@ -165,7 +165,7 @@ def _describe_waits(topology: Topology, all_pending: Mapping[str, Pending], stal
         pending = all_pending[name]
         instead = sorted(other for other, its in all_pending.items()
                          if other != name and set(missing) - set(its.missing()))[:MOST_LISTED]
-        meanwhile = f"wait for {', '.join(instead)} instead" if instead else "wait for nothing"
+        meanwhile = f"wait for {', '.join(instead)} instead" if instead else "wait for no collective"
         wait = "wait" if now is None else f"have waited {now - pending.since:.0f} s"
         parts.append(f"{name}: ranks {topology.listed(pending.present())} {wait} for "
                      f"{describe_ranks(topology, missing)}, which {meanwhile}.")

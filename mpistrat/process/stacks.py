@@ -24,6 +24,7 @@ _MOST_THREADS = 3
 # What faulthandler writes.
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) ")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_COLLECTING = "Python's garbage collector runs in one of its threads, and waits for the destructor of an object."
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 _PY_SPY_LIMIT_S = 3.0  # It takes 0.03 s, unless the process is stopped.
 
@@ -36,23 +37,27 @@ def where() -> str:
     """
     names = {thread.ident: f'thread "{thread.name}"' for thread in threading.enumerate()}
     main = threading.main_thread().ident
+    stacks, is_collecting = _stacks()
     # Tuples, since idents are numbers: the main thread comes first.
-    return _text_of([("" if ident == main else names.get(ident, "a thread of a library"), frames)
-                     for _, ident, frames in sorted((ident != main, ident, frames) for ident, frames in _stacks())])
+    text = _text_of([("" if ident == main else names.get(ident, "a thread of a library"), frames)
+                     for _, ident, frames in sorted((ident != main, ident, frames) for ident, frames in stacks)])
+    return f"{text}\n{_COLLECTING}" if is_collecting else text
 
 
 def main_line() -> str:
     """Return the line of the user's code in which the main thread is, or "" if there is none."""
     main = threading.main_thread().ident
-    frames = [frame for ident, frames in _stacks() if ident == main for frame in _users(frames)]
+    frames = [frame for ident, frames in _stacks()[0] if ident == main for frame in _users(frames)]
     if not frames:
         return ""
     file, line, name = frames[-1]
     return f'at "{file}", line {line}, in {name}: {linecache.getline(file, line).strip()}'
 
 
-def _stacks() -> list[tuple[int, list[Frame]]]:
+def _stacks() -> tuple[list[tuple[int, list[Frame]]], bool]:
     """The threads that Python knows, with their frames, outermost first, at most 100 of each.
+
+    And whether Python's garbage collector runs: in another thread, which waits in a destructor, since this one runs.
 
     By faulthandler, which makes no objects. To walk the frames of sys._current_frames() has crashed Python 3.11.7, as
     others have seen (https://github.com/python/cpython/issues/99110). Most likely making a frame object ran the garbage
@@ -68,7 +73,7 @@ def _stacks() -> list[tuple[int, list[Frame]]]:
             stacks.append((int(thread[1], 16), []))
         elif stacks and (frame := _FRAME.match(line)):
             stacks[-1][1].insert(0, Frame(_decoded(frame[1]), int(frame[2]), _decoded(frame[3])))
-    return stacks
+    return stacks, "\n  Garbage-collecting\n" in text
 
 
 def _decoded(text: str) -> str:

@@ -20,7 +20,7 @@ else:
 from ..api import common, missing_names
 from ..api.common import *  # noqa: F403
 from ..core import annotations as _annotations
-from . import elastic
+from . import elastic, iterator_ends  # noqa: F401  (the second acts by its import)
 from .bridge._private import autograph_config as _autograph
 from .bridge._private import is_profiled as _is_profiled
 from .cluster.resolver import MPIClusterResolver

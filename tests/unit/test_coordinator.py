@@ -542,7 +542,7 @@ def test_a_stall_names_who_waits_and_for_whom() -> None:
     assert root.stalls.stalled(61.0, WARNING_S) == {"a": [1]}
     text = root.stalls.report(61.0)
     assert text is not None
-    assert "a: ranks [0, 2] have waited 61 s for ranks [1], which wait for nothing." in text
+    assert "a: ranks [0, 2] have waited 61 s for ranks [1], which wait for no collective." in text
     assert "Every rank must call the same collectives with the same names" in text
 
 
@@ -670,7 +670,7 @@ def test_a_stall_ends_all_engines_in_the_end(size: int) -> None:
     end, text = job.end()
     assert end is EndReason.STALL
     assert "a: ranks [" in text
-    assert f"have waited 601 s for ranks [{size - 1}], which wait for nothing." in text
+    assert f"have waited 601 s for ranks [{size - 1}], which wait for no collective." in text
     assert text.endswith("Ended after 600 s (MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS).")
 
 
@@ -1107,7 +1107,7 @@ def test_a_join_stalls_only_if_the_other_ranks_do_nothing() -> None:
         assert job.nodes[0].stalls.report(now) is None
     report = job.nodes[0].stalls.report(170.0)
     assert report is not None
-    assert "join(): ranks [1] have waited 70 s for ranks [0, 2], which wait for nothing" in report
+    assert "join(): ranks [1] have waited 70 s for ranks [0, 2], which wait for no collective" in report
     job.settle(100.0 + ABORT_S + 1.0)
     assert job.end()[0] is EndReason.STALL
 

@@ -166,7 +166,7 @@ def test_a_stall_is_reported_once_on_rank_0(caplog: pytest.LogCaptureFixture) ->
         job.settle(61.0)
         job.settle(62.0)
     assert len(caplog.messages) == 1
-    assert "a: ranks [0, 2] have waited 61 s for ranks [1], which wait for nothing." in caplog.messages[0]
+    assert "a: ranks [0, 2] have waited 61 s for ranks [1], which wait for no collective." in caplog.messages[0]
 
 
 @pytest.mark.parametrize("size", [2, 18])

@@ -1,5 +1,6 @@
 """Where the threads of a process are, in the user's lines."""
 
+import gc
 import json
 import shutil
 import subprocess
@@ -142,3 +143,27 @@ def test_the_real_py_spy_sees_a_process_that_keeps_the_interpreter_lock(tmp_path
     if "does not show where rank 1 is: Permission" in text:
         pytest.skip(f"this user may not look at processes:{text}")
     assert f'in the main thread:\n  File "{script}", line 3, in <module>\n    ctypes.PyDLL(None).sleep(60)' in text
+
+
+def test_a_destructor_that_the_garbage_collector_waits_for_is_named() -> None:
+    called, end = threading.Event(), threading.Event()
+
+    class Slow:
+        def __del__(self) -> None:
+            called.set()
+            end.wait(LIMIT_S)
+
+    def collect() -> None:
+        cyclic = Slow()
+        cyclic.itself = cyclic  # type: ignore[attr-defined]
+        del cyclic
+        gc.collect()
+
+    assert not stacks.where().endswith(stacks._COLLECTING)
+    thread = threading.Thread(target=collect)
+    thread.start()
+    assert called.wait(LIMIT_S)
+    text = stacks.where()
+    end.set()
+    thread.join()
+    assert text.endswith(stacks._COLLECTING)
