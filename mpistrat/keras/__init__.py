@@ -18,6 +18,7 @@ if _keras.backend.backend() != "tensorflow":
 
 from ..api import common, missing_names
 from ..api.common import *  # noqa: F403
+from ..process.garbage import freeze_libraries as _freeze_libraries
 from ..tensorflow.compression import Compression
 from ..tensorflow.objects import allgather_object as allgather_object  # type: ignore[assignment]
 from ..tensorflow.objects import broadcast_global_variables
@@ -37,3 +38,4 @@ __all__ = [
 __all__ += common.__all__
 
 __getattr__ = missing_names.explain(__name__, missing_names.KERAS)
+_freeze_libraries()

@@ -20,6 +20,7 @@ else:
 from ..api import common, missing_names
 from ..api.common import *  # noqa: F403
 from ..core import annotations as _annotations
+from ..process.garbage import freeze_libraries as _freeze_libraries
 from . import elastic, iterator_ends  # noqa: F401  (the second acts by its import)
 from .bridge._private import autograph_config as _autograph
 from .bridge._private import is_profiled as _is_profiled
@@ -61,6 +62,7 @@ __all__ += common.__all__
 # itself has it convert what the user gives to `run` or `merge_call`.
 _autograph.CONVERSION_RULES = (_autograph.DoNotConvert("mpistrat"), *_autograph.CONVERSION_RULES)
 _annotations.add(_tf.profiler.experimental.Trace, _is_profiled)  # Shows reductions in TensorFlow's profiler.
+_freeze_libraries()
 _absent = missing_names.explain(__name__, missing_names.TENSORFLOW)
 
 
