@@ -5,6 +5,7 @@ Called by run.py. Each is a job of its own, which ends after these steps (proces
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from ..process.launch_env import RUN_STEPS
 from ..process.step_timer import LEAST_STEPS, StepTimes
 from . import elastic
 from .arguments import counted
+from .inventory import busy_cores
+from .mpirun import this_machine
 from .supervisor import Outcome
 
 
@@ -51,6 +54,9 @@ def run(options: argparse.Namespace, launched: Callable[[int, Mapping[str, str]]
         raise LaunchError("--efficiency compares one rank with several: say how many with -np")
     if elastic.is_asked_for(options):
         raise LaunchError("--efficiency and --elastic do not go together: leave out one of them")
+    if busy := busy_cores(os.getloadavg()[1], this_machine(os.environ).cores):
+        print(f"mpistrat run: on this host {busy}. They change both figures (ps aux --sort=-%cpu | head)",
+              file=sys.stderr)
     speeds = {}
     for number in (1, ranks):
         print(f"mpistrat run: the first {steps} steps on {counted(number, 'rank')}", file=sys.stderr, flush=True)

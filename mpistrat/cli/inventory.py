@@ -16,6 +16,7 @@ from typing import Any
 
 from ..core.install import numbers, pip, pip_extra
 from ..core.version import __version__
+from .arguments import counted
 from .hostfile import HYDRA, OPEN_MPI
 from .mpirun import INTEL_MPI, Mpirun
 from .probe import Findings
@@ -49,6 +50,12 @@ class Row:
     text: str
     is_available: bool = True
     needed: bool = False
+
+
+def busy_cores(load: float, cores: int) -> str:
+    """What disturbs ranks on a host, if more processes want its cores than there are (a mean over minutes); else ""."""
+    return f"other processes want its cores: in the last five minutes {load:.1f} on {counted(cores, 'core')}" \
+        if load > cores else ""
 
 
 def software() -> list[Row]:

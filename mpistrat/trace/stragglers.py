@@ -67,25 +67,49 @@ class StragglerWatch:
         if rank in self._named or latest.count(rank) < _LAST_IN * len(latest) or cost < _LEAST_COST:
             return None
         self._named.add(rank)
-        return Straggler(rank, last[rank]["host"], cost, cause_of([interval[rank] for interval in trained], cost))
+        return Straggler(rank, last[rank]["host"], cost, cause_of(
+            [interval[rank] for interval in trained],
+            [report for interval in trained for each, report in interval.items() if each != rank], cost))
 
 
-def cause_of(reports: Sequence[Mapping[str, Any]], cost: float) -> str:
-    """A sentence on what a rank has done, by its reports of some intervals, and by what it costs (see Straggler)."""
+def cause_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], cost: float) -> str:
+    """A sentence on what a rank has done.
+
+    Args:
+        reports: Of the rank, in some intervals.
+        others: Of the other ranks, in the same intervals.
+        cost: See Straggler.
+    """
     delayed, cores = (fmean(report[key] for report in reports) for key in ("delayed", "cores"))
-    places = [report["place"] for report in reports if report["place"]]
-    place = max(reversed(places), key=places.count, default="")  # Of those seen as often, the latest.
+    used_by_others = fmean(report["cores"] for report in others)
+    # On a busy machine all ranks are delayed alike, for each second of a core that they use.
+    delayed_alike = cores * fmean(report["delayed"] for report in others) / used_by_others if used_by_others else 0.0
+    place = _place_of(reports, others)
     at = f" Its main thread was {place}" if place else ""
     # The rank has lost at most the delays of all its threads together. On a busy machine a rank that sleeps has some
     # too: 0.4 of its cost, where a rank with three processes on its core had twice its cost. The delay of the main
     # thread says less: 0.08 s of 0.92 on such a core, while TensorFlow's threads computed the step.
-    if delayed > max(_MUCH_DELAY, _MOST_OF_COST * cost):
+    if delayed - delayed_alike > max(_MUCH_DELAY, _MOST_OF_COST * cost):
         return (f"Other processes run on its cores: its threads were ready, and have waited for a core for "
                 f"{delayed:.1f} s in each second.{at}")
-    if cores < _LITTLE_USE:
+    if cores + delayed_alike < _LITTLE_USE:
         return (f"It has used {cores:.2f} cores, so it waits for something that is not computed: data of the input "
                 f"pipeline, a file, a lock, or a sleep.{at}")
     return f"It computes: it has used {cores:.1f} cores. It has more to do than the others, or slower cores.{at}"
+
+
+def _place_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> str:
+    """Where the main thread of a rank was more often than those of the others; "" if that is not known.
+
+    All ranks spend most of their time in the step. A callback that sleeps is what only the slow rank is seen in.
+    """
+    places = [report["place"] for report in reports if report["place"]]
+    elsewhere = [report["place"] for report in others if report["place"]]
+
+    def excess(place: str) -> float:
+        return places.count(place) / len(places) - (elsewhere.count(place) / len(elsewhere) if elsewhere else 0.0)
+
+    return max(reversed(places), key=excess, default="")  # Of those seen as often, the latest.
 
 
 class ProcessorUse:

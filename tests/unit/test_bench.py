@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mpistrat.cli.bench import command, output
+from mpistrat.cli.bench import command, measure, output
 from mpistrat.cli.bench.cases import CASES, OPERATIONS, Case
 from mpistrat.cli.bench.measure import Point, repeats_for
 from mpistrat.cli.bench.output import Output, Table
@@ -72,6 +72,14 @@ def test_large_cases_are_repeated_a_few_times_and_small_ones_not_for_ever() -> N
     assert [repeats_for(nbytes) for nbytes in (0, 1024, 2**25, 2**33)] == [200, 200, 44, 5]
 
 
+def test_a_slow_machine_repeats_a_case_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(measure, "_seconds", lambda action, count: counts.append(count) or [0.5] * count)
+    assert measure._median(lambda: None, None, 4) == 0.5
+    assert measure._median(lambda: None, 70, 4) == 0.5
+    assert [count for count in counts if count != measure._WARM_UP] == [6, 70]
+
+
 def figures(*points: Point, path: Path) -> Any:
     """The figure that a plot draws."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
@@ -131,7 +139,8 @@ def test_a_row_is_printed_before_the_next_case_is_measured(monkeypatch: pytest.M
 
     monkeypatch.setattr(command, "measure", measured)
     assert command.main(["1KB", "64KB"]) == 0
-    assert printed[0].startswith("1 rank on 1 host, local\n")
+    assert printed[0].startswith(
+        "1 rank on 1 host, local. 4 measurements, most of them within 3 s, so at most about 1 minute\n")
     assert [line.split()[0] for line in printed[1].splitlines()] == ["1KB"]
 
 

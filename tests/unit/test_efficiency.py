@@ -1,12 +1,14 @@
 """`mpistrat run --efficiency`: what a rank measures, and what is made of it."""
 
+import argparse
 import json
 from typing import Any
 
 import pytest
 
-from mpistrat.cli.efficiency import Speed, sentence, speed_of
+from mpistrat.cli.efficiency import Speed, run, sentence, speed_of
 from mpistrat.cli.main import main
+from mpistrat.cli.supervisor import Outcome
 from mpistrat.core.errors import LaunchError
 from mpistrat.process import report, step_timer
 from mpistrat.process.launch_env import RUN_STEPS
@@ -113,6 +115,17 @@ def test_a_script_without_enough_steps_is_told(times: list[StepTimes], complaint
 def test_options_that_make_no_sense(capsys: Any, words: str, complaint: str) -> None:
     assert main(["run", *words.split(), "true"]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("load", "is_told"), [(0.5, False), (1e6, True)])
+def test_busy_cores_are_told_before_the_jobs(capsys: Any, monkeypatch: pytest.MonkeyPatch, load: float,
+                                             is_told: bool) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, load, 0.0))
+    options = argparse.Namespace(efficiency=9, np=2)
+    monkeypatch.setattr("mpistrat.cli.elastic.is_asked_for", lambda _: False)
+    assert run(options, lambda *_: Outcome(7, "")) == 7
+    assert ("other processes want its cores: in the last five minutes 1000000.0 on" in capsys.readouterr().err
+            ) == is_told
 
 
 # -- the ways to train, in this process --------------------------------------------------------------------------------

@@ -73,8 +73,21 @@ def test_a_rank_that_sleeps_on_a_busy_machine_is_not_slowed_by_other_processes()
     (0.1, 0.0, 0.5, "data of the input pipeline"), (0.1, 0.4, 0.94, "data of the input pipeline"),
     (1.5, 0.0, 0.5, "It computes: it has used 1.5 cores"), (1.5, 0.4, 0.94, "It computes")])
 def test_the_cause_is_what_the_rank_does(cores: float, delayed: float, cost: float, words: str) -> None:
-    text = cause_of([report(0, 1, 0.0, cores, delayed, place) for place in ("", "here", "here", "there")], cost)
+    text = cause_of([report(0, 1, 0.0, cores, delayed, place) for place in ("", "here", "here", "there")],
+                    [report(1, 1, cost)], cost)
     assert words in text and text.endswith(" Its main thread was here")
+
+
+@pytest.mark.parametrize(("cores", "delayed"), [(0.2, 0.9), (0.15, 0.7)])
+def test_delays_that_all_ranks_have_are_not_why_one_is_slower(cores: float, delayed: float) -> None:
+    text = cause_of([report(0, 1, 0.0, cores, delayed)], [report(1, 1, 0.2, 0.2, 0.9)], 0.2)
+    assert text.startswith("It computes")
+
+
+def test_the_place_named_is_where_only_the_slow_rank_was() -> None:
+    text = cause_of([report(0, 1, 0.0, place=place) for place in ("fit", "sleep", "fit", "fit", "fit")],
+                    [report(1, 1, 0.2, place="fit") for _ in range(5)], 0.2)
+    assert text.endswith(" Its main thread was sleep")
 
 
 def test_the_use_of_the_processor_is_that_since_the_last_call() -> None:

@@ -135,7 +135,8 @@ def test_what_nothing_counts_is_not_known() -> None:
 
 @pytest.mark.parametrize("waiting, slowest, why", [
     ((0.4, 0.02, 0.38, 0.4), 1, "the others wait 39% of the time, and it 2%. It computes: it has used 0.9 cores."),
-    ((0.1, 0.11, 0.1, 0.12), None, "all ranks wait for each other alike"),
+    ((0.1, 0.11, 0.1, 0.12), None, "each waits 11% of the time"),
+    ((0.0, 0.01), None, "none waits for another"),
     ((0.4,), None, "there is one rank"),
 ])
 def test_the_slowest_rank_is_the_one_that_waits_least(waiting: tuple[float, ...], slowest: int | None,

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from math import ceil
 from pathlib import Path
 
 import mpistrat
@@ -10,7 +11,7 @@ from ...api import runtime
 from ...core.errors import LaunchError
 from ..arguments import Parser, counted, positive_int
 from .cases import CASES
-from .measure import measure, measurements
+from .measure import LIMIT_S, measure, measurements
 from .output import Output, Table
 from .plot import plot, require_matplotlib
 from .train import measure_one_process, measure_training
@@ -19,10 +20,10 @@ _EPILOG = """\
 Run it on ranks: mpistrat run -np 2 -- mpistrat bench
 
 For each case it prints: the median time of the collective on float32 arrays (each time is that of the slowest rank);
-the bandwidth that this requires of each rank's link (2 (n-1)/n of the bytes over the time in an all-reduce, (n-1)/n in
-the others); and how many times as long it takes as MPI's own collective (MPI_Allreduce, MPI_Reduce_scatter,
-MPI_Alltoallv), and as one memcpy, on the same number of bytes in the same run. A case without the name of a collective
-is a grouped all-reduce.
+the bandwidth in 10^9 bytes per second that this requires of each rank's link (2 (n-1)/n of the bytes over the time in
+an all-reduce, (n-1)/n in the others); and how many times as long it takes as MPI's own collective (MPI_Allreduce,
+MPI_Reduce_scatter, MPI_Alltoallv), and as one memcpy, on the same number of bytes in the same run. A case without the
+name of a collective is a grouped all-reduce.
 """
 _MODELS = ("resnet50", "mlp")
 _PICTURES = (".png", ".svg", ".pdf")
@@ -75,7 +76,9 @@ def _measure(options: argparse.Namespace) -> None:
     steps = sum(len(measurements(case, comm)) for case in cases.values())
     with Output(steps, is_chief=mpistrat.rank() == 0) as out:
         table = Table(cases)
-        out.line(f"{where}, {runtime.current().data_name}\n{table.header()}")
+        out.line(f"{where}, {runtime.current().data_name}. {steps} measurements"
+                 + ("" if options.repeats else f", most of them within {LIMIT_S:g} s, so at most about "
+                    f"{counted(ceil(steps * LIMIT_S / 60), 'minute')}") + f"\n{table.header()}")
         for name, case in cases.items():
             points.append(measure(name, case, comm, options.repeats, out.begin))
             out.line(table.row(points[-1]))

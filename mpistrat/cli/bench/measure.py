@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _TOTAL_BYTES = 1.5e9  # of all repetitions of a case together
 _LEAST, _MOST = 5, 200
+LIMIT_S = 3.0  # of the repetitions, unless the least number of them takes longer
 _WARM_UP = 3
 
 
@@ -114,19 +115,31 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
     seconds = {}
     for what in measurements(case, comm):
         begin(f"{name}: {what}")
-        seconds[what] = _median(actions[what], repeats or repeats_for(nbytes))
+        seconds[what] = _median(actions[what], repeats, nbytes)
     return Point(name, case.operation, len(case.shapes), nbytes, size, seconds["mpistrat"],
                  seconds.get(OPERATIONS[case.operation]), seconds["memcpy"])
 
 
-def _median(action: Callable[[], object], count: int) -> float:
-    """Return the median seconds of `count` calls, each the time of the slowest rank. Collective."""
+def _median(action: Callable[[], object], repeats: int | None, nbytes: int) -> float:
+    """Return the median seconds of the calls, each the time of the slowest rank. Collective.
+
+    Args:
+        action: What is called.
+        repeats: How often; None: by the bytes, and no longer than LIMIT_S.
+        nbytes: Of the case.
+    """
+    warm = min(_seconds(action, _WARM_UP))
+    if repeats is None:
+        repeats = min(repeats_for(nbytes), max(_LEAST, int(LIMIT_S / max(warm, 1e-9))))
+    return statistics.median(_seconds(action, repeats))
+
+
+def _seconds(action: Callable[[], object], count: int) -> list[float]:
+    """Return the seconds of each of `count` calls on the slowest rank. Collective."""
     seconds = []
-    for _ in range(_WARM_UP + count):
+    for _ in range(count):
         mpistrat.barrier()
         began = time.perf_counter()
         action()
         seconds.append(time.perf_counter() - began)
-    slowest = mpistrat.allreduce(np.array(seconds[_WARM_UP:]), name="bench.seconds",
-                                 op=mpistrat.Max)
-    return statistics.median(slowest.tolist())
+    return list(mpistrat.allreduce(np.array(seconds), name="bench.seconds", op=mpistrat.Max).tolist())

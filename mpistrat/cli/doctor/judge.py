@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from ...core.install import numbers, pip, pip_extra
 from ...core.topology import describe_by_rank
 from ..arguments import counted
+from ..inventory import busy_cores
 from .facts import Facts
 from .links import Link
 
@@ -194,9 +195,8 @@ def _cores(observed: Observed) -> Iterator[Finding]:
                           "that TensorFlow counts its threads by, and is stopped when it has used them up",
                           f"docker run --cpuset-cpus=0-{max(0, int(one.quota) - 1)} in place of --cpus; in Kubernetes "
                           "whole CPUs, and requests equal to limits")
-        if one.load > one.cores:
-            yield Finding("cores", WARNING, f"{host}: other processes want its cores: in the last five minutes "
-                          f"{one.load:.1f} on {counted(one.cores, 'core')}", "ps aux --sort=-%cpu | head")
+        if busy := busy_cores(one.load, one.cores):
+            yield Finding("cores", WARNING, f"{host}: {busy}", "ps aux --sort=-%cpu | head")
 
 
 def _limits(observed: Observed) -> Iterator[Finding]:

@@ -3,10 +3,10 @@
 Called by command.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from ...core.slowest import slowest
+from ...core.slowest import LEAST_COST, slowest
 from ...trace.stragglers import cause_of
 from .status import SILENT_S, JobStatus, RankStatus
 
@@ -113,11 +113,12 @@ def _slowest(ranks: tuple[RankStatus, ...]) -> tuple[int | None, str]:
         return None, "there is one rank"
     found = slowest([rank.waiting for rank in ranks])
     if found is None:
-        return None, "all ranks wait for each other alike"
-    last = ranks[found[0]]
-    others = last.waiting + found[1]
-    cause = cause_of([{"delayed": last.delayed, "cores": last.cores, "place": last.place}], found[1])
-    return last.rank, f"the others wait {others:.0%} of the time, and it {last.waiting:.0%}. {cause}"
+        share = fmean(rank.waiting for rank in ranks)
+        return None, f"each waits {share:.0%} of the time" if share >= LEAST_COST else "none waits for another"
+    place, cost = found
+    last, others = ranks[place], [asdict(rank) for rank in ranks if rank is not ranks[place]]
+    return last.rank, (f"the others wait {last.waiting + cost:.0%} of the time, and it {last.waiting:.0%}. "
+                       f"{cause_of([asdict(last)], others, cost)}")
 
 
 def _stalls(ranks: tuple[RankStatus, ...]) -> tuple[Stall, ...]:
