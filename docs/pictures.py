@@ -1,4 +1,4 @@
-"""Draw docs/images/averaging.svg, the picture of the first page, from the table of results in README.md.
+"""Draw docs/images/averaging.svg, the picture of the first page, from the table of results in docs/speed.md.
 
     python docs/pictures.py
 """
@@ -12,12 +12,12 @@ WIDTH, ROW, LEFT, BAR, TOP = 760, 46, 170, 400, 66  # pixels; BAR is the length 
 NAMES = ("Horovod 0.28.1", "mpistrat")
 
 
-def results() -> list[tuple[str, tuple[str, ...]]]:
-    """(gradients, milliseconds of each of NAMES) of the columns of the table."""
-    table = (ROOT / "README.md").read_text().partition("<!-- results -->")[2].partition("<!-- /results -->")[0]
-    rows = {cells[0]: cells[1:] for cells in
-            ([cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", table, re.M))}
-    return list(zip(rows["gradients"], zip(*(rows[name] for name in NAMES), strict=True), strict=True))
+def results() -> list[tuple[str, tuple[str, str]]]:
+    """(gradients, milliseconds of each of NAMES) of the rows of the table."""
+    table = (ROOT / "docs" / "speed.md").read_text().partition("<!-- results -->")[2].partition("<!-- /results -->")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", table, re.M)]
+    assert rows[0][1:3] == list(NAMES)
+    return [(re.sub(r" \(\d+ tensors, (.*)\)", r", \1", row[0]), (row[1], row[2])) for row in rows[2:]]
 
 
 def draw() -> str:

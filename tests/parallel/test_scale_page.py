@@ -57,7 +57,7 @@ def test_the_code_of_the_page_runs(way: str, shared_dir: str, monkeypatch: pytes
                                 "y": tf.train.Feature(int64_list=tf.train.Int64List(value=[y[row]]))}
                     file.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
     mpistrat.barrier()
-    names = {"tf": tf, "glob": glob, "parse": parse, "x_test": x[:TEST_ROWS], "y_test": y[:TEST_ROWS]}
+    names = {"tf": tf, "np": np, "glob": glob, "parse": parse, "x_test": x[:TEST_ROWS], "y_test": y[:TEST_ROWS]}
     for code in (after, *blocks):
         exec(compile(code, f"docs/scale.md ({way})", "exec"), names)
     weights = names["model"].get_weights()  # type: ignore[attr-defined]

@@ -164,7 +164,8 @@ def _memory_of_hosts(observed: Observed) -> Iterator[Finding]:
                           "an emptyDir with medium: Memory")
         elif one.shm < count * _SHM_OF_RANK:
             yield Finding("shared memory", WARNING, f"{host}: /dev/shm has {_size(one.shm)} left for "
-                          f"{counted(count, 'rank')}", "docker run --shm-size=1g; in Kubernetes an emptyDir with "
+                          f"{counted(count, 'rank')}, and Open MPI takes {_size(_SHM_OF_RANK)} of it for each. With "
+                          "less it warns, and is slower", "docker run --shm-size=1g; in Kubernetes an emptyDir with "
                           "medium: Memory")
         if one.memory < count * _MEMORY_OF_RANK:
             yield Finding("memory", WARNING, f"{host}: {_size(one.memory)} of memory are left for "
