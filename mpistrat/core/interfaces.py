@@ -131,10 +131,6 @@ class DeviceExecutor:
 
     batches: Sized = ()
 
-    def next_check_s(self, now: float) -> float:
-        """Seconds after which to poll again. 0: at once, after a yield of the processor."""
-        return 0.0
-
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
         """Enqueue the collectives of entries that are the same on all ranks. Collective. `poll` completes the handles.
 

@@ -100,9 +100,6 @@ class Settings:
     pin_gpu: bool = _setting(
         "PIN_GPU", True, "0: init() of mpistrat.tensorflow and mpistrat.keras, and MPIStrategy, do not assign a GPU to "
         "each rank as pin_gpu() does.")
-    async_op: bool = _setting(
-        "ASYNC_OP", True, "0: GPU tensors of TensorFlow are copied before they are reduced. By default one "
-        "asynchronous operation hands their addresses over, if TensorFlow and the GPU's driver pass the checks for it.")
     xla: str = _setting(
         "XLA", "auto", "Whether XLA compiles collectives. auto: on the CPU. 1: on a GPU too. 0: they are an error in a "
         "function with jit_compile=True, and Keras models are trained without XLA.", choices=("auto", "0", "1"))

@@ -246,14 +246,9 @@ VOTE_MESSAGE_BYTES = 48 * 1024
 
 # -- gpu --------------------------------------------------------------------------------------------------------------
 
-# Seconds for which the engine polls a GPU without a pause.
-# Not measured on a GPU: a look takes 15 to 20 us, and a sleep 50 us more than asked for (the timer slack of Linux).
-GPU_SPIN_S = 500e-6
-
-# After that a pause is the wait so far divided by this, up to the limit in seconds.
-# Not measured on a GPU: at most 1,000 looks a second, 2 % of a core.
-GPU_SLEEP_DIVISOR = 16
-GPU_LONGEST_SLEEP_S = 1e-3
+# Seconds between two looks of the engine at a GPU whose work it waits for.
+# A sleep of 20 us took 77 on the first machine with a GPU (H200), a look 15 to 20.
+GPU_LOOK_S = 20e-6
 
 # Bytes of alignment padding in a fusion buffer.
 # Not measured: 16 for each of 4,096 tensors.
@@ -262,11 +257,6 @@ GPU_FUSION_PADDING_BYTES = 64 * 1024
 # Bytes of the smallest fusion buffer to ask for where GPU memory is short. Below it tensors are staged.
 # Not measured: smaller buckets would be all latency.
 GPU_LEAST_FUSION_BYTES = 2**20
-
-# Bytes of a chunk on its way through host memory, and how many there are: one comes, one is reduced, one goes back.
-# Not measured on a GPU.
-STAGED_CHUNK_BYTES = 8 * 1024 * 1024
-STAGED_CHUNKS_UNDER_WAY = 3
 
 # Elements that one block of threads of the copy kernel copies, and how many threads it has.
 # Not measured on a GPU: 64 elements per thread.

@@ -24,7 +24,7 @@ from ..core.interruption import Interruption
 from ..core.request import Request
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..core.tuning import ENGINE_SPIN_S, TRACE_POLL_S
+from ..core.tuning import ENGINE_SPIN_S, GPU_LOOK_S, TRACE_POLL_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from ..negotiation.joined import JOIN
@@ -145,8 +145,7 @@ class Controller:
         """
         now, device = self.clock(), self.executor.device
         if device.batches:
-            timeout_s = device.next_check_s(now)
-            spins = timeout_s == 0.0
+            timeout_s, spins = GPU_LOOK_S, False
         else:
             timeout_s = min(self._coordinator.next_check_s(), self._fast_path.next_check_s())
             spins = is_awaited

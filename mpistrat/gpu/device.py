@@ -24,7 +24,6 @@ from .arrays import GpuArray, GpuEvent, GpuStream, RecordedStream
 from .copy.compiler import compiled
 from .copy.kernel import NAME, source, variant
 from .copy.plan import PIECE, PIECES_PER_LAUNCH, CopyJob
-from .dlpack import CUDA
 from .nccl import library
 
 # Beyond the range of any GPU, which is 0 to -5. cudaStreamCreateWithPriority then takes the end of the range.
@@ -60,8 +59,6 @@ class Device:
         number: CUDA's index of the GPU, among those visible to this process.
     """
 
-    dlpack_type = CUDA
-
     def __init__(self, number: int):
         self.number = number
         self.identity = f"{driver.uuid(number)} on {platform.node()}"
@@ -71,8 +68,6 @@ class Device:
         with self.current():
             # Tensors of other libraries are imported on this stream, which waits for their contents.
             self._imports = cupy.cuda.Stream(non_blocking=True)
-            # Memory that is lent comes from this stream's part of cupy's pool, and so only `lendable` reuses it.
-            self._lending = cupy.cuda.Stream(non_blocking=True)
             self._context = driver.context()
 
     def current(self) -> AbstractContextManager[None]:
@@ -118,19 +113,8 @@ class Device:
     def scratch(self, nbytes: int) -> GpuArray | None:
         """Allocate uninitialised bytes on this GPU; None if there is not enough memory."""
         # On a stream of ours: memory in cupy's pool of the caller's stream may still be in use by enqueued work.
-        return self._allocated(nbytes, self._imports)
-
-    def lendable(self, nbytes: int) -> GpuArray | None:
-        """As `scratch`, for a library that imports the memory, and gives it back while its work is still enqueued.
-
-        The next block of this method may have the same memory, while the library's work on the old block is still
-        enqueued. So the first work on a block must be on the library's stream, or come after a wait for that stream.
-        """
-        return self._allocated(nbytes, self._lending)
-
-    def _allocated(self, nbytes: int, stream: GpuStream) -> GpuArray | None:
         try:
-            with stream:
+            with self._imports:
                 memory = cupy.cuda.alloc(nbytes)
         except cupy.cuda.memory.OutOfMemoryError:
             return None

@@ -13,8 +13,6 @@ from typing import Any
 
 from ..core.errors import EngineError
 
-_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
-
 
 def context() -> int:
     """The address of this thread's current context; 0 if it has none."""
@@ -62,18 +60,6 @@ def uuid(number: int) -> str:
 def record_in_context(context: int, event: int) -> None:
     """Record an event after all work that is enqueued in a CUDA context. The driver has it from version 12.5 on."""
     _call("cuCtxRecordEvent", ctypes.c_void_p(context), ctypes.c_void_p(event))
-
-
-def await_value(stream: int, address: int, value: int) -> None:
-    """Make a stream wait until the GPU's memory has this number of 32 bits at `address`."""
-    _call("cuStreamWaitValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value),
-          ctypes.c_uint(_EQUAL))
-
-
-def write_value(stream: int, address: int, value: int) -> None:
-    """Make a stream write a number of 32 bits into the GPU's memory."""
-    _call("cuStreamWriteValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value),
-          ctypes.c_uint(0))
 
 
 def _call(name: str, *arguments: Any) -> None:

@@ -22,7 +22,7 @@ from ..core.request import CollectiveType
 from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..core.tuning import GPU_LONGEST_SLEEP_S, GPU_SLEEP_DIVISOR, GPU_SPIN_S
+from ..core.tuning import GPU_LOOK_S
 from .arrays import GpuArray, GpuDevice, GpuEvent, GpuInput, RecordedStream
 from .backend import GpuBackend, last_of_streams
 from .connect import connect, exchange_over
@@ -71,11 +71,6 @@ class GpuExecutor(DeviceExecutor):
         self._logged: set[str] = set()
         self._exchange = exchange_over(host, topology.size)
         self._watchdog: Watchdog | None = None
-        self._progress = 0.0  # when the GPU last got work while idle, or last finished some
-
-    def next_check_s(self, now: float) -> float:
-        waited_s = now - self._progress
-        return 0.0 if waited_s < GPU_SPIN_S else min(waited_s / GPU_SLEEP_DIVISOR, GPU_LONGEST_SLEEP_S)
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
         device = cast("GpuInput", entries[0].arrays[0]).device
@@ -120,8 +115,6 @@ class GpuExecutor(DeviceExecutor):
             if run is not None:
                 run(results)
         self._underway, now = [], self._clock()
-        if not self.batches:
-            self._progress = now
         ends = [event for backend in self._backends for event in backend.finish()]
         self.batches.append(_Batch(works, ends, now, began))
 
@@ -137,16 +130,14 @@ class GpuExecutor(DeviceExecutor):
                 for entry, _ in batch.works:
                     self._recorder.add(entry, batch.works[0][0].number, batch.began, ended)
                 finished = True
-            if finished:
-                self._progress = self._clock()
-            else:
+            if not finished:
                 self._check()
         return finished
 
     def drain(self) -> None:
         while self.batches:
             if not self.poll():
-                time.sleep(self.next_check_s(self._clock()))
+                time.sleep(GPU_LOOK_S)
 
     def unfinished(self) -> list[Entry]:
         return [entry for batch in self.batches for entry, _ in batch.works]

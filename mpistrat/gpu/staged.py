@@ -1,19 +1,16 @@
-"""Backend for GPU arrays without NCCL: copies them through pinned host memory to the data plane for CPU tensors.
+"""Backend for GPU arrays without NCCL: copies them to pinned host memory, where the ranks reduce them, and back.
 
-The tensors of a bucket pass as one sequence of bytes, in chunks. While the ranks reduce one chunk, the next one is
-copied to the host, and the one before is copied back. Two streams order the copies, one for each direction. Used by
-the engine's thread, which waits for the copies to the host.
+The host waits for the copies. It is for ranks that share a GPU, where NCCL is missing, and for what NCCL cannot reduce.
+Used by the engine's thread.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from ..core.arithmetic import Reduction
 from ..core.interfaces import DataPlane
-from ..core.packing import FlatLayout
 from ..core.request import ReduceOp
-from ..core.tuning import STAGED_CHUNK_BYTES, STAGED_CHUNKS_UNDER_WAY
 from .arrays import GpuArray, GpuDevice, GpuEvent
 from .backend import GpuBackend, await_on_host
 
@@ -26,15 +23,11 @@ class StagedData(GpuBackend):
         rank: This rank.
         host: The data plane for CPU tensors of the same ranks.
         limit_s: Seconds after which a copy between host and GPU fails; 0: never.
-        chunk_bytes: Bytes of a chunk.
     """
 
-    def __init__(self, device: GpuDevice, rank: int, host: DataPlane, limit_s: float,
-                 chunk_bytes: int = STAGED_CHUNK_BYTES):
-        self._device, self._rank, self._host = device, rank, host
-        self._limit_s, self._chunk_bytes = limit_s, chunk_bytes
-        self._to_host, self._to_gpu = device.stream(), device.stream()
-        self._slots: list[np.ndarray] = []
+    def __init__(self, device: GpuDevice, rank: int, host: DataPlane, limit_s: float):
+        self._device, self._rank, self._host, self._limit_s = device, rank, host, limit_s
+        self._stream = device.stream()
 
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
         return ""
@@ -44,20 +37,20 @@ class StagedData(GpuBackend):
 
     def wait_for(self, events: Iterable[GpuEvent]) -> None:
         for event in events:
-            self._device.wait(self._to_host, event)
-            self._device.wait(self._to_gpu, event)
+            self._device.wait(self._stream, event)
 
     def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], reduction: Reduction,
                   wire_dtype: str = "") -> None:
-        dtype = sources[0].dtype
-
-        def reduce(chunk: np.ndarray) -> None:
-            self._host.allreduce([chunk.view(dtype)], [chunk.view(dtype)], reduction)
-
-        self._pass_through(sources, targets, reduce)
+        fetched = [self._fetch(source).view(source.dtype) for source in sources]
+        self._host.allreduce(fetched, fetched, reduction)
+        for result, target in zip(fetched, targets, strict=True):
+            self._copy_back(result, target)
 
     def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
-        self._pass_through(sources, targets, lambda chunk: self._host.broadcast(chunk, root_rank))
+        for source, target in zip(sources, targets, strict=True):
+            own = self._fetch(source)
+            self._host.broadcast(own, root_rank)
+            self._copy_back(own, target)
 
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
         own, gathered = self._fetch(source), self._device.pinned(target.nbytes)
@@ -79,7 +72,7 @@ class StagedData(GpuBackend):
         self._copy_back(received_bytes, target)
 
     def finish(self) -> list[GpuEvent]:
-        return [self._device.record(self._to_gpu)]
+        return []  # The host has waited for all of it.
 
     def check(self) -> None:
         """Do nothing: all methods raise their own errors."""
@@ -92,59 +85,16 @@ class StagedData(GpuBackend):
         """Do nothing: only `host` waits for other ranks, and it has its own `abandon`."""
 
     def close(self) -> None:
-        self._slots.clear()
+        """Do nothing: there is nothing to release."""
 
     def _fetch(self, source: GpuArray) -> np.ndarray:
         """Copy the bytes of `source` to the host. Waits for the GPU."""
         own = self._device.pinned(source.nbytes)
-        self._device.copy(own.ctypes.data, source.address, own.nbytes, self._to_host)
-        await_on_host(self._device.record(self._to_host), self._limit_s)
+        self._device.copy(own.ctypes.data, source.address, own.nbytes, self._stream)
+        await_on_host(self._device.record(self._stream), self._limit_s)
         return own
 
     def _copy_back(self, result: np.ndarray, target: GpuArray) -> None:
         """Copy bytes of the host to `target`. Waits for the GPU, so that the bytes may be freed."""
-        self._device.copy(target.address, result.ctypes.data, result.nbytes, self._to_gpu)
-        await_on_host(self._device.record(self._to_gpu), self._limit_s)
-
-    def _pass_through(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray],
-                      work: Callable[[np.ndarray], None]) -> None:
-        """Copy `sources` to the host in chunks, call `work`, which changes a chunk, and copy the chunk to `targets`."""
-        if not self._slots:
-            self._slots = [self._device.pinned(self._chunk_bytes) for _ in range(STAGED_CHUNKS_UNDER_WAY)]
-        sizes = [source.nbytes for source in sources]
-        chunks = _chunks(sizes, self._chunk_bytes)
-        arrived: list[GpuEvent] = []
-        returned: list[GpuEvent] = []
-
-        def start_fetch(number: int) -> None:
-            if number >= len(chunks):
-                return
-            if number >= STAGED_CHUNKS_UNDER_WAY:
-                self._device.wait(self._to_host, returned[number - STAGED_CHUNKS_UNDER_WAY])
-            address = self._slots[number % STAGED_CHUNKS_UNDER_WAY].ctypes.data
-            for i, start, nbytes in chunks[number]:
-                self._device.copy(address, sources[i].address + start, nbytes, self._to_host)
-                address += nbytes
-            arrived.append(self._device.record(self._to_host))
-
-        start_fetch(0)
-        for number, segments in enumerate(chunks):
-            start_fetch(number + 1)
-            await_on_host(arrived[number], self._limit_s)
-            chunk = self._slots[number % STAGED_CHUNKS_UNDER_WAY][:sum(nbytes for _, _, nbytes in segments)]
-            work(chunk)
-            address = chunk.ctypes.data
-            for i, start, nbytes in segments:
-                self._device.copy(targets[i].address + start, address, nbytes, self._to_gpu)
-                address += nbytes
-            returned.append(self._device.record(self._to_gpu))
-        # The next bucket overwrites the slots, so its copies to the host must wait for these copies.
-        self._device.wait(self._to_host, self._device.record(self._to_gpu))
-
-
-def _chunks(sizes: Sequence[int], limit: int) -> list[list[tuple[int, int, int]]]:
-    """Chunks of at most `limit` bytes, each as segments (index of the tensor, first byte, bytes)."""
-    layout = FlatLayout(sizes)
-    return [[(i, part.start, part.stop - part.start)
-             for i, part, _ in layout.segments(start, min(limit, layout.length - start))]
-            for start in range(0, layout.length, limit)]
+        self._device.copy(target.address, result.ctypes.data, result.nbytes, self._stream)
+        await_on_host(self._device.record(self._stream), self._limit_s)

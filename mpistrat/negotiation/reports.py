@@ -48,8 +48,8 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology) -
         ("compression", lambda r: r.wire_dtype or "none"),
         ("which tensors of the list there are", lambda r: rank_list(_members(r))),
         ("how the list is packed (an eager call and a tf.function differ in that, and so do shapes that are known and "
-         "unknown when a tf.function is traced, and for GPU tensors ranks with and without the asynchronous operation, "
-         "which MPISTRAT_ASYNC_OP=0 switches off)", lambda r: r.layout or "one by one")]
+         "unknown when a tf.function is traced, and tensors on a GPU and on the CPU)",
+         lambda r: r.layout or "one by one")]
     for what, get in aspects:
         values: dict[Any, set[int]] = {}
         for request, ranks in by_request.items():

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from .bridge import gpu_eager, gpu_graph
+from .async_op import call_site
 
 
 class Compressor:
@@ -88,15 +88,16 @@ class Compressed:
         wire_dtype: As in Request.
     """
 
-    def __init__(self, tensors: Sequence[tf.Tensor], compression: type[Compressor], by_host: bool = False):
+    def __init__(self, tensors: Sequence[tf.Tensor], compression: type[Compressor], by_host: bool = False,
+                 process_set: int = 0):
         self._compression = compression
         self.tensors, self.wire_dtype = list(tensors), ""
         self._contexts: list[Any] | None = None
         if compression is Compression.none:
             return
         is_cast = compression in (Compression.fp16, Compression.bf16)
-        is_on_gpu = gpu_eager.are_on_gpu if tf.executing_eagerly() else gpu_graph.device_of
-        if is_cast and not by_host and is_on_gpu(self.tensors):
+        is_on_gpu = call_site.are_on_gpu if tf.executing_eagerly() else call_site.device_of
+        if is_cast and not by_host and is_on_gpu(self.tensors, process_set):
             self.wire_dtype = compression.dtype.name  # type: ignore[attr-defined]
             return
         pairs = [compression.compress(tensor) for tensor in tensors]

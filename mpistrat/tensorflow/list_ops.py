@@ -16,7 +16,8 @@ from ..api.process_sets import ProcessSet, resolved
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, Min, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
 from ..core.topology import Topology
-from .bridge import cpu, gpu_graph
+from .async_op import call_site
+from .bridge import cpu
 from .bridge.buckets import reduce_list
 from .bridge.differentiable import Gradient, with_gradient
 from .bridge.submission import Observer
@@ -89,7 +90,7 @@ def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
             observer = None
         else:
             dense.append(i)
-    compressed = Compressed([tf.convert_to_tensor(tensors[i]) for i in dense], compression)
+    compressed = Compressed([tf.convert_to_tensor(tensors[i]) for i in dense], compression, process_set=process_set)
     sent, sent_labels = compressed.tensors, list(map(labels.__getitem__, dense)) if labels else []
     sent_places, apart = list(map(places.__getitem__, dense)), list[tf.Tensor]()
     if compressed.wire_dtype:  # It is for all tensors of a collective.
@@ -214,11 +215,11 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, o
         shapes: Those of the results, if they are known. XLA must know them; by default it takes it that all ranks have
             as many rows.
     """
-    device = gpu_graph.device_of(tensors)
+    device = call_site.device_of(tensors, process_set)
     has_rows = all(t.shape.rank for t in tensors)
     times_rows = 0 if shapes else topology_of(process_set).size
-    run = partial(cpu.run, times_rows=times_rows) if device is None or not has_rows else partial(gpu_graph.gather,
-                                                                                                 device)
+    run = partial(cpu.run, times_rows=times_rows) if device is None or not has_rows else \
+        partial(call_site.run, device, keeps_shapes=False)
     shapes = shapes or [tf.TensorShape([None]).concatenate(t.shape[1:]) if t.shape.rank else t.shape for t in tensors]
     return run(name, lambda arrays: allgather_request(name, specs_of(arrays), process_set=process_set), tensors, shapes,
                process_set, observer=observer)
@@ -227,9 +228,9 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, o
 def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str, labels: tuple[str, ...] = (),
                    process_set: int = 0) -> list[tf.Tensor]:
     """Root_rank's values of dense tensors, in one collective. Collective."""
-    ranks, device = topology_of(process_set).job_ranks, gpu_graph.device_of(tensors)
+    ranks, device = topology_of(process_set).job_ranks, call_site.device_of(tensors, process_set)
     wait = cpu.Wait.ALWAYS if len(tensors) > 1 else cpu.Wait.IF_LAST
-    run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device)
+    run = partial(cpu.run, wait=wait) if device is None else partial(call_site.run, device)
     return run(name, lambda arrays: broadcast_request(name, specs_of(arrays), root_rank, ranks, labels,
                                                       process_set=process_set),
                tensors, [t.shape for t in tensors], process_set)

@@ -15,7 +15,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 from mpistrat.tensorflow.async_op import call_site  # noqa: E402
 from mpistrat.tensorflow.xla import context, ffi  # noqa: E402
 
-from .helpers import assert_equal_on_all_ranks, both_ways, in_graph  # noqa: E402
+from .helpers import assert_equal_on_all_ranks  # noqa: E402
 from .test_xla_collectives import COLLECTIVES, numbers  # noqa: E402
 
 
@@ -25,19 +25,14 @@ def on_gpu(name: str) -> Any:
         not tf.config.list_physical_devices("GPU"), reason="TensorFlow sees no GPU")])
 
 
-# The ways of GPU tensors: copied into memory of cupy, and by the asynchronous operation.
-COPIED, ASYNCHRONOUS = ["stand-in", on_gpu("GPU")], ["asynchronous stand-in", on_gpu("asynchronous GPU")]
-
-
-@pytest.fixture(params=[*COPIED, *ASYNCHRONOUS])
+@pytest.fixture(params=["stand-in", on_gpu("GPU")])
 def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[Any]:
     """mpistrat.tensorflow, whose eager tensors go the way of GPU tensors."""
     import mpistrat.tensorflow as hvd
     from tests.support import tensorflow_stand_in
     mpistrat.shutdown()
-    monkeypatch.setenv("MPISTRAT_ASYNC_OP", str(int("asynchronous" in request.param)))
     mpistrat.init()
-    if request.param.endswith("stand-in"):
+    if request.param == "stand-in":
         tensorflow_stand_in.install(rank, monkeypatch.setattr)
         yield hvd
     else:
@@ -71,23 +66,6 @@ def test_rows_are_gathered(hvd: Any, rank: int, size: int) -> None:
 def test_broadcast(hvd: Any, rank: int, size: int) -> None:
     result = hvd.broadcast(tf.fill([2, 3], float(rank)), size - 1)
     np.testing.assert_array_equal(result.numpy(), np.full((2, 3), size - 1))
-
-
-@pytest.mark.parametrize("hvd", COPIED, indirect=True)
-def test_results_of_eager_calls_are_allocated_before_the_exports_that_wait_for_earlier_work(
-        hvd: Any, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.tensorflow.bridge import gpu_eager
-    events: list[str] = []
-    device_type = type(gpu_eager.device_at(tf.zeros([1]).backing_device))
-    lendable, to_dlpack = device_type.lendable, tf.experimental.dlpack.to_dlpack
-    monkeypatch.setattr(device_type, "lendable", lambda *of: events.append("result") or lendable(*of))
-    monkeypatch.setattr(tf.experimental.dlpack, "to_dlpack", lambda of: events.append("export") or to_dlpack(of))
-    tensors = [tf.fill([3], float(rank)), tf.fill([2], float(rank))]
-    assert [result.numpy()[0] for result in hvd.grouped_allreduce(tensors, op=hvd.Max)] == [size - 1] * 2
-    assert hvd.broadcast(tensors[0], 0).numpy().tolist() == [0] * 3
-    assert events == ["result", "result", "export", "export", "result", "export"]
-    hvd.allgather(tensors[0])
-    assert events[6:] == ["export", "export"]  # Its size is known only after the collective has begun.
 
 
 def test_an_eager_result_may_be_changed_and_kept(hvd: Any, rank: int, size: int) -> None:
@@ -200,7 +178,6 @@ def test_a_gradient_that_begins_with_a_reshape_reads_what_is_reduced(hvd: Any, r
 
 def test_the_gradient_of_sync_batch_normalization_is_that_on_the_host(hvd: Any, rank: int, size: int,
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.tensorflow.bridge import gpu_graph
     layer = pytest.importorskip("mpistrat.keras").SyncBatchNormalization()
     layer.build([None, 5])
     values = tf.constant(np.random.RandomState(rank).randn(8, 5), tf.float32)
@@ -213,63 +190,11 @@ def test_the_gradient_of_sync_batch_normalization_is_that_on_the_host(hvd: Any, 
         return tape.gradient(result, values)
 
     with monkeypatch.context() as on_host:
-        on_host.setattr(gpu_graph, "device_of", lambda tensors: None)
+        on_host.setattr(call_site, "device_of", lambda tensors, process_set=0: None)
         expected = tf.function(gradient)(values).numpy()
     step = tf.function(gradient)
     for _ in range(5):
         np.testing.assert_allclose(step(values).numpy(), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("hvd", COPIED, indirect=True)
-def test_a_graph_hands_over_one_tensor_for_each_dtype_of_a_bucket(hvd: Any, rank: int, size: int,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.tensorflow.bridge import gpu_graph
-    handed = []
-    copied = gpu_graph.copied
-    monkeypatch.setattr(gpu_graph, "copied", lambda tensor, device: handed.append(
-        (tensor.dtype.name, tensor.shape[1])) or copied(tensor, device))
-
-    @tf.function
-    def step() -> list[tf.Tensor]:
-        kinds = [(3, tf.float32), (70_000, tf.float32), (5, tf.float16), (1, tf.float32), (4, tf.float16)]
-        return hvd.grouped_allreduce([tf.fill([count], tf.cast(rank + i, dtype)) for i, (count, dtype)
-                                      in enumerate(kinds)])
-
-    results = step()
-    assert [result.shape.as_list() for result in results] == [[3], [70_000], [5], [1], [4]]
-    for i, result in enumerate(results):
-        np.testing.assert_array_equal(result.numpy(), np.full(result.shape, (size - 1) / 2 + i))
-    assert sorted(handed) == [("float16", 9), ("float32", 70_004)]
-
-
-def test_no_tensor_of_a_graph_is_exported(hvd: Any, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(tensor: tf.Tensor) -> None:
-        raise AssertionError("an export waits for the GPU")
-
-    @tf.function
-    def step(tensor: tf.Tensor) -> list[tf.Tensor]:
-        return [*hvd.grouped_allreduce([tensor, tf.cast(tensor, tf.float16)], op=hvd.Max), hvd.allgather(tensor),
-                hvd.broadcast(tensor, 0)]
-
-    monkeypatch.setattr(tf.experimental.dlpack, "to_dlpack", refuse)
-    largest, half, rows, root = step(tf.fill([2], float(rank)))
-    assert largest.numpy().tolist() == half.numpy().tolist() == [size - 1] * 2
-    assert rows.numpy().tolist() == [r for r in range(size) for _ in range(2)] and root.numpy().tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("hvd", COPIED, indirect=True)
-def test_memory_that_cupy_cannot_allocate_is_tensorflows(hvd: Any, rank: int, size: int,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.tensorflow.bridge import gpu_eager
-
-    @tf.function
-    def step(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return hvd.allreduce(tensor, op=hvd.Sum, name="sum"), hvd.allgather(tensor, name="rows")
-
-    monkeypatch.setattr(type(gpu_eager.device_at(tf.zeros([1]).backing_device)), "lendable", lambda self, nbytes: None)
-    total, rows = step(tf.fill([2], float(rank)))
-    assert total.numpy().tolist() == [size * (size - 1) / 2] * 2
-    assert rows.numpy().tolist() == [r for r in range(size) for _ in range(2)]
 
 
 def test_results_that_are_kept_are_not_written_again(hvd: Any, rank: int, size: int) -> None:
@@ -297,55 +222,6 @@ def test_the_inputs_of_a_graph_are_not_written(hvd: Any, rank: int, size: int) -
     assert doubled.numpy().tolist() == [2 * rank] * 3 and tensor.numpy().tolist() == [rank] * 3
 
 
-@pytest.mark.parametrize("hvd", COPIED, indirect=True)
-def test_memory_is_given_back(hvd: Any, rank: int, size: int) -> None:
-    from mpistrat.gpu import dlpack
-
-    @tf.function
-    def step(tensor: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_sum(hvd.allreduce(tensor, op=hvd.Sum, name="given back"))
-
-    before = len(dlpack._lent)
-    for _ in range(20):
-        assert step(tf.ones([1000])) == 1000.0 * size
-    assert len(dlpack._lent) <= before + 2  # Of the last step, at most.
-
-
-@pytest.mark.parametrize("hvd", COPIED, indirect=True)
-@pytest.mark.parametrize("ends", ["unused", "error"])
-def test_results_that_are_never_fetched_are_freed(ends: str, hvd: Any, rank: int, size: int,
-                                                  restart: Callable[[], None]) -> None:
-    from mpistrat.gpu import dlpack
-    from mpistrat.tensorflow.bridge.completion import COMPLETIONS
-
-    def fail() -> None:
-        raise ValueError("elsewhere")
-
-    @tf.function
-    def step(tensor: tf.Tensor) -> tf.Tensor:
-        result = hvd.allreduce(tensor, op=hvd.Sum, name="never fetched")
-        if ends == "unused":
-            return tensor
-        tf.numpy_function(fail, [], [])  # In program order after the submit.
-        return 2 * result
-
-    before = len(dlpack._lent)
-    for _ in range(3 if ends == "error" else 10):
-        if ends == "error":
-            time.sleep(0.02 * (rank == size - 1))  # On other ranks the error comes before the results.
-            with pytest.raises(tf.errors.OpError, match=r"elsewhere|has ended on all ranks"):
-                step(tf.ones([1000]))
-            restart()
-        else:
-            mpistrat.barrier()  # The name must not be in flight any more.
-            step(tf.ones([1000]))
-    fetched = tf.function(lambda tensor: hvd.allreduce(tensor, op=hvd.Sum, name="fetched"))
-    for _ in range(20):  # Each new wait checks one of those before.
-        assert fetched(tf.ones([2])).numpy().tolist() == [size] * 2
-    assert len(dlpack._lent) <= before + 6 and len(COMPLETIONS._taken) <= 2  # Those of the last step.
-
-
-@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
 def test_an_error_elsewhere_is_raised_when_the_collectives_are_complete(hvd: Any, rank: int, size: int) -> None:
     def fail() -> None:
         raise ValueError("elsewhere")
@@ -364,7 +240,6 @@ def test_an_error_elsewhere_is_raised_when_the_collectives_are_complete(hvd: Any
         assert step(tf.ones([2]), False).numpy().tolist() == [2 * size] * 2
 
 
-@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
 def test_a_collective_that_a_rank_never_comes_to_fails_when_that_rank_leaves(
         hvd: Any, rank: int, size: int, restart: Callable[[], None]) -> None:
     def fail() -> None:
@@ -506,9 +381,8 @@ def test_a_disagreement_in_a_graph_is_an_error_on_every_rank(hvd: Any, rank: int
 @pytest.mark.parametrize("operation", ["allreduce", "allgather"])
 def test_ranks_whose_tensors_are_on_the_host_are_told_by_all(operation: str, hvd: Any, rank: int, size: int,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.tensorflow.bridge import gpu_graph
     if rank == size - 1:
-        monkeypatch.setattr(gpu_graph, "device_of", lambda tensors: None)
+        monkeypatch.setattr(call_site, "device_of", lambda tensors, process_set=0: None)
 
     @tf.function
     def step() -> tf.Tensor:
@@ -560,7 +434,6 @@ def xla(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "why_not", lambda: "")
 
 
-@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
 @pytest.mark.parametrize("name", [name for name in COLLECTIVES if name != "adasum"])
 def test_a_collective_that_xla_has_compiled(name: str, xla: None, rank: int) -> None:
     def step(x: tf.Tensor) -> list[tf.Tensor]:
@@ -574,7 +447,6 @@ def test_a_collective_that_xla_has_compiled(name: str, xla: None, rank: int) -> 
             np.testing.assert_allclose(mine, other, rtol=1e-2 if "16" in name or name == "compressed" else 1e-5)
 
 
-@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
 def test_gradients_and_extents_that_are_known_late(xla: None, hvd: Any, rank: int, size: int) -> None:
     @tf.function(jit_compile=True, autograph=False, input_signature=[tf.TensorSpec([None, 2])])
     def total(x: tf.Tensor) -> tf.Tensor:
@@ -589,14 +461,12 @@ def test_gradients_and_extents_that_are_known_late(xla: None, hvd: Any, rank: in
         np.testing.assert_allclose(tape.gradient(value, x), np.full((rows, 2), 10.0 * rank))
 
 
-@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
 def test_rows_that_differ_are_an_error_of_a_compiled_gather(xla: None, hvd: Any, rank: int) -> None:
     gather = tf.function(lambda x: hvd.allgather(x), jit_compile=True, autograph=False)
     with pytest.raises(tf.errors.InvalidArgumentError, match="all ranks must give as many rows to a collective that"):
         gather(tf.ones([5 if rank else 3]))
 
 
-@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
 def test_fit_of_a_compiled_model(xla: None, hvd: Any, rank: int) -> None:
     keras = pytest.importorskip("keras")
     import mpistrat.keras as khvd
@@ -613,22 +483,3 @@ def test_fit_of_a_compiled_model(xla: None, hvd: Any, rank: int) -> None:
         weights.append(model.get_weights())
     for mine, other in zip(*weights, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("hvd", ASYNCHRONOUS, indirect=True)
-@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name != "adasum"])
-@both_ways
-def test_ranks_that_hand_tensors_over_in_different_ways_get_the_right_values_or_an_error(
-        name: str, way: Callable, hvd: Any, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = numbers([4, 3], rank)
-    expected = tf.nest.flatten(way(COLLECTIVES[name])(tensor))
-    if rank == 0:
-        monkeypatch.setattr(call_site, "is_used", lambda where, process_set: False)
-    packs = {"group": "how the list is packed .* MPISTRAT_ASYNC_OP=0", "slices": "dtype", "gather": "dtype",
-             "group of gathers": "dtype"}
-    if name in packs and way is in_graph:
-        with pytest.raises(tf.errors.OpError, match=f"the ranks disagree on {packs[name]}"):
-            way(COLLECTIVES[name])(tensor)
-        return
-    for mine, other in zip(tf.nest.flatten(way(COLLECTIVES[name])(tensor)), expected, strict=True):
-        np.testing.assert_array_equal(mine, other)

@@ -9,8 +9,7 @@ With "compiled" XLA compiles each program as a whole, or as Keras does inside of
 inner functions only; there is one intra-op thread too. Then all ranks build their reductions in one order: a compiled
 function runs them in the order of the program, and waits for each.
 
-With "gpu" the tensors go the way of GPU tensors, on a stand-in: by the asynchronous operation, or with
-MPISTRAT_ASYNC_OP=0 by copies.
+With "gpu" the tensors go the way of GPU tensors, on a stand-in.
 
 usage: random_programs.py PROGRAMS [FIRST] [gradients] [compiled] [gpu]
 

@@ -181,12 +181,6 @@ class Device:
         weakref.finalize(memory, self._count_scratch, -nbytes)
         return GpuArray(memory.bytes.ctypes.data, (nbytes,), np.dtype(np.uint8), memory)
 
-    def lendable(self, nbytes: int) -> GpuArray | None:
-        array = self.scratch(nbytes)
-        if array is not None:
-            weakref.finalize(array.owner, array.owner.bytes.fill, _POISON)
-        return array
-
     def _count_scratch(self, nbytes: int) -> None:
         with self._lock:
             self.free_bytes -= nbytes

@@ -6,29 +6,22 @@ from typing import Any
 import tensorflow as tf
 
 from mpistrat.api.interop import own_gpu
-from mpistrat.gpu import dlpack
-from mpistrat.tensorflow.async_op import streams
-from mpistrat.tensorflow.bridge import gpu_eager, gpu_graph
+from mpistrat.tensorflow.async_op import call_site, streams
 from mpistrat.tensorflow.xla import context, gpu_memory
 from tests.support import gpu_stand_in
 
 
-class StandIn(gpu_stand_in.Device):
-    """Takes TensorFlow's memory on the host for the GPU's."""
-
-    dlpack_type = dlpack.CPU
-
-
 def install(rank: int, replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let all tensors of this process go the way of GPU tensors: eager ones, those of graphs, and XLA's."""
-    def place_of(call: Any) -> tuple[StandIn, gpu_stand_in.Stream]:
+    def place_of(call: Any) -> tuple[gpu_stand_in.Device, gpu_stand_in.Stream]:
         device: Any = own_gpu.this_ranks_gpu(0)
         return device, device.current_stream()
 
-    replace(own_gpu, "make_device", lambda number: StandIn(seed=rank))
-    replace(streams, "WAYS", {"the stand-in's": lambda device, where: device.current_stream()})
-    replace(gpu_eager, "are_on_gpu", lambda tensors: True)
-    replace(gpu_graph, "device_of", lambda tensors: None if tf.executing_eagerly() or context.is_compiled()
-            else "/device:CPU:0")
+    replace(own_gpu, "make_device", lambda number: gpu_stand_in.Device(seed=rank))
+    replace(streams, "ContextStream", lambda device, where: device.current_stream())
+    replace(streams, "stream_of_handler", lambda device, where: device.current_stream())
+    replace(call_site, "are_on_gpu", lambda tensors, process_set=0: True)
+    replace(call_site, "device_of", lambda tensors, process_set=0: None if tf.executing_eagerly() or
+            context.is_compiled() else "/device:CPU:0")
     replace(gpu_memory, "is_used", lambda: True)
     replace(gpu_memory, "place_of", place_of)

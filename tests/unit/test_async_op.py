@@ -16,8 +16,9 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import mpistrat  # noqa: E402
 from mpistrat.core.errors import EngineError, InvalidRequestError, MismatchError  # noqa: E402
 from mpistrat.tensorflow.async_op import c_api, call_site, done, kernel, streams  # noqa: E402
-from mpistrat.tensorflow.bridge import gpu_eager  # noqa: E402
+from mpistrat.tensorflow.bridge import gpu_device  # noqa: E402
 from tests.support import tensorflow_stand_in  # noqa: E402
+from tests.support.gpu_stand_in import Device  # noqa: E402
 
 
 def memory(address: int, nbytes: int) -> np.ndarray:
@@ -323,16 +324,16 @@ def test_ten_thousand_calls_leave_nothing() -> None:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[tensorflow_stand_in.StandIn]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A stand-in for a GPU, for which TensorFlow's tensors are taken."""
-    monkeypatch.setenv("MPISTRAT_ASYNC_OP", "1")
     mpistrat.init()
     tensorflow_stand_in.install(0, monkeypatch.setattr)
-    yield gpu_eager.device_at("/device:CPU:0")
+    yield gpu_device.device_at("/device:CPU:0")
     mpistrat.shutdown()
 
 
 WHERE = "/device:CPU:0"
+context_stream = streams.ContextStream
 
 
 def refuse(device: Any, where: str) -> Any:
@@ -340,21 +341,21 @@ def refuse(device: Any, where: str) -> Any:
     raise OSError("no such function")
 
 
-def test_the_first_way_that_passes_the_check_is_used(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "WAYS", {"first": refuse, "second": lambda device, where: device.current_stream()})
-    assert streams.stream_for(device, WHERE) is device.current_stream()
+def test_an_event_of_the_context_is_for_all_ranks_and_the_stream_itself_for_process_sets(
+        device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    context, own = device.stream(), device.stream()
+    monkeypatch.setattr(streams, "check", lambda *of: None)
+    monkeypatch.setattr(streams, "ContextStream", lambda *of: context)
+    monkeypatch.setattr(streams, "stream_of_handler", lambda *of: own)
+    assert [streams.stream_for(device, WHERE, process_set) for process_set in (0, 1)] == [context, own]
 
 
-def test_without_a_way_tensors_are_copied_and_a_warning_says_why(device: Any, monkeypatch: pytest.MonkeyPatch,
-                                                                 caplog: pytest.LogCaptureFixture) -> None:
-    import mpistrat.tensorflow as hvd
-    monkeypatch.setattr(streams, "WAYS", {"first": refuse})
-    step = tf.function(lambda tensor: hvd.allreduce(tensor, name="copied"))
-    assert step(tf.ones([3])).numpy().tolist() == hvd.allreduce(tf.ones([3])).numpy().tolist() == [1, 1, 1]
-    kinds = {operation.type for operation in step.get_concrete_function(tf.TensorSpec([3])).graph.get_operations()}
-    assert "MpistratAsyncCollective" not in kinds
-    warning, = [text for text in caplog.messages if "copied" in text]
-    assert warning.endswith("there is no way to wait for TensorFlow's stream: first: no such function")
+@pytest.mark.parametrize("refused, served", [("ContextStream", [True, True]), ("stream_of_handler", [True, False])])
+def test_a_way_that_the_driver_refuses_is_done_without(refused: str, served: list[bool], device: Any,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, refused, refuse)
+    found = [streams.stream_for(device, WHERE, process_set) for process_set in (0, 1)]
+    assert [stream is not None for stream in found] == served
 
 
 def test_the_check_refuses_a_way_that_reads_too_early(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,67 +372,27 @@ def test_the_driver_is_asked_for_an_event_of_the_context(device: Any, monkeypatc
     class Event:
         ptr = 8
 
-    stream = streams.ContextStream(device, WHERE)
+    monkeypatch.setattr(streams, "_require_xla", lambda: None)
+    stream = context_stream(device, WHERE)
     stream.record(Event())
     assert stream.ptr == 7 and calls == [(7, 8)]
 
 
-def test_an_event_of_the_context_serves_no_process_set(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams.driver, "context", lambda: 7)
-    monkeypatch.setattr(streams, "check", lambda *of: None)
-    monkeypatch.setattr(streams, "WAYS", {"events": streams.ContextStream})
-    assert call_site.is_used(WHERE, 0) and not call_site.is_used(WHERE, 1)
-
-
-def test_a_stream_waits_for_the_in_place_update_and_makes_its_cell_free_again(
-        device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cell(address: int) -> np.ndarray:
-        return memory(address, 4).view(np.uint32)
-
-    def write(stream: int, address: int, value: int) -> None:
-        device.enqueue(device.stream_at(stream), lambda: cell(address).fill(value))
-
-    monkeypatch.setattr(streams.driver, "await_value", lambda stream, address, value: device.stream_at(
-        stream).work.append(lambda: bool(cell(address)[0] == value)))
-    monkeypatch.setattr(streams.driver, "write_value", write)
-    monkeypatch.setattr(type(device.stream()), "record", lambda self, event: device.enqueue(self, event.fire),
-                        raising=False)
-
-    class Event:
-        done = False
-
-        def fire(self) -> None:
-            self.done = True
-
-        def __getattribute__(self, name: str) -> Any:
-            if name == "done":
-                device.run_a_little()
-            return object.__getattribute__(self, name)
-
-    stream = streams.UpdateStream(device, WHERE)
-    events = [Event() for _ in range(streams._CELLS + 3)]
-    for event in events:  # Cells are used again.
-        stream.record(event)
-    device.run_all()
-    assert all(event.done for event in events) and not stream._cells.numpy().any()
-
-
-def test_xla_tells_no_stream_on_the_cpu(device: Any) -> None:
+def test_xla_tells_no_stream_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpistrat.tensorflow.xla import ffi
     if ffi.api() is None:
-        with pytest.raises(EngineError, match="has no interface for it"):
-            streams.stream_of_handler(device, WHERE)
+        with pytest.raises(EngineError, match="does not tell its stream"):
+            streams.stream_of_handler(Device(), WHERE)
         return
     with pytest.raises(tf.errors.OpError, match="stream"):
-        streams.stream_of_handler(device, WHERE)
+        streams.stream_of_handler(Device(), WHERE)
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
 
 
-def test_eager_and_graph_are_one_operation(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_and_graph_are_one_operation(device: Any) -> None:
     import mpistrat.tensorflow as hvd
-    monkeypatch.setattr(tf.experimental.dlpack, "to_dlpack", lambda tensor: pytest.fail("an export waits"))
     assert hvd.allreduce(tf.fill([3], 2.0), op=hvd.Sum).numpy().tolist() == [2, 2, 2]
     step = tf.function(lambda tensor: hvd.allreduce(tensor, op=hvd.Sum, name="in a graph"))
     kinds = [operation.type for operation in step.get_concrete_function(tf.TensorSpec([3])).graph.get_operations()]
@@ -519,7 +480,7 @@ def test_a_runtime_that_has_ended_keeps_no_gpu(device: Any, monkeypatch: pytest.
         step = tf.function(lambda tensor: reduce_list([tensor], "a", ScaledOp(hvd.Sum), observer=lambda *of: True),
                            autograph=False)
         step(tf.ones([2]))
-        return weakref.ref(gpu_eager.device_at(WHERE))
+        return weakref.ref(gpu_device.device_at(WHERE))
 
     mpistrat.shutdown()
     mpistrat.init()
@@ -530,10 +491,3 @@ def test_a_runtime_that_has_ended_keeps_no_gpu(device: Any, monkeypatch: pytest.
         time.sleep(0.01)
         gc.collect()
     assert its() is None
-
-
-def test_a_switch_turns_it_off(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPISTRAT_ASYNC_OP", "0")
-    mpistrat.shutdown()
-    mpistrat.init()
-    assert not call_site.is_used(WHERE, 0)

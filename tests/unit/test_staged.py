@@ -1,6 +1,4 @@
-"""GPU tensors by way of the host, chunk by chunk, on a stand-in."""
-
-from typing import Any
+"""GPU tensors by way of the host, on a stand-in."""
 
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ from mpistrat.core.arithmetic import Reduction, Scale
 from mpistrat.core.errors import EngineError
 from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
-from mpistrat.gpu.staged import StagedData, _chunks
+from mpistrat.gpu.staged import StagedData
 from mpistrat.transport.local import ThreadGroup
 from tests.support.gpu_stand_in import Device
 
@@ -19,55 +17,23 @@ def on_gpu(device: Device, *values: np.ndarray) -> list[GpuArray]:
     return [device.seen(device.tensor(value)) for value in values]
 
 
-@pytest.mark.parametrize("sizes, chunks", [
-    ([10], [[(0, 0, 10)]]),
-    ([16, 0, 4], [[(0, 0, 16)], [(2, 0, 4)]]),
-    ([40], [[(0, 0, 16)], [(0, 16, 16)], [(0, 32, 8)]]),
-    ([10, 10, 3], [[(0, 0, 10), (1, 0, 6)], [(1, 6, 4), (2, 0, 3)]]),
-    ([0], []),
-])
-def test_tensors_are_cut_into_chunks_as_if_they_were_one(sizes: list[int],
-                                                         chunks: list[list[tuple[int, int, int]]]) -> None:
-    assert _chunks(sizes, 16) == chunks
-
-
 @pytest.mark.parametrize("seed", range(5))
-def test_many_chunks_go_through_few_slots(seed: int) -> None:
+def test_buckets_of_many_sizes_are_reduced_on_the_host(seed: int) -> None:
     device = Device(seed=seed)
-    plane = StagedData(device, 0, ThreadGroup(1).data(0), 10.0, chunk_bytes=64)
+    plane = StagedData(device, 0, ThreadGroup(1).data(0), 10.0)
     for bucket in range(3):
         values = [np.arange(count, dtype=np.float32) + bucket for count in (1, 100, 0, 7, 33)]
         sources, targets = on_gpu(device, *values), on_gpu(device, *map(np.zeros_like, values))
         plane.wait_for([device.record()])
         plane.allreduce(sources, targets, Reduction(ReduceOp.SUM, 2.0, Scale(1.0, 4)))
-        events = plane.finish()
-        while not all(event.done for event in events):
-            pass
+        assert plane.finish() == []
         for target, value in zip(targets, values):
             np.testing.assert_array_equal(target.owner.view(), value / 2)
 
 
-def test_the_next_chunk_is_on_its_way_while_one_is_reduced() -> None:
-    device, host, done = Device(), ThreadGroup(1).data(0), []
-    plane = StagedData(device, 0, host, 10.0, chunk_bytes=64)
-    source, target = on_gpu(device, np.ones(32), np.zeros(32))
-    allreduce, copy = host.allreduce, device.copy
-    host.allreduce = lambda *arguments: (done.append("reduce"), allreduce(*arguments))  # type: ignore[assignment]
-
-    def copy_of(into: int, out_of: int, nbytes: int, stream: Any) -> None:
-        done.append("to host" if stream is plane._to_host else "to GPU")
-        copy(into, out_of, nbytes, stream)
-
-    device.copy = copy_of  # type: ignore[method-assign]
-    plane.wait_for([device.record()])
-    plane.allreduce([source], [target], Reduction(ReduceOp.SUM))
-    assert done == ["to host", "to host", "reduce", "to GPU", "to host", "reduce", "to GPU", "to host", "reduce",
-                    "to GPU", "reduce", "to GPU"]
-
-
 def test_rows_and_broadcasts_come_back() -> None:
     device = Device()
-    plane = StagedData(device, 0, ThreadGroup(1).data(0), 10.0, chunk_bytes=64)
+    plane = StagedData(device, 0, ThreadGroup(1).data(0), 10.0)
     sources = on_gpu(device, np.arange(50, dtype=np.int16), np.array([True, False]))
     targets = on_gpu(device, np.zeros(50, np.int16), np.zeros(2, bool))
     plane.wait_for([device.record()])
@@ -80,7 +46,7 @@ def test_rows_and_broadcasts_come_back() -> None:
 
 def test_a_copy_that_never_ends_is_an_error() -> None:
     device = Device()
-    plane = StagedData(device, 0, ThreadGroup(1).data(0), 0.05, chunk_bytes=64)
+    plane = StagedData(device, 0, ThreadGroup(1).data(0), 0.05)
     source, = on_gpu(device, np.ones(3))
     never = device.record(device.stream())
     never.fire = lambda: False  # type: ignore[method-assign]

@@ -28,18 +28,19 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop.own_gpu import gpu_input, host_copies_of
+from ...api.interop.own_gpu import go_by_host, gpu_input, host_copies_of
 from ...core.errors import MpistratError
 from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...gpu.arrays import Allocated, GpuArray, GpuInput, RecordedStream
-from ..bridge import execution_ids
+from ..bridge import execution_ids, gpu_device
 from ..bridge.execution_ids import Execution
-from ..bridge.gpu_eager import device_at
+from ..bridge.gpu_device import device_at
 from ..bridge.own_threads import run_in_own_thread
 from ..bridge.program_order import after_completed, anonymous_variable, capture_in_order, in_gradient
-from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer
+from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer, require_function
 from ..bridge.tf_errors import described
+from ..xla import context as xla
 from . import kernel, streams
 
 logger = logging.getLogger(__name__)
@@ -47,17 +48,42 @@ logger = logging.getLogger(__name__)
 _orders: "WeakValueDictionary[tuple[str, str], tf.Tensor]" = WeakValueDictionary()  # by device and name
 
 
-def is_used(where: str, process_set: int) -> bool:
-    """Whether tensors on this device of TensorFlow's go this way. Checks that once; it is local.
+def are_on_gpu(tensors: Sequence[tf.Tensor], process_set: int = 0) -> bool:
+    """Whether all these eager tensors are reduced on the GPU. If one is in host memory, all go through the host.
 
-    Args:
-        where: The name of the device.
-        process_set: The id of the process set.
+    TensorFlow keeps some tensors (int32, mostly) in host memory although their device is a GPU.
     """
-    if not runtime.current().settings.async_op or _why_not():
+    return (gpu_device.has_gpu() and bool(tensors) and all(":GPU:" in tensor.backing_device for tensor in tensors)
+            and _is_used(tensors[0].backing_device, process_set))
+
+
+def device_of(tensors: Sequence[tf.Tensor], process_set: int = 0) -> str | None:
+    """The GPU on which tensors of a graph are reduced; None: they go through the host, or XLA compiles the graph.
+
+    They stay on the GPU if there is one, none of them is placed on the CPU, and all have floating-point or complex
+    dtypes, as gradients do: others TensorFlow has no GPU kernels for, or keeps on the host. A tensor that turns out to
+    be on the host is copied. (TensorFlow's placer chooses the device of a tensor after the function has been traced,
+    when the graph cannot change any more.)
+    """
+    if tf.executing_eagerly() or not gpu_device.has_gpu() or xla.is_compiled():
+        return None
+    if not all(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in tensors):
+        return None
+    places = {tf.DeviceSpec.from_string(tensor.device) for tensor in tensors if tensor.device}
+    if any(place.device_type not in (None, "GPU") for place in places):
+        return None
+    numbers = {place.device_index or 0 for place in places} or {0}
+    if len(numbers) > 1:
+        return None
+    where = f"/device:GPU:{numbers.pop()}"
+    return where if _is_used(where, process_set) else None
+
+
+def _is_used(where: str, process_set: int) -> bool:
+    """Whether tensors on this device of TensorFlow's are reduced there. Checks that once, and warns; it is local."""
+    if not gpu_device.has_cupy() or go_by_host() or _why_not():
         return False
-    stream = streams.stream_for(device_at(where), where)
-    return stream is not None and not (process_set and isinstance(stream, streams.ContextStream))
+    return streams.stream_for(device_at(where), where, process_set) is not None
 
 
 @cache
@@ -65,8 +91,7 @@ def _why_not() -> str:
     """As kernel.why_not; also warns once."""
     reason = kernel.why_not()
     if reason:
-        logger.warning("rank %d: GPU tensors are copied before they are reduced: %s",
-                       runtime.current().topology.rank, reason)
+        logger.warning(streams.BY_HOST, runtime.current().topology.rank, reason)
     return reason
 
 
@@ -82,11 +107,13 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
         keeps_shapes: Whether each result has the shape of its tensor.
         observer: Called with copies on the host before the submit.
     """
+    require_function()
     execution = execution_ids.current.get() or Execution()
     past, counts = [execution.number] if execution.is_past else [], execution.number is None
     orders = [] if in_gradient() else [capture_in_order(_order(where, name))]
     site = _GpuCallSite(name, process_set, make_request, execution, observer,
-                        _Tensors(where, _numpy_dtypes(tensors), 1 + len(past) + len(orders), keeps_shapes))
+                        _Tensors(where, _numpy_dtypes(tensors), 1 + len(past) + len(orders), keeps_shapes,
+                                 process_set))
     with after_completed(), tf.device(where):
         outputs = kernel.node(site, tensors, past, orders, int(counts))
     site.belongs_to(outputs[0].op)
@@ -98,7 +125,8 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
     return outputs
 
 
-def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_shapes: bool) -> list[tf.Tensor]:
+def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_shapes: bool,
+                process_set: int) -> list[tf.Tensor]:
     """Run one collective on eager tensors of this rank's GPU; the results are on the same GPU. Collective.
 
     The operation blocks its thread, so it has another one than this, which waits for the engine, as all eager calls.
@@ -107,11 +135,12 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
         make_request: Called with the tensors as GpuInputs.
         tensors: At least one.
         keeps_shapes: Whether each result has the shape of its tensor.
+        process_set: The id of the process set, which `make_request` sets too.
 
     Raises:
         As `api.interop.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
     """
-    kinds = _Tensors(tensors[0].backing_device, _numpy_dtypes(tensors), 1, keeps_shapes)
+    kinds = _Tensors(tensors[0].backing_device, _numpy_dtypes(tensors), 1, keeps_shapes, process_set)
     target = _Eager()
     run_in_own_thread(lambda: target.run(tensors))
     call = target.next()
@@ -177,18 +206,20 @@ class _Tensors:
         dtypes: Their dtypes.
         first: The place of the first one among the inputs.
         keeps_shapes: Whether each result has the shape of its tensor.
+        process_set: The id of the process set.
     """
 
     where: str
     dtypes: Sequence[np.dtype]
     first: int
     keeps_shapes: bool
+    process_set: int
 
     def inputs(self, call: kernel.Call) -> list[GpuInput]:
         """The tensors of a call for the engine, which keep the call."""
         device = device_at(self.where)
-        stream = streams.stream_for(device, self.where)
-        assert stream is not None, "is_used was not called"
+        stream = streams.stream_for(device, self.where, self.process_set)
+        assert stream is not None, "_is_used has found one"
         with device.current():
             known = [call.input(self.first + i) for i in range(len(self.dtypes))]
             made = [call.output(i, shape, self.first + i) if self.keeps_shapes else None

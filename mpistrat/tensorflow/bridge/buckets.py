@@ -14,7 +14,7 @@ from ...core.tuning import BUCKET_BYTES, GPU_BUCKET_BYTES, JOINED_TENSOR_BYTES, 
 from ...gpu.arrays import GpuInput
 from ..async_op import call_site
 from ..xla import context as xla
-from . import cpu, gpu_graph
+from . import cpu
 from .cpu import Wait
 from .submission import Observer
 
@@ -93,27 +93,22 @@ def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, label
     if not tensors:
         return []
     places = places or range(len(tensors))
-    device = gpu_graph.device_of(tensors)
+    device = call_site.device_of(tensors, process_set)
     bucket_bytes = bucket_bytes or (GPU_BUCKET_BYTES if device else BUCKET_BYTES)
     if tf.executing_eagerly() or xla.is_compiled():
         # Nothing overlaps with an eager call or a custom call, and the engine's fusion buffer packs the tensors.
         buckets = [GraphBucket(single=list(range(len(tensors))))]
     else:
-        # On a GPU a concatenation is a copy at memory speed, while each tensor of a bucket costs several eager
-        # operations, unless the collective is one operation, whose tensors the engine packs. Adasum combines each
-        # tensor by itself.
-        joined_bytes = JOINED_TENSOR_BYTES
-        if device:
-            joined_bytes = 0 if call_site.is_used(device, process_set) else bucket_bytes
-        buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes,
-                       0 if scaled.op is ReduceOp.ADASUM else joined_bytes)
+        # On a GPU the engine packs the tensors of a bucket. Adasum combines each tensor by itself.
+        is_joined = device is None and scaled.op is not ReduceOp.ADASUM
+        buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, JOINED_TENSOR_BYTES if is_joined else 0)
     results: list[tf.Tensor | None] = [None] * len(tensors)
     for number, bucket in enumerate(buckets):
         bucket_name = name if len(buckets) == 1 else f"{name}/{number}"
         wait = Wait.NEVER
         if number == len(buckets) - 1 and bucket.nbytes <= SUBMIT_WAIT_BYTES:
             wait = Wait.ALWAYS if may_wait else Wait.IF_LAST
-        run = partial(cpu.run, wait=wait) if device is None else partial(gpu_graph.run, device)
+        run = partial(cpu.run, wait=wait) if device is None else partial(call_site.run, device)
         run = partial(run, observer=observer if number == 0 else None)
         with nullcontext() if device is None else tf.device(device):
             reduced = _reduce_bucket(tensors, bucket, bucket_name, scaled, labels, wire_dtype, process_set, run, places)

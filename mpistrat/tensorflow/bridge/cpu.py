@@ -25,19 +25,19 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...core.errors import InvalidRequestError, MpistratError
+from ...core.errors import MpistratError
 from ...core.memory import ALIGNMENT
 from ...core.tuning import SUBMIT_WAIT_S
 from ..async_op import call_site
 from ..types import Arrays
 from ..xla import collective as compiled
 from ..xla import context as xla
-from . import execution_ids, gpu_eager
+from . import execution_ids
 from .completion import COMPLETIONS, TICKET, awaited, execution_of
 from .execution_ids import Execution
 from .program_order import in_order
 from .python_op import host_call
-from .submission import CollectiveCallSite, MakeRequest, Observer
+from .submission import CollectiveCallSite, MakeRequest, Observer, require_function
 from .tf_errors import as_tf_error
 
 
@@ -125,21 +125,12 @@ def read_in_graph(read: Callable[[], Sequence[int]], count: int) -> list[tf.Tens
         return scalars(host_call(call, [], [tf.int32] * count, stateful=True))
 
 
-def require_function() -> None:
-    """Raise InvalidRequestError if the current graph cannot contain a collective."""
-    if not tf.inside_function():
-        raise InvalidRequestError("collectives work eagerly and in tf.function, not in a tf.compat.v1 graph that a "
-                                  "session runs. Put the step into a tf.function.")
-
-
 def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor],
                  shapes: Sequence[tf.TensorShape], process_set: int) -> list[tf.Tensor]:
     try:
-        if gpu_eager.are_on_gpu(tensors):
-            if call_site.is_used(tensors[0].backing_device, process_set):
-                keeps_shapes = all(shape.is_fully_defined() for shape in shapes)
-                return call_site.run_eagerly(make_request, tensors, keeps_shapes)
-            return gpu_eager.run(make_request, tensors, shapes)
+        if call_site.are_on_gpu(tensors, process_set):
+            keeps_shapes = all(shape.is_fully_defined() for shape in shapes)
+            return call_site.run_eagerly(make_request, tensors, keeps_shapes, process_set)
         arrays = [to_array(tensor) for tensor in tensors]
         request = make_request(arrays)
         group = runtime.group_of(request.name, request.process_set)

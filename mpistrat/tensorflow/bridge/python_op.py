@@ -63,29 +63,6 @@ def host_call(function: Callable[..., Arrays], inputs: Sequence[tf.Tensor], dtyp
     return list(op(input=list(inputs), token=insert_function(called), Tout=list(dtypes)))
 
 
-def unordered_tensor_call(function: Callable[..., list[tf.Tensor]], inputs: Sequence[tf.Tensor],
-                          dtypes: Sequence[tf.DType], device: str) -> list[tf.Tensor]:
-    """As a stateless `host_call`, with eager tensors on `device` instead of arrays, like tf.py_function.
-
-    TensorFlow's py_function is stateful, and its node is always on the CPU. So the node is in a function of its own,
-    which is called as if it were not stateful.
-    """
-    called = EagerFunc(function, list(dtypes), is_grad_func=False)
-    token = insert_function(called)
-
-    @tf.function(autograph=False, input_signature=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs])
-    def call(*arguments: tf.Tensor) -> list[tf.Tensor]:
-        keep_in_graph(called)
-        with tf.device(device):
-            return list(tf.raw_ops.EagerPyFunc(input=list(arguments), token=token, Tout=list(dtypes),
-                                               is_async=is_asynchronous()))
-
-    concrete = call.get_concrete_function()
-    concrete.add_to_graph(tf.compat.v1.get_default_graph())
-    with tf.device(device):
-        return list(tf.raw_ops.PartitionedCall(args=list(inputs), Tout=list(dtypes), f=concrete))
-
-
 def keep_in_graph(called: object) -> None:
     """Keep what a node calls alive as long as the current graph or one of those around it."""
     if is_asynchronous():

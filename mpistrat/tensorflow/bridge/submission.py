@@ -6,9 +6,11 @@ from operator import attrgetter
 from typing import NamedTuple, cast
 
 import numpy as np
+import tensorflow as tf
 
 from ...api import runtime
 from ...api.group import Group
+from ...core.errors import InvalidRequestError
 from ...core.request import Request
 from ...gpu.arrays import GpuInput
 from .calls import CallSite
@@ -22,6 +24,13 @@ MakeRequest = Callable[[Sequence[np.ndarray | GpuInput]], Request]
 Observer = Callable[[Sequence[np.ndarray], str], bool]
 
 _SHAPE = attrgetter("shape")
+
+
+def require_function() -> None:
+    """Raise InvalidRequestError if the current graph cannot contain a collective."""
+    if not tf.inside_function():
+        raise InvalidRequestError("collectives work eagerly and in tf.function, not in a tf.compat.v1 graph that a "
+                                  "session runs. Put the step into a tf.function.")
 
 
 class Submission(NamedTuple):

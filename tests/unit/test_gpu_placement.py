@@ -1,0 +1,157 @@
+"""Where tensors of a graph go: by way of the host, or not; decided while it is traced."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import mpistrat
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+
+def found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, cupy, and TensorFlow's stream are there."""
+    from mpistrat.tensorflow.async_op import call_site, streams
+    from mpistrat.tensorflow.bridge import gpu_device
+    monkeypatch.setattr(gpu_device, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_device, "has_cupy", lambda: True)
+    monkeypatch.setattr(call_site, "device_at", lambda where: None)
+    monkeypatch.setattr(streams, "stream_for", lambda device, where, process_set: object())
+
+
+@pytest.fixture
+def device_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """The choice for tensors that a function makes in a graph, as if there were a GPU and cupy."""
+    from mpistrat.tensorflow.async_op import call_site
+    found(monkeypatch)
+
+    def choose(make: Callable[[], list[Any]]) -> Any:
+        with tf.Graph().as_default():
+            return call_site.device_of(make())
+
+    mpistrat.init()
+    yield choose
+    mpistrat.shutdown()
+
+
+def placed(device: str, dtype: Any = None) -> Any:
+    """A tensor of a graph that is said to be on a device."""
+    with tf.device(device):
+        return tf.zeros([2], dtype or tf.float32)
+
+
+def test_gradients_stay_on_the_gpu(device_of: Callable) -> None:
+    assert device_of(lambda: [tf.zeros([2]), tf.zeros([], tf.float16), tf.zeros([1], tf.bfloat16)]) == "/device:GPU:0"
+
+
+def test_they_stay_on_the_gpu_that_is_named(device_of: Callable) -> None:
+    assert device_of(lambda: [placed("GPU:1"), placed("/job:localhost/replica:0/task:0/device:GPU:1")]) == \
+        "/device:GPU:1"
+
+
+@pytest.mark.parametrize("make", [
+    lambda: [tf.zeros([2]), tf.zeros([2], tf.int32)], lambda: [tf.zeros([2]), placed("CPU:0")],
+    lambda: [placed("GPU:0"), placed("GPU:1")]], ids=["integers", "one on the CPU", "two GPUs"])
+def test_what_is_not_all_on_one_gpu_goes_by_way_of_the_host(make: Callable, device_of: Callable) -> None:
+    assert device_of(make) is None
+
+
+def test_where_all_go_by_the_host_they_do_from_a_gpu_too(device_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "host")
+    mpistrat.shutdown()
+    mpistrat.init()
+    assert device_of(lambda: [placed("GPU:0")]) is None
+
+
+def test_eager_tensors_are_asked_where_they_are_instead() -> None:
+    from mpistrat.tensorflow.async_op import call_site
+    assert call_site.device_of([tf.zeros([2])]) is None
+
+
+@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU")
+def test_without_a_gpu_the_graph_is_what_it_was() -> None:
+    import mpistrat.tensorflow as hvd
+    hvd.init()
+    graph = tf.function(lambda: hvd.grouped_allreduce([tf.zeros([2]), tf.zeros([3])])).get_concrete_function().graph
+    hvd.shutdown()
+    assert "MpistratAsyncCollective" not in {operation.type for operation in graph.get_operations()}
+
+
+@pytest.mark.parametrize("visible, parts, numbers", [
+    ([0, 1, 2], {}, [0, 1, 2]), ([2], {}, [2]), ([2, 1], {}, [1, 2]), ([1, 2], {1: 2}, [1, 1, 2])],
+    ids=["all", "a pinned rank", "in any order", "a divided one"])
+def test_the_number_of_a_logical_gpu_is_that_of_its_physical_one(visible: list[int], parts: dict[int, int],
+                                                                 numbers: list[int],
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.tensorflow.bridge import gpu_device
+    gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(3)]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [gpus[i] for i in visible])
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration",
+                        lambda gpu: [object()] * parts.get(gpus.index(gpu), 0) or None)
+    assert [gpu_device.cuda_number(i) for i in range(len(numbers))] == numbers
+
+
+def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_warning(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from mpistrat.tensorflow.async_op import call_site
+    from mpistrat.tensorflow.bridge import gpu_device
+
+    class Eager:
+        backing_device = "/job:localhost/replica:0/task:0/device:GPU:0"
+
+    monkeypatch.setattr(gpu_device, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_device, "why_no_cupy", lambda: "it is not installed")
+    gpu_device.has_cupy.cache_clear()
+    mpistrat.init()
+    assert not call_site.are_on_gpu([Eager()])
+    with tf.Graph().as_default():
+        assert call_site.device_of([tf.zeros([2])]) is None
+    mpistrat.shutdown()
+    gpu_device.has_cupy.cache_clear()
+    assert [message for message in caplog.messages if "cupy" in message] == [
+        "rank 0: TensorFlow's tensors on a GPU are copied to the host, since cupy is missing: it is not installed"]
+
+
+def test_a_tensorflow_that_does_not_tell_its_stream_goes_by_way_of_the_host_with_one_warning(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from mpistrat.tensorflow.async_op import call_site, streams
+    from mpistrat.tensorflow.bridge import gpu_device
+    from tests.support.gpu_stand_in import Device
+    monkeypatch.setattr(gpu_device, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_device, "has_cupy", lambda: True)
+    monkeypatch.setattr(call_site, "device_at", lambda where: Device())
+    monkeypatch.setattr(streams.ffi, "api", lambda: None)
+    mpistrat.init()
+    with tf.Graph().as_default():
+        assert [call_site.device_of([tf.zeros([2])], process_set) for process_set in (0, 1, 0)] == [None] * 3
+    mpistrat.shutdown()
+    assert [message for message in caplog.messages if "GPU" in message] == [
+        "rank 0: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: TensorFlow "
+        f"{tf.__version__} does not tell its stream; 2.21 does"]
+
+
+@pytest.mark.parametrize("on_gpu, node, buckets", [(True, "MpistratAsyncCollective", 2), (False, "PyFunc", 3)])
+def test_buckets_on_a_gpu_are_twice_as_large(on_gpu: bool, node: str, buckets: int,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpistrat.tensorflow as hvd
+    from tests.support import tensorflow_stand_in
+    mpistrat.init()
+    if on_gpu:
+        tensorflow_stand_in.install(0, monkeypatch.setattr)
+    step = tf.function(lambda *tensors: hvd.grouped_allreduce(tensors))
+    graph = step.get_concrete_function(*[tf.TensorSpec([12, 2**18])] * 3).graph
+    mpistrat.shutdown()
+    assert len([operation for operation in graph.get_operations() if operation.type == node]) == buckets
+
+
+def test_what_goes_by_way_of_the_host_is_compressed_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpistrat.tensorflow as hvd
+    found(monkeypatch)
+    mpistrat.init()
+    step = tf.function(lambda tensor: hvd.reducescatter(tensor, compression=hvd.Compression.fp16))
+    graph = step.get_concrete_function(tf.TensorSpec([4])).graph
+    mpistrat.shutdown()
+    submit, = [operation for operation in graph.get_operations() if operation.type == "PyFunc"]
+    assert [tensor.dtype for tensor in submit.inputs] == [tf.float16]
