@@ -18,13 +18,14 @@ import numpy as np
 
 from ..core.interfaces import TraceLink
 from ..core.interruption import Interruption
-from ..core.request import allgather_request, specs_of
+from ..core.request import DEVICE_GPU, Request, allgather_request, specs_of
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..core.tuning import RECORDED_OPERATIONS
+from ..core.tuning import KEPT_REQUESTS, RECORDED_OPERATIONS
 from ..engine.controller import Controller
 from ..engine.engine import Engine
 from ..engine.executor import Executor
+from ..gpu.arrays import GpuTensors
 from ..gpu.executor import GpuExecutor
 from ..process import stacks
 from ..process.procfs import Process
@@ -62,6 +63,7 @@ class Group:
         self._backends = backends
         # How often all ranks had joined when counting began, and the counters.
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
+        self._requests: dict[str, tuple[object, Request]] = {}  # by name, with what they were made from
         ring = OperationRing(RECORDED_OPERATIONS if settings.recorder else 0)
         self._device = GpuExecutor(topology, backends.data, settings, ring)
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring)
@@ -72,10 +74,28 @@ class Group:
         self.engine = Engine(controller)
         self.engine.start()
 
+    def request_on_gpu(self, name: str, tensors: GpuTensors, make_request: "partial[Request]") -> Request:
+        """The request for tensors on a GPU, kept for later calls with the same arguments. Any thread may call it.
+
+        Args:
+            make_request: Takes the name, the specs of the tensors, and `device=`.
+        """
+        known = self._requests.get(name)
+        kind = make_request.func, make_request.keywords, list(tensors.shapes), tensors.dtypes
+        if known is None or known[0] != kind:
+            if len(self._requests) >= KEPT_REQUESTS:
+                self._requests.clear()
+            known = self._requests[name] = kind, make_request(name, specs_of(tensors), device=DEVICE_GPU)
+        return known[1]
+
     @property
     def data_name(self) -> str:
         """The name of the backend that reduces CPU tensors."""
         return self._backends.data.name
+
+    def await_gpu(self) -> None:
+        """Wait until the GPU has done the collectives that are complete on this rank. Local. Raises EngineError."""
+        self._device.await_kept()
 
     @property
     def joins(self) -> int:

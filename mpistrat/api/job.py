@@ -159,6 +159,11 @@ class Runtime:
         for group in self._groups():
             group.engine.interrupt(error)
 
+    def await_gpu(self) -> None:
+        """Wait until the GPU has done the collectives that are complete on this rank. Local. Raises EngineError."""
+        for group in self._groups():
+            group.await_gpu()
+
     def leave(self) -> None:
         """End on this rank only, which is then lost for the others. Local."""
         log_step(self.topology.rank, "leaves the other ranks")

@@ -12,7 +12,7 @@ the set. The counters restart after a join().
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..core.handle import Handle
 from ..core.request import (
     DEVICE_CPU,
     DEVICE_GPU,
+    CollectiveType,
     ReduceOp,
     Request,
     allgather_request,
@@ -35,24 +36,23 @@ from ..core.request import (
     specs_of,
 )
 from ..core.rows import even_splits, int32_splits
-from ..gpu.arrays import GpuInput
+from ..gpu.arrays import GpuTensors
 from . import runtime
 from .group import Group
 from .interop.libraries import TensorLike
-from .interop.tensors import Tensor, tensors_of
+from .interop.tensors import Restore, Tensors, tensors_of
 from .process_sets import ProcessSet, global_process_set, resolved
 
 T = TypeVar("T")
 
-_ARRAY: Callable[[Tensor], np.ndarray | GpuInput] = attrgetter("array")
 _FIRST: Callable[[list[Any]], Any] = itemgetter(0)
 
 
 class AsyncResult(Generic[T]):
     """The pending result of an asynchronous collective. Any thread may use it."""
 
-    def __init__(self, handle: Handle, tensors: Sequence[Tensor], finish: Callable[[list[Any]], T]):
-        self._handle, self._tensors, self._finish = handle, tensors, finish
+    def __init__(self, handle: Handle, restore: Restore, finish: Callable[[list[Any]], T]):
+        self._handle, self._restore, self._finish = handle, restore, finish
 
     @property
     def name(self) -> str:
@@ -71,8 +71,7 @@ class AsyncResult(Generic[T]):
             EngineError: The engine has ended (StallError, ShutdownError).
             TimeoutError: The collective is not complete after `timeout_s`. It goes on; `wait` may be called again.
         """
-        results = self._handle.wait(timeout_s)
-        return self._finish([tensor.restore(result) for tensor, result in zip(self._tensors, results, strict=True)])
+        return self._finish(self._restore(self._handle.wait(timeout_s)))
 
 
 def allreduce_async(array: TensorLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -135,7 +134,8 @@ def grouped_allreduce(arrays: Sequence[TensorLike], average: bool | None = None,
 def allgather_async(array: TensorLike, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As allgather, but returns at once. `array` must not change until the collective is complete."""
-    return _collective([array], _auto_name(name, "allgather", process_set), process_set, _FIRST, allgather_request)
+    return _collective([array], _auto_name(name, "allgather", process_set), process_set, _FIRST,
+                       partial(allgather_request))
 
 
 def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -148,7 +148,8 @@ def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSe
         name: Matches the calls of the ranks.
         process_set: The ranks that take part.
     """
-    return _collective([array], _name(name, "allgather"), process_set, _FIRST, allgather_request, blocking=True).wait()
+    return _collective([array], _name(name, "allgather"), process_set, _FIRST,
+                       partial(allgather_request), blocking=True).wait()
 
 
 def broadcast_async(array: TensorLike, root_rank: int, name: str | None = None,
@@ -298,51 +299,41 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
 
 
 def _collective(arrays: Sequence[TensorLike], name: str, process_set: ProcessSet, finish: Callable[[list[Any]], T],
-                make_request: Callable[..., Request], blocking: bool = False) -> AsyncResult[T]:
-    return _submit(resolved(process_set).group(name), name, tensors_of(arrays), finish, blocking, make_request)
+                make_request: "partial[Request]", blocking: bool = False) -> AsyncResult[T]:
+    return _submit(resolved(process_set).group(name), name, tensors_of(name, arrays), finish, blocking, make_request)
 
 
 def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name: str, process_set: ProcessSet,
               blocking: bool = False) -> AsyncResult[Any]:
-    group, tensors = resolved(process_set).group(name), tensors_of([array])
-    size, shape, device = group.topology.size, tensors[0].array.shape, _device_of(name, [tensors[0].array])
-    counts = even_splits(name, shape[0] if shape else 0, size) if splits is None else splits
-    tensors += tensors_of([int32_splits(name, counts)])
-    return _submit(group, name, tensors, _FIRST if splits is None else tuple, blocking,
-                   partial(alltoall_request, size=size), device)
+    group, (arrays, restore) = resolved(process_set).group(name), tensors_of(name, [array])
+    size, shape, on_gpu = group.topology.size, arrays[0].shape, isinstance(arrays, GpuTensors)
+    own = int32_splits(name, even_splits(name, shape[0] if shape else 0, size) if splits is None else splits)
+    request = alltoall_request(name, (*specs_of(arrays), *specs_of([own])), size, DEVICE_GPU if on_gpu else DEVICE_CPU)
+    if isinstance(arrays, GpuTensors):
+        arrays.prepare(keeps_shapes=False)
+    both: list[Any] = [arrays if on_gpu else arrays[0], own]
+    handle = (group.engine.run if blocking else group.engine.submit)(request, both)
+    return AsyncResult(handle, lambda results: [*restore(results[:1]), results[1]],
+                       _FIRST if splits is None else tuple)
 
 
 def _broadcast(array: TensorLike, root_rank: int, name: str, process_set: ProcessSet,
                blocking: bool = False) -> AsyncResult[Any]:
     group = resolved(process_set).group(name)
-    return _submit(group, name, tensors_of([array]), _FIRST, blocking,
+    return _submit(group, name, tensors_of(name, [array]), _FIRST, blocking,
                    partial(broadcast_request, root_rank=root_rank, ranks=group.topology.job_ranks))
 
 
-def _submit(group: Group, name: str, tensors: Sequence[Tensor], finish: Callable[[list[Any]], T], blocking: bool,
-            make_request: Callable[..., Request], device: str = "") -> AsyncResult[T]:
-    """Submit a collective.
-
-    Args:
-        make_request: Takes the name, the specs of the tensors, and `device=`.
-        device: That of the tensors, if it is not the device of each of them.
-    """
-    arrays = list(map(_ARRAY, tensors))
-    if not device:
-        device = _device_of(name, arrays) if GpuInput in map(type, arrays) else DEVICE_CPU
-    request = make_request(name, specs_of(arrays), device=device)
-    handle = (group.engine.run if blocking else group.engine.submit)(request, arrays)
-    return AsyncResult(handle, tensors, finish)
-
-
-def _device_of(name: str, arrays: Sequence[np.ndarray | GpuInput]) -> str:
-    kinds = set(map(type, arrays))
-    if GpuInput not in kinds:
-        return DEVICE_CPU
-    if len(kinds) > 1:
-        on_gpu = [DEVICE_GPU if isinstance(array, GpuInput) else DEVICE_CPU for array in arrays]
-        raise InvalidRequestError(f"{name}: a group must be on the CPU or on the GPU as a whole. Received: {on_gpu}")
-    return DEVICE_GPU
+def _submit(group: Group, name: str, tensors: Tensors, finish: Callable[[list[Any]], T], blocking: bool,
+            make_request: "partial[Request]") -> AsyncResult[T]:
+    """Submit a collective. `make_request` takes the name, the specs of the tensors, and `device=`."""
+    arrays, restore = tensors
+    if isinstance(arrays, GpuTensors):
+        request = group.request_on_gpu(name, arrays, make_request)
+        arrays.prepare(request.kind in (CollectiveType.ALLREDUCE, CollectiveType.BROADCAST))
+    else:
+        request = make_request(name, specs_of(arrays), device=DEVICE_CPU)
+    return AsyncResult((group.engine.run if blocking else group.engine.submit)(request, arrays), restore, finish)
 
 
 def _auto_name(name: str | None, operation: str, process_set: ProcessSet) -> str:

@@ -68,9 +68,9 @@ class Submitted(Protocol):
         """The tensors in the order of `request.tensors`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FusionBucket:
-    """Arrays that are reduced, or broadcast, as one.
+    """Arrays that are reduced, or broadcast, as one. A key for what is kept with it.
 
     Attributes:
         request: Of the first member. All members agree in what the fusion key has of it.

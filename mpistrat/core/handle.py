@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from . import forked, signal_handlers
@@ -18,6 +19,8 @@ from .protocols import Array
 from .request import Request
 
 logger = logging.getLogger(__name__)
+
+_NBYTES = attrgetter("nbytes")
 
 _SIGNALS_S = 0.5  # How long a signal may wait for its handler.
 
@@ -175,7 +178,7 @@ class Entry:
     """A submitted request with this rank's tensors, which stay unchanged until it is complete.
 
     Attributes:
-        arrays: C-contiguous numpy arrays, or GpuInputs if the request's device is a GPU.
+        arrays: C-contiguous numpy arrays, or GpuTensors if the request's device is a GPU.
         is_awaited: Whether the submitting thread blocks until the request is complete.
         origin: The node that has submitted it; None: no graph has.
         submitted: When it was submitted, as time.monotonic_ns(); 0: this rank has joined, and another one has.
@@ -191,3 +194,12 @@ class Entry:
     submitted: int = 0
     agreed: int = 0
     number: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        arrays = self.arrays
+        if len(arrays) == 1:
+            return arrays[0].nbytes
+        whole: int | None = getattr(arrays, "nbytes", None)  # GpuTensors know it.
+        return sum(map(_NBYTES, arrays)) if whole is None else whole

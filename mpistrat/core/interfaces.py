@@ -127,12 +127,16 @@ class DeviceExecutor:
 
     Attributes:
         batches: The entries that are enqueued and not complete. As long as there are any, `poll` must be called.
+        kept: Those that are complete while the device still uses their memory. `poll` must be called now and then.
     """
 
     batches: Sized = ()
+    kept: Sized = ()
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
-        """Enqueue the collectives of entries that are the same on all ranks. Collective. `poll` completes the handles.
+        """Enqueue the collectives of entries that are the same on all ranks. Collective.
+
+        The handles are complete then, or `poll` completes them.
 
         An average divides by `divisor`; None: by the number of ranks.
         """
@@ -155,8 +159,15 @@ class DeviceExecutor:
         """
         return False
 
+    def await_kept(self) -> None:
+        """Wait until the device has done what it had enqueued when a handle was completed. Local; any thread.
+
+        Raises:
+            EngineError: The device reports an error, or has taken longer than the limit on stalls.
+        """
+
     def drain(self) -> None:
-        """Wait until all handles are complete. Raises as `poll`."""
+        """Wait until all handles are complete and no memory is used. Raises as `poll`."""
 
     def unfinished(self) -> list[Entry]:
         """The entries that are not complete. The device may write to their memory even after a failure."""

@@ -94,6 +94,10 @@ class Settings:
         "that overlap one has nccl. nccl: NCCL in all sets. staged: copy through pinned host memory to the backend for "
         "CPU tensors. host: treat as CPU tensors, together with those of ranks without a GPU.",
         choices=("auto", "nccl", "staged", "host"))
+    gpu_completion: str = _setting(
+        "GPU_COMPLETION", "auto", "What waits for the end of a collective on GPU tensors. auto: the caller's stream on "
+        "the GPU, if a check finds that it does. host: the host, which then lets the caller go on.",
+        choices=("auto", "host"))
     nccl_streams: int = _setting(
         "NUM_NCCL_STREAMS", 1, "Number of NCCL communicators, each with its own streams. They reduce buckets of GPU "
         "tensors in turn.", low=1, high=16)

@@ -56,6 +56,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._driving = threading.Lock()
         self._is_called = signal_handlers.WakeUp()  # the background thread
+        self._sleeps = False  # until it is called
 
     # -- for callers, from any thread ---------------------------------------------------------------------------------
 
@@ -69,7 +70,7 @@ class Engine:
 
         Args:
             request: As on all ranks.
-            arrays: This rank's tensors as C-contiguous arrays, or as GpuInputs when the request's device is a GPU, in
+            arrays: This rank's tensors as C-contiguous arrays, or as GpuTensors when the request's device is a GPU, in
                 the order of `request.tensors`. They must stay unchanged until the handle is done.
             origin: The node of a graph that submits it, if one does.
 
@@ -112,7 +113,8 @@ class Engine:
             try:
                 if drives == [True]:
                     self._driving.release()
-                    if self.controller.has_work or self._life.ended.is_set():
+                    if self.controller.has_work or self._life.ended.is_set() or (self._sleeps and
+                                                                                 self.controller.executor.device.kept):
                         self._is_called.set()
             finally:
                 handles.drivers.discard(thread)
@@ -240,7 +242,9 @@ class Engine:
         handles.drivers.add(thread)
         try:
             while not self._life.ended.is_set():
-                is_called = self._is_called.wait(ENGINE_IDLE_POLL_S if self.controller.topology.size > 1 else None)
+                # One rank gets no messages, but its GPU may have memory to give back.
+                self._sleeps = self.controller.topology.size == 1 and not self.controller.executor.device.kept
+                is_called = self._is_called.wait(None if self._sleeps else ENGINE_IDLE_POLL_S)
                 if not is_called and self._driving.locked():
                     continue
                 with self._driving:

@@ -5,10 +5,11 @@ engine's.
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,7 +23,7 @@ class GpuArray:
 
     Attributes:
         address: The GPU's address of the first element.
-        owner: The foreign object that keeps the memory alive. Of a result it is what the caller gets.
+        owner: What keeps the memory alive.
     """
 
     address: int
@@ -91,6 +92,7 @@ class GpuDevice(Protocol):
     """This rank's GPU. For the methods see device.Device."""
 
     identity: str
+    checked_bytes: int
 
     def current(self) -> AbstractContextManager[Any]: ...
 
@@ -98,7 +100,7 @@ class GpuDevice(Protocol):
 
     def record(self, stream: RecordedStream) -> GpuEvent: ...
 
-    def wait(self, stream: GpuStream, event: GpuEvent) -> None: ...  # an event of the same device
+    def wait(self, stream: RecordedStream, event: GpuEvent) -> None: ...  # an event of the same device
 
     def scratch(self, nbytes: int) -> GpuArray | None: ...
 
@@ -110,6 +112,8 @@ class GpuDevice(Protocol):
 
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream) -> None: ...
 
+    def guard(self, table: np.ndarray, itemsize: int, lost: int, stream: GpuStream) -> None: ...
+
     def nccl_version(self) -> int: ...
 
     def unique_id(self) -> bytes | tuple[int, ...]: ...
@@ -119,25 +123,77 @@ class GpuDevice(Protocol):
     def nccl_group(self) -> AbstractContextManager[None]: ...
 
 
-# An uninitialised array, and the stream whose work so far may still use its memory; None: no work uses it any more.
-Allocated = tuple[GpuArray, RecordedStream | None]
+class Allocated(NamedTuple):
+    """Memory for the results of a request.
+
+    Attributes:
+        addresses: Of each result.
+        results: What the caller gets of each. It keeps the memory alive.
+        stream: Its work so far may still use the memory; None: no work uses it, or an event of the request comes after
+            that work.
+    """
+
+    addresses: Sequence[int]
+    results: list[Any]
+    stream: RecordedStream | None
 
 
-@dataclass(frozen=True, eq=False)
-class GpuInput(GpuArray):
-    """A tensor submitted for a collective, in place of a numpy array.
+class GpuTensors(Sequence[GpuArray]):
+    """The tensors of a request, all on one GPU, in place of a list of numpy arrays.
 
-    The library of the tensor allocates the result, in the order of the caller's stream. So the result may be freed, and
+    A step has hundreds of them, so what a step needs of them are lists, and objects are made only for what indexes it.
+    The library of the tensors allocates the results, in the order of the caller's stream. So a result may be freed, and
     its memory reused by work that the caller enqueues later, like any memory of that library.
 
     Attributes:
         device: This rank's GPU.
-        ready: An event after all work that the contents depend on; None: the contents are complete. The tensors of a
-            request have one event for each stream.
-        allocate: Returns an array of the given shape, of the same library and dtype. It may return the memory of the
-            input, if the shape is the same: an all-reduce or a broadcast is then in place.
+        addresses, shapes, dtypes: Of each tensor.
+        owner: What keeps their memory alive.
+        streams: The contents are complete when these have done their work so far, and the memory of results is free.
+        readers: Those in whose order the caller reads the results. The caller waits for nothing but them. None: it
+            reads as soon as the request is complete, in any order.
+        allocate: Allocates results of the given shapes, of the same dtypes.
+        ready: Events of `streams`.
+        made: The results, if their shapes are known when the request is submitted.
+        ends: Events after which the results are there, if the request was complete before.
     """
 
-    device: GpuDevice
-    ready: GpuEvent | None
-    allocate: Callable[[tuple[int, ...]], Allocated]
+    def __init__(self, device: GpuDevice, addresses: Sequence[int], shapes: Sequence[tuple[int, ...]],
+                 dtypes: Sequence[np.dtype], owner: object, streams: Sequence[RecordedStream],
+                 readers: Sequence[RecordedStream] | None,
+                 allocate: Callable[[Sequence[tuple[int, ...]]], Allocated]):
+        self.device, self.addresses, self.shapes, self.dtypes, self.owner = device, addresses, shapes, dtypes, owner
+        self.streams, self.readers, self.allocate = streams, readers, allocate
+        self.ready: Sequence[GpuEvent] = ()
+        self.made: Allocated | None = None
+        self.ends: Sequence[GpuEvent] = ()
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def __getitem__(self, i: Any) -> Any:
+        return GpuArray(self.addresses[i], self.shapes[i], self.dtypes[i], self.owner)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of all elements of all tensors."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+    def prepare(self, keeps_shapes: bool) -> None:
+        """Record `ready`. Called once, before the request is submitted, by the thread that has made the tensors.
+
+        Args:
+            keeps_shapes: The results have the shapes of the tensors. They are allocated before the events, which so
+                come after all work that may still use their memory.
+        """
+        with self.device.current():
+            if keeps_shapes:
+                self.made = self.allocate(self.shapes)._replace(stream=None)
+            self.ready = [self.device.record(stream) for stream in self.streams]
+
+    def follow(self, stream: RecordedStream) -> None:
+        """Make another stream than the readers wait for the results."""
+        if self.ends and stream.ptr not in [reader.ptr for reader in self.readers or ()]:
+            with self.device.current():
+                for end in self.ends:
+                    self.device.wait(stream, end)

@@ -8,12 +8,15 @@ thread may call `revoke` and `abandon`.
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from ..core.arithmetic import Reduction
 from ..core.errors import EngineError
 from ..core.request import ReduceOp
 from .arrays import GpuArray, GpuEvent
+
+# Enqueues an all-reduce of arrays at the addresses of the first list to those of the second one. Collective.
+Reducer = Callable[[Sequence[int], Sequence[int]], None]
 
 
 def await_on_host(event: GpuEvent, limit_s: float) -> None:
@@ -59,12 +62,17 @@ class GpuBackend(ABC):
         """Make all work enqueued from now on start after these events. The host does not wait."""
 
     @abstractmethod
-    def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], reduction: Reduction,
-                  wire_dtype: str = "") -> None:
-        """Reduce each of `sources` over all ranks into the target of the same index, as DataPlane.allreduce.
+    def reducer(self, arrays: Sequence[GpuArray], reduction: Reduction, wire_dtype: str = "") -> Reducer:
+        """What reduces arrays of these sizes and of this dtype, again and again. `why_not` has nothing against it.
 
         Floating-point tensors wider than `wire_dtype` may be sent and reduced in that dtype.
         """
+
+    def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], reduction: Reduction,
+                  wire_dtype: str = "") -> None:
+        """Reduce each of `sources` over all ranks into the target of the same index, as DataPlane.allreduce."""
+        self.reducer(sources, reduction, wire_dtype)([source.address for source in sources],
+                                                     [target.address for target in targets])
 
     @abstractmethod
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:

@@ -82,7 +82,8 @@ def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: D
         exchange, settings.limit_s)
     buffers_of_streams = [buffers[i:i + BUFFERS] for i in range(0, len(buffers), BUFFERS)]
     _log(rank, logging.INFO, f"GPU tensors are reduced by NCCL (version code {found.nccl})")
-    return NcclData(device, rank, size, communicators, buffers_of_streams, nbytes, found.nccl), fusion_bytes
+    return NcclData(device, rank, size, communicators, buffers_of_streams, nbytes, found.nccl,
+                    size == 1 or all(other.is_free for other in ranks)), fusion_bytes
 
 
 def _plain(unique_id: bytes | tuple[int, ...]) -> str | list[int]:

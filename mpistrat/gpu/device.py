@@ -5,8 +5,9 @@ implements the Protocols of `arrays` and `nccl.types`, so all other modules run 
 fails where cupy is missing; api.interop.own_gpu.make_device names the remedy. Any thread may use a Device.
 """
 
+import math
 import platform
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from itertools import count
@@ -18,11 +19,12 @@ import cupyx
 import numpy as np
 
 from ..core.errors import EngineError
+from ..core.memory import rounded_up
 from ..core.tuning import COPY_BLOCK_THREADS
 from . import driver
 from .arrays import GpuArray, GpuEvent, GpuStream, RecordedStream
 from .copy.compiler import compiled
-from .copy.kernel import NAME, source, variant
+from .copy.kernel import GUARD, NAME, source, variant
 from .copy.plan import PIECE, PIECES_PER_LAUNCH, CopyJob
 from .nccl import library
 
@@ -30,8 +32,10 @@ from .nccl import library
 _URGENT = -100
 # cupy passes a numpy array of one element by value.
 _TABLE = np.dtype([("pieces", PIECE, (PIECES_PER_LAUNCH,))])
+_RESULT_ALIGNMENT = 512  # of the allocations of cupy and torch
 _NOT_READY = 600  # cudaErrorNotReady
 _PER_THREAD = 2  # cudaStreamPerThread
+_PLAIN = CopyJob("float32", "float32")
 
 
 class Event:
@@ -57,12 +61,17 @@ class Device:
 
     Args:
         number: CUDA's index of the GPU, among those visible to this process.
+
+    Attributes:
+        checked_bytes: What a check copies; 40 times take 1 ms on an H200, by its bandwidth.
     """
+
+    checked_bytes = 2**26
 
     def __init__(self, number: int):
         self.number = number
         self.identity = f"{driver.uuid(number)} on {platform.node()}"
-        self._launch = cache(self._compile)
+        self._module = cache(self._compile)
         self._recording, self._event_numbers = Lock(), count()
         self._context = 0
         with self.current():
@@ -104,7 +113,11 @@ class Device:
             stream.record(cupy_event)
             return Event(cupy_event, stream, next(self._event_numbers))
 
-    def wait(self, stream: GpuStream, event: GpuEvent) -> None:
+    def can_wait(self, stream: RecordedStream) -> bool:
+        """Whether any thread can make the stream wait: the default stream of a thread is another one in each thread."""
+        return stream.ptr != _PER_THREAD
+
+    def wait(self, stream: RecordedStream, event: GpuEvent) -> None:
         """Make all work enqueued on `stream` from now on start after `event`. The host does not wait."""
         cast("cupy.cuda.Stream", stream).wait_event(cast("Event", event).cupy_event)
 
@@ -131,20 +144,30 @@ class Device:
 
     def compile(self, job: CopyJob) -> None:
         """Compile and load the kernel for `job`. Raises what `compiled` raises, or the error of the GPU's driver."""
-        self._launch(variant(job))
+        self._module(variant(job))
 
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream) -> None:
         """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy.plan. Allocates no memory."""
-        by_value = np.zeros(1, _TABLE)
-        by_value["pieces"][0, :len(table)] = table
         with stream:
-            self._launch(variant(job))((blocks,), (COPY_BLOCK_THREADS,), (
-                by_value, np.int32(len(table)), np.float64(job.factor), np.int64(job.divisor)))
+            self._module(variant(job))[NAME]((blocks,), (COPY_BLOCK_THREADS,), (
+                _by_value(table), np.int32(len(table)), np.float64(job.factor), np.int64(job.divisor)))
 
-    def _compile(self, job: CopyJob) -> Any:
+    def guard(self, table: np.ndarray, itemsize: int, lost: int, stream: GpuStream) -> None:
+        """Turn the targets of a table into NaN if the uint32 at the address `lost` is not 0 then.
+
+        Args:
+            table: As for `batched_copy`.
+            itemsize: The bytes of an element in the targets.
+            lost: In pinned memory.
+        """
+        with stream:
+            self._module(_PLAIN)[GUARD]((len(table),), (COPY_BLOCK_THREADS,), (
+                _by_value(table), np.uint64(itemsize), np.uint64(lost)))
+
+    def _compile(self, job: CopyJob) -> dict[str, Any]:
         module = cupy.cuda.Module()
         module.load(compiled(source(job)))
-        return module.get_function(NAME)
+        return {name: module.get_function(name) for name in (NAME, GUARD)}
 
     # -- tensors of other libraries -----------------------------------------------------------------------------------
 
@@ -154,24 +177,30 @@ class Device:
 
     def contiguous(self, array: Any) -> Any:
         """Return a cupy array in C order: `array`, or a copy made on cupy's current stream."""
-        return cupy.ascontiguousarray(array)
+        return array if array.flags.c_contiguous else cupy.ascontiguousarray(array)
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Allocate an uninitialised cupy array on cupy's current stream."""
-        return cupy.empty(shape, dtype)
+    def empty_all(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> list[Any]:
+        """Allocate uninitialised cupy arrays on cupy's current stream, in one block of memory."""
+        offsets, end = [], 0
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            offsets.append(end)
+            end = rounded_up(end + math.prod(shape) * dtype.itemsize, _RESULT_ALIGNMENT)
+        memory = cupy.cuda.alloc(end)
+        return [cupy.ndarray(shape, dtype, memory + offset)
+                for shape, dtype, offset in zip(shapes, dtypes, offsets, strict=True)]
 
     def current_stream(self) -> GpuStream:
         """cupy's current stream in this thread."""
         stream: GpuStream = cupy.cuda.get_current_stream()
         return stream
 
-    def imported(self, tensor: object) -> tuple[Any, GpuStream]:
-        """Import a tensor of another library as a C-contiguous cupy array; also return the stream of its contents.
+    def imported(self, tensors: Sequence[object]) -> tuple[list[Any], GpuStream]:
+        """Import tensors of another library as C-contiguous cupy arrays; also return the stream of their contents.
 
-        By the DLPack protocol the library makes this stream wait for the tensor. The host does not wait.
+        By the DLPack protocol the library makes this stream wait for a tensor. The host does not wait.
         """
         with self._imports:
-            return cupy.ascontiguousarray(cupy.from_dlpack(tensor)), self._imports
+            return [cupy.ascontiguousarray(cupy.from_dlpack(tensor)) for tensor in tensors], self._imports
 
     # -- NCCL, here so that a stand-in for a device has it, too -------------------------------------------------------
 
@@ -179,6 +208,12 @@ class Device:
     unique_id = staticmethod(library.unique_id)
     communicator = staticmethod(library.Communicator)
     nccl_group = staticmethod(library.group)
+
+
+def _by_value(table: np.ndarray) -> np.ndarray:
+    made = np.zeros(1, _TABLE)
+    made["pieces"][0, :len(table)] = table
+    return made
 
 
 @cache

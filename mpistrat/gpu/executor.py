@@ -1,15 +1,16 @@
-"""Executes negotiated entries of GPU tensors: enqueues their work, and completes their handles when the GPU is done.
+"""Executes negotiated entries of GPU tensors: enqueues their work, and completes their handles, see completion.py.
 
 The ranks choose the backend together before their first collective, when each of them knows its GPU.
 """
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
@@ -22,11 +23,13 @@ from ..core.request import CollectiveType
 from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..core.tuning import GPU_LOOK_S
-from .arrays import GpuArray, GpuDevice, GpuEvent, GpuInput, RecordedStream
-from .backend import GpuBackend, last_of_streams
+from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS
+from .arrays import Allocated, GpuArray, GpuDevice, GpuEvent, GpuTensors, RecordedStream
+from .backend import GpuBackend, Reducer, await_on_host, last_of_streams
+from .completion import check_waiting
 from .connect import connect, exchange_over
 from .nccl.claims import release
+from .nccl.data import NcclData
 from .staged import StagedData
 from .uploads import uploaded
 from .watchdog import Watchdog
@@ -34,11 +37,24 @@ from .watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class _Batch:
-    """Entries with their results. Their work was enqueued at the time `since`, and is complete after `ends`."""
+@dataclass(slots=True)
+class _Work:
+    """An entry, its tensors, and memory for its results."""
 
-    works: list[tuple[Entry, list[Any]]]
+    entry: Entry
+    tensors: GpuTensors
+    made: Allocated
+
+    def targets(self, shapes: Sequence[tuple[int, ...]]) -> list[GpuArray]:
+        """The results, which have these shapes, as arrays."""
+        return list(map(GpuArray, self.made.addresses, shapes, self.tensors.dtypes, self.made.results))
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Entries with their memory. Their work was enqueued at the time `since`, and is over after `ends`."""
+
+    works: list[_Work]
     ends: list[GpuEvent]
     since: float
     began: int
@@ -67,13 +83,18 @@ class GpuExecutor(DeviceExecutor):
         self._plans = BucketPlans(topology.size)
         self._fusion_bytes = 0
         self.batches: deque[_Batch] = deque()
-        self._underway: list[tuple[Entry, list[Any]]] = []
+        # The handles of these are done; their memory is kept while the GPU uses it.
+        self.kept: deque[_Batch] = deque()
+        self._looked = -math.inf
+        self._underway: list[_Work] = []
+        self._reducers: dict[FusionBucket, tuple[GpuBackend, Reducer]] = {}
+        self._completes_by_streams = False
         self._logged: set[str] = set()
         self._exchange = exchange_over(host, topology.size)
         self._watchdog: Watchdog | None = None
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
-        device = cast("GpuInput", entries[0].arrays[0]).device
+        device = _tensors(entries[0]).device
         with device.current():
             if not self._backends:
                 self._connect(device)
@@ -90,57 +111,96 @@ class GpuExecutor(DeviceExecutor):
         # Kept in case of an exception, since the GPU may already use the memory.
         works = self._underway = []
         began = time.monotonic_ns()
-        events = [array.ready for entry in entries for array in _inputs(entry) if array.ready is not None]
+        events: list[GpuEvent] = []
         streams: dict[int, RecordedStream] = {}
-        runs: list[Callable[[list[Any]], None] | None] = []
+        runs: list[Callable[[_Work], None] | None] = []
         for entry in entries:
-            # Allocate all results before the first collective. A rank that is short of memory then fails before the
-            # others wait for it in a collective.
+            # All results are allocated before the first collective. A rank that is short of memory then fails before
+            # the others wait for it in a collective.
+            tensors = _tensors(entry)
             try:
-                shapes, run = self._planned(entry)
+                shapes, run = self._planned(entry, tensors)
             except InvalidRequestError as error:  # The same on all ranks.
                 entry.handle.fail(error)
                 continue
-            allocated = [array.allocate(shape) for array, shape in zip(_inputs(entry), shapes, strict=True)]
-            works.append((entry, [array for array, _ in allocated]))
+            made = tensors.made or tensors.allocate(shapes)
+            if made.stream is not None:
+                streams[made.stream.ptr] = made.stream
+            events += tensors.ready
+            works.append(_Work(entry, tensors, made))
             runs.append(run)
-            streams.update((stream.ptr, stream) for _, stream in allocated if stream is not None)
-        events += [device.record(stream) for stream in streams.values()]
-        events = last_of_streams(events)
+        events = last_of_streams([*events, *map(device.record, streams.values())])
         for backend in self._backends:
             backend.wait_for(events)
-        for bucket in self._plans.plan([entry for entry, _ in works], self._fusion_bytes, divisor):
+        for bucket in self._plans.plan([work.entry for work in works], self._fusion_bytes, divisor):
             self._run_bucket(bucket, works)
-        for (_, results), run in zip(works, runs, strict=True):
+        for work, run in zip(works, runs, strict=True):
             if run is not None:
-                run(results)
-        self._underway, now = [], self._clock()
+                run(work)
         ends = [event for backend in self._backends for event in backend.finish()]
-        self.batches.append(_Batch(works, ends, now, began))
+        self._underway, batch = [], _Batch(works, ends, self._clock(), began)
+        if self._completes_by_streams and all(work.tensors.readers is not None for work in works):
+            self._let_readers_wait(device, batch)
+            self.kept.append(batch)
+            complete_all((work.entry.handle, work.made.results) for work in works)
+            self._release()
+        else:
+            self.batches.append(batch)
+
+    def _let_readers_wait(self, device: GpuDevice, batch: _Batch) -> None:
+        """Make the streams in which the callers go on wait for the end of a batch."""
+        readers = {stream.ptr: stream for work in batch.works for stream in work.tensors.readers or ()}
+        for stream in readers.values():
+            for end in batch.ends:
+                device.wait(stream, end)
+        for work in batch.works:
+            work.tensors.ends = batch.ends
 
     def poll(self) -> bool:
-        if not self.batches:
+        looks_at_kept = bool(self.kept) and self._clock() - self._looked >= ENGINE_IDLE_POLL_S
+        if not (self.batches or looks_at_kept):
             return False
         assert self._device is not None, "execute sets it"
         with self._device.current():
             finished = False
-            while self.batches and all(end.done for end in self.batches[0].ends):
-                batch, ended = self.batches.popleft(), time.monotonic_ns()
-                complete_all((entry.handle, results) for entry, results in batch.works)
-                for entry, _ in batch.works:
-                    self._recorder.add(entry, batch.works[0][0].number, batch.began, ended)
+            for batch in _over(self.batches):
+                complete_all((work.entry.handle, work.made.results) for work in batch.works)
+                self._record_end(batch)
                 finished = True
+            if looks_at_kept:
+                self._release()
             if not finished:
                 self._check()
         return finished
 
+    def _release(self) -> None:
+        """Free what the GPU does not use any more."""
+        self._looked = self._clock()
+        for batch in _over(self.kept):
+            self._record_end(batch)
+
+    def _record_end(self, batch: _Batch) -> None:
+        """Note in the trace that a batch is over. For one whose handles were done before that is when it is seen."""
+        ended = time.monotonic_ns()
+        for work in batch.works:
+            self._recorder.add(work.entry, batch.works[0].entry.number, batch.began, ended)
+
+    def await_kept(self) -> None:
+        ends = [end for batch in self.kept.copy() for end in batch.ends]
+        if ends:
+            assert self._device is not None, "execute sets it"
+            with self._device.current():
+                for end in ends:
+                    await_on_host(end, self._limit_s)
+
     def drain(self) -> None:
-        while self.batches:
+        while self.batches or self.kept:
+            self._looked = -math.inf
             if not self.poll():
                 time.sleep(GPU_LOOK_S)
 
     def unfinished(self) -> list[Entry]:
-        return [entry for batch in self.batches for entry, _ in batch.works]
+        return [work.entry for batch in (*self.batches, *self.kept) for work in batch.works]
 
     def abandon(self) -> None:
         if self._device is None:
@@ -176,24 +236,55 @@ class GpuExecutor(DeviceExecutor):
         staged = StagedData(device, self._rank, self._host, self._limit_s)
         self._backends = (staged,) if nccl is None else (nccl, staged)
         if nccl is not None:
+            self._completes_by_streams = self._streams_wait(device, nccl)
             self._watchdog = Watchdog(
                 self._limit_s, nccl.revoke, self.abandon, f"NCCL has kept rank {self._topology.job_rank} waiting for "
                 f"{self._limit_s:g} s; another rank may have died, or never begun")
 
-    def _run_bucket(self, bucket: FusionBucket, works: Sequence[tuple[Entry, list[GpuArray]]]) -> None:
-        sources = cast("list[GpuInput]", [works[place][0].arrays[i] for place, i in bucket.members])
-        targets = [works[place][1][i] for place, i in bucket.members]
-        backend, request = self._backends[0], bucket.request
-        if request.kind is CollectiveType.BROADCAST:
-            backend.broadcast(sources, targets, request.root_rank)
+    def _streams_wait(self, device: GpuDevice, nccl: NcclData) -> bool:
+        """Whether handles are done when their work is enqueued. Local: the ranks need not do the same."""
+        # Ranks that are in two sets may enqueue the collectives of these in different orders. If streams waited for
+        # both, a set could wait for the other one on one rank, and the other way round on another.
+        if self._settings.gpu_completion == "host" or not nccl.is_alone:
+            return False
+        try:
+            check_waiting(device)
+        except Exception as error:
+            logger.warning("rank %d: the host waits for the results of collectives on the GPU, since no stream can: "
+                           "%s", self._topology.job_rank, " ".join(str(error).split())[:300])
+            return False
+        nccl.guard_results()
+        return True
+
+    def _run_bucket(self, bucket: FusionBucket, works: Sequence[_Work]) -> None:
+        if bucket.request.kind is CollectiveType.BROADCAST:
+            arrays = [works[place].tensors[i] for place, i in bucket.members]
+            self._backends[0].broadcast(arrays, [
+                replace(array, address=works[place].made.addresses[i])
+                for array, (place, i) in zip(arrays, bucket.members, strict=True)], bucket.request.root_rank)
             return
-        reason = backend.why_not(sources, bucket.reduction.op, request.wire_dtype)
+        kept = self._reducers.get(bucket)
+        if kept is None:
+            if len(self._reducers) >= KEPT_FUSION_PLANS:
+                self._reducers.clear()
+            kept = self._reducers[bucket] = self._reducer(bucket, works)
+        if bucket.whole is not None:
+            kept[1](works[bucket.whole].tensors.addresses, works[bucket.whole].made.addresses)
+        else:
+            kept[1]([works[place].tensors.addresses[i] for place, i in bucket.members],
+                    [works[place].made.addresses[i] for place, i in bucket.members])
+
+    def _reducer(self, bucket: FusionBucket, works: Sequence[_Work]) -> tuple[GpuBackend, Reducer]:
+        arrays = [works[place].tensors[i] for place, i in bucket.members]
+        backend, reduction, wire_dtype = self._backends[0], bucket.reduction, bucket.request.wire_dtype
+        reason = backend.why_not(arrays, reduction.op, wire_dtype)
         if reason:
             backend = self._backends[-1]
             self._log_once(f"some GPU tensors are staged through host memory: {reason}")
-        backend.allreduce(sources, targets, bucket.reduction, request.wire_dtype)
+        return backend, backend.reducer(arrays, reduction, wire_dtype)
 
-    def _planned(self, entry: Entry) -> tuple[list[tuple[int, ...]], Callable[[list[Any]], None] | None]:
+    def _planned(self, entry: Entry, tensors: GpuTensors) -> tuple[Sequence[tuple[int, ...]],
+                                                                   Callable[[_Work], None] | None]:
         """The shapes of an entry's results, and what enqueues its work, given these; None: it is fused with others.
 
         Collective, over the host.
@@ -203,55 +294,61 @@ class GpuExecutor(DeviceExecutor):
         """
         kind = entry.request.kind
         if kind is CollectiveType.ALLGATHER:
-            return self._planned_allgather(_inputs(entry))
+            return self._planned_allgather(tensors)
         if kind is CollectiveType.REDUCESCATTER:
-            return self._planned_reducescatter(entry)
+            return self._planned_reducescatter(entry, tensors)
         if kind is CollectiveType.ALLTOALL:
-            return self._planned_alltoall(entry)
-        return [array.shape for array in _inputs(entry)], None
+            return self._planned_alltoall(entry, tensors)
+        return tensors.shapes, None
 
-    def _planned_allgather(self, arrays: Sequence[GpuInput]) -> tuple[list[tuple[int, ...]], Callable[..., None]]:
-        rows = list(zip(*self._exchange([array.shape[0] for array in arrays]), strict=True))
+    def _planned_allgather(self, tensors: GpuTensors) -> tuple[list[tuple[int, ...]], Callable[[_Work], None]]:
+        rows = list(zip(*self._exchange([shape[0] for shape in tensors.shapes]), strict=True))
+        shapes = [(sum(counts), *shape[1:]) for shape, counts in zip(tensors.shapes, rows, strict=True)]
 
-        def run(results: list[GpuArray]) -> None:
-            for array, result, counts in zip(arrays, results, rows, strict=True):
+        def run(work: _Work) -> None:
+            for array, result, counts in zip(tensors, work.targets(shapes), rows, strict=True):
                 elements = row_size(array.shape)
                 self._backends[0].allgather(array, result, [count * elements for count in counts])
 
-        return [(sum(counts), *array.shape[1:]) for array, counts in zip(arrays, rows, strict=True)], run
+        return shapes, run
 
-    def _planned_reducescatter(self, entry: Entry) -> tuple[list[tuple[int, ...]], Callable[..., None]]:
-        arrays = _inputs(entry)
-        rows = [rows_of_ranks(array.shape[0], self._size) for array in arrays]
+    def _planned_reducescatter(self, entry: Entry, tensors: GpuTensors) -> tuple[list[tuple[int, ...]],
+                                                                                 Callable[[_Work], None]]:
+        rows = [rows_of_ranks(shape[0], self._size) for shape in tensors.shapes]
+        shapes = [(counts[self._rank], *shape[1:]) for shape, counts in zip(tensors.shapes, rows, strict=True)]
 
-        def run(results: list[GpuArray]) -> None:
+        def run(work: _Work) -> None:
             reduction = self._plans.reduction(entry.request)
-            for array, result, counts in zip(arrays, results, rows, strict=True):
+            for array, result, counts in zip(tensors, work.targets(shapes), rows, strict=True):
                 elements = row_size(array.shape)
                 backend = self._backends[-1 if self._backends[0].why_not_scatter(array, reduction) else 0]
                 backend.reducescatter(array, result, [count * elements for count in counts], reduction)
 
-        return [(counts[self._rank], *array.shape[1:]) for array, counts in zip(arrays, rows, strict=True)], run
+        return shapes, run
 
-    def _planned_alltoall(self, entry: Entry) -> tuple[list[tuple[int, ...]], Callable[..., None]]:
-        array, splits = cast("tuple[GpuInput, np.ndarray]", entry.arrays)
+    def _planned_alltoall(self, entry: Entry, tensors: GpuTensors) -> tuple[list[tuple[int, ...]],
+                                                                            Callable[[_Work], None]]:
+        splits, array = cast("np.ndarray", entry.arrays[1]), tensors[0]
         table = np.array(self._exchange([array.shape[0], *splits.tolist()]))
         received = received_rows(entry.request.name, table, self._topology)
+        shapes = [(int(received.sum()), *array.shape[1:])]
 
-        def run(results: list[GpuArray | np.ndarray]) -> None:
-            self._backends[0].alltoall(array, cast("GpuArray", results[0]),
+        def run(work: _Work) -> None:
+            self._backends[0].alltoall(array, work.targets(shapes)[0],
                                        *exchanged_elements(table, self._rank, row_size(array.shape)))
-            results.append(received.astype(splits.dtype))
+            work.made.results.append(received.astype(splits.dtype))
 
-        return [(int(received.sum()), *array.shape[1:])], run
+        return shapes, run
 
     def _check(self) -> None:
         for backend in self._backends:
             backend.check()
-        batch = self.batches[0]
+        if not (self.batches or self.kept):
+            return
+        batch = min((batches[0] for batches in (self.batches, self.kept) if batches), key=lambda batch: batch.since)
         waited_s = self._clock() - batch.since
         if self._limit_s and waited_s > self._limit_s:
-            names = ", ".join(entry.request.name for entry, _ in batch.works[:5])
+            names = ", ".join(work.entry.request.name for work in batch.works[:5])
             raise EngineError(f"the GPU of rank {self._topology.job_rank} has not done {names} in {waited_s:.0f} s; "
                               "another rank may have died, or never begun")
 
@@ -262,6 +359,13 @@ class GpuExecutor(DeviceExecutor):
             logger.info("rank 0: %s", text)
 
 
-def _inputs(entry: Entry) -> list[GpuInput]:
-    """The tensors of an entry that are on the GPU: all but the splits of an all-to-all."""
-    return [array for array in entry.arrays if isinstance(array, GpuInput)]
+def _tensors(entry: Entry) -> GpuTensors:
+    """The tensors of an entry that are on the GPU. An all-to-all has splits beside them."""
+    arrays = entry.arrays
+    return arrays if isinstance(arrays, GpuTensors) else cast("GpuTensors", arrays[0])
+
+
+def _over(batches: deque[_Batch]) -> Iterator[_Batch]:
+    """Take the batches that the GPU has done from the front."""
+    while batches and all(end.done for end in batches[0].ends):
+        yield batches.popleft()

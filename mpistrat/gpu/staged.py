@@ -12,7 +12,7 @@ from ..core.arithmetic import Reduction
 from ..core.interfaces import DataPlane
 from ..core.request import ReduceOp
 from .arrays import GpuArray, GpuDevice, GpuEvent
-from .backend import GpuBackend, await_on_host
+from .backend import GpuBackend, Reducer, await_on_host
 
 
 class StagedData(GpuBackend):
@@ -39,37 +39,42 @@ class StagedData(GpuBackend):
         for event in events:
             self._device.wait(self._stream, event)
 
-    def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], reduction: Reduction,
-                  wire_dtype: str = "") -> None:
-        fetched = [self._fetch(source).view(source.dtype) for source in sources]
-        self._host.allreduce(fetched, fetched, reduction)
-        for result, target in zip(fetched, targets, strict=True):
-            self._copy_back(result, target)
+    def reducer(self, arrays: Sequence[GpuArray], reduction: Reduction, wire_dtype: str = "") -> Reducer:
+        kinds = [(array.nbytes, array.dtype) for array in arrays]
+
+        def reduce(sources: Sequence[int], targets: Sequence[int]) -> None:
+            fetched = [self._fetch(source, nbytes).view(dtype)
+                       for source, (nbytes, dtype) in zip(sources, kinds, strict=True)]
+            self._host.allreduce(fetched, fetched, reduction)
+            for result, target in zip(fetched, targets, strict=True):
+                self._copy_back(result, target)
+
+        return reduce
 
     def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
         for source, target in zip(sources, targets, strict=True):
-            own = self._fetch(source)
+            own = self._fetch(source.address, source.nbytes)
             self._host.broadcast(own, root_rank)
-            self._copy_back(own, target)
+            self._copy_back(own, target.address)
 
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
-        own, gathered = self._fetch(source), self._device.pinned(target.nbytes)
+        own, gathered = self._fetch(source.address, source.nbytes), self._device.pinned(target.nbytes)
         self._host.allgather(own, gathered, [count * source.dtype.itemsize for count in counts])
-        self._copy_back(gathered, target)
+        self._copy_back(gathered, target.address)
 
     def reducescatter(self, source: GpuArray, target: GpuArray, counts: Sequence[int], reduction: Reduction) -> None:
-        reduced = self._fetch(source).view(source.dtype)
+        reduced = self._fetch(source.address, source.nbytes).view(source.dtype)
         self._host.allreduce([reduced], [reduced], reduction)
         first = sum(counts[:self._rank])
-        self._copy_back(reduced[first:first + counts[self._rank]].view(np.uint8), target)
+        self._copy_back(reduced[first:first + counts[self._rank]].view(np.uint8), target.address)
 
     def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int],
                  largest: int) -> None:
         itemsize, received_bytes = source.dtype.itemsize, self._device.pinned(target.nbytes)
-        own = self._fetch(source)[:sum(sent) * itemsize]  # There may be more rows than are sent.
+        own = self._fetch(source.address, source.nbytes)[:sum(sent) * itemsize]  # There may be more rows than are sent.
         self._host.alltoall(own, received_bytes, [count * itemsize for count in sent],
                             [count * itemsize for count in received], largest * itemsize)
-        self._copy_back(received_bytes, target)
+        self._copy_back(received_bytes, target.address)
 
     def finish(self) -> list[GpuEvent]:
         return []  # The host has waited for all of it.
@@ -87,14 +92,14 @@ class StagedData(GpuBackend):
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
 
-    def _fetch(self, source: GpuArray) -> np.ndarray:
-        """Copy the bytes of `source` to the host. Waits for the GPU."""
-        own = self._device.pinned(source.nbytes)
-        self._device.copy(own.ctypes.data, source.address, own.nbytes, self._stream)
+    def _fetch(self, source: int, nbytes: int) -> np.ndarray:
+        """Copy the bytes at the address `source` to the host. Waits for the GPU."""
+        own = self._device.pinned(nbytes)
+        self._device.copy(own.ctypes.data, source, nbytes, self._stream)
         await_on_host(self._device.record(self._stream), self._limit_s)
         return own
 
-    def _copy_back(self, result: np.ndarray, target: GpuArray) -> None:
-        """Copy bytes of the host to `target`. Waits for the GPU, so that the bytes may be freed."""
-        self._device.copy(target.address, result.ctypes.data, result.nbytes, self._stream)
+    def _copy_back(self, result: np.ndarray, target: int) -> None:
+        """Copy bytes of the host to the address `target`. Waits for the GPU, so that the bytes may be freed."""
+        self._device.copy(target, result.ctypes.data, result.nbytes, self._stream)
         await_on_host(self._device.record(self._stream), self._limit_s)

@@ -3,39 +3,40 @@
 Used by the engine's thread, within `GpuDevice.current()`.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from ..core.errors import EngineError
-from .arrays import Allocated, GpuArray, GpuDevice, GpuInput
+from .arrays import Allocated, GpuArray, GpuDevice, GpuTensors
 
 
-def uploaded(device: GpuDevice, arrays: Sequence[np.ndarray]) -> list[GpuInput]:
+def uploaded(device: GpuDevice, arrays: Sequence[np.ndarray]) -> GpuTensors:
     """Enqueue copies of `arrays` to new memory of the GPU. Local; the host does not wait.
 
     Raises:
         EngineError: The GPU has not enough memory.
     """
-    stream = device.stream()
-    inputs = []
+    stream, memory, staged = device.stream(), [], []
     for array in arrays:
-        staged = device.pinned(max(array.nbytes, 1))
-        staged[:array.nbytes] = array.reshape(-1).view(np.uint8)
-        memory = _memory(device, array.nbytes)
-        device.copy(memory.address, staged.ctypes.data, array.nbytes, stream)
+        memory.append(_memory(device, array.nbytes))
+        staged.append(device.pinned(max(array.nbytes, 1)))
+        staged[-1][:array.nbytes] = array.reshape(-1).view(np.uint8)
+        device.copy(memory[-1].address, staged[-1].ctypes.data, array.nbytes, stream)
+    dtypes = [array.dtype for array in arrays]
 
-        def allocate(shape: tuple[int, ...], dtype: np.dtype = array.dtype) -> Allocated:
-            result = _memory(device, math.prod(shape) * dtype.itemsize)
-            # Only this module's inputs and results use the memory, and these are freed when their work is complete.
-            return GpuArray(result.address, shape, dtype, result), None
+    def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
+        results = [_memory(device, math.prod(shape) * dtype.itemsize)
+                   for shape, dtype in zip(shapes, dtypes, strict=True)]
+        # Only this module's inputs and results use the memory, and these are freed when their work is done.
+        return Allocated([result.address for result in results], results, None)
 
-        # The owner keeps the pinned memory too, until the collective is complete.
-        inputs.append(GpuInput(memory.address, array.shape, array.dtype, (memory, staged), device, None, allocate))
-    ready = device.record(stream)
-    return [dataclasses.replace(array, ready=ready) for array in inputs]
+    # Nobody reads the results.
+    tensors = GpuTensors(device, [array.address for array in memory], [array.shape for array in arrays], dtypes,
+                         (memory, staged), [stream], (), allocate)
+    tensors.prepare(keeps_shapes=False)
+    return tensors
 
 
 def _memory(device: GpuDevice, nbytes: int) -> GpuArray:

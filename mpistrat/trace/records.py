@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..core.handle import Entry
 from ..core.request import CollectiveType
-from .ring import NBYTES, Operation
+from .ring import Operation
 
 _MESSAGE_BYTES = 3000
 _MOST_CHARACTERS = 200  # of a name
@@ -111,7 +111,7 @@ def record_of(rank: int, operation: Operation, ranks: int, backend: str, step: i
 def unfinished(entry: Entry, now: int) -> Operation:
     """What a rank has submitted, and the ranks have not agreed on, as an operation that ends `now`."""
     number = -1 - zlib.crc32(entry.request.name.encode())  # The same on all ranks.
-    return Operation(0, number, number, entry.request, sum(map(NBYTES, entry.arrays)), entry.submitted, now, now, now,
+    return Operation(0, number, number, entry.request, entry.nbytes, entry.submitted, now, now, now,
                      now)
 
 

@@ -25,14 +25,15 @@ def on_gpu(name: str) -> Any:
         not tf.config.list_physical_devices("GPU"), reason="TensorFlow sees no GPU")])
 
 
-@pytest.fixture(params=["stand-in", on_gpu("GPU")])
+@pytest.fixture(params=["stand-in", "stand-in host", on_gpu("GPU"), on_gpu("GPU host")])
 def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[Any]:
     """mpistrat.tensorflow, whose eager tensors go the way of GPU tensors."""
     import mpistrat.tensorflow as hvd
     from tests.support import tensorflow_stand_in
     mpistrat.shutdown()
+    monkeypatch.setenv("MPISTRAT_GPU_COMPLETION", "host" if request.param.endswith("host") else "auto")
     mpistrat.init()
-    if request.param == "stand-in":
+    if request.param.startswith("stand-in"):
         tensorflow_stand_in.install(rank, monkeypatch.setattr)
         yield hvd
     else:

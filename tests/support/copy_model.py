@@ -17,6 +17,13 @@ def memory_at(address: int, count: int, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(raw, dtype)
 
 
+def guard(table: np.ndarray, itemsize: int, lost: int) -> None:
+    """Fill the targets with bytes of ones if the number at the address `lost` is not 0."""
+    if memory_at(lost, 1, np.dtype(np.uint32))[0]:
+        for piece in table:
+            memory_at(int(piece["target"]), int(piece["count"]) * itemsize, np.dtype(np.uint8))[:] = 0xFF
+
+
 def batched_copy(table: np.ndarray, job: CopyJob) -> None:
     """Do what each block does: find its piece, and copy its part of it."""
     source_dtype, target_dtype = dtype_of(job.source), dtype_of(job.target)

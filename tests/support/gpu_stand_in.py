@@ -10,9 +10,10 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -65,6 +66,7 @@ class Array:
     def __init__(self, device: "Device", shape: tuple[int, ...], dtype: np.dtype):
         self.memory = device.allocate(max(int(np.prod(shape)) * dtype.itemsize, 1))
         self.shape, self.dtype, self.device = shape, dtype, device
+        self.data = SimpleNamespace(ptr=self.memory.ctypes.data, device_id=device.number)
         device.count(self.memory.nbytes)
         weakref.finalize(self, device.free, self.memory)
 
@@ -98,6 +100,8 @@ class Device:
     Attributes:
         used_bytes: Of tensors.
     """
+
+    checked_bytes = 64
 
     def __init__(self, number: int = 0, seed: int = 0, free_bytes: int = 2**40):
         self.number, self.identity, self.free_bytes = number, f"stand-in-{seed}", free_bytes
@@ -133,6 +137,9 @@ class Device:
     def wait(self, stream: Stream, event: Event) -> None:
         stream.work.append(lambda: event.has_fired)
 
+    def can_wait(self, stream: Stream) -> bool:
+        return True
+
     def enqueue(self, stream: Stream, work: Callable[[], Any]) -> None:
         """Do this once, in its turn."""
         def once() -> bool:
@@ -148,6 +155,11 @@ class Device:
                     if not stream.work or not stream.work[0]():
                         break
                     stream.work.popleft()
+
+    def synchronize(self, stream: Stream | None = None) -> None:
+        """Go on until a stream, by default the user's, has done its work."""
+        while (stream or self._user).work:
+            self.run_a_little()
 
     def run_all(self) -> None:
         """Until nothing is left."""
@@ -200,7 +212,12 @@ class Device:
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: Stream) -> None:
         assert len(table) <= PIECES_PER_LAUNCH, "the table does not fit into the parameters of a launch"
         self.log.append(("batched_copy", len(table), job, stream.ptr))
-        self.enqueue(stream, lambda: copy_model.batched_copy(table, job))
+        by_value = table.copy()
+        self.enqueue(stream, lambda: copy_model.batched_copy(by_value, job))
+
+    def guard(self, table: np.ndarray, itemsize: int, lost: int, stream: Stream) -> None:
+        by_value = table.copy()
+        self.enqueue(stream, lambda: copy_model.guard(by_value, itemsize, lost))
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 
@@ -210,8 +227,8 @@ class Device:
     def contiguous(self, array: Array) -> Array:
         return array
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        return Array(self, shape, dtype)
+    def empty_all(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> list[Array]:
+        return [Array(self, shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
     def tensor(self, values: np.ndarray) -> Array:
         """A tensor whose contents come later, by work on the user's stream."""

@@ -1,5 +1,6 @@
 """TensorFlow's memory on the host in place of a GPU's, so that its tensors go the way of GPU tensors without one."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +12,28 @@ from mpistrat.tensorflow.xla import context, gpu_memory
 from tests.support import gpu_stand_in
 
 
+class Device(gpu_stand_in.Device):
+    """Takes TensorFlow's memory on the host for the GPU's.
+
+    TensorFlow's work on the host is over before its next work begins. So there a stream that waits for an event is a
+    thread that does.
+    """
+
+    def wait(self, stream: gpu_stand_in.Stream, event: gpu_stand_in.Event) -> None:
+        if stream is not self._user:
+            super().wait(stream, event)
+        while stream is self._user and not event.done:
+            time.sleep(1e-5)
+
+
 def install(rank: int, replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let all tensors of this process go the way of GPU tensors: eager ones, those of graphs, and XLA's."""
-    def place_of(call: Any) -> tuple[gpu_stand_in.Device, gpu_stand_in.Stream]:
+    def place_of(call: Any) -> tuple[Device, gpu_stand_in.Stream]:
         device: Any = own_gpu.this_ranks_gpu(0)
         return device, device.current_stream()
 
-    replace(own_gpu, "make_device", lambda number: gpu_stand_in.Device(seed=rank))
-    replace(streams, "ContextStream", lambda device, where: device.current_stream())
+    replace(own_gpu, "make_device", lambda number: Device(seed=rank))
+    replace(streams, "ContextStream", lambda device, where: device.stream())
     replace(streams, "stream_of_handler", lambda device, where: device.current_stream())
     replace(call_site, "are_on_gpu", lambda tensors, process_set=0: True)
     replace(call_site, "device_of", lambda tensors, process_set=0: None if tf.executing_eagerly() or

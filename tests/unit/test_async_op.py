@@ -341,13 +341,33 @@ def refuse(device: Any, where: str) -> Any:
     raise OSError("no such function")
 
 
-def test_an_event_of_the_context_is_for_all_ranks_and_the_stream_itself_for_process_sets(
-        device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    context, own = device.stream(), device.stream()
-    monkeypatch.setattr(streams, "check", lambda *of: None)
-    monkeypatch.setattr(streams, "ContextStream", lambda *of: context)
-    monkeypatch.setattr(streams, "stream_of_handler", lambda *of: own)
-    assert [streams.stream_for(device, WHERE, process_set) for process_set in (0, 1)] == [context, own]
+def test_the_stream_itself_waits_for_results(device: Any) -> None:
+    own = device.current_stream()
+    assert [streams.stream_for(device, WHERE, process_set) for process_set in (0, 1)] == [(own, own)] * 2
+
+
+@pytest.mark.parametrize("why", ["setting", "check"])
+def test_where_the_stream_does_not_wait_an_event_of_the_context_is_for_all_ranks_and_the_stream_for_process_sets(
+        why: str, device: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    import mpistrat.tensorflow as hvd
+    contexts, wait = [], type(device).wait
+    monkeypatch.setattr(streams, "ContextStream", lambda device, where: contexts.append(device.stream()) or contexts[0])
+    if why == "setting":
+        monkeypatch.setenv("MPISTRAT_GPU_COMPLETION", "host")
+        mpistrat.shutdown()
+        mpistrat.init()
+        device = gpu_device.device_at(WHERE)
+    else:
+        monkeypatch.setattr(type(device), "wait", lambda self, stream, event: None)
+    own = device.current_stream()
+    found = [streams.stream_for(device, WHERE, process_set) for process_set in (0, 1)]
+    assert found == [(contexts[0], None), (own, None)]
+    monkeypatch.setattr(type(device), "wait", wait)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ([] if why == "setting" else [
+        "rank 0: TensorFlow waits on the host for what is reduced on its GPU, since its stream cannot: a tensor was "
+        "read before it was complete: 0 instead of 1"])
+    assert hvd.allreduce(tf.fill([3], 2.0), op=hvd.Sum).numpy().tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("refused, served", [("ContextStream", [True, True]), ("stream_of_handler", [True, False])])

@@ -119,6 +119,12 @@ extern "C" void launch(const void* rows, int count, int blocks, double factor, l
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
         NAMESPACE::batched_copy(table, count, factor, divisor);
 }
+extern "C" void guard_of_launch(const void* rows, int count, unsigned long long itemsize, const unsigned int* lost) {
+    NAMESPACE::Table table;
+    memcpy(&table, rows, count * sizeof(NAMESPACE::Piece));
+    for (blockIdx.x = 0; blockIdx.x < count; blockIdx.x++)
+        NAMESPACE::guard(table, itemsize, lost);
+}
 """
 
 
@@ -144,7 +150,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[CopyJob, ctypes.C
         pytest.skip("this g++ has no half precision")
     assert made.returncode == 0, made.stderr
     library = ctypes.CDLL(str(built))
-    return {job: getattr(library, f"launch{number}") for number, job in enumerate(variants)}
+    launches = {job: getattr(library, f"launch{number}") for number, job in enumerate(variants)}
+    for number, launch in enumerate(launches.values()):
+        launch.guard = getattr(library, f"guard_of_launch{number}")
+    return launches
 
 
 @each_job
@@ -157,6 +166,18 @@ def test_the_kernel_does_what_the_model_does(job: CopyJob, shift: int, compiled:
     for by_kernel, by_model in zip(copied(job, launch, shift), copied(job, copy_model.batched_copy, shift)):
         np.testing.assert_allclose(by_kernel.astype(np.float64), by_model.astype(np.float64),
                                    rtol=kernel.tolerance(job))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_the_guard_makes_nan_of_results_once_they_are_lost(dtype: str, compiled: dict[CopyJob, ctypes.CDLL]) -> None:
+    results = [np.ones(count, dtype_of(dtype)) for count in (1, 300, 7)]
+    table, = copy_tables([0] * 3, [result.ctypes.data for result in results], [result.size for result in results])
+    launch = next(iter(compiled.values())).guard
+    for lost in (0, 1):
+        launch(ctypes.c_void_p(table.ctypes.data), len(table), ctypes.c_ulonglong(results[0].dtype.itemsize),
+               ctypes.byref(ctypes.c_uint(lost)))
+        assert [bool(np.isnan(result.astype(np.float64)).all()) for result in results] == [bool(lost)] * 3
+        assert lost or all((result == 1).all() for result in results)
 
 
 def ptx_of(job: CopyJob, architecture: str) -> str:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mpistrat.api.interop.libraries import Cupy
-from mpistrat.api.interop.own_gpu import gpu_input
 from mpistrat.core.errors import EngineError
 from mpistrat.core.handle import Handle
 from mpistrat.core.install import pip_extra
@@ -27,8 +26,10 @@ from mpistrat.core.request import (
 )
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
-from mpistrat.gpu.arrays import GpuInput
+from mpistrat.gpu import executor
+from mpistrat.gpu.arrays import GpuTensors
 from mpistrat.gpu.backend import last_of_streams
+from mpistrat.gpu.completion import check_waiting
 from mpistrat.gpu.connect import connect, fusion_buffers
 from mpistrat.gpu.copy.plan import CopyJob
 from mpistrat.gpu.executor import GpuExecutor
@@ -37,7 +38,7 @@ from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
 from mpistrat.gpu.watchdog import Watchdog
 from mpistrat.transport.local import ThreadGroup
 from tests.support.engines import make_engine
-from tests.support.gpu_stand_in import Communicator, Device
+from tests.support.gpu_stand_in import Communicator, Device, Event
 
 FOUND = GpuInfo("gpu 0", 22805, 2**27, False)
 OTHER = FOUND._replace(gpu="gpu 1")
@@ -93,11 +94,12 @@ class Job:
         self.engine = make_engine(0, 1, group.control(0), group.data(0), chosen, clock=lambda: self.now,
                                   device=self.executor)
 
-    def input(self, *values: np.ndarray) -> list[GpuInput]:
+    def input(self, *values: np.ndarray, keeps_shapes: bool = True) -> GpuTensors:
         """The values, as door C hands them over."""
-        imported = [Cupy().on_gpu(self.device.tensor(value), self.device) for value in values]
-        ready = self.device.record()
-        return [gpu_input(each.array, self.device, ready, each.allocate) for each in imported]
+        device: Any = self.device
+        tensors = Cupy().on_gpu([self.device.tensor(value) for value in values], device)
+        tensors.prepare(keeps_shapes)
+        return tensors
 
     def submit(self, name: str, *values: np.ndarray, wire: str = "") -> Handle:
         """Submit a sum."""
@@ -113,12 +115,14 @@ class Job:
 
 
 def values_of(handle: Handle) -> list[list[float]]:
-    """The values of a finished all-reduce."""
-    return [array.owner.view().tolist() for array in handle.wait(0)]
+    """The values of a finished all-reduce, when the caller's stream has come to them."""
+    results = handle.wait(0)
+    results[0].device.synchronize()
+    return [array.view().tolist() for array in results]
 
 
-def test_a_handle_is_done_when_the_gpu_is_and_not_before() -> None:
-    job = Job()
+def test_completed_by_the_host_a_handle_is_done_when_the_gpu_is_and_not_before() -> None:
+    job = Job(gpu_completion="host")
     handle = job.submit("a", np.arange(3.0), np.ones(2))
     job.engine.controller.run_cycle()
     assert not handle.is_done
@@ -258,8 +262,8 @@ def test_a_list_of_tensors_of_one_stream_is_one_wait_of_each_stream_of_the_gpu(m
     monkeypatch.setattr(Device, "wait", lambda self, stream, event: waits.append(stream.ptr))
     job.submit("a", *[np.ones(2)] * 20)
     job.engine.controller.run_cycle()
-    # NCCL's copies, the stream of staging, and two between the copies and the reduction.
-    assert len(waits) == 4
+    # NCCL's copies, the stream of staging, two between the copies and the reduction; at the end the caller's stream.
+    assert len(waits) == 5 and waits[-1] == job.device.current_stream().ptr
 
 
 def test_a_guarded_call_that_has_ended_is_not_aborted() -> None:
@@ -324,22 +328,27 @@ def test_what_nccl_lacks_is_staged_and_said_once(caplog: pytest.LogCaptureFixtur
 
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collectives never end, as if another rank had died after it was connected."""
+    """Collectives end when they are aborted, as if another rank had died after it was connected."""
     with_all = Communicator._with_all
 
     def never_end(self: Communicator, source: int, count: int, dtype: np.dtype, stream: int, use: Any) -> None:
         if dtype == np.uint8:
             with_all(self, source, count, dtype, stream, use)
         else:
-            self._device.stream_at(stream).work.append(lambda: False)
+            self._device.stream_at(stream).work.append(lambda: ("abort",) in self._device.log)
 
     monkeypatch.setattr(Communicator, "_with_all", never_end)
 
 
-@pytest.fixture
-def stuck(endless: None) -> Job:
-    """A job whose collectives never end."""
-    return Job(stall_warning_s=1.0, stall_abort_s=10.0)
+@pytest.fixture(params=["host", "auto"])
+def stuck(request: pytest.FixtureRequest, endless: None) -> Job:
+    """A job whose collectives never end, for which the host waits, or the caller's stream."""
+    return Job(stall_warning_s=1.0, stall_abort_s=10.0, gpu_completion=request.param)
+
+
+def next_of(job: Job, handle: Handle) -> Handle:
+    """The handle that gets an error of the GPU's work on another one: the same, or the next, if that is done."""
+    return job.submit("next", np.ones(3)) if handle.is_done else handle
 
 
 def test_a_gpu_that_does_not_get_done_ends_the_engine_in_time(stuck: Job) -> None:
@@ -347,13 +356,111 @@ def test_a_gpu_that_does_not_get_done_ends_the_engine_in_time(stuck: Job) -> Non
     stuck.settle()
     stuck.now = 9.0
     stuck.settle()
-    assert not handle.is_done
     stuck.now = 11.0
+    waiting = next_of(stuck, handle)
     stuck.engine.start()
     with pytest.raises(EngineError, match=r"the GPU of rank 0 has not done a/b in 11 s; another rank may have died"):
-        handle.wait(30)
+        waiting.wait(30)
     stuck.engine.end()
     assert ("abort",) in stuck.device.log
+
+
+@pytest.mark.usefixtures("endless")
+@pytest.mark.parametrize("count", [1, 2], ids=["reduced directly", "packed"])
+def test_results_that_were_handed_over_are_nan_when_the_collective_is_aborted(count: int) -> None:
+    job = Job(stall_warning_s=1.0, stall_abort_s=10.0)
+    handle = job.submit("a", *[np.ones(3)] * count)
+    job.settle()
+    assert handle.is_done
+    job.executor.abandon()
+    assert np.isnan(values_of(handle)).all()
+
+
+def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkeypatch: pytest.MonkeyPatch,
+                                                                         caplog: pytest.LogCaptureFixture) -> None:
+    wait = Device.wait
+    monkeypatch.setattr(Device, "wait", lambda self, stream, event: stream.ptr == 2 or wait(self, stream, event))
+    with pytest.raises(EngineError, match="a stream has read memory before the work that it should have waited for"):
+        for seed in range(20):  # In some order that the events would not allow.
+            check_waiting(Device(seed=seed))
+    monkeypatch.undo()
+    check_waiting(Device())
+    monkeypatch.setattr(executor, "check_waiting", raise_early)
+    job = Job()
+    handle = job.submit("a", np.ones(3))
+    job.engine.controller.run_cycle()
+    assert not handle.is_done
+    job.settle()
+    assert values_of(handle) == [[1, 1, 1]]
+    warning, = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == "rank 0: the host waits for the results of collectives on the GPU, since no stream can: too early"
+
+
+def raise_early(device: Device) -> None:
+    """A check that fails."""
+    raise EngineError("too early")
+
+
+def test_between_the_submission_and_the_end_of_a_step_nothing_waits_allocates_or_polls(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    job, calls = Job(), []
+    arrays = [np.ones(2), np.ones(300)]
+    for name in ("first", "second"):
+        job.submit(name, *arrays)
+        job.settle()
+    tensors = job.input(*arrays)
+    for name in ("scratch", "pinned", "empty_all", "synchronize", "run_a_little", "stream", "copy"):
+        monkeypatch.setattr(job.device, name, lambda *of, name=name: calls.append(name))
+    monkeypatch.setattr(Event, "done", property(lambda self: calls.append("done")))
+    request = allreduce_request("second", specs_of(tensors), ScaledOp(Sum), device=DEVICE_GPU)
+    handle = job.engine.submit(request, tensors)
+    monkeypatch.setattr(job.executor, "_release", lambda: None)  # comes after it
+    job.engine.controller.run_cycle()
+    assert handle.is_done and calls == []
+    monkeypatch.undo()
+    assert values_of(handle) == [[1] * 2, [1] * 300]
+
+
+def test_memory_is_kept_until_the_gpu_is_done_and_then_freed() -> None:
+    job = Job()
+    first = job.submit("a", np.ones(3))
+    job.settle()
+    used = job.device.used_bytes
+    assert first.is_done and len(job.executor.kept) == 1
+    del first
+    assert job.device.used_bytes == used
+    job.now = 1.0  # Later an idle engine looks again.
+    job.device.run_all()
+    job.settle()
+    assert not job.executor.kept and job.device.used_bytes == 0
+
+
+def test_what_is_to_be_kept_for_ever_waits_for_the_gpu() -> None:
+    job = Job()
+    handle = job.submit("a", np.ones(3))
+    job.settle()
+    assert handle.is_done and job.executor.kept
+    job.executor.await_kept()
+    assert all(end.has_fired for batch in job.executor.kept for end in batch.ends)
+    job.device.synchronize()
+    assert handle.wait(0)[0].view().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_of_sets_that_overlap_only_one_is_complete_before_the_gpu_is(is_alone: bool,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    def connected(*of: Any) -> Any:
+        nccl, fusion_bytes = connect(*of)
+        nccl.is_alone = is_alone
+        return nccl, fusion_bytes
+
+    monkeypatch.setattr(executor, "connect", connected)
+    job = Job()
+    handle = job.submit("a", np.ones(3))
+    job.engine.controller.run_cycle()
+    assert handle.is_done == is_alone
+    job.settle()
+    assert values_of(handle) == [[1, 1, 1]]
 
 
 @pytest.mark.usefixtures("endless")
@@ -361,10 +468,10 @@ def test_a_gpu_that_does_not_get_done_ends_the_engine_in_time(stuck: Job) -> Non
                          ids=["no check of stalls", "no limit"])
 def test_without_a_limit_a_gpu_is_waited_for_and_no_watchdog_is_made(no_limit: dict[str, Any]) -> None:
     before, job = watchdogs(), Job(**no_limit)
-    handle = job.submit("a/b", np.ones(3))
+    job.submit("a/b", np.ones(3))
     for job.now in (1.0, 10 * Settings().stall_abort_s):
         job.settle()
-        assert not handle.is_done
+        assert len(job.executor.kept) == 1
     assert watchdogs() <= before
     assert ("abort",) not in job.device.log
 
@@ -406,7 +513,7 @@ def test_memory_is_kept_when_only_some_of_the_work_could_be_enqueued(monkeypatch
         handle.wait(30)
     job.engine.end()
     given = {arguments[1] for arguments in calls}
-    assert given == {array.address for _, results in job.executor._underway for array in results}
+    assert given == {address for work in job.executor._underway for address in work.made.addresses}
 
 
 def test_communicators_are_aborted_when_other_ranks_have_died_meanwhile(stuck: Job) -> None:
@@ -415,7 +522,7 @@ def test_communicators_are_aborted_when_other_ranks_have_died_meanwhile(stuck: J
     stuck.engine.start()
     stuck.engine.abandon("rank 1 has died")
     with pytest.raises(EngineError, match="rank 1 has died"):
-        handle.wait(30)
+        next_of(stuck, handle).wait(30)
     assert ("abort",) in stuck.device.log
 
 
@@ -427,9 +534,11 @@ def test_an_asynchronous_error_of_nccl_ends_the_engine(stuck: Job, monkeypatch: 
         raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
 
     monkeypatch.setattr(Communicator, "check_async_error", fail)
+    stuck.now += 1.0
+    waiting = next_of(stuck, handle)
     stuck.engine.start()
     with pytest.raises(EngineError, match="NCCL_ERROR_REMOTE_ERROR"):
-        handle.wait(30)
+        waiting.wait(30)
     with pytest.raises(EngineError, match="NCCL_ERROR_REMOTE_ERROR"):
         stuck.submit("b", np.ones(3))
 
@@ -450,11 +559,12 @@ def test_what_was_enqueued_before_a_shutdown_is_completed() -> None:
 def test_a_rank_without_memory_for_gathered_rows_fails_before_the_first_collective(make: Any) -> None:
     job = Job(nccl_streams=1)
 
-    def allocate(shape: tuple[int, ...]) -> Any:
+    def allocate(shapes: Any) -> Any:
         raise MemoryError("the GPU has no memory left")
 
     first = job.submit("a", np.ones(3))
-    arrays = [replace(array, allocate=allocate) for array in job.input(np.ones((2, 3)))]
+    arrays = job.input(np.ones((2, 3)), keeps_shapes=False)
+    arrays.allocate = allocate
     second = job.engine.submit(replace(make("b", specs_of(arrays)), device=DEVICE_GPU), arrays)
     job.engine.start()
     for handle in (first, second):

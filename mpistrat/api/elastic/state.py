@@ -83,6 +83,8 @@ class ObjectState:
         before = self._saved
         self.save()
         try:
+            # All ranks do so before they agree. A rank that is lost later cannot be missing in what is committed.
+            runtime.current().await_gpu()
             said = ops.allgather_object((own.number, own.why_leave, self._saved["samplers"]), name="elastic.commit")
             number = max(number for number, _, _ in said) + 1
             if self._compare(number):

@@ -5,17 +5,21 @@ by tensors.py, in the caller's thread.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from ...core.errors import MissingDependencyError
 from ...core.install import pip
-from ...gpu.arrays import Allocated, GpuArray, GpuStream
+from ...gpu.arrays import Allocated, GpuTensors, RecordedStream
 
 if TYPE_CHECKING:
     from ...gpu.device import Device  # It imports cupy.
+
+
+_CPU, _CUDA = 1, 2  # DLPack's device types kDLCPU and kDLCUDA
 
 
 class SupportsDLPack(Protocol):
@@ -30,20 +34,6 @@ class SupportsDLPack(Protocol):
 
 
 TensorLike = SupportsDLPack | np.generic | complex | Sequence
-
-
-class Imported(NamedTuple):
-    """A tensor on a GPU.
-
-    Attributes:
-        array: Its memory.
-        stream: The contents are complete when this stream has done its work so far.
-        allocate: As in GpuInput: allocates results in memory of the caller's library.
-    """
-
-    array: GpuArray
-    stream: GpuStream
-    allocate: Callable[[tuple[int, ...]], Allocated]
 
 
 class AnyLibrary:
@@ -64,18 +54,30 @@ class AnyLibrary:
         """Return a CPU result for the caller, over the same memory where that is possible."""
         return array
 
-    def on_gpu(self, value: TensorLike, device: "Device") -> Imported:
-        """Import a tensor on a GPU. The host does not wait."""
-        array, stream = device.imported(value)
-        return Imported(device.seen(array), stream, _in_cupys_memory(device, array.dtype))
+    def gpus_of(self, values: Sequence[Any]) -> set[int | None]:
+        """The numbers of the GPUs that tensors are on; None: a tensor is not on a GPU."""
+        places = [value.__dlpack_device__() if hasattr(value, "__dlpack_device__") else (_CPU, 0) for value in values]
+        return {int(number) if int(kind) == _CUDA else None for kind, number in places}
 
-    def from_gpu(self, result: GpuArray) -> object:
-        """Return a GPU result for the caller."""
-        return result.owner
+    def on_gpu(self, values: Sequence[Any], device: "Device") -> GpuTensors:
+        """Import tensors on a GPU. The host does not wait."""
+        arrays, stream = device.imported(values)
+        return _of_cupy(arrays, device, [stream])
+
+    def stream(self, device: "Device") -> RecordedStream:
+        """The stream in whose order this thread reads results now."""
+        return device.current_stream()
+
+    def from_gpu(self, results: list[Any]) -> list[Any]:
+        """Return GPU results, as on_gpu has allocated them, for the caller."""
+        return results
 
 
 class Numpy(AnyLibrary):
     """numpy arrays and scalars."""
+
+    def gpus_of(self, values: Sequence[Any]) -> set[int | None]:
+        return {None}
 
     def to_numpy(self, value: TensorLike) -> np.ndarray:
         return np.asarray(value)
@@ -84,9 +86,11 @@ class Numpy(AnyLibrary):
 class Cupy(AnyLibrary):
     """cupy arrays. Results are allocated in the order of the stream that is cupy's current one at the call."""
 
-    def on_gpu(self, value: TensorLike, device: "Device") -> Imported:
-        array = device.contiguous(value)
-        return Imported(device.seen(array), device.current_stream(), _in_cupys_memory(device, array.dtype))
+    def gpus_of(self, values: Sequence[Any]) -> set[int | None]:
+        return {value.data.device_id for value in values}
+
+    def on_gpu(self, values: Sequence[Any], device: "Device") -> GpuTensors:
+        return _of_cupy(list(map(device.contiguous, values)), device, [])
 
 
 class Torch(AnyLibrary):
@@ -95,11 +99,7 @@ class Torch(AnyLibrary):
     def to_numpy(self, value: Any) -> np.ndarray:
         if value.dtype is not sys.modules["torch"].bfloat16:
             return np.from_dlpack(value)
-        try:
-            from ml_dtypes import bfloat16
-        except ImportError as error:
-            raise MissingDependencyError(f"bfloat16 in numpy needs ml_dtypes ({pip('ml_dtypes')}).") from error
-        return np.from_dlpack(value.view(sys.modules["torch"].int16)).view(bfloat16)
+        return np.from_dlpack(value.view(sys.modules["torch"].int16)).view(_bfloat16())
 
     def from_numpy(self, array: np.ndarray) -> object:
         torch = sys.modules["torch"]
@@ -107,19 +107,26 @@ class Torch(AnyLibrary):
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
 
-    def on_gpu(self, value: Any, device: "Device") -> Imported:
-        torch = sys.modules["torch"]
-        array, imports = device.imported(value)
-        stream = torch.cuda.current_stream(value.device)
-        dtype, where = value.dtype, value.device
+    def gpus_of(self, values: Sequence[Any]) -> set[int | None]:
+        return {value.get_device() if value.is_cuda else None for value in values}
 
-        def allocate(shape: tuple[int, ...]) -> Allocated:
-            with torch.cuda.stream(stream):
-                made = torch.empty(shape, dtype=dtype, device=where)
-                imported, imports = device.imported(made)
-            return GpuArray(device.seen(imported).address, tuple(made.shape), imported.dtype, made), imports
+    def on_gpu(self, values: Sequence[Any], device: "Device") -> GpuTensors:
+        torch, stream = sys.modules["torch"], self.stream(device)
+        tensors, where = list(map(_plain, values)), values[0].device
+        kinds = [tensor.dtype for tensor in tensors]
 
-        return Imported(device.seen(array), imports, allocate)
+        def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr, where)):
+                made = [torch.empty(shape, dtype=dtype, device=where)
+                        for shape, dtype in zip(shapes, kinds, strict=True)]
+            return Allocated([tensor.data_ptr() for tensor in made], made, stream)
+
+        addresses, shapes = [tensor.data_ptr() for tensor in tensors], [tuple(tensor.shape) for tensor in tensors]
+        return GpuTensors(device, addresses, shapes, list(map(_dtype_of_torch, kinds)), tensors, [stream], [stream],
+                          allocate)
+
+    def stream(self, device: "Device") -> RecordedStream:
+        return device.stream_at(sys.modules["torch"].cuda.current_stream(device.number).cuda_stream)
 
 
 class Jax(AnyLibrary):
@@ -131,8 +138,8 @@ class Jax(AnyLibrary):
     def from_numpy(self, array: np.ndarray) -> object:
         return sys.modules["jax"].numpy.asarray(array)
 
-    def from_gpu(self, result: GpuArray) -> object:
-        return sys.modules["jax"].dlpack.from_dlpack(result.owner)
+    def from_gpu(self, results: list[Any]) -> list[Any]:
+        return list(map(sys.modules["jax"].dlpack.from_dlpack, results))
 
 
 class TensorFlow(AnyLibrary):
@@ -154,16 +161,42 @@ def library_of(value: TensorLike) -> AnyLibrary:
     return KINDS.get(type(value).__module__.partition(".")[0], _OTHERS)
 
 
-def _in_cupys_memory(device: "Device", dtype: np.dtype) -> Callable[[tuple[int, ...]], Allocated]:
-    """A function that allocates cupy arrays in the order of the stream that is cupy's current one now.
+def _of_cupy(arrays: Sequence[Any], device: "Device", streams: Sequence[RecordedStream]) -> GpuTensors:
+    """Arrays of cupy for the engine. Results are allocated in the order of the stream that is cupy's current one now.
 
-    The caller gets the array, and may drop it while its work on that stream still reads it. The next use of the memory
-    comes later on the same stream, or after a wait for it.
+    The caller gets the results, and may drop them while its work on that stream still reads them. The next use of the
+    memory comes later on the same stream, or after a wait for it.
+
+    Args:
+        streams: The contents are complete when these and the current stream have done their work so far.
     """
-    stream = device.current_stream()
+    stream, dtypes = device.current_stream(), [array.dtype for array in arrays]
 
-    def allocate(shape: tuple[int, ...]) -> Allocated:
+    def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
         with stream:
-            return device.seen(device.empty(shape, dtype)), stream
+            made = device.empty_all(shapes, dtypes)
+        return Allocated([array.data.ptr for array in made], made, stream)
 
-    return allocate
+    return GpuTensors(device, [array.data.ptr for array in arrays], [array.shape for array in arrays], dtypes, arrays,
+                      [*streams, stream], [stream] if device.can_wait(stream) else None, allocate)
+
+
+def _plain(tensor: Any) -> Any:
+    """A tensor of torch whose elements are in its memory, in C order."""
+    if tensor.requires_grad:
+        raise ValueError("it requires a gradient, which does not pass through a collective; use tensor.detach()")
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+@cache
+def _dtype_of_torch(dtype: Any) -> np.dtype:
+    name = str(dtype).removeprefix("torch.")
+    return np.dtype(_bfloat16() if name == "bfloat16" else name)
+
+
+def _bfloat16() -> type:
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError as error:
+        raise MissingDependencyError(f"bfloat16 in numpy needs ml_dtypes ({pip('ml_dtypes')}).") from error
+    return bfloat16

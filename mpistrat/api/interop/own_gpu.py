@@ -5,16 +5,16 @@ cupy is imported when the first tensor on a GPU is passed. Any thread may call t
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
 from ...core.errors import InvalidRequestError, MissingDependencyError
 from ...core.install import pip_extra
-from ...gpu.arrays import Allocated, GpuArray, GpuDevice, GpuEvent, GpuInput
+from ...gpu.arrays import GpuArray, GpuDevice, GpuTensors
 from ...gpu.backend import await_on_host
 from .. import runtime
 
@@ -107,32 +107,33 @@ class HostCopies:
         with device.current():
             self._stream = device.stream()
 
-    def fetched(self, tensor: GpuInput) -> np.ndarray:
+    def fetched(self, tensors: GpuTensors) -> list[np.ndarray]:
         """Return the contents in host memory. Waits for the GPU."""
         with self._device.current():
-            memory = self._device.pinned(tensor.nbytes)
-            if tensor.ready is not None:
-                self._device.wait(self._stream, tensor.ready)
-            self._copy(memory.ctypes.data, tensor.address, tensor.nbytes)
-        return memory.view(tensor.dtype).reshape(tensor.shape)
+            for event in tensors.ready:
+                self._device.wait(self._stream, event)
+            return [self._fetched(array) for array in tensors]
 
-    def returned(self, result: np.ndarray, tensor: GpuInput) -> GpuArray:
-        """Copy the result to memory of the library of `tensor`. Waits for the GPU."""
+    def returned(self, results: Sequence[np.ndarray], tensors: GpuTensors) -> list[Any]:
+        """Copy results to memory of the library of `tensors`; return what the caller gets. Waits for the GPU."""
         with self._device.current():
-            made, stream = tensor.allocate(result.shape)
-            memory = self._device.pinned(result.nbytes)
-            memory.view(result.dtype)[:] = result.reshape(-1)
-            if stream is not None:
-                self._device.wait(self._stream, self._device.record(stream))
-            self._copy(made.address, memory.ctypes.data, result.nbytes)
-        return made
+            made = tensors.allocate([result.shape for result in results])
+            for event in tensors.ready if made.stream is None else [self._device.record(made.stream)]:
+                self._device.wait(self._stream, event)
+            for result, address in zip(results, made.addresses, strict=True):
+                self._return(result, address)
+        return made.results
+
+    def _fetched(self, array: GpuArray) -> np.ndarray:
+        memory = self._device.pinned(array.nbytes)
+        self._copy(memory.ctypes.data, array.address, array.nbytes)
+        return memory.view(array.dtype).reshape(array.shape)
+
+    def _return(self, result: np.ndarray, address: int) -> None:
+        memory = self._device.pinned(result.nbytes)
+        memory.view(result.dtype)[:] = result.reshape(-1)
+        self._copy(address, memory.ctypes.data, result.nbytes)
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
         self._device.copy(target, source, nbytes, self._stream)
         await_on_host(self._device.record(self._stream), self._limit_s)
-
-
-def gpu_input(array: GpuArray, device: "Device", ready: GpuEvent | None,
-              allocate: Callable[[tuple[int, ...]], Allocated]) -> GpuInput:
-    """Return the array as a GpuInput, with the given fields."""
-    return GpuInput(array.address, array.shape, array.dtype, array.owner, device, ready, allocate)

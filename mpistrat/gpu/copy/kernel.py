@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...core.tuning import COPY_BLOCK_ELEMENTS
 from .plan import ALIGNMENT, PIECES_PER_LAUNCH, CopyJob
 
-NAME = "batched_copy"
+NAME, GUARD = "batched_copy", "guard"
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,15 @@ extern "C" __global__ void batched_copy(const Table table, int piece_count, doub
     for (unsigned long long i = first + threadIdx.x; i < count; i += blockDim.x)
         target[i] = converted(source[i], factor, divisor);
 }
+
+// A block for each piece fills the target, of `count` elements of `itemsize` bytes, with NaN (-1 in integers) if *lost.
+extern "C" __global__ void guard(const Table table, unsigned long long itemsize, const volatile unsigned int* lost) {
+    if (*lost == 0) return;
+    const Piece piece = table.pieces[blockIdx.x];
+    unsigned char* target = reinterpret_cast<unsigned char*>(piece.target);
+    for (unsigned long long i = threadIdx.x; i < piece.count * itemsize; i += blockDim.x)
+        target[i] = 0xFF;
+}
 """
 
 
@@ -116,6 +125,10 @@ def source(job: CopyJob) -> str:
 
     The arguments of `batched_copy` are the table by value (PIECES_PER_LAUNCH rows), the number of rows in use (int32),
     the factor (float64) and the divisor (int64). A launch needs `block_count` blocks.
+
+    `guard`, which is the same for all jobs, turns the targets of a table into NaN if a number in pinned memory is not
+    0. Its arguments are the table by value, the bytes of an element in the targets (uint64) and the address of the
+    number. A launch has a block for each row.
     """
     into, out_of = TYPES[job.target], TYPES[job.source]
     if job.factor == 1.0 and job.divisor == 1:

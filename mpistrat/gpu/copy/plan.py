@@ -6,6 +6,7 @@ kernel (copy.kernel) reads the table of pieces; tests execute the same table wit
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -49,7 +50,8 @@ class CopyJob:
         return self.source == self.target and self.factor == 1.0 and self.divisor == 1
 
 
-def copy_tables(sources: Sequence[int], targets: Sequence[int], counts: Sequence[int]) -> list[np.ndarray]:
+def copy_tables(sources: Sequence[int] | np.ndarray, targets: Sequence[int] | np.ndarray,
+                counts: Sequence[int]) -> list[np.ndarray]:
     """Return a table for each launch that copies `counts[i]` elements from address `sources[i]` to `targets[i]`.
 
     A table has at most PIECES_PER_LAUNCH rows of dtype PIECE. Omits pieces without elements.
@@ -67,6 +69,54 @@ def copy_tables(sources: Sequence[int], targets: Sequence[int], counts: Sequence
 def block_count(table: np.ndarray) -> int:
     """The number of blocks of threads for a launch over the table."""
     return int(_blocks(table).sum())
+
+
+class KeptCopies:
+    """The tables of launches that copy arrays of the same sizes again and again, between other addresses.
+
+    Args:
+        counts: Elements of each array.
+    """
+
+    def __init__(self, counts: Sequence[int]):
+        nothing = np.zeros(len(counts), np.uint64)
+        tables = copy_tables(nothing, nothing, counts)
+        self._tables = [(table, block_count(table)) for table in tables]
+        self._pieces = cast("np.ndarray", tables[0].base) if tables else np.zeros(0, PIECE)
+        self._filled = None if 0 not in counts else np.flatnonzero(counts)
+
+    def between(self, sources: Sequence[int] | np.ndarray,
+                targets: Sequence[int] | np.ndarray) -> list[tuple[np.ndarray, int]]:
+        """The table of each launch and its blocks. They change with the next call: a launch takes them by value."""
+        for column, addresses in (("source", sources), ("target", targets)):
+            self._pieces[column] = addresses if self._filled is None else np.asarray(addresses, np.uint64)[self._filled]
+        return self._tables
+
+
+class FusedCopies:
+    """The copies of arrays of the same sizes to a fusion buffer, and back.
+
+    Args:
+        counts: Elements of each array.
+        narrowest_bytes: The bytes of an element in the arrays or in the buffer, the smaller of the two.
+        itemsize: The bytes of an element in the buffer.
+
+    Attributes:
+        total: Elements in the buffer.
+    """
+
+    def __init__(self, counts: Sequence[int], narrowest_bytes: int, itemsize: int):
+        offsets, self.total = fused_offsets(counts, narrowest_bytes)
+        self._offsets = np.array(offsets, np.uint64) * np.uint64(itemsize)
+        self._copies = KeptCopies(counts)
+
+    def to_buffer(self, sources: Sequence[int], buffer: int) -> list[tuple[np.ndarray, int]]:
+        """As KeptCopies.between: the launches that pack the arrays at these addresses."""
+        return self._copies.between(sources, self._offsets + np.uint64(buffer))
+
+    def from_buffer(self, buffer: int, targets: Sequence[int]) -> list[tuple[np.ndarray, int]]:
+        """As KeptCopies.between: the launches that unpack to these addresses."""
+        return self._copies.between(self._offsets + np.uint64(buffer), targets)
 
 
 def fused_offsets(counts: Sequence[int], itemsize: int) -> tuple[list[int], int]:

@@ -4,18 +4,20 @@ NcclData chooses the wire format and the communicator of each collective; nccl.s
 thread.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from threading import Lock
+
+import numpy as np
 
 from ...core.arithmetic import Reduction
 from ...core.errors import EngineError
 from ...core.request import ReduceOp
 from ..arrays import GpuArray, GpuDevice, GpuEvent
-from ..backend import GpuBackend
-from ..copy.plan import ALIGNMENT, fused_offsets
+from ..backend import GpuBackend, Reducer
+from ..copy.plan import ALIGNMENT, FusedCopies, KeptCopies, fused_offsets
 from .stream import NcclStream
-from .types import NcclCommunicator, WireFormat, nccl_reduction, wire_format
+from .types import NcclCommunicator, NcclReduction, WireFormat, nccl_reduction, wire_format
 
 
 class NcclData(GpuBackend):
@@ -32,13 +34,26 @@ class NcclData(GpuBackend):
         buffers: Two fusion buffers of `buffer_bytes` for each NcclStream.
         buffer_bytes: Bytes of a fusion buffer.
         version: NCCL's version code.
+        is_alone: No other group of ranks uses NCCL on the GPU of one of these ranks.
+
+    Attributes:
+        is_alone: The argument.
     """
 
     def __init__(self, device: GpuDevice, rank: int, size: int, communicators: Sequence[NcclCommunicator],
-                 buffers: Sequence[Sequence[GpuArray]], buffer_bytes: int, version: int):
+                 buffers: Sequence[Sequence[GpuArray]], buffer_bytes: int, version: int, is_alone: bool = True):
+        self.is_alone = is_alone
+        self._device, self._lost = device, np.zeros(0, np.uint8)
         self._rank, self._size, self._buffer_bytes, self._version = rank, size, buffer_bytes, version
         self._streams = [NcclStream(device, *parts) for parts in zip(communicators, buffers, strict=True)]
         self._turn, self._lock = 0, Lock()
+
+    def guard_results(self) -> None:
+        """Turn results into NaN from now on when the communicators are revoked or aborted before they are there."""
+        self._lost = self._device.pinned(4)
+        self._lost[:] = 0
+        for stream in self._streams:
+            stream.guard_results(self._lost.ctypes.data)
 
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
         format_ = wire_format(arrays[0].dtype.name, op, wire_dtype)
@@ -58,18 +73,33 @@ class NcclData(GpuBackend):
             for stream in self._streams:
                 stream.wait_for(event)
 
-    def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], reduction: Reduction,
-                  wire_dtype: str = "") -> None:
-        format_ = wire_format(sources[0].dtype.name, reduction.op, wire_dtype)
-        assert format_ is not None, "why_not was not called"
-        by_nccl = nccl_reduction(reduction, format_, self._size, self._version)
-        if len(sources) > 1:
-            self._next_stream().reduce_packed(sources, targets, format_, by_nccl)
-        elif not format_.is_converted:
-            self._next_stream().reduce_directly(sources[0], targets[0], format_, by_nccl)
-        else:
-            for source, target in _split_to_fit(sources[0], targets[0], format_, self._buffer_bytes):
-                self._next_stream().reduce_packed([source], [target], format_, by_nccl)
+    def reducer(self, arrays: Sequence[GpuArray], reduction: Reduction, wire_dtype: str = "") -> Reducer:
+        wire = wire_format(arrays[0].dtype.name, reduction.op, wire_dtype)
+        assert wire is not None, "why_not was not called"
+        by_nccl = nccl_reduction(reduction, wire, self._size, self._version)
+        counts = [array.size * wire.parts for array in arrays]
+        if not any(counts):
+            return _nothing
+        if len(counts) == 1 and not wire.is_converted:
+            copies, count = KeptCopies(counts), counts[0]
+            return lambda sources, targets: self._next_stream().reduce_directly(sources[0], targets[0], copies, count,
+                                                                                wire, by_nccl)
+        if len(counts) == 1:
+            return self._reducer_of_one(counts[0], wire, by_nccl)
+        fused = FusedCopies(counts, wire.narrowest_bytes, wire.itemsize)
+        return lambda sources, targets: self._next_stream().reduce_packed(sources, targets, fused, wire, by_nccl)
+
+    def _reducer_of_one(self, count: int, wire: WireFormat, by_nccl: NcclReduction) -> Reducer:
+        """As `reducer`, for a tensor that is converted, in pieces that fit into a fusion buffer."""
+        step = self._buffer_bytes // (wire.itemsize * ALIGNMENT) * ALIGNMENT
+        pieces = [(start * wire.memory_bytes, FusedCopies([min(step, count - start)], wire.narrowest_bytes,
+                                                          wire.itemsize)) for start in range(0, count, step)]
+
+        def reduce(sources: Sequence[int], targets: Sequence[int]) -> None:
+            for first, copies in pieces:
+                self._next_stream().reduce_packed([sources[0] + first], [targets[0] + first], copies, wire, by_nccl)
+
+        return reduce
 
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
         sizes = [count * source.dtype.itemsize for count in counts]
@@ -98,10 +128,12 @@ class NcclData(GpuBackend):
             stream.communicator.check_async_error()
 
     def revoke(self) -> bool:
+        self._lost[:] = 1
         revoked = [stream.communicator.revoke() for stream in self._streams]
         return all(revoked)
 
     def abandon(self) -> None:
+        self._lost[:] = 1  # Before NCCL's kernels end.
         with ExitStack() as aborts:  # calls all of them, even if one raises
             for stream in reversed(self._taken()):
                 aborts.callback(stream.communicator.abort)
@@ -130,11 +162,5 @@ class NcclData(GpuBackend):
         return ""
 
 
-def _split_to_fit(source: GpuArray, target: GpuArray, wire: WireFormat,
-                  nbytes: int) -> Iterator[tuple[GpuArray, GpuArray]]:
-    """Split a tensor and its result into pieces that fit into a buffer of `nbytes`."""
-    step = nbytes // (wire.itemsize * ALIGNMENT) * ALIGNMENT // wire.parts
-    for start in range(0, source.size, step):
-        count, first = min(step, source.size - start), start * source.dtype.itemsize
-        yield (GpuArray(source.address + first, (count,), source.dtype, None),
-               GpuArray(target.address + first, (count,), target.dtype, None))
+def _nothing(sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Reduce arrays without elements."""

@@ -7,9 +7,11 @@ enqueue work. Used by the engine's thread.
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from ...core.arithmetic import Scale
 from ..arrays import GpuArray, GpuDevice, GpuEvent
-from ..copy.plan import CopyJob, block_count, copy_tables, fused_offsets
+from ..copy.plan import CopyJob, FusedCopies, KeptCopies
 from .types import DTYPES, UINT8, NcclCommunicator, NcclReduction, WireFormat
 
 BUFFERS = 2  # More would have no effect: one bucket is packed while one other is reduced.
@@ -30,6 +32,11 @@ class NcclStream:
         self._copies, self._reductions = device.stream(is_urgent=True), device.stream(is_urgent=True)
         self._pending: tuple[GpuEvent, Callable[[], None]] | None = None  # event of a reduction, its unpack
         self._turn = 0
+        self._lost = 0
+
+    def guard_results(self, lost: int) -> None:
+        """Turn all results into NaN from now on, once there is a number at the address `lost`, in pinned memory."""
+        self._lost = lost
 
     def wait_for(self, event: GpuEvent) -> None:
         """Make all work enqueued from now on start after `event`."""
@@ -40,41 +47,45 @@ class NcclStream:
         self._unpack_pending()
         return self._device.record(self._copies)
 
-    def reduce_directly(self, source: GpuArray, target: GpuArray, wire: WireFormat, reduction: NcclReduction) -> None:
-        """Reduce one tensor without a fusion buffer. NCCL reads and writes the tensors' own memory."""
-        count = source.size * wire.parts
-        input_address = source.address if reduction.prescale == 1.0 else target.address
+    def reduce_directly(self, source: int, target: int, copies: KeptCopies, count: int, wire: WireFormat,
+                        reduction: NcclReduction) -> None:
+        """Reduce one tensor without a fusion buffer. NCCL reads and writes the tensors' own memory.
+
+        Args:
+            source, target: Addresses.
+            copies: Of an array of `count` elements.
+            count: Numbers in the tensor, more than 0.
+        """
+        input_address = source if reduction.prescale == 1.0 else target
 
         def pack() -> None:
             if reduction.prescale != 1.0:
-                self._copy([source.address], [target.address], [count],
+                self._copy(copies.between([source], [target]),
                            CopyJob.between(wire.memory, wire.memory, Scale(reduction.prescale)))
 
         def unpack() -> None:
+            launches = copies.between([target], [target])
             if not reduction.scale.is_identity:
-                self._copy([target.address], [target.address], [count],
-                           CopyJob.between(wire.memory, wire.memory, reduction.scale))
+                self._copy(launches, CopyJob.between(wire.memory, wire.memory, reduction.scale))
+            self._guard(launches, wire.memory_bytes)
 
-        if count:
-            self._run(pack, lambda: self.communicator.allReduce(
-                input_address, target.address, count, DTYPES[wire.dtype], reduction.operation,
-                self._reductions.ptr), unpack)
+        self._run(pack, lambda: self.communicator.allReduce(
+            input_address, target, count, DTYPES[wire.dtype], reduction.operation, self._reductions.ptr), unpack)
 
-    def reduce_packed(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], wire: WireFormat,
+    def reduce_packed(self, sources: Sequence[int], targets: Sequence[int], copies: FusedCopies, wire: WireFormat,
                       reduction: NcclReduction) -> None:
-        """Reduce tensors that fit into one fusion buffer by packing them into it. Does nothing for no elements."""
-        counts = [source.size * wire.parts for source in sources]
-        offsets, total = fused_offsets(counts, wire.narrowest_bytes)
-        if not total:
-            return
-        buffer, itemsize = self._next_buffer(), wire.itemsize
-        addresses = [buffer + offset * itemsize for offset in offsets]
-        self._run(lambda: self._copy([source.address for source in sources], addresses, counts,
+        """Reduce tensors at these addresses, which fit into one fusion buffer, by packing them into it."""
+        buffer = self._next_buffer()
+
+        def unpack() -> None:
+            launches = copies.from_buffer(buffer, targets)
+            self._copy(launches, CopyJob.between(wire.dtype, wire.memory, reduction.scale))
+            self._guard(launches, wire.memory_bytes)
+
+        self._run(lambda: self._copy(copies.to_buffer(sources, buffer),
                                      CopyJob.between(wire.memory, wire.dtype, Scale(reduction.prescale))),
-                  lambda: self.communicator.allReduce(buffer, buffer, total, DTYPES[wire.dtype], reduction.operation,
-                                                      self._reductions.ptr),
-                  lambda: self._copy(addresses, [target.address for target in targets], counts,
-                                     CopyJob.between(wire.dtype, wire.memory, reduction.scale)))
+                  lambda: self.communicator.allReduce(buffer, buffer, copies.total, DTYPES[wire.dtype],
+                                                      reduction.operation, self._reductions.ptr), unpack)
 
     def gather(self, rank: int, source: int, target: int, sizes: Sequence[int]) -> None:
         """Concatenate the ranks' bytes at `target`. Rank r has `sizes[r]` bytes."""
@@ -91,7 +102,7 @@ class NcclStream:
                     start += size
 
         if any(sizes):
-            self._run(_nothing, enqueue, _nothing)
+            self._run(_nothing, enqueue, lambda: self._guard_bytes([target], [sum(sizes)]))
 
     def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
         """Write the root's `sources` to `targets`, as one NCCL operation."""
@@ -102,7 +113,8 @@ class NcclStream:
                         self.communicator.broadcast(source.address, target.address, source.nbytes, UINT8, root_rank,
                                                     self._reductions.ptr)
 
-        self._run(_nothing, enqueue, _nothing)
+        self._run(_nothing, enqueue, lambda: self._guard_bytes([target.address for target in targets],
+                                                               [target.nbytes for target in targets]))
 
     def reduce_scatter(self, rank: int, source: GpuArray, target: GpuArray, counts: Sequence[int], wire: WireFormat,
                        reduction: NcclReduction) -> None:
@@ -114,7 +126,7 @@ class NcclStream:
 
         def pack() -> None:
             if not is_direct:
-                self._copy([source.address], [input_address], [sum(parts)],
+                self._copy(KeptCopies([sum(parts)]).between([source.address], [input_address]),
                            CopyJob.between(wire.memory, wire.dtype, Scale(reduction.prescale)))
 
         def enqueue() -> None:
@@ -131,9 +143,10 @@ class NcclStream:
                     start += count * itemsize
 
         def unpack() -> None:
+            launches = KeptCopies([parts[rank]]).between([output_address], [target.address])
             if not is_direct or not reduction.scale.is_identity:
-                self._copy([output_address], [target.address], [parts[rank]],
-                           CopyJob.between(wire.dtype, wire.memory, reduction.scale))
+                self._copy(launches, CopyJob.between(wire.dtype, wire.memory, reduction.scale))
+            self._guard(launches, wire.memory_bytes)
 
         if any(parts):
             self._run(pack, enqueue, unpack)
@@ -151,7 +164,7 @@ class NcclStream:
                     sending, receiving = sending + to_peer, receiving + from_peer
 
         if any(sent) or any(received):
-            self._run(_nothing, enqueue, _nothing)
+            self._run(_nothing, enqueue, lambda: self._guard_bytes([target], [sum(received)]))
 
     # -- the pipeline -------------------------------------------------------------------------------------------------
 
@@ -175,10 +188,20 @@ class NcclStream:
             self._device.wait(self._copies, reduced)
             unpack()
 
-    def _copy(self, sources: Sequence[int], targets: Sequence[int], counts: Sequence[int], job: CopyJob) -> None:
-        for table in copy_tables(sources, targets, counts):
-            self._device.batched_copy(table, block_count(table), job, self._copies)
+    def _copy(self, launches: Sequence[tuple[np.ndarray, int]], job: CopyJob) -> None:
+        for table, blocks in launches:
+            self._device.batched_copy(table, blocks, job, self._copies)
+
+    def _guard(self, launches: Sequence[tuple[np.ndarray, int]], itemsize: int) -> None:
+        """Guard the targets of copies, whose elements have `itemsize` bytes."""
+        if self._lost:
+            for table, _ in launches:
+                self._device.guard(table, itemsize, self._lost, self._copies)
+
+    def _guard_bytes(self, targets: Sequence[int], sizes: Sequence[int]) -> None:
+        if self._lost:
+            self._guard(KeptCopies(sizes).between(targets, targets), 1)
 
 
 def _nothing() -> None:
-    """The pack or unpack of a collective without copies."""
+    """The pack of a collective without copies."""

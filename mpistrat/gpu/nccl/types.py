@@ -73,6 +73,11 @@ class WireFormat(NamedTuple):
         return _itemsize(self.dtype)
 
     @property
+    def memory_bytes(self) -> int:
+        """The bytes of a number in memory."""
+        return _itemsize(self.memory)
+
+    @property
     def narrowest_bytes(self) -> int:
         """The bytes of a number in memory or on the wire, the smaller of the two, which decides on alignment."""
         return min(_itemsize(self.memory), _itemsize(self.dtype))

@@ -2,8 +2,10 @@
 
 TensorFlow calls its kernel when the work that computes the inputs is enqueued. The kernel gives the engine the
 addresses of the inputs, and an event after that work. It waits for nothing. The engine packs the tensors into its
-fusion buffers and unpacks the results into the operation's outputs, as for arrays of cupy. When the GPU is done, the
-operation is complete. So no node can read a result before, whatever TensorFlow's optimizer moves.
+fusion buffers and unpacks the results into the operation's outputs, as for arrays of cupy. The operation is complete
+when that is enqueued, and TensorFlow's stream waits for it, so that what TensorFlow enqueues later reads the results.
+Where its stream cannot wait (see streams.py), the operation is complete when the GPU is done. So no node can read a
+result before, whatever TensorFlow's optimizer moves.
 
 An output whose shape is that of its input is allocated by the kernel, before the event, or is the input's own memory if
 nothing else refers to that. An output whose size depends on other ranks is allocated when the engine knows the size.
@@ -16,9 +18,8 @@ TensorFlow cannot cancel the operation. If an execution fails elsewhere, it ends
 when the engine fails them, because the other ranks have not submitted them for too long.
 """
 
-import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from queue import SimpleQueue
 from typing import Any
@@ -28,11 +29,11 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop.own_gpu import go_by_host, gpu_input, host_copies_of
+from ...api.interop.own_gpu import go_by_host, host_copies_of
 from ...core.errors import MpistratError
 from ...core.handle import Handle
 from ...core.request import on_gpu
-from ...gpu.arrays import Allocated, GpuArray, GpuInput, RecordedStream
+from ...gpu.arrays import Allocated, GpuTensors
 from ..bridge import execution_ids, gpu_device
 from ..bridge.execution_ids import Execution
 from ..bridge.gpu_device import device_at
@@ -103,7 +104,7 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
     Args:
         where: The device of the tensors.
         name, tensors, shapes, process_set: As in `cpu.run`.
-        make_request: Called with the tensors as GpuInputs.
+        make_request: Called with the tensors as GpuTensors.
         keeps_shapes: Whether each result has the shape of its tensor.
         observer: Called with copies on the host before the submit.
     """
@@ -112,8 +113,8 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
     past, counts = [execution.number] if execution.is_past else [], execution.number is None
     orders = [] if in_gradient() else [capture_in_order(_order(where, name))]
     site = _GpuCallSite(name, process_set, make_request, execution, observer,
-                        _Tensors(where, _numpy_dtypes(tensors), 1 + len(past) + len(orders), keeps_shapes,
-                                 process_set))
+                        _Tensors(where, _numpy_dtypes(tensors), [tensor.shape for tensor in tensors],
+                                 1 + len(past) + len(orders), keeps_shapes, process_set))
     with after_completed(), tf.device(where):
         outputs = kernel.node(site, tensors, past, orders, int(counts))
     site.belongs_to(outputs[0].op)
@@ -132,7 +133,7 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
     The operation blocks its thread, so it has another one than this, which waits for the engine, as all eager calls.
 
     Args:
-        make_request: Called with the tensors as GpuInputs.
+        make_request: Called with the tensors as GpuTensors.
         tensors: At least one.
         keeps_shapes: Whether each result has the shape of its tensor.
         process_set: The id of the process set, which `make_request` sets too.
@@ -140,7 +141,8 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
     Raises:
         As `api.interop.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
     """
-    kinds = _Tensors(tensors[0].backing_device, _numpy_dtypes(tensors), 1, keeps_shapes, process_set)
+    kinds = _Tensors(tensors[0].backing_device, _numpy_dtypes(tensors), [tensor.shape for tensor in tensors], 1,
+                     keeps_shapes, process_set)
     target = _Eager()
     run_in_own_thread(lambda: target.run(tensors))
     call = target.next()
@@ -197,47 +199,47 @@ def _numpy_dtypes(tensors: Sequence[tf.Tensor]) -> list[np.dtype]:
     return [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
 
 
-@dataclasses.dataclass(frozen=True)
 class _Tensors:
     """The tensors of a collective as inputs of the operation.
 
-    Attributes:
+    Args:
         where: TensorFlow's name of their device.
         dtypes: Their dtypes.
+        shapes: Their shapes, as far as they are known.
         first: The place of the first one among the inputs.
         keeps_shapes: Whether each result has the shape of its tensor.
         process_set: The id of the process set.
     """
 
-    where: str
-    dtypes: Sequence[np.dtype]
-    first: int
-    keeps_shapes: bool
-    process_set: int
+    def __init__(self, where: str, dtypes: Sequence[np.dtype], shapes: Sequence[tf.TensorShape], first: int,
+                 keeps_shapes: bool, process_set: int):
+        self.where, self._dtypes, self._first, self._keeps_shapes = where, dtypes, first, keeps_shapes
+        self._process_set = process_set
+        self._dims = [kernel.Dims(tuple(shape)) if shape.is_fully_defined() else None for shape in shapes]
 
-    def inputs(self, call: kernel.Call) -> list[GpuInput]:
+    def inputs(self, call: kernel.Call) -> GpuTensors:
         """The tensors of a call for the engine, which keep the call."""
         device = device_at(self.where)
-        stream = streams.stream_for(device, self.where, self.process_set)
-        assert stream is not None, "_is_used has found one"
+        found = streams.stream_for(device, self.where, self._process_set)
+        assert found is not None, "_is_used has found one"
+        stream, reader = found
+
+        def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
+            return Allocated([call.output(i, shape) for i, shape in enumerate(shapes)], _results(shapes), stream)
+
         with device.current():
-            known = [call.input(self.first + i) for i in range(len(self.dtypes))]
-            made = [call.output(i, shape, self.first + i) if self.keeps_shapes else None
-                    for i, (_, shape) in enumerate(known)]
-            ready = device.record(stream)  # After the outputs: earlier work may still use their memory.
-        return [gpu_input(GpuArray(address, shape, dtype, call), device, ready,
-                          _allocation(call, i, dtype, made[i], stream))
-                for i, ((address, shape), dtype) in enumerate(zip(known, self.dtypes, strict=True))]
+            sources, shapes, targets = call.exchange(self._first, self._dims, self._keeps_shapes)
+            tensors = GpuTensors(device, sources, shapes, self._dtypes, call, [stream],
+                                 None if reader is None else [reader], allocate)
+            tensors.prepare(keeps_shapes=False)  # After the outputs: earlier work may still use their memory.
+        if self._keeps_shapes:
+            tensors.made = Allocated(targets, _results(targets), None)
+        return tensors
 
 
-def _allocation(call: kernel.Call, place: int, dtype: np.dtype, made: int | None,
-                stream: RecordedStream) -> Callable[[tuple[int, ...]], Allocated]:
-    """What allocates a result: an output of the call, at the address `made` if it is allocated already."""
-    def allocate(shape: tuple[int, ...]) -> Allocated:
-        if made is not None:
-            return GpuArray(made, shape, dtype, call), None
-        return GpuArray(call.output(place, shape), shape, dtype, call), stream
-    return allocate
+def _results(of: Sequence[object]) -> list[None]:
+    """What the engine's caller gets, who has the outputs."""
+    return [None] * len(of)
 
 
 class _GpuCallSite(CollectiveCallSite):
@@ -252,7 +254,7 @@ class _GpuCallSite(CollectiveCallSite):
         """Submit the collective. See kernel.Target."""
         arrays = self._tensors.inputs(call)
         its = self.submission(arrays, call.number(1) if self._has_past else None,
-                              lambda: list(map(host_copies_of(device_at(self._tensors.where)).fetched, arrays)))
+                              lambda: host_copies_of(device_at(self._tensors.where)).fetched(arrays))
         if self._counts:
             call.write_number(len(arrays), its.number)
         handle = its.group.engine.submit(its.request, its.arrays, self.origin)

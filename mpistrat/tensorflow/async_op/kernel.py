@@ -35,7 +35,16 @@ _ON_HOST = (b"target", b"past", b"order", b"numbers")
 _PROBE_S = 10.0
 
 _Compute = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)
-_NO_DIMS = (c_int64 * 1)()
+
+
+class Dims:
+    """A shape as TensorFlow's C API takes it."""
+
+    __slots__ = ("rank", "shape", "values")
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape, self.rank = shape, len(shape)
+        self.values = (c_int64 * max(len(shape), 1))(*shape)
 
 
 class Call:
@@ -61,6 +70,42 @@ class Call:
         own.TF_DeleteTensor(found)  # The reference; with a second one, `output` would not get the memory.
         return address, shape
 
+    def exchange(self, first: int, known: "Sequence[Dims | None]",
+                 allocates: bool) -> tuple[list[int], list[tuple[int, ...]], list[int]]:
+        """The addresses and the shapes of inputs, and the addresses of as many outputs of the same shapes.
+
+        In one loop, since a step has hundreds of tensors. An output may have the memory of its input.
+
+        Args:
+            first: The place of the first input; that of the first output is 0.
+            known: The shapes that are known before, each in place of a question to TensorFlow.
+            allocates: Whether to allocate the outputs. Otherwise there are no addresses of outputs.
+        """
+        own, context, status = self._api, self._context, self._status.pointer
+        get, data, delete, make = (own.TF_GetInput, own.TF_TensorData, own.TF_DeleteTensor,
+                                   own.TF_ForwardInputOrAllocateOutput)
+        found, instead_of = c_void_p(), (c_int * 1)()
+        sources, shapes, targets = [], [], []
+        for i, dims in enumerate(known):
+            instead_of[0] = first + i
+            get(context, first + i, found, status)
+            if not found:
+                self._status.check()
+            if dims is None:
+                dims = Dims(tuple([own.TF_Dim(found, j) for j in range(own.TF_NumDims(found))]))
+            sources.append(data(found) or 0)
+            delete(found)  # The reference; with a second one, the output would not get the memory.
+            found.value = None
+            shapes.append(dims.shape)
+            if allocates:
+                made = make(context, instead_of, 1, i, dims.values, dims.rank, None, status)
+                if not made:
+                    self._status.check()
+                targets.append(data(made) or 0)
+                delete(made)
+        self._status.check()
+        return sources, shapes, targets
+
     def number(self, place: int) -> int:
         """The value of an int64 scalar on the host."""
         return c_int64.from_address(self.input(place)[0]).value
@@ -78,9 +123,9 @@ class Call:
             shape: Its shape.
             instead_of: The input whose memory it may get, if nothing else refers to that; -1: none.
         """
-        own, dims = self._api, (c_int64 * len(shape))(*shape) if shape else _NO_DIMS
+        own, dims = self._api, Dims(tuple(shape))
         made = own.TF_ForwardInputOrAllocateOutput(self._context, (c_int * 1)(instead_of), int(instead_of >= 0), place,
-                                                   dims, len(shape), None, self._status.pointer)
+                                                   dims.values, dims.rank, None, self._status.pointer)
         self._status.check()
         address = own.TF_TensorData(made) or 0
         own.TF_DeleteTensor(made)

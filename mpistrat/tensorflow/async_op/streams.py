@@ -3,7 +3,9 @@
 The kernel of an asynchronous operation runs when the work that computes its inputs is in TensorFlow's stream, and the
 engine's streams must wait for that work. TensorFlow's C API gives no stream of a GPU to a kernel:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.cc#L358
-Each way is checked on the GPU before it is used. If there is none, TensorFlow's tensors are reduced through the host.
+XLA's C API gives it to a handler, and that stream can also wait for the results. An event of the whole context cannot,
+so that the host waits for them. Each way is checked on the GPU before it is used. If there is none, the tensors are
+reduced through the host.
 """
 
 import logging
@@ -19,6 +21,7 @@ from ...core.errors import EngineError
 from ...gpu import driver
 from ...gpu.arrays import CudaEvent, RecordedStream
 from ...gpu.backend import await_on_host
+from ...gpu.completion import LIMIT_S, late_copy
 from ..bridge.sync_execution import SynchronousExecution
 from ..xla import ffi
 from ..xla.custom_call import custom_call
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BY_HOST = "rank %d: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: %s"
-_LIMIT_S = 10.0  # for what a GPU does in milliseconds
 _CHECKED_ELEMENTS, _CHECKED_STEPS = 2**25, 40  # 40 kernels of 0.1 ms, by the bandwidth of an H100
 
 
@@ -80,19 +82,25 @@ def _require_xla() -> None:
         raise EngineError(f"TensorFlow {tf.__version__} does not tell its stream; 2.21 does")
 
 
-class _Streams(NamedTuple):
-    """What was found: an event of the context for collectives of all ranks, and TensorFlow's own stream."""
+class Found(NamedTuple):
+    """What stands for TensorFlow's compute stream.
 
-    context: RecordedStream | None
-    own: RecordedStream | None
+    Attributes:
+        stream: Records events.
+        reader: The stream itself, which waits for results; None: the host waits.
+    """
+
+    stream: RecordedStream
+    reader: RecordedStream | None
 
 
-# By runtime, whose GPU is one. A stream may refer to its Device, which a weak key would then never be freed from.
-_found: "WeakKeyDictionary[runtime.Runtime, _Streams]" = WeakKeyDictionary()
+# By runtime, whose GPU is one: for collectives of all ranks, and for those of process sets. A stream may refer to its
+# Device, which a weak key would then never be freed from.
+_found: "WeakKeyDictionary[runtime.Runtime, tuple[Found | None, Found | None]]" = WeakKeyDictionary()
 _finding = threading.Lock()
 
 
-def stream_for(device: "Device", where: str, process_set: int = 0) -> RecordedStream | None:
+def stream_for(device: "Device", where: str, process_set: int = 0) -> Found | None:
     """What stands for TensorFlow's compute stream; None if no way works, which is warned about once.
 
     Args:
@@ -101,20 +109,29 @@ def stream_for(device: "Device", where: str, process_set: int = 0) -> RecordedSt
         process_set: The id of the process set of the collective.
     """
     current = runtime.current()
-    with _finding:
-        if current not in _found:
-            with tf.init_scope():
+    if current not in _found:
+        with _finding, tf.init_scope():
+            if current not in _found:
                 _found[current] = _find(device, where)
-    context, own = _found[current]
-    return own if process_set or context is None else context
+    return _found[current][process_set != 0]
 
 
-def _find(device: "Device", where: str) -> _Streams:
-    reasons: list[str] = []
-    found = _Streams(*(_checked(way, device, where, reasons) for way in (ContextStream, stream_of_handler)))
-    if found == (None, None):
-        logger.warning(BY_HOST, runtime.current().topology.rank, "; ".join(dict.fromkeys(reasons)))
-    return found
+def _find(device: "Device", where: str) -> tuple[Found | None, Found | None]:
+    rank, reasons = runtime.current().topology.rank, list[str]()
+    own = _checked(stream_of_handler, device, where, reasons)
+    if own is not None and runtime.current().settings.gpu_completion != "host":
+        try:
+            with device.current():
+                check_waiting(own, device, where)
+            return Found(own, own), Found(own, own)
+        except Exception as error:
+            logger.warning("rank %d: TensorFlow waits on the host for what is reduced on its GPU, since its stream "
+                           "cannot: %s", rank, _one_line(error))
+    context = _checked(ContextStream, device, where, reasons)
+    if context is None and own is None:
+        logger.warning(BY_HOST, rank, "; ".join(dict.fromkeys(reasons)))
+    by_stream = None if own is None else Found(own, None)
+    return by_stream if context is None else Found(context, None), by_stream
 
 
 def _checked(way: Callable[["Device", str], RecordedStream], device: "Device", where: str,
@@ -125,9 +142,30 @@ def _checked(way: Callable[["Device", str], RecordedStream], device: "Device", w
             stream = way(device, where)
             check(stream, device, where)
     except Exception as error:
-        reasons.append(" ".join(str(error).split())[:300])
+        reasons.append(_one_line(error))
         return None
     return stream
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def check_waiting(stream: RecordedStream, device: "Device", where: str) -> None:
+    """Raise EngineError if TensorFlow reads memory too early although `stream`, its own, waits for an event."""
+    nbytes = device.checked_bytes
+    scratch = device.scratch(nbytes)
+    if scratch is None:
+        raise EngineError(f"the GPU has no memory left for a check that needs {nbytes} bytes")
+    with SynchronousExecution(), tf.device(where):
+        given, read = tf.ones([nbytes // 4]), tf.zeros([nbytes // 4])
+        source, target = addresses([given, read])
+        end = late_copy(device, target, scratch.address, source, nbytes, device.record(stream))
+        device.wait(stream, end)
+        least = float(tf.reduce_min(read))
+        await_on_host(end, LIMIT_S)  # Until then the memory is in use.
+    if least != 1.0:
+        raise EngineError(f"a tensor was read before it was complete: {least:g} instead of 1")
 
 
 def check(stream: RecordedStream, device: "Device", where: str) -> None:
@@ -141,7 +179,7 @@ def check(stream: RecordedStream, device: "Device", where: str) -> None:
     copies, memory = device.stream(), device.pinned(4)
     device.wait(copies, device.record(stream))
     device.copy(memory.ctypes.data, address + 4 * (elements - 1), 4, copies)
-    await_on_host(device.record(copies), _LIMIT_S)
+    await_on_host(device.record(copies), LIMIT_S)
     value = float(memory.view("float32")[0])
     if value != _CHECKED_STEPS:
         raise EngineError(f"a tensor was read before it was complete: {value:g} instead of {_CHECKED_STEPS}")

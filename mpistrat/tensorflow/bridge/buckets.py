@@ -11,12 +11,11 @@ import tensorflow as tf
 
 from ...core.request import ReduceOp, Request, ScaledOp, TensorSpec, allreduce_request, specs_of
 from ...core.tuning import BUCKET_BYTES, GPU_BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
-from ...gpu.arrays import GpuInput
 from ..async_op import call_site
 from ..xla import context as xla
 from . import cpu
 from .cpu import Wait
-from .submission import Observer
+from .submission import Observer, Submitted
 
 
 @dataclass
@@ -131,9 +130,9 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str,
         submitted.append(tf.concat([tensors[i] if tensors[i].shape.rank == 1 else tf.reshape(tensors[i], [-1])
                                     for i in indices], axis=0))
 
-    def make_request(arrays: Sequence[np.ndarray | GpuInput]) -> Request:
+    def make_request(arrays: Submitted) -> Request:
         # The specs list every tensor, concatenated or not, so that a mismatch error names the tensor itself.
-        single_specs = specs_of(arrays[:len(bucket.single)])
+        single_specs = specs_of(arrays)[:len(bucket.single)]
         return allreduce_request(name, single_specs + joined_specs, scaled, own_labels, layout, wire_dtype=wire_dtype,
                                  process_set=process_set)
 

@@ -12,12 +12,14 @@ from ...api import runtime
 from ...api.group import Group
 from ...core.errors import InvalidRequestError
 from ...core.request import Request
-from ...gpu.arrays import GpuInput
+from ...gpu.arrays import GpuTensors
 from .calls import CallSite
 from .execution_ids import Execution
 
-# Makes the request from this rank's arrays, or GpuInputs if they are on a GPU. Equal for equal shapes.
-MakeRequest = Callable[[Sequence[np.ndarray | GpuInput]], Request]
+# This rank's tensors, on the host or on its GPU.
+Submitted = Sequence[np.ndarray] | GpuTensors
+# Makes the request from this rank's tensors. Equal for equal shapes.
+MakeRequest = Callable[[Submitted], Request]
 # Called when a collective of a graph runs, before its arrays are submitted: with the arrays of this rank, and with the
 # part of names that stands for the thread that runs the graph. Returns whether it wants to be called again. What it
 # raises becomes the error of the graph. It must not refer to the graph, and must not change the arrays or keep them.
@@ -42,7 +44,7 @@ class Submission(NamedTuple):
 
     group: Group
     request: Request
-    arrays: Sequence[np.ndarray | GpuInput]
+    arrays: Submitted
     number: int
 
 
@@ -69,7 +71,7 @@ class CollectiveCallSite(CallSite):
         arrays = list(map(np.asarray, inputs))  # TensorFlow passes scalars of numpy too.
         return self.submission(arrays, int(arrays.pop()) if self._has_past else None)
 
-    def submission(self, arrays: Sequence[np.ndarray | GpuInput], past: int | None,
+    def submission(self, arrays: Submitted, past: int | None,
                    fetched: Callable[[], Sequence[np.ndarray]] | None = None) -> Submission:
         """What to submit.
 
@@ -83,7 +85,8 @@ class CollectiveCallSite(CallSite):
             on_host = fetched() if fetched is not None else cast("Sequence[np.ndarray]", arrays)
             if not self._observer(on_host, thread):
                 self._observer = None
-        shapes, latest = list(map(_SHAPE, arrays)), self._latest
+        shapes = list(arrays.shapes if isinstance(arrays, GpuTensors) else map(_SHAPE, arrays))
+        latest = self._latest
         if latest is None or latest[0] != shapes or latest[1] != thread:
             request = dataclasses.replace(self._make_request(arrays), name=thread + self.name, in_graph=True)
             latest = self._latest = shapes, thread, request

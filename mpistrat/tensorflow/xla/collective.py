@@ -35,7 +35,6 @@ from ...core.errors import InvalidRequestError
 from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...core.tuning import SUBMIT_WAIT_S
-from ...gpu.arrays import GpuInput
 from ..bridge import execution_ids, own_threads
 from ..bridge.execution_ids import Execution
 from ..bridge.program_order import anonymous_variable, capture_in_order, in_gradient, in_order
@@ -179,17 +178,20 @@ class _CompiledCallSite(CollectiveCallSite):
 
     def _execute_on_gpu(self, memory: GpuMemory) -> None:
         """Submit the collective, and wait for it: XLA would block this thread until a future is complete."""
-        tensors = memory.inputs[1:]
-        past = int(memory.on_host(tensors.pop())) if self._has_past else None
-        arrays: Sequence[np.ndarray | GpuInput] = tensors if self._stays_on_gpu else list(map(memory.on_host, tensors))
-        its = self.submission(arrays, past, lambda: list(map(memory.on_host, tensors)))
-        shapes = memory.shapes[1:1 + len(arrays)]
+        count = len(self._given) - 1 - self._has_past
+        past = int(memory.on_host(1 + count, 1)[0]) if self._has_past else None
+
+        def on_host() -> list[np.ndarray]:
+            return memory.on_host(1, count)
+
+        its = self.submission(memory.tensors(1, count) if self._stays_on_gpu else on_host(), past, on_host)
+        if self._counts:  # Before XLA's stream waits for the collective.
+            memory.write(1 + count, np.array(its.number))
+        shapes = [result.shape for result in memory.results[1:1 + count]]
         found = _Outcome(self._submitted(its), shapes, self._ranks, its.group.topology.size).results()
-        written = [] if self._stays_on_gpu else list(enumerate(found, start=1))
-        if self._counts:
-            written.append((1 + len(arrays), np.array(its.number)))
-        for place, value in written:
-            memory.write(place, value)
+        if not self._stays_on_gpu:
+            for place, value in enumerate(found, start=1):
+                memory.write(place, value)
 
     def _submitted(self, its: Submission) -> Handle:
         """Submit the collective, and wait as long as this thread may."""

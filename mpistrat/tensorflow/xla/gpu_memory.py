@@ -4,17 +4,19 @@
 
 XLA calls the handler when it launches the call, so arguments are complete only where XLA's stream has come to it. Until
 then the memory of a result may be in use by work before the call. So a collective begins behind an event of the stream.
-When the handler returns, the results are complete, and XLA may launch what comes after.
+When the handler returns, XLA may launch what comes after. By then the stream waits for the collective, or the results
+are complete.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...api.interop.own_gpu import gpu_input, host_copies_of, this_ranks_gpu
+from ...api.interop.own_gpu import host_copies_of, this_ranks_gpu
 from ...core.errors import EngineError
-from ...gpu.arrays import Allocated, GpuArray, GpuInput, GpuStream
+from ...gpu.arrays import Allocated, GpuArray, GpuStream, GpuTensors
 from . import context, ffi
 
 if TYPE_CHECKING:
@@ -38,43 +40,50 @@ class GpuMemory:
     Args:
         call: The call.
         given: The dtypes of the arguments.
-        returned: The dtypes of the results. An argument that has a result has the same place.
+        returned: The dtypes of the results.
 
     Attributes:
-        inputs: The arguments, as the engine takes them. The results of a collective on them are those of the call.
-        shapes: Those of the results.
+        arguments, results: As arrays.
     """
 
     def __init__(self, call: ffi.Call, given: Sequence[Any], returned: Sequence[Any]):
         self._device, self._stream = place_of(call)
-        with self._device.current():
-            ready = self._device.record(self._stream)
-        results = call.results(returned, _array)
-        self.shapes = [result.shape for result in results]
-        self._results = [gpu_input(result, self._device, ready, self._allocator(result)) for result in results]
-        self.inputs = [gpu_input(argument, self._device, ready, self._results[i].allocate if i < len(results) else
-                                 self._allocator(argument))
-                       for i, argument in enumerate(call.arguments(given, _array))]
+        self.arguments: list[GpuArray] = call.arguments(given, _array)
+        self.results: list[GpuArray] = call.results(returned, _array)
 
-    def _allocator(self, result: GpuArray) -> Any:
-        def allocate(shape: tuple[int, ...]) -> Allocated:
-            if shape == result.shape:
-                return result, self._stream
-            # Another number of rows than XLA has compiled: the call ends in an error, after the collective.
-            made = GpuArray(0, shape, result.dtype, None)
-            memory = self._device.scratch(max(made.nbytes, 1))
-            if memory is None:
-                raise EngineError(f"there is no GPU memory for a result of {made.nbytes} bytes")
-            return GpuArray(memory.address, shape, result.dtype, memory.owner), None
-        return allocate
+    def tensors(self, first: int, count: int) -> GpuTensors:
+        """`count` arguments from `first` on as the engine takes them. The results are those at the same places."""
+        return self._tensors(self.arguments[first:first + count], self.results[first:first + count])
 
-    def on_host(self, tensor: GpuInput) -> np.ndarray:
-        """A copy of an argument. Waits for XLA's stream."""
-        return host_copies_of(self._device).fetched(tensor)
+    def _tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray]) -> GpuTensors:
+        def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
+            made = [result if shape == result.shape else self._other(shape, result.dtype)
+                    for shape, result in zip(shapes, results, strict=True)]
+            return Allocated([array.address for array in made], made, None)
+
+        tensors = GpuTensors(self._device, [array.address for array in arguments], [array.shape for array in arguments],
+                             [array.dtype for array in arguments], None, [self._stream],
+                             [self._stream] if self._device.can_wait(self._stream) else None, allocate)
+        tensors.prepare(keeps_shapes=False)
+        return tensors
+
+    def _other(self, shape: tuple[int, ...], dtype: np.dtype) -> GpuArray:
+        """Memory for another number of rows than XLA has compiled: the call ends in an error, after the collective."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        memory = self._device.scratch(max(nbytes, 1))
+        if memory is None:
+            raise EngineError(f"there is no GPU memory for a result of {nbytes} bytes")
+        return GpuArray(memory.address, shape, dtype, memory.owner)
+
+    def on_host(self, first: int, count: int) -> list[np.ndarray]:
+        """Copies of `count` arguments from `first` on. Waits for XLA's stream."""
+        return host_copies_of(self._device).fetched(self._tensors(self.arguments[first:first + count], ()))
 
     def write(self, place: int, value: np.ndarray) -> None:
-        """Copy the result with this place from the host."""
-        host_copies_of(self._device).returned(value, self._results[place])
+        """Copy the result with this place from the host. Waits for XLA's stream."""
+        with self._device.current():
+            tensors = self._tensors((), self.results[place:place + 1])
+        host_copies_of(self._device).returned([value], tensors)
 
 
 def _array(buffer: ffi.Buffer, dtype: np.dtype | type) -> GpuArray:
