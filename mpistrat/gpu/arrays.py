@@ -188,7 +188,8 @@ class GpuTensors(Sequence[GpuArray]):
         """
         with self.device.current():
             if keeps_shapes:
-                self.made = self.allocate(self.shapes)._replace(stream=None)
+                addresses, results, _ = self.allocate(self.shapes)
+                self.made = Allocated(addresses, results, None)
             self.ready = [self.device.record(stream) for stream in self.streams]
 
     def follow(self, stream: RecordedStream) -> None:

@@ -34,6 +34,9 @@ def await_on_host(event: GpuEvent, limit_s: float) -> None:
 
 def last_of_streams(events: Iterable[GpuEvent]) -> list[GpuEvent]:
     """The last event of each stream. Work that waits for these waits for all `events`."""
+    events = list(events)
+    if len(events) < 2:  # The usual case.
+        return events
     last: dict[Hashable, GpuEvent] = {}
     for event in events:
         known = last.get(event.stream)

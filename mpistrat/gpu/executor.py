@@ -15,11 +15,11 @@ from typing import cast
 import numpy as np
 
 from ..core.errors import EngineError, InvalidRequestError
-from ..core.fusion import BucketPlans, FusionBucket
+from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Recorder
 from ..core.protocols import Array
-from ..core.request import CollectiveType
+from ..core.request import CollectiveType, Request
 from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.settings import Settings
 from ..core.topology import Topology
@@ -88,6 +88,7 @@ class GpuExecutor(DeviceExecutor):
         self._looked = -math.inf
         self._underway: list[_Work] = []
         self._reducers: dict[FusionBucket, tuple[GpuBackend, Reducer]] = {}
+        self._sizes: dict[Request, int] = {}
         self._completes_by_streams = False
         self._logged: set[str] = set()
         self._exchange = exchange_over(host, topology.size)
@@ -98,7 +99,7 @@ class GpuExecutor(DeviceExecutor):
         with device.current():
             if not self._backends:
                 self._connect(device)
-            with self._watchdog.guarding() if self._watchdog else nullcontext():
+            with self._watchdog or nullcontext():
                 self._enqueue(device, entries, divisor)
 
     def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[Array]:
@@ -143,7 +144,7 @@ class GpuExecutor(DeviceExecutor):
             self._let_readers_wait(device, batch)
             self.kept.append(batch)
             complete_all((work.entry.handle, work.made.results) for work in works)
-            self._release()
+            self._release(but=1)
         else:
             self.batches.append(batch)
 
@@ -173,17 +174,28 @@ class GpuExecutor(DeviceExecutor):
                 self._check()
         return finished
 
-    def _release(self) -> None:
-        """Free what the GPU does not use any more."""
+    def _release(self, but: int = 0) -> None:
+        """Free what the GPU does not use any more. Does not look at the last `but` batches."""
         self._looked = self._clock()
-        for batch in _over(self.kept):
+        for batch in _over(self.kept, but):
             self._record_end(batch)
 
     def _record_end(self, batch: _Batch) -> None:
         """Note in the trace that a batch is over. For one whose handles were done before that is when it is seen."""
         ended = time.monotonic_ns()
         for work in batch.works:
+            if len(work.tensors) > 1 and is_fused(work.entry.request):
+                self._note_size(work)
             self._recorder.add(work.entry, batch.works[0].entry.number, batch.began, ended)
+
+    def _note_size(self, work: _Work) -> None:
+        """Let the tensors know the bytes that those of an equal request have: to add them up takes long."""
+        nbytes = self._sizes.get(work.entry.request)
+        if nbytes is None:
+            if len(self._sizes) >= KEPT_FUSION_PLANS:
+                self._sizes.clear()
+            nbytes = self._sizes[work.entry.request] = work.tensors.nbytes
+        work.tensors.nbytes = nbytes
 
     def await_kept(self) -> None:
         ends = [end for batch in self.kept.copy() for end in batch.ends]
@@ -362,10 +374,10 @@ class GpuExecutor(DeviceExecutor):
 def _tensors(entry: Entry) -> GpuTensors:
     """The tensors of an entry that are on the GPU. An all-to-all has splits beside them."""
     arrays = entry.arrays
-    return arrays if isinstance(arrays, GpuTensors) else cast("GpuTensors", arrays[0])
+    return cast("GpuTensors", arrays if type(arrays) is GpuTensors else arrays[0])
 
 
-def _over(batches: deque[_Batch]) -> Iterator[_Batch]:
-    """Take the batches that the GPU has done from the front."""
-    while batches and all(end.done for end in batches[0].ends):
+def _over(batches: deque[_Batch], but: int = 0) -> Iterator[_Batch]:
+    """Take the batches that the GPU has done from the front, but not the last ones."""
+    while len(batches) > but and all(end.done for end in batches[0].ends):
         yield batches.popleft()

@@ -28,6 +28,7 @@ class StagedData(GpuBackend):
     def __init__(self, device: GpuDevice, rank: int, host: DataPlane, limit_s: float):
         self._device, self._rank, self._host, self._limit_s = device, rank, host, limit_s
         self._stream = device.stream()
+        self._events: list[GpuEvent] = []  # that the next copy waits for
 
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
         return ""
@@ -36,8 +37,7 @@ class StagedData(GpuBackend):
         return ""
 
     def wait_for(self, events: Iterable[GpuEvent]) -> None:
-        for event in events:
-            self._device.wait(self._stream, event)
+        self._events = list(events)
 
     def reducer(self, arrays: Sequence[GpuArray], reduction: Reduction, wire_dtype: str = "") -> Reducer:
         kinds = [(array.nbytes, array.dtype) for array in arrays]
@@ -94,6 +94,8 @@ class StagedData(GpuBackend):
 
     def _fetch(self, source: int, nbytes: int) -> np.ndarray:
         """Copy the bytes at the address `source` to the host. Waits for the GPU."""
+        while self._events:
+            self._device.wait(self._stream, self._events.pop())
         own = self._device.pinned(nbytes)
         self._device.copy(own.ctypes.data, source, nbytes, self._stream)
         await_on_host(self._device.record(self._stream), self._limit_s)

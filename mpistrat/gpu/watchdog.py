@@ -7,8 +7,7 @@ it.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from ..core.errors import EngineError
 from ..core.tuning import WATCHDOG_LONGEST_SLEEP_S, WATCHDOG_LOOKS, WATCHDOG_REVOKE_S
@@ -19,7 +18,8 @@ logger = logging.getLogger(__name__)
 class Watchdog:
     """Ends a guarded call that takes too long, once, from a thread of its own.
 
-    It calls `revoke`, and `abort` only if the guarded call does not return soon, because that frees what the call uses.
+    A call is guarded in a `with` statement of it. It calls `revoke`, and `abort` only if the guarded call does not
+    return soon, because that frees what the call uses.
 
     Args:
         limit_s: Seconds that a guarded call may take; 0: no limit, and no thread.
@@ -38,22 +38,14 @@ class Watchdog:
         if limit_s:
             threading.Thread(target=self._watch, name="mpistrat-gpu-watchdog", daemon=True).start()
 
-    @contextmanager
-    def guarding(self) -> Iterator[None]:
-        """A context with the time limit. One thread at a time.
-
-        Raises:
-            EngineError: The limit was exceeded. Replaces the exception that the abort caused.
-        """
+    def __enter__(self) -> None:
+        """Begin a guarded call. One thread at a time."""
         self._since = time.monotonic()
-        try:
-            yield
-        except Exception as error:
-            if self._end():
-                raise EngineError(self._text) from error
-            raise
-        if self._end():
-            raise EngineError(self._text)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """End it. Raises EngineError if the limit was exceeded, in place of the exception that the abort has caused."""
+        if self._end() and (error is None or isinstance(error, Exception)):
+            raise EngineError(self._text) from error
 
     def close(self) -> None:
         """End the watchdog's thread. May be called twice, by any thread."""

@@ -88,9 +88,16 @@ class KeptCopies:
     def between(self, sources: Sequence[int] | np.ndarray,
                 targets: Sequence[int] | np.ndarray) -> list[tuple[np.ndarray, int]]:
         """The table of each launch and its blocks. They change with the next call: a launch takes them by value."""
-        for column, addresses in (("source", sources), ("target", targets)):
-            self._pieces[column] = addresses if self._filled is None else np.asarray(addresses, np.uint64)[self._filled]
+        self._pieces["source"] = self._of_filled(sources)
+        return self.to(targets)
+
+    def to(self, targets: Sequence[int] | np.ndarray) -> list[tuple[np.ndarray, int]]:
+        """As `between`, for launches that read no sources."""
+        self._pieces["target"] = self._of_filled(targets)
         return self._tables
+
+    def _of_filled(self, addresses: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
+        return addresses if self._filled is None else np.asarray(addresses, np.uint64)[self._filled]
 
 
 class FusedCopies:

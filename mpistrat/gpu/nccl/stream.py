@@ -64,10 +64,10 @@ class NcclStream:
                            CopyJob.between(wire.memory, wire.memory, Scale(reduction.prescale)))
 
         def unpack() -> None:
-            launches = copies.between([target], [target])
             if not reduction.scale.is_identity:
-                self._copy(launches, CopyJob.between(wire.memory, wire.memory, reduction.scale))
-            self._guard(launches, wire.memory_bytes)
+                self._copy(copies.between([target], [target]),
+                           CopyJob.between(wire.memory, wire.memory, reduction.scale))
+            self._guard(copies.to([target]), wire.memory_bytes)
 
         self._run(pack, lambda: self.communicator.allReduce(
             input_address, target, count, DTYPES[wire.dtype], reduction.operation, self._reductions.ptr), unpack)
@@ -200,7 +200,7 @@ class NcclStream:
 
     def _guard_bytes(self, targets: Sequence[int], sizes: Sequence[int]) -> None:
         if self._lost:
-            self._guard(KeptCopies(sizes).between(targets, targets), 1)
+            self._guard(KeptCopies(sizes).to(targets), 1)
 
 
 def _nothing() -> None:
