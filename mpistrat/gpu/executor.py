@@ -7,10 +7,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,44 +19,22 @@ from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Recorder
 from ..core.protocols import Array
 from ..core.request import CollectiveType, Request
-from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.settings import Settings
 from ..core.topology import Topology
 from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS
-from .arrays import Allocated, GpuArray, GpuDevice, GpuEvent, GpuTensors, RecordedStream
+from .arrays import GpuDevice, GpuEvent, RecordedStream
 from .backend import GpuBackend, Reducer, await_on_host, last_of_streams
 from .completion import check_waiting
 from .connect import connect, exchange_over
 from .nccl.claims import release
 from .nccl.data import NcclData
+from .single import SingleCollectives
 from .staged import StagedData
 from .uploads import uploaded
 from .watchdog import Watchdog
+from .work import Batch, Work, over, tensors_in
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Work:
-    """An entry, its tensors, and memory for its results."""
-
-    entry: Entry
-    tensors: GpuTensors
-    made: Allocated
-
-    def targets(self, shapes: Sequence[tuple[int, ...]]) -> list[GpuArray]:
-        """The results, which have these shapes, as arrays."""
-        return list(map(GpuArray, self.made.addresses, shapes, self.tensors.dtypes, self.made.results))
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Entries with their memory. Their work was enqueued at the time `since`, and is over after `ends`."""
-
-    works: list[_Work]
-    ends: list[GpuEvent]
-    since: float
-    began: int
 
 
 class GpuExecutor(DeviceExecutor):
@@ -82,20 +59,21 @@ class GpuExecutor(DeviceExecutor):
         self._backends: Sequence[GpuBackend] = ()
         self._plans = BucketPlans(topology.size)
         self._fusion_bytes = 0
-        self.batches: deque[_Batch] = deque()
+        self.batches: deque[Batch] = deque()
         # The handles of these are done; their memory is kept while the GPU uses it.
-        self.kept: deque[_Batch] = deque()
+        self.kept: deque[Batch] = deque()
         self._looked = -math.inf
-        self._underway: list[_Work] = []
+        self._underway: list[Work] = []
         self._reducers: dict[FusionBucket, tuple[GpuBackend, Reducer]] = {}
         self._sizes: dict[Request, int] = {}
         self._completes_by_streams = False
         self._logged: set[str] = set()
         self._exchange = exchange_over(host, topology.size)
+        self._single = SingleCollectives(topology, self._exchange, self._plans.reduction)
         self._watchdog: Watchdog | None = None
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
-        device = _tensors(entries[0]).device
+        device = tensors_in(entries[0]).device
         with device.current():
             if not self._backends:
                 self._connect(device)
@@ -114,13 +92,13 @@ class GpuExecutor(DeviceExecutor):
         began = time.monotonic_ns()
         events: list[GpuEvent] = []
         streams: dict[int, RecordedStream] = {}
-        runs: list[Callable[[_Work], None] | None] = []
+        runs: list[Callable[[Work], None] | None] = []
         for entry in entries:
             # All results are allocated before the first collective. A rank that is short of memory then fails before
             # the others wait for it in a collective.
-            tensors = _tensors(entry)
+            tensors = tensors_in(entry)
             try:
-                shapes, run = self._planned(entry, tensors)
+                shapes, run = self._single.planned(entry, tensors)
             except InvalidRequestError as error:  # The same on all ranks.
                 entry.handle.fail(error)
                 continue
@@ -128,7 +106,7 @@ class GpuExecutor(DeviceExecutor):
             if made.stream is not None:
                 streams[made.stream.ptr] = made.stream
             events += tensors.ready
-            works.append(_Work(entry, tensors, made))
+            works.append(Work(entry, tensors, made))
             runs.append(run)
         events = last_of_streams([*events, *map(device.record, streams.values())])
         for backend in self._backends:
@@ -139,7 +117,7 @@ class GpuExecutor(DeviceExecutor):
             if run is not None:
                 run(work)
         ends = [event for backend in self._backends for event in backend.finish()]
-        self._underway, batch = [], _Batch(works, ends, self._clock(), began)
+        self._underway, batch = [], Batch(works, ends, self._clock(), began)
         if self._completes_by_streams and all(work.tensors.readers is not None for work in works):
             self._let_readers_wait(device, batch)
             self.kept.append(batch)
@@ -148,7 +126,7 @@ class GpuExecutor(DeviceExecutor):
         else:
             self.batches.append(batch)
 
-    def _let_readers_wait(self, device: GpuDevice, batch: _Batch) -> None:
+    def _let_readers_wait(self, device: GpuDevice, batch: Batch) -> None:
         """Make the streams in which the callers go on wait for the end of a batch."""
         readers = {stream.ptr: stream for work in batch.works for stream in work.tensors.readers or ()}
         for stream in readers.values():
@@ -164,7 +142,7 @@ class GpuExecutor(DeviceExecutor):
         assert self._device is not None, "execute sets it"
         with self._device.current():
             finished = False
-            for batch in _over(self.batches):
+            for batch in over(self.batches):
                 complete_all((work.entry.handle, work.made.results) for work in batch.works)
                 self._record_end(batch)
                 finished = True
@@ -177,10 +155,10 @@ class GpuExecutor(DeviceExecutor):
     def _release(self, but: int = 0) -> None:
         """Free what the GPU does not use any more. Does not look at the last `but` batches."""
         self._looked = self._clock()
-        for batch in _over(self.kept, but):
+        for batch in over(self.kept, but):
             self._record_end(batch)
 
-    def _record_end(self, batch: _Batch) -> None:
+    def _record_end(self, batch: Batch) -> None:
         """Note in the trace that a batch is over. For one whose handles were done before that is when it is seen."""
         ended = time.monotonic_ns()
         for work in batch.works:
@@ -188,7 +166,7 @@ class GpuExecutor(DeviceExecutor):
                 self._note_size(work)
             self._recorder.add(work.entry, batch.works[0].entry.number, batch.began, ended)
 
-    def _note_size(self, work: _Work) -> None:
+    def _note_size(self, work: Work) -> None:
         """Let the tensors know the bytes that those of an equal request have: to add them up takes long."""
         nbytes = self._sizes.get(work.entry.request)
         if nbytes is None:
@@ -246,7 +224,7 @@ class GpuExecutor(DeviceExecutor):
         nccl, self._fusion_bytes = connect(device, self._rank, self._size, self._exchange, self._host, self._settings,
                                            self)
         staged = StagedData(device, self._rank, self._host, self._limit_s)
-        self._backends = (staged,) if nccl is None else (nccl, staged)
+        self._backends = self._single.backends = (staged,) if nccl is None else (nccl, staged)
         if nccl is not None:
             self._completes_by_streams = self._streams_wait(device, nccl)
             self._watchdog = Watchdog(
@@ -268,7 +246,7 @@ class GpuExecutor(DeviceExecutor):
         nccl.guard_results()
         return True
 
-    def _run_bucket(self, bucket: FusionBucket, works: Sequence[_Work]) -> None:
+    def _run_bucket(self, bucket: FusionBucket, works: Sequence[Work]) -> None:
         if bucket.request.kind is CollectiveType.BROADCAST:
             arrays = [works[place].tensors[i] for place, i in bucket.members]
             self._backends[0].broadcast(arrays, [
@@ -286,7 +264,7 @@ class GpuExecutor(DeviceExecutor):
             kept[1]([works[place].tensors.addresses[i] for place, i in bucket.members],
                     [works[place].made.addresses[i] for place, i in bucket.members])
 
-    def _reducer(self, bucket: FusionBucket, works: Sequence[_Work]) -> tuple[GpuBackend, Reducer]:
+    def _reducer(self, bucket: FusionBucket, works: Sequence[Work]) -> tuple[GpuBackend, Reducer]:
         arrays = [works[place].tensors[i] for place, i in bucket.members]
         backend, reduction, wire_dtype = self._backends[0], bucket.reduction, bucket.request.wire_dtype
         reason = backend.why_not(arrays, reduction.op, wire_dtype)
@@ -294,63 +272,6 @@ class GpuExecutor(DeviceExecutor):
             backend = self._backends[-1]
             self._log_once(f"some GPU tensors are staged through host memory: {reason}")
         return backend, backend.reducer(arrays, reduction, wire_dtype)
-
-    def _planned(self, entry: Entry, tensors: GpuTensors) -> tuple[Sequence[tuple[int, ...]],
-                                                                   Callable[[_Work], None] | None]:
-        """The shapes of an entry's results, and what enqueues its work, given these; None: it is fused with others.
-
-        Collective, over the host.
-
-        Raises:
-            InvalidRequestError: On all ranks. The splits of an all-to-all do not fit.
-        """
-        kind = entry.request.kind
-        if kind is CollectiveType.ALLGATHER:
-            return self._planned_allgather(tensors)
-        if kind is CollectiveType.REDUCESCATTER:
-            return self._planned_reducescatter(entry, tensors)
-        if kind is CollectiveType.ALLTOALL:
-            return self._planned_alltoall(entry, tensors)
-        return tensors.shapes, None
-
-    def _planned_allgather(self, tensors: GpuTensors) -> tuple[list[tuple[int, ...]], Callable[[_Work], None]]:
-        rows = list(zip(*self._exchange([shape[0] for shape in tensors.shapes]), strict=True))
-        shapes = [(sum(counts), *shape[1:]) for shape, counts in zip(tensors.shapes, rows, strict=True)]
-
-        def run(work: _Work) -> None:
-            for array, result, counts in zip(tensors, work.targets(shapes), rows, strict=True):
-                elements = row_size(array.shape)
-                self._backends[0].allgather(array, result, [count * elements for count in counts])
-
-        return shapes, run
-
-    def _planned_reducescatter(self, entry: Entry, tensors: GpuTensors) -> tuple[list[tuple[int, ...]],
-                                                                                 Callable[[_Work], None]]:
-        rows = [rows_of_ranks(shape[0], self._size) for shape in tensors.shapes]
-        shapes = [(counts[self._rank], *shape[1:]) for shape, counts in zip(tensors.shapes, rows, strict=True)]
-
-        def run(work: _Work) -> None:
-            reduction = self._plans.reduction(entry.request)
-            for array, result, counts in zip(tensors, work.targets(shapes), rows, strict=True):
-                elements = row_size(array.shape)
-                backend = self._backends[-1 if self._backends[0].why_not_scatter(array, reduction) else 0]
-                backend.reducescatter(array, result, [count * elements for count in counts], reduction)
-
-        return shapes, run
-
-    def _planned_alltoall(self, entry: Entry, tensors: GpuTensors) -> tuple[list[tuple[int, ...]],
-                                                                            Callable[[_Work], None]]:
-        splits, array = cast("np.ndarray", entry.arrays[1]), tensors[0]
-        table = np.array(self._exchange([array.shape[0], *splits.tolist()]))
-        received = received_rows(entry.request.name, table, self._topology)
-        shapes = [(int(received.sum()), *array.shape[1:])]
-
-        def run(work: _Work) -> None:
-            self._backends[0].alltoall(array, work.targets(shapes)[0],
-                                       *exchanged_elements(table, self._rank, row_size(array.shape)))
-            work.made.results.append(received.astype(splits.dtype))
-
-        return shapes, run
 
     def _check(self) -> None:
         for backend in self._backends:
@@ -369,15 +290,3 @@ class GpuExecutor(DeviceExecutor):
         if self._rank == 0 and text not in self._logged:
             self._logged.add(text)
             logger.info("rank 0: %s", text)
-
-
-def _tensors(entry: Entry) -> GpuTensors:
-    """The tensors of an entry that are on the GPU. An all-to-all has splits beside them."""
-    arrays = entry.arrays
-    return cast("GpuTensors", arrays if type(arrays) is GpuTensors else arrays[0])
-
-
-def _over(batches: deque[_Batch], but: int = 0) -> Iterator[_Batch]:
-    """Take the batches that the GPU has done from the front, but not the last ones."""
-    while len(batches) > but and all(end.done for end in batches[0].ends):
-        yield batches.popleft()

@@ -1,0 +1,48 @@
+"""Entries of GPU tensors in execution, with the memory that the GPU uses for them."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from ..core.handle import Entry
+from .arrays import Allocated, GpuArray, GpuEvent, GpuTensors
+
+
+@dataclass(slots=True)
+class Work:
+    """An entry, its tensors, and memory for its results."""
+
+    entry: Entry
+    tensors: GpuTensors
+    made: Allocated
+
+    def targets(self, shapes: Sequence[tuple[int, ...]]) -> list[GpuArray]:
+        """The results, which have these shapes, as arrays."""
+        return list(map(GpuArray, self.made.addresses, shapes, self.tensors.dtypes, self.made.results))
+
+
+@dataclass(slots=True)
+class Batch:
+    """Entries that were enqueued together at the time `since`, and are over after `ends`.
+
+    Attributes:
+        began: As `since`, as time.monotonic_ns().
+    """
+
+    works: list[Work]
+    ends: list[GpuEvent]
+    since: float
+    began: int
+
+
+def tensors_in(entry: Entry) -> GpuTensors:
+    """The tensors of an entry that are on the GPU. An all-to-all has splits beside them."""
+    arrays = entry.arrays
+    return cast("GpuTensors", arrays if type(arrays) is GpuTensors else arrays[0])
+
+
+def over(batches: deque[Batch], but: int = 0) -> Iterator[Batch]:
+    """Take the batches that the GPU has done from the front, but not the last ones."""
+    while len(batches) > but and all(end.done for end in batches[0].ends):
+        yield batches.popleft()
