@@ -6,6 +6,7 @@ free is poisoned, so a result is wrong if anything is read or written too early 
 
 import logging
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -383,6 +384,45 @@ def test_of_sets_that_overlap_one_uses_nccl_and_all_have_the_right_sums(rank: in
         mpistrat.barrier()
     # The first one keeps it, and of set [1, 2] and all ranks each has a rank that is in the first.
     assert by_nccl == {0: [True, False, True], 1: [True, False, False, True, False], 2: [False] * 3}[rank]
+    mpistrat.shutdown()
+    monkeypatch.undo()
+    mpistrat.init()
+
+
+def test_sets_that_overlap_and_all_use_nccl_go_on_whatever_the_order_on_each_rank(
+        rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if size < 3:
+        pytest.skip("sets of two ranks overlap among three")
+    monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "nccl")
+    monkeypatch.setenv("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "60")
+    monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
+    monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+    found = StandIn(rank)
+    mpistrat.shutdown()
+    mpistrat.init()
+    world = MPI.COMM_WORLD
+    monkeypatch.setattr(gpu_stand_in.Communicator, "meet", lambda self, unique_id: world.Create_group(
+        world.group.Incl(process_set.ranks)))
+    sets = [mpistrat.add_process_set(ranks) for ranks in ([0, 1], [1, 2])]
+    for process_set in (mpistrat.global_process_set, *sets):  # Connect one after the other: `meet` needs the ranks.
+        if process_set.included():
+            mpistrat.allreduce(found.array(np.ones(1)), op=mpistrat.Sum, process_set=process_set)
+        mpistrat.barrier()
+    own = [each for each in (mpistrat.global_process_set, *sets) if each.included()]
+    chooser = random.Random(rank)
+    for step in range(30):
+        pending = []
+        for process_set in chooser.sample(own, len(own)):
+            value = np.full((2, 3), rank + step, np.float32)
+            sums = mpistrat.allreduce_async(found.array(value), op=mpistrat.Sum, name="sum", process_set=process_set)
+            rows = mpistrat.allgather_async(found.array(value), name="rows", process_set=process_set)
+            pending.append((process_set.ranks, sums, rows))
+        for ranks, sums, rows in chooser.sample(pending, len(pending)):
+            assert (found.values(sums.wait()) == sum(r + step for r in ranks)).all()
+            assert found.values(rows.wait())[:, 0].tolist() == [r + step for r in ranks for _ in range(2)]
+    by_streams = [runtime.group_of("", each.process_set_id).engine.controller.executor.device._completes_by_streams
+                  for each in own]
+    assert by_streams == [True] + [False] * (len(own) - 1)
     mpistrat.shutdown()
     monkeypatch.undo()
     mpistrat.init()
