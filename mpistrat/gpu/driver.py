@@ -6,8 +6,7 @@ context is on GPU 0 as far as the runtime knows, and `with cupy.cuda.Device(n)` 
 """
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,9 +20,8 @@ def context() -> int:
     return found.value or 0
 
 
-@contextmanager
-def selected(own: int, select: Callable[[], None]) -> Iterator[None]:
-    """A context in which `own` is the current CUDA context of this thread.
+class Selected:
+    """A context, in Python, in which `own` is the current CUDA context of this thread.
 
     Afterwards a thread that had another one has it again. A thread that had none keeps `own`: the runtime has no call
     that takes it away without making another one. So the threads of the engine select their GPU once.
@@ -32,14 +30,33 @@ def selected(own: int, select: Callable[[], None]) -> Iterator[None]:
         own: The address of the CUDA context; 0 if it is not known yet.
         select: Makes it current.
     """
-    before = context()
-    if not own or before != own:
-        select()
-    try:
-        yield
-    finally:
-        if before and before != own:
-            _call("cuCtxSetCurrent", ctypes.c_void_p(before))
+
+    __slots__ = ("_before", "_own", "_select")
+
+    def __init__(self, own: int, select: Callable[[], None]):
+        self._own, self._select = own, select
+
+    def __enter__(self) -> None:
+        self._before = context()
+        if not self._own or self._before != self._own:
+            self._select()
+
+    def __exit__(self, *_: object) -> None:
+        if self._before and self._before != self._own:
+            _call("cuCtxSetCurrent", ctypes.c_void_p(self._before))
+
+
+def launch(function: int, blocks: int, threads: int, stream: int, arguments: Sequence[Any]) -> None:
+    """Launch a kernel. The driver copies the arguments, which are objects of ctypes, before it returns.
+
+    Args:
+        function: The address of the kernel, a CUfunction.
+        blocks, threads: The extents of the grid and of a block.
+        stream: The address of the stream.
+    """
+    addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    _call("cuLaunchKernel", ctypes.c_void_p(function), blocks, 1, 1, threads, 1, 1, 0, ctypes.c_void_p(stream),
+          addresses, None)
 
 
 def uuid(number: int) -> str:

@@ -26,7 +26,6 @@ import mpistrat
 import mpistrat.tensorflow as hvd
 from mpistrat.tensorflow.async_op import call_site, kernel, streams
 from mpistrat.tensorflow.bridge import gpu_device
-from mpistrat.tensorflow.bridge.python_op import unordered_tensor_call
 from mpistrat.tensorflow.xla import ffi
 
 IS_STAND_IN = "--stand-in" in sys.argv
@@ -96,23 +95,6 @@ def tensors_are_on_the_gpu() -> None:
     assert DEVICE in tensor.backing_device, tensor.backing_device
     assert call_site.are_on_gpu([tensor])
     print(f"    {gpu_device.device_at(tensor.backing_device).identity}, of {tf.config.list_physical_devices()}")
-
-
-def python_gets_tensors_on_the_gpu() -> None:
-    """The py_function of a graph gets and returns tensors on the GPU, in TensorFlow's thread."""
-    seen: list[str] = []
-
-    def look(tensor: tf.Tensor) -> list[tf.Tensor]:
-        seen.append(tensor.backing_device)
-        return [tensor]
-
-    @tf.function
-    def step(tensor: tf.Tensor) -> tf.Tensor:
-        result, = unordered_tensor_call(look, [tensor + 1], [tf.float32], DEVICE)
-        return result * 2
-
-    same(step(tf.ones([3])), [4, 4, 4])
-    assert len(seen) == 1 and DEVICE in seen[0], seen
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
@@ -260,7 +242,7 @@ def _device_in_a_graph() -> str | None:
 
 CHECKS: list[Callable[[], None]] = [
     tensors_are_on_the_gpu, tensorflow_has_the_operation, each_way_to_tensorflows_stream,
-    tensors_are_handed_over_by_the_operation, python_gets_tensors_on_the_gpu]
+    tensors_are_handed_over_by_the_operation]
 COLLECTIVES: list[Callable[[], None]] = [
     a_sum_of_eager_tensors, a_sum_in_a_graph, no_node_reads_a_result_too_early,
     sync_batch_normalization_has_the_gradient_of_the_host, fit_trains_the_same_weights_on_all_ranks,

@@ -2,11 +2,9 @@
 
 import ast
 import ctypes
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from mpistrat.core.errors import EngineError
@@ -139,17 +137,21 @@ def test_code_that_is_refused_is_an_error_with_the_compilers_words() -> None:
         compiled("this is no C++")
 
 
-def test_the_table_is_passed_by_value() -> None:
+def test_the_table_is_passed_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.gpu import driver
     from mpistrat.gpu.device import Device
     device, launches = object.__new__(Device), []
-    device._launch = lambda job: lambda *arguments: launches.append(arguments)
+    device._module = lambda job: {"batched_copy": SimpleNamespace(ptr=11), "guard": SimpleNamespace(ptr=12)}
+    monkeypatch.setattr(driver, "launch", lambda *arguments: launches.append(arguments))
     table, = copy_tables([1, 2], [3, 4], [5, 6])
-    device.batched_copy(table, 2, CopyJob("int8", "int8", 1.0, 3), nullcontext())
-    (blocks, _, (by_value, rows, factor, divisor)), = launches
-    # cupy takes arrays of one element for values, and refuses others.
-    assert by_value.size == 1 and by_value.nbytes == PIECES_PER_LAUNCH * PIECE.itemsize
-    assert np.array_equal(by_value["pieces"][0, :2], table)
-    assert (blocks, rows, factor, divisor) == ((2,), 2, 1.0, 3)
+    device.batched_copy(table, 2, CopyJob("int8", "int8", 1.0, 3), SimpleNamespace(ptr=7))
+    device.guard(table, 4, 99, SimpleNamespace(ptr=7))
+    (function, blocks, _, stream, (by_value, rows, factor, divisor)), guarded = launches
+    assert (function, blocks, stream, rows.value, factor.value, divisor.value) == (11, 2, 7, 2, 1.0, 3)
+    assert (guarded[0], guarded[1], guarded[3], guarded[4][1].value, guarded[4][2].value) == (12, 2, 7, 4, 99)
+    for passed in (by_value, guarded[4][0]):
+        assert ctypes.sizeof(passed) == PIECES_PER_LAUNCH * PIECE.itemsize
+        assert passed.raw[:table.nbytes] == table.tobytes()
 
 
 def test_a_priority_is_given_where_this_cupy_takes_one() -> None:

@@ -1,5 +1,6 @@
 """The calls of CUDA's driver, on a stand-in for its library: which context a thread has, and has afterwards."""
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -61,14 +62,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
 
 def test_a_thread_without_a_context_selects_its_gpu_once_and_keeps_it(library: Library) -> None:
     for _ in range(3):
-        with driver.selected(OWN, library.select):
+        with driver.Selected(OWN, library.select):
             assert driver.context() == OWN
     assert library.calls == ["select"] and driver.context() == OWN
 
 
 def test_a_thread_on_this_gpu_is_left_alone(library: Library) -> None:
     library.current = OWN
-    with driver.selected(OWN, library.select):
+    with driver.Selected(OWN, library.select):
         assert driver.context() == OWN
     assert library.calls == [] and driver.context() == OWN
 
@@ -76,7 +77,7 @@ def test_a_thread_on_this_gpu_is_left_alone(library: Library) -> None:
 @pytest.mark.parametrize("own", [OWN, 0], ids=["known", "not known yet"])
 def test_a_thread_on_another_gpu_is_there_again_afterwards(own: int, library: Library) -> None:
     library.current = OTHER
-    with pytest.raises(KeyError), driver.selected(own, library.select):
+    with pytest.raises(KeyError), driver.Selected(own, library.select):
         assert driver.context() == OWN
         raise KeyError
     assert library.calls == ["select", "cuCtxSetCurrent"] and driver.context() == OTHER
@@ -84,14 +85,14 @@ def test_a_thread_on_another_gpu_is_there_again_afterwards(own: int, library: Li
 
 def test_the_first_use_selects_the_gpu_even_where_it_is_the_current_one(library: Library) -> None:
     library.current = OWN
-    with driver.selected(0, library.select):
+    with driver.Selected(0, library.select):
         assert library.calls == ["select"]
     assert driver.context() == OWN
 
 
 def test_each_thread_has_a_context_of_its_own(library: Library) -> None:
     def work() -> None:
-        with driver.selected(OWN, library.select):
+        with driver.Selected(OWN, library.select):
             pass
 
     library.current = OTHER
@@ -122,3 +123,22 @@ def test_a_machine_without_a_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 def missing(name: str) -> None:
     raise OSError(f"{name}: no such file")
+
+
+def test_a_launch_passes_the_addresses_of_its_arguments(library: Library) -> None:
+    launched: list[tuple[Any, ...]] = []
+
+    def launch(*of: Any) -> int:
+        function, *extents, shared, stream, addresses, extra = of
+        launched.append((function.value, extents, shared, stream.value, extra))
+        launched.append((ctypes.c_int32.from_address(addresses[0]).value,
+                         ctypes.c_double.from_address(addresses[1]).value))
+        return library.status
+
+    library.cuLaunchKernel = launch  # type: ignore[attr-defined]
+    arguments = ctypes.c_int32(-5), ctypes.c_double(0.5)
+    driver.launch(11, 3, 256, 7, arguments)
+    assert launched == [(11, [3, 1, 1, 256, 1, 1], 0, 7, None), (-5, 0.5)]
+    library.status = 700
+    with pytest.raises(EngineError, match="cuLaunchKernel has failed with status 700"):
+        driver.launch(11, 3, 256, 7, arguments)

@@ -13,7 +13,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from mpistrat.core.memory import aligned_empty  # noqa: E402
-from mpistrat.tensorflow.bridge.python_op import host_call, unordered_tensor_call  # noqa: E402
+from mpistrat.tensorflow.bridge.python_op import host_call  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "uint16", "int64", "bool",
@@ -219,7 +219,7 @@ def test_functions_and_graphs_that_nothing_can_run_are_freed() -> None:
     for step in range(20):
         @traced
         def program(x: Any, step: float = float(step)) -> Any:
-            seen, = unordered_tensor_call(lambda y: [y + 1.0], [x * step], [tf.float32], "CPU:0")
+            seen, = host_call(lambda y: [y + np.float32(1)], [x * step], [tf.float32], stateful=True)
             return watched.double(seen)
 
         program(X)
