@@ -66,8 +66,8 @@ def test_nvrtc_that_is_nowhere_is_an_error_with_the_command_that_installs_it(
     assert str(raised.value) == f"libnvrtc.so.{cuda}: cannot open shared object file ({pip_extra(extra)})"
 
 
-def test_tensorflows_tensors_on_a_gpu_belong_to_its_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "_gpu_of", lambda value: 0)
-    tensor = type("EagerTensor", (), {"__module__": "tensorflow.python.framework.ops"})()
+def test_tensorflows_tensors_on_a_gpu_belong_to_its_own_functions() -> None:
+    tensor = type("EagerTensor", (), {"__module__": "tensorflow.python.framework.ops",
+                                      "__dlpack_device__": lambda self: (2, 0)})()
     with pytest.raises(InvalidRequestError, match=r"goes to the functions of mpistrat\.tensorflow"):
-        tensors.tensors_of([tensor])
+        tensors.tensors_of("a", [tensor])
