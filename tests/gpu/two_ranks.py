@@ -50,7 +50,8 @@ class StandIn:
         return self.device.tensor(values)
 
     def values(self, array: Any) -> np.ndarray:
-        """Copy from the stand-in."""
+        """Copy from the stand-in, in the order of the caller's stream."""
+        self.device.synchronize()
         return np.asarray(array.view().copy())
 
 
