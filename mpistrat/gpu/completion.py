@@ -7,7 +7,7 @@ that should wait and does not would read wrong numbers. So the check comes first
 import numpy as np
 
 from ..core.errors import EngineError
-from .arrays import GpuDevice, GpuEvent
+from .arrays import GpuArray, GpuDevice, GpuEvent
 from .backend import await_on_host
 
 _COPIES = 40  # A stream that does not wait would overtake them.
@@ -29,12 +29,16 @@ def late_copy(device: GpuDevice, target: int, between: int, source: int, nbytes:
     return device.record(ours)
 
 
-def check_waiting(device: GpuDevice) -> None:
-    """Raise EngineError if work in a stream that waits for an event begins before the event. Local."""
-    nbytes = device.checked_bytes
-    theirs, memory = device.stream(), device.scratch(3 * nbytes)
+def check_waiting(device: GpuDevice, buffer: GpuArray) -> None:
+    """Raise EngineError if work in a stream that waits for an event begins before the event. Local.
+
+    Args:
+        buffer: GPU memory that nobody uses now. If it is too small, some is allocated.
+    """
+    nbytes, theirs = device.checked_bytes, device.stream()
+    memory = buffer if buffer.nbytes >= 3 * nbytes else device.scratch(3 * nbytes)
     if memory is None:
-        raise EngineError(f"the GPU has no memory left for a check that needs {nbytes} bytes")
+        raise EngineError(f"the GPU has no memory left for a check that needs {3 * nbytes} bytes")
     given, read = device.pinned(nbytes), device.pinned(nbytes)
     given[:], read[:] = _VALUE, 0
     target, between, source = (memory.address + i * nbytes for i in range(3))

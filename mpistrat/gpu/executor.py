@@ -238,7 +238,7 @@ class GpuExecutor(DeviceExecutor):
         if self._settings.gpu_completion == "host" or not nccl.is_alone:
             return False
         try:
-            check_waiting(device)
+            check_waiting(device, nccl.buffer)
         except Exception as error:
             logger.warning("rank %d: the host waits for the results of collectives on the GPU, since no stream can: "
                            "%s", self._topology.job_rank, " ".join(str(error).split())[:300])

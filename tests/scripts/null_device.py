@@ -238,7 +238,7 @@ def main() -> None:
     make: Any = Device
     own_gpu.make_device = lambda number: make()
     libraries.KINDS["__main__"] = libraries.Cupy()
-    executor.check_waiting = lambda device: None
+    executor.check_waiting = lambda device, buffer: None
     mpistrat.init()
     print(f"load {os.getloadavg()[0]:.0f}")
     (tensors if "tensorflow" in sys.argv else arrays)()

@@ -4,7 +4,7 @@ import logging
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from mpistrat.core.request import (
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.gpu import executor
-from mpistrat.gpu.arrays import GpuTensors
+from mpistrat.gpu.arrays import GpuArray, GpuTensors
 from mpistrat.gpu.backend import last_of_streams
 from mpistrat.gpu.completion import check_waiting
 from mpistrat.gpu.connect import connect, fusion_buffers
@@ -382,9 +382,10 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
     monkeypatch.setattr(Device, "wait", lambda self, stream, event: stream.ptr == 2 or wait(self, stream, event))
     with pytest.raises(EngineError, match="a stream has read memory before the work that it should have waited for"):
         for seed in range(20):  # In some order that the events would not allow.
-            check_waiting(Device(seed=seed))
+            check_waiting(device := Device(seed=seed), cast("GpuArray", device.scratch(192)))
     monkeypatch.undo()
-    check_waiting(Device())
+    device = Device()
+    check_waiting(device, cast("GpuArray", device.scratch(1)))  # It is too small.
     monkeypatch.setattr(executor, "check_waiting", raise_early)
     job = Job()
     handle = job.submit("a", np.ones(3))
@@ -396,7 +397,7 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
     assert warning == "rank 0: the host waits for the results of collectives on the GPU, since no stream can: too early"
 
 
-def raise_early(device: Device) -> None:
+def raise_early(device: Device, buffer: GpuArray) -> None:
     """A check that fails."""
     raise EngineError("too early")
 

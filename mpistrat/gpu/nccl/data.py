@@ -38,11 +38,12 @@ class NcclData(GpuBackend):
 
     Attributes:
         is_alone: The argument.
+        buffer: One of the fusion buffers.
     """
 
     def __init__(self, device: GpuDevice, rank: int, size: int, communicators: Sequence[NcclCommunicator],
                  buffers: Sequence[Sequence[GpuArray]], buffer_bytes: int, version: int, is_alone: bool = True):
-        self.is_alone = is_alone
+        self.is_alone, self.buffer = is_alone, buffers[0][0]
         self._device, self._lost = device, np.zeros(0, np.uint8)
         self._rank, self._size, self._buffer_bytes, self._version = rank, size, buffer_bytes, version
         self._streams = [NcclStream(device, *parts) for parts in zip(communicators, buffers, strict=True)]
