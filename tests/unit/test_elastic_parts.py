@@ -7,18 +7,22 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import mpistrat
+from mpistrat.api import runtime
+from mpistrat.api.elastic import state as states
 from mpistrat.cli import elastic
 from mpistrat.cli.elastic import HostFinder, _Control, is_asked_for, limits_of, slurm_counts, tolerant_options
 from mpistrat.cli.hostfile import OPEN_MPI
 from mpistrat.cli.mpirun import LaunchCommand, Mpirun
 from mpistrat.cli.run import parse, plan
 from mpistrat.cli.supervisor import Interference, Outcome, launch
-from mpistrat.core.errors import ElasticError, LaunchError
+from mpistrat.core.errors import ElasticError, EngineError, LaunchError
 from mpistrat.elastic import member
 from mpistrat.elastic.commits import CommitId, DamagedCommitError, Packed, read, save
 from mpistrat.elastic.job import ElasticJob, job_of
@@ -321,3 +325,28 @@ def test_a_program_names_the_hosts(tmp_path: Path) -> None:
 
 def test_slurm_says_how_many_tasks_each_node_has() -> None:
     assert slurm_counts("4(x2),3") == [4, 4, 3] and slurm_counts("2") == [2]
+
+
+def test_a_commit_waits_for_the_gpu_before_the_ranks_agree_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def fail(self: object) -> None:
+        raise EngineError("the GPU has failed")
+
+    own = SimpleNamespace(number=0, why_leave="", is_saved=lambda *of, **also: False,
+                          commit=lambda *of: order.append("handed over"))
+    monkeypatch.setattr(states.membership, "current", lambda: own)
+    monkeypatch.setattr(states.ops, "allgather_object", lambda value, name: order.append("agreed") or [value])
+    mpistrat.init()
+    state = states.ObjectState(epoch=1)
+    with monkeypatch.context() as waits:
+        waits.setattr(type(runtime.current()), "await_gpu", lambda self: order.append("waited"))
+        state.commit()
+    assert order == ["waited", "agreed", "handed over"]
+    monkeypatch.setattr(type(runtime.current()), "await_gpu", fail)
+    state.epoch = 2
+    with pytest.raises(EngineError, match="has failed"):
+        state.commit()
+    state.restore()
+    mpistrat.shutdown()
+    assert state.epoch == 1
