@@ -103,9 +103,9 @@ class Settings:
     async_op: bool = _setting(
         "ASYNC_OP", True, "0: GPU tensors of TensorFlow are copied before they are reduced. By default one "
         "asynchronous operation hands their addresses over, if TensorFlow and the GPU's driver pass the checks for it.")
-    xla: str = _setting(
-        "XLA", "auto", "Whether XLA compiles collectives. auto: on the CPU. 1: on a GPU too. 0: they are an error in a "
-        "function with jit_compile=True, and Keras models are trained without XLA.", choices=("auto", "0", "1"))
+    xla: bool = _setting(
+        "XLA", True, "0: collectives are an error in a function with jit_compile=True, and Keras models are trained "
+        "without XLA. By default XLA compiles them, with TensorFlow 2.21 and later.")
     bind: bool = _setting(
         "BIND", True, "0: do not bind. By default each rank of a host runs on an equal share of the cores that the job "
         "may use there, unless the launcher has bound the ranks.")

@@ -71,3 +71,13 @@ def test_large_decisions_behind_others_while_votes_are_open_between_hosts(rounds
     assert job.code == 0, job.output
     for rank in range(4):
         assert job.of_rank(rank) == [f"{rounds} rounds are right"], job.output
+
+
+@pytest.mark.long
+@needs_mpirun
+def test_compiled_functions_touch_no_variable_of_another_device() -> None:
+    job = run_job(2, ["python", "tests/scripts/second_device.py"], limit_s=400)
+    assert job.code == 0, job.output
+    for rank in range(2):
+        assert job.of_rank(rank) == [f"{way} right" for way in (
+            "horovod", "accumulated", "scaled", "strategy", "tape", "functions")], job.output
