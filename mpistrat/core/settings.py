@@ -122,7 +122,7 @@ class Settings:
         "everything.")
     failure_timeline: bool = _setting(
         "FAILURE_TIMELINE", True, "0: mpistrat run does not write what the ranks of a job that fails did last to a "
-        "timeline, mpistrat-*.json, in its directory.")
+        "timeline, in the directory .mpistrat of its directory.")
     status_file: bool = _setting(
         "STATUS_FILE", True, "0: rank 0 does not write what all ranks do to a file once a second, which mpistrat top "
         "reads.")
