@@ -114,7 +114,8 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
         environ |= variables(planned.command, is_here, os.environ, options.traceback)
 
     def why_not() -> str:
-        found = unreachable(planned.others, {**environ, **planned.variables})
+        needed = [planned.mpirun.path, *(word for word in planned.command[:1] if os.path.isabs(word))]
+        found = unreachable(planned.others, {**environ, **planned.variables}, needed)
         return next(map(" ".join, found.values()), "")
 
     start = Start(job.ranks, options.start_timeout or _START_TIMEOUT_S, why_not) if planned.others else None

@@ -405,13 +405,15 @@ def test_doctor_with_wrong_input(fake, capsys, tmp_path, words, complaint) -> No
     ("kill -SEGV $$", "loading the libraries died of signal 11"),
     ("echo first >&2; echo last >&2; exit 7", "loading the libraries ended with code 7: last"),
     ("sleep 60", "loading the libraries took more than 2 s"),
+    ("setsid sleep 61 & exit 7", "loading the libraries ended with code 7"),  # MPI may leave a daemon.
+    ("setsid sleep 60", "loading the libraries took more than 2 s"),
 ])
 def test_the_probe_survives_its_process(monkeypatch, tmp_path, script, failure) -> None:
     python = tmp_path / "python"
     python.write_text(f"""#!/bin/sh\necho noise\necho 'mpistrat-probe {{"cupy": {{}}}}'\n{script}\n""")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    assert probe(timeout_s=2 if "sleep" in script else 30) == Findings(cupy={}, failure=failure)
+    assert probe(timeout_s=2 if "sleep 60" in script else 30) == Findings(cupy={}, failure=failure)
 
 
 def test_any_error_of_cupy_is_a_finding(monkeypatch, tmp_path) -> None:

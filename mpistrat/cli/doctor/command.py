@@ -102,7 +102,7 @@ def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpiru
         mpirun_error: See there.
         timeout_s: Limit for the job of the ranks.
     """
-    away = unreachable(others, os.environ) if others else {}
+    away = unreachable(others, os.environ, (sys.executable,)) if others else {}
     sizes = sizes_of_srun(os.environ)
     if command is None or away:
         return Observed(ranks, [collect()], unreachable=away, mpirun_problem=mpirun_error, sizes_of_srun=sizes)
