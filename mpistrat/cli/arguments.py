@@ -7,6 +7,7 @@ run`, `check` and `bench`, and by mpistrat.run.
 """
 
 import argparse
+import difflib
 import shlex
 import threading
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ _OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscrib
               "--elastic": 0, "--restart-failed": 0, "--min-np": 1, "--max-np": 1, "--host-discovery-script": 1,
               "--slots-per-host": 1, "--elastic-timeout": 1, "--reset-limit": 1, "--blacklist-cooldown-range": 2,
               "--elastic-checkpoint": 1, "--elastic-checkpoint-every": 1, "--efficiency": 1}
+_NEAR = 0.85  # how like each other an option and its misspelling are, see difflib
 # Other names for them, from horovodrun and the different mpiruns.
 _ALIASES = {
     "-n": "-np", "--np": "-np", "--num-proc": "-np", "-hosts": "-H", "--hosts": "-H", "-host": "-H", "--host": "-H",
@@ -88,6 +90,9 @@ def split_arguments(arguments: list[str]) -> CommandLine:
                 arity = 0
             else:
                 mpirun += [arguments[i], *rest[:arity]]
+        elif near := difflib.get_close_matches(option, [] if "--" in rest else _OWN_ARITY, 1, _NEAR):
+            raise LaunchError(f"{option} is no option. Did you mean {near[0]}? If it is one of mpirun's, write -- "
+                              "before the command.")
         elif equals:
             mpirun.append(arguments[i])
             arity = 0

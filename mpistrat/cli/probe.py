@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .child import Child
+from .mpirun import with_home
 
 TIMEOUT_S = 60.0
 _MARK = "mpistrat-probe "  # begins a line with findings; MPI libraries print to stdout too
@@ -37,7 +38,7 @@ class Findings:
 
 def probe(timeout_s: float = TIMEOUT_S) -> Findings:
     """Run the probe in another process. Errors of the libraries are part of the result; it never hangs."""
-    with Child([sys.executable, "-m", "mpistrat.cli.probe"], os.environ) as child:
+    with Child([sys.executable, "-m", "mpistrat.cli.probe"], with_home(os.environ)) as child:
         code = child.wait(time.monotonic() + timeout_s)
         out, err = child.said
     failure = f"loading the libraries took more than {timeout_s:g} s" if code is None else \

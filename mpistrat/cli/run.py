@@ -2,12 +2,10 @@
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import NoReturn
 
 from ..core.errors import LaunchError
@@ -29,14 +27,15 @@ from .mpirun import (
     is_local,
     sets_binding,
     this_machine,
+    with_home,
 )
 from .rank_shell import in_shell
+from .script import EXAMPLE, checked, with_text
 from .ssh import hosts_by_ssh, unreachable
 from .startup import is_python, variables
 from .stderr.output import Output
 from .supervisor import Interference, Outcome, Start, TimeLimits, launch
 
-EXAMPLE = "mpistrat run -np 2 python train.py"
 _START_TIMEOUT_S = 30.0
 # Options of mpirun with which the output of ranks goes to files, or to its stdout; --output has its own words for it.
 _OUTPUT_OPTIONS = ("outfile-pattern", "errfile-pattern", "merge-stderr-to-stdout")
@@ -75,7 +74,8 @@ def main(argv: list[str]) -> int:
     options, passed, command = parse(argv)
     if options.check_build:
         return doctor.main([])
-    if options.np is not None and not options.dry_run and asks_for_help(command := _command(command, os.environ)):
+    command = with_text(command, sys.stdin)
+    if options.np is not None and not options.dry_run and asks_for_help(command := checked(command, os.environ)):
         return _run_once(command)
     if options.efficiency is not None and not options.dry_run:
         if _goes_elsewhere(passed):
@@ -107,7 +107,7 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
         limits, interference: See supervisor.launch.
     """
     job, is_here = planned.job, is_local(planned.job, planned.machine)
-    environ = {**os.environ, **(more or {}), **_binding(job, planned.mpirun)}
+    environ = {**with_home(os.environ), **(more or {}), **_binding(job, planned.mpirun)}
     if not options.all_output:
         environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if not _goes_elsewhere(job.options):  # What a rank says why it fails would not reach the summary.
@@ -167,7 +167,7 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     """
     if options.np is None:
         raise LaunchError(f"how many ranks? Say it with -np, for example: {EXAMPLE}")
-    command, hosts = _command(command, environ), read_hosts(options)
+    command, hosts = checked(command, environ), read_hosts(options)
     if options.start_timeout is not None and not options.start_timeout > 0:  # NaN is not either.
         raise LaunchError(f"--start-timeout {options.start_timeout:g} is not a number of seconds above 0")
     mpirun, machine = mpirun or identify(find_mpirun(options.mpirun, environ)), this_machine(environ)
@@ -229,18 +229,3 @@ def _parser() -> Parser:
     parser.add_argument("--all-output", action="store_true",
                         help="print the log lines of TensorFlow of all ranks, and all messages of mpirun")
     return parser
-
-
-def _command(command: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Check that the command exists, and put Python before a script."""
-    if not command:
-        raise LaunchError(f"what is to be run? Write the command last, for example: {EXAMPLE}")
-    program = command[0]
-    if program.endswith(".py"):
-        if not Path(program).is_file():
-            raise LaunchError(f"{program}: no such file. Write the path of the script, for example: {EXAMPLE}")
-        return (sys.executable, *command)
-    if shutil.which(program, path=environ.get("PATH", os.defpath)) is None:
-        raise LaunchError(f"{program}: no such command. Write a program or a .py file after the options, for example: "
-                          f"{EXAMPLE}")
-    return command

@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import math
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -44,6 +45,7 @@ _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 # Why ranks have not started on hosts that ssh reaches.
 _NO_ANSWER = ("ssh reaches the hosts, but mpirun has no answer from there. They must reach this host by TCP (a "
               "firewall?), and have the same MPI under the same path")
+_FEW = 128  # files, below which mpistrat doctor reports a failure, too
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ranks
 
@@ -304,6 +306,8 @@ class _Run:
         why = ""
         if self._start is not None and code != 0 and self._last_signal is None and not self._has_started:
             why = self._start.why_not() or (_NO_ANSWER if self._termination.is_late else "")
+        if not why and code != 0 and self._last_signal is None and not self._output.words:
+            why = _few_files()
         died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
         told = self._output.told
         text, lines = summarize(code, told.reports, self._output.words, interrupted_by=self._last_signal,
@@ -380,6 +384,12 @@ def parent_guard(parent: int) -> Callable[[], bool]:
         return os.getppid() == parent
 
     return guard
+
+
+def _few_files() -> str:
+    """Why mpirun may have failed, if it has not said that a rank has; or ""."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"only {limit} files may be opened here, too few for mpirun. Type: ulimit -n 65536" if limit < _FEW else ""
 
 
 def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:

@@ -7,6 +7,7 @@ these ranks without a limit. All functions are local.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import platform
@@ -50,7 +51,7 @@ def end_job(mpi: ModuleType, rank: int, host: str, text: ErrorText, code: int = 
         report.announce(rank, host, code, text, os.environ)
         if code != _INTERRUPTED and tell_last():
             wait_s = max(wait_s, _TELL_S)
-        sys.stdout.flush()
+        _flush()
         time.sleep(wait_s)
     finally:
         # Also if printing fails: a launcher that has already ended no longer reads the output.
@@ -171,9 +172,14 @@ def end_alone(rank: int, host: str, text: ErrorText, code: int) -> NoReturn:
     """Print why this rank ends, and end this process with exit code `code`. The other ranks go on. Local."""
     try:
         report.announce(rank, host, code, text, os.environ, ends_job=False)
-        sys.stdout.flush()
+        _flush()
     finally:
         os._exit(code)
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # It is full, has no reader, or is closed.
+        sys.stdout.flush()
 
 
 def leave_without_finalize() -> None:

@@ -18,6 +18,7 @@ from mpistrat.cli.main import COMMANDS, main
 from mpistrat.cli.mpirun import Machine, Mpirun
 from mpistrat.cli.probe import Findings, probe
 from mpistrat.cli.run import asks_for_help
+from mpistrat.cli.script import with_text
 from mpistrat.cli.supervisor import Outcome
 from mpistrat.core import version
 from mpistrat.core.errors import LaunchError
@@ -70,6 +71,14 @@ def test_split(line, own, mpirun, command) -> None:
     assert [" ".join(part) for part in (words.own, words.mpirun, words.command)] == [own, mpirun, command]
 
 
+def test_a_misspelt_option_is_told_the_right_one() -> None:
+    for words in ("--efficency 5 python x.py", "--efficency=5 python x.py", "--elastik python x.py"):
+        with pytest.raises(LaunchError, match=r"--e\w+ is no option\. Did you mean --(efficiency|elastic)\? If it is "):
+            split_arguments(["-np", "2", *words.split()])
+    assert split_arguments(["-np", "2", "--efficency", "5", "--", "python", "x.py"]).mpirun == ("--efficency", "5")
+
+
+
 def test_an_unknown_option_needs_the_two_dashes() -> None:
     with pytest.raises(LaunchError, match=r"--new is handed to mpirun.*-np 2 --new \.\.\. -- python train.py"):
         split_arguments(["-np", "2", "--new", "python", "train.py"])
@@ -114,6 +123,54 @@ def test_help_of_a_script_runs_it_once_without_mpirun(tmp_path) -> None:
                           capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (5, "['--help'] False\n")
     assert done.stderr == "mpistrat run: --help among the arguments: the command runs once, without mpirun\n"
+
+
+SCRIPT = "print('a')\nprint(\"b\")\n"
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["python"], ["python", "-c", SCRIPT]), (["python3.11", "-"], ["python3.11", "-c", SCRIPT]),
+    (["python", "-u", "-W", "error", "-", "--epochs", "3"],
+     ["python", "-u", "-W", "error", "-c", SCRIPT, "--epochs", "3"]),
+    (["/bin/python", "-uB", "/dev/stdin", "-"], ["/bin/python", "-uB", "-c", SCRIPT, "-"]),
+    *[(words, words) for words in (["python", "train.py", "-"], ["python", "-c", "x", "-"], ["python", "-um", "m", "-"],
+                                   ["python", "-m", "m", "--new"], ["python", "--odd"], ["python", "-V"], ["sh"], [])]])
+def test_a_script_from_stdin_is_given_to_each_rank(words, expected, tmp_path) -> None:
+    (tmp_path / "script").write_text(SCRIPT)
+    with open(tmp_path / "script") as stdin:
+        assert list(with_text(tuple(words), stdin)) == expected
+
+
+@pytest.mark.parametrize(("content", "words", "complaint"), [
+    (b"#" * 200_000, ["python"], "the script on stdin has 200000 bytes, and can have 131071 of text. Write it to a "),
+    (b"\0", ["python", "-"], "has 1 bytes"),
+    (b"1", ["python", "-i"], "Python without a script is interactive, and cannot be so on several ranks")])
+def test_a_script_from_stdin_that_ranks_cannot_get_is_refused(content, words, complaint, tmp_path) -> None:
+    (tmp_path / "script").write_bytes(content)
+    with open(tmp_path / "script") as stdin, pytest.raises(LaunchError, match=complaint):
+        with_text(tuple(words), stdin)
+    terminal, other = os.openpty()
+    with open(other) as stdin, pytest.raises(LaunchError, match="interactive"):
+        with_text(("python",), stdin)
+    os.close(terminal)
+
+
+def test_the_command_has_the_script_from_stdin(fake, capsys, monkeypatch, tmp_path) -> None:
+    (tmp_path / "script").write_text(SCRIPT)
+    with open(tmp_path / "script") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert shlex.split(dry_run(capsys, "--mpirun", fake(), "-np", "2", "python", "-"))[-3:] == [
+            "python", "-c", SCRIPT]
+
+
+def test_few_files_are_named_where_mpirun_fails(fake, tmp_path) -> None:
+    path = Path(fake())
+    path.write_text(path.read_text() + '[ "$1" = --version ] || exit 186\n')
+    line = f"ulimit -n 100; exec '{sys.executable}' -m mpistrat run --mpirun {path} -np 2 true"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        186, "mpistrat run: the job has ended with exit code 186: only 100 files may be opened here, too few for "
+             "mpirun. Type: ulimit -n 65536\n")
 
 
 @pytest.fixture
@@ -258,6 +315,15 @@ def test_each_command_has_help(capsys, command) -> None:
 def test_an_unknown_command(capsys, argv, complaint) -> None:
     assert main(argv) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_those_of_no_other_file(closed) -> None:
+    # What is opened next would have the number of stdout or stderr, and get what is printed.
+    code = ("import os; from mpistrat.cli.main import main; code = main(['--version']); "
+            "assert os.pipe()[0] > 2; print('end', flush=True); raise SystemExit(code)")
+    subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], check=True, timeout=60,
+                   stdout=subprocess.DEVNULL)
 
 
 def test_the_command_line_imports_no_framework() -> None:

@@ -303,6 +303,19 @@ for name in ("mpistrat.tensorflow", "mpistrat.keras", "mpistrat.tensorflow.keras
         f"MissingDependencyError mpistrat.tensorflow needs TensorFlow ({pip_extra('tensorflow')})."]
 
 
+def test_another_backend_of_keras_is_named_with_its_variable() -> None:
+    # Keras imports the package of its backend, here one that is not installed.
+    assert run_python("""
+import os, sys
+os.environ["KERAS_BACKEND"] = "jax"
+sys.modules["jax"] = None
+try:
+    import mpistrat.keras
+except ImportError as error:
+    print(type(error).__name__, error)
+""") == "MissingDependencyError mpistrat.keras needs KERAS_BACKEND=tensorflow, and the variable is 'jax'.\n"
+
+
 @pytest.fixture
 def no_mpi_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """mpi4py as it is where it finds no MPI library."""

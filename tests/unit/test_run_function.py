@@ -37,9 +37,21 @@ def test_what_is_no_function_is_an_error() -> None:
         mpistrat.run("train.py")  # type: ignore[arg-type]
 
 
-def test_a_rank_cannot_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+@pytest.mark.parametrize("variables", [
+    {"OMPI_COMM_WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"PMIX_RANK": "0"},
+    {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}])
+def test_a_rank_cannot_call_it(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match="this process is a rank of one already"):
+        mpistrat.run(print, np=2)
+
+
+def test_the_only_task_of_a_step_of_slurm_can_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"JOB_ID": "7", "PROCID": "0", "STEP_ID": "0", "STEP_NUM_TASKS": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(function, "_launched", lambda *_: 3)
+    with pytest.raises(RunError, match=r"the job has ended with exit code 3, and ranks \[0, 1\] have returned no"):
         mpistrat.run(print, np=2)
 
 

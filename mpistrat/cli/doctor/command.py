@@ -14,7 +14,7 @@ from typing import Any
 from ...core.errors import LaunchError
 from ..arguments import Parser, add_launch_options, counted, positive_seconds, read_hosts
 from ..inventory import Row, backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
-from ..mpirun import Job, LaunchCommand, Mpirun, check_count, compose, find_mpirun, identify, this_machine
+from ..mpirun import Job, LaunchCommand, Mpirun, check_count, compose, find_mpirun, identify, this_machine, with_home
 from ..probe import probe
 from ..rank_shell import in_shell
 from ..ssh import hosts_by_ssh, unreachable
@@ -108,8 +108,8 @@ def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpiru
         return Observed(ranks, [collect()], unreachable=away, mpirun_problem=mpirun_error, sizes_of_srun=sizes)
     start = Start(ranks, _START_S, lambda: "") if others else None
     with tempfile.TemporaryFile("w+", errors="replace") as printed:
-        outcome = launch(command, os.environ, TimeLimits(total_s=timeout_s), start=start, speaker="mpistrat doctor",
-                         stdout=printed.fileno())
+        outcome = launch(command, with_home(os.environ), TimeLimits(total_s=timeout_s), start=start,
+                         speaker="mpistrat doctor", stdout=printed.fileno())
         printed.seek(0)
         said = list(understood(printed.read()))
     return observed_of(ranks, said, outcome, str(command), sizes)
