@@ -51,6 +51,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cli": {"numpy"}, "": set(), "__main__": set(),
     # Each of these wraps one package for all others.
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
+    "elastic.encoding": {"msgpack", "numpy", "ml_dtypes"},
     "gpu.copy.compiler": {"cupy"}, "gpu.nccl.library": {"cupy"},
     "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
     "api.ops": {"numpy", "cloudpickle"}, "api.interop.libraries": {"numpy", "ml_dtypes"},
