@@ -65,7 +65,8 @@ def test_a_directory_that_another_user_may_have_made_is_not_read(
     tmp_path.chmod(0o755)
     assert not function_rank.is_seen(tmp_path)
     tmp_path.chmod(0o700)
-    monkeypatch.setattr(os, "geteuid", lambda uid=os.geteuid(): uid + 1)
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
     assert not function_rank.is_seen(tmp_path)
 
 
