@@ -158,7 +158,12 @@ def _compose_hydra(job: Job, mpirun: Mpirun) -> LaunchCommand:
     if job.hosts is not None:
         file_flag = "-machinefile" if mpirun.maker == INTEL_MPI else "-f"
         argv += [file_flag, job.hosts.path] if job.hosts.readable_by(HYDRA) else ["-hosts", job.hosts.as_list(HYDRA)]
-    return LaunchCommand((*argv, *job.options, *job.command))
+    return LaunchCommand((*argv, *(_of_hydra(option) for option in job.options), *job.command))
+
+
+def _of_hydra(option: str) -> str:
+    """The option by which MPICH puts the rank before each line, for that of Open MPI; other options as they are."""
+    return "-l" if option.lstrip("-") == "tag-output" and option.startswith("-") else option
 
 
 def _check_slots(job: Job) -> None:

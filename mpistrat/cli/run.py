@@ -9,10 +9,13 @@ from itertools import pairwise
 from typing import NoReturn
 
 from ..core.errors import LaunchError
+from ..core.install import numbers
 from ..process.launch_env import RUN_CORES
 from . import efficiency, elastic, horovodrun
-from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, split_arguments
+from .arguments import AUTO, Parser, add_launch_options, mpirun_options, read_hosts, seconds, split_arguments
+from .automatic import automatic
 from .doctor import command as doctor
+from .hostfile import OPEN_MPI
 from .inventory import has_nvidia_driver
 from .mpirun import (
     INTEL_MPI,
@@ -37,6 +40,7 @@ from .stderr.output import Output
 from .supervisor import Interference, Outcome, Start, TimeLimits, launch
 
 _START_TIMEOUT_S = 30.0
+_GRACE_S = 25.0  # Slurm and Kubernetes give a job 30 s, in which mpirun has to end, too.
 # Options of mpirun with which the output of ranks goes to files, or to its stdout; --output has its own words for it.
 _OUTPUT_OPTIONS = ("outfile-pattern", "errfile-pattern", "merge-stderr-to-stdout")
 
@@ -121,7 +125,8 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
     start = Start(job.ranks, options.start_timeout or _START_TIMEOUT_S, why_not) if planned.others else None
     level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
-    return launch(planned.composed(environ), environ, limits=limits or TimeLimits(), output=output, start=start,
+    limits = limits or TimeLimits(grace_s=_grace_s(planned.mpirun, options.grace_period))
+    return launch(planned.composed(environ), environ, limits=limits, output=output, start=start,
                   interference=interference)
 
 
@@ -155,6 +160,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...], tuple[s
     """Return the options of mpistrat, those of mpirun, and the command. Raises LaunchError."""
     arguments = split_arguments(argv)
     options = _parser().parse_args(arguments.own)
+    if options.np == AUTO:
+        options.np, said = automatic(read_hosts(options), this_machine(os.environ), os.environ)
+        print(f"mpistrat run: -np auto is {said}", file=sys.stderr)
     return options, (*arguments.mpirun, *mpirun_options(options.mpi_args)), arguments.command
 
 
@@ -177,6 +185,13 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
               options.oversubscribe, passed)
     return Plan(command, job, mpirun, machine, horovodrun.variables(options, mpirun.dialect), others,
                 check_count(job, machine, options.force))
+
+
+def _grace_s(mpirun: Mpirun, asked: float | None) -> float:
+    """Seconds from SIGTERM to the end of the ranks; 0: they do not get it. Open MPI 4 hands no such signal on."""
+    if mpirun.maker == OPEN_MPI and numbers(mpirun.version) < [5]:
+        return 0.0
+    return _GRACE_S if asked is None else asked
 
 
 def asks_for_help(command: Sequence[str]) -> bool:
@@ -220,6 +235,8 @@ def _parser() -> Parser:
     parser.add_argument("--force", action="store_true", help="start more than 100 ranks for each core")
     parser.add_argument("--output-filename", metavar="DIR", help="rank R prints into DIR/rank.R/stdout and "
                         "DIR/rank.R/stderr; the last lines, on why a job has failed, are on the terminal as always")
+    parser.add_argument("--grace-period", type=seconds, metavar="S", help="how long ranks have to save after SIGTERM, "
+                        f"which they get too, before they are ended (default {_GRACE_S:g}; not for --elastic)")
     elastic.add_options(parser)
     horovodrun.add_options(parser)
     parser.add_argument("--efficiency", type=int, metavar="N", help="run the first N steps of the script on one rank "

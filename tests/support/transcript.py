@@ -82,7 +82,7 @@ _OFF = "connect to host node9 port 22: Connection timed out"
 # mpirun's own ssh waits for a host that is off; that of `mpistrat run`, which asks why, has a limit.
 _SSH = """\
 #!/bin/sh
-case "$*" in *" true") ;; *) {waits} ;; esac
+case "$*" in *BatchMode=yes*) ;; *) {waits} ;; esac
 echo "{answer}" >&2
 exit 255
 """

@@ -12,6 +12,7 @@ import pytest
 import mpistrat
 from mpistrat.cli import inventory, startup
 from mpistrat.cli.arguments import split_arguments
+from mpistrat.cli.automatic import automatic
 from mpistrat.cli.doctor import command as doctor
 from mpistrat.cli.inventory import Row, backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
 from mpistrat.cli.main import COMMANDS, main
@@ -250,6 +251,36 @@ def test_ranks_that_ssh_starts_say_that_they_start(supervised, words, timeout_s)
         timeout_s and (2, timeout_s))
 
 
+@pytest.mark.parametrize(("version", "words", "grace_s"), [
+    ("mpirun (Open MPI) 5.0.11", "", 25.0), ("mpirun (Open MPI) 5.0.11", "--grace-period 90", 90.0),
+    ("mpirun (Open MPI) 4.1.6", "", 0.0), (MPICH_VERSION, "--grace-period 0", 0.0)])
+def test_ranks_have_time_after_sigterm_where_mpirun_hands_it_on(supervised, version, words, grace_s) -> None:
+    assert supervised(*words.split(), "sh", mpirun=version)[2]["limits"].grace_s == grace_s
+
+
+@pytest.mark.parametrize(("variables", "gpus", "words", "ranks", "said"), [
+    ({}, 0, "", 2, "-np auto is 2 ranks, one for each pair of cores"), ({}, 3, "", 3, "3 ranks, one for each GPU"),
+    ({"CUDA_VISIBLE_DEVICES": "0, 5"}, 3, "", 2, "2 ranks, one for each GPU"),
+    ({"CUDA_VISIBLE_DEVICES": "-1"}, 3, "", 2, "pair of cores"), ({"CUDA_VISIBLE_DEVICES": ""}, 3, "", 2, "of cores"),
+    ({}, 3, "-H a:4,b:2", 6, "as many as the hosts have slots")])
+def test_the_number_of_ranks_may_be_left_to_the_machine(fake, capsys, monkeypatch, variables, gpus, words, ranks, said
+                                                        ) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("mpistrat.cli.automatic.nvidia_gpus", lambda _: ["H100"] * gpus)
+    assert main(["run", "--dry-run", "--mpirun", fake(), "-np", "auto", *words.split(), "sh"]) == 0
+    captured = capsys.readouterr()
+    assert f"mpirun -np {ranks} " in captured.out
+    assert said in captured.err
+    assert automatic(None, Machine(cores=1), {"CUDA_VISIBLE_DEVICES": ""})[0] == 1
+
+
+def test_the_rank_before_each_line_has_one_option_for_both_launchers(fake, capsys) -> None:
+    assert " --tag-output sh" in dry_run(capsys, "--mpirun", fake(), "-np", "2", "--tag-output", "sh")
+    assert " -l sh" in dry_run(capsys, "--mpirun", fake(MPICH_VERSION), "-np", "2", "--tag-output", "sh")
+
+
 def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
     supervised("-np", "17", "sh")
     assert capsys.readouterr().err.startswith("mpistrat run: -np 17 is more than 4 ranks for each of the 4 cores")
@@ -261,6 +292,8 @@ def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
     ("-np 0 true", "-np: 0 is not a number of ranks; write for example: -np 2"),
     ("-np -2 true", "-np: -2 is not a number of ranks"),
     ("-np two true", "-np: two is not a number of ranks"),
+    ("-np auto --hostfile {file} true", "-np auto does not know how many ranks hosts without a number (node1) can"),
+    ("-np 2 --grace-period -1 true", "--grace-period: -1 is not a number of seconds from 0 on"),
     ("-np", "-np needs a value"),
     ("-np 2 --start-timeout 0 true", "--start-timeout 0 is not a number of seconds above 0"),
     ("-np 2 --start-timeout nan true", "--start-timeout nan is not a number of seconds above 0"),
@@ -275,9 +308,10 @@ def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
     ("-np 2 --mpirun no-such-mpirun true", "--mpirun no-such-mpirun: no such program"),
     ("-np 2 --unknown 3 true", "Write -- before the command"),
 ])
-def test_wrong_input_is_one_line_and_code_2(fake, capsys, words, complaint) -> None:
+def test_wrong_input_is_one_line_and_code_2(fake, capsys, tmp_path, words, complaint) -> None:
     path = fake()
-    arguments = words.split()
+    (tmp_path / "hosts").write_text("node1\n")
+    arguments = words.format(file=tmp_path / "hosts").split()
     assert main(["run", *(() if "--mpirun" in words else ("--mpirun", path)), *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -135,6 +135,35 @@ time.sleep(60)
     assert done.stderr == "[mpistrat] rank 1 on there ends the job: ValueError: odd\n"
 
 
+TERMINATED = """
+import os, signal, sys, time
+from mpistrat.process import hand_on
+signal.signal(signal.SIGTERM, lambda *_: print("saves", flush=True))
+hand_on.begin(3, os.environ)
+child = os.fork()
+os.kill(os.getpid(), signal.SIGURG)
+time.sleep(0.1)
+if not child:
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.parametrize(("way", "printed", "told"), [
+    ({RUN_REPORTS: "summary"}, "saves\n0\n", "[mpistrat] rank 3 hands SIGTERM on\n"), ({}, "0\n", "")])
+def test_a_rank_of_mpistrat_run_takes_sigurg_for_sigterm(way: dict[str, str], printed: str, told: str) -> None:
+    done = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=100,
+                          env={**os.environ, **way})
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, told)
+
+
+def test_a_rank_that_handles_sigurg_itself_keeps_its_handler() -> None:
+    script = "signal.signal(signal.SIGURG, lambda *_: print('own', flush=True))\nhand_on.begin"
+    done = subprocess.run([sys.executable, "-c", TERMINATED.replace("hand_on.begin", script)], capture_output=True,
+                          text=True, timeout=100, env={**os.environ, RUN_REPORTS: "summary"})
+    assert (done.returncode, sorted(done.stdout.split()), done.stderr) == (0, ["0", "own", "own"], "")
+
+
 def test_programs_that_a_rank_starts_do_not_report() -> None:
     done = end(f"print(os.environ.get({RUN_REPORTS!r})); raise ValueError", {RUN_REPORTS: "summary"})
     assert done.stdout == "None\n"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.errors import LaunchError
-from ..arguments import Parser, add_launch_options, counted, positive_seconds, read_hosts
+from ..arguments import AUTO, Parser, add_launch_options, counted, positive_seconds, read_hosts
 from ..inventory import Row, backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
 from ..mpirun import Job, LaunchCommand, Mpirun, check_count, compose, find_mpirun, identify, this_machine, with_home
 from ..probe import probe
@@ -50,6 +50,8 @@ def main(argv: list[str]) -> int:
     """
     options = _parser().parse_args(argv)
     hosts = read_hosts(options)
+    if options.np == AUTO:
+        options.np, _ = automatic(hosts, this_machine(os.environ), os.environ)
     ranks = options.np or (0 if hosts is None else hosts.slots or 0)
     if hosts is not None and not ranks:
         raise LaunchError("the hostfile has a host without a number of slots: say how many ranks, for example: "
