@@ -1,4 +1,4 @@
-"""The number of ranks of `-np auto`: that of the hosts that are named, or what fits this host. docs/running.md has why."""
+"""The number of ranks of `-np auto`: that of the hosts that are named, or what fits this host (docs/running.md)."""
 
 from collections.abc import Mapping
 

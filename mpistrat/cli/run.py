@@ -59,7 +59,7 @@ share it), the file with the last operations of the ranks (MPISTRAT_FAILURE_TIME
 TensorFlow's log lines only errors are printed, once for all ranks (TF_CPP_MIN_LOG_LEVEL=2, unless it is set).
 
 The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. Ctrl-C ends the job, a second Ctrl-C
-kills it. Processes that a failed job leaves on this host are killed. mpirun is terminated if it does not end within
+kills it. SIGTERM goes to the ranks, which have some time to save. Processes that a failed job leaves on this host are killed. mpirun is terminated if it does not end within
 15 s after a rank has ended the job. --help among the arguments of a Python script runs the script once, without mpirun.
 
 examples:
