@@ -9,16 +9,17 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import IO
 
 _KILLED_S = 2.0  # from SIGKILL to the end of a process; one that waits for a disk that is gone does not end
 
 
 class Child:
-    """A program, which is started at once, without stdin, in a process group of its own. A context that ends all of it.
+    """A program, which is started at once, without stdin, in a process group of its own. A context that ends this group
+    if the program has not ended.
 
     Args:
         argv: The program with its arguments.
@@ -29,8 +30,9 @@ class Child:
     """
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str]):
-        self._out = tempfile.TemporaryFile()  # noqa: SIM115 - the end of the context closes it
-        self._err = tempfile.TemporaryFile()  # noqa: SIM115 - likewise
+        # In memory: there may be no directory that can be written.
+        self._out = open(os.memfd_create("mpistrat-out"), "w+b")  # noqa: SIM115 - the end of the context closes it
+        self._err = open(os.memfd_create("mpistrat-err"), "w+b")  # noqa: SIM115 - likewise
         self._process = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL, stdout=self._out,
                                          stderr=self._err, start_new_session=True)
 
@@ -44,19 +46,21 @@ class Child:
     @property
     def said(self) -> tuple[str, str]:
         """What it has printed so far to stdout and to stderr."""
-        found = []
-        for file in (self._out, self._err):
-            file.seek(0)
-            found.append(file.read().decode(errors="replace"))
-        return found[0], found[1]
+        return _content(self._out), _content(self._err)
 
     def __enter__(self) -> "Child":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        with contextlib.suppress(OSError):  # All of it has ended.
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self.wait(time.monotonic() + _KILLED_S)
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # It has just ended.
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self.wait(time.monotonic() + _KILLED_S)
         self._out.close()
         self._err.close()
+
+
+def _content(file: IO[bytes]) -> str:
+    """All of a file, whose position is also that of the program, which may still write."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")

@@ -59,8 +59,9 @@ share it), the file with the last operations of the ranks (MPISTRAT_FAILURE_TIME
 TensorFlow's log lines only errors are printed, once for all ranks (TF_CPP_MIN_LOG_LEVEL=2, unless it is set).
 
 The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. Ctrl-C ends the job, a second Ctrl-C
-kills it. SIGTERM goes to the ranks, which have some time to save. Processes that a failed job leaves on this host are killed. mpirun is terminated if it does not end within
-15 s after a rank has ended the job. --help among the arguments of a Python script runs the script once, without mpirun.
+kills it. SIGTERM goes to the ranks, which have some time to save. Processes that a failed job leaves on this host are
+killed. mpirun is terminated if it does not end within 15 s after a rank has ended the job. --help among the arguments
+of a Python script runs the script once, without mpirun.
 
 examples:
   mpistrat run -np 2 python train.py
@@ -119,7 +120,10 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
 
     def why_not() -> str:
         needed = [planned.mpirun.path, *(word for word in planned.command[:1] if os.path.isabs(word))]
-        found = unreachable(planned.others, {**environ, **planned.variables}, needed)
+        try:
+            found = unreachable(planned.others, {**environ, **planned.variables}, needed)
+        except OSError as error:
+            return f"ssh cannot be tried: {error}"
         return next(map(" ".join, found.values()), "")
 
     start = Start(job.ranks, options.start_timeout or _START_TIMEOUT_S, why_not) if planned.others else None

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -110,7 +109,7 @@ def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpiru
     if command is None or away:
         return Observed(ranks, [collect()], unreachable=away, mpirun_problem=mpirun_error, sizes_of_srun=sizes)
     start = Start(ranks, _START_S, lambda: "") if others else None
-    with tempfile.TemporaryFile("w+", errors="replace") as printed:
+    with open(os.memfd_create("mpistrat-doctor"), "w+", errors="replace") as printed:
         outcome = launch(command, with_home(os.environ), TimeLimits(total_s=timeout_s), start=start,
                          speaker="mpistrat doctor", stdout=printed.fileno())
         printed.seek(0)
