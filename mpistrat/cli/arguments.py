@@ -9,6 +9,7 @@ run`, `check` and `bench`, and by mpistrat.run.
 import argparse
 import difflib
 import math
+import os
 import shlex
 import threading
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
                        help="a file of hosts, in the syntax of Open MPI ('node1 slots=4') or MPICH ('node1:4')")
     parser.add_argument("--oversubscribe", action="store_true",
                         help="allow more ranks than the hosts have slots")
-    parser.add_argument("--mpirun", metavar="PATH",
+    parser.add_argument("--mpirun", metavar="PATH", type=os.path.expanduser,
                         help="the mpirun to use; default: that of this Python environment, or the first on the PATH")
 
 

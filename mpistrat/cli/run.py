@@ -237,8 +237,9 @@ def _parser() -> Parser:
                     "mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
     add_launch_options(parser)
     parser.add_argument("--force", action="store_true", help="start more than 100 ranks for each core")
-    parser.add_argument("--output-filename", metavar="DIR", help="rank R prints into DIR/rank.R/stdout and "
-                        "DIR/rank.R/stderr; the last lines, on why a job has failed, are on the terminal as always")
+    parser.add_argument("--output-filename", metavar="DIR", type=os.path.expanduser, help="rank R prints into "
+                        "DIR/rank.R/stdout and DIR/rank.R/stderr; the last lines, on why a job has failed, are on the "
+                        "terminal as always")
     parser.add_argument("--grace-period", type=seconds, metavar="S", help="how long ranks have to save after SIGTERM, "
                         f"which they get too, before they are ended (default {_GRACE_S:g}; not for --elastic)")
     elastic.add_options(parser)

@@ -484,6 +484,23 @@ def test_a_disk_that_fills_up_is_one_warning(job: Job, tmp_path: Path, monkeypat
     assert "ends here, because it cannot be written: [Errno 28] No space left" in warning
 
 
+@pytest.mark.parametrize("fills_up", [False, True])
+def test_a_file_that_cannot_be_closed_is_a_warning(
+        job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fills_up: bool) -> None:
+    def fails(self: Timeline, *_: Any) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(Timeline, "close", fails)  # As on NFS.
+    if fills_up:
+        monkeypatch.setattr(Timeline, "add", fails)
+    job.tracers[0].start_timeline(str(tmp_path / "f.json"), False)
+    job.work(3)
+    until(lambda: bool(job.warnings) or not fills_up)
+    job.tracers[0].stop_timeline()
+    warning, = job.warnings
+    assert "cannot be written: [Errno 122] Disk quota exceeded" in warning
+
+
 def test_a_rank_that_does_not_answer_is_named(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpistrat.trace.tracer._LAST_RECORDS_S", 0.05)
     job.carries.clear()
