@@ -20,9 +20,9 @@ T = TypeVar("T")
 PREFIX = "MPISTRAT_"
 HOROVOD_PREFIX = "HOROVOD_"
 # What other programs call so, without the prefix: what a module of a cluster sets for the package (Lmod, EasyBuild,
-# Spack), and what Kubernetes sets in each container for a service of this name
+# Spack), and what Kubernetes sets in each container for a service whose name begins so
 # (https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables).
-_OF_OTHERS = re.compile(r"(\w+_)?(ROOT|DIR|VERSION|HOME|SERVICE_(HOST|PORT(_\w+)?)|"
+_OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|"
                         r"PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -89,12 +89,12 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
         shown = sys.__excepthook__ if is_pythons else previous
         # Python sets sys.ps1 when it shows the first prompt. It calls this hook for every error in a line.
         if forked.is_child() or hasattr(sys, "ps1"):
-            _Sys.show(shown, kind, error, trace)
+            _Sys._show(shown, kind, error, trace)
             return
         text, wait_s = ErrorText("", kind.__qualname__), 0.0
         try:
             is_replaced = is_pythons and report.replaces_traceback(os.environ)
-            _Sys.show(None if is_replaced else shown, kind, error, trace)
+            _Sys._show(None if is_replaced else shown, kind, error, trace)
             text = describe(error, trace)
             wait_s = _wait_s(error, text.message, rank, is_reported)
         finally:
@@ -118,14 +118,14 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
         if skip_finalize is not None and (_leaves or ended is not None):
             skip_finalize()
 
-    _Sys.keep_hook(hook)
+    _Sys._keep_hook(hook)
     # Python runs exit handlers in reverse order: this one runs after shutdown(), which init() registers later. It is
     # registered here because shutdown() may run when the script is already ending, which is too late to register one.
     atexit.register(end)
 
 
 class _Sys(ModuleType):
-    """The class of the module sys on a rank: Python calls `ours`, and that calls the hook of the script.
+    """The class of the module sys on a rank: Python calls `_ours`, and that calls the hook of the script.
 
     Scripts and libraries replace sys.excepthook after init() (rich.traceback.install(), Sentry, a hook that logs), and
     most of them do not call the hook that was there. Then this rank would end as if its script had ended well, and the
@@ -133,33 +133,33 @@ class _Sys(ModuleType):
     (PySys_GetObject), past the attribute.
     """
 
-    ours: Hook
-    theirs: Hook | None = None  # what was assigned to sys.excepthook
+    _ours: Hook
+    _theirs: Hook | None = None  # what was assigned to sys.excepthook
 
     @classmethod
-    def keep_hook(cls, hook: Hook) -> None:
+    def _keep_hook(cls, hook: Hook) -> None:
         """Make Python call `hook` for uncaught exceptions from now on."""
-        cls.ours = sys.excepthook = hook
+        cls._ours = sys.excepthook = hook
         sys.__class__ = cls
 
     @classmethod
-    def show(cls, shown: Hook | None, kind: type[BaseException], error: BaseException,
+    def _show(cls, shown: Hook | None, kind: type[BaseException], error: BaseException,
              trace: TracebackType | None) -> None:
-        """Call the hook of the script with an error; `shown` if there is none, and if that one calls `ours`."""
-        theirs, cls.theirs = cls.theirs, None
+        """Call the hook of the script with an error; `shown` if there is none, and if that one calls `_ours`."""
+        theirs, cls._theirs = cls._theirs, None
         try:
             if (chosen := theirs or shown) is not None:
                 chosen(kind, error, trace)
         finally:
-            cls.theirs = theirs
+            cls._theirs = theirs
 
     @property
     def excepthook(self) -> Hook:
-        return _Sys.theirs or _Sys.ours
+        return _Sys._theirs or _Sys._ours
 
     @excepthook.setter
     def excepthook(self, hook: Hook) -> None:
-        _Sys.theirs = None if hook is _Sys.ours else hook
+        _Sys._theirs = None if hook is _Sys._ours else hook
 
 
 def uncaught(error: BaseException) -> None:

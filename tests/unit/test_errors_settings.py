@@ -103,6 +103,7 @@ def test_a_way_for_gpu_tensors_that_was_removed_is_an_error_that_lists_the_other
 
 @pytest.mark.parametrize(("name", "near"), [
     ("FUSION_TRESHOLD", "MPISTRAT_FUSION_THRESHOLD"),
+    ("TIMELINE_DIR", "MPISTRAT_TIMELINE or MPISTRAT_TIMELINE_STEPS or MPISTRAT_TIMELINE_MARK_CYCLES"),
     ("STALL_CHECK", "MPISTRAT_STALL_CHECK_DISABLE or MPISTRAT_STALL_CHECK_TIME_SECONDS")])
 def test_an_unknown_name_is_an_error_with_the_names_that_are_like_it(name: str, near: str) -> None:
     with pytest.raises(errors.SettingsError) as caught:
@@ -112,7 +113,7 @@ def test_an_unknown_name_is_an_error_with_the_names_that_are_like_it(name: str, 
 
 
 @pytest.mark.parametrize("name", [
-    "ROOT", "DIR", "HOME", "VERSION", "TRAIN_ROOT", "PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP",
+    "ROOT", "DIR", "HOME", "VERSION", "PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP",
     "PORT_80_TCP", "PORT_80_TCP_PROTO", "PORT_80_TCP_PORT", "PORT_80_TCP_ADDR", "TRAIN_SERVICE_HOST",
     "TRAIN_PORT_53_UDP"])
 def test_names_that_modules_and_kubernetes_set_are_of_other_programs(name: str) -> None:
