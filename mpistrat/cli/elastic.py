@@ -20,6 +20,7 @@ from types import FrameType
 
 from ..core.errors import LaunchError
 from ..core.install import numbers
+from ..core.ownership import own_directory
 from ..elastic.plan import Done, Limits, Start
 from ..elastic.service import Service, addresses_towards
 from ..process.launcher_watch import ABORTED
@@ -305,11 +306,13 @@ def slurm_counts(text: str) -> list[int]:
 def _directory(options: argparse.Namespace) -> str:
     if not options.elastic_checkpoint:
         return ""
-    directory = Path(options.elastic_checkpoint).absolute()
+    directory = Path(options.elastic_checkpoint).expanduser().resolve()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        own_directory(directory, 0o700, 0o022)
     except OSError as error:
-        raise LaunchError(f"--elastic-checkpoint {directory}: {error.strerror}") from None
+        raise LaunchError(f"--elastic-checkpoint {directory}: {error}. Name a directory to which only you can "
+                          "write.") from None
     return str(directory)
 
 

@@ -3,6 +3,7 @@
 Normally mpirun ends its ranks and itself. It has been seen to stay after its ranks had ended, when hosts were cut off
 from each other, and it may be killed before it can end its ranks. So `launch` does the following:
 
+- SIGTERM goes to the ranks (`hand_on`), which have some time to save before mpirun gets it, and ends them.
 - After a rank has ended the job, or after a signal, mpirun has some time to end. Then it is terminated, and killed if
   that does not help. A second signal kills it at once.
 - After a job has failed, its remaining processes on this host are killed. Processes that a successful job has left are
@@ -20,6 +21,7 @@ import contextlib
 import ctypes
 import math
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -31,11 +33,13 @@ from dataclasses import dataclass, field, replace
 from ..core.errors import LaunchError
 from ..core.tuning import SUPERVISOR_POLL_S
 from ..process import procfs
+from ..process.hand_on import HANDED_ON
 from ..process.launch_env import RUN_NAME, RUN_REPORTS
 from ..process.launcher_watch import ABORTED
 from ..process.report import SUMMARY
 from ..trace import last
 from .forward import Forwarder
+from .hostfile import HYDRA
 from .mpirun import LaunchCommand
 from .stderr.output import Output
 from .stderr.summary import summarize
@@ -44,6 +48,7 @@ _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 # Why ranks have not started on hosts that ssh reaches.
 _NO_ANSWER = ("ssh reaches the hosts, but mpirun has no answer from there. They must reach this host by TCP (a "
               "firewall?), and have the same MPI under the same path")
+_FEW = 128  # files, below which mpistrat doctor reports a failure, too
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ranks
 
@@ -55,7 +60,8 @@ class TimeLimits:
     Attributes:
         total_s: From the start to SIGTERM for mpirun.
         abort_s: From the end of the job by a rank to SIGTERM for mpirun.
-        signal_s: From the first signal to SIGKILL for mpirun. Within this time mpirun lets its ranks end.
+        grace_s: From SIGTERM, which ranks get, to SIGTERM for mpirun; 0: mpirun gets it at once.
+        signal_s: From the first other signal to SIGKILL for mpirun. Within this time mpirun lets its ranks end.
         unstarted_s: The same, as long as not all ranks have started.
         second_s: A signal that arrives earlier than this after the first counts as the same signal, because some
             senders signal both a process and its process group.
@@ -65,6 +71,7 @@ class TimeLimits:
 
     total_s: float = math.inf
     abort_s: float = 15.0
+    grace_s: float = 0.0
     signal_s: float = 30.0
     unstarted_s: float = 2.0
     second_s: float = 0.3
@@ -161,14 +168,23 @@ class Termination:
         self.is_late = True
         self.reason = f"mpirun has not started all ranks within {timeout_s:g} s (--start-timeout)"
 
-    def note_signal(self, now: float, has_started: bool = True) -> None:
-        """Record that a signal that ends programs has arrived. mpirun has received it too."""
-        if self._signalled_at is None:
+    def is_first(self, now: float) -> bool:
+        """Whether a signal that arrives now is the first one, or counts as the same."""
+        return self._signalled_at is None or now - self._signalled_at < self._limits.second_s
+
+    def note_signal(self, now: float, has_started: bool = True, is_handed_on: bool = False) -> None:
+        """Record that a signal that ends programs has arrived. mpirun, or if it `is_handed_on` the ranks, have it too.
+        """
+        if self._signalled_at is None and is_handed_on:
+            self._signalled_at = now
+            self._terminate_at = min(self._terminate_at, now + self._limits.grace_s)
+            self.reason = f"the ranks have not ended within {self._limits.grace_s:g} s after SIGTERM (--grace-period)"
+        elif self._signalled_at is None:
             self._signalled_at = now
             limit_s = self._limits.signal_s if has_started else self._limits.unstarted_s
             self._kill_at = min(self._kill_at, now + limit_s)
             self.reason = f"mpirun has not ended within {limit_s:g} s after a signal"
-        elif now - self._signalled_at >= self._limits.second_s:
+        elif not self.is_first(now):
             self._kill_at = now
             self.reason = "this is the second signal"
             self.is_urgent = True
@@ -285,6 +301,11 @@ class _Run:
         return self._start is None or len(self._output.told.started) >= self._start.ranks
 
     @property
+    def _hands_on(self) -> bool:
+        """Whether ranks get SIGTERM from mpirun: MPICH's hands it on, and ranks of Open MPI's say so."""
+        return self._limits.grace_s > 0 and (self._dialect == HYDRA or bool(self._output.told.handing_on))
+
+    @property
     def _is_recalled(self) -> bool:
         """Whether a signal has ended the job before all ranks had started.
 
@@ -304,6 +325,8 @@ class _Run:
         why = ""
         if self._start is not None and code != 0 and self._last_signal is None and not self._has_started:
             why = self._start.why_not() or (_NO_ANSWER if self._termination.is_late else "")
+        if not why and code != 0 and self._last_signal is None and not self._output.words:
+            why = _few_files()
         died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
         told = self._output.told
         text, lines = summarize(code, told.reports, self._output.words, interrupted_by=self._last_signal,
@@ -330,11 +353,15 @@ class _Run:
             return
         if self._interference.takes(info.si_signo):
             return
+        now = time.monotonic()
+        is_handed_on = info.si_signo == signal.SIGTERM and self._hands_on and self._termination.is_first(now)
+        if is_handed_on and self._last_signal is None:
+            self._mpirun.send_signal(signal.SIGTERM if self._dialect == HYDRA else HANDED_ON)
         # A terminal sends a signal (with a code above 0) to all processes in the foreground, so mpirun has it already.
-        if info.si_code <= 0:
+        elif info.si_code <= 0 and not is_handed_on:
             self._mpirun.send_signal(info.si_signo)
         if info.si_signo in _ENDING:
-            self._termination.note_signal(time.monotonic(), self._has_started)
+            self._termination.note_signal(now, self._has_started, is_handed_on)
             self._last_signal = info.si_signo
 
     def _kill_remaining(self) -> None:
@@ -380,6 +407,12 @@ def parent_guard(parent: int) -> Callable[[], bool]:
         return os.getppid() == parent
 
     return guard
+
+
+def _few_files() -> str:
+    """Why mpirun may have failed, if it has not said that a rank has; or ""."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"only {limit} files may be opened here, too few for mpirun. Type: ulimit -n 65536" if limit < _FEW else ""
 
 
 def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:

@@ -187,12 +187,12 @@ class Member:
         """The newest commit in the job's checkpoint directory, and its value; None if there is none. Local.
 
         Raises:
-            ElasticError: The file is damaged or cannot be read.
+            ElasticError: The file is damaged, cannot be read, or may have been written by another user.
         """
         if not self.job.checkpoint or not self._checkpoint_path.exists():
             return None
         try:
-            found, value = commits.read(memoryview(self._checkpoint_path.read_bytes()))
+            found, value = commits.load(str(self._checkpoint_path))
         except (OSError, DamagedCommitError) as error:
             raise ElasticError(f"{self._checkpoint_path}: {error}. Remove the file to begin without it.") from None
         return found, value

@@ -30,6 +30,8 @@ _WRITE_BYTES = 4000  # A pipe takes up to 4096 bytes at once, and mpirun reads a
 _READ_S = 0.1  # How long mpirun may take to read what was written before.
 # A rank on another host prints this before its command begins.
 STARTS = "[mpistrat] rank {rank} starts"
+# Of a rank that takes SIGURG for SIGTERM (process/hand_on.py).
+HANDS_ON = "hands SIGTERM on"
 # What a rank has measured follows, as JSON (process/step_timer.py).
 MEASURES = "measures"
 # Its last operations follow, as lines of trace/last.py, of which the first one begins.
@@ -40,6 +42,7 @@ _FRAMES, _MESSAGE = "|", ">"
 _BEGIN_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) on (\S+) fails with exit code (\d+):\s*$")
 _WITHOUT_INIT_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) has ended without init\(\)\s*$")  # cli/startup
 _STARTS_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) starts\s*$")
+_HANDS_ON_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) hands SIGTERM on\s*$")
 _MEASURES_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) measures (\{.*\})\s*$")
 _LAST_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) (begins|has) (\S+)\s*$")
 _LINE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) ([|>]) ?(.*?)[\r\n]*$")
@@ -80,6 +83,7 @@ class ReportReader:
 
     Attributes:
         started: The ranks that have said that they start.
+        handing_on: The ranks to which mpirun hands SIGTERM on.
         without_init: The ranks that say that they have ended without init().
         measured: What ranks have measured, as JSON.
         last: The last operations of ranks that have told them, as lines of trace/last.py.
@@ -87,6 +91,7 @@ class ReportReader:
 
     def __init__(self) -> None:
         self.started: set[int] = set()
+        self.handing_on: set[int] = set()
         self.without_init: set[int] = set()
         self.measured: dict[int, str] = {}
         self.last: dict[int, list[str]] = {}
@@ -109,6 +114,8 @@ class ReportReader:
             return None
         if found := _STARTS_PATTERN.search(line):
             self.started.add(int(found[1]))
+        elif found := _HANDS_ON_PATTERN.search(line):
+            self.handing_on.add(int(found[1]))
         elif found := _WITHOUT_INIT_PATTERN.search(line):
             self.without_init.add(int(found[1]))
         elif found := _MEASURES_PATTERN.search(line):

@@ -4,11 +4,14 @@ import argparse
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -20,7 +23,7 @@ from mpistrat.cli.run import parse, plan
 from mpistrat.cli.supervisor import Interference, Outcome, launch
 from mpistrat.core.errors import ElasticError, LaunchError
 from mpistrat.elastic import member
-from mpistrat.elastic.commits import CommitId, DamagedCommitError, Packed, read, save
+from mpistrat.elastic.commits import CommitId, DamagedCommitError, Packed, load, read, save
 from mpistrat.elastic.job import ElasticJob, job_of
 from mpistrat.elastic.plan import Limits
 from mpistrat.elastic.service import addresses_towards
@@ -76,6 +79,111 @@ def test_a_file_is_complete_or_that_of_the_commit_before(tmp_path: Path, monkeyp
         save(Packed((CommitId(2, 8), {})), str(path))
     assert_is_value(read(memoryview(path.read_bytes())))
     assert [each.name for each in tmp_path.iterdir()] == ["commit"]
+
+
+class Own:
+    """An object of the script."""
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own) and other.value == self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def same(found: Any, wanted: Any) -> bool:
+    """Whether two values are equal, with the types of all their parts."""
+    if type(found) is not type(wanted):
+        return False
+    if isinstance(wanted, np.ndarray):
+        return found.dtype == wanted.dtype and found.shape == wanted.shape and found.tobytes() == wanted.tobytes()
+    if isinstance(wanted, list | tuple):
+        return len(found) == len(wanted) and all(map(same, found, wanted))
+    if isinstance(wanted, dict):
+        return same(list(found.items()), list(wanted.items()))
+    return bool(found == wanted)
+
+
+PLAIN = {
+    "numbers": [0, -1, 2**63, 2**64, -2**127, 10**400, True, None, 0.5, -0.0, float("inf"), 1 + 2j],
+    "texts": ["", "ä", "\ud800", b"", b"\0\xff"],
+    "containers": [(), (1, (2, [3])), {1, 2}, frozenset("a"), {1: "a", (1, 2): "b", None: {}, 2.5: []}],
+    "scalars": [np.float32(1.5), np.float64(0.1), np.int8(-3), np.bool_(True), np.datetime64("2020-01-01")],
+    "arrays": [np.arange(6.0).reshape(2, 3), np.asfortranarray(np.arange(6).reshape(2, 3)), np.arange(9)[::2],
+               np.zeros((0, 3), np.int16), np.array(4), np.array([True]), np.array(["a", "bc"]), np.array([b"a"]),
+               np.arange(3).astype(">i4"), np.array([1, 2], ml_dtypes.bfloat16),
+               np.array([1], ml_dtypes.float8_e4m3fn)],
+    "id": CommitId(3, 4)}
+
+
+def test_what_is_plain_needs_no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.elastic.encoding.pickle", None)
+    found = read(memoryview(written(PLAIN)))
+    assert same(found, PLAIN)
+    assert found["arrays"][1].flags.f_contiguous
+
+
+def test_objects_of_the_script_are_pickled() -> None:
+    own = {"own": [Own((1, 2))], "ordered": OrderedDict(b=1, a=2), "objects": np.array([None, 1], object),
+           "structure": np.zeros(2, "i4,f8"), "masked": np.ma.masked_array([1, 2], [True, False])}
+    found = read(memoryview(written(own)))
+    assert found["own"] == own["own"] and list(found["ordered"].items()) == [("b", 1), ("a", 2)]
+    assert type(found["ordered"]) is OrderedDict and type(found["masked"]) is np.ma.MaskedArray
+    assert found["objects"].tolist() == [None, 1] and found["structure"].dtype == own["structure"].dtype
+    round_: list[Any] = [np.arange(3)]
+    round_.append(round_)
+    found = read(memoryview(written(round_)))
+    assert found[1] is found and found[0].tolist() == [0, 1, 2]
+
+
+def test_a_file_and_its_directory_are_this_users_alone(tmp_path: Path) -> None:
+    path = tmp_path / "saved" / "commit"
+    save(Packed(VALUE), str(path))
+    assert [path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777] == [0o600, 0o700]
+    assert_is_value(load(str(path)))
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+    assert_is_value(load(str(tmp_path / "link" / "commit")))
+
+
+def others_can_write_to_the_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.parent.chmod(0o1777)
+
+
+def others_can_write_to_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.chmod(0o622)
+
+
+def it_is_a_link_to_a_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def another_user_owns_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda file: SimpleNamespace(st_uid=found(file).st_uid + 1, st_mode=0o100600))
+
+
+def another_user_owns_the_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: found + 1)
+
+
+@pytest.mark.parametrize("prepare", [
+    others_can_write_to_the_directory, others_can_write_to_the_file, it_is_a_link_to_a_file, another_user_owns_it,
+    another_user_owns_the_directory])
+def test_a_file_that_another_user_may_have_written_is_not_read(
+        prepare: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "saved" / "commit"
+    save(Packed(Own(1)), str(path))
+    monkeypatch.setattr("mpistrat.elastic.commits.read", lambda _: pytest.fail("it was read"))
+    prepare(path, monkeypatch)
+    with pytest.raises(OSError, match=r"belongs to user \d+|is open to others \(mode 1?\d{3}\)|Too many levels"):
+        load(str(path))
+    if "directory" in prepare.__name__:
+        with pytest.raises(PermissionError):
+            save(Packed(Own(1)), str(path))
 
 
 def test_later_commits_are_greater() -> None:

@@ -51,6 +51,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cli": {"numpy"}, "": set(), "__main__": set(),
     # Each of these wraps one package for all others.
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
+    "elastic.encoding": {"msgpack", "numpy", "ml_dtypes"},
     "gpu.copy.compiler": {"cupy"}, "gpu.nccl.library": {"cupy"},
     "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
     "api.ops": {"numpy", "cloudpickle"}, "api.interop.libraries": {"numpy", "ml_dtypes"},
@@ -301,6 +302,19 @@ for name in ("mpistrat.tensorflow", "mpistrat.keras", "mpistrat.tensorflow.keras
         f"MissingDependencyError mpistrat.tensorflow needs TensorFlow ({pip_extra('tensorflow')}).",
         f"MissingDependencyError mpistrat.keras needs TensorFlow and Keras 3 ({pip_extra('tensorflow')}).",
         f"MissingDependencyError mpistrat.tensorflow needs TensorFlow ({pip_extra('tensorflow')})."]
+
+
+def test_another_backend_of_keras_is_named_with_its_variable() -> None:
+    # Keras imports the package of its backend, here one that is not installed.
+    assert run_python("""
+import os, sys
+os.environ["KERAS_BACKEND"] = "jax"
+sys.modules["jax"] = None
+try:
+    import mpistrat.keras
+except ImportError as error:
+    print(type(error).__name__, error)
+""") == "MissingDependencyError mpistrat.keras needs KERAS_BACKEND=tensorflow, and the variable is 'jax'.\n"
 
 
 @pytest.fixture

@@ -92,6 +92,13 @@ def test_a_job_that_the_user_has_ended(number: int, how: str) -> None:
     assert summarize(1, [], [], interrupted_by=number)[1] == [f"{END} 1: it was ended by {how}"]
 
 
+def test_the_signal_that_the_user_has_sent_to_all_ranks_is_no_news() -> None:
+    words = Words(b"process rank 0 exited on signal 15", Ending(0, "a", signal=15))
+    assert summarize(143, [], [words], interrupted_by=15) == (b"", [f"{END} 143: it was ended by signal 15 (SIGTERM)"])
+    assert summarize(139, [], [Words(b"text", Ending(0, "a", signal=11))], interrupted_by=15)[0] == b"text"
+
+
+
 def test_a_job_that_has_succeeded_loses_nothing() -> None:
     assert summarize(0, [], [], without_init=1) == (b"", [])
     assert summarize(0, [report(0, "x")], [words(Ending(0, code=1))]) == (

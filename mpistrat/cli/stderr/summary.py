@@ -55,7 +55,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
             return b"", [f"{end}. R{_who(first)[1:]}: {text.message}"]
         return b"", [*_lines_of(groups), end + (" (--traceback prints whole tracebacks)" if can_show_more else "")]
     endings = [each.ending for each in words if each.ending is not None]
-    is_said = bool(endings) and all(ending.signal is None for ending in endings)
+    is_said = bool(endings) and all(ending.signal in (None, interrupted_by) for ending in endings)
     kept = b"".join(each.text for each in words if each.is_error or not is_said)
     reason = f": {why_not_started}" if why_not_started else _reason(code, endings, interrupted_by, died_of, dialect)
     return kept, [f"{end}{reason}"]
