@@ -18,7 +18,8 @@ from ..core.request import Max, Min
 from ..core.topology import describe_by_rank
 from .bridge.cpu import to_array
 from .bridge.sync_execution import SynchronousExecution
-from .consistency import describe_differing, differing, digest_of
+from .consistency import describe_differing, differing
+from .digests import digest_of
 from .gradients import label_of
 from .ops import broadcast_variables
 from .types import Variable
