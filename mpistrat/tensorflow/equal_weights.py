@@ -63,6 +63,9 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     """
     with SynchronousExecution():
         arrays = [to_array(tf.convert_to_tensor(variable)) for variable in variables]
+    finite = process_set.group(name).finite
+    if finite is not None:
+        finite.conclude(arrays)
     own = [digest_of(array) for array in arrays]
     total = int.from_bytes(hashlib.blake2b(b"".join(own), digest_size=7).digest(), "little")
     lowest, negated = array_ops.allreduce(np.array([total, -total]), op=Min, name=f"{name}/digest",
