@@ -66,7 +66,7 @@ class Group:
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
         ring = OperationRing(RECORDED_OPERATIONS if settings.recorder else 0)
         self._device = GpuExecutor(topology, backends.data, settings, ring)
-        self.finite = FiniteWatch(topology.job_rank) if settings.finite_check else None
+        self.finite = FiniteWatch(topology.job_rank) if settings.nan_warning else None
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring, self.finite)
         controller = Controller(topology, backends.control, executor, settings, backends.agreement,
                                 interruption=interruption, where=partial(_where, ring), trace=trace,

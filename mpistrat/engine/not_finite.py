@@ -84,7 +84,7 @@ class FiniteWatch:
             when = f"{self._count} steps ago" if self._count > 1 else "in the latest step"
             logger.warning("mpistrat: rank %d is the first with Inf or NaN in its gradients, %s: those of %s%s, of %d "
                            "tensors. The average has carried them to the weights of all ranks. Look at the rows and at "
-                           "the loss of this rank. MPISTRAT_FINITE_CHECK=0 leaves out this check.",
+                           "the loss of this rank. MPISTRAT_NAN_WARNING=0 leaves out this check.",
                            self._rank, when, ", ".join(self._own[:MOST_LISTED]), more, len(self._labels))
 
     def _places_of(self, entry: Entry) -> list[tuple[int, int]]:
