@@ -85,6 +85,9 @@ class Settings:
         "CHECK_ACTION", "abort", "What happens when these differ by more than rounding. abort: an error on every rank. "
         "warn: a warning. repair: a warning, and all ranks get the values of the largest group of ranks with the same "
         "ones; of groups of that size the one with the lowest rank.", choices=("abort", "warn", "repair"))
+    nan_warning: bool = _setting(
+        "NAN_WARNING", True, "0: no warning names the rank whose gradients are the first with Inf or NaN, and the "
+        "tensors. It is for gradients that are reduced on the CPU, dense ones.")
     join_average: str = _setting(
         "JOIN_AVERAGE", "active", "What an average divides by while some ranks have called join(). active: the number "
         "of ranks that give a tensor. all: the number of all ranks, as in Horovod.", choices=("active", "all"))

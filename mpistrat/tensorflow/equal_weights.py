@@ -18,7 +18,8 @@ from ..core.request import Max, Min
 from ..core.topology import describe_by_rank
 from .bridge.cpu import to_array
 from .bridge.sync_execution import SynchronousExecution
-from .consistency import describe_differing, differing, digest_of
+from .consistency import describe_differing, differing
+from .digests import digest_of
 from .gradients import label_of
 from .ops import broadcast_variables
 from .types import Variable
@@ -62,6 +63,9 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     """
     with SynchronousExecution():
         arrays = [to_array(tf.convert_to_tensor(variable)) for variable in variables]
+    finite = process_set.group(name).finite
+    if finite is not None:
+        finite.conclude(arrays)
     own = [digest_of(array) for array in arrays]
     total = int.from_bytes(hashlib.blake2b(b"".join(own), digest_size=7).digest(), "little")
     lowest, negated = array_ops.allreduce(np.array([total, -total]), op=Min, name=f"{name}/digest",

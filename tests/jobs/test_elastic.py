@@ -172,6 +172,25 @@ def test_an_example_goes_on_when_a_rank_is_killed(example: str, late_enough: str
     assert "goes on with 2 ranks" in job.output and job.left == (), job.output
 
 
+@pytest.mark.parametrize("door", ["horovod", "strategy"])
+def test_fit_leaves_out_no_batch_of_an_execution_and_no_gradient_of_an_update(door: str, tmp_path: Path) -> None:
+    hosts, log, find = tmp_path / "hosts", tmp_path / "log", tmp_path / "find.sh"
+    hosts.write_text("localhost:1\n")
+    find.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    find.chmod(0o755)
+    options = {"horovod": ["--elastic", "--max-np", "2", "--host-discovery-script", str(find)],
+               "strategy": ["--elastic=restart", "-np", "2"]}[door]
+    job = run_limited([sys.executable, "-m", "mpistrat", "run", *options, sys.executable,
+                       "tests/scripts/elastic_executions.py", door, str(log), str(hosts)], limit_s=90)
+    assert job.code == 0, job.output
+    ended = re.findall(r"rank \d of 2: generation 2, weight (\S+)", job.output)
+    assert len(ended) == 2, job.output
+    assert set(map(int, log.read_text().split())) == set(range(48)), job.output
+    if door == "strategy":
+        # The mean of the rows of three updates: each has the gradients of both ranks from before the loss, too.
+        assert ended == ["-70.5", "-70.5"], job.output
+
+
 @pytest.mark.parametrize("action", ["repair", "abort"])
 def test_a_commit_compares_the_weights_that_are_trained(action: str) -> None:
     job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "3", sys.executable,

@@ -875,3 +875,25 @@ def test_gradients_of_other_variables_are_not_mixed(way: Callable, rank: int, si
     shared = [None, tf.fill([1], float(rank)), tf.ones([1])]
     optimizer.apply(shared, variables)  # None on all ranks is no disagreement.
     assert variables[1].numpy().tolist() == pytest.approx([-0.1 * (size - 1) / 2])
+
+
+def test_a_commit_between_two_updates_has_the_gradients_of_all_ranks() -> None:
+    own = keras.Variable([1.0], name="own")
+    largest = keras.Variable([0.0], name="largest")
+    largest.overwrite_with_gradient = True
+    variables = [*new_variables(), own, largest]
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    optimizer.register_local_var(own)
+    optimizer.build(variables)
+    gradients = [*gradients_of(mpistrat.rank(), 0), np.float32([mpistrat.rank()]), np.float32([mpistrat.rank()])]
+    optimizer.apply(list(map(tf.constant, gradients)), variables)
+    model._trainable_variables.extend(variables)
+    state = hvd.elastic.KerasState(model, optimizer)
+    assert state._compare(1) is (mpistrat.size() > 1)
+    mean = np.mean([gradients_of(rank, 0)[0] for rank in range(mpistrat.size())], axis=0)
+    *shared, of_own, of_largest = optimizer._accumulated_gradients
+    np.testing.assert_allclose(shared[0], mean, rtol=1e-5)
+    assert_equal_on_all_ranks(shared)
+    assert of_own.numpy() == [mpistrat.rank()]
+    assert of_largest.numpy() == [mpistrat.size() - 1]

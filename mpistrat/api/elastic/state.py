@@ -142,7 +142,7 @@ class ObjectState:
         return snapshot
 
     def _compare(self, number: int) -> bool:
-        """Compare the ranks' states before the commit of this number is kept. Collective.
+        """Compare the ranks' states, or make them equal, before the commit of this number is kept. Collective.
 
         Returns:
             Whether the state has changed, on some rank.
