@@ -26,8 +26,9 @@ from ..tensorflow.gradients import (
     register_local_layers,
 )
 from ..tensorflow.identity_set import IdentitySet
+from ..tensorflow.overwritten import places_of
 from ..tensorflow.types import OptionalGradient, Variable
-from . import patches, whole_files, xla  # noqa: F401  # They register what they replace.
+from . import patches, scatter, whole_files, xla  # noqa: F401  # They register what they replace.
 from ._private import serialise_as, trained_by
 from .clone import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class
 from .fit import fit_callbacks  # noqa: F401
@@ -167,12 +168,14 @@ class _Distributed:
     def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
                                     variables: list[keras.Variable]) -> tf.Tensor | None:
         self._mpistrat.reducer.require_no_strategy()
+        # Keras assigns the gradients of some variables directly, and calls no hook for them.
+        overwritten = places_of(variables)
+        grads = self._mpistrat.reducer.reduce_overwritten(grads, variables, overwritten)
         if self._mpistrat.called.issuperset(_HOOKS):
             return super().apply(grads, given)  # type: ignore[misc]
         require_hooks(type(self))
-        # Keras assigns the gradients of some variables directly, and calls no hook if there are no others.
-        expected = set(_HOOKS) if any(gradient is not None and not getattr(v, "overwrite_with_gradient", False)
-                                      for gradient, v in zip(grads, variables, strict=False)) else set()
+        expected = set(_HOOKS) if any(gradient is not None and i not in overwritten
+                                      for i, gradient in enumerate(grads)) else set()
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
         if tf.executing_eagerly() and (int(self._iterations) + 1) % steps:  # type: ignore[attr-defined]
             expected.discard("_clip_gradients")  # This step is no update. In a graph Keras traces both branches.
