@@ -320,11 +320,28 @@ class ReportsLosses(keras.Sequential):
         return {"own": loss, "mean": self.mean.result(), "of_function": self.of_function.result()}
 
 
+class Largest(keras.layers.Layer):
+    """Keeps the largest absolute value of its batch in a weight that is overwritten, as float8 does; NaN for no row."""
+
+    def build(self, shape: Any) -> None:
+        self.largest = self.add_weight(shape=(), initializer="zeros", name="largest")
+        self.largest.overwrite_with_gradient = True
+
+    def call(self, x: Any) -> Any:
+        @tf.custom_gradient
+        def kept(values: Any, largest: Any) -> Any:
+            return values, lambda upstream: (upstream, tf.reduce_max(tf.abs(values)) + 0 * tf.reduce_mean(values))
+        return kept(x, self.largest.value)
+
+
 UNEVEN: dict[str, Callable[[], Any]] = {
     "synchronized": lambda: compiled(lambda: sequential(keras.layers.BatchNormalization(synchronized=True))),
     "our layer": lambda: compiled(lambda: sequential(mpistrat.keras.SyncBatchNormalization())),
     "accumulated": lambda: compiled(optimizer=lambda: sgd(gradient_accumulation_steps=2)),
     "losses of a step": lambda: compiled(ReportsLosses, metrics=()),
+    "overwritten": lambda: compiled(lambda: sequential(Largest())),
+    "overwritten, accumulated": lambda: compiled(lambda: sequential(Largest()),
+                                                 lambda: sgd(gradient_accumulation_steps=2, global_clipnorm=0.1)),
     "NaN without rows": lambda: compiled(lambda: OwnStep([keras.Input((COLUMNS,)), *dense()]), metrics=(),
                                          optimizer=lambda: keras.optimizers.LossScaleOptimizer(sgd(), 1.0)),
 }
