@@ -184,7 +184,7 @@ class GradientReducer:
         if not self.process_set.has_others():
             return list(gradients)
         overwritten = places_of(variables)
-        results = self.reduce_overwritten(gradients, variables, overwritten)
+        results = self.reduce_overwritten(gradients, variables, overwritten) if overwritten else list(gradients)
         purpose, number = self.name, self.process_set.process_set_id or 0
         shared: list[int] = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
@@ -206,7 +206,7 @@ class GradientReducer:
 
     def reduce_overwritten(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable],
                            places: Sequence[int]) -> list[OptionalGradient]:
-        """Return `gradients` with the largest values of all ranks at `places`. Collective if there are any.
+        """Return `gradients` with the largest values of all ranks at `places`, see places_of. Collective if there are any.
 
         Those of local variables stay as they are.
         """

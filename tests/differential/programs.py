@@ -10,7 +10,7 @@ from keras.optimizers import SGD, Adadelta, Adagrad, Adam, Ftrl, Lamb, LossScale
 
 from mpistrat.tensorflow import Compression
 
-from ..support.overwritten import Largest
+from ..support.overwritten import LargestOfBatch
 from .training import CLASSES, Recipe
 
 # Kernels of up to 64 KiB are joined for the reduction; together these are more than 512 KiB, from where large results
@@ -46,7 +46,7 @@ def looked_up() -> keras.Model:
 
 def overwritten() -> keras.Model:
     """Weights that their gradient overwrites: one of this test's, and those of float8."""
-    return keras.Sequential([keras.Input((24,)), layers.Dense(32, "relu"), Largest(),
+    return keras.Sequential([keras.Input((24,)), layers.Dense(32, "relu"), LargestOfBatch(),
                              layers.Dense(32, "relu", dtype="float8_from_float32"), layers.Dense(CLASSES)])
 
 

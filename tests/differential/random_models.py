@@ -9,7 +9,7 @@ from keras import layers, optimizers
 
 from mpistrat.tensorflow import Compression
 
-from ..support.overwritten import Largest
+from ..support.overwritten import LargestOfBatch
 from .training import CLASSES, WAYS, Recipe
 
 _WIDTHS = (1, 3, 8, 16, 17, 32, 48, 63, 64, 96, 100, 112, 120, 128, 130)
@@ -104,7 +104,7 @@ def _head(chooser: random.Random, depth: int, widths: tuple[int, ...]) -> list[C
             number = chooser.randrange(10**6)
             makers.append(lambda number=number: layers.Dropout(0.2, seed=number))
         elif between < 0.34:
-            makers.append(Largest)
+            makers.append(LargestOfBatch)
     outputs = chooser.choice([CLASSES, CLASSES, CLASSES + 1])
     makers.append(lambda: layers.Dense(outputs))
     return makers

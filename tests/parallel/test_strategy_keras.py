@@ -24,7 +24,7 @@ from mpistrat.tensorflow.xla import context  # noqa: E402
 from ..features.keras_models import Subclassed  # noqa: E402
 from ..features.keras_steps import OwnStep  # noqa: E402
 from ..features.keras_training import BATCH, COLUMNS, both, compiled, dense, fit_both, sequential, sgd  # noqa: E402
-from ..support.overwritten import Largest  # noqa: E402
+from ..support.overwritten import LargestOfBatch  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data  # noqa: E402
 
 
@@ -198,13 +198,136 @@ class CountOfRows(keras.metrics.Metric):
         return self.count
 
 
+class Largest(keras.metrics.Metric):
+    """The largest prediction, which is no sum over the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", aggregation="only_first_replica")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        largest = mpistrat.tensorflow.allreduce(tf.reduce_max(y_pred), op=mpistrat.Max)
+        self.value.assign(tf.maximum(self.value, largest))
+
+    def result(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize("metric", [lambda: CountOfRows("float32"), lambda: CountOfRows("int32"), Largest],
+                         ids=["float32", "int32", "largest"])
+def test_the_result_of_a_metric_may_be_its_state(strategy: MPIStrategy, metric: Callable, rank: int) -> None:
+    model, reference = both(strategy, rank, lambda: compiled(metrics=(metric(),)))
+    fit_both(strategy, model, reference, rows=61)
+
+
+class Pair(keras.Model):
+    """Two models that a train_step trains, and no call(). The second is built by the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = sequential(keras.layers.BatchNormalization())
+        self.second = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
+        self.error = keras.metrics.Mean("error")
+
+    def compile(self, **arguments: Any) -> None:
+        super().compile(**arguments)
+        self.of_first, self.of_second = keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            error = tf.reduce_mean((self.second(self.first(x)) - y) ** 2)
+            loss = error / tf.distribute.get_strategy().num_replicas_in_sync
+        for optimizer, part in ((self.of_first, self.first), (self.of_second, self.second)):
+            variables = part.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        self.error.update_state(error)
+        return {"error": self.error.result()}
+
+
+def test_a_model_without_a_call_trains(strategy: MPIStrategy, rank: int) -> None:
+    model, reference = both(strategy, rank, Pair)
+    reference.first.set_weights(model.first.get_weights())
+    for m in (model, reference):
+        m.compile()
+    x, y = global_data(60)
+    ours, expected = (m.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0) for m in (model, reference))
+    assert_equal_on_all_ranks(model.get_weights())
+    assert_close(model.get_weights(), reference.get_weights(), 1e-5)
+    assert_close(ours.history["error"], expected.history["error"], 1e-5)
+
+
+def test_a_class_of_keras_trainer_that_is_no_model_trains(strategy: MPIStrategy, rank: int) -> None:
+    """Keras' own tests have such classes."""
+    from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+    class Line(TensorFlowTrainer, keras.layers.Dense):
+        def __init__(self) -> None:
+            keras.layers.Dense.__init__(self, 1)
+            TensorFlowTrainer.__init__(self)
+
+    model, reference = both(strategy, rank, lambda: compiled(Line))
+    x, y = global_data(61)
+    with strategy.scope():
+        model.build(x.shape)
+    reference.build(x.shape)
+    reference.kernel.assign(model.kernel)
+    ours, expected = (m.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0) for m in (model, reference))
+    assert_close([model.kernel], [reference.kernel], 1e-5)
+    assert_close(ours.history["mae"], expected.history["mae"], 1e-5)
+
+
+def test_a_model_outside_of_the_scope_may_be_evaluated(strategy: MPIStrategy, rank: int) -> None:
+    model, (x, y) = compiled(), global_data(24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.evaluate(x, y, verbose=0)
+        model.predict(x, verbose=0)
+
+
+def test_a_distributed_optimizer_is_refused(strategy: MPIStrategy, rank: int) -> None:
+    with strategy.scope():
+        model = compiled(optimizer=lambda: mpistrat.keras.DistributedOptimizer(sgd()))
+    with pytest.raises(ValueError, match="would average gradients twice"):
+        model.fit(*global_data(24), batch_size=BATCH, verbose=0)
+
+
+def test_on_batch_takes_the_rows_of_a_rank(strategy: MPIStrategy, rank: int, size: int) -> None:
+    model, reference = both(strategy, rank)
+    x, y = global_data(4 * size)
+    own = slice(4 * rank, 4 * rank + 4)
+    for _ in range(2):
+        assert_close(model.train_on_batch(x[own], y[own]), reference.train_on_batch(x, y), 1e-5)
+    assert_close(model.test_on_batch(x[own], y[own]), reference.test_on_batch(x, y), 1e-5)
+    assert_close([model.predict_on_batch(x[own])], [reference.predict_on_batch(x)], 1e-5)
+    assert_equal_on_all_ranks(model.get_weights())
+
+
+class ReportsLosses(keras.Sequential):
+    """Its train_step keeps means of what Keras has computed, and returns some of it."""
+
+    def __init__(self) -> None:
+        super().__init__([keras.Input((COLUMNS,)), *dense()])
+        self.mean, self.of_function = keras.metrics.Mean("mean"), keras.metrics.Mean("of_function")
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x, y, predicted)
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights))
+        self.mean.update_state(loss)
+        self.of_function.update_state(keras.losses.MeanAbsoluteError()(y, predicted))
+        return {"own": loss, "mean": self.mean.result(), "of_function": self.of_function.result()}
+
+
 UNEVEN: dict[str, Callable[[], Any]] = {
     "synchronized": lambda: compiled(lambda: sequential(keras.layers.BatchNormalization(synchronized=True))),
     "our layer": lambda: compiled(lambda: sequential(mpistrat.keras.SyncBatchNormalization())),
     "accumulated": lambda: compiled(optimizer=lambda: sgd(gradient_accumulation_steps=2)),
     "losses of a step": lambda: compiled(ReportsLosses, metrics=()),
-    "overwritten": lambda: compiled(lambda: sequential(Largest())),
-    "overwritten, accumulated": lambda: compiled(lambda: sequential(Largest()),
+    "overwritten": lambda: compiled(lambda: sequential(LargestOfBatch())),
+    "overwritten, accumulated": lambda: compiled(lambda: sequential(LargestOfBatch()),
                                                  lambda: sgd(gradient_accumulation_steps=2, global_clipnorm=0.1)),
     "NaN without rows": lambda: compiled(lambda: OwnStep([keras.Input((COLUMNS,)), *dense()]), metrics=(),
                                          optimizer=lambda: keras.optimizers.LossScaleOptimizer(sgd(), 1.0)),

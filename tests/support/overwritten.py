@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 
-class Largest(keras.layers.Layer):
+class LargestOfBatch(keras.layers.Layer):
     """Keeps the largest absolute value of its batch in a weight, as Keras' float8 does; NaN for a batch without rows.
 
     Its results are its inputs.
