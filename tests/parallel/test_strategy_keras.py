@@ -24,6 +24,7 @@ from mpistrat.tensorflow.xla import context  # noqa: E402
 from ..features.keras_models import Subclassed  # noqa: E402
 from ..features.keras_steps import OwnStep  # noqa: E402
 from ..features.keras_training import BATCH, COLUMNS, both, compiled, dense, fit_both, sequential, sgd  # noqa: E402
+from ..support.overwritten import LargestOfBatch  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data  # noqa: E402
 
 
@@ -325,6 +326,9 @@ UNEVEN: dict[str, Callable[[], Any]] = {
     "our layer": lambda: compiled(lambda: sequential(mpistrat.keras.SyncBatchNormalization())),
     "accumulated": lambda: compiled(optimizer=lambda: sgd(gradient_accumulation_steps=2)),
     "losses of a step": lambda: compiled(ReportsLosses, metrics=()),
+    "overwritten": lambda: compiled(lambda: sequential(LargestOfBatch())),
+    "overwritten, accumulated": lambda: compiled(lambda: sequential(LargestOfBatch()),
+                                                 lambda: sgd(gradient_accumulation_steps=2, global_clipnorm=0.1)),
     "NaN without rows": lambda: compiled(lambda: OwnStep([keras.Input((COLUMNS,)), *dense()]), metrics=(),
                                          optimizer=lambda: keras.optimizers.LossScaleOptimizer(sgd(), 1.0)),
 }

@@ -38,10 +38,12 @@ PACKAGES: dict[str, set[str]] = {
 # Modules of one package that stand in another's directory, because users import them from there.
 ELSEWHERE = {"tensorflow.keras": "keras"}
 # The imports that point up, as (module, function, imported module): Horovod has DistributedOptimizer in
-# mpistrat.tensorflow too, the first strategy integrates Keras, where there is one, and mpistrat.run starts ranks with
-# the launcher. Each is allowed inside of its function only, which runs after the import of the modules.
+# mpistrat.tensorflow too, the first strategy integrates Keras, where there is one, the slices of a tape may go to an
+# optimizer of Keras, and mpistrat.run starts ranks with the launcher. Each is allowed inside of its function only,
+# which runs after the import of the modules.
 UPWARDS = {("tensorflow", "__getattr__", "keras"), ("api.run_function", "run", "cli.function"),
-           ("tensorflow.distribute.strategy", "_keras_integration", "keras.distribute")}
+           ("tensorflow.distribute.strategy", "_keras_integration", "keras.distribute"),
+           ("tensorflow.gradient_tape", "_adapt_keras", "keras.patches")}
 MOST_FLOORS = 8
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
