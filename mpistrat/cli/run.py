@@ -131,7 +131,7 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
     output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
     limits = limits or TimeLimits(grace_s=_grace_s(planned.mpirun, options.grace_period))
     return launch(planned.composed(environ), environ, limits=limits, output=output, start=start,
-                  interference=interference)
+                  interference=interference, ranks=job.ranks)
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,10 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
         raise LaunchError(f"--start-timeout {options.start_timeout:g} is not a number of seconds above 0")
     mpirun, machine = mpirun or identify(find_mpirun(options.mpirun, environ)), this_machine(environ)
     # A command that is printed is run without `mpistrat run`, which would read the lines that ranks start.
-    others = [] if options.dry_run or _goes_elsewhere(passed) else hosts_by_ssh(hosts, machine, passed, environ)
-    job = Job(options.np, in_shell(command, options.np, options.output_filename or None, bool(others)), hosts,
+    are_read = not options.dry_run and not _goes_elsewhere(passed)
+    others = hosts_by_ssh(hosts, machine, passed, environ) if are_read else []
+    is_announced = are_read and (bool(others) or elastic.is_asked_for(options))
+    job = Job(options.np, in_shell(command, options.np, options.output_filename or None, is_announced), hosts,
               options.oversubscribe, passed)
     return Plan(command, job, mpirun, machine, horovodrun.variables(options, mpirun.dialect), others,
                 check_count(job, machine, options.force))

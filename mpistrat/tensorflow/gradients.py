@@ -206,7 +206,7 @@ class GradientReducer:
 
     def reduce_overwritten(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable],
                            places: Sequence[int]) -> list[OptionalGradient]:
-        """Return `gradients` with the largest values of all ranks at `places`, see places_of. Collective if there are any.
+        """Return `gradients` with the largest values of all ranks at `places` (places_of). Collective if there are any.
 
         Those of local variables stay as they are.
         """

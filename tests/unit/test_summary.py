@@ -78,6 +78,11 @@ def test_a_crash_of_mpirun_is_explained() -> None:
     assert summarize(139, [], [], died_of=11)[1] == [
         f"{END} 139: mpirun itself crashed, signal 11 (SIGSEGV). Were there more ranks than this machine can start "
         "(-np)?"]
+    assert summarize(137, [], [], died_of=9)[1] == [
+        f"{END} 137: mpirun itself was killed, signal 9 (SIGKILL): by a user (kill -9), or by the kernel for lack of "
+        "memory (see dmesg)"]
+    assert "(SIGKILL): by the keeper of this host, by a user" in summarize(137, [], [], died_of=9,
+                                                                           subject="generation 1")[1][0]
     # A script in the place of mpirun ends as a shell would.
     assert "mpirun ended as by signal 11 (SIGSEGV), and named no rank" in summarize(139, [], [])[1][0]
 
