@@ -171,7 +171,7 @@ def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike
         if values.shape.rank == 0:
             values = tf.where(state.rows == 0, tf.zeros_like(values), values)  # It may be NaN.
             sample_weight = step_state.share() if sample_weight is None else sample_weight
-        elif values.shape == (0,) and getattr(sample_weight, "shape", None) == ():
+        elif values.shape == (0,) and sample_weight is not None and len(tf.convert_to_tensor(sample_weight).shape) == 0:
             values = tf.zeros([], values.dtype)  # An eager loss of no rows; Keras gives their number as the weight.
     return original(self, values, sample_weight)
 
