@@ -206,9 +206,9 @@ class GradientReducer:
 
     def reduce_overwritten(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable],
                            places: Sequence[int]) -> list[OptionalGradient]:
-        """Return `gradients` with the largest values of all ranks at `places` (places_of). Collective if there are any.
+        """Return `gradients` with the largest values of all ranks at `places`. Collective if there are any.
 
-        Those of local variables stay as they are.
+        `places` are those of places_of. Local variables keep their own values.
         """
         places = [i for i in places if variables[i] not in self._local]
         if not places or not self.process_set.has_others():
