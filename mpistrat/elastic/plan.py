@@ -12,7 +12,6 @@ from ..core.topology import rank_list
 from .commits import CommitId
 from .generation import Generation, Process
 from .hosts import Hosts
-from .keeper_state import HOST_LOST_AFTER_S
 from .orders import Action, Done, Leave, Limits, Say, Start, Stop
 
 # Generations in a row that end without a new commit. The next ones would end in the same way.
@@ -20,6 +19,9 @@ _MOST_FRUITLESS = 3
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 30.0
 # After a failure: how long a keeper that has been silent for a moment may take to be heard again, or to be given up.
 VERDICT_S = 5.0
+# While a generation runs: how long its ranks may take to start another keeper in the place of one that has ended. They
+# end after 20 s without.
+RETURN_LIMIT_S = 25.0
 # After a failure: how long a keeper may take to tell how its ranks have ended. mpirun may end, because a host is lost,
 # before the supervisor knows of the loss.
 _TELL_S = 1.0
@@ -119,9 +121,9 @@ class Plan:
         return [] if self._running is not None else self._lose_hosts(0.0, now)
 
     def host_lost(self, host: str, why: str, now: float) -> list[Action]:
-        """The keeper of a host has been silent for HOST_LOST_AFTER_S."""
+        """The keeper of a host is silent."""
         self._hosts.keeper_gone(host, why, -math.inf)
-        return self._lose_hosts(HOST_LOST_AFTER_S, now)
+        return self._lose_hosts(RETURN_LIMIT_S, now)
 
     def _lose_hosts(self, patience_s: float, now: float) -> list[Action]:
         """Give up the hosts whose keepers have been gone for so long."""
@@ -319,7 +321,7 @@ class Plan:
             return []
         running = self._running
         if running is not None:
-            if lost := self._lose_hosts(HOST_LOST_AFTER_S, now):
+            if lost := self._lose_hosts(RETURN_LIMIT_S, now):
                 return lost
             if absent := sorted(rank for rank, since in running.missing.items() if now - since > START_LOSS_S):
                 return self._stop(f"ranks {rank_list(absent)} ended before init()")

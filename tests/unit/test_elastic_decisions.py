@@ -541,19 +541,19 @@ def test_a_host_whose_keeper_is_gone_is_lost_if_no_other_comes_or_mpirun_ends() 
     for ends in (False, True):
         job = running(Limits(max_np=4), {"a": 2, "b": 2})
         job.committed(CommitId(1, 1), "")
-        assert job.keeper_gone("b", "its keeper has ended", 1.0) == [] and job.tick(6.9) == []
+        assert job.keeper_gone("b", "its keeper has ended", 1.0) == [] and job.tick(25.9) == []
         if ends:
-            all_died(job, {100: "a", 101: "a"}, 1, 6.9)
-            assert job.generation_over(1, 1, 6.9) == [Say("b is lost: its keeper has ended")]
-            assert job.tick(6.9) == [Start(2, 2, (("a", 2),))]
+            all_died(job, {100: "a", 101: "a"}, 1, 25.9)
+            assert job.generation_over(1, 1, 25.9) == [Say("b is lost: its keeper has ended")]
+            assert job.tick(25.9) == [Start(2, 2, (("a", 2),))]
         else:
-            assert kinds(job.tick(7.0)) == [Say, Stop]
+            assert kinds(job.tick(26.0)) == [Say, Stop]
     job = running(Limits(max_np=4), {"a": 2, "b": 2})
     job.keeper_gone("b", "its keeper has ended", 1.0)
     job.keeper_found("b")
-    assert job.tick(8.0) == []
-    job.keeper_gone("b", "its keeper has ended", 8.0)
-    assert job.host_lost("a", "silent", 8.1)[0] == Say("a is lost: silent") and job.tick(8.2) == []
+    assert job.tick(30.0) == []
+    job.keeper_gone("b", "its keeper has ended", 30.0)
+    assert job.host_lost("a", "silent", 30.1)[0] == Say("a is lost: silent") and job.tick(30.2) == []
 
 
 def test_a_rank_that_was_lost_with_its_keeper_is_known_to_be_lost_when_the_others_go_on() -> None:
