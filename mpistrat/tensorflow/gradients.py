@@ -13,6 +13,7 @@ from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, Max, ReduceOp, ScaledOp, resolve_op
 from . import consistency, names
 from .bridge.cpu import to_array
+from .bridge.program_order import HOST
 from .bridge.submission import Observer
 from .bridge.tf_errors import as_tf_error
 from .compression import Compression, Compressor
@@ -92,7 +93,9 @@ def reduce_gradients(gradients: Sequence[Tensor], name: str, scaled: ScaledOp, o
         variables: Those of the gradients, for groups that are lists of variables.
         observer: Called with the gradients before they are reduced, in a graph with those of the first collective.
     """
-    results: list[Tensor] = list(map(tf.convert_to_tensor, gradients) if options.sparse_as_dense else gradients)
+    # XLA adds the rows of slices on a GPU by atomic additions, in another order on each rank, unless ours are the last.
+    is_dense = options.sparse_as_dense or xla.device_here() != HOST
+    results: list[Tensor] = list(map(tf.convert_to_tensor, gradients) if is_dense else gradients)
     if observer is not None and tf.executing_eagerly():
         _observe_eagerly(observer, results)
         observer = None

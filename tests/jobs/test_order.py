@@ -80,7 +80,7 @@ def test_compiled_functions_touch_no_variable_of_another_device() -> None:
     assert job.code == 0, job.output
     for rank in range(2):
         assert job.of_rank(rank) == [f"{way} right" for way in (
-            "horovod", "accumulated", "scaled", "strategy", "tape", "functions")], job.output
+            "horovod", "accumulated", "scaled", "strategy", "tape", "embedding", "functions")], job.output
 
 
 @needs_mpirun

@@ -95,6 +95,23 @@ def tape(is_compiled: bool) -> list[np.ndarray]:
     return model.get_weights()
 
 
+def embedding(is_compiled: bool) -> list[np.ndarray]:
+    """Slices, of other numbers of rows on each rank: where XLA compiles for another device they are averaged dense."""
+    table = tf.Variable(tf.reshape(tf.range(20.0), [10, 2]))
+    steps = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    steps.build([table])
+
+    @tf.function(jit_compile=is_compiled)
+    def step(rows: tf.Tensor) -> None:
+        with tf.GradientTape() as watched:
+            loss = tf.reduce_sum(tf.gather(table, rows) ** 2)
+        steps.apply(watched.gradient(loss, [table]), [table])
+
+    for number in range(4):
+        step(tf.constant([1, 3, number, 3][:3 + hvd.rank() % 2]))
+    return [table.numpy()]
+
+
 def functions(is_compiled: bool) -> list[np.ndarray]:
     """Compiled functions that another function calls: in program order also if they share nothing else."""
     @tf.function(jit_compile=is_compiled)
@@ -134,7 +151,7 @@ def before(operation: tf.Operation) -> set[tf.Operation]:
 
 
 hvd.init()
-for way in (horovod, accumulated, scaled, strategy, tape, functions):
+for way in (horovod, accumulated, scaled, strategy, tape, embedding, functions):
     if sys.argv[1:] and way.__name__ not in sys.argv[1:]:
         continue
     with tf.device(DEVICE):

@@ -7,7 +7,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras import patches  # noqa: E402
+from mpistrat.keras import patches, scatter  # noqa: E402
 
 SHAPE, REPEATS = (3, 2), 5
 OPTIMIZERS = {
@@ -56,6 +56,19 @@ def test_rows_are_added_one_after_the_other(sign: int, dtype: str) -> None:
     for row, value in zip(slices.indices.numpy(), slices.values.numpy(), strict=True):
         expected[row] += np.asarray(sign * value, dtype)
     np.testing.assert_array_equal(variable.numpy(), expected)
+
+
+def test_rows_are_summed_before_they_are_added_where_that_has_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    patches.apply()
+    given: list[int] = []
+    scatter_add = tf.raw_ops.ResourceScatterNdAdd
+    monkeypatch.setattr(scatter, "_adds_atomically", lambda resource: True)
+    monkeypatch.setattr(tf.raw_ops, "ResourceScatterNdAdd", lambda **inputs: (
+        given.append(inputs["updates"].shape[0]), scatter_add(**inputs)))
+    slices, variable = repeated(), keras.Variable(np.ones(SHAPE, "float32"))
+    keras.optimizers.SGD().assign_add(variable, slices)
+    assert given == [2]
+    np.testing.assert_allclose(variable.numpy(), 1 + tf.convert_to_tensor(slices).numpy(), rtol=1e-6)
 
 
 def test_slices_may_have_no_row() -> None:
