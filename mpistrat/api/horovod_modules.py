@@ -72,4 +72,5 @@ class _Loader(Loader):
 
         module.__doc__ = f"Names of horovod.{name}."
         module.__getattr__ = find  # type: ignore[method-assign]
-        module.__all__ = list(importlib.import_module(names).__all__ if isinstance(names, str) else names)
+        vars(module)["__all__"] = list(vars(importlib.import_module(names))["__all__"] if isinstance(names, str)
+                                       else names)
