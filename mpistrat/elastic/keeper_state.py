@@ -272,7 +272,9 @@ class KeeperState:
             return self.end(silence) if now > self._cut_off_at + STAY_S else []
         if now > self._cut_off_at:
             self._is_cut_off, self._cut_off_generation, self._heard = True, self.generation, -math.inf
-            return [*self._kill_ranks(), Connect(), Tell(None, {"kind": "cut off", "why": silence})]
+            cuts = any(not rank.has_ended for rank in self._ranks.values())
+            return [*self._kill_ranks(), Connect(),
+                    *([Tell(None, {"kind": "cut off", "why": silence})] if cuts else [])]
         return self._serve(now)
 
     def _kill_ranks(self) -> list[Action]:

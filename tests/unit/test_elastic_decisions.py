@@ -636,6 +636,9 @@ def test_a_keeper_takes_no_commit_after_a_silence_and_ends_the_ranks_before_the_
     assert beats == [[]] * 4
     assert last[:3] == [keeper_state.Kill(4711), keeper_state.Kill(4000), keeper_state.Connect()]
     assert told(last) == [(None, "cut off")] and keeper.newest is None
+    keeper = a_keeper()
+    keeper.ended(1, 0, "")
+    assert [told(keeper.tick(0.25 * beat)) for beat in range(22)] == [[]] * 22
 
 
 def test_a_commit_waits_for_the_supervisor_and_an_old_answer_says_nothing() -> None:
