@@ -102,7 +102,8 @@ class Executor:
             else:
                 prepared[1].finish(all_ready)
             ended = monotonic_ns()
-            self._look(entries[0], prepared[1].targets)
+            if entries[0].request.labels:
+                self._look(entries[0], prepared[1].targets)
             entries[0].handle.complete(list(prepared[1].targets))
             self._recorder.add(entries[0], entries[0].number, now, ended)
             self._pool.end_round()
@@ -181,7 +182,8 @@ class Executor:
         """Store the job's results in their entries, and complete the entries that have all results."""
         bucket = job.bucket
         if bucket.whole is not None:
-            self._look(entries[bucket.whole], job.targets)
+            if entries[bucket.whole].request.labels:
+                self._look(entries[bucket.whole], job.targets)
             entries[bucket.whole].handle.complete(job.targets)
             self._recorder.add(entries[bucket.whole], job.number, job.began, job.ended)
             return
@@ -194,15 +196,16 @@ class Executor:
             partial.results[i] = result
             partial.missing -= 1
             if partial.missing == 0:
-                self._look(entries[place], partial.results)
+                if entries[place].request.labels:
+                    self._look(entries[place], partial.results)
                 done.append((entries[place], partial))
         complete_all((entry.handle, partial.results) for entry, partial in done)
         for entry, partial in done:
             self._recorder.add(entry, partial.first.number, partial.first.began, job.ended)
 
     def _look(self, entry: Entry, results: Sequence[np.ndarray]) -> None:
-        # Only gradients have the user's names of the tensors; broadcasts of weights have them too.
-        if entry.request.labels and self._finite is not None and entry.request.kind is CollectiveType.ALLREDUCE:
+        """Look at gradients. They have the user's names of the tensors, and so have weights that are broadcast."""
+        if self._finite is not None and entry.request.kind is CollectiveType.ALLREDUCE:
             self._finite.look(entry, results)
 
     def _broadcast(self, sources: Sequence[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
