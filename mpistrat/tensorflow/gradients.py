@@ -94,7 +94,7 @@ def reduce_gradients(gradients: Sequence[Tensor], name: str, scaled: ScaledOp, o
         observer: Called with the gradients before they are reduced, in a graph with those of the first collective.
     """
     # XLA adds the rows of slices on a GPU by atomic additions, in another order on each rank, unless ours are the last.
-    is_dense = options.sparse_as_dense or xla.device_here() != HOST
+    is_dense = options.sparse_as_dense or (tf.IndexedSlices in map(type, gradients) and xla.device_here() != HOST)
     results: list[Tensor] = list(map(tf.convert_to_tensor, gradients) if is_dense else gradients)
     if observer is not None and tf.executing_eagerly():
         _observe_eagerly(observer, results)
