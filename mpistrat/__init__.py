@@ -7,7 +7,7 @@
 Importing it loads neither TensorFlow nor an MPI library. `mpistrat.tensorflow` and `mpistrat.keras` are built on it.
 """
 
-from .api import common, missing_names
+from .api import common, horovod_modules, missing_names
 from .api.common import *  # noqa: F403
 from .api.ops import (
     AsyncResult,
@@ -62,3 +62,4 @@ __all__ = [
 __all__ += common.__all__
 
 __getattr__ = missing_names.explain(__name__, missing_names.ARRAYS)
+horovod_modules.install()

@@ -25,6 +25,7 @@ from ..core.tuning import KEPT_REQUESTS, RECORDED_OPERATIONS
 from ..engine.controller import Controller
 from ..engine.engine import Engine
 from ..engine.executor import Executor
+from ..engine.not_finite import FiniteWatch
 from ..gpu.arrays import GpuTensors
 from ..gpu.executor import GpuExecutor
 from ..process import stacks
@@ -54,6 +55,7 @@ class Group:
         topology, comm: The arguments.
         engine: Executes the collectives of the group.
         traced: What is recorded of it.
+        finite: What looks for Inf and NaN in gradients; None: nothing does.
     """
 
     def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
@@ -66,7 +68,8 @@ class Group:
         self._requests: dict[str, tuple[object, Request]] = {}  # by name, with what they were made from
         ring = OperationRing(RECORDED_OPERATIONS if settings.recorder else 0)
         self._device = GpuExecutor(topology, backends.data, settings, ring)
-        executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring)
+        self.finite = FiniteWatch(topology.job_rank) if settings.nan_warning else None
+        executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring, self.finite)
         controller = Controller(topology, backends.control, executor, settings, backends.agreement,
                                 interruption=interruption, where=partial(_where, ring), trace=trace,
                                 look=partial(stacks.look, processes))

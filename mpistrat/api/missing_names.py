@@ -5,33 +5,36 @@ returns False for all of them, and `from mpistrat... import NAME` is an ImportEr
 """
 
 import difflib
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-_INTERNAL = "it is internal to Horovod. "
+INTERNAL = "it is internal to Horovod. "
 _TORCH = ("there is no binding for PyTorch. The collectives of `import mpistrat` take and return torch's tensors, see "
           "examples/torch_digits.py.")
-_RUNNER = "start ranks with `mpistrat run -np 2 python train.py`, with mpirun, or with mpistrat.run(function, np=2)."
+RUNNER = "start ranks with `mpistrat run -np 2 python train.py`, with mpirun, or with mpistrat.run(function, np=2)."
 _OWN_MODULE = "it is a module that is imported by itself: import {0}."
 
 EVERYWHERE = {
     "torch": _TORCH,
     "mxnet": "there is no binding for MXNet. The collectives of `import mpistrat` take numpy arrays.",
-    "spark": f"there is no integration with Spark; {_RUNNER}",
-    "ray": f"there is no integration with Ray; {_RUNNER}",
-    "runner": _RUNNER,
-    "mpi_lib": _INTERNAL + "The collectives and queries are functions of this module.",
-    "mpi_ops": _INTERNAL + "The collectives and queries are functions of this module.",
-    "check_extension": _INTERNAL + "`mpistrat doctor` shows what this machine has.",
-    "check_installed_version": _INTERNAL + "`mpistrat doctor` shows what this machine has.",
-    "is_version_greater_equal_than": _INTERNAL + "packaging.version compares versions.",
-    "num_rank_is_power_2": _INTERNAL + "Adasum itself checks the number of ranks.",
-    "check_num_rank_power_of_2": _INTERNAL + "Adasum itself checks the number of ranks.",
-    "handle_average_backwards_compatibility": _INTERNAL + "allreduce takes both op and average.",
-    "split_list": _INTERNAL + "DistributedOptimizer takes groups.",
-    "get_process_set_ids_and_ranks": _INTERNAL + "Keep the ProcessSet objects that you register: "
+    "spark": f"there is no integration with Spark; {RUNNER}",
+    "ray": f"there is no integration with Ray; {RUNNER}",
+    "runner": RUNNER,
+    "mpi_lib": INTERNAL + "The collectives and queries are functions of this module.",
+    "HorovodInternalError": "it is mpistrat.CollectiveError.",
+    "gradient_aggregation": INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",
+    "gradient_aggregation_eager": INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",
+    "check_extension": INTERNAL + "`mpistrat doctor` shows what this machine has.",
+    "check_installed_version": INTERNAL + "`mpistrat doctor` shows what this machine has.",
+    "is_version_greater_equal_than": INTERNAL + "packaging.version compares versions.",
+    "num_rank_is_power_2": INTERNAL + "Adasum itself checks the number of ranks.",
+    "check_num_rank_power_of_2": INTERNAL + "Adasum itself checks the number of ranks.",
+    "handle_average_backwards_compatibility": INTERNAL + "allreduce takes both op and average.",
+    "split_list": INTERNAL + "DistributedOptimizer takes groups.",
+    "get_process_set_ids_and_ranks": INTERNAL + "Keep the ProcessSet objects that you register: "
                                                  "ProcessSet.process_set_id and ProcessSet.ranks.",
 }
 ARRAYS: Mapping[str, str] = {
@@ -46,12 +49,11 @@ TENSORFLOW: Mapping[str, str] = {
     "callbacks": "it is in mpistrat.keras.callbacks.",
     "load_model": "it is in mpistrat.keras.",
     "data": _OWN_MODULE.format("mpistrat.tensorflow.data.compute_service"),
-    "functions": _INTERNAL + "The functions are in mpistrat.tensorflow.",
-    "util": _INTERNAL + "The functions are in mpistrat.tensorflow.",
-    "LocalGradientAggregationHelper": _INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",
-    "LocalGradientAggregationHelperEager": _INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",
-    "refs_to_vars": _INTERNAL + "TensorFlow 2 has no reference variables.",
-    "vars_to_refs": _INTERNAL + "TensorFlow 2 has no reference variables.",
+    "util": INTERNAL + "The functions are in mpistrat.tensorflow.",
+    "LocalGradientAggregationHelper": INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",
+    "LocalGradientAggregationHelperEager": INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",
+    "refs_to_vars": INTERNAL + "TensorFlow 2 has no reference variables.",
+    "vars_to_refs": INTERNAL + "TensorFlow 2 has no reference variables.",
 }
 KERAS: Mapping[str, str] = {
     "run": _RUN,
@@ -64,6 +66,10 @@ KERAS: Mapping[str, str] = {
 }
 
 
+_reasons: dict[str, Mapping[str, str]] = {}  # by module, of the modules that are imported
+modules: set[str] = set()  # paths of Horovod's modules, which are attributes too; see horovod_modules
+
+
 def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[str], Any]:
     """Return the function `__getattr__` for a module. Local.
 
@@ -72,12 +78,19 @@ def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[s
         absent: The names of Horovod that this module does not have, each with the reason and what to use, besides
             those that no module has.
     """
-    sentences = {**EVERYWHERE, **(absent or {})}
+    sentences = _reasons[module] = {**EVERYWHERE, **(absent or {})}
 
-    def raise_error(name: str) -> NoReturn:
+    def find(name: str) -> ModuleType:
+        if f"{module}.{name}" in modules:
+            return importlib.import_module(f"{module}.{name}")
         raise AttributeError(_sentence(module, name, sentences))
 
-    return raise_error
+    return find
+
+
+def reason(module: str, name: str) -> str:
+    """Why a module of mpistrat lacks a name of Horovod, and what to use; "" if that is not known. Local."""
+    return _reasons.get(module, {}).get(name, "")
 
 
 def _sentence(module: str, name: str, sentences: Mapping[str, str]) -> str:

@@ -24,7 +24,7 @@ from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
 from ..elastic import membership
 from ..gpu.nccl.claims import set_cuda_variables
-from ..process import abort, exit_code, report, stacks
+from ..process import abort, exit_code, hand_on, report, stacks
 from ..process.child_guard import require_own_place
 from ..process.launch_env import launched_rank, launched_size
 from ..process.launcher_watch import LauncherWatch, launcher_here
@@ -131,6 +131,8 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
             return _runtime
         began = time.monotonic()
         size, launcher = launched_size(os.environ)
+        if size > 1:
+            report.tell(launched_rank(os.environ), report.IN_INIT, os.environ)
         _start_watch()  # Before MPI's initialisation, which waits for the other ranks without a limit.
         try:
             membership.join(os.environ)
@@ -148,6 +150,9 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
             raise
         forked.claim(os.environ)
         _runtime = runtime
+        hand_on.begin(launched_rank(os.environ), os.environ)
+        if (member := membership.current()) is not None:
+            member.connected()
         global_process_set.mpi_comm = cast("MPI.Comm", comm) if hasattr(comm, "Get_group") else None
         atexit.register(_shut_down_at_exit)
     topology = runtime.topology

@@ -7,6 +7,9 @@ run`, `check` and `bench`, and by mpistrat.run.
 """
 
 import argparse
+import difflib
+import math
+import os
 import shlex
 import threading
 from dataclasses import dataclass
@@ -16,12 +19,15 @@ from ..core.errors import LaunchError
 from . import horovodrun
 from .hostfile import HostList, parse_list, read_hostfile
 
+AUTO = 0  # what -np auto is, until the number is known
 # Options of mpistrat, and the number of values of each.
 _OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscribe": 0, "--force": 0, "--dry-run": 0,
               "--traceback": 0, "--all-output": 0, "--help": 0, "--output-filename": 1, **horovodrun.ARITY,
-              "--elastic": 0, "--restart-failed": 0, "--min-np": 1, "--max-np": 1, "--host-discovery-script": 1,
-              "--slots-per-host": 1, "--elastic-timeout": 1, "--reset-limit": 1, "--blacklist-cooldown-range": 2,
-              "--elastic-checkpoint": 1, "--elastic-checkpoint-every": 1, "--efficiency": 1}
+              "--grace-period": 1, "--elastic": 0, "--restart-failed": 0, "--min-np": 1, "--max-np": 1,
+              "--host-discovery-script": 1, "--slots-per-host": 1, "--elastic-timeout": 1, "--reset-limit": 1,
+              "--blacklist-cooldown-range": 2, "--elastic-checkpoint": 1, "--elastic-checkpoint-every": 1,
+              "--efficiency": 1}
+_NEAR = 0.85  # how like each other an option and its misspelling are, see difflib
 # Other names for them, from horovodrun and the different mpiruns.
 _ALIASES = {
     "-n": "-np", "--np": "-np", "--num-proc": "-np", "-hosts": "-H", "--hosts": "-H", "-host": "-H", "--host": "-H",
@@ -88,6 +94,9 @@ def split_arguments(arguments: list[str]) -> CommandLine:
                 arity = 0
             else:
                 mpirun += [arguments[i], *rest[:arity]]
+        elif near := difflib.get_close_matches(option, [] if "--" in rest else _OWN_ARITY, 1, _NEAR):
+            raise LaunchError(f"{option} is no option. Did you mean {near[0]}? If it is one of mpirun's, write -- "
+                              "before the command.")
         elif equals:
             mpirun.append(arguments[i])
             arity = 0
@@ -135,7 +144,8 @@ class Parser(argparse.ArgumentParser):
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of all subcommands that start ranks: -np, -H, --hostfile, --oversubscribe, --mpirun."""
-    parser.add_argument("-np", dest="np", type=_ranks, metavar="N", help="number of ranks (processes)")
+    parser.add_argument("-np", dest="np", type=_ranks, metavar="N", help="number of ranks (processes). "
+                        "auto: as many as -H or the hostfile say, or one for each GPU of this host, or each two cores")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", dest="hosts", action="append", metavar="HOST:SLOTS,...",
                        help="hosts, with the number of ranks for each; default: all ranks on this host, or in the "
@@ -144,7 +154,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
                        help="a file of hosts, in the syntax of Open MPI ('node1 slots=4') or MPICH ('node1:4')")
     parser.add_argument("--oversubscribe", action="store_true",
                         help="allow more ranks than the hosts have slots")
-    parser.add_argument("--mpirun", metavar="PATH",
+    parser.add_argument("--mpirun", metavar="PATH", type=os.path.expanduser,
                         help="the mpirun to use; default: that of this Python environment, or the first on the PATH")
 
 
@@ -172,13 +182,23 @@ def positive_int(text: str, problem: str) -> int:
 
 def positive_seconds(text: str) -> float:
     """Return the number above 0, of seconds that a thread can wait, that `text` is. Raises ArgumentTypeError if not."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= threading.TIMEOUT_MAX:  # NaN is not.
+    if not 0 < (number := _number(text)) <= threading.TIMEOUT_MAX:  # NaN is not.
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
     return number
+
+
+def seconds(text: str) -> float:
+    """As `positive_seconds`, or 0."""
+    if not 0 <= (number := _number(text)) <= threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0 on")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def counted(count: int, noun: str) -> str:
@@ -187,4 +207,4 @@ def counted(count: int, noun: str) -> str:
 
 
 def _ranks(text: str) -> int:
-    return positive_int(text, f"{text} is not a number of ranks; write for example: -np 2")
+    return AUTO if text == "auto" else positive_int(text, f"{text} is not a number of ranks; write for example: -np 2")

@@ -20,9 +20,11 @@ from types import FrameType
 
 from ..core.errors import LaunchError
 from ..core.install import numbers
-from ..elastic.plan import Done, Limits, Start
+from ..core.ownership import own_directory
+from ..elastic.orders import Done, Limits, Start
 from ..elastic.service import Service, addresses_towards
 from ..process.launcher_watch import ABORTED
+from ..process.report import ReportReader
 from ..trace import last
 from .arguments import counted, read_hosts
 from .hostfile import OPEN_MPI, HostList, parse_list
@@ -99,8 +101,7 @@ def run(options: argparse.Namespace, launched: Callable[..., Outcome]) -> int:
         while True:
             order = service.next_order(1.0)
             if isinstance(order, Start):
-                control.subject, control.generation = f"generation {order.generation}", order.generation
-                control.told = ()
+                control.begin(order.generation)
                 if order.generation > 1:
                     _say(f"generation {order.generation} starts with {counted(order.ranks, 'rank')} on "
                          f"{', '.join(f'{host}:{slots}' for host, slots in order.hosts)}")
@@ -149,21 +150,34 @@ class _Control(Interference):
     ends_all = True
 
     def __init__(self) -> None:
-        self.generation = 0
+        self.generation, self.is_done = 0, False
         self.told: Collection[Sequence[str]] = ()
-        self._stop = 0, ""  # a generation, and why it is to end
+        self._stop = 0, "", False  # a generation, why it is to end, and whether its ranks have ended well
         self.service: Service | None = None
         self._planned_at = math.inf
         self._before: dict[int, object] = {}
 
-    def stop(self, generation: int, why: str) -> None:
+    def begin(self, generation: int) -> None:
+        """This generation is about to start."""
+        self.subject, self.generation, self.told, self.is_done = f"generation {generation}", generation, (), False
+
+    def stop(self, generation: int, why: str, is_done: bool = False) -> None:
         """End the mpirun of a generation, which may be about to start. In any thread."""
-        self._stop = generation, why
+        self._stop = generation, why, is_done
         os.kill(os.getpid(), ABORTED)
 
     def why_stop(self) -> str:
-        generation, why = self._stop
-        return why if generation == self.generation else ""
+        generation, why, is_done = self._stop
+        if generation != self.generation:
+            return ""
+        self.is_done = is_done
+        return why
+
+    def why_vain(self, told: ReportReader) -> str:
+        """Tell the service which processes are ranks: it notices if one ends in vain, however that ends."""
+        assert self.service is not None
+        self.service.started(self.generation, told.started, told.without_init - told.in_init)
+        return ""
 
     def takes(self, number: int) -> bool:
         """Tell the plan. Only the second SIGTERM, Ctrl-C and their kind reach mpirun."""
@@ -305,11 +319,13 @@ def slurm_counts(text: str) -> list[int]:
 def _directory(options: argparse.Namespace) -> str:
     if not options.elastic_checkpoint:
         return ""
-    directory = Path(options.elastic_checkpoint).absolute()
+    directory = Path(options.elastic_checkpoint).expanduser().resolve()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        own_directory(directory, 0o700, 0o022)
     except OSError as error:
-        raise LaunchError(f"--elastic-checkpoint {directory}: {error.strerror}") from None
+        raise LaunchError(f"--elastic-checkpoint {directory}: {error}. Name a directory to which only you can "
+                          "write.") from None
     return str(directory)
 
 

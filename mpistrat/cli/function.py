@@ -23,7 +23,7 @@ from ..core.errors import LaunchError, RunError
 from ..core.forked import RANK_PROCESS
 from ..core.install import pip
 from ..core.tuning import RUN_START_POLL_S
-from ..process.launch_env import launched_size
+from ..process.launch_env import SRUN, launched_size
 from .main import main
 from .run import parse, plan
 from .supervisor import parent_guard
@@ -77,7 +77,9 @@ def run_function(call: Call, options: Sequence[str], executable: str, start_time
         is_printed: Print the command of mpirun.
     """
     environ = {name: value for name, value in os.environ.items() if name != RANK_PROCESS}
-    if launched_size(environ) != (1, ""):
+    size, launcher = launched_size(environ)
+    # A step of srun with one task, as for a notebook's server, is no job of ranks.
+    if size != 1 or launcher not in ("", SRUN):
         raise LaunchError("run() starts a job, and this process is a rank of one already. Call it in a script that is "
                           "started without mpirun.")
     with tempfile.TemporaryDirectory(prefix="mpistrat-run-") as name:

@@ -4,6 +4,7 @@ The lowest rank that sees the directory reads the function and broadcasts it. If
 it is on another host and does not share it, its result travels to that rank. Started by function.py, under mpirun.
 """
 
+import os
 import pickle
 import platform
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from ..api import ops, runtime
 from ..api.ops import dumps
 from ..core.errors import CollectiveError, LaunchError, MpistratError
+from ..core.ownership import foreign
 from .function import CALL, STARTED, RankResult, file_of, write
 
 
@@ -27,7 +29,7 @@ def main(directory: Path) -> None:
     """
     runtime.init()
     rank = runtime.current().topology.rank
-    sees = (directory / CALL).exists()
+    sees = is_seen(directory)
     everybody: list[bool] = ops.allgather_object(sees, "run.sees")
     if not any(everybody):
         raise LaunchError(f"run(): no rank sees the directory {directory} of the host that has called it. Give that "
@@ -44,6 +46,14 @@ def main(directory: Path) -> None:
         for other, found in enumerate(ops.allgather_object(None if sees else outcome, "run.results")):
             if found is not None and rank == reader:
                 write(directory / file_of(other), pickle.dumps(found))
+
+
+def is_seen(directory: Path) -> bool:
+    """Whether this host sees the directory, with the function. On another host a stranger may have made one like it."""
+    try:
+        return not foreign(directory.lstat(), os.geteuid(), 0o077) and (directory / CALL).exists()
+    except OSError:
+        return False
 
 
 def _outcome(call: bytes, path: Path | None) -> RankResult:

@@ -4,6 +4,8 @@ In a hostfile, Open MPI has `node1 slots=4` and MPICH has `node1:4`. Both accept
 Called by the launcher; local.
 """
 
+import codecs
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +45,7 @@ class Host:
 
 @dataclass(frozen=True)
 class HostList:
-    """The hosts that ranks run on. `path` is the hostfile, or "" for a list from the command line."""
+    """The hosts that ranks run on. `path` is the hostfile, or "" if no mpirun can read it or there is none."""
 
     hosts: tuple[Host, ...]
     path: str = ""
@@ -93,7 +95,9 @@ def read_hostfile(path: str) -> HostList:
         LaunchError: The file cannot be read, has no host, or has a line that neither MPI accepts (names the line).
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        path = os.path.expanduser(path)
+        content = Path(path).read_bytes()
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise LaunchError(f"--hostfile {path}: {error.strerror}. Give a file with lines like: node1 slots=4") from None
     except UnicodeDecodeError:
@@ -102,7 +106,9 @@ def read_hostfile(path: str) -> HostList:
              if line.split("#")[0].strip()]
     if not hosts:
         raise LaunchError(f"--hostfile {path}: no host in it. Write lines like: node1 slots=4")
-    return HostList(tuple(hosts), path)
+    # mpirun takes the byte order mark and the carriage return of Windows for parts of a name, so it gets a list.
+    is_of_windows = content.startswith(codecs.BOM_UTF8) or b"\r" in content
+    return HostList(tuple(hosts), "" if is_of_windows else path)
 
 
 def _parse_line(line: str, where: str) -> Host:

@@ -29,6 +29,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return the exit code. `argv` has no program name; the default is `sys.argv[1:]`."""
+    _open_missing_streams()
     arguments = sys.argv[1:] if argv is None else argv
     command = arguments[0] if arguments else "--help"
     code = 0
@@ -54,6 +55,19 @@ def main(argv: list[str] | None = None) -> int:
         # error at exit, when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _open_missing_streams() -> None:
+    """Open /dev/null in place of stdin, stdout and stderr that the caller has closed (`>&-`).
+
+    Without it the next file or pipe that is opened would get the number of stdout, and the ranks would print there.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdin = sys.stdin or open(0)  # noqa: SIM115 - open for the life of the process, as the original
+    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115 - likewise
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115 - likewise
 
 
 def _help() -> str:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,7 +158,12 @@ def _compose_hydra(job: Job, mpirun: Mpirun) -> LaunchCommand:
     if job.hosts is not None:
         file_flag = "-machinefile" if mpirun.maker == INTEL_MPI else "-f"
         argv += [file_flag, job.hosts.path] if job.hosts.readable_by(HYDRA) else ["-hosts", job.hosts.as_list(HYDRA)]
-    return LaunchCommand((*argv, *job.options, *job.command))
+    return LaunchCommand((*argv, *(_of_hydra(option) for option in job.options), *job.command))
+
+
+def _of_hydra(option: str) -> str:
+    """The option by which MPICH puts the rank before each line, for that of Open MPI; other options as they are."""
+    return "-l" if option.lstrip("-") == "tag-output" and option.startswith("-") else option
 
 
 def _check_slots(job: Job) -> None:
@@ -252,16 +258,26 @@ def identify(path: str) -> Mpirun:
     """
     try:
         done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, timeout=VERSION_TIMEOUT_S, check=False)
+                              stderr=subprocess.STDOUT, timeout=VERSION_TIMEOUT_S, check=False,
+                              env=with_home(os.environ))
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} --version fails: {error}. Choose another with --mpirun PATH.") from None
     text = done.stdout.decode(errors="replace")
     maker, version = parse_version(text)
     if not maker:
         start = " ".join(text.split())[:80] or "nothing"
+        if done.returncode != 0:
+            raise LaunchError(f"{path} --version fails with exit code {done.returncode}: {start}. Mend that, or choose "
+                              "another with --mpirun PATH.")
         raise LaunchError(f"{path} is neither Open MPI's nor MPICH's nor Intel MPI's mpirun (--version says: {start}). "
                           f"Call it without mpistrat: {path} -np 2 python train.py")
     return Mpirun(path, maker, version)
+
+
+def with_home(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment with HOME, without which Open MPI does not start. Some containers and services lack it."""
+    home = os.path.expanduser("~")  # By the number of the user; "~" if no file of users knows it.
+    return {"HOME": home if home != "~" else tempfile.gettempdir(), **environ}
 
 
 def parse_version(text: str) -> tuple[str, str]:

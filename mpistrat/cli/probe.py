@@ -5,14 +5,15 @@ mpistrat.cli.probe` with a time limit. That process prints each finding as one l
 `mpistrat doctor`.
 """
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any
+
+from .child import Child
+from .mpirun import with_home
 
 TIMEOUT_S = 60.0
 _MARK = "mpistrat-probe "  # begins a line with findings; MPI libraries print to stdout too
@@ -37,30 +38,16 @@ class Findings:
 
 def probe(timeout_s: float = TIMEOUT_S) -> Findings:
     """Run the probe in another process. Errors of the libraries are part of the result; it never hangs."""
-    command = [sys.executable, "-m", "mpistrat.cli.probe"]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          start_new_session=True) as process:
-        try:
-            out, err = process.communicate(timeout=timeout_s)
-            code = process.returncode
-            failure = "" if code == 0 else _describe_exit(code, err.decode(errors="replace"))
-        except subprocess.TimeoutExpired:
-            _kill_group(process)
-            out, err = process.communicate()
-            failure = f"loading the libraries took more than {timeout_s:g} s"
-        except BaseException:
-            _kill_group(process)
-            raise
+    with Child([sys.executable, "-m", "mpistrat.cli.probe"], with_home(os.environ)) as child:
+        code = child.wait(time.monotonic() + timeout_s)
+        out, err = child.said
+    failure = f"loading the libraries took more than {timeout_s:g} s" if code is None else \
+        _describe_exit(code, err) if code else ""
     parts: dict[str, Any] = {}
-    for line in out.decode(errors="replace").splitlines():
+    for line in out.splitlines():
         if line.startswith(_MARK):
             parts |= json.loads(line[len(_MARK):])
     return Findings(**parts, failure=failure)
-
-
-def _kill_group(process: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _describe_exit(returncode: int, err: str) -> str:

@@ -2,7 +2,8 @@
 
 - It has the rank print into files of its own, as horovodrun does: DIRECTORY/rank.R/stdout and stderr. It keeps mpirun's
   stderr open for the report of a rank that fails (process/report.py), which is for the summary.
-- It prints a line that the rank starts, so that `mpistrat run` knows when all hosts have answered.
+- It prints a line that the rank starts, so that `mpistrat run` knows when all hosts have answered, and which process
+  an elastic job waits for.
 
 Called by `mpistrat run` and mpistrat.run.
 """
@@ -15,7 +16,7 @@ from ..process.report import STARTS
 _REPORTS = 9  # the descriptor of mpirun's stderr; shells know descriptors of one digit
 # Open MPI's variable, MPICH's and Intel MPI's, and PMIx'.
 _RANK = "rank=${OMPI_COMM_WORLD_RANK-${PMI_RANK-$PMIX_RANK}}"
-_ANNOUNCE = f'echo "{STARTS.format(rank="$rank")}" >&2'
+_ANNOUNCE = f'echo "{STARTS.format(rank="$rank", pid="$$", host="$(uname -n)")}" >&2'
 _FILES = "; ".join((
     'directory=$1/rank.$(printf %0$2d "$rank")', 'shift 2', 'mkdir -p "$directory" || exit 2',
     f'[ -z "${RUN_REPORTS}" ] || export {RUN_REPORTS}="${RUN_REPORTS} {_REPORTS}"',

@@ -2,19 +2,20 @@
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import NoReturn
 
 from ..core.errors import LaunchError
+from ..core.install import numbers
 from ..process.launch_env import RUN_CORES
 from . import efficiency, elastic, horovodrun
-from .arguments import Parser, add_launch_options, mpirun_options, read_hosts, split_arguments
+from .arguments import AUTO, Parser, add_launch_options, mpirun_options, read_hosts, seconds, split_arguments
+from .automatic import automatic
 from .doctor import command as doctor
+from .hostfile import OPEN_MPI
 from .inventory import has_nvidia_driver
 from .mpirun import (
     INTEL_MPI,
@@ -29,15 +30,17 @@ from .mpirun import (
     is_local,
     sets_binding,
     this_machine,
+    with_home,
 )
 from .rank_shell import in_shell
+from .script import EXAMPLE, checked, with_text
 from .ssh import hosts_by_ssh, unreachable
 from .startup import is_python, variables
 from .stderr.output import Output
 from .supervisor import Interference, Outcome, Start, TimeLimits, launch
 
-EXAMPLE = "mpistrat run -np 2 python train.py"
 _START_TIMEOUT_S = 30.0
+_GRACE_S = 25.0  # Slurm and Kubernetes give a job 30 s, in which mpirun has to end, too.
 # Options of mpirun with which the output of ranks goes to files, or to its stdout; --output has its own words for it.
 _OUTPUT_OPTIONS = ("outfile-pattern", "errfile-pattern", "merge-stderr-to-stdout")
 
@@ -56,8 +59,9 @@ share it), the file with the last operations of the ranks (MPISTRAT_FAILURE_TIME
 TensorFlow's log lines only errors are printed, once for all ranks (TF_CPP_MIN_LOG_LEVEL=2, unless it is set).
 
 The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. Ctrl-C ends the job, a second Ctrl-C
-kills it. Processes that a failed job leaves on this host are killed. mpirun is terminated if it does not end within
-15 s after a rank has ended the job. --help among the arguments of a Python script runs the script once, without mpirun.
+kills it. SIGTERM goes to the ranks, which have some time to save. Processes that a failed job leaves on this host are
+killed. mpirun is terminated if it does not end within 15 s after a rank has ended the job. --help among the arguments
+of a Python script runs the script once, without mpirun.
 
 examples:
   mpistrat run -np 2 python train.py
@@ -75,7 +79,8 @@ def main(argv: list[str]) -> int:
     options, passed, command = parse(argv)
     if options.check_build:
         return doctor.main([])
-    if options.np is not None and not options.dry_run and asks_for_help(command := _command(command, os.environ)):
+    command = with_text(command, sys.stdin)
+    if options.np is not None and not options.dry_run and asks_for_help(command := checked(command, os.environ)):
         return _run_once(command)
     if options.efficiency is not None and not options.dry_run:
         if _goes_elsewhere(passed):
@@ -107,21 +112,26 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
         limits, interference: See supervisor.launch.
     """
     job, is_here = planned.job, is_local(planned.job, planned.machine)
-    environ = {**os.environ, **(more or {}), **_binding(job, planned.mpirun)}
+    environ = {**with_home(os.environ), **(more or {}), **_binding(job, planned.mpirun)}
     if not options.all_output:
         environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if not _goes_elsewhere(job.options):  # What a rank says why it fails would not reach the summary.
         environ |= variables(planned.command, is_here, os.environ, options.traceback)
 
     def why_not() -> str:
-        found = unreachable(planned.others, {**environ, **planned.variables})
+        needed = [planned.mpirun.path, *(word for word in planned.command[:1] if os.path.isabs(word))]
+        try:
+            found = unreachable(planned.others, {**environ, **planned.variables}, needed)
+        except OSError as error:
+            return f"ssh cannot be tried: {error}"
         return next(map(" ".join, found.values()), "")
 
     start = Start(job.ranks, options.start_timeout or _START_TIMEOUT_S, why_not) if planned.others else None
     level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
-    return launch(planned.composed(environ), environ, limits=limits or TimeLimits(), output=output, start=start,
-                  interference=interference)
+    limits = limits or TimeLimits(grace_s=_grace_s(planned.mpirun, options.grace_period))
+    return launch(planned.composed(environ), environ, limits=limits, output=output, start=start,
+                  interference=interference, ranks=job.ranks)
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...], tuple[s
     """Return the options of mpistrat, those of mpirun, and the command. Raises LaunchError."""
     arguments = split_arguments(argv)
     options = _parser().parse_args(arguments.own)
+    if options.np == AUTO:
+        options.np, said = automatic(read_hosts(options), this_machine(os.environ), os.environ)
+        print(f"mpistrat run: -np auto is {said}", file=sys.stderr)
     return options, (*arguments.mpirun, *mpirun_options(options.mpi_args)), arguments.command
 
 
@@ -166,16 +179,25 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     """
     if options.np is None:
         raise LaunchError(f"how many ranks? Say it with -np, for example: {EXAMPLE}")
-    command, hosts = _command(command, environ), read_hosts(options)
+    command, hosts = checked(command, environ), read_hosts(options)
     if options.start_timeout is not None and not options.start_timeout > 0:  # NaN is not either.
         raise LaunchError(f"--start-timeout {options.start_timeout:g} is not a number of seconds above 0")
     mpirun, machine = mpirun or identify(find_mpirun(options.mpirun, environ)), this_machine(environ)
     # A command that is printed is run without `mpistrat run`, which would read the lines that ranks start.
-    others = [] if options.dry_run or _goes_elsewhere(passed) else hosts_by_ssh(hosts, machine, passed, environ)
-    job = Job(options.np, in_shell(command, options.np, options.output_filename or None, bool(others)), hosts,
+    are_read = not options.dry_run and not _goes_elsewhere(passed)
+    others = hosts_by_ssh(hosts, machine, passed, environ) if are_read else []
+    is_announced = are_read and (bool(others) or elastic.is_asked_for(options))
+    job = Job(options.np, in_shell(command, options.np, options.output_filename or None, is_announced), hosts,
               options.oversubscribe, passed)
     return Plan(command, job, mpirun, machine, horovodrun.variables(options, mpirun.dialect), others,
                 check_count(job, machine, options.force))
+
+
+def _grace_s(mpirun: Mpirun, asked: float | None) -> float:
+    """Seconds from SIGTERM to the end of the ranks; 0: they do not get it. Open MPI 4 hands no such signal on."""
+    if mpirun.maker == OPEN_MPI and numbers(mpirun.version) < [5]:
+        return 0.0
+    return _GRACE_S if asked is None else asked
 
 
 def asks_for_help(command: Sequence[str]) -> bool:
@@ -217,8 +239,11 @@ def _parser() -> Parser:
                     "mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
     add_launch_options(parser)
     parser.add_argument("--force", action="store_true", help="start more than 100 ranks for each core")
-    parser.add_argument("--output-filename", metavar="DIR", help="rank R prints into DIR/rank.R/stdout and "
-                        "DIR/rank.R/stderr; the last lines, on why a job has failed, are on the terminal as always")
+    parser.add_argument("--output-filename", metavar="DIR", type=os.path.expanduser, help="rank R prints into "
+                        "DIR/rank.R/stdout and DIR/rank.R/stderr; the last lines, on why a job has failed, are on the "
+                        "terminal as always")
+    parser.add_argument("--grace-period", type=seconds, metavar="S", help="how long ranks have to save after SIGTERM, "
+                        f"which they get too, before they are ended (default {_GRACE_S:g}; not for --elastic)")
     elastic.add_options(parser)
     horovodrun.add_options(parser)
     parser.add_argument("--efficiency", type=int, metavar="N", help="run the first N steps of the script on one rank "
@@ -228,18 +253,3 @@ def _parser() -> Parser:
     parser.add_argument("--all-output", action="store_true",
                         help="print the log lines of TensorFlow of all ranks, and all messages of mpirun")
     return parser
-
-
-def _command(command: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Check that the command exists, and put Python before a script."""
-    if not command:
-        raise LaunchError(f"what is to be run? Write the command last, for example: {EXAMPLE}")
-    program = command[0]
-    if program.endswith(".py"):
-        if not Path(program).is_file():
-            raise LaunchError(f"{program}: no such file. Write the path of the script, for example: {EXAMPLE}")
-        return (sys.executable, *command)
-    if shutil.which(program, path=environ.get("PATH", os.defpath)) is None:
-        raise LaunchError(f"{program}: no such command. Write a program or a .py file after the options, for example: "
-                          f"{EXAMPLE}")
-    return command

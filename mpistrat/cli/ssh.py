@@ -8,16 +8,19 @@ import contextlib
 import os
 import shlex
 import shutil
-import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from .child import Child
 from .hostfile import HostList
 from .mpirun import Machine
 
 _CONNECT_S = 3  # for ssh, which counts in seconds
 _LIMIT_S = 4.0  # for all hosts
 _MOST_AT_ONCE = 64
+_SSH_FAILS, _LACKS = 255, 97  # exit codes: ssh's own, and one that no shell gives
 # With one of these in its environment mpirun starts ranks by something else than ssh.
 _AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "OMPI_MCA_orte_launch_agent", "HYDRA_LAUNCHER",
            "HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP")
@@ -29,6 +32,8 @@ _REMEDIES = (
     ("Host key verification", "Connect once by hand to accept its key: `ssh {host}`."),
     ("refused", "No ssh server listens there; --ssh-port is the port."),
 )
+# What runs on a host, with the paths of programs as its arguments. It prints the first one that is not there.
+_LOOK = f'for path; do test -x "$path" || {{ echo "$path" >&2; exit {_LACKS}; }}; done'
 _NO_ANSWER = "Is it on, and does a firewall let ssh through?"
 
 
@@ -44,12 +49,14 @@ def hosts_by_ssh(hosts: HostList | None, machine: Machine, options: Sequence[str
         host.name for host in hosts.hosts if host.name not in machine.names]
 
 
-def unreachable(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Connect to hosts by ssh, for a few seconds. Of those that cannot be reached: a sentence on why, and the remedy.
+def unreachable(hosts: Sequence[str], environ: Mapping[str, str], needed: Sequence[str] = ()
+                ) -> dict[str, tuple[str, str]]:
+    """Connect to hosts by ssh, for a few seconds. Of those where ranks cannot start: a sentence on why, and the remedy.
 
     Args:
         hosts: At least one. Some dozens of them are tried.
         environ: The environment of mpirun, which may have arguments for ssh.
+        needed: Paths of programs that each host must have.
     """
     ssh = shutil.which("ssh", path=environ.get("PATH", os.defpath))
     if ssh is None:
@@ -57,25 +64,28 @@ def unreachable(hosts: Sequence[str], environ: Mapping[str, str]) -> dict[str, t
                            "Install it: apt-get install openssh-client")}
     given = next((environ[name] for name in _SSH_ARGUMENTS if name in environ), "")
     argv = [ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", *shlex.split(given)]
-    tries = {host: subprocess.Popen([*argv, host, "true"], env=dict(environ), stdin=subprocess.DEVNULL,
-                                    stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-             for host in hosts[:_MOST_AT_ONCE]}
-    until = time.monotonic() + _LIMIT_S
-    failures = {host: _failure(process, until) for host, process in tries.items()}
-    return {host: _sentences(host, failure) for host, failure in failures.items() if failure is not None}
+    look = shlex.join(("sh", "-c", _LOOK, "sh", *needed))
+    found = {}
+    with contextlib.ExitStack() as tries:
+        children = {host: tries.enter_context(Child([*argv, host, look], environ))
+                    for host in hosts[:_MOST_AT_ONCE]}
+        until = time.monotonic() + _LIMIT_S
+        for host, child in children.items():
+            code = child.wait(until)
+            _, said = child.said
+            if code == _LACKS:
+                found[host] = _without(host, said.strip().rpartition("\n")[2])
+            elif code in (None, _SSH_FAILS):
+                lines = [line.strip() for line in said.split("\n") if line.strip()] if code else []
+                found[host] = _sentences(host, lines[-1] if lines else "")
+    return found
 
 
-def _failure(process: "subprocess.Popen[bytes]", until: float) -> str | None:
-    """What ssh says last; None if it has reached its host."""
-    try:
-        _, said = process.communicate(timeout=max(0.0, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.communicate()
-        return ""
-    lines = said.decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "") if process.returncode == 255 else None
+def _without(host: str, path: str) -> tuple[str, str]:
+    """Of a host that ssh reaches, and that lacks a program."""
+    prefix = sys.prefix if Path(path).is_relative_to(sys.prefix) else path
+    return (f"{host} has no {path}. Each host needs the same programs under the same path.",
+            f"Copy them: `rsync -aR {shlex.quote(prefix)} {host}:/`, or install the same there.")
 
 
 def _sentences(host: str, failure: str) -> tuple[str, str]:

@@ -3,11 +3,14 @@
 Normally mpirun ends its ranks and itself. It has been seen to stay after its ranks had ended, when hosts were cut off
 from each other, and it may be killed before it can end its ranks. So `launch` does the following:
 
+- SIGTERM goes to the ranks (`hand_on`), which have some time to save before mpirun gets it, and ends them.
 - After a rank has ended the job, or after a signal, mpirun has some time to end. Then it is terminated, and killed if
   that does not help. A second signal kills it at once.
 - After a job has failed, its remaining processes on this host are killed. Processes that a successful job has left are
   not touched.
 - The whole job may have a time limit, after which it is ended in the same way.
+- MPI's initialisation waits without a limit for a rank that has ended before it. mpirun ends the job if that rank has
+  failed, and otherwise it is terminated.
 - mpirun waits without a limit for hosts that do not answer, and then ignores signals. So where ranks start on other
   hosts it is killed if they have not started in time, and soon after a signal before that.
 - What mpirun prints to stderr passes through this process (`forward`, `output`); the last lines are a summary. Its
@@ -20,6 +23,7 @@ import contextlib
 import ctypes
 import math
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -29,21 +33,28 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.errors import LaunchError
+from ..core.topology import rank_list
 from ..core.tuning import SUPERVISOR_POLL_S
 from ..process import procfs
+from ..process.hand_on import HANDED_ON
 from ..process.launch_env import RUN_NAME, RUN_REPORTS
 from ..process.launcher_watch import ABORTED
-from ..process.report import SUMMARY
+from ..process.report import SUMMARY, ReportReader
 from ..trace import last
 from .forward import Forwarder
+from .hostfile import HYDRA
 from .mpirun import LaunchCommand
 from .stderr.output import Output
-from .stderr.summary import summarize
+from .stderr.summary import JOB, summarize
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 # Why ranks have not started on hosts that ssh reaches.
 _NO_ANSWER = ("ssh reaches the hosts, but mpirun has no answer from there. They must reach this host by TCP (a "
               "firewall?), and have the same MPI under the same path")
+_FEW = 128  # files, below which mpistrat doctor reports a failure, too
+_LOOK_S = 0.5  # between two looks at what the ranks have told, until all of them have called init()
+# From then on that a rank is known to have ended without init(): mpirun may end the job itself, with that rank's code.
+_WITHOUT_INIT_S = 2.0
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ranks
 
@@ -55,7 +66,8 @@ class TimeLimits:
     Attributes:
         total_s: From the start to SIGTERM for mpirun.
         abort_s: From the end of the job by a rank to SIGTERM for mpirun.
-        signal_s: From the first signal to SIGKILL for mpirun. Within this time mpirun lets its ranks end.
+        grace_s: From SIGTERM, which ranks get, to SIGTERM for mpirun; 0: mpirun gets it at once.
+        signal_s: From the first other signal to SIGKILL for mpirun. Within this time mpirun lets its ranks end.
         unstarted_s: The same, as long as not all ranks have started.
         second_s: A signal that arrives earlier than this after the first counts as the same signal, because some
             senders signal both a process and its process group.
@@ -65,6 +77,7 @@ class TimeLimits:
 
     total_s: float = math.inf
     abort_s: float = 15.0
+    grace_s: float = 0.0
     signal_s: float = 30.0
     unstarted_s: float = 2.0
     second_s: float = 0.3
@@ -110,10 +123,12 @@ class Interference:
     Attributes:
         subject: What mpirun runs, for people.
         ends_all: Whether what mpirun leaves behind is ended also if its exit code is 0.
+        is_done: Whether all ranks have ended well, so that an end of mpirun that is forced is no failure.
     """
 
-    subject = "the job"
+    subject = JOB
     ends_all = False
+    is_done = False
 
     def why_stop(self) -> str:
         """Why mpirun is to end now; "" while it goes on. Called at the start, and after each signal ABORTED."""
@@ -122,6 +137,14 @@ class Interference:
     def takes(self, number: int) -> bool:
         """Whether the supervisor handles this signal, which mpirun does not get then."""
         return False
+
+    def why_vain(self, told: ReportReader) -> str:
+        """Why the ranks wait in vain for each other in init(); "" if they may go on. Called until all are there."""
+        absent, waiting = told.without_init - told.in_init, told.in_init - told.without_init
+        if not absent or not waiting:
+            return ""
+        return (f"ranks {rank_list(sorted(absent))} ended without init(), in which ranks {rank_list(sorted(waiting))} "
+                "waited for them")
 
     def keep_last(self, told: Collection[Sequence[str]]) -> str:
         """Write what the ranks did last when mpirun has failed; see last.save."""
@@ -161,14 +184,23 @@ class Termination:
         self.is_late = True
         self.reason = f"mpirun has not started all ranks within {timeout_s:g} s (--start-timeout)"
 
-    def note_signal(self, now: float, has_started: bool = True) -> None:
-        """Record that a signal that ends programs has arrived. mpirun has received it too."""
-        if self._signalled_at is None:
+    def is_first(self, now: float) -> bool:
+        """Whether a signal that arrives now is the first one, or counts as the same."""
+        return self._signalled_at is None or now - self._signalled_at < self._limits.second_s
+
+    def note_signal(self, now: float, has_started: bool = True, is_handed_on: bool = False) -> None:
+        """Record that a signal that ends programs has arrived. mpirun, or if it `is_handed_on` the ranks, have it too.
+        """
+        if self._signalled_at is None and is_handed_on:
+            self._signalled_at = now
+            self._terminate_at = min(self._terminate_at, now + self._limits.grace_s)
+            self.reason = f"the ranks have not ended within {self._limits.grace_s:g} s after SIGTERM (--grace-period)"
+        elif self._signalled_at is None:
             self._signalled_at = now
             limit_s = self._limits.signal_s if has_started else self._limits.unstarted_s
             self._kill_at = min(self._kill_at, now + limit_s)
             self.reason = f"mpirun has not ended within {limit_s:g} s after a signal"
-        elif now - self._signalled_at >= self._limits.second_s:
+        elif not self.is_first(now):
             self._kill_at = now
             self.reason = "this is the second signal"
             self.is_urgent = True
@@ -192,7 +224,7 @@ class Termination:
 
 def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = TimeLimits(),
            output: Output | None = None, start: Start | None = None, speaker: str = "mpistrat run",
-           interference: Interference | None = None, stdout: int | None = None) -> Outcome:
+           interference: Interference | None = None, stdout: int | None = None, ranks: int = 0) -> Outcome:
     """Run mpirun until the job has ended. Call it on the main thread, because it changes the handling of signals.
 
     Args:
@@ -204,6 +236,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
         speaker: The command that prints the last lines.
         interference: What a supervisor of several mpiruns has to say.
         stdout: A descriptor for mpirun's stdout; None: that of this process.
+        ranks: How many ranks say that they call init(); 0: they do not say it.
 
     Raises:
         LaunchError: mpirun cannot be started.
@@ -216,7 +249,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
     before = signal.pthread_sigmask(signal.SIG_BLOCK, caught | {signal.SIGCHLD, ABORTED})
     try:
         run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits,
-                   output, start, speaker, interference or Interference(), stdout)
+                   output, start, speaker, interference or Interference(), stdout, ranks)
         outcome = run.wait()
         run.say_why(outcome.code)
         return replace(outcome, measured=output.told.measured)
@@ -233,12 +266,14 @@ class _Run:
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],
                  mask: Collection[int], limits: TimeLimits, output: Output, start: Start | None, speaker: str,
-                 interference: Interference, stdout: int | None):
+                 interference: Interference, stdout: int | None, ranks: int):
         self._interference = interference
         self._caught, self._limits, self._name = caught, limits, environ[RUN_NAME]
         self._termination = Termination(limits, time.monotonic())
         self._output, self._start, self._dialect, self._speaker = output, start, command.dialect, speaker
         self._start_until = math.inf if start is None else time.monotonic() + start.timeout_s
+        self._ranks, self._are_all_in_init = ranks, not ranks
+        self._why_vain, self._vain_since = "", math.inf
         self._last_signal: int | None = None  # of those that end programs
         self._is_killed = False
         self._can_show_more = environ.get(RUN_REPORTS) == SUMMARY
@@ -265,24 +300,44 @@ class _Run:
                 self._start_until = math.inf
                 if self._start is not None and not self._has_started:
                     self._termination.note_no_start(now, self._start.timeout_s)
-            self._next_signal(min(self._termination.wait_s(now), self._start_until - now))
+            self._look_at_ranks(now)
+            look_s = math.inf if self._are_all_in_init else _LOOK_S
+            self._next_signal(min(self._termination.wait_s(now), self._start_until - now, look_s))
             due = self._termination.due(time.monotonic())
             if due is not None:
                 self._is_killed = True
                 self._mpirun.send_signal(due)
-                if not self._is_recalled:
+                if not self._is_recalled and not self._interference.is_done and not self._why_vain:
                     self._say(f"{self._termination.reason}; it is sent {due.name}")
         code = self._mpirun.returncode
         if code != 0 or self._last_signal is not None or self._interference.ends_all:
             self._kill_remaining()
+        if self._is_killed and self._interference.is_done:
+            return Outcome(0, self._termination.reason)
         if self._is_killed or self._is_recalled:
             return Outcome(128 + self._last_signal if self._last_signal is not None else 1, self._termination.reason,
                            self._has_started)
         return Outcome(code if code >= 0 else 128 - code, "", self._has_started)
 
+    def _look_at_ranks(self, now: float) -> None:
+        """End a job whose ranks wait for one that has ended."""
+        if self._are_all_in_init:
+            return
+        self._are_all_in_init = len(self._output.told.in_init) >= self._ranks
+        why = self._interference.why_vain(self._output.told)
+        self._vain_since = min(self._vain_since, now) if why else math.inf
+        if now - self._vain_since >= _WITHOUT_INIT_S and not self._termination.reason:
+            self._why_vain = why
+            self._termination.note_stop(now, why)
+
     @property
     def _has_started(self) -> bool:
         return self._start is None or len(self._output.told.started) >= self._start.ranks
+
+    @property
+    def _hands_on(self) -> bool:
+        """Whether ranks get SIGTERM from mpirun: MPICH's hands it on, and ranks of Open MPI's say so."""
+        return self._limits.grace_s > 0 and (self._dialect == HYDRA or bool(self._output.told.handing_on))
 
     @property
     def _is_recalled(self) -> bool:
@@ -304,6 +359,9 @@ class _Run:
         why = ""
         if self._start is not None and code != 0 and self._last_signal is None and not self._has_started:
             why = self._start.why_not() or (_NO_ANSWER if self._termination.is_late else "")
+        why = why or self._why_vain
+        if not why and code != 0 and self._last_signal is None and not self._output.words:
+            why = _few_files()
         died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
         told = self._output.told
         text, lines = summarize(code, told.reports, self._output.words, interrupted_by=self._last_signal,
@@ -330,11 +388,15 @@ class _Run:
             return
         if self._interference.takes(info.si_signo):
             return
+        now = time.monotonic()
+        is_handed_on = info.si_signo == signal.SIGTERM and self._hands_on and self._termination.is_first(now)
+        if is_handed_on and self._last_signal is None:
+            self._mpirun.send_signal(signal.SIGTERM if self._dialect == HYDRA else HANDED_ON)
         # A terminal sends a signal (with a code above 0) to all processes in the foreground, so mpirun has it already.
-        if info.si_code <= 0:
+        elif info.si_code <= 0 and not is_handed_on:
             self._mpirun.send_signal(info.si_signo)
         if info.si_signo in _ENDING:
-            self._termination.note_signal(time.monotonic(), self._has_started)
+            self._termination.note_signal(now, self._has_started, is_handed_on)
             self._last_signal = info.si_signo
 
     def _kill_remaining(self) -> None:
@@ -380,6 +442,12 @@ def parent_guard(parent: int) -> Callable[[], bool]:
         return os.getppid() == parent
 
     return guard
+
+
+def _few_files() -> str:
+    """Why mpirun may have failed, if it has not said that a rank has; or ""."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"only {limit} files may be opened here, too few for mpirun. Type: ulimit -n 65536" if limit < _FEW else ""
 
 
 def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:

@@ -6,6 +6,7 @@ setting, HOROVOD_X becomes MPISTRAT_X. `Settings.from_env` is called by the runt
 
 import difflib
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -18,6 +19,11 @@ T = TypeVar("T")
 
 PREFIX = "MPISTRAT_"
 HOROVOD_PREFIX = "HOROVOD_"
+# What other programs call so, without the prefix: what a module of a cluster sets for the package (Lmod, EasyBuild,
+# Spack), and what Kubernetes sets in each container for a service whose name begins so
+# (https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables).
+_OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|"
+                        r"PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -79,6 +85,9 @@ class Settings:
         "CHECK_ACTION", "abort", "What happens when these differ by more than rounding. abort: an error on every rank. "
         "warn: a warning. repair: a warning, and all ranks get the values of the largest group of ranks with the same "
         "ones; of groups of that size the one with the lowest rank.", choices=("abort", "warn", "repair"))
+    nan_warning: bool = _setting(
+        "NAN_WARNING", True, "0: no warning names the rank whose gradients are the first with Inf or NaN, and the "
+        "tensors. It is for gradients that are reduced on the CPU, dense ones.")
     join_average: str = _setting(
         "JOIN_AVERAGE", "active", "What an average divides by while some ranks have called join(). active: the number "
         "of ranks that give a tensor. all: the number of all ranks, as in Horovod.", choices=("active", "all"))
@@ -104,9 +113,9 @@ class Settings:
     pin_gpu: bool = _setting(
         "PIN_GPU", True, "0: init() of mpistrat.tensorflow and mpistrat.keras, and MPIStrategy, do not assign a GPU to "
         "each rank as pin_gpu() does.")
-    xla: str = _setting(
-        "XLA", "auto", "Whether XLA compiles collectives. auto: on the CPU. 1: on a GPU too. 0: they are an error in a "
-        "function with jit_compile=True, and Keras models are trained without XLA.", choices=("auto", "0", "1"))
+    xla: bool = _setting(
+        "XLA", True, "0: collectives are an error in a function with jit_compile=True, and Keras models are trained "
+        "without XLA. By default XLA compiles them, with TensorFlow 2.21 and later.")
     bind: bool = _setting(
         "BIND", True, "0: do not bind. By default each rank of a host runs on an equal share of the cores that the job "
         "may use there, unless the launcher has bound the ranks.")
@@ -123,7 +132,7 @@ class Settings:
         "everything.")
     failure_timeline: bool = _setting(
         "FAILURE_TIMELINE", True, "0: mpistrat run does not write what the ranks of a job that fails did last to a "
-        "timeline, mpistrat-*.json, in its directory.")
+        "timeline, in the directory .mpistrat of its directory.")
     status_file: bool = _setting(
         "STATUS_FILE", True, "0: rank 0 does not write what all ranks do to a file once a second, which mpistrat top "
         "reads.")
@@ -136,18 +145,22 @@ class Settings:
         """Read the settings from `environ`.
 
         Raises:
-            SettingsError: Unknown MPISTRAT_ names, and values that are malformed or out of range; names all of them.
+            SettingsError: Unknown MPISTRAT_ names that are none of other programs, and values that are malformed or
+                out of range; names all of them.
         """
         by_env = {PREFIX + f.metadata["env"]: f for f in fields(cls)}
         values: dict[str, Any] = {}
         problems: list[str] = []
         for name in sorted(n for n in environ if n.startswith(PREFIX)):
+            if name not in by_env and _OF_OTHERS.fullmatch(name.removeprefix(PREFIX)):
+                continue
             if name not in by_env:
                 # Compared without the prefix, which makes all names similar.
                 near = difflib.get_close_matches(name.removeprefix(PREFIX), [n.removeprefix(PREFIX) for n in by_env], 3)
                 hint = f"Did you mean {' or '.join(PREFIX + n for n in near)}?" if near \
                     else "The page Settings of the documentation (docs/settings.md) has all of them."
-                problems.append(f"{name} is not a setting of mpistrat. {hint}")
+                problems.append(f"{name} is not a setting of mpistrat. {hint} If it is of another program: unset {name}"
+                                ".")
                 continue
             try:
                 values[by_env[name].name] = _parse(by_env[name], environ[name])
@@ -222,7 +235,7 @@ def _parse(setting: "Field[Any]", text: str) -> bool | int | float | str:
         return text.lower() in ("1", "true")
     if kind is str:
         if not meta["choices"]:
-            return text
+            return os.path.expanduser(text)  # A shell does not do it behind `env` or mpirun's -x.
         if text.lower() not in meta["choices"]:
             raise ValueError(f"expected one of {', '.join(meta['choices'])}.")
         return text.lower()

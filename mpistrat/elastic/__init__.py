@@ -4,8 +4,9 @@
 before the training is done, the next one starts with the hosts that are left. What the ranks have committed outlives
 them in the memory of a *keeper*, one process per host that does not use MPI.
 
-`plan` and `keeper_state` decide; time and messages are their arguments. `service`, `keeper` and `member` are thin
-shells around them, with sockets and processes: of the supervisor, of a keeper, and of a rank.
+`plan` (with `hosts` and `generation`) and `keeper_state` decide; time and messages are their arguments. `service`,
+`keeper` and `member` are thin shells around them, with sockets and processes: of the supervisor, of a keeper, and of a
+rank.
 """
 
 from typing import NoReturn

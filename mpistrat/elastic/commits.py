@@ -1,56 +1,45 @@
-"""A commit as bytes: a header with a checksum, a pickle, and the arrays that the pickle refers to.
+"""A commit as bytes: a header with a checksum, a value (encoding.py), and the arrays that the value refers to.
 
 The same bytes are kept in memory by the keepers and in files by the chief. Arrays are written without a copy in
-between (pickle protocol 5, PEP 574), at multiples of 64 bytes. Local; any thread may call the functions.
+between, at multiples of 64 bytes. A value may have pickles of the script's own objects, so a file is read only if no
+other user can have written it. Local; any thread may call the functions.
 """
 
+import contextlib
 import os
-import pickle
 import struct
 import zlib
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-_MAGIC = b"mpistrat commit\1"
+from ..core.ownership import foreign, own_directory
+from .commit_id import CommitId as CommitId
+from .encoding import decode, encode
+
+_MAGIC = b"mpistrat commit\2"
 _HEADER = struct.Struct("<16sIIQ")  # magic, checksum of all that follows, number of parts, bytes in all
-_PART = struct.Struct("<QQ")  # start and length of a part; the first part is the pickle
+_PART = struct.Struct("<QQ")  # start and length of a part; the first part is the value
 _ALIGNMENT = 64
+_OTHERS = 0o022  # permissions that nobody else may have for a file that is read, and its directory
 
 
 class DamagedCommitError(Exception):
     """The bytes are not a whole commit."""
 
 
-@dataclass(frozen=True, order=True)
-class CommitId:
-    """Which commit: later ones are greater.
-
-    Attributes:
-        generation: The generation that has made it, from 1.
-        number: How many commits this generation had made with it.
-    """
-
-    generation: int
-    number: int
-
-    def __str__(self) -> str:
-        return f"commit {self.number} of generation {self.generation}"
-
-
 class Packed:
     """A value that is ready to be written. It refers to the arrays of the value, which must not change until then.
 
     Args:
-        value: Anything that can be pickled.
+        value: Anything that can be encoded.
 
     Attributes:
         nbytes: The size of the commit.
     """
 
     def __init__(self, value: object):
-        buffers: list[pickle.PickleBuffer] = []
-        pickled = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-        parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
+        encoded, buffers = encode(value)
+        parts = [memoryview(encoded), *buffers]
         start = _HEADER.size + _PART.size * len(parts)
         self._parts: list[tuple[int, memoryview]] = []
         for part in parts:
@@ -88,26 +77,41 @@ def read(memory: memoryview) -> Any:
     if zlib.crc32(memory[_HEADER.size:nbytes]) != checksum:
         raise DamagedCommitError("its checksum is wrong")
     table = memory[_HEADER.size:_HEADER.size + count * _PART.size]
-    pickled, *buffers = (memory[start:start + length] for start, length in _PART.iter_unpack(table))
-    return pickle.loads(pickled, buffers=buffers)
+    encoded, *buffers = (memory[start:start + length] for start, length in _PART.iter_unpack(table))
+    return decode(encoded, buffers)
 
 
 def save(packed: Packed, path: str) -> None:
-    """Write a commit to a file, which is complete or absent whatever happens meanwhile.
+    """Write a commit to a file, which is complete or absent whatever happens meanwhile. Only this user can read it.
 
     Raises:
-        OSError: The file cannot be written. One that was there before is intact.
+        OSError: The file cannot be written, or others can write to its directory. A file that was there is intact.
     """
+    own_directory(Path(path).parent.resolve(), 0o700, _OTHERS)
     memory = bytearray(packed.nbytes)
     packed.write(memoryview(memory))
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        with open(temporary, "wb") as file:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
             file.write(memory)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError:
-        if os.path.exists(temporary):
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def load(path: str) -> Any:
+    """Return the value of the commit in a file.
+
+    Raises:
+        OSError: It cannot be read, or may have been written by another user.
+        DamagedCommitError: It is no whole commit.
+    """
+    own_directory(Path(path).parent.resolve(), 0o700, _OTHERS)
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        if problem := foreign(os.fstat(file.fileno()), os.geteuid(), _OTHERS):
+            raise PermissionError(f"it {problem}, and may have been written by another user")
+        return read(memoryview(file.read()))

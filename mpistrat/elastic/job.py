@@ -21,6 +21,7 @@ class ElasticJob:
         port: Where the supervisor listens.
         checkpoint: The directory where the chief saves commits; "" for none.
         checkpoint_every: Commits between two of these.
+        newest: Generation and number of the newest commit when the generation starts; (0, 0) for none.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ElasticJob:
     port: int
     checkpoint: str = ""
     checkpoint_every: int = 0
+    newest: tuple[int, int] = (0, 0)
 
     def to_text(self) -> str:
         """The job as JSON."""
@@ -39,7 +41,7 @@ class ElasticJob:
     def from_text(cls, text: str) -> "ElasticJob":
         """The job that to_text() has written."""
         found = json.loads(text)
-        return cls(**{**found, "hosts": tuple(found["hosts"])})
+        return cls(**{**found, "hosts": tuple(found["hosts"]), "newest": tuple(found["newest"])})
 
     def variable(self) -> dict[str, str]:
         """The environment variable for the ranks."""

@@ -1,9 +1,10 @@
 """A keeper: a process that keeps the commits of a job in the memory of one host. `python -m mpistrat.elastic.keeper`
 
 The first rank of a host that finds no keeper starts one, with the job on its stdin. The keeper runs in a session of
-its own and without MPI, so it outlives ranks, and the daemon that started them. It ends when its supervisor ends, or is
-silent for too long. The commits are in anonymous memory (memfd), which ranks of the same user open through /proc; the
-kernel frees it with the keeper.
+its own and without MPI, so it outlives ranks, and the daemon that started them. It ends when its supervisor has ended:
+then nothing listens any more at that address. If the supervisor is only out of reach, or stopped, the keeper connects
+again and again, for minutes. The commits are in anonymous memory (memfd), which ranks of the same user open through
+/proc; the kernel frees it with the keeper.
 """
 
 import contextlib
@@ -12,20 +13,23 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import cast
 
 from ..process import procfs
-from ..process.line import Line, Listening, Message, connect
+from ..process.line import Address, Line, Listening, Message, connect
+from .commits import CommitId
 from .job import ElasticJob
-from .keeper_state import BEAT_S, Action, End, KeeperState, Kill, Tell
+from .keeper_state import BEAT_S, Action, Connect, End, KeeperState, Kill, Tell
 
 logger = logging.getLogger(__name__)
 _CONNECT_LIMIT_S = 10.0
+_AGAIN_S = 0.5  # between two tries to connect again
 _SEGMENTS = "/dev/shm/sm_segment.", "/dev/shm/mpich_shm_"
-_Event = tuple[Line, Message | None]
+_Event = tuple[Line | None, Message | None]
 
 
 def socket_name(job: ElasticJob) -> str:
@@ -43,14 +47,16 @@ class Keeper:
 
     def __init__(self, job: ElasticJob, listener: socket.socket):
         self._events: SimpleQueue[_Event] = SimpleQueue()
-        self._state = KeeperState(time.monotonic())
         self._memory = [os.memfd_create(f"mpistrat commit {index}") for index in range(2)]
-        self._is_ending = False
-        self._segments: dict[int, set[str]] = {}  # of MPI's shared memory, by the process that has mapped them
+        self._job, self._is_ending = job, False
+        self._segments: set[str] = set()  # of MPI's shared memory
+        self._unsent: list[Message] = []  # while there is no line to the supervisor
         self._listening = Listening(listener, job.key, lambda line: line.read(self._take))
-        self._supervisor = connect([(host, job.port) for host in job.hosts], job.key, _CONNECT_LIMIT_S)
-        self._supervisor.send(kind="keeper", host=socket.gethostname(), pid=os.getpid())
-        self._supervisor.read(self._take)
+        self._supervisor: Line | None = connect([(host, job.port) for host in job.hosts], job.key, _CONNECT_LIMIT_S)
+        self._address: Address = cast("tuple[str, int]", self._supervisor.peer)[:2]
+        first, second = (f"/proc/{os.getpid()}/fd/{memory}" for memory in self._memory)
+        self._state = KeeperState(time.monotonic(), (first, second))
+        self._greet(self._supervisor)
 
     def run(self) -> None:
         """Serve the job until it is over."""
@@ -59,7 +65,10 @@ class Keeper:
             now = time.monotonic()
             if now >= beat_at:
                 beat_at = now + BEAT_S
-                self._supervisor.send(kind="beat")
+                if self._supervisor is not None:
+                    self._supervisor.send(kind="beat", sent=now)
+                for pid in self._state.in_init:
+                    self._note_segments(pid)
             try:
                 event = self._events.get(timeout=max(beat_at - now, 0.0))
             except Empty:
@@ -73,45 +82,91 @@ class Keeper:
             for action in actions:
                 self._act(action)
 
+    def _greet(self, line: Line) -> None:
+        """Make this the line to the supervisor."""
+        self._supervisor = line
+        line.send(kind="keeper", host=socket.gethostname(), pid=os.getpid())
+        unsent, self._unsent = self._unsent, []
+        for message in unsent:
+            line.send(**message)
+        line.send(kind="beat", sent=time.monotonic())
+        line.read(self._take_from_supervisor)
+
+    def _connect_again(self) -> None:
+        """In a thread of its own: an address may not answer for seconds."""
+        while not self._is_ending:
+            try:
+                self._events.put((connect([self._address], self._job.key, _CONNECT_LIMIT_S), {"kind": "connected"}))
+                return
+            except OSError as error:
+                logger.debug("the supervisor is out of reach: %s", error)
+                if isinstance(error.__cause__, ConnectionRefusedError):
+                    self._events.put((None, {"kind": "end", "why": "the supervisor has ended"}))
+                    return
+            time.sleep(_AGAIN_S)
+
+    def _take_from_supervisor(self, line: Line, message: Message | None) -> None:
+        if message is None:
+            self._events.put((line, {"kind": "disconnected"}))
+        else:
+            self._events.put((None, message))
+
     def _take(self, line: Line, message: Message | None) -> None:
         self._events.put((line, message))
 
-    def _decide(self, line: Line, message: Message | None) -> list[Action]:
+    def _decide(self, line: Line | None, message: Message | None) -> list[Action]:
         state, now = self._state, time.monotonic()
-        kind = None if message is None else message.get("kind")
-        if line is self._supervisor:
-            if message is None:
-                return state.end("the supervisor has ended")
-            if kind == "leave":
-                return state.leave(message["generation"], message["why"])
-            return state.end(message["why"]) if kind == "end" else state.beat(message["generation"], now)
         if message is None:
             return state.closed(line)
+        kind = message["kind"]
+        if line is None:
+            return self._decide_of_supervisor(message, now)
+        if kind == "connected":
+            self._greet(line)
+            return state.connected()
+        if kind == "disconnected":  # An earlier line has been replaced.
+            return state.disconnected() if line is self._supervisor else []
         if kind == "hello":
-            return state.hello(line, message["rank"], message["pid"], message["generation"], message["launcher"])
-        if kind == "where":  # a commit is, or the next one goes
-            index = message.get("index", state.free_index())
-            line.send(kind="there", path=f"/proc/{os.getpid()}/fd/{self._memory[index]}")
-            return []
-        if kind == "committed":
-            self._note_segments(message["pid"])
-            return state.committed(line, message["number"], message["nbytes"], message["step"], now)
+            if message["connected"]:
+                self._note_segments(message["pid"])
+            return state.hello(line, message["rank"], message["pid"], message["generation"], message["launcher"],
+                               message["connected"])
+        if kind == "commit":
+            return state.asked_to_write(line, CommitId(*message["commit"]), message["is_copy"], now)
+        if kind == "written":
+            return state.written(line, message["nbytes"], message["step"], now)
         if kind == "renamed":
             return state.renamed(line, message["rank"], message["size"])
         if kind == "preempted":
-            self._supervisor.send(**message)
-            return []
+            return [Tell(None, message)]
         return state.ended(line, message["code"], message["why"])
+
+    def _decide_of_supervisor(self, message: Message, now: float) -> list[Action]:
+        if message["kind"] == "leave":
+            return self._state.leave(message["generation"], message["why"])
+        if message["kind"] == "end":
+            return self._state.end(message["why"])
+        absent = [rank for rank, pid in message["awaited"] if procfs.find(pid) is None]
+        return [*self._state.beat(message["generation"], message["sent"], now),
+                *(Tell(None, {"kind": "missing", "generation": message["generation"], "rank": rank})
+                  for rank in absent)]
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Tell):
-            line = self._supervisor if action.to is None else cast("Line", action.to)
-            line.send(**action.message)
+            if action.to is not None:
+                cast("Line", action.to).send(**action.message)
+            elif self._supervisor is None or not self._supervisor.send(**action.message):
+                self._unsent.append(action.message)
         elif isinstance(action, Kill):
             try:
                 os.kill(action.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass  # It has just ended.
+        elif isinstance(action, Connect):
+            line, self._supervisor = self._supervisor, None
+            if line is not None:
+                line.close()
+                threading.Thread(target=self._connect_again, name="mpistrat-connect", daemon=True).start()
         else:
             assert isinstance(action, End)
             logger.info("the keeper ends: %s", action.why)
@@ -121,16 +176,14 @@ class Keeper:
 
     def _note_segments(self, pid: int) -> None:
         """Note the files of shared memory that MPI has made. It leaves those of ranks that were killed."""
-        if pid in self._segments:
-            return
         try:
             lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return  # It has just ended.
-        self._segments[pid] = {path for line in lines if (path := line.rpartition(" ")[2]).startswith(_SEGMENTS)}
+        self._segments |= {path for line in lines if (path := line.rpartition(" ")[2]).startswith(_SEGMENTS)}
 
     def _remove_segments(self) -> None:
-        for path in set().union(*self._segments.values()):
+        for path in self._segments:
             with contextlib.suppress(OSError):  # MPI has removed it.
                 os.unlink(path)
 

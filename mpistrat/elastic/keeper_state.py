@@ -1,22 +1,32 @@
 """What a keeper decides: which commits it keeps, which ranks end, and when it ends itself. Pure: no I/O, no clock.
 
 A keeper belongs to one job on one host. It keeps the last two commits, tells the supervisor how the ranks of its host
-end, and ends them if the supervisor is gone. So of two parts of a job that a broken link has separated, only the part
-that the supervisor reaches goes on: the other one makes no commit after `COMMIT_LIMIT_S` without the supervisor, and
-has ended after `LOST_AFTER_S`, before the supervisor starts a new generation elsewhere.
+end, and ends them if it is cut off from the supervisor. So of two parts of a job that a broken link has separated, only
+the part that the supervisor reaches goes on: the other one makes no commit after `COMMIT_LIMIT_S` without the
+supervisor, and has ended after `LOST_AFTER_S`, before the supervisor starts a new generation elsewhere.
+
+Both times begin when the heartbeat was *sent* that the supervisor has answered last: an answer that was on its way for
+long, or was read late since this process was stopped, says nothing about the supervisor now. So a commit that arrives
+meanwhile waits for an answer.
+
+A keeper that is cut off stays for `STAY_S`, with its commits, for a generation that starts later. An old commit does no
+harm, since the supervisor knows the newest one.
 """
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 from .commits import CommitId
 
-BEAT_S = 0.5  # between two heartbeats in each direction
-LOST_AFTER_S = 5.0  # Silence of the other side. The supervisor waits for `HOST_LOST_AFTER_S`, which is longer.
+BEAT_S = 0.5  # between two heartbeats; the supervisor answers each
+LOST_AFTER_S = 5.0  # Silence of the supervisor. The supervisor waits for `HOST_LOST_AFTER_S`, which is longer.
 COMMIT_LIMIT_S = 4.0
 HOST_LOST_AFTER_S = 6.0
-START_LIMIT_S = 30.0  # for the first message of the supervisor
+SILENT_S = 3 * BEAT_S  # A process that has done nothing for so long was stopped; one that is silent may be lost.
+BACK_S = 2.0  # for the first answer after this process was stopped
+STAY_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -50,21 +60,45 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class Connect:
+    """Close the line to the supervisor, if it is open, and connect anew."""
+
+
+@dataclass(frozen=True)
 class End:
     """End the keeper, after the ranks of its host."""
 
     why: str
 
 
-Action = Tell | Kill | End
+Action = Tell | Kill | Connect | End
 
 
 @dataclass
 class _Rank:
+    rank: int
     pid: int
     generation: int
     launcher: int
+    is_connected: bool
     has_ended: bool = False
+
+    def hello(self) -> Tell:
+        """What the supervisor is told of it."""
+        return Tell(None, {"kind": "hello", "rank": self.rank, "pid": self.pid, "generation": self.generation,
+                           "connected": self.is_connected})
+
+
+@dataclass
+class _Write:
+    """A commit that a rank wants to write, writes, or has written (`nbytes` is not None)."""
+
+    line: Hashable
+    id: CommitId
+    is_copy: bool
+    has_file: bool = False
+    nbytes: int | None = None
+    step: str = ""
 
 
 class KeeperState:
@@ -72,14 +106,19 @@ class KeeperState:
 
     Args:
         now: The time, in seconds from any origin, as in all methods.
+        paths: Those of the two memory files.
     """
 
-    def __init__(self, now: float):
-        self._heard, self._silence_s = now, START_LIMIT_S
+    def __init__(self, now: float, paths: tuple[str, str] = ("0", "1")):
+        self._paths = paths
+        self._heard = -math.inf  # when the heartbeat was sent that was answered last; not after the line was closed
+        self._cut_off_at, self._ticked = now + LOST_AFTER_S, now
+        self._is_cut_off, self._cut_off_generation = False, 0
         self.generation = 0  # the newest that the supervisor or a rank has named
         self._leave: dict[str, Any] | None = None
         self._ranks: dict[Hashable, _Rank] = {}  # by line
         self._slots: list[Slot] = []  # the newest last
+        self._writes: list[_Write] = []  # The first one may have the free memory file.
         self._is_ending = False
 
     @property
@@ -92,20 +131,24 @@ class KeeperState:
         """The ranks' process numbers, by line."""
         return {line: rank.pid for line, rank in self._ranks.items()}
 
-    def free_index(self) -> int:
-        """The memory file that does not have the newest commit."""
-        return 1 - self._slots[-1].index if self._slots else 0
+    @property
+    def in_init(self) -> list[int]:
+        """The process numbers of ranks that have not left init()."""
+        return [rank.pid for rank in self._ranks.values() if not rank.is_connected]
 
     # -- messages of ranks ---------------------------------------------------------------------------------------------
 
-    def hello(self, line: Hashable, rank: int, pid: int, generation: int, launcher: int = 0) -> list[Action]:
-        """A rank of this host has connected by `line`. `launcher` is the process that launched it, if known."""
-        if self._is_ending or generation < self.generation:
+    def hello(self, line: Hashable, rank: int, pid: int, generation: int, launcher: int = 0,
+              is_connected: bool = False) -> list[Action]:
+        """A rank of this host is in init(), has left it (`is_connected`), or has lost the keeper before this one.
+
+        `launcher` is the process that launched it, if known.
+        """
+        if self._is_ending or generation < self.generation or generation <= self._cut_off_generation:
             return [Kill(pid)]
         actions = self._newer(generation)
-        self._ranks[line] = _Rank(pid, generation, launcher)
-        actions.append(Tell(line, {"kind": "welcome", **self._newest()}))
-        actions.append(Tell(None, {"kind": "hello", "rank": rank, "pid": pid, "generation": generation}))
+        known = self._ranks[line] = _Rank(rank, pid, generation, launcher, is_connected)
+        actions += [Tell(line, {"kind": "welcome", **self._newest()}), known.hello()]
         if self._leave is not None:
             actions.append(Tell(line, self._leave))
         return actions
@@ -114,27 +157,56 @@ class KeeperState:
         """What a rank is told about the newest commit."""
         newest = self.newest
         return {"newest": None if newest is None else
-                {"generation": newest.id.generation, "number": newest.id.number, "index": newest.index,
+                {"generation": newest.id.generation, "number": newest.id.number, "path": self._paths[newest.index],
                  "nbytes": newest.nbytes}}
 
-    def committed(self, line: Hashable, number: int, nbytes: int, step: str, now: float) -> list[Action]:
-        """A rank has written a commit into the memory file `free_index`. `step` says where it is, for people."""
-        rank = self._ranks.get(line)
-        if rank is None or rank.generation != self.generation or self._is_ending:
-            return []
-        if now - self._heard > min(COMMIT_LIMIT_S, self._silence_s):
-            return [Tell(line, {"kind": "refused",
-                                "why": f"the supervisor has been silent for {now - self._heard:.1f} s"})]
-        slot = Slot(CommitId(rank.generation, number), self.free_index(), nbytes)
-        self._slots = [*self._slots[-1:], slot]
-        return [Tell(line, {"kind": "kept", **self._newest()}),
-                Tell(None, {"kind": "committed", "generation": rank.generation, "number": number, "step": step})]
+    def asked_to_write(self, line: Hashable, commit: CommitId, is_copy: bool, now: float) -> list[Action]:
+        """A rank has a commit to write. It gets the memory file that does not have the newest one.
+
+        Args:
+            line: Of the rank.
+            commit: Which one.
+            is_copy: Whether it was committed before, so that the keeper may have it.
+            now: The time.
+        """
+        if line in self._ranks and not self._is_ending:
+            self._writes.append(_Write(line, commit, is_copy))
+        return self._serve(now)
+
+    def written(self, line: Hashable, nbytes: int, step: str, now: float) -> list[Action]:
+        """A rank has written its commit into the file. `step` says where it is, for people."""
+        if self._writes and self._writes[0].line == line and self._writes[0].has_file:
+            self._writes[0].nbytes, self._writes[0].step = nbytes, step
+        return self._serve(now)
+
+    def _serve(self, now: float) -> list[Action]:
+        """Keep the commit that is written, and let the next rank write. One at a time has the free file."""
+        actions: list[Action] = []
+        while self._writes and now - self._heard <= COMMIT_LIMIT_S:
+            write, newest = self._writes[0], self.newest
+            is_known = write.is_copy and newest is not None and write.id <= newest.id
+            free = 1 - newest.index if newest is not None else 0
+            if self._ranks[write.line].generation != self.generation:
+                pass  # This rank is being killed.
+            elif not write.has_file and not is_known:
+                write.has_file = True
+                return [*actions, Tell(write.line, {"kind": "there", "path": self._paths[free]})]
+            elif write.has_file and write.nbytes is None:
+                return actions
+            elif write.nbytes is not None:
+                self._slots = [*self._slots[-1:], Slot(write.id, free, write.nbytes)]
+                actions.append(Tell(None, {"kind": "committed", "commit": [write.id.generation, write.id.number],
+                                           "step": write.step}))
+            actions.append(Tell(write.line, {"kind": "kept", **self._newest()}))
+            del self._writes[0]
+        return actions
 
     def renamed(self, line: Hashable, rank: int, size: int) -> list[Action]:
         """After a loss, the ranks that are left have numbered themselves anew."""
         known = self._ranks.get(line)
         if known is None:
             return []
+        known.rank = rank
         return [Tell(None, {"kind": "renamed", "rank": rank, "size": size, "pid": known.pid,
                             "generation": known.generation})]
 
@@ -150,38 +222,65 @@ class KeeperState:
     def closed(self, line: Hashable) -> list[Action]:
         """The line of a rank is closed: its process has ended."""
         rank = self._ranks.pop(line, None)
+        self._writes = [write for write in self._writes if write.line != line]
         if rank is None or rank.has_ended:
             return []
         return [Tell(None, {"kind": "died", "pid": rank.pid, "generation": rank.generation})]
 
-    # -- messages of the supervisor ------------------------------------------------------------------------------------
+    # -- the supervisor ------------------------------------------------------------------------------------------------
 
-    def beat(self, generation: int, now: float) -> list[Action]:
-        """The supervisor is there, and `generation` is the one that it runs."""
-        self._heard, self._silence_s = now, LOST_AFTER_S
-        return self._newer(generation)
+    def beat(self, generation: int, sent: float, now: float) -> list[Action]:
+        """The supervisor has answered the heartbeat that was sent at `sent`; `generation` is the one that it runs."""
+        actions = self._newer(generation)
+        if now - sent <= LOST_AFTER_S:
+            self._heard = max(self._heard, sent)
+            self._cut_off_at = max(self._cut_off_at, sent + LOST_AFTER_S)
+            self._is_cut_off = False
+        return [*actions, *self._serve(now)]
+
+    def disconnected(self) -> list[Action]:
+        """The line of the supervisor is closed."""
+        self._heard = -math.inf
+        return [] if self._is_ending else [Connect()]
+
+    def connected(self) -> list[Action]:
+        """There is a new line to the supervisor, which may not know these ranks."""
+        return [rank.hello() for rank in self._ranks.values()]
 
     def leave(self, generation: int, why: str) -> list[Action]:
         """The ranks of this generation end at their next commit."""
-        if generation != self.generation:
+        if generation < self.generation:
             return []
+        actions = self._newer(generation)
         self._leave = {"kind": "leave", "why": why}
-        return [Tell(line, self._leave) for line in self._ranks]
+        return [*actions, *(Tell(line, self._leave) for line in self._ranks)]
 
     def end(self, why: str) -> list[Action]:
-        """The job is over, or the supervisor's line is closed."""
+        """The job is over."""
         if self._is_ending:
             return []
         self._is_ending = True
-        # The daemon of an mpirun that this host cannot reach would wait for it for minutes.
-        launchers = sorted({rank.launcher for rank in self._ranks.values() if rank.launcher})
-        return [*(Kill(rank.pid) for rank in self._ranks.values()), *map(Kill, launchers), End(why)]
+        return [*self._kill_ranks(), End(why)]
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed. Called at least every `BEAT_S`."""
-        if now - self._heard > self._silence_s:
-            return self.end(f"the supervisor has been silent for {now - self._heard:.1f} s")
-        return []
+        if now - self._ticked > SILENT_S:  # This process was stopped, and the supervisor's answers may wait.
+            self._cut_off_at = max(self._cut_off_at, now + BACK_S)
+        self._ticked = now
+        silence = f"the supervisor was not heard for {LOST_AFTER_S + now - self._cut_off_at:.1f} s"
+        if self._is_cut_off:
+            return self.end(silence) if now > self._cut_off_at + STAY_S else []
+        if now > self._cut_off_at:
+            self._is_cut_off, self._cut_off_generation, self._heard = True, self.generation, -math.inf
+            cuts = any(not rank.has_ended for rank in self._ranks.values())
+            return [*self._kill_ranks(), Connect(),
+                    *([Tell(None, {"kind": "cut off", "why": silence})] if cuts else [])]
+        return self._serve(now)
+
+    def _kill_ranks(self) -> list[Action]:
+        # The daemon of an mpirun that this host cannot reach would wait for it for minutes.
+        launchers = sorted({rank.launcher for rank in self._ranks.values() if rank.launcher})
+        return [*(Kill(rank.pid) for rank in self._ranks.values()), *map(Kill, launchers)]
 
     def _newer(self, generation: int) -> list[Action]:
         """Make the ranks of earlier generations end."""

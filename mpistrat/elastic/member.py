@@ -8,32 +8,49 @@ import logging
 import mmap
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from ..core import signal_handlers
 from ..core.errors import ElasticError
 from ..process import exit_code
 from ..process.launcher_watch import end_now, launcher_here
-from ..process.line import Line, Message, connect
+from ..process.line import Message
 from . import commits
 from .commits import CommitId, DamagedCommitError, Packed
 from .job import LEAVE_CODE, ElasticJob
-from .keeper import socket_name
+from .keeper_line import KeeperLine, KeeperLostError
 
 logger = logging.getLogger(__name__)
 
-_KEEPER_LIMIT_S = 20.0  # for a keeper to start, and to answer
-_KEEPER_POLL_S = 0.02  # while it starts, which takes some tenths of a second
+_END_S, _END_POLL_S = 10.0, 0.05  # for another keeper to hear how this rank ends, if its keeper has just ended
 _CHECKPOINT = "commit.mpistrat"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit of this process, or one that it has restored.
+
+    Attributes:
+        id: Which one.
+        snapshot: Returns the value, which no longer changes. Called in another thread.
+        step: Where the training is, for people.
+    """
+
+    id: CommitId
+    snapshot: Callable[[], Any]
+    step: str
+
+    def packed(self) -> Packed:
+        """The commit, ready to be written."""
+        return Packed((self.id, self.snapshot()))
 
 
 class Member:
@@ -50,20 +67,19 @@ class Member:
 
     def __init__(self, job: ElasticJob, rank: int):
         self.job, self.why_leave = job, ""
-        self._replies: SimpleQueue[Message] = SimpleQueue()
-        self._asking = threading.Lock()
-        self._unanswered = 0
+        self._rank, self._size, self._is_connected = rank, 0, False  # The size is told after a loss only.
+        self._held: Commit | None = None  # the last one, for another keeper
         self._pending: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._is_written = threading.Event()  # The last commit, or the attempt to write it, is over.
         self._is_written.set()
         self._failure = ""
         self.number = 0
         self._has_said_end, self._leaves = False, ""
-        self._line = _line_to_keeper(job)
-        self._line.read(self._take)
         launcher = launcher_here(os.environ)
-        self._welcome = self._ask(kind="hello", rank=rank, pid=os.getpid(), generation=job.generation,
-                                  launcher=0 if launcher is None else launcher.pid)
+        self._launcher = 0 if launcher is None else launcher.pid
+        self._has_keeper = threading.Event()
+        self._keeper = KeeperLine(job, self._take, self._lose_keeper)
+        self._welcome = self._hello()
         exit_code.note()
         atexit.register(self._say_end)
         self._watch_for_preemption()
@@ -71,28 +87,44 @@ class Member:
 
     # -- news of the keeper --------------------------------------------------------------------------------------------
 
-    def _take(self, line: Line, message: Message | None) -> None:
-        if message is None:
-            if not self._has_said_end:
-                end_now("the keeper of this host has ended", LEAVE_CODE)
-        elif message["kind"] == "leave":
-            self.why_leave = message["why"]
-        else:
-            self._replies.put(message)
+    def _take(self, message: Message) -> None:
+        self.why_leave = message["why"]
 
-    def _ask(self, **message: Any) -> Message:
-        with self._asking:
-            self._line.send(**message)
-            self._unanswered += 1
-            while True:
-                try:
-                    reply = self._replies.get(timeout=_KEEPER_LIMIT_S)
-                except Empty:
-                    raise ElasticError(
-                        f"the keeper of this host has not answered within {_KEEPER_LIMIT_S:g} s") from None
-                self._unanswered -= 1  # Answers come in the order of the questions, those after the limit too.
-                if not self._unanswered:
-                    return reply
+    def _hello(self) -> Message:
+        welcome = self._keeper.ask(kind="hello", rank=self._rank, pid=os.getpid(), generation=self.job.generation,
+                                   launcher=self._launcher, connected=self._is_connected)
+        self._has_keeper.set()
+        return welcome
+
+    def _lose_keeper(self) -> None:
+        self._has_keeper.clear()
+        self._pending.put(self._join_again)
+
+    def connected(self) -> None:
+        """Say that this rank has left init(). Local."""
+        self._is_connected = True
+        try:
+            self._hello()
+        except KeeperLostError:
+            pass  # Another one is told.
+
+    def _join_again(self) -> None:
+        """Start another keeper, or find the one that another rank has started, and hand over what this rank holds."""
+        if self._has_said_end:
+            return
+        try:
+            if not self._keeper.connect_again():
+                return
+            logger.info("another keeper takes the place of that of this host, which has ended")
+            self._welcome = self._hello()
+            if self._size:
+                self.rename(self._rank, self._size)
+            if self._held is not None:
+                self._hand_over(self._held, is_copy=True)
+        except KeeperLostError:
+            pass  # This is called again.
+        except ElasticError as error:
+            end_now(f"the keeper of this host has ended, and there is no other: {error}", LEAVE_CODE)
 
     # -- commits -------------------------------------------------------------------------------------------------------
 
@@ -109,8 +141,7 @@ class Member:
             DamagedCommitError: Its bytes are damaged.
         """
         found = self._welcome["newest"]
-        path = self._ask(kind="where", index=found["index"])["path"]
-        with open(path, "rb") as file:
+        with open(found["path"], "rb") as file:
             return commits.read(memoryview(mmap.mmap(file.fileno(), found["nbytes"], prot=mmap.PROT_READ)))
 
     def is_saved(self, number: int, is_last: bool) -> bool:
@@ -132,9 +163,23 @@ class Member:
         """
         self.finish()
         self.number = number
+        commit = Commit(CommitId(self.job.generation, number), snapshot, step)
         if is_writer or is_saved:
             self._is_written.clear()
-            self._pending.put(lambda: self._write(number, snapshot, step, is_writer, is_saved))
+            self._pending.put(lambda: self._write(commit, is_writer, is_saved))
+        else:
+            self._held = commit
+
+    def hold(self, commit: CommitId, snapshot: Callable[[], Any], step: str, is_writer: bool) -> None:
+        """Hold a commit that this rank has restored, for a keeper that does not have it. Local; returns at once.
+
+        Args:
+            commit: Which one. A keeper of this job has it.
+            snapshot, step, is_writer: As for `commit`.
+        """
+        self._held = held = Commit(commit, snapshot, step)
+        if is_writer:
+            self._pending.put(lambda: self._hand_over(held, is_copy=True))
 
     def finish(self) -> None:
         """Wait until the last commit is written.
@@ -149,35 +194,57 @@ class Member:
 
     def _work(self) -> None:
         while True:
-            self._pending.get()()
+            task = self._pending.get()
+            try:
+                task()
+            except Exception as error:  # The thread has more to do. `_write` keeps its own.
+                logger.warning("the last commit could not be handed to the keeper of this host again: %s", error)
 
-    def _write(self, number: int, snapshot: Callable[[], Any], step: str, is_writer: bool, is_saved: bool) -> None:
+    def _write(self, commit: Commit, is_writer: bool, is_saved: bool) -> None:
+        number = commit.id.number
         try:
-            packed = Packed((CommitId(self.job.generation, number), snapshot()))
+            packed = commit.packed()
             if is_writer:
-                self._hand_over(packed, number, step)
+                self._hand_over(commit, packed=packed)
+            self._held = commit
             if is_saved:
                 try:
                     commits.save(packed, str(self._checkpoint_path))
                 except OSError as error:  # The commit in memory is there. Training goes on.
-                    logger.warning("commit %d could not be saved in %s: %s. The file of an earlier commit is intact.",
-                                   number, self.job.checkpoint, error)
+                    earlier = " The file of an earlier commit is intact." if self._checkpoint_path.exists() else ""
+                    logger.warning("commit %d could not be saved in %s: %s.%s", number, self.job.checkpoint, error,
+                                   earlier)
         except Exception as error:
             self._failure = f"commit {number} cannot be written: {error}"
             logger.debug("a commit cannot be written", exc_info=True)
         finally:
             self._is_written.set()
 
-    def _hand_over(self, packed: Packed, number: int, step: str) -> None:
-        path = self._ask(kind="where")["path"]
-        with open(path, "r+b") as file:
-            file.truncate(packed.nbytes)
-            with mmap.mmap(file.fileno(), packed.nbytes) as memory, memoryview(memory) as view:
-                packed.write(view)
-        answer = self._ask(kind="committed", number=number, nbytes=packed.nbytes, step=step, pid=os.getpid())
-        if answer["kind"] == "refused":
-            end_now(f"the keeper has refused a commit: {answer['why']}", LEAVE_CODE)
-        self._welcome = answer
+    @property
+    def newest_of_job(self) -> CommitId | None:
+        """The newest commit when this generation started, which may be lost; None: there was none."""
+        newest = CommitId(*self.job.newest)
+        return newest if newest.number else None
+
+    def _hand_over(self, commit: Commit, packed: Packed | None = None, is_copy: bool = False) -> None:
+        """Have the keeper keep a commit; `is_copy`: if it has no newer one."""
+        while True:
+            try:
+                answer = self._keeper.ask(kind="commit", commit=[commit.id.generation, commit.id.number],
+                                          is_copy=is_copy)
+                if answer["kind"] == "there":
+                    packed = packed or commit.packed()
+                    with open(answer["path"], "r+b") as file:
+                        file.truncate(packed.nbytes)
+                        with mmap.mmap(file.fileno(), packed.nbytes) as memory, memoryview(memory) as view:
+                            packed.write(view)
+                    answer = self._keeper.ask(kind="written", nbytes=packed.nbytes, step=commit.step)
+                self._welcome = answer
+                return
+            except (KeeperLostError, FileNotFoundError):  # The file goes with the keeper.
+                if self._has_said_end:
+                    return
+                self._join_again()
 
     @property
     def _checkpoint_path(self) -> Path:
@@ -187,12 +254,12 @@ class Member:
         """The newest commit in the job's checkpoint directory, and its value; None if there is none. Local.
 
         Raises:
-            ElasticError: The file is damaged or cannot be read.
+            ElasticError: The file is damaged, cannot be read, or may have been written by another user.
         """
         if not self.job.checkpoint or not self._checkpoint_path.exists():
             return None
         try:
-            found, value = commits.read(memoryview(self._checkpoint_path.read_bytes()))
+            found, value = commits.load(str(self._checkpoint_path))
         except (OSError, DamagedCommitError) as error:
             raise ElasticError(f"{self._checkpoint_path}: {error}. Remove the file to begin without it.") from None
         return found, value
@@ -201,7 +268,8 @@ class Member:
 
     def rename(self, rank: int, size: int) -> None:
         """Say that the ranks that are left have numbered themselves anew. Local."""
-        self._line.send(kind="renamed", rank=rank, size=size)
+        self._rank, self._size = rank, size
+        self._keeper.tell(kind="renamed", rank=rank, size=size)
 
     def _watch_for_preemption(self) -> None:
         """Let SIGUSR1 (Slurm's --signal) say that this host leaves the job at the next commit.
@@ -209,8 +277,8 @@ class Member:
         SIGTERM ends the process as always: mpirun sends it to the ranks of a job that it ends.
         """
         def preempted(number: int, frame: FrameType | None) -> None:
-            self._pending.put(lambda: bool(self._line.send(kind="preempted", generation=self.job.generation,
-                                                           why="SIGUSR1")))
+            self._pending.put(lambda: bool(self._keeper.tell(kind="preempted", generation=self.job.generation,
+                                                             why="SIGUSR1")))
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
             signal_handlers.harmless.add(preempted)
@@ -219,11 +287,15 @@ class Member:
     def _say_end(self) -> None:
         if self._has_said_end:
             return
-        self._has_said_end = True
         ended = exit_code.final()
         code, why = (LEAVE_CODE, self._leaves) if self._leaves else \
             ended or ((1, "an exception") if hasattr(sys, "last_value") else (0, ""))
-        self._line.send(kind="ended", code=code, why=why)
+        until = time.monotonic() + _END_S
+        while not (self._has_keeper.is_set() and self._keeper.tell(kind="ended", code=code, why=why)):
+            if time.monotonic() > until:
+                break
+            time.sleep(_END_POLL_S)
+        self._has_said_end = True
 
     def leave(self, why: str) -> NoReturn:
         """End this process by SystemExit, so that the supervisor starts the next generation. All ranks call it.
@@ -237,42 +309,6 @@ class Member:
     def leave_now(self, why: str) -> NoReturn:
         """End this process at once, since it cannot go on and the next generation can. Local."""
         self._has_said_end = True
-        self._line.send(kind="ended", code=LEAVE_CODE, why=why)
+        self._keeper.tell(kind="ended", code=LEAVE_CODE, why=why)
         end_now(why, LEAVE_CODE)
 
-
-def _line_to_keeper(job: ElasticJob) -> Line:
-    """Connect to the keeper of this host, and start it if it is not there."""
-    until = time.monotonic() + _KEEPER_LIMIT_S
-    try:
-        return connect([socket_name(job)], job.key, _KEEPER_LIMIT_S)
-    except OSError:
-        pass  # This rank is the first one.
-    with tempfile.TemporaryFile() as errors:
-        keeper = _start_keeper(job, errors)
-        while True:
-            try:
-                return connect([socket_name(job)], job.key, _KEEPER_LIMIT_S)
-            except OSError as error:
-                code = keeper.poll()
-                if code or time.monotonic() > until:
-                    errors.seek(0)
-                    said = errors.read().decode(errors="replace").strip().rpartition("\n")[2] or error
-                    raise ElasticError(f"the keeper of this host does not start: {said}. It must reach the host of "
-                                       f"`mpistrat run` ({', '.join(job.hosts)}) on port {job.port}.") from None
-                time.sleep(_KEEPER_POLL_S)
-
-
-def _start_keeper(job: ElasticJob, errors: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """Start a keeper that outlives this process and its launcher. Its environment has nothing of the launcher."""
-    kept = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME", "LANG")
-    environ = {name: os.environ[name] for name in kept if name in os.environ}
-    environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    keeper = subprocess.Popen([sys.executable, "-m", "mpistrat.elastic.keeper"], stdin=subprocess.PIPE,
-                              stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, env=environ)
-    # Most of them end at once, since another rank has started one before.
-    threading.Thread(target=keeper.wait, name="mpistrat-keeper-end", daemon=True).start()
-    assert keeper.stdin is not None
-    with keeper.stdin as config:
-        config.write(job.to_text().encode())
-    return keeper

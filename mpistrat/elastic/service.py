@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterable, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ..process import procfs
 from ..process.line import Line, Listening, Message
+from .commits import CommitId
 from .job import ElasticJob
-from .keeper_state import BEAT_S, HOST_LOST_AFTER_S
-from .plan import Action, Done, Leave, Limits, Plan, Say, Start, Stop
+from .keeper_state import BEAT_S, HOST_LOST_AFTER_S, SILENT_S
+from .orders import Action, Done, Leave, Limits, Say, Start, Stop
+from .plan import Plan
 
 logger = logging.getLogger(__name__)
 _DISCOVERY_S = 1.0  # between two looks for hosts
-_SILENT_S = 3 * BEAT_S  # A keeper that was not heard for so long may be out of reach.
 _END_S = 3.0  # for the keepers to end
 
 
@@ -35,14 +37,16 @@ class Service:
         find_hosts: Returns the hosts and the number of ranks for each, or None if they cannot be found now.
         addresses: Names and addresses of this host, for the keepers.
         say: Prints a sentence.
-        stop: Ends the mpirun of a generation. The second argument says why.
+        stop: Ends the mpirun of a generation. Called with its number, why, and whether all its ranks have ended well.
         checkpoint, checkpoint_every: See ElasticJob.
     """
 
     def __init__(self, limits: Limits, hosts: Mapping[str, int], find_hosts: Callable[[], Mapping[str, int] | None],
-                 addresses: Iterable[str], say: Callable[[str], None], stop: Callable[[int, str], None],
+                 addresses: Iterable[str], say: Callable[[str], None], stop: Callable[[int, str, bool], None],
                  checkpoint: str = "", checkpoint_every: int = 0):
-        self._plan = Plan(limits, time.monotonic(), saves=bool(checkpoint))
+        own = socket.gethostname()
+        self._plan = Plan(limits, time.monotonic(), saves=bool(checkpoint),
+                          own={own, own.partition(".")[0], "localhost", "127.0.0.1"})
         self._plan.hosts_found(dict(hosts), time.monotonic())
         self._find_hosts, self._say, self._stop = find_hosts, say, stop
         self._checkpoint = checkpoint, checkpoint_every
@@ -52,6 +56,10 @@ class Service:
         self._events: SimpleQueue[tuple[Line | None, Message | None]] = SimpleQueue()
         self._keepers: dict[Line, str] = {}
         self._heard: dict[Line, float] = {}
+        self._names: dict[Line, str] = {}  # of the keepers' hosts, as they call themselves
+        # The processes that mpirun has started, and of which no keeper has told yet: by host, as it calls itself, rank
+        # and process number.
+        self._awaited: dict[str, dict[int, int]] = {}
         self._hosts: dict[str, set[str]] = {}  # the listed hosts, with their addresses
         is_here = all(address in ("localhost", "127.0.0.1") for address in self._addresses)
         listener = socket.create_server(("127.0.0.1" if is_here else "", 0), backlog=1024)
@@ -73,7 +81,19 @@ class Service:
 
     def job(self, generation: int) -> ElasticJob:
         """What the ranks of a generation are told."""
-        return ElasticJob(self._name, self._secret, generation, self._addresses, self._port, *self._checkpoint)
+        newest = self._plan.newest
+        return ElasticJob(self._name, self._secret, generation, self._addresses, self._port, *self._checkpoint,
+                          newest=(newest.generation, newest.number))
+
+    def started(self, generation: int, processes: Mapping[int, tuple[str, int]], ended: Iterable[int]) -> None:
+        """What the ranks have told mpirun.
+
+        Args:
+            generation: Of the ranks.
+            processes: Those that have started: by rank the host, as it calls itself, and the process number.
+            ended: The ranks that have ended without init().
+        """
+        self._put(kind="started", generation=generation, processes=dict(processes), ended=list(ended))
 
     def generation_over(self, generation: int, code: int, has_started: bool) -> None:
         """The mpirun of the generation has ended; see Plan.generation_over."""
@@ -112,15 +132,18 @@ class Service:
         beat_at = time.monotonic()
         while True:
             now = time.monotonic()
-            if now > beat_at + _SILENT_S:
+            if now > beat_at + SILENT_S:
                 # This process was stopped, and has not listened. Messages of keepers may wait, with ends of ranks.
                 self._heard = dict.fromkeys(self._heard, now)
             if now >= beat_at:
                 beat_at = now + BEAT_S
                 for line in list(self._keepers):
-                    line.send(kind="beat", generation=self._plan.generation)
                     if now - self._heard[line] > HOST_LOST_AFTER_S:
-                        self._lose(line, f"no sign of life for {now - self._heard[line]:.1f} s", now)
+                        self._do(self._without(line, self._plan.host_lost,
+                                               f"no sign of life for {now - self._heard[line]:.1f} s", now))
+                for rank, pid in self._awaited.get(socket.gethostname(), {}).items():
+                    if procfs.find(pid) is None:
+                        self._plan.missing(self._plan.generation, rank, now)
                 self._do(self._plan.tick(now))
             try:
                 source, message = self._events.get(timeout=max(beat_at - time.monotonic(), 0.0))
@@ -142,40 +165,70 @@ class Service:
                 self._hosts = message["addresses"]
                 return plan.hosts_found(message["slots"], now)
             if message["kind"] == "over":
-                silent = [host for line, host in self._keepers.items() if now - self._heard[line] > _SILENT_S]
+                self._awaited = {}
+                silent = [host for line, host in self._keepers.items() if now - self._heard[line] > SILENT_S]
                 return plan.generation_over(message["generation"], message["code"], now, message["has_started"], silent)
+            if message["kind"] == "started":
+                self._await(message["generation"], message["processes"])
+                for rank in message["ended"]:
+                    plan.missing(message["generation"], rank, now)
+                return []
             return plan.signalled(message["name"], message["code"], message["is_urgent"], now)
         if message is None:
-            if line in self._keepers:
-                self._lose(line, "its keeper has ended, or the connection to it is broken", now)
-            return []
+            return self._without(line, plan.keeper_gone, "its keeper has ended, or the connection to it is broken", now)
         self._heard[line] = now
         kind = message["kind"]
         if kind == "keeper":
             self._keepers[line] = self._listed(message["host"], line.peer[0])
+            self._names[line] = message["host"]
             logger.info("a keeper runs on %s (process %d)", message["host"], message["pid"])
-            line.send(kind="beat", generation=plan.generation)
+            if plan.leaving is not None:
+                line.send(kind="leave", generation=plan.leaving.generation, why=plan.leaving.why)
             return plan.keeper_found(self._keepers[line])
         host = self._keepers.get(line)
-        if kind == "beat" or host is None:
+        if host is None:
             return []
+        if kind == "beat":
+            awaited = self._awaited.get(self._names[line], {})
+            line.send(kind="beat", generation=plan.generation, sent=message["sent"], awaited=list(awaited.items()))
+            return []
+        if kind == "cut off":
+            return [Say(f"{host}: the ranks were ended, since {message['why']}. Its commits are kept")]
         if kind == "committed":
-            return plan.committed(message["generation"], message["number"], message["step"])
+            return plan.committed(CommitId(*message["commit"]), message["step"])
+        if kind == "missing":
+            plan.missing(message["generation"], message["rank"], now)
+            return []
         if kind == "preempted":
             return plan.preempted(host, message["generation"], message["why"], now)
         pid, generation = message["pid"], message["generation"]
         if kind == "hello":
-            return plan.hello(host, message["rank"], pid, generation)
+            if generation == plan.generation:
+                for processes in self._awaited.values():
+                    processes.pop(message["rank"], None)
+            return plan.hello(host, message["rank"], pid, generation, message["connected"])
         if kind == "renamed":
             return plan.renamed(host, pid, generation, message["rank"], message["size"], now)
         if kind == "died":
             return plan.died(host, pid, generation, now)
         return plan.ended(host, pid, generation, message["code"], message["why"], now)
 
-    def _lose(self, line: Line, why: str, now: float) -> None:
-        host = self._keepers.pop(line)
+    def _await(self, generation: int, processes: Mapping[int, tuple[str, int]]) -> None:
+        """Watch the processes of ranks that have not said hello, from the start of their commands on."""
+        if generation != self._plan.generation:
+            return
+        self._awaited = {}
+        for rank, (host, pid) in processes.items():
+            if rank not in self._plan.heard:
+                self._awaited.setdefault(host, {})[rank] = pid
+
+    def _without(self, line: Line, lost: Callable[[str, str, float], list[Action]], why: str, now: float
+                 ) -> list[Action]:
+        """A line of a keeper is no more. The keeper may have another one."""
+        host = self._keepers.pop(line, None)
+        self._names.pop(line, None)
         line.close()
-        self._do(self._plan.host_lost(host, why, now))
+        return [] if host is None or host in self._keepers.values() else lost(host, why, now)
 
     def _do(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -185,7 +238,7 @@ class Service:
                 for line in self._keepers:
                     line.send(kind="leave", generation=action.generation, why=action.why)
             elif isinstance(action, Stop):
-                self._stop(action.generation, action.why)
+                self._stop(action.generation, action.why, action.is_done)
             else:
                 self._orders.put(action)
 

@@ -23,6 +23,7 @@ from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ran
 from ..core.topology import Topology
 from .adasum import adasum
 from .neutral_tensors import neutral_arrays
+from .not_finite import FiniteWatch
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
@@ -57,14 +58,15 @@ class Executor:
         fusion_bytes: Size limit of a fusion buffer; 0: nothing is fused.
         device: Executes the entries of tensors on a GPU.
         recorder: Gets the entries of tensors on the CPU that are complete.
+        finite: Looks at the gradients among the results; None: nobody does.
 
     Attributes:
         data, device: The arguments.
     """
 
     def __init__(self, data: DataPlane, topology: Topology, fusion_bytes: int, device: DeviceExecutor,
-                 recorder: Recorder):
-        self._recorder, self._executed = recorder, 0
+                 recorder: Recorder, finite: FiniteWatch | None = None):
+        self._recorder, self._finite, self._executed = recorder, finite, 0
         self.data, self._topology, self._fusion_bytes, self.device = data, topology, fusion_bytes, device
         self._rank, self._size = topology.rank, topology.size
         self._pool = ResultPool()
@@ -100,6 +102,8 @@ class Executor:
             else:
                 prepared[1].finish(all_ready)
             ended = monotonic_ns()
+            if entries[0].request.labels:
+                self._look(entries[0], prepared[1].targets)
             entries[0].handle.complete(list(prepared[1].targets))
             self._recorder.add(entries[0], entries[0].number, now, ended)
             self._pool.end_round()
@@ -178,6 +182,8 @@ class Executor:
         """Store the job's results in their entries, and complete the entries that have all results."""
         bucket = job.bucket
         if bucket.whole is not None:
+            if entries[bucket.whole].request.labels:
+                self._look(entries[bucket.whole], job.targets)
             entries[bucket.whole].handle.complete(job.targets)
             self._recorder.add(entries[bucket.whole], job.number, job.began, job.ended)
             return
@@ -190,10 +196,17 @@ class Executor:
             partial.results[i] = result
             partial.missing -= 1
             if partial.missing == 0:
+                if entries[place].request.labels:
+                    self._look(entries[place], partial.results)
                 done.append((entries[place], partial))
         complete_all((entry.handle, partial.results) for entry, partial in done)
         for entry, partial in done:
             self._recorder.add(entry, partial.first.number, partial.first.began, job.ended)
+
+    def _look(self, entry: Entry, results: Sequence[np.ndarray]) -> None:
+        """Look at gradients. They have the user's names of the tensors, and so have weights that are broadcast."""
+        if self._finite is not None and entry.request.kind is CollectiveType.ALLREDUCE:
+            self._finite.look(entry, results)
 
     def _broadcast(self, sources: Sequence[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
         if len(sources) == 1:

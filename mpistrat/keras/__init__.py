@@ -1,5 +1,7 @@
 """mpistrat for Keras 3 on TensorFlow, with the names of horovod.keras: `import mpistrat.keras as hvd`."""
 
+import os as _os
+
 from ..core.errors import MissingDependencyError
 from ..core.install import pip_extra as _pip_extra
 from ..core.install import require_version as _require_version
@@ -8,13 +10,17 @@ try:
     import keras as _keras
     import tensorflow as _tf  # noqa: F401
 except ImportError as _error:
+    # Keras imports the package of its backend, which may not be installed.
+    if _os.environ.get("KERAS_BACKEND", "tensorflow") != "tensorflow":
+        raise MissingDependencyError("mpistrat.keras needs KERAS_BACKEND=tensorflow, and the variable is "
+                                     f"{_os.environ['KERAS_BACKEND']!r}.") from _error
     raise MissingDependencyError(
         f"mpistrat.keras needs TensorFlow and Keras 3 ({_pip_extra('tensorflow')}).") from _error
 else:
     _require_version("mpistrat.keras", "keras", _keras.__version__)
 if _keras.backend.backend() != "tensorflow":
-    raise MissingDependencyError(f"mpistrat.keras needs Keras' TensorFlow backend, and this is "
-                                 f"{_keras.backend.backend()!r} (KERAS_BACKEND=tensorflow).")
+    raise MissingDependencyError(f"mpistrat.keras needs KERAS_BACKEND=tensorflow, and Keras runs on "
+                                 f"{_keras.backend.backend()!r}: the variable, or ~/.keras/keras.json, says so.")
 
 from ..api import common, missing_names
 from ..api.common import *  # noqa: F403

@@ -32,12 +32,12 @@ def distributed_in(optimizer: Optimizer | None) -> list[Any]:
 
 
 def optimizers_in(value: object) -> Iterator[Optimizer]:
-    """An optimizer, or those in lists, tuples and dicts, which may be nested."""
-    if isinstance(value, Optimizer):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from optimizers_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from optimizers_in(each)
+    """An optimizer, or those in lists, tuples and dicts, which may be nested, also in themselves."""
+    seen, left = set(), [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, Optimizer):
+            yield each
+        elif isinstance(each, dict | list | tuple) and id(each) not in seen:
+            seen.add(id(each))
+            left += reversed(each.values() if isinstance(each, dict) else each)

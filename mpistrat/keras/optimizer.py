@@ -26,8 +26,9 @@ from ..tensorflow.gradients import (
     register_local_layers,
 )
 from ..tensorflow.identity_set import IdentitySet
+from ..tensorflow.overwritten import places_of
 from ..tensorflow.types import OptionalGradient, Variable
-from . import patches, whole_files, xla  # noqa: F401  # They register what they replace.
+from . import patches, scatter, whole_files, xla  # noqa: F401  # They register what they replace.
 from ._private import serialise_as, trained_by
 from .clone import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class
 from .fit import fit_callbacks  # noqa: F401
@@ -167,12 +168,14 @@ class _Distributed:
     def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
                                     variables: list[keras.Variable]) -> tf.Tensor | None:
         self._mpistrat.reducer.require_no_strategy()
+        # Keras assigns the gradients of some variables directly, and calls no hook for them.
+        overwritten = places_of(variables)
+        grads = self._mpistrat.reducer.reduce_overwritten(grads, variables, overwritten)
         if self._mpistrat.called.issuperset(_HOOKS):
             return super().apply(grads, given)  # type: ignore[misc]
         require_hooks(type(self))
-        # Keras assigns the gradients of some variables directly, and calls no hook if there are no others.
-        expected = set(_HOOKS) if any(gradient is not None and not getattr(v, "overwrite_with_gradient", False)
-                                      for gradient, v in zip(grads, variables, strict=False)) else set()
+        expected = set(_HOOKS) if any(gradient is not None and i not in overwritten
+                                      for i, gradient in enumerate(grads)) else set()
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
         if tf.executing_eagerly() and (int(self._iterations) + 1) % steps:  # type: ignore[attr-defined]
             expected.discard("_clip_gradients")  # This step is no update. In a graph Keras traces both branches.
@@ -231,9 +234,10 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
 
     Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
-    where mpistrat is not installed. Clipping applies to the averaged gradient. All ranks must create their optimizers
-    in the same order; those that are gone before the first of them averages do not count. Model.compile takes
-    jit_compile="auto", its default, as False where XLA cannot compile collectives. Local; `apply` is collective.
+    where mpistrat is not installed. Clipping applies to the averaged gradient. A variable that its gradient overwrites
+    (Keras' overwrite_with_gradient, as float8 has it) gets the largest value of all ranks. All ranks must create their
+    optimizers in the same order; those that are gone before the first of them averages do not count. Model.compile
+    takes jit_compile="auto", its default, as False where XLA cannot compile collectives. Local; `apply` is collective.
 
     Args:
         optimizer: Any Keras 3 optimizer, also a LossScaleOptimizer, built or not. It is not changed.

@@ -2,7 +2,7 @@
 
 The modules that have the replacements register them with `replaces`, those of the package `distribute` with
 `replaces_for_strategy`. A replacement behaves as the original does unless a model has a DistributedOptimizer, or an
-MPIStrategy. Those for strategies were run with Keras 3.10 to 3.15.
+MPIStrategy, but for the order in which `scatter` adds. Those for strategies were run with Keras 3.10 to 3.15.
 """
 
 import functools
@@ -27,7 +27,7 @@ class Patch:
         upstream: A part of the function's source in the newest version of Keras that the reason is about, or a link. A
             test looks for it: once it is gone, the replacement may be needless.
         is_for_strategy: It is applied when the first MPIStrategy is made; others also with the first
-            DistributedOptimizer.
+            DistributedOptimizer, and with the first slices of a DistributedGradientTape.
     """
 
     owner: type | ModuleType

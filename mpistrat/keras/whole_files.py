@@ -4,6 +4,7 @@ They write to a directory of their own beside the file, and rename it at the end
 destroys nothing, and ranks that save to one path at the same time leave a whole file too. Local.
 """
 
+import contextlib
 import inspect
 import os
 import shutil
@@ -37,7 +38,7 @@ def save(original: Function, model: object, filepath: object, *args: object, **k
         result = original(model, os.path.join(own, name), *args, **kwargs)
         os.replace(os.path.join(own, name), path)
     finally:
-        shutil.rmtree(own)
+        shutil.rmtree(own, ignore_errors=True)  # An error of this would hide that of Keras.
     return result
 
 
@@ -54,6 +55,6 @@ def save_backup(original: Function, self: BackupAndRestore) -> None:
         os.replace(part, path)
     finally:
         self._training_metadata_path = path
-        if os.path.exists(part):
+        with contextlib.suppress(OSError):  # It is not there, or Keras' error says what is wrong.
             os.remove(part)
     return None

@@ -4,9 +4,7 @@ Model.compile is where Keras decides whether to use XLA. load_model calls `switc
 already.
 """
 
-import contextlib
 import functools
-import inspect
 import logging
 
 import keras
@@ -14,6 +12,7 @@ import keras
 from ..api import runtime
 from ..tensorflow.xla.context import why_not
 from ._private import trainer
+from .keras2_arguments import bound
 from .nested_optimizers import distributed_in
 from .patches import Function, replaces
 
@@ -28,14 +27,12 @@ def compile(original: Function, self: keras.Model, *args: object, **kwargs: obje
     By default Keras compiles the training step on a machine with a GPU. An explicit True is left as it is; then the
     collective raises an error that says what to write.
     """
-    with contextlib.suppress(TypeError):  # Where the arguments do not fit, Keras raises its own error below.
-        given = inspect.signature(original).bind(self, *args, **kwargs)
-        given.apply_defaults()
-        if given.arguments["jit_compile"] == "auto" and distributed_in(given.arguments.get("optimizer")) and why_not():
-            given.arguments["jit_compile"] = False
-            args, kwargs = given.args[1:], given.kwargs
-            _log_once(why_not())
-    return original(self, *args, **kwargs)
+    given = bound(original, self, *args, **kwargs)
+    given.apply_defaults()
+    if given.arguments["jit_compile"] == "auto" and distributed_in(given.arguments["optimizer"]) and why_not():
+        given.arguments["jit_compile"] = False
+        _log_once(why_not())
+    return original(*given.args, **given.kwargs)
 
 
 def switch_off(model: keras.Model) -> None:

@@ -1,12 +1,13 @@
 """End the whole job from one rank: print the reason, then call MPI_Abort with a time limit.
 
-init() calls `prepare`, which installs this as the reaction to an uncaught exception of the main thread
-(sys.excepthook). Without it, the other ranks would wait for this one until the stall limit. A rank that cannot shut
-down in order, because others do not answer, calls `end_job_at_exit`; MPI_Finalize would wait for these ranks without a
-limit. All functions are local.
+init() calls `prepare`, which installs this as the reaction to an uncaught exception of the main thread, whichever hook
+the script puts into sys.excepthook later. Without it, the other ranks would wait for this one until the stall limit. A
+rank that cannot shut down in order, because others do not answer, calls `end_job_at_exit`; MPI_Finalize would wait for
+these ranks without a limit. All functions are local.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import platform
@@ -35,6 +36,8 @@ _INTERRUPTED = 130  # exit code after Ctrl-C
 _TELL_S = 0.3  # in which the other ranks tell their last operations
 _ABORT_LIMIT_S = 20.0  # from the call of MPI_Abort to the end of this process
 
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
 _end: tuple[str, int] | None = None  # If set, this rank aborts the job at exit, instead of calling MPI_Finalize.
 # Set by init(). Lets all ranks tell their last operations, since a rank fails, and returns soon: whether other ranks
 # were asked.
@@ -48,7 +51,7 @@ def end_job(mpi: ModuleType, rank: int, host: str, text: ErrorText, code: int = 
         report.announce(rank, host, code, text, os.environ)
         if code != _INTERRUPTED and tell_last():
             wait_s = max(wait_s, _TELL_S)
-        sys.stdout.flush()
+        _flush()
         time.sleep(wait_s)
     finally:
         # Also if printing fails: a launcher that has already ended no longer reads the output.
@@ -75,7 +78,7 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
             an exception, or sys.exit with another code than 0, ends this rank alone.
     """
     previous = sys.excepthook
-    if getattr(previous, "_mpistrat", False):
+    if isinstance(sys, _Sys):
         return
     exit_code.note()
     is_reported = bool(report.mode(os.environ))
@@ -86,12 +89,12 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
         shown = sys.__excepthook__ if is_pythons else previous
         # Python sets sys.ps1 when it shows the first prompt. It calls this hook for every error in a line.
         if forked.is_child() or hasattr(sys, "ps1"):
-            shown(kind, error, trace)
+            _Sys._show(shown, kind, error, trace)
             return
         text, wait_s = ErrorText("", kind.__qualname__), 0.0
         try:
-            if not (is_pythons and report.replaces_traceback(os.environ)):
-                shown(kind, error, trace)
+            is_replaced = is_pythons and report.replaces_traceback(os.environ)
+            _Sys._show(None if is_replaced else shown, kind, error, trace)
             text = describe(error, trace)
             wait_s = _wait_s(error, text.message, rank, is_reported)
         finally:
@@ -115,20 +118,68 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
         if skip_finalize is not None and (_leaves or ended is not None):
             skip_finalize()
 
-    hook._mpistrat = True  # type: ignore[attr-defined]
-    sys.excepthook = hook
+    _Sys._keep_hook(hook)
     # Python runs exit handlers in reverse order: this one runs after shutdown(), which init() registers later. It is
     # registered here because shutdown() may run when the script is already ending, which is too late to register one.
     atexit.register(end)
+
+
+class _Sys(ModuleType):
+    """The class of the module sys on a rank: Python calls `_ours`, and that calls the hook of the script.
+
+    Scripts and libraries replace sys.excepthook after init() (rich.traceback.install(), Sentry, a hook that logs), and
+    most of them do not call the hook that was there. Then this rank would end as if its script had ended well, and the
+    job with an error about the ranks that wait for it. Python reads the hook from the dictionary of the module
+    (PySys_GetObject), past the attribute.
+    """
+
+    _ours: Hook
+    _theirs: Hook | None = None  # what was assigned to sys.excepthook
+
+    @classmethod
+    def _keep_hook(cls, hook: Hook) -> None:
+        """Make Python call `hook` for uncaught exceptions from now on."""
+        cls._ours = sys.excepthook = hook
+        sys.__class__ = cls
+
+    @classmethod
+    def _show(cls, shown: Hook | None, kind: type[BaseException], error: BaseException,
+             trace: TracebackType | None) -> None:
+        """Call the hook of the script with an error; `shown` if there is none, and if that one calls `_ours`."""
+        theirs, cls._theirs = cls._theirs, None
+        try:
+            if (chosen := theirs or shown) is not None:
+                chosen(kind, error, trace)
+        finally:
+            cls._theirs = theirs
+
+    @property
+    def excepthook(self) -> Hook:
+        return _Sys._theirs or _Sys._ours
+
+    @excepthook.setter
+    def excepthook(self, hook: Hook) -> None:
+        _Sys._theirs = None if hook is _Sys._ours else hook
+
+
+def uncaught(error: BaseException) -> None:
+    """Do what an uncaught exception of the main thread does, in a thread or an exit handler, where it would not. Local.
+    """
+    vars(sys)["excepthook"](type(error), error, error.__traceback__)
 
 
 def end_alone(rank: int, host: str, text: ErrorText, code: int) -> NoReturn:
     """Print why this rank ends, and end this process with exit code `code`. The other ranks go on. Local."""
     try:
         report.announce(rank, host, code, text, os.environ, ends_job=False)
-        sys.stdout.flush()
+        _flush()
     finally:
         os._exit(code)
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # It is full, has no reader, or is closed.
+        sys.stdout.flush()
 
 
 def leave_without_finalize() -> None:

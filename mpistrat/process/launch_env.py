@@ -5,12 +5,13 @@ The functions are pure functions of the environment. Any process may call them, 
 
 from collections.abc import Mapping
 
+SRUN = "srun"
 # Variables with the number of processes of the job, and the launcher that sets each.
 _SIZE_NAMES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
     "PMI_SIZE": "an MPICH-like mpirun or srun",
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
-    "SLURM_STEP_NUM_TASKS": "srun",
+    "SLURM_STEP_NUM_TASKS": SRUN,
 }
 # `mpistrat run` sets this for mpirun: its process number and a random text that is unique to the run. Not a setting.
 RUN_NAME = "_MPISTRAT_RUN"

@@ -28,8 +28,12 @@ TRACEBACK = "traceback"  # the whole traceback as well
 _MOST_CHARACTERS = 100_000  # of a message
 _WRITE_BYTES = 4000  # A pipe takes up to 4096 bytes at once, and mpirun reads as many.
 _READ_S = 0.1  # How long mpirun may take to read what was written before.
-# A rank on another host prints this before its command begins.
-STARTS = "[mpistrat] rank {rank} starts"
+# A rank on another host, or of an elastic job, prints this before its command begins.
+STARTS = "[mpistrat] rank {rank} starts as process {pid} on {host}"
+# Of a rank that takes SIGURG for SIGTERM (process/hand_on.py).
+HANDS_ON = "hands SIGTERM on"
+# init() has been called.
+IN_INIT = "is in init()"
 # What a rank has measured follows, as JSON (process/step_timer.py).
 MEASURES = "measures"
 # Its last operations follow, as lines of trace/last.py, of which the first one begins.
@@ -39,7 +43,9 @@ _LINE = "[mpistrat] rank {rank} {kind} {text}\n"
 _FRAMES, _MESSAGE = "|", ">"
 _BEGIN_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) on (\S+) fails with exit code (\d+):\s*$")
 _WITHOUT_INIT_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) has ended without init\(\)\s*$")  # cli/startup
-_STARTS_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) starts\s*$")
+_STARTS_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) starts as process (\d+) on (\S+)\s*$")
+_HANDS_ON_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) hands SIGTERM on\s*$")
+_IN_INIT_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) is in init\(\)\s*$")
 _MEASURES_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) measures (\{.*\})\s*$")
 _LAST_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) (begins|has) (\S+)\s*$")
 _LINE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) ([|>]) ?(.*?)[\r\n]*$")
@@ -79,14 +85,18 @@ class ReportReader:
     """Collects the reports of all ranks from the lines of a stream.
 
     Attributes:
-        started: The ranks that have said that they start.
+        started: The ranks that have said that they start, with host and process number.
+        in_init: The ranks that have called init().
+        handing_on: The ranks to which mpirun hands SIGTERM on.
         without_init: The ranks that say that they have ended without init().
         measured: What ranks have measured, as JSON.
         last: The last operations of ranks that have told them, as lines of trace/last.py.
     """
 
     def __init__(self) -> None:
-        self.started: set[int] = set()
+        self.started: dict[int, tuple[str, int]] = {}
+        self.in_init: set[int] = set()
+        self.handing_on: set[int] = set()
         self.without_init: set[int] = set()
         self.measured: dict[int, str] = {}
         self.last: dict[int, list[str]] = {}
@@ -108,7 +118,11 @@ class ReportReader:
         if b"[mpistrat] rank " not in line:
             return None
         if found := _STARTS_PATTERN.search(line):
-            self.started.add(int(found[1]))
+            self.started[int(found[1])] = found[3].decode(errors="replace"), int(found[2])
+        elif found := _IN_INIT_PATTERN.search(line):
+            self.in_init.add(int(found[1]))
+        elif found := _HANDS_ON_PATTERN.search(line):
+            self.handing_on.add(int(found[1]))
         elif found := _WITHOUT_INIT_PATTERN.search(line):
             self.without_init.add(int(found[1]))
         elif found := _MEASURES_PATTERN.search(line):

@@ -36,6 +36,7 @@ from ..core.topology import rank_list
 from .bridge.cpu import to_array
 from .bridge.submission import Observer
 from .bridge.sync_execution import SynchronousExecution
+from .digests import DIGEST_BYTES, digest_of
 from .types import Variable
 
 logger = logging.getLogger(__name__)
@@ -45,14 +46,8 @@ _EXCHANGES = 3  # the reductions with which digests are sent, for the same varia
 # In a graph they send them in the first ones only.
 _WINDOW = 8
 _OF_GRAPHS = 24  # where the first gap is
-_DIGEST_BYTES = 8
 _RANK_BYTES = 4
-_NOTHING = bytes(_DIGEST_BYTES)  # the digest of gradients that are all zero, or not finite: they may well be equal
-# 64-bit words in a row of sums. The row stays in the first-level cache: 25.6 million float32 values take 7 ms with 512
-# words, 9 ms with 64, 14 ms with 8192; blake2b of all of them takes 260 ms. A prime number takes as long as 512. The
-# rows of a variable, as of an embedding of 1024 float32, are not as long, so the sums change when rows change places.
-_WORDS = 509
-_ROW_BYTES = 8 * _WORDS
+_NOTHING = bytes(DIGEST_BYTES)  # the digest of gradients that are all zero, or not finite: they may well be equal
 # Digests of an earlier step are there already, unless steps overlap. Then the check is left out.
 _WAIT_S = 1.0
 
@@ -157,7 +152,7 @@ class FirstSteps:
             found = [each for each in (variable() for variable in variables) if each is not None]
             digests += digests_of_weights(found) if len(found) == len(variables) else []
         name = f"{self._name}/{self._count}"
-        rows = [place.to_bytes(_DIGEST_BYTES, "little"), *digests]
+        rows = [place.to_bytes(DIGEST_BYTES, "little"), *digests]
         self._exchanges.append(_Exchange(place, labels, _send(self._group, name, rows)))
         self._count += 1
         return True
@@ -318,26 +313,13 @@ def _digest_of(gradients: Sequence[np.ndarray]) -> bytes:
     says_something = any(np.any(g) for g in gradients) and all(np.all(np.isfinite(g)) for g in gradients)
     if not says_something:
         return _NOTHING
-    return hashlib.blake2b(b"".join(map(digest_of, gradients)), digest_size=_DIGEST_BYTES).digest()
+    return hashlib.blake2b(b"".join(map(digest_of, gradients)), digest_size=DIGEST_BYTES).digest()
 
 
 def digests_of_weights(variables: Sequence[Variable]) -> Digests:
     """The digest of each variable's value, read at once. It copies no CPU tensor."""
     with SynchronousExecution():
         return [digest_of(to_array(tf.convert_to_tensor(variable))) for variable in variables]
-
-
-def digest_of(array: np.ndarray) -> bytes:
-    """Eight bytes that depend on the dtype, the shape and the bits of an array of numbers.
-
-    Most of it is the sum of each of 509 columns of 64-bit words, which takes as long as reading the memory. Local.
-    """
-    digest = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=_DIGEST_BYTES)
-    in_bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    rows = in_bytes.size // _ROW_BYTES
-    digest.update(np.add.reduce(in_bytes[:rows * _ROW_BYTES].view(np.uint64).reshape(rows, _WORDS), axis=0).data)
-    digest.update(in_bytes[rows * _ROW_BYTES:].data)
-    return digest.digest()
 
 
 def _is_due(count: int) -> bool:

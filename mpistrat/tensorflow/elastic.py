@@ -23,6 +23,8 @@ from ..api import missing_names, runtime
 from ..api.elastic.sampler import ElasticSampler
 from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, Snapshot, run
 from ..core.errors import ElasticError
+from ..core.request import Average, Max, ReduceOp, ScaledOp
+from .bridge.buckets import reduce_list
 from .equal_weights import require_equal_weights
 from .gradients import is_local_of_any
 from .ops import broadcast_variables
@@ -31,6 +33,7 @@ from .types import Variable
 __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]
 
 __getattr__ = missing_names.explain(__name__)
+_ENDING = "_gradient_accumulator"
 
 
 class TensorFlowState(ObjectState):
@@ -109,3 +112,33 @@ class TensorFlowKerasState(TensorFlowState):
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         super().__init__([*model.weights, *(self.optimizer.variables if self.optimizer is not None else ())], **kwargs)
+
+    def _compare(self, number: int) -> bool:
+        """Also give all ranks the mean of their sums of gradients that wait for an update, which is the same update.
+
+        Each rank has sums of its own rows, and new processes get those of one rank.
+        """
+        has_changed = super()._compare(number)
+        if runtime.current().topology.size == 1:
+            return has_changed
+        for op, waiting in self._waiting_gradients().items():
+            reduced = reduce_list(list(map(tf.convert_to_tensor, waiting)), f"elastic.waiting/{op.name}", ScaledOp(op))
+            for variable, value in zip(waiting, reduced, strict=True):
+                variable.assign(value)
+            has_changed = True
+        return has_changed
+
+    def _waiting_gradients(self) -> dict[ReduceOp, list[Any]]:
+        """The variables in which Keras accumulates gradients, by the operation that makes one of those of all ranks.
+
+        Keras names them: the path of the weight, and an ending. Where the gradient is the weight's next value, Keras
+        accumulates the largest. Weights that each rank has for itself are left out.
+        """
+        weights = {variable.path.replace("/", "_"): variable for variable in self.model.trainable_variables}
+        found: dict[ReduceOp, list[Any]] = {}
+        for variable in self._variables:
+            weight = weights.get(variable.name.removesuffix(_ENDING)) if variable.name.endswith(_ENDING) else None
+            if weight is not None and not is_local_of_any(weight):
+                op = Max if getattr(weight, "overwrite_with_gradient", False) else Average
+                found.setdefault(op, []).append(variable)
+        return found

@@ -18,15 +18,17 @@ from ..core.request import Max, Min
 from ..core.topology import describe_by_rank
 from .bridge.cpu import to_array
 from .bridge.sync_execution import SynchronousExecution
-from .consistency import describe_differing, differing, digest_of
+from .consistency import describe_differing, differing
+from .digests import digest_of
 from .gradients import label_of
 from .ops import broadcast_variables
 from .types import Variable
 
 logger = logging.getLogger(__name__)
 
-# Ranks on different processors may round differently, and atomic additions of a GPU have no fixed order. Differences of
-# this part of the largest absolute value are taken for that; in half precision it is 13 units of bfloat16.
+# Ranks on different processors, or with other numbers of threads, may round differently, and atomic additions of a GPU
+# have no fixed order. Differences of this part of the largest absolute value are taken for that; in half precision it
+# is 13 units of bfloat16.
 _ROUNDING, _ROUNDING_OF_HALVES = 1e-4, 0.1
 
 CAUSES = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; an "
@@ -62,6 +64,9 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     """
     with SynchronousExecution():
         arrays = [to_array(tf.convert_to_tensor(variable)) for variable in variables]
+    finite = process_set.group(name).finite
+    if finite is not None:
+        finite.conclude(arrays)
     own = [digest_of(array) for array in arrays]
     total = int.from_bytes(hashlib.blake2b(b"".join(own), digest_size=7).digest(), "little")
     lowest, negated = array_ops.allreduce(np.array([total, -total]), op=Min, name=f"{name}/digest",
@@ -112,7 +117,9 @@ def _warn_of_rounding(place: str, where: str, process_set: ProcessSet) -> None:
     global _has_warned
     if not _has_warned and process_set.rank() == 0:
         logger.warning("mpistrat: %s the weights of the ranks differ by rounding: %s Their processors or GPUs round "
-                       "differently. Training goes on; larger differences are an error.", place, where)
+                       "differently, or they have other numbers of threads (TF_NUM_INTRAOP_THREADS), or an operation "
+                       "on the averaged gradients adds in no fixed order. Training goes on; larger differences are an "
+                       "error.", place, where)
     _has_warned = True
 
 

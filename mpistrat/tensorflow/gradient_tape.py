@@ -3,11 +3,16 @@
 For users; `gradient` is collective.
 """
 
+import contextlib
+import functools
+import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import tensorflow as tf
 
 from ..api.process_sets import ProcessSet, global_process_set
+from ..core.errors import MissingDependencyError
 from ..core.request import Average, ReduceOp
 from .compression import Compression, Compressor
 from .gradients import GradientGroups, GradientOptions, GradientReducer, Groups, Layer, register_local_layers
@@ -31,11 +36,21 @@ class _DistributedGradientTape(tf.GradientTape):
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         # For tf.nest, None and tf.IndexedSlices are leaves.
         flat = self._mpistrat_reducer.reduce(tf.nest.flatten(gradients), tf.nest.flatten(sources))
+        if any(isinstance(each, tf.IndexedSlices) for each in flat):
+            _adapt_keras("keras" in sys.modules)
         return tf.nest.pack_sequence_as(sources, flat)
 
     def register_local_source(self, source: Variable) -> None:
         """Exclude the gradients of this source from the averaging."""
         self._mpistrat_reducer.register_local(source)
+
+
+@functools.cache
+def _adapt_keras(is_imported: bool) -> None:
+    """Have the optimizers of Keras add repeated rows of slices in one order, if the program uses it. Local."""
+    if is_imported:
+        with contextlib.suppress(MissingDependencyError):  # Keras 2, or Keras with another backend
+            import_module("mpistrat.keras.patches").apply()
 
 
 def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",  # noqa: N802
@@ -46,7 +61,9 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
                             scale_local_gradients: bool = True, check_weights: bool = True) -> tf.GradientTape:
     """Return a tape with the recording of `gradtape`, whose `gradient` averages over the ranks. Signature as Horovod's.
 
-    All ranks must call `gradient` in the same places of the program: in a tf.function, where it is traced.
+    All ranks must call `gradient` in the same places of the program: in a tf.function, where it is traced. Variables of
+    Keras that their gradient overwrites (overwrite_with_gradient) get the largest value of all ranks, if they are the
+    sources, and not the tf.Variables in them.
 
     Args:
         gradtape: A tf.GradientTape, during or after its recording.

@@ -10,15 +10,17 @@ import tensorflow as tf
 
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MpistratError
-from ..core.request import Average, ReduceOp, ScaledOp, resolve_op
+from ..core.request import Average, Max, ReduceOp, ScaledOp, resolve_op
 from . import consistency, names
 from .bridge.cpu import to_array
+from .bridge.program_order import HOST
 from .bridge.submission import Observer
 from .bridge.tf_errors import as_tf_error
 from .compression import Compression, Compressor
 from .consistency import FirstSteps
 from .identity_set import IdentitySet
-from .list_ops import all_true, number_of, place_in, reduce_tensors
+from .list_ops import all_true, number_of, place_in, reduce_dense, reduce_tensors
+from .overwritten import places_of, with_largest
 from .timed_steps import count_step
 from .types import OptionalGradient, Tensor, Variable
 from .xla import context as xla
@@ -91,7 +93,9 @@ def reduce_gradients(gradients: Sequence[Tensor], name: str, scaled: ScaledOp, o
         variables: Those of the gradients, for groups that are lists of variables.
         observer: Called with the gradients before they are reduced, in a graph with those of the first collective.
     """
-    results: list[Tensor] = list(map(tf.convert_to_tensor, gradients) if options.sparse_as_dense else gradients)
+    # XLA adds the rows of slices on a GPU by atomic additions, in another order on each rank, unless ours are the last.
+    is_dense = options.sparse_as_dense or (tf.IndexedSlices in map(type, gradients) and xla.device_here() != HOST)
+    results: list[Tensor] = list(map(tf.convert_to_tensor, gradients) if is_dense else gradients)
     if observer is not None and tf.executing_eagerly():
         _observe_eagerly(observer, results)
         observer = None
@@ -172,19 +176,22 @@ class GradientReducer:
     def reduce(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable]) -> list[OptionalGradient]:
         """Return the reduced gradients of `variables`. Collective. None stays None.
 
+        Of variables that their gradient overwrites, the largest values of all ranks are returned.
+
         Raises:
             InvalidRequestError: In a replica of MPIStrategy, which reduces gradients too.
             MismatchError: On every rank, when the ranks train different weights.
         """
         self.require_no_strategy()
         count_step(is_global=False)
-        results = list(gradients)
         if not self.process_set.has_others():
-            return results
+            return list(gradients)
+        overwritten = places_of(variables)
+        results = self.reduce_overwritten(gradients, variables, overwritten) if overwritten else list(gradients)
         purpose, number = self.name, self.process_set.process_set_id or 0
         shared: list[int] = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-            if gradient is None:
+            if gradient is None or i in overwritten:
                 continue
             if variable in self._local:
                 results[i] = self._local_gradient(gradient, number)
@@ -199,6 +206,20 @@ class GradientReducer:
         for i, gradient in zip(shared, reduced, strict=True):
             results[i] = gradient
         return results
+
+    def reduce_overwritten(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable],
+                           places: Sequence[int]) -> list[OptionalGradient]:
+        """Return `gradients` with the largest values of all ranks at `places`. Collective if there are any.
+
+        `places` are those of places_of. Local variables keep their own values.
+        """
+        places = [i for i in places if variables[i] not in self._local]
+        if not places or not self.process_set.has_others():
+            return list(gradients)
+        purpose, number = f"{self.name}/overwritten", self.process_set.process_set_id or 0
+        name = names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
+        return with_largest(gradients, variables, places, lambda tensors, of: reduce_dense(
+            tensors, name, ScaledOp(Max), list(map(label_of, of)), process_set=number))
 
     def require_no_strategy(self) -> None:
         if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):

@@ -4,6 +4,7 @@ Each rank prints its own, because ranks that fail may not reach each other any m
 reads the stderr of all of them, and writes the file.
 """
 
+import contextlib
 import json
 import os
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..core.ownership import own_directory
 from ..core.topology import Topology, rank_list
 from ..core.tuning import TOLD_OPERATIONS, TOLD_OPERATIONS_LEAST, TOLD_OPERATIONS_OF_ALL
 from . import files
@@ -23,6 +25,8 @@ from .records import Record, from_message, record_of, to_messages, unfinished
 from .ring import Operation, Traced
 from .timeline import Timeline
 
+FAILURES = Path(".mpistrat")
+MOST_FILES = 10  # in it
 _LINE_BYTES = 3800  # With the rank in front it is less than what a rank writes at once (process/report.py).
 _Kept = tuple[Operation, int, str, int]  # what `record_of` takes after the rank
 
@@ -118,7 +122,7 @@ def _encode(message: bytes) -> bytes:
 
 
 def save(told: Iterable[Sequence[str]]) -> str:
-    """Write a timeline to a new file in the current directory. Returns a sentence on it; "" if there is none.
+    """Write a timeline to a new file of FAILURES, in the current directory. Returns a sentence on it; "" without one.
 
     Args:
         told: The lines of each rank. A rank whose lines were cut is left out.
@@ -132,14 +136,25 @@ def save(told: Iterable[Sequence[str]]) -> str:
     ranks.sort(key=lambda each: each.rank)
     if not any(each.records for each in ranks):
         return ""
-    path = f"mpistrat-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}.json"
+    path = FAILURES / f"{time.strftime('%m%d-%H%M%S')}-{os.getpid()}.json"
     what = f"the last operations of ranks {rank_list(each.rank for each in ranks)}"
     try:
-        _write(path, ranks)
+        _make_room()
+        _write(str(path), ranks)
     except OSError as error:
-        Path(path).unlink(missing_ok=True)  # The disk may be full.
+        with contextlib.suppress(OSError):  # On a read-only file system this is an error also if there is no file.
+            path.unlink()
         return f"{what} are not written: {error}"
     return f"{what}: mpistrat timeline {path}"
+
+
+def _make_room() -> None:
+    """Make the directory if it is not there, invisible for git, and remove all but the newest files. Raises OSError."""
+    own_directory(FAILURES, 0o755, 0o022)
+    (FAILURES / ".gitignore").write_text("*\n")
+    with contextlib.suppress(FileNotFoundError):  # Another job has just removed it.
+        for path in sorted(FAILURES.glob("*.json"), key=os.path.getmtime)[:1 - MOST_FILES]:
+            path.unlink()
 
 
 def _write(path: str, ranks: Sequence[LastOperations]) -> None:

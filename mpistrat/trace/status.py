@@ -4,11 +4,11 @@ The file is `<host>-<pid>.json` in `${XDG_RUNTIME_DIR:-/tmp}/mpistrat-<uid>/`, w
 from the first second of a job to its end.
 """
 
+import contextlib
 import glob
 import json
 import os
 import platform
-import stat
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.handle import Entry
+from ..core.ownership import own_directory
 from .ring import Operation
 from .spans import Span, length, union
 
@@ -27,15 +28,6 @@ _MOST_CHARACTERS = 120  # of a name
 def status_directory(environ: Mapping[str, str]) -> Path:
     """The directory with the status files of this user's jobs on this host. It need not exist."""
     return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"mpistrat-{os.getuid()}"
-
-
-def foreign(found: os.stat_result, uid: int, others: int) -> str:
-    """Why a file or directory is not trusted: it is not this user's, or others have one of these permissions. Or ""."""
-    if found.st_uid != uid:
-        return f"belongs to user {found.st_uid}"
-    if stat.S_IMODE(found.st_mode) & others:
-        return f"can be changed by others (mode {stat.S_IMODE(found.st_mode):o})"
-    return ""
 
 
 def shares(operations: Iterable[Operation], in_flight: Iterable[Entry], interval: Span) -> tuple[float, float, float]:
@@ -81,11 +73,7 @@ class StatusFile:
 
     def __init__(self, size: int, environ: Mapping[str, str]):
         directory = status_directory(environ)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.lstat()
-        # In /tmp another user may have made it first.
-        if not stat.S_ISDIR(found.st_mode) or foreign(found, os.getuid(), 0o077):
-            raise PermissionError(f"{directory} is not a directory that only this user may read.")
+        own_directory(directory, 0o700, 0o077)
         for path in directory.glob(f"{glob.escape(platform.node())}-*.json"):
             process = f"/proc/{path.stem.rpartition('-')[2]}"
             if os.path.exists("/proc/self") and not os.path.exists(process):  # Its job was killed.
@@ -110,7 +98,8 @@ class StatusFile:
         new.replace(self.path)
 
     def remove(self) -> None:
-        """Remove the file. May be called twice; in a forked process it does nothing."""
+        """Remove the file if it can be. May be called twice; in a forked process it does nothing."""
         if os.getpid() == self._pid:
-            self.path.unlink(missing_ok=True)
-            self.path.with_suffix(".new").unlink(missing_ok=True)
+            for path in (self.path, self.path.with_suffix(".new")):
+                with contextlib.suppress(OSError):
+                    path.unlink()

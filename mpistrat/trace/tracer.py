@@ -9,6 +9,7 @@ The messages travel with those of the negotiation, and a rank that is in a colle
 for another rank, but in `stop_timeline` for a while. What it cannot do is a warning: training goes on.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -215,8 +216,11 @@ class Tracer(TraceLink):
             timeline, self._timeline, window, self._window = self._timeline, None, self._window, None
             if timeline is None:
                 return
-            timeline.close()
             lacks = []
+            try:
+                timeline.close()
+            except OSError as error:
+                lacks.append(f"its end cannot be written: {error}")
             if self._awaited and not has_job_ended:
                 lacks.append(f"ranks {self._topology.listed(sorted(self._awaited))} have not sent their last "
                              f"operations in {_LAST_RECORDS_S:g} s")
@@ -391,7 +395,8 @@ class Tracer(TraceLink):
         except OSError as error:
             logger.warning("mpistrat: the timeline %s ends here, because it cannot be written: %s. It can be read up "
                            "to here.", self._path, error)
-            self._timeline.close()
+            with contextlib.suppress(OSError):
+                self._timeline.close()
             self._timeline = self._window = None
             self._send(_END)
 

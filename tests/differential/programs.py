@@ -6,10 +6,11 @@ from typing import Any
 
 import keras
 from keras import layers
-from keras.optimizers import SGD, Adam, LossScaleOptimizer, RMSprop
+from keras.optimizers import SGD, Adadelta, Adagrad, Adam, Ftrl, Lamb, LossScaleOptimizer, RMSprop
 
 from mpistrat.tensorflow import Compression
 
+from ..support.overwritten import LargestOfBatch
 from .training import CLASSES, Recipe
 
 # Kernels of up to 64 KiB are joined for the reduction; together these are more than 512 KiB, from where large results
@@ -35,6 +36,18 @@ def embedded() -> keras.Model:
     """An embedding, of which the gradient is sparse, under dense layers and running statistics."""
     return keras.Sequential([keras.Input((7,), dtype="int32"), layers.Embedding(50, 24), layers.Flatten(),
                              layers.Dense(96, activation="relu"), layers.BatchNormalization(), layers.Dense(CLASSES)])
+
+
+def looked_up() -> keras.Model:
+    """An embedding of which each rank looks up 2048 rows in a step of four, many of them several times."""
+    return keras.Sequential([keras.Input((512,), dtype="int32"), layers.Embedding(300, 32),
+                             layers.GlobalAveragePooling1D(), layers.Dense(CLASSES)])
+
+
+def overwritten() -> keras.Model:
+    """Weights that their gradient overwrites: one of this test's, and those of float8."""
+    return keras.Sequential([keras.Input((24,)), layers.Dense(32, "relu"), LargestOfBatch(),
+                             layers.Dense(32, "relu", dtype="float8_from_float32"), layers.Dense(CLASSES)])
 
 
 def residual(blocks: int = 4, filters: int = 32) -> Callable[[], keras.Model]:
@@ -89,6 +102,10 @@ def _momentum(**arguments: Any) -> Callable[[], SGD]:
     return lambda: SGD(0.01, momentum=0.9, **arguments)
 
 
+def _looked_up(optimizer: Callable[[], Any], way: str = "fit", **distribute: Any) -> Recipe:
+    return Recipe(looked_up, optimizer, way=way, tokens=300, steps=8, takes_turns=False, distribute=distribute)
+
+
 _ADAM = Recipe(dense(), _adam())
 _MOMENTUM = Recipe(dense(), _momentum())
 
@@ -125,6 +142,26 @@ _LIST = [
     Program("embedding", Recipe(embedded, _adam(), tokens=50), is_quick=True),
     Program("embedding, made dense", Recipe(embedded, _momentum(), tokens=50, distribute={"sparse_as_dense": True})),
     Program("embedding, strategy", Recipe(embedded, _adam(), tokens=50, way="strategy fit")),
+    Program("repeated rows", _looked_up(lambda: SGD(0.1))),
+    Program("repeated rows, momentum", _looked_up(_momentum(), "strategy fit")),
+    Program("repeated rows, adam", _looked_up(_adam(), "strategy loop")),
+    Program("repeated rows, adagrad", _looked_up(lambda: Adagrad(0.1), "strategy fit")),
+    Program("repeated rows, adadelta", _looked_up(lambda: Adadelta(1.0), "tape")),
+    Program("repeated rows, rmsprop", _looked_up(lambda: RMSprop(1e-3), "strategy loop")),
+    Program("repeated rows, ftrl", _looked_up(lambda: Ftrl(0.1))),
+    Program("repeated rows, lamb", _looked_up(lambda: Lamb(0.01))),
+    Program("repeated rows, tape", _looked_up(lambda: SGD(0.1), "tape")),
+    Program("repeated rows, strategy", _looked_up(lambda: SGD(0.1), "strategy fit")),
+    Program("repeated rows, clipped", _looked_up(lambda: SGD(0.1, global_clipnorm=0.01))),
+    Program("repeated rows, accumulated", _looked_up(lambda: SGD(0.1, gradient_accumulation_steps=2))),
+    Program("repeated rows, loss scale", _looked_up(lambda: LossScaleOptimizer(SGD(0.1), initial_scale=64.0))),
+    Program("repeated rows, made dense", _looked_up(lambda: SGD(0.1), sparse_as_dense=True)),
+    Program("overwritten weights", Recipe(overwritten, _adam())),
+    Program("overwritten weights, tape", Recipe(overwritten, _momentum(), way="tape")),
+    Program("overwritten weights, accumulation", Recipe(overwritten, _momentum(gradient_accumulation_steps=2))),
+    Program("overwritten weights, strategy", Recipe(overwritten, _momentum(), way="strategy fit")),
+    Program("overwritten weights, strategy loop, accumulation", Recipe(
+        overwritten, _momentum(gradient_accumulation_steps=2), way="strategy loop")),
     Program("widths of 16", Recipe(dense(96, 15, bias=True), _momentum())),
     Program("widths of no power", Recipe(dense(97, 15, bias=True), _momentum())),
     Program("twenty layers of 96", Recipe(dense(96, 20, bias=True), _adam())),

@@ -9,27 +9,28 @@ from keras import layers, optimizers
 
 from mpistrat.tensorflow import Compression
 
+from ..support.overwritten import LargestOfBatch
 from .training import CLASSES, WAYS, Recipe
 
 _WIDTHS = (1, 3, 8, 16, 17, 32, 48, 63, 64, 96, 100, 112, 120, 128, 130)
 _LARGE_WIDTHS = (256, 384, 500, 512)
-_TOKENS = 40
+_TOKENS, _MANY_TOKENS = 40, 1000
 _OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "SGD": optimizers.SGD, "Adam": optimizers.Adam, "AdamW": optimizers.AdamW, "RMSprop": optimizers.RMSprop,
     "Adagrad": optimizers.Adagrad, "Adadelta": optimizers.Adadelta, "Adamax": optimizers.Adamax,
-    "Nadam": optimizers.Nadam, "Ftrl": optimizers.Ftrl, "Lion": optimizers.Lion}
+    "Nadam": optimizers.Nadam, "Ftrl": optimizers.Ftrl, "Lion": optimizers.Lion, "Lamb": optimizers.Lamb}
 
 
 def random_recipe(seed: int) -> Recipe:
     """The recipe of that number; the same on all ranks."""
     chooser = random.Random(seed)
     way = chooser.choice([*WAYS, "fit", "fit"])
-    kind = chooser.choice(["dense", "dense", "equal", "equal", "large", "tokens", "images", "signals"])
+    kind = chooser.choice(["dense", "dense", "equal", "equal", "large", "tokens", "rows", "images", "signals"])
     policy = chooser.choice(["float32"] * 4 + ["mixed_bfloat16", "float64"])
     optimizer, has_scale = _optimizer(chooser, way)
     return Recipe(
         model=_MODELS[kind](chooser), optimizer=optimizer, way=way, steps=chooser.randint(6, 14),
-        batch=chooser.randint(1, 5), tokens=_TOKENS * (kind == "tokens"), policy=policy,
+        batch=chooser.randint(1, 5), tokens={"tokens": _TOKENS, "rows": _MANY_TOKENS}.get(kind, 0), policy=policy,
         takes_turns=not has_scale and chooser.random() < 0.75, distribute=_distribute(chooser, way),
         compile=_compile(chooser, way))
 
@@ -102,6 +103,8 @@ def _head(chooser: random.Random, depth: int, widths: tuple[int, ...]) -> list[C
         elif between < 0.27:
             number = chooser.randrange(10**6)
             makers.append(lambda number=number: layers.Dropout(0.2, seed=number))
+        elif between < 0.34:
+            makers.append(LargestOfBatch)
     outputs = chooser.choice([CLASSES, CLASSES, CLASSES + 1])
     makers.append(lambda: layers.Dense(outputs))
     return makers
@@ -137,6 +140,13 @@ def _tokens(chooser: random.Random) -> Callable[[], keras.Model]:
                                             *_head(chooser, chooser.randint(0, 5), _WIDTHS)])
 
 
+def _rows(chooser: random.Random) -> Callable[[], keras.Model]:
+    """An embedding of which so many rows are looked up in a step that TensorFlow takes several threads."""
+    width, length = chooser.choice((8, 17, 64)), chooser.choice((600, 1100))
+    return _sequence(((length,), "int32"), [lambda: layers.Embedding(_MANY_TOKENS, width),
+                                            layers.GlobalAveragePooling1D, *_head(chooser, 1, _WIDTHS)])
+
+
 def _images(chooser: random.Random) -> Callable[[], keras.Model]:
     filters, kernel = chooser.choice([4, 8, 13, 16, 32]), chooser.choice([1, 3])
     makers: list[Callable[[], Any]] = []
@@ -157,4 +167,5 @@ def _signals(chooser: random.Random) -> Callable[[], keras.Model]:
         chooser.choice([layers.Flatten, layers.GlobalMaxPooling1D]), *_head(chooser, chooser.randint(0, 4), _WIDTHS)])
 
 
-_MODELS = {"dense": _dense, "equal": _equal, "large": _large, "tokens": _tokens, "images": _images, "signals": _signals}
+_MODELS = {"dense": _dense, "equal": _equal, "large": _large, "tokens": _tokens, "rows": _rows, "images": _images,
+           "signals": _signals}

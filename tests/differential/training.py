@@ -147,7 +147,7 @@ def _by_tape(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with DistributedGradientTape(tf.GradientTape(), **recipe.distribute) as tape:
             loss = loss_of(y, model(x, training=True))
-        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 

@@ -17,7 +17,6 @@ from typing import Any
 # A check that fails on one rank leaves the others waiting for this long.
 os.environ.update({"MPISTRAT_STALL_CHECK_TIME_SECONDS": "5", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "10"})
 os.environ.setdefault("MPISTRAT_LOG_LEVEL", "info")
-os.environ.setdefault("MPISTRAT_XLA", "1")
 
 import numpy as np
 import tensorflow as tf

@@ -220,7 +220,7 @@ def test_a_signal_ends_all_ranks_and_the_last_line_says_so(number: signal.Signal
 def silent(tmp_path: Path) -> dict[str, str]:
     """An environment where ssh says that a host does not answer, and mpirun's ssh waits."""
     ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\ncase "$*" in *" true") ;; *) exec sleep 300;; esac\n'
+    ssh.write_text('#!/bin/sh\ncase "$*" in *BatchMode=yes*) ;; *) exec sleep 300;; esac\n'
                    'echo "ssh: connect to host node9 port 22: Connection timed out" >&2; exit 255\n')
     ssh.chmod(0o755)
     return {"PATH": f"{tmp_path}:{os.environ['PATH']}"}

@@ -2,12 +2,16 @@
 
 import re
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from mpistrat.elastic.keeper_state import HOST_LOST_AFTER_S
+
 from ..support.hosts_in_namespaces import Hosts, two_hosts
-from ..support.jobs import Finished
+from ..support.jobs import Finished, wait_until
 from .test_elastic import SCRIPT, assert_whole
 from .test_two_hosts import require_namespaces
 
@@ -50,3 +54,20 @@ def test_one_side_of_a_cut_link_goes_on(hosts: Hosts) -> None:
         job = elastic(hosts, "--kill", "1:0:5:cut")
     assert_whole(job, ranks=2, generation=2, most_twice=4)
     assert re.search(rf"{hosts.names[1]} is lost: no sign of life", job.output), job.output
+
+
+def test_the_commits_of_the_only_host_outlive_a_link_that_is_cut_for_a_while(hosts: Hosts, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def cut() -> None:
+        wait_until(lambda: log.exists() and "step 5" in log.read_text(), 60)
+        hosts.cut(HOST_LOST_AFTER_S + 2)
+
+    cutting = threading.Thread(target=cut)
+    with hosts.mended_after():
+        cutting.start()
+        job = hosts.run_line([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "2", "-H",
+                              f"{hosts.names[1]}:2", "--", sys.executable, SCRIPT, "--pause", "0.3", "--log", str(log)])
+        cutting.join()
+    assert_whole(job, ranks=2, generation=2, most_twice=0)
+    assert "Its commits are kept" in job.output and "IS LOST" not in job.output, job.output

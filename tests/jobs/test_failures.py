@@ -36,6 +36,14 @@ def said(job: Finished, rank: int) -> str:
     return "\n".join(job.of_rank(rank))
 
 
+def test_a_rank_that_ends_well_without_init_is_named_when_the_others_wait_for_it() -> None:
+    script = ("import os, sys; os.environ['OMPI_COMM_WORLD_RANK'] == '1' and sys.exit(); "
+              "import mpistrat; mpistrat.init()")
+    job = run_limited([sys.executable, "-m", "mpistrat", "run", "-np", "2", sys.executable, "-c", script], limit_s=90)
+    assert job.code == 1 and job.left == (), job.output
+    assert "ended with exit code 1: ranks [1] ended without init(), in which ranks [0] waited for them" in job.output
+
+
 # -- one rank ends ----------------------------------------------------------------------------------------------------
 
 
@@ -307,7 +315,8 @@ def test_an_unknown_setting_on_all_ranks_is_an_error_on_every_rank() -> None:
     job = run(2, "init_only.py", env={"MPISTRAT_FUSION_TRESHOLD": "1"})
     for rank in range(2):
         assert said(job, rank) == ("SettingsError: all ranks: MPISTRAT_FUSION_TRESHOLD is not a setting of mpistrat. "
-                                   "Did you mean MPISTRAT_FUSION_THRESHOLD?"), job.output
+                                   "Did you mean MPISTRAT_FUSION_THRESHOLD? If it is of another program: unset "
+                                   "MPISTRAT_FUSION_TRESHOLD."), job.output
 
 
 @pytest.mark.quick
@@ -315,7 +324,8 @@ def test_an_unknown_setting_on_one_rank_is_an_error_on_every_rank_that_names_it(
     job = run(3, "init_only.py", "1:MPISTRAT_FUSION_TRESHOLD=1")
     for rank in range(3):
         assert said(job, rank) == ("SettingsError: ranks [1]: MPISTRAT_FUSION_TRESHOLD is not a setting of mpistrat. "
-                                   "Did you mean MPISTRAT_FUSION_THRESHOLD?"), job.output
+                                   "Did you mean MPISTRAT_FUSION_THRESHOLD? If it is of another program: unset "
+                                   "MPISTRAT_FUSION_TRESHOLD."), job.output
 
 
 def test_a_value_out_of_range_is_an_error_on_every_rank() -> None:

@@ -1,5 +1,5 @@
 """Ranks that build their collectives in different orders, with one inter-op thread, and that wait for them in different
-ways: no deadlock, right sums.
+ways: no deadlock, right sums. And the order in which several threads of each rank add.
 """
 
 import pytest
@@ -71,3 +71,23 @@ def test_large_decisions_behind_others_while_votes_are_open_between_hosts(rounds
     assert job.code == 0, job.output
     for rank in range(4):
         assert job.of_rank(rank) == [f"{rounds} rounds are right"], job.output
+
+
+@pytest.mark.long
+@needs_mpirun
+def test_compiled_functions_touch_no_variable_of_another_device() -> None:
+    job = run_job(2, ["python", "tests/scripts/second_device.py"], limit_s=400)
+    assert job.code == 0, job.output
+    for rank in range(2):
+        assert job.of_rank(rank) == [f"{way} right" for way in (
+            "horovod", "accumulated", "scaled", "strategy", "tape", "embedding", "functions")], job.output
+
+
+@needs_mpirun
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_that_repeat_are_added_in_one_order_by_all_ranks(ranks: int) -> None:
+    job = run_job(ranks, ["python", "tests/scripts/repeated_rows.py", "10"], limit_s=300,
+                  env={"TF_NUM_INTRAOP_THREADS": "4", "MPISTRAT_BIND": "0"})
+    assert job.code == 0, job.output
+    for rank in range(ranks):
+        assert f"rank {rank}: 36 trainings of 10 steps have the same bits" in job.output, job.output

@@ -119,6 +119,20 @@ def test_the_first_signal_goes_to_mpirun_and_the_second_kills(number: signal.Sig
         assert "mpistrat run: what is left of the job is killed: processes " in run.output
 
 
+@pytest.mark.quick
+def test_ranks_that_hand_sigterm_on_have_some_time_before_mpirun_gets_it() -> None:
+    tells = ("sh", "-c", "echo '[mpistrat] rank 1 hands SIGTERM on' >&2; sleep 0.5; echo the rank begins; "
+             "exec sleep 600")
+    with supervised("stays", *tells, grace_s=1.0, kill_s=0.5, left_s=0.1) as run:
+        run.await_text("the rank begins")
+        run.process.send_signal(signal.SIGTERM)
+        run.process.send_signal(signal.SIGTERM)  # As from a sender that signals a process and its group.
+        assert run.code() == 143
+        assert run.output.index("got SIGURG\n") < run.output.index(
+            "mpistrat run: the ranks have not ended within 1 s after SIGTERM (--grace-period); it is sent SIGTERM\n")
+        assert "it is sent SIGKILL" in run.output
+
+
 def test_a_signal_that_comes_twice_at_once_is_one() -> None:
     with supervised("ends", *SLEEP, second_s=1e4, left_s=0.1) as run:
         run.await_text("the rank begins")

@@ -49,7 +49,7 @@ def fail(directory: Path, how: str, *settings: str) -> tuple[Finished, list[Path
     job = run_limited([
         "env", "-C", str(directory), "MPISTRAT_FAILURE_TIMELINE=1", *settings, sys.executable, "-m", "mpistrat", "run",
         "-np", "4", "--oversubscribe", str(ROOT / "tests" / "scripts" / "failing_steps.py"), how], limit_s=90)
-    return job, list(directory.glob("mpistrat-*"))
+    return job, list(directory.glob(".mpistrat/*.json"))
 
 
 # mpirun soon ends the ranks beside one that was killed, which may come before those of the other host can tell theirs.
@@ -64,7 +64,8 @@ def test_a_job_that_fails_leaves_what_its_ranks_did_last(
                               "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS=2")
     assert job.code != 0 and more == [], job.output
     *_, named, last = job.output.splitlines()
-    assert named.endswith(f": mpistrat timeline {path.name}") and "the job has ended with exit code" in last, job.output
+    assert named.endswith(f": mpistrat timeline .mpistrat/{path.name}"), job.output
+    assert "the job has ended with exit code" in last, job.output
     records = records_in(files.spans_in(str(path))[0])
     ranks = {each.rank for each in records}
     assert set(surely) <= ranks <= {*surely, *perhaps}

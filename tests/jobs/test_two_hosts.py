@@ -245,6 +245,15 @@ def test_the_ranks_of_both_hosts_end_when_mpirun_was_killed(hosts: Hosts, tmp_pa
     assert seconds < 10, job.output
 
 
+def test_ranks_of_both_hosts_have_time_to_save_after_sigterm(hosts: Hosts) -> None:
+    first, second = hosts.names
+    # Open MPI's mpirun kills ranks one second after a SIGTERM of its own.
+    job = hosts.run_line([sys.executable, "-m", "mpistrat", "run", "-np", "2", "-H", f"{first}:1,{second}:1",
+                          "tests/scripts/saves_at_sigterm.py", "3"])
+    assert (job.code, job.left) == (0, ()), job.output
+    assert sorted(job.output.splitlines()) == [f"rank {rank} has saved after 1 signals" for rank in range(2)]
+
+
 # -- the launcher, and clusters ---------------------------------------------------------------------------------------
 
 

@@ -268,6 +268,26 @@ def test_sparse_gradients_may_have_other_numbers_of_rows_on_every_rank(rank: int
     assert gradient.indices.numpy().tolist() == [i for r in range(size) for i in range(r)]
 
 
+@both_ways
+def test_what_overwrites_a_variable_is_the_largest_of_all_ranks(way: Callable, rank: int, size: int) -> None:
+    keras = pytest.importorskip("keras")
+    largest, weight = keras.Variable([0.0, 0.0]), keras.Variable(1.0)
+    largest.overwrite_with_gradient = True
+
+    @tf.custom_gradient
+    def kept(value: Any, largest: Any) -> Any:
+        return value, lambda upstream: (upstream, tf.constant([rank / 3, -rank / 3]))
+
+    def step() -> Any:
+        with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:
+            loss = kept(tf.convert_to_tensor(weight), tf.convert_to_tensor(largest))
+        return tape.gradient(loss, [largest, weight])
+
+    maxima, gradient = way(step)()
+    assert maxima.numpy().tolist() == [np.float32((size - 1) / 3), 0.0]
+    assert gradient.numpy() == size
+
+
 # -- local sources ----------------------------------------------------------------------------------------------------
 
 

@@ -371,6 +371,79 @@ def test_the_sum_of_backward_passes_is_what_is_clipped(rank: int, size: int) -> 
         np.testing.assert_allclose(value, start.numpy() - np.clip(first + second, -1, 1), rtol=1e-5, atol=1e-6)
 
 
+# -- variables that their gradient overwrites -------------------------------------------------------------------------
+
+
+def overwritten_by(optimizer: Any, steps: Sequence[Sequence[float]], way: Callable, is_local: bool = False
+                   ) -> tuple[list[float], float]:
+    """Two variables after steps of these "gradients": the first is overwritten, the second has the gradient 1."""
+    largest, weight = keras.Variable([0.0, 0.0], name="largest"), keras.Variable(1.0, name="weight")
+    largest.overwrite_with_gradient = True
+    if is_local:
+        optimizer.register_local_var(largest)
+    optimizer.build([largest, weight])
+    step = way(lambda values: optimizer.apply([values, tf.constant(1.0)], [largest, weight]))
+    for values in steps:
+        step(tf.constant(values))
+    return largest.numpy().tolist(), float(weight.numpy())
+
+
+def third(*values: float) -> list[float]:
+    """Thirds, which no sum, quotient or half precision keeps."""
+    return [float(np.float32(value / 3)) for value in values]
+
+
+@both_ways
+@pytest.mark.parametrize("arguments", [
+    {}, {"op": mpistrat.Sum}, {"compression": hvd.Compression.fp16}, {"groups": 2}, {"gradient_predivide_factor": 4.0},
+    {"sparse_as_dense": True}], ids=str)
+def test_what_overwrites_a_variable_is_the_largest_of_all_ranks(way: Callable, arguments: dict, rank: int,
+                                                                size: int) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), **arguments)
+    largest, weight = overwritten_by(optimizer, [third(9, 9), third(1 + rank, -1 - rank)], way)
+    assert largest == third(size, -1)
+    assert weight == (1 - size if "op" in arguments else 0)
+
+
+@both_ways
+@pytest.mark.parametrize("arguments", [
+    {"gradient_accumulation_steps": 2}, {"backward_passes_per_step": 2},
+    {"backward_passes_per_step": 2, "average_aggregated_gradients": True, "op": mpistrat.Sum},
+    {"scale": True}], ids=str)
+def test_it_is_the_largest_of_all_ranks_and_steps_that_are_accumulated(way: Callable, arguments: dict, rank: int,
+                                                                       size: int) -> None:
+    arguments, steps = dict(arguments), arguments.get("gradient_accumulation_steps")
+    inner = keras.optimizers.SGD(0.5, gradient_accumulation_steps=arguments.pop("gradient_accumulation_steps", None))
+    if arguments.pop("scale", False):
+        inner = keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
+    elif steps is None:
+        steps = arguments["backward_passes_per_step"]
+    optimizer = hvd.DistributedOptimizer(inner, **arguments)
+    given = [third(1 + rank, 7), third(-1 - rank, rank), third(-size, 2)]
+    assert overwritten_by(optimizer, given[:2], way)[0] == (third(size, 7) if steps else third(-1, size - 1))
+
+
+def test_on_ranks_without_others_it_is_the_ranks_own(rank: int, size: int) -> None:
+    process_set = hvd.add_process_set(range(size - 1))
+    try:
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), process_set=process_set)
+        largest, _ = overwritten_by(optimizer, [third(1 + rank, -1 - rank)], eagerly)
+        assert largest == (third(size, -size) if rank == size - 1 else third(size - 1, -1))
+    finally:
+        hvd.remove_process_set(process_set)
+
+
+@both_ways
+def test_of_a_local_variable_it_is_the_ranks_own(way: Callable, rank: int) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    assert overwritten_by(optimizer, [third(1 + rank, rank)], way, is_local=True)[0] == third(1 + rank, rank)
+
+
+def test_without_such_variables_nothing_is_sent_for_them(reduced: list[Entry]) -> None:
+    steps_with(hvd.DistributedOptimizer(keras.optimizers.SGD(0.5)), [gradients_of(0, 0)])
+    assert [entry.request.name for entry in reduced if "overwritten" in entry.request.name] == []
+
+
 # -- tf.IndexedSlices -------------------------------------------------------------------------------------------------
 
 
@@ -875,3 +948,25 @@ def test_gradients_of_other_variables_are_not_mixed(way: Callable, rank: int, si
     shared = [None, tf.fill([1], float(rank)), tf.ones([1])]
     optimizer.apply(shared, variables)  # None on all ranks is no disagreement.
     assert variables[1].numpy().tolist() == pytest.approx([-0.1 * (size - 1) / 2])
+
+
+def test_a_commit_between_two_updates_has_the_gradients_of_all_ranks() -> None:
+    own = keras.Variable([1.0], name="own")
+    largest = keras.Variable([0.0], name="largest")
+    largest.overwrite_with_gradient = True
+    variables = [*new_variables(), own, largest]
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    optimizer.register_local_var(own)
+    optimizer.build(variables)
+    gradients = [*gradients_of(mpistrat.rank(), 0), np.float32([mpistrat.rank()]), np.float32([mpistrat.rank()])]
+    optimizer.apply(list(map(tf.constant, gradients)), variables)
+    model._trainable_variables.extend(variables)
+    state = hvd.elastic.KerasState(model, optimizer)
+    assert state._compare(1) is (mpistrat.size() > 1)
+    mean = np.mean([gradients_of(rank, 0)[0] for rank in range(mpistrat.size())], axis=0)
+    *shared, of_own, of_largest = optimizer._accumulated_gradients
+    np.testing.assert_allclose(shared[0], mean, rtol=1e-5)
+    assert_equal_on_all_ranks(shared)
+    assert of_own.numpy() == [mpistrat.rank()]
+    assert of_largest.numpy() == [mpistrat.size() - 1]

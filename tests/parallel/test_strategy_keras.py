@@ -24,6 +24,7 @@ from mpistrat.tensorflow.xla import context  # noqa: E402
 from ..features.keras_models import Subclassed  # noqa: E402
 from ..features.keras_steps import OwnStep  # noqa: E402
 from ..features.keras_training import BATCH, COLUMNS, both, compiled, dense, fit_both, sequential, sgd  # noqa: E402
+from ..support.overwritten import LargestOfBatch  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data  # noqa: E402
 
 
@@ -325,6 +326,9 @@ UNEVEN: dict[str, Callable[[], Any]] = {
     "our layer": lambda: compiled(lambda: sequential(mpistrat.keras.SyncBatchNormalization())),
     "accumulated": lambda: compiled(optimizer=lambda: sgd(gradient_accumulation_steps=2)),
     "losses of a step": lambda: compiled(ReportsLosses, metrics=()),
+    "overwritten": lambda: compiled(lambda: sequential(LargestOfBatch())),
+    "overwritten, accumulated": lambda: compiled(lambda: sequential(LargestOfBatch()),
+                                                 lambda: sgd(gradient_accumulation_steps=2, global_clipnorm=0.1)),
     "NaN without rows": lambda: compiled(lambda: OwnStep([keras.Input((COLUMNS,)), *dense()]), metrics=(),
                                          optimizer=lambda: keras.optimizers.LossScaleOptimizer(sgd(), 1.0)),
 }
@@ -335,6 +339,47 @@ def test_uneven_parts_of_a_global_batch_count_by_their_rows(strategy: MPIStrateg
     """Batches of 13 rows, and one of a single row, which some rank has not."""
     model, reference = both(strategy, rank, UNEVEN[kind])
     fit_both(strategy, model, reference, rows=27, batch_size=13)
+
+
+class NeedsRows(keras.layers.Layer):
+    """Fails without rows, as some layers do in TensorFlow, and counts them by a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = keras.metrics.Sum(name="count")
+        self.supports_masking = True
+
+    def call(self, x: Any) -> Any:
+        tf.debugging.assert_positive(tf.shape(x)[0])
+        self.count.update_state(tf.shape(x)[0])
+        return x
+
+
+@pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
+def test_a_rank_without_rows_evaluates_and_predicts_none_of_its_own(strategy: MPIStrategy, eagerly: bool,
+                                                                    rank: int) -> None:
+    def build() -> Any:
+        inputs = keras.Input((None,), dtype="int32")
+        x = NeedsRows()(keras.layers.Embedding(5, 4, mask_zero=True)(inputs))
+        return keras.Model(inputs, {"each": x, "sum": keras.layers.LSTM(3)(x)})
+
+    def make() -> Any:
+        return compiled(build, loss={"each": "mse", "sum": "mse"}, metrics=(), run_eagerly=eagerly)
+
+    model, reference = both(strategy, rank, make)
+    x = np.array([[1, 2, 0], [3, 1, 0], [4, 4, 0]], np.int32)  # A mask leaves as many tokens of each row.
+    y = {"each": np.ones((3, 3, 4), np.float32), "sum": np.ones((3, 3), np.float32)}
+    for rows in (1, 3):
+        part = {name: value[:rows] for name, value in y.items()}
+        found, wanted = (each.evaluate(x[:rows], part, batch_size=2, verbose=0, return_dict=True)
+                         for each in (model, reference))
+        assert found.keys() == wanted.keys() and wanted["count"] == rows
+        for name, value in wanted.items():
+            assert found[name] == pytest.approx(value, abs=1e-5), name
+        found, wanted = (each.predict(x[:rows], batch_size=2, verbose=0) for each in (model, reference))
+        for name, value in wanted.items():
+            assert found[name].shape == value.shape
+            np.testing.assert_allclose(found[name], value, atol=1e-5)
 
 
 class Counting(keras.layers.Layer):

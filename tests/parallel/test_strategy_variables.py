@@ -34,6 +34,18 @@ def test_a_variable_begins_with_the_value_of_the_first_rank(strategy: MPIStrateg
     np.testing.assert_array_equal(variable.numpy(), np.array([0, 0]).astype(dtype))
 
 
+@pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
+@pytest.mark.parametrize("value", [3.0, [3.0, 4.0]], ids=["scalar", "vector"])
+def test_a_variable_is_an_array_for_numpy(strategy: MPIStrategy, value: Any, synchronization: str) -> None:
+    with strategy.scope():
+        variable = tf.Variable(value, synchronization=tf.VariableSynchronization[synchronization],
+                               aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    for made in (np.array(variable), np.asarray(variable), np.array(variable, np.float64)):
+        np.testing.assert_array_equal(made, value)
+    np.array(variable)[...] = 0.0
+    np.testing.assert_array_equal(variable.numpy(), value)
+
+
 def test_an_initial_value_may_be_a_function(strategy: MPIStrategy, rank: int) -> None:
     assert make(strategy, lambda: tf.constant(rank + 5.0)).numpy() == 5.0
 

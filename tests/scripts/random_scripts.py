@@ -76,6 +76,7 @@ class Script:
         seeds_differ: Each rank draws other initial weights, and gets those of rank 0 by a broadcast.
         joins: The ranks have different numbers of batches.
         is_eager: fit runs without graphs, and the loop makes its steps eagerly. One process always does.
+        execution: The steps of fit in one execution.
     """
 
     number: int
@@ -87,6 +88,7 @@ class Script:
     seeds_differ: bool
     joins: bool
     is_eager: bool
+    execution: int
 
     @property
     def is_like_one_process(self) -> bool:
@@ -118,7 +120,7 @@ def script_of(number: int) -> Script:
         stages.insert(-1, draw.choice(WRONG + (WRONG_IN_FIT if loop == "fit" else ())))
     return Script(number, door, loop, model, optimizer, tuple(stages),
                   door == HOROVOD and model not in ("unbuilt", "local") and draw.randrange(2) == 0, joins,
-                  door == HOROVOD and draw.randrange(2) == 0)
+                  door == HOROVOD and draw.randrange(2) == 0, 1 if joins else draw.choice((1, 1, 2, 3)))
 
 
 class Interrupted(Exception):  # noqa: N818 - what a script raises to stop itself
@@ -349,9 +351,13 @@ class Run:
     def _new_optimizer(self) -> None:
         optimizer = self.way.optimizer(OPTIMIZERS[self.script.optimizer](), self.script, self.local)
         if self.script.loop == "fit":
-            self.model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=self._is_eager)
+            self._compile(self.model, optimizer)
         else:
             self._own = optimizer
+
+    def _compile(self, model: keras.Model, optimizer: Any) -> None:
+        model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=self._is_eager,
+                      steps_per_execution=self.script.execution)
 
     # -- training --
 
@@ -521,9 +527,8 @@ class Run:
                 if how == "clone":
                     clone.compile_from_config(self.model.get_compile_config())
                 else:
-                    clone.compile(type(optimizer).from_config(optimizer.get_config()) if how == "optimizer"
-                                  else keras.optimizers.deserialize(keras.optimizers.serialize(optimizer)), "mse",
-                                  metrics=["mae"], run_eagerly=self._is_eager)
+                    self._compile(clone, type(optimizer).from_config(optimizer.get_config()) if how == "optimizer"
+                                  else keras.optimizers.deserialize(keras.optimizers.serialize(optimizer)))
                 self.model = clone
             else:
                 self.model = copy.deepcopy(self.model) if how == "deepcopy" else pickle.loads(pickle.dumps(self.model))
@@ -660,7 +665,7 @@ class Run:
         if self.way.rank == 0:
             optimizer = OPTIMIZERS[self.script.optimizer]()
             if self.script.loop == "fit":
-                self.model.compile(optimizer, "mse", run_eagerly=self._is_eager)
+                self._compile(self.model, optimizer)
             else:
                 self._own = optimizer
         self.train(draw)

@@ -186,6 +186,12 @@ class Hosts:
         assert not ranks, f"{len(ranks)} ranks had not ended after {limit_s} s. The job printed:\n{printed}"
         return Ended(printed, ended_at)
 
+    def cut(self, seconds: float) -> None:
+        """Take the first host's end of the cable down for so long."""
+        for state in ("down", "up"):
+            subprocess.run(self._on(0, ["ip", "link", "set", _CABLE, state]), check=True)
+            time.sleep(seconds if state == "down" else 0)
+
     @contextlib.contextmanager
     def mended_after(self) -> Iterator[None]:
         """A job within it may cut the first host's end of the cable."""

@@ -82,7 +82,7 @@ _OFF = "connect to host node9 port 22: Connection timed out"
 # mpirun's own ssh waits for a host that is off; that of `mpistrat run`, which asks why, has a limit.
 _SSH = """\
 #!/bin/sh
-case "$*" in *" true") ;; *) {waits} ;; esac
+case "$*" in *BatchMode=yes*) ;; *) {waits} ;; esac
 echo "{answer}" >&2
 exit 255
 """
@@ -119,7 +119,7 @@ SCENES = (
           ("mpistrat run: ranks 0-1 on node1 failed:", "DeadlockError: This is a deadlock",
            "weights: ranks [0] wait for ranks [1], which wait for loss instead.",
            'weights = mpistrat.broadcast(weights, 0, name="weights")', "the last operations of ranks [0, 1]: mpistrat "
-           "timeline mpistrat-", f"{_ENDED} 1")),
+           "timeline .mpistrat/", f"{_ENDED} 1")),
     Scene("Ctrl-C", "Ctrl-C in the third epoch.",
           "long_training.py", "mpistrat run -np 2 python long_training.py", 1,
           ("Epoch 3/100000", "^C", f"{_ENDED} 1: it was ended by Ctrl-C"), _press_ctrl_c),
@@ -127,7 +127,7 @@ SCENES = (
           "when memory runs out:\n`kill -9` with the process id that the rank has printed.",
           "long_training.py", "mpistrat run -np 2 python long_training.py", 137,
           ("Epoch 3/100000", f"{_ENDED} 137: rank 1 on node1 was killed, signal 9 (SIGKILL)",
-           "the last operations of ranks [0]: mpistrat timeline mpistrat-"), _kill_rank_1),
+           "the last operations of ranks [0]: mpistrat timeline .mpistrat/"), _kill_rank_1),
     Scene("A file that cannot be read", "The frames of h5py below the user's line are not shown.",
           "no_file.py", "mpistrat run -np 2 python no_file.py", 1,
           ("mpistrat run: ranks 0-1 on node1 failed:", 'with h5py.File("digits.h5") as file:',

@@ -12,12 +12,14 @@ import pytest
 import mpistrat
 from mpistrat.cli import inventory, startup
 from mpistrat.cli.arguments import split_arguments
+from mpistrat.cli.automatic import automatic
 from mpistrat.cli.doctor import command as doctor
 from mpistrat.cli.inventory import Row, backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
 from mpistrat.cli.main import COMMANDS, main
 from mpistrat.cli.mpirun import Machine, Mpirun
 from mpistrat.cli.probe import Findings, probe
 from mpistrat.cli.run import asks_for_help
+from mpistrat.cli.script import with_text
 from mpistrat.cli.supervisor import Outcome
 from mpistrat.core import version
 from mpistrat.core.errors import LaunchError
@@ -70,6 +72,14 @@ def test_split(line, own, mpirun, command) -> None:
     assert [" ".join(part) for part in (words.own, words.mpirun, words.command)] == [own, mpirun, command]
 
 
+def test_a_misspelt_option_is_told_the_right_one() -> None:
+    for words in ("--efficency 5 python x.py", "--efficency=5 python x.py", "--elastik python x.py"):
+        with pytest.raises(LaunchError, match=r"--e\w+ is no option\. Did you mean --(efficiency|elastic)\? If it is "):
+            split_arguments(["-np", "2", *words.split()])
+    assert split_arguments(["-np", "2", "--efficency", "5", "--", "python", "x.py"]).mpirun == ("--efficency", "5")
+
+
+
 def test_an_unknown_option_needs_the_two_dashes() -> None:
     with pytest.raises(LaunchError, match=r"--new is handed to mpirun.*-np 2 --new \.\.\. -- python train.py"):
         split_arguments(["-np", "2", "--new", "python", "train.py"])
@@ -114,6 +124,54 @@ def test_help_of_a_script_runs_it_once_without_mpirun(tmp_path) -> None:
                           capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (5, "['--help'] False\n")
     assert done.stderr == "mpistrat run: --help among the arguments: the command runs once, without mpirun\n"
+
+
+SCRIPT = "print('a')\nprint(\"b\")\n"
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["python"], ["python", "-c", SCRIPT]), (["python3.11", "-"], ["python3.11", "-c", SCRIPT]),
+    (["python", "-u", "-W", "error", "-", "--epochs", "3"],
+     ["python", "-u", "-W", "error", "-c", SCRIPT, "--epochs", "3"]),
+    (["/bin/python", "-uB", "/dev/stdin", "-"], ["/bin/python", "-uB", "-c", SCRIPT, "-"]),
+    *[(words, words) for words in (["python", "train.py", "-"], ["python", "-c", "x", "-"], ["python", "-um", "m", "-"],
+                                   ["python", "-m", "m", "--new"], ["python", "--odd"], ["python", "-V"], ["sh"], [])]])
+def test_a_script_from_stdin_is_given_to_each_rank(words, expected, tmp_path) -> None:
+    (tmp_path / "script").write_text(SCRIPT)
+    with open(tmp_path / "script") as stdin:
+        assert list(with_text(tuple(words), stdin)) == expected
+
+
+@pytest.mark.parametrize(("content", "words", "complaint"), [
+    (b"#" * 200_000, ["python"], "the script on stdin has 200000 bytes, and can have 131071 of text. Write it to a "),
+    (b"\0", ["python", "-"], "has 1 bytes"),
+    (b"1", ["python", "-i"], "Python without a script is interactive, and cannot be so on several ranks")])
+def test_a_script_from_stdin_that_ranks_cannot_get_is_refused(content, words, complaint, tmp_path) -> None:
+    (tmp_path / "script").write_bytes(content)
+    with open(tmp_path / "script") as stdin, pytest.raises(LaunchError, match=complaint):
+        with_text(tuple(words), stdin)
+    terminal, other = os.openpty()
+    with open(other) as stdin, pytest.raises(LaunchError, match="interactive"):
+        with_text(("python",), stdin)
+    os.close(terminal)
+
+
+def test_the_command_has_the_script_from_stdin(fake, capsys, monkeypatch, tmp_path) -> None:
+    (tmp_path / "script").write_text(SCRIPT)
+    with open(tmp_path / "script") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert shlex.split(dry_run(capsys, "--mpirun", fake(), "-np", "2", "python", "-"))[-3:] == [
+            "python", "-c", SCRIPT]
+
+
+def test_few_files_are_named_where_mpirun_fails(fake, tmp_path) -> None:
+    path = Path(fake())
+    path.write_text(path.read_text() + '[ "$1" = --version ] || exit 186\n')
+    line = f"ulimit -n 100; exec '{sys.executable}' -m mpistrat run --mpirun {path} -np 2 true"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        186, "mpistrat run: the job has ended with exit code 186: only 100 files may be opened here, too few for "
+             "mpirun. Type: ulimit -n 65536\n")
 
 
 @pytest.fixture
@@ -193,6 +251,36 @@ def test_ranks_that_ssh_starts_say_that_they_start(supervised, words, timeout_s)
         timeout_s and (2, timeout_s))
 
 
+@pytest.mark.parametrize(("version", "words", "grace_s"), [
+    ("mpirun (Open MPI) 5.0.11", "", 25.0), ("mpirun (Open MPI) 5.0.11", "--grace-period 90", 90.0),
+    ("mpirun (Open MPI) 4.1.6", "", 0.0), (MPICH_VERSION, "--grace-period 0", 0.0)])
+def test_ranks_have_time_after_sigterm_where_mpirun_hands_it_on(supervised, version, words, grace_s) -> None:
+    assert supervised(*words.split(), "sh", mpirun=version)[2]["limits"].grace_s == grace_s
+
+
+@pytest.mark.parametrize(("variables", "gpus", "words", "ranks", "said"), [
+    ({}, 0, "", 2, "-np auto is 2 ranks, one for each pair of cores"), ({}, 3, "", 3, "3 ranks, one for each GPU"),
+    ({"CUDA_VISIBLE_DEVICES": "0, 5"}, 3, "", 2, "2 ranks, one for each GPU"),
+    ({"CUDA_VISIBLE_DEVICES": "-1"}, 3, "", 2, "pair of cores"), ({"CUDA_VISIBLE_DEVICES": ""}, 3, "", 2, "of cores"),
+    ({}, 3, "-H a:4,b:2", 6, "as many as the hosts have slots")])
+def test_the_number_of_ranks_may_be_left_to_the_machine(fake, capsys, monkeypatch, variables, gpus, words, ranks, said
+                                                        ) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("mpistrat.cli.automatic.nvidia_gpus", lambda _: ["H100"] * gpus)
+    assert main(["run", "--dry-run", "--mpirun", fake(), "-np", "auto", *words.split(), "sh"]) == 0
+    captured = capsys.readouterr()
+    assert f"mpirun -np {ranks} " in captured.out
+    assert said in captured.err
+    assert automatic(None, Machine(cores=1), {"CUDA_VISIBLE_DEVICES": ""})[0] == 1
+
+
+def test_the_rank_before_each_line_has_one_option_for_both_launchers(fake, capsys) -> None:
+    assert " --tag-output sh" in dry_run(capsys, "--mpirun", fake(), "-np", "2", "--tag-output", "sh")
+    assert " -l sh" in dry_run(capsys, "--mpirun", fake(MPICH_VERSION), "-np", "2", "--tag-output", "sh")
+
+
 def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
     supervised("-np", "17", "sh")
     assert capsys.readouterr().err.startswith("mpistrat run: -np 17 is more than 4 ranks for each of the 4 cores")
@@ -204,6 +292,8 @@ def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
     ("-np 0 true", "-np: 0 is not a number of ranks; write for example: -np 2"),
     ("-np -2 true", "-np: -2 is not a number of ranks"),
     ("-np two true", "-np: two is not a number of ranks"),
+    ("-np auto --hostfile {file} true", "-np auto does not know how many ranks hosts without a number (node1) can"),
+    ("-np 2 --grace-period -1 true", "--grace-period: -1 is not a number of seconds from 0 on"),
     ("-np", "-np needs a value"),
     ("-np 2 --start-timeout 0 true", "--start-timeout 0 is not a number of seconds above 0"),
     ("-np 2 --start-timeout nan true", "--start-timeout nan is not a number of seconds above 0"),
@@ -218,9 +308,10 @@ def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
     ("-np 2 --mpirun no-such-mpirun true", "--mpirun no-such-mpirun: no such program"),
     ("-np 2 --unknown 3 true", "Write -- before the command"),
 ])
-def test_wrong_input_is_one_line_and_code_2(fake, capsys, words, complaint) -> None:
+def test_wrong_input_is_one_line_and_code_2(fake, capsys, tmp_path, words, complaint) -> None:
     path = fake()
-    arguments = words.split()
+    (tmp_path / "hosts").write_text("node1\n")
+    arguments = words.format(file=tmp_path / "hosts").split()
     assert main(["run", *(() if "--mpirun" in words else ("--mpirun", path)), *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -258,6 +349,15 @@ def test_each_command_has_help(capsys, command) -> None:
 def test_an_unknown_command(capsys, argv, complaint) -> None:
     assert main(argv) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_those_of_no_other_file(closed) -> None:
+    # What is opened next would have the number of stdout or stderr, and get what is printed.
+    code = ("import os; from mpistrat.cli.main import main; code = main(['--version']); "
+            "assert os.pipe()[0] > 2; print('end', flush=True); raise SystemExit(code)")
+    subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], check=True, timeout=60,
+                   stdout=subprocess.DEVNULL)
 
 
 def test_the_command_line_imports_no_framework() -> None:
@@ -405,13 +505,15 @@ def test_doctor_with_wrong_input(fake, capsys, tmp_path, words, complaint) -> No
     ("kill -SEGV $$", "loading the libraries died of signal 11"),
     ("echo first >&2; echo last >&2; exit 7", "loading the libraries ended with code 7: last"),
     ("sleep 60", "loading the libraries took more than 2 s"),
+    ("setsid sleep 61 & exit 7", "loading the libraries ended with code 7"),  # MPI may leave a daemon.
+    ("setsid sleep 60", "loading the libraries took more than 2 s"),
 ])
 def test_the_probe_survives_its_process(monkeypatch, tmp_path, script, failure) -> None:
     python = tmp_path / "python"
     python.write_text(f"""#!/bin/sh\necho noise\necho 'mpistrat-probe {{"cupy": {{}}}}'\n{script}\n""")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    assert probe(timeout_s=2 if "sleep" in script else 30) == Findings(cupy={}, failure=failure)
+    assert probe(timeout_s=2 if "sleep 60" in script else 30) == Findings(cupy={}, failure=failure)
 
 
 def test_any_error_of_cupy_is_a_finding(monkeypatch, tmp_path) -> None:

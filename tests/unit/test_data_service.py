@@ -1,5 +1,6 @@
 """The data service without ranks: its configuration, its registry, and what is refused."""
 
+import os
 import socket
 import stat
 import threading
@@ -70,6 +71,15 @@ def test_only_the_user_can_read_the_key_and_nothing_else_is_left(tmp_path: Path)
     CONFIG.write(tmp_path / "service.json")
     assert stat.S_IMODE((tmp_path / "service.json").stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["service.json"]
+
+
+def test_an_error_of_the_cleaning_up_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(number: int, text: str) -> None:
+        raise OSError(number, text)
+    monkeypatch.setattr(os, "replace", lambda *_: fails(28, "No space left on device"))
+    monkeypatch.setattr(os, "unlink", lambda *_: fails(30, "Read-only file system"))
+    with pytest.raises(OSError, match="No space left"):
+        CONFIG.write(tmp_path / "service.json")
 
 
 def test_a_file_that_comes_later_is_waited_for(tmp_path: Path) -> None:

@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.cli import elastic
-from mpistrat.elastic import keeper_state, plan
-from mpistrat.elastic.keeper_state import HOST_LOST_AFTER_S, KeeperState
-from mpistrat.elastic.plan import LEAVE_CODE, PREEMPTED_CODE, Done, Leave, Limits, Plan, Start, Stop
+from mpistrat.elastic import keeper_state
+from mpistrat.elastic.commits import CommitId
+from mpistrat.elastic.job import LEAVE_CODE
+from mpistrat.elastic.keeper_state import HOST_LOST_AFTER_S, STAY_S, KeeperState
+from mpistrat.elastic.orders import Action, Done, Leave, Limits, Say, Start, Stop
+from mpistrat.elastic.plan import PREEMPTED_CODE, Plan
 
 STEP_S = 0.25
 STEPS_OF_JOB = 300  # committed steps after which the ranks end
@@ -38,6 +41,8 @@ class SimulatedHost:
     is_up: bool = True
     link: bool = True
     heard: float = float("inf")  # by the supervisor; infinite: it has no line to the keeper
+    has_line: bool = False  # as the keeper sees it
+    unsent: list[dict] = field(default_factory=list)
 
 
 @dataclass
@@ -52,7 +57,7 @@ class World:
     ranks: dict[int, SimulatedRank] = field(default_factory=dict)
     done: Done | None = None
     steps: int = 0
-    commits: list[int] = field(default_factory=list)  # the generation of each
+    commits: list[CommitId] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)  # the ranks of each generation
     mpirun: int | None = None
     started_at: float = 0.0
@@ -66,7 +71,7 @@ class World:
 
     # -- the shells ------------------------------------------------------------------------------------------------
 
-    def supervise(self, actions: list[plan.Action]) -> None:
+    def supervise(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Start):
                 assert self.mpirun is None, "an mpirun runs already"
@@ -94,12 +99,23 @@ class World:
             for _ in range(slots):
                 if host.is_up and host.link:
                     if host.keeper is None:
-                        host.keeper, host.heard = KeeperState(self.now), self.now
-                        self.supervise(self.plan.keeper_found(name))
+                        host.keeper, host.unsent = KeeperState(self.now), []
+                    if not host.has_line:
+                        self.connect(host)
                     self.ranks[self.next_pid] = SimulatedRank(name, number, self.next_pid, action.generation)
-                    self.keep(host, host.keeper.hello(self.next_pid, number, self.next_pid, action.generation))
+                    self.keep(host, host.keeper.hello(self.next_pid, number, self.next_pid, action.generation,
+                                                      is_connected=True))
                     self.next_pid += 1
                 number += 1
+
+    def connect(self, host: SimulatedHost) -> None:
+        """The keeper of a host connects to the supervisor."""
+        host.has_line, host.heard, unsent, host.unsent = True, self.now, host.unsent, []
+        self.supervise(self.plan.keeper_found(host.name))
+        for message in unsent:
+            self.tell_supervisor(host.name, message)
+        self.keep(host, host.keeper.connected())
+        self.keep(host, host.keeper.beat(self.plan.generation, self.now, self.now))
 
     def keep(self, host: SimulatedHost, actions: list[keeper_state.Action]) -> None:
         for action in actions:
@@ -107,26 +123,35 @@ class World:
                 self.die(action.pid)
             elif isinstance(action, keeper_state.End):
                 host.keeper = None
+            elif isinstance(action, keeper_state.Connect):
+                host.has_line = False
+                if host.link and host.heard < float("inf"):
+                    host.heard = float("inf")
+                    self.supervise(self.plan.keeper_gone(host.name, "its line is closed", self.now))
             elif action.to is None:
-                if host.link:
-                    self.tell_supervisor(host.name, action.message)
+                if host.has_line:
+                    if host.link and host.heard < float("inf"):
+                        self.tell_supervisor(host.name, action.message)
+                else:
+                    host.unsent.append(action.message)
             elif action.message["kind"] == "leave" and action.to in self.ranks:
                 self.ranks[action.to].must_leave = True
+            elif action.message["kind"] == "there":
+                self.keep(host, host.keeper.written(action.to, 100, "", self.now))
             elif action.message["kind"] == "kept":
-                self.commits.append(self.ranks[action.to].generation)
-            elif action.message["kind"] == "refused":
-                self.die(action.to)
+                assert host.keeper.newest is not None
+                self.commits.append(host.keeper.newest.id)
 
     def tell_supervisor(self, host: str, message: dict) -> None:
-        kind, pid, generation = message["kind"], message.get("pid"), message["generation"]
+        kind, pid, generation = message["kind"], message.get("pid"), message.get("generation")
         if kind == "hello":
-            self.supervise(self.plan.hello(host, message["rank"], pid, generation))
+            self.supervise(self.plan.hello(host, message["rank"], pid, generation, message["connected"]))
         elif kind == "died":
             self.supervise(self.plan.died(host, pid, generation, self.now))
         elif kind == "ended":
             self.supervise(self.plan.ended(host, pid, generation, message["code"], message["why"], self.now))
         elif kind == "committed":
-            self.supervise(self.plan.committed(generation, message["number"], message["step"]))
+            self.supervise(self.plan.committed(CommitId(*message["commit"]), message["step"]))
 
     def die(self, pid: int) -> None:
         rank = self.ranks.pop(pid, None)
@@ -153,9 +178,11 @@ class World:
         self.now += STEP_S
         self.supervise(self.plan.hosts_found(dict.fromkeys(self.listed, self.slots), self.now))
         for host in self.hosts.values():
-            if host.keeper is not None and host.link:
+            if host.keeper is not None and host.link and not (host.has_line and host.heard < float("inf")):
+                self.connect(host)
+            elif host.keeper is not None and host.link:
                 host.heard = self.now
-                self.keep(host, host.keeper.beat(self.plan.generation, self.now))
+                self.keep(host, host.keeper.beat(self.plan.generation, self.now, self.now))
             elif self.now - host.heard > HOST_LOST_AFTER_S:
                 self.supervise(self.plan.host_lost(host.name, "silent", self.now))
                 host.heard = float("inf")
@@ -184,7 +211,9 @@ class World:
             self.steps += 1
             for rank in {each.host: each for each in reversed(members)}.values():  # the first of each host
                 host = self.hosts[rank.host]
-                self.keep(host, host.keeper.committed(rank.pid, self.steps, 100, "", self.now))
+                if host.keeper is not None:
+                    self.keep(host, host.keeper.asked_to_write(rank.pid, CommitId(rank.generation, self.steps), False,
+                                                               self.now))
             if leaves or self.steps >= STEPS_OF_JOB:
                 for rank in members:
                     host = self.hosts[rank.host]
@@ -195,8 +224,8 @@ class World:
                     self.end_mpirun(kills=False)
 
 
-FAULTS = ("kill a rank", "kill a host", "cut a link", "mend a link", "start a host", "drop a host", "list a host",
-          "nothing", "SIGTERM")
+FAULTS = ("kill a rank", "kill a host", "kill a keeper", "cut a link", "mend a link", "start a host", "drop a host",
+          "list a host", "nothing", "SIGTERM")
 
 
 def fault(world: World, kind: str) -> None:
@@ -206,10 +235,23 @@ def fault(world: World, kind: str) -> None:
     if kind == "kill a rank" and world.ranks:
         world.die(world.random.choice(sorted(world.ranks)))
     elif kind == "kill a host" and host.is_up:
-        host.is_up, host.keeper, host.heard = False, None, float("inf")
+        host.is_up, host.keeper, host.heard, host.has_line = False, None, float("inf"), False
         for pid in [pid for pid, rank in world.ranks.items() if rank.host == name]:
             del world.ranks[pid]
-        world.supervise(world.plan.host_lost(name, "its connection is broken", world.now))
+        world.supervise(world.plan.keeper_gone(name, "its connection is broken", world.now))
+    elif kind == "kill a keeper" and host.keeper is not None and host.link:
+        # Its ranks start another one, and hand over what they hold.
+        held = host.keeper.newest
+        ranks = [rank for rank in world.ranks.values() if rank.host == name]
+        host.keeper, host.heard, host.has_line, host.unsent = None, float("inf"), False, []
+        world.supervise(world.plan.keeper_gone(name, "its connection is broken", world.now))
+        if ranks:
+            host.keeper = KeeperState(world.now)
+            world.connect(host)
+            for rank in ranks:
+                world.keep(host, host.keeper.hello(rank.pid, rank.rank, rank.pid, rank.generation, is_connected=True))
+                if held is not None and rank.pid in world.ranks:
+                    world.keep(host, host.keeper.asked_to_write(rank.pid, held.id, True, world.now))
     elif kind == "cut a link":
         host.link = False
     elif kind == "mend a link":
@@ -242,8 +284,10 @@ def test_every_job_ends_and_never_do_two_generations_commit(count: int, slots: i
         if world.done is None:
             world.advance()
     assert world.done is not None, "the job has no end"
-    # Commits of a generation come before all commits of later ones.
-    assert world.commits == sorted(world.commits), "an old generation has committed beside a new one"
+    # Commits of a generation come before all commits of later ones. That a keeper gets one again is none.
+    generations = [commit.generation for place, commit in enumerate(world.commits)
+                   if commit not in world.commits[:place]]
+    assert generations == sorted(generations), "an old generation has committed beside a new one"
     if world.done.code == 0:
         assert world.steps >= STEPS_OF_JOB
 
@@ -268,7 +312,7 @@ def running(limits: Limits | None = None, hosts: dict[str, int] | None = None, s
     pid = 0
     for host, slots in start.hosts:
         for _ in range(slots):
-            found.hello(host, pid, 100 + pid, 1)
+            found.hello(host, pid, 100 + pid, 1, is_connected=True)
             pid += 1
     return found
 
@@ -279,7 +323,7 @@ def all_died(job: Plan, pids: dict[int, str], generation: int, now: float) -> No
         job.died(host, pid, generation, now)
 
 
-def kinds(actions: list[plan.Action]) -> list[type]:
+def kinds(actions: list[Action]) -> list[type]:
     return [type(action) for action in actions]
 
 
@@ -312,14 +356,14 @@ def test_a_commit_between_losses_lets_the_job_go_on_for_ever() -> None:
     job = running()
     all_died(job, {100: "a", 101: "a"}, 1, 0.5)
     for generation in range(1, 50):
-        job.committed(generation, 1, "")
+        job.committed(CommitId(generation, 1), "")
         assert job.generation_over(generation, 1, float(generation)) == []
         assert kinds(job.tick(float(generation))) == [Start]
 
 
 def test_the_reset_limit_is_an_end_that_names_the_last_commit() -> None:
     job = running(Limits(max_np=2, resets=0))
-    job.committed(1, 12, "epoch 3")
+    job.committed(CommitId(1, 12), "epoch 3")
     done, = job.generation_over(1, 1, 1.0)
     assert isinstance(done, Done) and "--reset-limit 0" in done.why
     assert "commit 12 of generation 1 (epoch 3)" in done.why
@@ -336,8 +380,8 @@ def test_too_few_hosts_are_waited_for_and_then_an_end() -> None:
 
 def test_a_lost_host_is_left_out_for_longer_each_time() -> None:
     job = running(Limits(max_np=4, cooldown_s=(10.0, 100.0)), {"a": 2, "b": 2})
-    assert kinds(job.host_lost("b", "silent", 1.0)) == [plan.Say, Stop]
-    job.committed(1, 1, "")
+    assert kinds(job.host_lost("b", "silent", 1.0)) == [Say, Stop]
+    job.committed(CommitId(1, 1), "")
     job.generation_over(1, 0, 2.0)
     assert job.tick(2.0) == []  # The keeper of `a` has not told yet how its ranks have ended.
     all_died(job, {100: "a", 101: "a"}, 1, 2.0)
@@ -350,11 +394,11 @@ def test_a_lost_host_is_left_out_for_longer_each_time() -> None:
     assert job.tick(12.0) == [Start(3, 4, (("a", 2), ("b", 2)))]
     job.hello("b", 2, 300, 3)
     job.host_lost("b", "silent", 13.0)
-    job.committed(3, 1, "")
+    job.committed(CommitId(3, 1), "")
     job.generation_over(3, 0, 13.0)
     assert job.tick(13.0) == [Start(4, 2, (("a", 2),))]
     job.hello("a", 0, 400, 4)
-    assert job.tick(32.0) == [] and kinds(job.tick(33.1)) == [plan.Say, Leave]
+    assert job.tick(32.0) == [] and kinds(job.tick(33.1)) == [Say, Leave]
 
 
 @pytest.mark.parametrize("restart_failed", [False, True])
@@ -378,8 +422,8 @@ def test_a_loss_that_is_not_mended_ends_the_generation() -> None:
 
 def test_sigterm_ends_the_job_at_the_next_commit_and_a_second_one_at_once() -> None:
     job = running()
-    assert kinds(job.signalled("SIGTERM", 143, False, 1.0)) == [plan.Say, Leave]
-    job.committed(1, 5, "")
+    assert kinds(job.signalled("SIGTERM", 143, False, 1.0)) == [Say, Leave]
+    job.committed(CommitId(1, 5), "")
     job.ended("a", 100, 1, LEAVE_CODE, "", 2.0)
     job.ended("a", 101, 1, LEAVE_CODE, "", 2.0)
     done, = job.generation_over(1, 0, 2.0)
@@ -393,7 +437,7 @@ def test_sigterm_ends_the_job_at_the_next_commit_and_a_second_one_at_once() -> N
 def test_after_sigterm_a_rank_that_fails_gives_the_exit_code_and_a_job_that_saves_nothing_cannot_go_on() -> None:
     job = running(saves=False)
     job.signalled("SIGTERM", 143, False, 1.0)
-    job.committed(1, 5, "")
+    job.committed(CommitId(1, 5), "")
     for pid in (100, 101):
         job.ended("a", pid, 1, LEAVE_CODE, "", 2.0)
     assert job.generation_over(1, 0, 2.0) == [Done(PREEMPTED_CODE, "SIGTERM has arrived")]
@@ -416,55 +460,254 @@ def test_a_signal_that_is_sent_to_the_process_and_to_its_group_is_one(monkeypatc
 
 def test_a_host_that_is_taken_away_leaves_at_a_commit() -> None:
     job = running(Limits(max_np=4), {"a": 2, "b": 2})
-    assert kinds(job.preempted("b", 1, "SIGTERM", 1.0)) == [plan.Say, Leave]
+    assert kinds(job.preempted("b", 1, "SIGTERM", 1.0)) == [Say, Leave]
     for host, pid in (("a", 100), ("a", 101), ("b", 102), ("b", 103)):
         job.ended(host, pid, 1, LEAVE_CODE, "", 2.0)
     job.generation_over(1, 0, 2.0)
     assert job.tick(2.0) == [Start(2, 2, (("a", 2),))]
 
 
+def test_a_rank_that_ends_before_init_ends_the_generation() -> None:
+    job = Plan(Limits(max_np=2), 0.0)
+    job.hosts_found({"a": 2}, 0.0)
+    job.tick(0.0)
+    job.hello("a", 0, 100, 1)
+    job.missing(1, 1, 5.0)
+    job.missing(1, 1, 6.5)  # It is told again and again.
+    assert job.tick(6.9) == []
+    assert job.tick(7.1) == [Stop(1, "ranks [1] ended before init()")] and job.tick(7.2) == []
+    assert job.died("a", 100, 1, 7.5) == []  # with its mpirun
+    assert job.generation_over(1, 1, 8.0) == []
+    job.missing(1, 1, 8.1)  # late
+    assert job.tick(9.1) == [Start(2, 2, (("a", 2),))]
+    assert job.tick(20.0) == []
+
+
+def test_a_process_that_has_ended_after_the_rank_was_heard_is_not_missing() -> None:
+    """A shell around it, or the news came late."""
+    job = Plan(Limits(max_np=1), 0.0)
+    job.hosts_found({"a": 1}, 0.0)
+    job.tick(0.0)
+    job.missing(1, 0, 5.0)
+    job.hello("a", 0, 100, 1)
+    assert job.tick(9.0) == [] and job.heard == {0}
+
+
+def test_a_loss_before_all_ranks_have_left_init_is_not_waited_for() -> None:
+    job = Plan(Limits(max_np=2), 0.0)
+    job.hosts_found({"a": 2}, 0.0)
+    job.tick(0.0)
+    job.hello("a", 0, 100, 1)
+    job.hello("a", 1, 101, 1)
+    job.hello("a", 1, 101, 1, is_connected=True)
+    job.died("a", 101, 1, 1.0)
+    assert job.tick(2.9) == []
+    assert job.tick(3.1) == [Stop(1, "a rank was lost before all had left init()")]
+
+
+@pytest.mark.parametrize("code", [0, PREEMPTED_CODE])
+def test_a_job_that_has_failed_for_good_has_no_exit_code_of_one_that_can_go_on(code: int) -> None:
+    job = running(Limits(max_np=2, resets=0))
+    done, = job.generation_over(1, code, 1.0)
+    assert isinstance(done, Done) and done.code == 1
+    job, now = running(), 1.0
+    for generation in (1, 2):
+        job.generation_over(generation, code, now)
+        now += 30.0
+        job.tick(now)
+    done, = job.generation_over(3, code, now)
+    assert isinstance(done, Done) and done.code == 1
+
+
+def test_a_host_is_not_left_out_if_nothing_else_is_left_and_it_is_there() -> None:
+    def after_a_loss(own: str, has_keeper: bool) -> list[Action]:
+        job = Plan(Limits(max_np=2), 0.0, own=[own])
+        job.hosts_found({"a": 2}, 0.0)
+        job.tick(0.0)
+        job.hello("a", 0, 100, 1, is_connected=True)
+        job.committed(CommitId(1, 1), "")
+        job.host_lost("a", "silent", 1.0)
+        job.generation_over(1, 1, 2.0)
+        if has_keeper:
+            job.keeper_found("a")
+        return job.tick(2.0)
+
+    assert kinds(after_a_loss(own="a", has_keeper=False)) == [Start]
+    assert kinds(after_a_loss(own="b", has_keeper=True)) == [Start]
+    assert kinds(after_a_loss(own="b", has_keeper=False)) == [Say]  # It waits for hosts.
+
+
+def test_a_host_whose_keeper_is_gone_is_lost_if_no_other_comes_or_mpirun_ends() -> None:
+    for ends in (False, True):
+        job = running(Limits(max_np=4), {"a": 2, "b": 2})
+        job.committed(CommitId(1, 1), "")
+        assert job.keeper_gone("b", "its keeper has ended", 1.0) == [] and job.tick(25.9) == []
+        if ends:
+            all_died(job, {100: "a", 101: "a"}, 1, 25.9)
+            assert job.generation_over(1, 1, 25.9) == [Say("b is lost: its keeper has ended")]
+            assert job.tick(25.9) == [Start(2, 2, (("a", 2),))]
+        else:
+            assert kinds(job.tick(26.0)) == [Say, Stop]
+    job = running(Limits(max_np=4), {"a": 2, "b": 2})
+    job.keeper_gone("b", "its keeper has ended", 1.0)
+    job.keeper_found("b")
+    assert job.tick(30.0) == []
+    job.keeper_gone("b", "its keeper has ended", 30.0)
+    assert job.host_lost("a", "silent", 30.1)[0] == Say("a is lost: silent") and job.tick(30.2) == []
+
+
+def test_a_rank_that_was_lost_with_its_keeper_is_known_to_be_lost_when_the_others_go_on() -> None:
+    job = running()
+    job.keeper_gone("a", "its keeper has ended", 1.0)
+    job.keeper_found("a")
+    job.hello("a", 0, 100, 1, is_connected=True)
+    assert job.renamed("a", 100, 1, 0, 1, 1.5) == [Say("generation 1 goes on with 1 rank")]
+    job.ended("a", 100, 1, 0, "", 9.0)
+    assert job.generation_over(1, 0, 9.5) == [Done(0, "")]
+
+
+def test_an_mpirun_that_does_not_end_after_a_success_is_ended_as_such() -> None:
+    job = running()
+    for pid in (100, 101):
+        job.ended("a", pid, 1, 0, "", 1.0)
+    stop, = job.tick(16.1)
+    assert isinstance(stop, Stop) and stop.is_done
+    job = running()
+    job.ended("a", 100, 1, 0, "", 1.0)
+    job.ended("a", 101, 1, 3, "", 1.0)
+    stop, = job.tick(16.1)
+    assert isinstance(stop, Stop) and not stop.is_done
+
+
 # -- keepers ----------------------------------------------------------------------------------------------------------
 
 
+def a_keeper(rank: int = 0) -> KeeperState:
+    """A keeper that the supervisor has just answered, with a rank on line 1."""
+    keeper = KeeperState(0.0)
+    keeper.beat(1, 0.0, 0.0)
+    keeper.hello(1, rank, 4711, 1, launcher=4000, is_connected=True)
+    return keeper
+
+
+def told(actions: list[keeper_state.Action]) -> list[tuple[object, str]]:
+    """To whom what kind of message is sent."""
+    return [(action.to, action.message["kind"]) for action in actions if isinstance(action, keeper_state.Tell)]
+
+
 def test_a_keeper_keeps_the_last_two_commits_in_two_files() -> None:
-    keeper = KeeperState(0.0)
-    keeper.beat(1, 0.0)
-    keeper.hello(1, 0, 4711, 1)
-    indices = []
+    keeper, paths = a_keeper(), []
     for number in range(1, 5):
-        indices.append(keeper.free_index())
-        keeper.committed(1, number, 100, "", 0.1)
+        there, = keeper.asked_to_write(1, CommitId(1, number), False, 0.1)
+        paths.append(there.message["path"])
+        assert keeper.newest is None or there.message["path"] != str(keeper.newest.index)
+        assert told(keeper.written(1, 100, "", 0.1)) == [(None, "committed"), (1, "kept")]
         assert keeper.newest is not None and keeper.newest.id.number == number
-        assert keeper.free_index() != keeper.newest.index
-    assert indices == [0, 1, 0, 1]
+    assert paths == ["0", "1", "0", "1"]
 
 
-def test_a_keeper_refuses_commits_before_the_supervisor_gives_it_up() -> None:
-    keeper = KeeperState(0.0)
-    keeper.beat(1, 0.0)
-    keeper.hello(1, 0, 4711, 1)
-    refused, = keeper.committed(1, 1, 100, "", keeper_state.COMMIT_LIMIT_S + 0.1)
-    assert refused.message["kind"] == "refused" and keeper.newest is None
+def test_one_rank_at_a_time_writes() -> None:
+    keeper = a_keeper()
+    keeper.hello(2, 1, 4712, 1)
+    assert told(keeper.asked_to_write(1, CommitId(1, 7), True, 0.1)) == [(1, "there")]
+    assert keeper.asked_to_write(2, CommitId(1, 7), True, 0.1) == []
+    # The second one has the same commit, which is there by now.
+    assert told(keeper.written(1, 100, "", 0.2)) == [(None, "committed"), (1, "kept"), (2, "kept")]
+    keeper.asked_to_write(1, CommitId(1, 8), False, 0.3)
+    keeper.asked_to_write(2, CommitId(1, 8), True, 0.3)
+    keeper.closed(1)  # It has died while it wrote.
+    assert told(keeper.tick(0.4)) == [(2, "there")]
+
+
+def test_a_keeper_takes_no_old_commit_for_the_newest() -> None:
+    keeper = a_keeper()
+    keeper.asked_to_write(1, CommitId(1, 8), False, 0.1)
+    keeper.written(1, 100, "", 0.1)
+    kept, = keeper.asked_to_write(1, CommitId(1, 7), True, 0.2)
+    assert kept.message["newest"]["number"] == 8
+
+
+def test_a_keeper_takes_no_commit_after_a_silence_and_ends_the_ranks_before_the_supervisor_gives_it_up() -> None:
+    keeper = a_keeper()
     assert keeper_state.COMMIT_LIMIT_S < keeper_state.LOST_AFTER_S < HOST_LOST_AFTER_S
-    kill, end = keeper.tick(keeper_state.LOST_AFTER_S + 0.1)
-    assert kill == keeper_state.Kill(4711) and isinstance(end, keeper_state.End)
+    assert [keeper.tick(0.25 * beat) for beat in range(17)] == [[]] * 17
+    assert keeper.asked_to_write(1, CommitId(1, 1), False, keeper_state.COMMIT_LIMIT_S + 0.1) == []
+    *beats, last = (keeper.tick(0.25 * beat) for beat in range(17, 22))
+    assert beats == [[]] * 4
+    assert last[:3] == [keeper_state.Kill(4711), keeper_state.Kill(4000), keeper_state.Connect()]
+    assert told(last) == [(None, "cut off")] and keeper.newest is None
+    keeper = a_keeper()
+    keeper.ended(1, 0, "")
+    assert [told(keeper.tick(0.25 * beat)) for beat in range(22)] == [[]] * 22
+
+
+def test_a_commit_waits_for_the_supervisor_and_an_old_answer_says_nothing() -> None:
+    keeper = a_keeper()
+    keeper.asked_to_write(1, CommitId(1, 1), False, 4.1)
+    assert keeper.beat(1, 0.0, 4.2) == []  # It was on its way for long.
+    assert told(keeper.beat(1, 4.2, 4.3)) == [(1, "there")]
+    assert told(keeper.written(1, 100, "", 8.1)) == [(None, "committed"), (1, "kept")]
+    keeper.asked_to_write(1, CommitId(1, 2), False, 8.1)
+    assert keeper.written(1, 100, "", 8.3) == []
+    assert told(keeper.beat(1, 8.3, 8.4)) == [(None, "committed"), (1, "kept")]
+
+
+def test_a_keeper_that_was_stopped_itself_waits_for_an_answer_before_it_ends_ranks() -> None:
+    keeper = a_keeper()
+    keeper.tick(0.5)
+    assert keeper.tick(12.5) == []  # All processes were stopped, and go on.
+    assert keeper.beat(1, 0.5, 12.5) == [] and keeper.asked_to_write(1, CommitId(1, 1), False, 12.5) == []
+    assert told(keeper.beat(1, 12.6, 12.7)) == [(1, "there")]
+    assert keeper.tick(14.0) == [] and keeper.tick(15.4) == [] and keeper.tick(16.8) == []
+    keeper = a_keeper()
+    keeper.tick(12.5)  # It alone was stopped, and the supervisor has gone on without it.
+    assert keeper.beat(2, 12.6, 12.7) == [keeper_state.Kill(4711)]
+    keeper = a_keeper()
+    keeper.tick(12.5)  # The supervisor is out of reach.
+    assert keeper.tick(13.9) == [] and keeper_state.Connect() in keeper.tick(14.6)
+
+
+def test_a_keeper_that_is_cut_off_stays_with_its_commits_and_not_for_ever() -> None:
+    keeper = a_keeper()
+    keeper.asked_to_write(1, CommitId(1, 1), False, 0.1)
+    keeper.written(1, 100, "", 0.1)
+    for beat in range(1, 30):
+        keeper.tick(0.25 * beat)
+    keeper.closed(1)
+    assert keeper.hello(2, 0, 4712, 1) == [keeper_state.Kill(4712)]  # of the generation that was ended
+    keeper.beat(2, 20.0, 20.0)
+    welcome = keeper.hello(3, 0, 4713, 2)[0]
+    assert welcome.message["newest"]["number"] == 1
+    now = 20.0
+    while now < 20.0 + STAY_S:
+        now += 0.5
+        assert not any(isinstance(action, keeper_state.End) for action in keeper.tick(now))
+    assert any(keeper_state.End in kinds(keeper.tick(now + beat)) for beat in range(10))
+
+
+def test_a_keeper_that_connects_again_names_its_ranks_and_keeps_no_commit_until_it_is_answered() -> None:
+    keeper = a_keeper()
+    assert keeper.disconnected() == [keeper_state.Connect()]
+    assert keeper.asked_to_write(1, CommitId(1, 1), False, 0.1) == []
+    assert told(keeper.connected()) == [(None, "hello")]
+    assert told(keeper.beat(1, 0.2, 0.2)) == [(1, "there")]
 
 
 def test_a_new_generation_ends_the_ranks_of_the_one_before() -> None:
-    keeper = KeeperState(0.0)
-    keeper.beat(1, 0.0)
-    keeper.hello(1, 0, 4711, 1)
-    assert keeper.beat(2, 1.0) == [keeper_state.Kill(4711)]
-    assert keeper.committed(1, 1, 100, "", 1.0) == []
+    keeper = a_keeper()
+    assert keeper.beat(2, 1.0, 1.0) == [keeper_state.Kill(4711)]
+    assert told(keeper.asked_to_write(1, CommitId(1, 1), False, 1.0)) == [(1, "kept")] and keeper.newest is None
     assert keeper.hello(2, 0, 4712, 1) == [keeper_state.Kill(4712)]
 
 
 def test_a_rank_that_starts_after_the_news_hears_that_it_is_to_leave() -> None:
     keeper = KeeperState(0.0)
-    keeper.beat(1, 0.0)
+    keeper.beat(1, 0.0, 0.0)
     keeper.leave(1, "a host comes")
-    told = [action.message["kind"] for action in keeper.hello(1, 0, 4711, 1) if action.to == 1]
-    assert told == ["welcome", "leave"]
+    assert [kind for to, kind in told(keeper.hello(1, 0, 4711, 1)) if to == 1] == ["welcome", "leave"]
+    keeper = KeeperState(0.0)
+    keeper.leave(1, "a host comes")  # It has just connected.
+    assert [kind for to, kind in told(keeper.hello(1, 0, 4711, 1)) if to == 1] == ["welcome", "leave"]
 
 
 def test_ranks_that_the_supervisor_cannot_reach_stop_before_others_go_on() -> None:
@@ -478,14 +721,15 @@ def test_ranks_that_the_supervisor_cannot_reach_stop_before_others_go_on() -> No
     for _ in range(int(30 / STEP_S)):
         if world.done is None:
             world.advance()
-    assert world.commits == sorted(world.commits) and set(world.commits) == {1, 2}
+    generations = [commit.generation for commit in world.commits]
+    assert generations == sorted(generations) and set(generations) == {1, 2}
 
 
 def test_a_host_that_is_lost_after_the_generation_has_ended_is_left_out() -> None:
     job = running(Limits(max_np=4), {"a": 2, "b": 2})
     job.keeper_found("a")
     job.keeper_found("b")
-    job.committed(1, 3, "")
+    job.committed(CommitId(1, 3), "")
     assert job.generation_over(1, 255, 5.0, silent=["b"]) == []
     assert job.tick(5.5) == []
     all_died(job, {100: "a", 101: "a"}, 1, 5.6)
@@ -496,25 +740,25 @@ def test_a_host_that_is_lost_after_the_generation_has_ended_is_left_out() -> Non
 
 def test_mpirun_may_end_before_the_loss_of_a_host_is_known() -> None:
     job = running(Limits(max_np=4), {"a": 2, "b": 2})
-    job.committed(1, 3, "")
+    job.committed(CommitId(1, 3), "")
     job.died("a", 100, 1, 5.0)  # with its mpirun, which has lost a daemon
     job.generation_over(1, 1, 5.0)
     job.died("a", 101, 1, 5.1)
     assert job.tick(5.1) == []  # No keeper has told how the ranks of `b` have ended.
-    assert kinds(job.host_lost("b", "its connection is broken", 5.2)) == [plan.Say]
+    assert kinds(job.host_lost("b", "its connection is broken", 5.2)) == [Say]
     assert job.tick(5.2) == [Start(2, 2, (("a", 2),))]
 
 
 def test_a_keeper_that_does_not_tell_how_its_ranks_have_ended_is_not_waited_for() -> None:
     job = running()
-    job.committed(1, 3, "")
+    job.committed(CommitId(1, 3), "")
     job.generation_over(1, 1, 5.0)
     assert job.tick(5.9) == [] and job.tick(6.0) == [Start(2, 2, (("a", 2),))]
 
 
 def test_a_host_that_is_silent_for_a_moment_only_stays() -> None:
     job = running(Limits(max_np=4), {"a": 2, "b": 2})
-    job.committed(1, 3, "")
+    job.committed(CommitId(1, 3), "")
     job.generation_over(1, 255, 5.0, silent=["b"])
     assert job.tick(9.0) == [] and job.tick(10.1) == [Start(2, 4, (("a", 2), ("b", 2)))]
 
@@ -531,7 +775,7 @@ def test_a_generation_that_was_to_leave_is_followed_at_once_by_the_next() -> Non
 def test_a_host_where_nothing_starts_is_left_out() -> None:
     job = running(Limits(max_np=4), {"a": 2, "b": 2})
     job.keeper_found("a")
-    job.committed(1, 3, "")
+    job.committed(CommitId(1, 3), "")
     all_died(job, {100: "a", 101: "a", 102: "b", 103: "b"}, 1, 5.0)
     job.generation_over(1, 1, 5.0)
     assert job.tick(5.0) == [Start(2, 4, (("a", 2), ("b", 2)))]

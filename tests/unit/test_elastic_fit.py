@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
 import mpistrat.tensorflow.elastic as elastic
@@ -28,6 +29,44 @@ def test_batches_that_are_done_are_not_trained_and_have_no_logs(batches: int, st
     assert int(model.optimizer.iterations) == steps
     assert ["mae" in each for each in histories] == logs
     assert all("val_mae" in each for each in histories)
+
+
+@pytest.mark.parametrize(("batches", "each", "trained"), [
+    (6, 4, range(4, 10)), (8, 4, range(8, 10)), (3, 2, range(2, 10)), (3, 4, range(10)), (9, 5, range(5, 10)),
+    (7, 10, range(10))])
+def test_no_batch_is_left_out_if_an_execution_has_several(batches: int, each: int, trained: range) -> None:
+    model, callback = Counts(), Elastic()
+    callback.state = SimpleNamespace(epoch=0, batch=batches, past=[], commit=lambda: None)  # type: ignore[assignment]
+    model.compile("sgd", "mse", steps_per_execution=each)
+    numbers = np.arange(10)
+    model.fit(numbers, numbers, batch_size=1, shuffle=False, verbose=0, callbacks=[callback])
+    assert list(np.flatnonzero(model.trained)) == list(trained)
+
+
+@pytest.mark.parametrize(("every", "each", "wanted"), [(4, 4, [(0, 4), (0, 8)]), (1, 5, [(0, 5)]), (5, 4, [(0, 8)])])
+def test_commits_are_between_executions(every: int, each: int, wanted: list[object]) -> None:
+    model, callback, commits = Counts(), Elastic(commit_every=every), []
+    state = SimpleNamespace(epoch=0, batch=0, past=[], commit=lambda: commits.append((state.epoch, state.batch)))
+    callback.state = state  # type: ignore[assignment]
+    model.compile("sgd", "mse", steps_per_execution=each)
+    model.fit(np.arange(10), np.arange(10), batch_size=1, verbose=0, callbacks=[callback])
+    assert commits == [*wanted, (1, 0)]
+
+
+class Counts(keras.Model):
+    """Counts how often it has trained each of ten rows, which are their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = self.add_weight(shape=(10,), initializer="zeros", trainable=False)
+        self.build((None,))
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x
+
+    def train_step(self, data: tuple[tf.Tensor, tf.Tensor]) -> dict[str, tf.Tensor]:
+        self.trained.assign_add(tf.reduce_sum(tf.one_hot(tf.cast(data[0], tf.int32), 10), axis=0))
+        return {"loss": tf.reduce_sum(self.trained)}
 
 
 def fitted(every: int, batches: int) -> tuple[list[tuple[int, int]], keras.Model, list[dict[str, float]]]:

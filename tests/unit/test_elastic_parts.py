@@ -1,15 +1,21 @@
 """The parts of elastic jobs: commits as bytes, a rank that hands them over, options, and where hosts are found."""
 
 import argparse
+import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -23,12 +29,15 @@ from mpistrat.cli.mpirun import LaunchCommand, Mpirun
 from mpistrat.cli.run import parse, plan
 from mpistrat.cli.supervisor import Interference, Outcome, launch
 from mpistrat.core.errors import ElasticError, EngineError, LaunchError
-from mpistrat.elastic import member
-from mpistrat.elastic.commits import CommitId, DamagedCommitError, Packed, read, save
+from mpistrat.elastic import keeper_line, member
+from mpistrat.elastic.commits import CommitId, DamagedCommitError, Packed, load, read, save
 from mpistrat.elastic.job import ElasticJob, job_of
-from mpistrat.elastic.plan import Limits
+from mpistrat.elastic.keeper import socket_name
+from mpistrat.elastic.orders import Limits
 from mpistrat.elastic.service import addresses_towards
 from mpistrat.trace import last
+
+from ..support.jobs import wait_until
 
 VALUE = (CommitId(2, 7), {"weights": [np.arange(1000.0), np.ones((3, 5), np.float16), np.array(4)], "epoch": 3})
 
@@ -82,12 +91,117 @@ def test_a_file_is_complete_or_that_of_the_commit_before(tmp_path: Path, monkeyp
     assert [each.name for each in tmp_path.iterdir()] == ["commit"]
 
 
+class Own:
+    """An object of the script."""
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own) and other.value == self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def same(found: Any, wanted: Any) -> bool:
+    """Whether two values are equal, with the types of all their parts."""
+    if type(found) is not type(wanted):
+        return False
+    if isinstance(wanted, np.ndarray):
+        return found.dtype == wanted.dtype and found.shape == wanted.shape and found.tobytes() == wanted.tobytes()
+    if isinstance(wanted, list | tuple):
+        return len(found) == len(wanted) and all(map(same, found, wanted))
+    if isinstance(wanted, dict):
+        return same(list(found.items()), list(wanted.items()))
+    return bool(found == wanted)
+
+
+PLAIN = {
+    "numbers": [0, -1, 2**63, 2**64, -2**127, 10**400, True, None, 0.5, -0.0, float("inf"), 1 + 2j],
+    "texts": ["", "ä", "\ud800", b"", b"\0\xff"],
+    "containers": [(), (1, (2, [3])), {1, 2}, frozenset("a"), {1: "a", (1, 2): "b", None: {}, 2.5: []}],
+    "scalars": [np.float32(1.5), np.float64(0.1), np.int8(-3), np.bool_(True), np.datetime64("2020-01-01")],
+    "arrays": [np.arange(6.0).reshape(2, 3), np.asfortranarray(np.arange(6).reshape(2, 3)), np.arange(9)[::2],
+               np.zeros((0, 3), np.int16), np.array(4), np.array([True]), np.array(["a", "bc"]), np.array([b"a"]),
+               np.arange(3).astype(">i4"), np.array([1, 2], ml_dtypes.bfloat16),
+               np.array([1], ml_dtypes.float8_e4m3fn)],
+    "id": CommitId(3, 4)}
+
+
+def test_what_is_plain_needs_no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.elastic.encoding.pickle", None)
+    found = read(memoryview(written(PLAIN)))
+    assert same(found, PLAIN)
+    assert found["arrays"][1].flags.f_contiguous
+
+
+def test_objects_of_the_script_are_pickled() -> None:
+    own = {"own": [Own((1, 2))], "ordered": OrderedDict(b=1, a=2), "objects": np.array([None, 1], object),
+           "structure": np.zeros(2, "i4,f8"), "masked": np.ma.masked_array([1, 2], [True, False])}
+    found = read(memoryview(written(own)))
+    assert found["own"] == own["own"] and list(found["ordered"].items()) == [("b", 1), ("a", 2)]
+    assert type(found["ordered"]) is OrderedDict and type(found["masked"]) is np.ma.MaskedArray
+    assert found["objects"].tolist() == [None, 1] and found["structure"].dtype == own["structure"].dtype
+    round_: list[Any] = [np.arange(3)]
+    round_.append(round_)
+    found = read(memoryview(written(round_)))
+    assert found[1] is found and found[0].tolist() == [0, 1, 2]
+
+
+def test_a_file_and_its_directory_are_this_users_alone(tmp_path: Path) -> None:
+    path = tmp_path / "saved" / "commit"
+    save(Packed(VALUE), str(path))
+    assert [path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777] == [0o600, 0o700]
+    assert_is_value(load(str(path)))
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+    assert_is_value(load(str(tmp_path / "link" / "commit")))
+
+
+def others_can_write_to_the_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.parent.chmod(0o1777)
+
+
+def others_can_write_to_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.chmod(0o622)
+
+
+def it_is_a_link_to_a_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def another_user_owns_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda file: SimpleNamespace(st_uid=found(file).st_uid + 1, st_mode=0o100600))
+
+
+def another_user_owns_the_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: found + 1)
+
+
+@pytest.mark.parametrize("prepare", [
+    others_can_write_to_the_directory, others_can_write_to_the_file, it_is_a_link_to_a_file, another_user_owns_it,
+    another_user_owns_the_directory])
+def test_a_file_that_another_user_may_have_written_is_not_read(
+        prepare: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "saved" / "commit"
+    save(Packed(Own(1)), str(path))
+    monkeypatch.setattr("mpistrat.elastic.commits.read", lambda _: pytest.fail("it was read"))
+    prepare(path, monkeypatch)
+    with pytest.raises(OSError, match=r"belongs to user \d+|is open to others \(mode 1?\d{3}\)|Too many levels"):
+        load(str(path))
+    if "directory" in prepare.__name__:
+        with pytest.raises(PermissionError):
+            save(Packed(Own(1)), str(path))
+
+
 def test_later_commits_are_greater() -> None:
     assert CommitId(1, 9) < CommitId(2, 1) < CommitId(2, 2)
 
 
 def test_the_job_travels_in_one_variable() -> None:
-    job = ElasticJob("name", "ab" * 32, 3, ("10.0.0.1", "node1"), 4711, "/checkpoints", 10)
+    job = ElasticJob("name", "ab" * 32, 3, ("10.0.0.1", "node1"), 4711, "/checkpoints", 10, (2, 132))
     assert job_of(job.variable()) == job and job.key == b"\xab" * 32
     assert job_of({}) is None
 
@@ -96,27 +210,42 @@ def test_the_job_travels_in_one_variable() -> None:
 
 
 class LineToKeeper:
-    """Answers as a keeper that has one memory file."""
+    """Answers as a keeper that has one memory file. It ends when it gets a message of the kind `ends_at`."""
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, ends_at: str = ""):
+        self._path, self._ends_at = path, ends_at
+        self.got: list[dict[str, Any]] = []
+        path.touch()
 
-    def read(self, take: Callable[[Any, dict[str, Any]], None]) -> None:
+    def read(self, take: Callable[[Any, dict[str, Any] | None], None]) -> None:
         self._take = take
 
     def send(self, **message: Any) -> bool:
-        answer = {"hello": {"kind": "welcome", "newest": None}, "where": {"kind": "there", "path": str(self._path)},
-                  "committed": {"kind": "kept", "newest": None}}[message["kind"]]
-        self._take(self, answer)
+        self.got.append(message)
+        answers = {"hello": {"kind": "welcome", "newest": None}, "commit": {"kind": "there", "path": str(self._path)},
+                   "written": {"kind": "kept", "newest": None}}
+        if message["kind"] == self._ends_at:
+            self._take(self, None)
+            return False
+        if message["kind"] in answers:
+            self._take(self, answers[message["kind"]])
         return True
 
 
 @pytest.fixture
-def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[member.Member]:
-    """A rank of an elastic job, whose keeper has the file `tmp_path / "memory"`. It does nothing at its end."""
-    (tmp_path / "memory").touch()
-    monkeypatch.setattr(member, "_line_to_keeper", lambda job: LineToKeeper(tmp_path / "memory"))
-    monkeypatch.setattr(member, "exit_code", argparse.Namespace(note=lambda: None))
+def keepers(tmp_path: Path) -> list[LineToKeeper]:
+    """The keepers that the rank finds one after the other. The first one has the file `tmp_path / "memory"`."""
+    return [LineToKeeper(tmp_path / "memory")]
+
+
+@pytest.fixture
+def rank(keepers: list[LineToKeeper], monkeypatch: pytest.MonkeyPatch) -> Iterator[member.Member]:
+    """A rank of an elastic job, which does nothing at its end."""
+    found_keepers = iter(keepers)
+    monkeypatch.setattr(keeper_line, "line_to_keeper", lambda job: next(found_keepers))
+    monkeypatch.setattr(keeper_line, "keeper_process", lambda job: None)
+    monkeypatch.setattr(keeper_line.KeeperLine, "_watch", lambda self: None)
+    monkeypatch.setattr(member, "exit_code", argparse.Namespace(note=lambda: None, final=lambda: None))
     monkeypatch.setattr(member, "atexit", argparse.Namespace(register=lambda function: None))
     monkeypatch.setattr(member.Member, "_watch_for_preemption", lambda self: None)
     found = member.Member(ElasticJob("name", "ab" * 32, 2, (), 4711), 0)
@@ -162,18 +291,112 @@ def test_a_commit_that_cannot_be_written_is_an_error_of_the_next_one(rank: membe
 def test_an_answer_after_the_limit_is_not_taken_for_that_to_the_next_question(
         rank: member.Member, monkeypatch: pytest.MonkeyPatch) -> None:
     questions: list[dict[str, Any]] = []
-    answer = rank._line.send
-    monkeypatch.setattr(member, "_KEEPER_LIMIT_S", 0.05)
-    monkeypatch.setattr(rank._line, "send", lambda **question: questions.append(question))
+    line = rank._keeper._line
+    answer = line.send
+    monkeypatch.setattr(keeper_line, "_KEEPER_LIMIT_S", 0.05)
+    monkeypatch.setattr(line, "send", lambda **question: questions.append(question))
     rank.commit(1, dict, "", is_writer=True, is_saved=False)
     with pytest.raises(ElasticError, match="commit 1 cannot be written: the keeper of this host has not answered"):
         rank.finish()
-    monkeypatch.setattr(member, "_KEEPER_LIMIT_S", 10.0)
-    monkeypatch.setattr(rank._line, "send", answer)
+    monkeypatch.setattr(keeper_line, "_KEEPER_LIMIT_S", 10.0)
+    monkeypatch.setattr(line, "send", answer)
     answer(**questions[0])
     rank.commit(2, dict, "", is_writer=True, is_saved=False)
     rank.finish()
     assert rank._welcome["kind"] == "kept"
+
+
+def kinds(keeper: LineToKeeper) -> list[str]:
+    return [message["kind"] for message in keeper.got]
+
+
+@pytest.mark.parametrize("is_writer", [True, False])
+def test_another_keeper_gets_the_last_commit_from_the_ranks_that_hold_it(
+        keepers: list[LineToKeeper], rank: member.Member, tmp_path: Path, is_writer: bool) -> None:
+    keepers.append(LineToKeeper(tmp_path / "other"))
+    rank.connected()
+    rank.rename(0, 2)
+    rank.commit(7, lambda: {"epoch": 3}, "epoch 3", is_writer=is_writer, is_saved=False)
+    rank.finish()
+    keepers[0]._take(keepers[0], None)
+    wait_until(lambda: "written" in kinds(keepers[1]), 10)
+    assert kinds(keepers[1]) == ["hello", "renamed", "commit", "written"]
+    assert keepers[1].got[0]["connected"] and keepers[1].got[1]["size"] == 2
+    assert keepers[1].got[2]["commit"] == [2, 7] and keepers[1].got[2]["is_copy"]
+    assert read(memoryview((tmp_path / "other").read_bytes())) == (CommitId(2, 7), {"epoch": 3})
+
+
+def test_another_keeper_is_told_how_a_rank_ends(keepers: list[LineToKeeper], rank: member.Member,
+                                                tmp_path: Path) -> None:
+    keepers.append(LineToKeeper(tmp_path / "other"))
+    keepers[0]._ends_at = "ended"
+    rank._say_end()
+    assert kinds(keepers[1]) == ["hello", "ended"]
+
+
+@pytest.mark.parametrize("ends_at", ["commit", "written"])
+def test_a_commit_that_is_under_way_when_the_keeper_ends_goes_to_another_one(
+        keepers: list[LineToKeeper], rank: member.Member, tmp_path: Path, ends_at: str) -> None:
+    keepers.append(LineToKeeper(tmp_path / "other"))
+    rank.hold(CommitId(1, 5), dict, "", is_writer=False)
+    keepers[0]._ends_at = ends_at
+    rank.commit(1, lambda: {"epoch": 4}, "", is_writer=True, is_saved=False)
+    rank.finish()
+    assert [message["commit"] for message in keepers[1].got if message["kind"] == "commit"] == [[1, 5], [2, 1]]
+    assert read(memoryview((tmp_path / "other").read_bytes())) == (CommitId(2, 1), {"epoch": 4})
+
+
+@pytest.mark.parametrize(("known", "kept", "saved", "said"), [
+    (None, None, None, ""),
+    (CommitId(1, 132), CommitId(1, 132), None, ""),
+    (CommitId(1, 132), None, None, "COMMIT 132 OF GENERATION 1 IS LOST; TRAINING BEGINS ANEW"),
+    (CommitId(1, 132), CommitId(1, 131), None,
+     "COMMIT 132 OF GENERATION 1 IS LOST; TRAINING BEGINS FROM COMMIT 131 OF GENERATION 1"),
+    (CommitId(1, 132), None, CommitId(1, 132), ""),
+    # The file may be of an earlier job, which has counted its generations too.
+    (CommitId(1, 132), None, CommitId(2, 5),
+     "COMMIT 132 OF GENERATION 1 IS LOST; TRAINING BEGINS FROM COMMIT 5 OF GENERATION 2"),
+])
+def test_a_generation_that_begins_without_the_newest_commit_says_so(
+        known: CommitId | None, kept: CommitId | None, saved: CommitId | None, said: str,
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    held: list[CommitId] = []
+    value = {"values": {"epoch": 3}, "samplers": {}}
+    own = argparse.Namespace(
+        job=argparse.Namespace(generation=2), newest=kept, newest_of_job=known, read=lambda: (kept, value),
+        saved=lambda: None if saved is None else (saved, value), hold=lambda commit, *_: held.append(commit))
+    topology = argparse.Namespace(rank=0, local_rank=0)
+    monkeypatch.setattr(states.membership, "current", lambda: own)
+    monkeypatch.setattr(states.runtime, "current", lambda: argparse.Namespace(topology=topology))
+    monkeypatch.setattr(states.ops, "allgather_object", lambda found, name: [found])
+    monkeypatch.setattr(states.ops, "broadcast_object", lambda found, root, name: found)
+    found = states.ObjectState(epoch=0)
+    with caplog.at_level(logging.WARNING):
+        found.sync()
+    assert [record.getMessage() for record in caplog.records if "LOST" in record.getMessage()] == \
+        ([f"mpistrat: {said}"] if said else [])
+    assert found.epoch == (0 if kept is None and saved is None else 3)
+    assert held == ([] if kept is None else [kept])  # A commit of a file has the numbers of another job.
+
+
+def test_a_keeper_that_is_stopped_goes_on_when_a_rank_looks_for_it(tmp_path: Path) -> None:
+    """Of a real process, which listens under the keeper's name."""
+    job = ElasticJob(tmp_path.name + str(os.getpid()), "ab" * 32, 1, ("127.0.0.1",), 9)
+    listens = ("import socket, sys, threading; from mpistrat.process.line import Listening; s = socket.socket(1); "
+               "s.bind(chr(0) + sys.argv[1]); s.listen(); Listening(s, bytes.fromhex(sys.argv[2]), print); "
+               "print('listens', flush=True); threading.Event().wait()")
+    with subprocess.Popen([sys.executable, "-c", listens, socket_name(job), job.secret],
+                          stdout=subprocess.PIPE) as keeper:
+        try:
+            assert keeper.stdout is not None and keeper.stdout.readline() == b"listens\n"
+            keeper.send_signal(signal.SIGSTOP)
+            found = keeper_line.keeper_process(job)
+            assert found is not None and found.pid == keeper.pid
+            wait_until(found.is_stopped, 10)
+            keeper_line.line_to_keeper(job).close()
+            assert not found.is_stopped()
+        finally:
+            keeper.kill()
 
 
 # -- orders to end an mpirun ------------------------------------------------------------------------------------------
@@ -189,6 +412,15 @@ def test_an_order_that_comes_before_the_mpirun_of_a_generation_ends_it_and_not_t
     assert "SIGINT has arrived; it is sent SIGTERM\n" in capfd.readouterr().err
     control.generation = 2
     assert launch(LaunchCommand(("true",)), os.environ, interference=control).code == 0
+
+
+def test_an_mpirun_that_is_ended_after_all_ranks_have_ended_well_is_no_failure(
+        capfd: pytest.CaptureFixture[str]) -> None:
+    control = _Control()
+    control.begin(1)
+    control.stop(1, "all ranks have ended", is_done=True)
+    assert launch(LaunchCommand(("sleep", "600")), os.environ, interference=control).code == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_a_generation_does_not_ask_again_which_mpirun_there_is() -> None:

@@ -99,11 +99,69 @@ def test_under_mpistrat_run_there_is_a_report_and_on_request_the_traceback(way: 
 
 @pytest.mark.parametrize("script", [
     "import io; sys.stderr = io.TextIOWrapper(os.fdopen(1, 'wb'), write_through=True)",
-    "sys.excepthook, ours = lambda *error: (print('Traceback'), ours(*error)), sys.excepthook"])
+    "ours = sys.excepthook\nsys.excepthook = lambda *error: (print('Traceback'), ours(*error))"])
 def test_what_the_script_has_put_in_place_gets_the_traceback_too(script: str) -> None:
     done = end(f"{script}\nraise ValueError('one\\ntwo')", {RUN_REPORTS: "summary"})
     assert "Traceback" in done.stdout
-    assert done.stderr == REPORTED.replace("line 9", "line 10")
+    assert done.stderr == REPORTED.replace("line 9", f"line {10 + script.count(chr(10))}")
+
+
+@pytest.mark.parametrize("way", ["", "summary"])
+def test_a_hook_that_replaces_ours_is_called_and_the_error_ends_the_job_all_the_same(way: str) -> None:
+    # As rich.traceback.install() does. Python waits for the thread before its exit handlers run.
+    done = end("""import threading
+threading.Thread(target=time.sleep, args=(60,)).start()
+ours = sys.excepthook
+sys.excepthook = first = lambda *error: print("first", error[1])
+assert sys.excepthook is first
+sys.excepthook = ours
+assert sys.excepthook is ours
+sys.excepthook = lambda *error: print("second", error[1])
+raise ValueError("odd")
+""", {RUN_REPORTS: way} if way else None)
+    assert (done.returncode, done.stdout) == (1, "second odd\n")
+    assert done.stderr.endswith("[mpistrat] rank 1 > ValueError: odd\n" if way else
+                                "[mpistrat] rank 1 on there ends the job: ValueError: odd\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_that_no_hook_would_get_ends_the_job_too() -> None:
+    done = end("""import threading
+sys.excepthook = print
+threading.Thread(target=lambda: abort.uncaught(ValueError("odd"))).start()
+time.sleep(60)
+""")
+    assert done.returncode == 1
+    assert done.stderr == "[mpistrat] rank 1 on there ends the job: ValueError: odd\n"
+
+
+TERMINATED = """
+import os, signal, sys, time
+from mpistrat.process import hand_on
+signal.signal(signal.SIGTERM, lambda *_: print("saves", flush=True))
+hand_on.begin(3, os.environ)
+child = os.fork()
+os.kill(os.getpid(), signal.SIGURG)
+time.sleep(0.1)
+if not child:
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.parametrize(("way", "printed", "told"), [
+    ({RUN_REPORTS: "summary"}, "saves\n0\n", "[mpistrat] rank 3 hands SIGTERM on\n"), ({}, "0\n", "")])
+def test_a_rank_of_mpistrat_run_takes_sigurg_for_sigterm(way: dict[str, str], printed: str, told: str) -> None:
+    done = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=100,
+                          env={**os.environ, **way})
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, told)
+
+
+def test_a_rank_that_handles_sigurg_itself_keeps_its_handler() -> None:
+    script = "signal.signal(signal.SIGURG, lambda *_: print('own', flush=True))\nhand_on.begin"
+    done = subprocess.run([sys.executable, "-c", TERMINATED.replace("hand_on.begin", script)], capture_output=True,
+                          text=True, timeout=100, env={**os.environ, RUN_REPORTS: "summary"})
+    assert (done.returncode, sorted(done.stdout.split()), done.stderr) == (0, ["0", "own", "own"], "")
 
 
 def test_programs_that_a_rank_starts_do_not_report() -> None:

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from mpistrat.core import errors
-from mpistrat.core.settings import PREFIX, Settings, differing, horovod_warning
+from mpistrat.core.settings import _OF_OTHERS, PREFIX, Settings, differing, horovod_warning
 
 ALL_ERRORS = [value for value in vars(errors).values()
               if isinstance(value, type) and issubclass(value, errors.MpistratError)]
@@ -103,18 +103,38 @@ def test_a_way_for_gpu_tensors_that_was_removed_is_an_error_that_lists_the_other
 
 @pytest.mark.parametrize(("name", "near"), [
     ("FUSION_TRESHOLD", "MPISTRAT_FUSION_THRESHOLD"),
+    ("TIMELINE_DIR", "MPISTRAT_TIMELINE or MPISTRAT_TIMELINE_STEPS or MPISTRAT_TIMELINE_MARK_CYCLES"),
     ("STALL_CHECK", "MPISTRAT_STALL_CHECK_DISABLE or MPISTRAT_STALL_CHECK_TIME_SECONDS")])
 def test_an_unknown_name_is_an_error_with_the_names_that_are_like_it(name: str, near: str) -> None:
     with pytest.raises(errors.SettingsError) as caught:
         read(**{name: "1"})
-    assert str(caught.value) == f"MPISTRAT_{name} is not a setting of mpistrat. Did you mean {near}?"
+    assert str(caught.value) == (f"MPISTRAT_{name} is not a setting of mpistrat. Did you mean {near}? If it is of "
+                                 f"another program: unset MPISTRAT_{name}.")
+
+
+@pytest.mark.parametrize("name", [
+    "ROOT", "DIR", "HOME", "VERSION", "PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP",
+    "PORT_80_TCP", "PORT_80_TCP_PROTO", "PORT_80_TCP_PORT", "PORT_80_TCP_ADDR", "TRAIN_SERVICE_HOST",
+    "TRAIN_PORT_53_UDP"])
+def test_names_that_modules_and_kubernetes_set_are_of_other_programs(name: str) -> None:
+    assert read(**{name: "tcp://10.0.0.1:80"}) == Settings()
+
+
+def test_no_setting_is_called_as_a_variable_of_other_programs() -> None:
+    assert not [name for name, *_ in Settings.table() if _OF_OTHERS.fullmatch(name.removeprefix("MPISTRAT_"))]
+
+
+def test_a_tilde_in_the_path_of_a_setting_is_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert read(TIMELINE="~/t.json").timeline == "/home/me/t.json"
 
 
 def test_a_name_like_no_other_gets_no_suggestion() -> None:
     with pytest.raises(errors.SettingsError) as caught:
         read(FOO="1")
     assert str(caught.value) == ("MPISTRAT_FOO is not a setting of mpistrat. The page Settings of the documentation "
-                                 "(docs/settings.md) has all of them.")
+                                 "(docs/settings.md) has all of them. If it is of another program: unset "
+                                 "MPISTRAT_FOO.")
 
 
 def test_all_problems_are_named_at_once() -> None:

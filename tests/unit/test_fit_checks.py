@@ -25,7 +25,7 @@ from mpistrat.keras.fit.fit_states import (  # noqa: E402
 from mpistrat.keras.fit.metric_means import shared_names  # noqa: E402
 from mpistrat.keras.fit.rates import rates_of  # noqa: E402
 from mpistrat.keras.fit.running_statistics import SaveSchedule  # noqa: E402
-from mpistrat.tensorflow.consistency import digest_of  # noqa: E402
+from mpistrat.tensorflow.digests import digest_of  # noqa: E402
 from mpistrat.tensorflow.equal_weights import largest_group  # noqa: E402
 
 BEGIN = Begin(steps=8, epochs=3, weights=4, collective=(), readers=(), averages_statistics=True)
@@ -141,6 +141,28 @@ def test_a_digest_of_weights_tells_them_apart(other: np.ndarray) -> None:
 def test_a_digest_of_an_embedding_tells_the_order_of_its_rows(width: int) -> None:
     rows = np.random.default_rng(1).normal(size=(40, width)).astype(np.float32)
     assert digest_of(rows[::-1]) != digest_of(rows)
+
+
+@pytest.mark.parametrize("elements", [40, 3000, 600_000])
+def test_a_digest_sees_blocks_that_change_places_and_bits_that_change(elements: int) -> None:
+    generator = np.random.default_rng(elements)
+    numbers = generator.normal(size=elements).astype(np.float32)
+    digest = digest_of(numbers)
+    # In pairs of float32: any distances, and those of one, or of both, of the numbers in the digest.
+    distances = [2 * 509, 2 * 521, 4 * 509, 2 * 521 * 7, 2 * 509 * 521]
+    for distance in [*(each for each in distances if each < elements), *generator.integers(1, elements, 60)]:
+        first = generator.integers(0, elements - distance)
+        length = generator.integers(1, min(distance, elements - distance - first) + 1)
+        one, other = slice(first, first + length), slice(first + distance, first + distance + length)
+        swapped = numbers.copy()
+        swapped[one], swapped[other] = numbers[other], numbers[one]
+        assert digest_of(swapped) != digest, (distance, first, length)
+        flipped = numbers.copy()
+        flipped.view(np.uint32)[first] ^= np.uint32(1 << generator.integers(0, 32))
+        assert digest_of(flipped) != digest, first
+        signs = numbers.copy()
+        signs[[first, first + distance]] *= -1
+        assert digest_of(signs) != digest, (distance, first)
 
 
 def test_callbacks_that_decide_by_metrics_need_averaged_ones() -> None:

@@ -201,8 +201,10 @@ def executor() -> GpuExecutor:
 def test_variables_of_cuda_are_set_unless_the_user_has_set_them() -> None:
     environ: dict[str, str] = {}
     set_cuda_variables(environ, 1)
-    assert environ == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
-    environ = {"CUDA_MODULE_LOADING": "LAZY", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert environ == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER",
+                       "TF_USE_DETERMINISTIC_SEGMENT_REDUCTIONS": "1"}
+    environ = {"CUDA_MODULE_LOADING": "LAZY", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+               "TF_USE_DETERMINISTIC_SEGMENT_REDUCTIONS": "0"}
     set_cuda_variables(environ, 2)
     assert environ == {"CUDA_MODULE_LOADING": "LAZY", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                       "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+                       "TF_USE_DETERMINISTIC_SEGMENT_REDUCTIONS": "0", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}

@@ -1,6 +1,7 @@
 """Horovod's names: what is there in every module, and what a name that is not there says."""
 
 import importlib
+import operator
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import mpistrat
 import mpistrat.keras
 import mpistrat.tensorflow as hvd
 import mpistrat.tensorflow.keras
-from mpistrat.api.elastic.state import ObjectState
+from mpistrat.api.elastic.state import HostsUpdatedInterrupt, ObjectState
 from mpistrat.core.errors import NotInitializedError
 from mpistrat.keras.callbacks import BestModelCheckpoint
 
@@ -90,8 +91,41 @@ def test_a_package_below_that_is_not_imported_says_how() -> None:
 def test_an_import_of_a_name_that_is_not_there_is_an_import_error() -> None:
     with pytest.raises(ImportError, match="mpi_lib"):
         from mpistrat.keras import mpi_lib  # type: ignore[attr-defined]  # noqa: F401
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("mpistrat.torch")
+
+
+@pytest.mark.parametrize(("path", "name", "found"), [
+    ("common.exceptions", "HorovodInternalError", mpistrat.CollectiveError),
+    ("common.exceptions", "HostsUpdatedInterrupt", HostsUpdatedInterrupt),
+    ("common", "is_initialized", mpistrat.is_initialized), ("common.process_sets", "ProcessSet", mpistrat.ProcessSet),
+    ("tensorflow.mpi_ops", "Sum", mpistrat.Sum), ("tensorflow.mpi_ops", "rank", hvd.rank),
+    ("tensorflow.functions", "broadcast_object_fn", hvd.broadcast_object_fn),
+    ("tensorflow.sync_batch_norm", "SyncBatchNormalization", mpistrat.keras.SyncBatchNormalization)])
+def test_a_module_of_horovod_has_the_names_of_ours(path: str, name: str, found: object) -> None:
+    module = importlib.import_module(f"mpistrat.{path}")
+    assert getattr(module, name) is found and module.__spec__.name == f"mpistrat.{path}"
+    assert operator.attrgetter(path)(mpistrat) is module
+    everything: dict[str, object] = {}
+    exec(f"from mpistrat.{path} import *", everything)
+    assert everything.get(name, found) is found
+    with pytest.raises(ImportError, match="_allreduce"):
+        exec(f"from mpistrat.{path} import _allreduce")
+
+
+@pytest.mark.parametrize(("path", "why"), [
+    ("torch", "there is no binding for PyTorch"), ("mxnet", "there is no binding for MXNet"), ("spark.keras", "Spark"),
+    ("ray", r"mpistrat\.run\(function, np=2\)"), ("runner.launch", "mpistrat run -np 2"),
+    ("run.runner", "mpistrat run"), ("_keras.callbacks", r"in mpistrat\.keras"),
+    ("common.basics", "internal"), ("common.util", "gpu_available"),
+    ("tensorflow.util", r"in mpistrat\.tensorflow"), ("tensorflow.gradient_aggregation", "backward_passes_per_step"),
+    ("keras.torch", "PyTorch")])
+def test_another_module_of_horovod_says_why_it_is_none(path: str, why: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=f"^No module named 'mpistrat.*': .*{why}"):
+        importlib.import_module(f"mpistrat.{path}")
+
+
+def test_a_path_that_horovod_has_not_either_is_a_plain_error() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'mpistrat\.nothing'$"):
+        importlib.import_module("mpistrat.nothing")
 
 
 # -- names that are there ---------------------------------------------------------------------------------------------

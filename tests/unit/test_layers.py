@@ -38,10 +38,12 @@ PACKAGES: dict[str, set[str]] = {
 # Modules of one package that stand in another's directory, because users import them from there.
 ELSEWHERE = {"tensorflow.keras": "keras"}
 # The imports that point up, as (module, function, imported module): Horovod has DistributedOptimizer in
-# mpistrat.tensorflow too, the first strategy integrates Keras, where there is one, and mpistrat.run starts ranks with
-# the launcher. Each is allowed inside of its function only, which runs after the import of the modules.
+# mpistrat.tensorflow too, the first strategy integrates Keras, where there is one, the slices of a tape may go to an
+# optimizer of Keras, and mpistrat.run starts ranks with the launcher. Each is allowed inside of its function only,
+# which runs after the import of the modules.
 UPWARDS = {("tensorflow", "__getattr__", "keras"), ("api.run_function", "run", "cli.function"),
-           ("tensorflow.distribute.strategy", "_keras_integration", "keras.distribute")}
+           ("tensorflow.distribute.strategy", "_keras_integration", "keras.distribute"),
+           ("tensorflow.gradient_tape", "_adapt_keras", "keras.patches")}
 MOST_FLOORS = 8
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
@@ -51,6 +53,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cli": {"numpy"}, "": set(), "__main__": set(),
     # Each of these wraps one package for all others.
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
+    "elastic.encoding": {"msgpack", "numpy", "ml_dtypes"},
     "gpu.copy.compiler": {"cupy"}, "gpu.nccl.library": {"cupy"},
     "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
     "api.ops": {"numpy", "cloudpickle"}, "api.interop.libraries": {"numpy", "ml_dtypes"},
@@ -301,6 +304,19 @@ for name in ("mpistrat.tensorflow", "mpistrat.keras", "mpistrat.tensorflow.keras
         f"MissingDependencyError mpistrat.tensorflow needs TensorFlow ({pip_extra('tensorflow')}).",
         f"MissingDependencyError mpistrat.keras needs TensorFlow and Keras 3 ({pip_extra('tensorflow')}).",
         f"MissingDependencyError mpistrat.tensorflow needs TensorFlow ({pip_extra('tensorflow')})."]
+
+
+def test_another_backend_of_keras_is_named_with_its_variable() -> None:
+    # Keras imports the package of its backend, here one that is not installed.
+    assert run_python("""
+import os, sys
+os.environ["KERAS_BACKEND"] = "jax"
+sys.modules["jax"] = None
+try:
+    import mpistrat.keras
+except ImportError as error:
+    print(type(error).__name__, error)
+""") == "MissingDependencyError mpistrat.keras needs KERAS_BACKEND=tensorflow, and the variable is 'jax'.\n"
 
 
 @pytest.fixture

@@ -201,6 +201,15 @@ def test_mpich_reads_no_comment_after_a_host(tmp_path) -> None:
     assert hosts.as_list(HYDRA) == "node1:2"
 
 
+@pytest.mark.parametrize("text", [b"node1 slots=4\r\nnode2:2\r\n", b"\xef\xbb\xbfnode1 slots=4\nnode2:2\n"])
+def test_a_hostfile_of_windows_becomes_a_list(tmp_path, text) -> None:
+    (tmp_path / "hosts.txt").write_bytes(text)
+    hosts = read_hostfile(str(tmp_path / "hosts.txt"))
+    assert hosts.slots == 6
+    for mpirun_, flag in ((OMPI, "-H"), (MPICH, "-hosts")):
+        assert f" {flag} node1:4,node2:2 " in words(compose(Job(6, TRAIN, hosts), mpirun_, LAPTOP, {}))
+
+
 def test_a_host_without_slots_counts_one_for_open_mpi_when_mpich_wrote_the_file(tmp_path) -> None:
     assert read_hostfile(write(tmp_path, "node1:2\nnode2\n")).as_list(OPEN_MPI) == "node1:2,node2:1"
 
@@ -302,6 +311,20 @@ def test_an_mpirun_of_another_kind_is_refused(tmp_path) -> None:
         identify(program(tmp_path / "mpirun", "echo My Launcher 1"))
     with pytest.raises(LaunchError, match="says: nothing"):
         identify(program(tmp_path / "silent"))
+
+
+def test_an_mpirun_that_fails_is_not_taken_for_that_of_another_maker(tmp_path) -> None:
+    with pytest.raises(LaunchError, match=r"mpirun --version fails with exit code 1: Error: no disk\. Mend that, or "):
+        identify(program(tmp_path / "mpirun", "echo Error: no disk >&2; exit 1"))
+
+
+def test_mpirun_has_a_home_directory(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("HOME")
+    path = program(tmp_path / "mpirun", '[ -d "$HOME" ] && echo "mpirun (Open MPI) 5.0.9"')
+    assert identify(path) == Mpirun(path, OPEN_MPI, "5.0.9")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user that no file knows
+    assert identify(path) == Mpirun(path, OPEN_MPI, "5.0.9")
+    assert mpirun.with_home({"HOME": "/home/me", "A": "b"}) == {"HOME": "/home/me", "A": "b"}
 
 
 def test_an_mpirun_that_does_not_answer_is_refused(tmp_path, monkeypatch) -> None:

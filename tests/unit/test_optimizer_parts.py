@@ -29,3 +29,11 @@ def test_the_variables_of_a_loss_scale_optimizer_without_a_list_are_those_of_the
     outer = keras.optimizers.LossScaleOptimizer(inner)
     outer._trainable_variables = []  # As in Keras 3.0.
     assert len(trained_by(outer)) == 1 and trained_by(outer)[0] is variables[0]
+
+
+def test_a_container_in_itself_is_visited_once() -> None:
+    optimizer = keras.optimizers.SGD()
+    blocks: list[object] = [{"blocks": None}, optimizer]
+    blocks[0]["blocks"] = blocks  # type: ignore[index]
+    blocks.append(blocks)
+    assert list(optimizers_in(blocks)) == [optimizer]

@@ -215,3 +215,11 @@ def test_errors_before_the_script_begins_are_shown_once() -> None:
     assert shown(USAGE + USAGE.replace(b"'x'", b"'y'")).endswith(b"'x'\n" + USAGE.splitlines()[-1][:-3] + b"'y'\n")
     assert shown(b"train.py: error: x\n" * 2) == b"train.py: error: x\n" * 2
     assert shown(b"mpistrat bench: no\n" * 2 + b"mpistrat: x\n" * 2) == b"mpistrat bench: no\n" + b"mpistrat: x\n" * 2
+
+
+@pytest.mark.parametrize("tag", [b"[1,1]<stderr>: ", b"[1,1]<stderr>:", b"[1] "])
+def test_words_of_mpi_are_kept_behind_the_tags_of_ranks_too(tag: bytes) -> None:
+    output = Output()
+    tagged = b"".join(tag + line for line in (ABORT_5 + b"\0\n").splitlines(keepends=True))
+    assert output.feed(tagged + tag + b"a line\n", 0.0) + output.end() == tag + b"a line\n"
+    assert [words.ending for words in output.words] == [Ending(1, code=1)]

@@ -1,5 +1,6 @@
 """What a shell does on a rank before the command begins."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -21,9 +22,17 @@ def test_a_rank_says_that_it_starts_and_becomes_the_command() -> None:
     done = run(*in_shell(("sh", "-c", 'echo "$1"; exit 3', "sh", "a  b'"), 2, is_announced=True))
     assert (done.returncode, done.stdout) == (3, b"a  b'\n")
     reader = ReportReader()
-    assert reader.take(done.stderr) == b"" and reader.started == {7}
-    assert reader.take(b"a line of another rank[mpistrat] rank 11 starts\n") == b"a line of another rank"
-    assert reader.started == {7, 11}
+    assert reader.take(done.stderr) == b"" and list(reader.started) == [7]
+    assert reader.started[7][0] == os.uname().nodename
+    line = b"a line of another rank[mpistrat] rank 11 starts as process 4711 on node1\n"
+    assert reader.take(line) == b"a line of another rank" and reader.started[11] == ("node1", 4711)
+
+
+def test_the_process_that_a_rank_names_is_that_of_its_command() -> None:
+    done = run(*in_shell(("sh", "-c", "echo $$"), 2, is_announced=True))
+    reader = ReportReader()
+    reader.take(done.stderr)
+    assert reader.started[7][1] == int(done.stdout)
 
 
 def test_a_rank_prints_into_files_and_its_report_to_mpirun(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """mpistrat.run before it starts anything: wrong arguments, and how results and failures are read."""
 
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 import mpistrat
-from mpistrat.cli import function
+from mpistrat.cli import function, function_rank
 from mpistrat.cli.function import RankResult, file_of
 from mpistrat.core.errors import LaunchError, RunError
 
@@ -37,10 +38,36 @@ def test_what_is_no_function_is_an_error() -> None:
         mpistrat.run("train.py")  # type: ignore[arg-type]
 
 
-def test_a_rank_cannot_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+@pytest.mark.parametrize("variables", [
+    {"OMPI_COMM_WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"PMIX_RANK": "0"},
+    {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}])
+def test_a_rank_cannot_call_it(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match="this process is a rank of one already"):
         mpistrat.run(print, np=2)
+
+
+def test_the_only_task_of_a_step_of_slurm_can_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"JOB_ID": "7", "PROCID": "0", "STEP_ID": "0", "STEP_NUM_TASKS": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(function, "_launched", lambda *_: 3)
+    with pytest.raises(RunError, match=r"the job has ended with exit code 3, and ranks \[0, 1\] have returned no"):
+        mpistrat.run(print, np=2)
+
+
+def test_a_directory_that_another_user_may_have_made_is_not_read(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not function_rank.is_seen(tmp_path / "none")
+    tmp_path.chmod(0o700)
+    (tmp_path / function.CALL).touch()
+    assert function_rank.is_seen(tmp_path)
+    tmp_path.chmod(0o755)
+    assert not function_rank.is_seen(tmp_path)
+    tmp_path.chmod(0o700)
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    assert not function_rank.is_seen(tmp_path)
 
 
 def test_a_function_that_cannot_be_pickled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

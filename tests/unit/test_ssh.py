@@ -1,6 +1,8 @@
 """What is said of hosts that ssh does not reach; a script is in the place of ssh."""
 
 import os
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,8 @@ def put(environ: dict[str, str], script: str) -> None:
     path.chmod(0o755)
 
 
-def why_unreachable(hosts: list[str], environ: dict[str, str]) -> str:
-    return " ".join(sum(ssh.unreachable(hosts, environ).values(), ()))
+def why_unreachable(hosts: list[str], environ: dict[str, str], *needed: str) -> str:
+    return " ".join(sum(ssh.unreachable(hosts, environ, needed).values(), ()))
 
 
 @pytest.mark.parametrize(("said", "remedy"), [
@@ -44,8 +46,27 @@ def test_the_host_and_the_remedy_are_named(environ: dict[str, str], said: str, r
 def test_a_host_that_does_not_answer_is_not_waited_for(environ: dict[str, str],
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssh, "_LIMIT_S", 0.2)
-    put(environ, "exec /bin/sleep 60")
-    assert why_unreachable(["b"], environ).startswith("b cannot be reached by ssh (it does not answer). Is it on, ")
+    # A script in the place of ssh, whose children keep what it prints open.
+    for script in ("exec /bin/sleep 60", "/bin/sleep 60", "/usr/bin/setsid /bin/sleep 60"):
+        put(environ, script)
+        began = time.monotonic()
+        assert why_unreachable(["b"], environ).startswith("b cannot be reached by ssh (it does not answer). Is it on, ")
+        assert time.monotonic() - began < 30.0
+
+
+def test_a_process_that_ssh_leaves_behind_is_not_waited_for(environ: dict[str, str]) -> None:
+    put(environ, "/usr/bin/setsid /bin/sleep 60 &\necho ssh: odd >&2\nexit 255")
+    assert why_unreachable(["b"], environ).startswith("b cannot be reached by ssh (odd). ")
+
+
+def test_a_host_without_the_environment_is_named_with_the_line_that_copies_it(environ: dict[str, str]) -> None:
+    put(environ, 'for command; do :; done; cd /; PATH=/bin; eval "$command"')
+    assert why_unreachable(["a"], environ, sys.executable, "/bin/sh") == ""
+    lost, other = f"{sys.prefix}/bin/no such mpirun", "/no/such/mpirun"
+    assert why_unreachable(["a"], environ, sys.executable, lost) == (
+        f"a has no {lost}. Each host needs the same programs under the same path. Copy them: `rsync -aR {sys.prefix} "
+        "a:/`, or install the same there.")
+    assert f"`rsync -aR {other} a:/`" in why_unreachable(["a"], environ, other)
 
 
 def test_what_runs_on_the_host_may_fail(environ: dict[str, str]) -> None:
@@ -56,7 +77,7 @@ def test_what_runs_on_the_host_may_fail(environ: dict[str, str]) -> None:
 def test_the_arguments_for_ssh_are_those_of_mpirun(environ: dict[str, str], tmp_path: Path) -> None:
     put(environ, f'echo "$*" > {tmp_path}/said')
     assert why_unreachable(["a"], {**environ, "PRTE_MCA_plm_ssh_args": "-p 2222 -i 'a key'"}) == ""
-    assert (tmp_path / "said").read_text().endswith("-p 2222 -i a key a true\n")
+    assert "-p 2222 -i a key a sh -c " in (tmp_path / "said").read_text()
 
 
 def test_without_ssh_it_is_to_be_installed(environ: dict[str, str]) -> None:

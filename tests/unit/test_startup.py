@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat.cli import supervisor
+from mpistrat.cli.mpirun import LaunchCommand
 from mpistrat.cli.startup import HERE, is_python, variables
+from mpistrat.cli.supervisor import Interference, launch
 from mpistrat.process.launch_env import RUN_REPORTS
+from mpistrat.process.report import ReportReader
 
 ROOT = Path(__file__).parents[2]
 RANK_1 = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}
@@ -87,3 +91,30 @@ def test_which_variables_are_added() -> None:
     assert variables(train, False, {}, False) == {RUN_REPORTS: "summary"}
     assert variables(["sh", "-c", "x"], True, {}, False) == {RUN_REPORTS: "summary"}
     assert is_python(["/env/bin/python"]) and not is_python(["pythonize"]) and not is_python(["ipython"])
+
+
+def told(*lines: str) -> ReportReader:
+    reader = ReportReader()
+    for line in lines:
+        assert reader.take(f"[mpistrat] {line}\n".encode()) == b""
+    return reader
+
+
+def test_ranks_wait_in_vain_for_one_that_has_ended_without_init() -> None:
+    why_vain = Interference().why_vain
+    assert why_vain(told("rank 0 is in init()", "rank 1 is in init()")) == ""
+    assert why_vain(told("rank 0 has ended without init()", "rank 1 has ended without init()")) == ""
+    # A program that has started the one that calls init().
+    assert why_vain(told("rank 0 is in init()", "rank 1 is in init()", "rank 1 has ended without init()")) == ""
+    assert why_vain(told("rank 0 is in init()", "rank 2 is in init()", "rank 1 has ended without init()")) == \
+        "ranks [1] ended without init(), in which ranks [0, 2] waited for them"
+
+
+@pytest.mark.parametrize(("ends", "code"), [("exec sleep 600", 1), ("exit 3", 3)])
+def test_a_job_that_waits_in_vain_is_ended_unless_mpirun_does_it(
+        ends: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(supervisor, "_WITHOUT_INIT_S", 0.5 if code == 1 else 60.0)
+    mpirun = f"echo '[mpistrat] rank 0 is in init()' >&2; echo '[mpistrat] rank 1 has ended without init()' >&2; {ends}"
+    outcome = launch(LaunchCommand(("sh", "-c", mpirun)), os.environ, ranks=2)
+    assert outcome.code == code
+    assert ("ranks [1] ended without init()" in capfd.readouterr().err) is (code == 1)

@@ -78,6 +78,11 @@ def test_a_crash_of_mpirun_is_explained() -> None:
     assert summarize(139, [], [], died_of=11)[1] == [
         f"{END} 139: mpirun itself crashed, signal 11 (SIGSEGV). Were there more ranks than this machine can start "
         "(-np)?"]
+    assert summarize(137, [], [], died_of=9)[1] == [
+        f"{END} 137: mpirun itself was killed, signal 9 (SIGKILL): by a user (kill -9), or by the kernel for lack of "
+        "memory (see dmesg)"]
+    assert "(SIGKILL): by the keeper of this host, by a user" in summarize(137, [], [], died_of=9,
+                                                                           subject="generation 1")[1][0]
     # A script in the place of mpirun ends as a shell would.
     assert "mpirun ended as by signal 11 (SIGSEGV), and named no rank" in summarize(139, [], [])[1][0]
 
@@ -90,6 +95,13 @@ def test_mpich_gives_a_signal_as_the_exit_code() -> None:
 @pytest.mark.parametrize(("number", "how"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "signal 15 (SIGTERM)")])
 def test_a_job_that_the_user_has_ended(number: int, how: str) -> None:
     assert summarize(1, [], [], interrupted_by=number)[1] == [f"{END} 1: it was ended by {how}"]
+
+
+def test_the_signal_that_the_user_has_sent_to_all_ranks_is_no_news() -> None:
+    words = Words(b"process rank 0 exited on signal 15", Ending(0, "a", signal=15))
+    assert summarize(143, [], [words], interrupted_by=15) == (b"", [f"{END} 143: it was ended by signal 15 (SIGTERM)"])
+    assert summarize(139, [], [Words(b"text", Ending(0, "a", signal=11))], interrupted_by=15)[0] == b"text"
+
 
 
 def test_a_job_that_has_succeeded_loses_nothing() -> None:

@@ -484,6 +484,23 @@ def test_a_disk_that_fills_up_is_one_warning(job: Job, tmp_path: Path, monkeypat
     assert "ends here, because it cannot be written: [Errno 28] No space left" in warning
 
 
+@pytest.mark.parametrize("fills_up", [False, True])
+def test_a_file_that_cannot_be_closed_is_a_warning(
+        job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fills_up: bool) -> None:
+    def fails(self: Timeline, *_: Any) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(Timeline, "close", fails)  # As on NFS.
+    if fills_up:
+        monkeypatch.setattr(Timeline, "add", fails)
+    job.tracers[0].start_timeline(str(tmp_path / "f.json"), False)
+    job.work(3)
+    until(lambda: bool(job.warnings) or not fills_up)
+    job.tracers[0].stop_timeline()
+    warning, = job.warnings
+    assert "cannot be written: [Errno 122] Disk quota exceeded" in warning
+
+
 def test_a_rank_that_does_not_answer_is_named(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpistrat.trace.tracer._LAST_RECORDS_S", 0.05)
     job.carries.clear()
@@ -633,8 +650,9 @@ def test_what_ranks_tell_is_one_file_on_the_clock_of_rank_0(tmp_path: Path, monk
     ranks = [told(2, many, {2: 9 * MS}), told(0, [record(0, 1)], {2: 5 * MS}), ["cut", *told(1, [record(1, 1)])]]
     assert all(len(line) < 3900 for lines in ranks for line in lines)
     sentence = last.save(ranks)
-    path, = tmp_path.iterdir()
-    assert sentence == f"the last operations of ranks [0, 2]: mpistrat timeline {path.name}"
+    path, = tmp_path.glob(".mpistrat/*.json")
+    assert sentence == f"the last operations of ranks [0, 2]: mpistrat timeline .mpistrat/{path.name}"
+    assert (tmp_path / ".mpistrat" / ".gitignore").read_text() == "*\n"
     found = records_in(files.spans_in(str(path))[0])
     assert len(found) == 501
     assert min(each.submitted for each in found if each.rank == 2 and each.submitted) == (
@@ -659,12 +677,65 @@ def test_a_disk_that_is_full_leaves_no_half_file(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "pwrite", is_full)
-    assert " are not written: [Errno 28] No space left on device: 'mpistrat-" in last.save([told(1, [record(1, 1)])])
-    assert list(tmp_path.iterdir()) == []
+    assert " are not written: [Errno 28] No space left on device: '.mpistrat/" in last.save([told(1, [record(1, 1)])])
+    assert list(tmp_path.glob(".mpistrat/*.json")) == []
 
 
-def test_a_directory_that_cannot_be_written_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".mpistrat").mkdir(0o755)
+    for age in range(20):
+        path = tmp_path / ".mpistrat" / f"{(age + 5) % 20}.json"
+        path.touch()
+        os.utime(path, (1000 - age, 1000 - age))
+    written = last.save([told(1, [record(1, 1)])]).rpartition("/")[2]
+    assert {path.name for path in tmp_path.glob(".mpistrat/*.json")} == {written, *(f"{n}.json" for n in range(5, 14))}
+
+
+def refused_by_the_file_system(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/proc/self")
-    sentence = last.save([told(1, [record(1, 1)])])
-    assert sentence.startswith("the last operations of ranks [1] are not written: [Errno ")
+
+
+def without_its_working_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path / "gone").mkdir()
+    monkeypatch.chdir(path / "gone")
+    (path / "gone").rmdir()
+
+
+def read_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a read-only mount unlink fails in this way also if there is no file.
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+    for name in ("open", "unlink"):
+        monkeypatch.setattr(os, name, fails)
+    monkeypatch.setattr(Path, "unlink", fails)
+    monkeypatch.chdir(path)
+
+
+def with_a_file_in_the_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path / ".mpistrat").touch()
+    monkeypatch.chdir(path)
+
+
+def with_a_link_in_the_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path / "elsewhere").mkdir()
+    (path / ".mpistrat").symlink_to(path / "elsewhere")
+    monkeypatch.chdir(path)
+
+
+def where_others_may_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path / ".mpistrat").mkdir()
+    (path / ".mpistrat").chmod(0o777)
+    monkeypatch.chdir(path)
+
+
+@pytest.mark.parametrize("prepare", [refused_by_the_file_system, without_its_working_directory, read_only,
+                                     with_a_file_in_the_place, with_a_link_in_the_place, where_others_may_write])
+def test_a_directory_that_cannot_be_written_is_a_sentence(
+        prepare: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        prepare(tmp_path, patched)
+        sentence = last.save([told(1, [record(1, 1)])])
+    assert sentence.startswith("the last operations of ranks [1] are not written: ")
     assert "\n" not in sentence
+    assert not list(tmp_path.rglob("*.json"))

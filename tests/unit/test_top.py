@@ -102,7 +102,7 @@ def test_a_file_that_is_of_no_use_is_named_with_the_reason(directory: Path, text
 def test_foreign_files_and_directories_are_not_read(directory: Path) -> None:
     path = put(directory, content(rank(0)))
     path.chmod(0o666)
-    assert "can be changed by others (mode 666)" in read(directory, os.getuid(), NOW).problems[0]
+    assert "is open to others (mode 666)" in read(directory, os.getuid(), NOW).problems[0]
     path.unlink()
     path.symlink_to("/etc/hostname")
     assert read(directory, os.getuid(), NOW).problems

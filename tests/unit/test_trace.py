@@ -180,6 +180,16 @@ def test_a_status_file_is_replaced_whole_and_only_its_user_may_read_it(tmp_path:
     assert not file.path.exists()
 
 
+def test_a_status_file_that_cannot_be_removed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+    file = status.StatusFile(1, {"XDG_RUNTIME_DIR": str(tmp_path)})
+    file.write([])
+    monkeypatch.setattr(Path, "unlink", fails)
+    file.remove()
+    assert file.path.exists()
+
+
 def test_files_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
     directory = status.status_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
     directory.mkdir(mode=0o700)
@@ -194,7 +204,7 @@ def test_files_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
 def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
     directory = status.status_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
     directory.mkdir(mode=0o755)
-    with pytest.raises(PermissionError, match="is not a directory that only this user may read"):
+    with pytest.raises(PermissionError, match=r"mpistrat-\d+ is open to others \(mode 755\)"):
         status.StatusFile(1, {"XDG_RUNTIME_DIR": str(tmp_path)})
 
 

@@ -57,6 +57,18 @@ def new_model() -> Any:
     return model
 
 
+def test_an_error_of_the_cleaning_up_does_not_hide_that_of_keras(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(number: int, text: str) -> None:
+        raise OSError(number, text)
+    model = new_model()
+    monkeypatch.setattr(os, "replace", lambda *_: fails(28, "No space left on device"))
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors=False: (
+        ignore_errors or ".saving-" not in str(path) or fails(30, "Read-only")))
+    with pytest.raises(OSError, match="No space left"):
+        model.save(tmp_path / "model.keras")
+
+
 @pytest.mark.parametrize("name", ["model.keras", "model.h5", "model.weights.h5"])
 def test_a_save_that_fails_in_the_middle_leaves_the_file_of_before(name: str, tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:

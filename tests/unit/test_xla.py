@@ -1,4 +1,7 @@
-"""compile(jit_compile="auto") with a DistributedOptimizer on a machine with a GPU, on which Keras compiles by XLA."""
+"""compile(jit_compile="auto") with a DistributedOptimizer on a machine with a GPU, on which Keras compiles by XLA.
+
+Here cupy is missing, so XLA cannot compile collectives.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.keras import xla  # noqa: E402
 from mpistrat.keras.nested_optimizers import distributed_in  # noqa: E402
+from mpistrat.tensorflow.xla import context, ffi  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +28,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: [
         device for device in devices if kind in (None, device.device_type)])
+    monkeypatch.setattr(context, "why_no_cupy", lambda: "No module named 'cupy'")
     xla._log_once.cache_clear()
     yield
     xla._log_once.cache_clear()
@@ -64,8 +69,11 @@ def test_a_loss_scale_optimizer_counts() -> None:
     assert isinstance(with_policy.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+@pytest.mark.skipif(ffi.api() is None, reason="this TensorFlow does not export XLA's FFI")
 def test_auto_is_keras_own_choice_where_xla_can_compile_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla, "why_not", lambda: "")
+    monkeypatch.setattr(context, "why_no_cupy", lambda: "")
+    monkeypatch.setattr(context, "go_by_host", lambda: False)
+    assert context.why_not() == ""
     assert compiled(sgd(), "mse")
 
 
@@ -90,6 +98,7 @@ def test_wrong_arguments_are_errors_of_keras() -> None:
         model_of().compile(sgd(), colour="red")
 
 
+@pytest.mark.skipif(ffi.api() is None, reason="this TensorFlow does not export XLA's FFI")
 def test_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "mpistrat"):
         compiled(keras.optimizers.SGD(0.1), "mse")
@@ -98,7 +107,7 @@ def test_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             compiled(sgd(), "mse")
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "rank 0: models with a DistributedOptimizer are trained without XLA (jit_compile=False), which cannot "
-                 "compile collectives: on a GPU that has not been run yet; MPISTRAT_XLA=1 switches it on")]
+                 "compile collectives: cupy is missing: No module named 'cupy'")]
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

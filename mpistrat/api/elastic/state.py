@@ -106,13 +106,18 @@ class ObjectState:
 
         It is the state of rank 0; in an elastic job that of the rank with the newest commit, if there is one.
         """
-        own = membership.current()
-        root = 0 if own is None else self._restore_newest(own)
+        own, held = membership.current(), None
+        root: int | None = 0
+        if own is not None:
+            root, held = self._restore_newest(own)
         for name in self._samplers():
             getattr(self, name).sync(root or 0)
         if root is not None:
             self._broadcast(root)
         self.save()
+        if own is not None and held is not None:
+            own.hold(held, functools.partial(self._portable, self._saved), self._where(),
+                     runtime.current().topology.local_rank == 0)
 
     def check_host_updates(self) -> None:
         """Do nothing: commit() looks for changes of the hosts. Local."""
@@ -144,7 +149,7 @@ class ObjectState:
         return snapshot
 
     def _compare(self, number: int) -> bool:
-        """Compare the ranks' states before the commit of this number is kept. Collective.
+        """Compare the ranks' states, or make them equal, before the commit of this number is kept. Collective.
 
         Returns:
             Whether the state has changed, on some rank.
@@ -161,24 +166,31 @@ class ObjectState:
 
     # -- elastic jobs --------------------------------------------------------------------------------------------------
 
-    def _restore_newest(self, own: "Member") -> int | None:
+    def _restore_newest(self, own: "Member") -> tuple[int | None, CommitId | None]:
         """Return to the newest commit on a rank that has it. Collective.
 
         Returns:
-            That rank; 0 if there is no commit; None if all ranks have returned to it.
+            That rank; 0 if there is no commit; None if all ranks have returned to it. And the commit, if it is of this
+            job's keepers.
         """
+        rank = runtime.current().topology.rank
         found: CommitId | None = CommitId(own.job.generation, self._number)
         snapshot: Snapshot | None = None
         if not self._number:
             found, snapshot = self._kept(own)
         ids = ops.allgather_object(found, name="elastic.newest")
-        if all(each is None for each in ids):
+        is_kept = any(each is not None for each in ids)
+        if not is_kept:
             found, snapshot = own.saved() or (None, None)
             ids = ops.allgather_object(found, name="elastic.saved")
         newest = max((each for each in ids if each is not None), default=None)
+        known = own.newest_of_job
+        if rank == 0 and known is not None and newest != known and (newest is None or not is_kept or newest < known):
+            logger.warning("mpistrat: %s IS LOST; TRAINING BEGINS %s", str(known).upper(),
+                           "ANEW" if newest is None else f"FROM {str(newest).upper()}")
         if newest is None:
-            return 0
-        root, rank = ids.index(newest), runtime.current().topology.rank
+            return 0, None
+        root = ids.index(newest)
         is_everywhere = all(each == newest for each in ids)
         if is_everywhere or rank == root:
             if snapshot is not None:
@@ -187,7 +199,7 @@ class ObjectState:
                 self.restore()
         if rank == 0:
             logger.warning("mpistrat: training goes on from %s", newest)
-        return None if is_everywhere else root
+        return None if is_everywhere else root, newest if is_kept else None
 
     def _kept(self, own: "Member") -> tuple[CommitId | None, Snapshot | None]:
         """The newest commit in the keeper of this host."""

@@ -7,14 +7,14 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.errors import LaunchError
-from ..arguments import Parser, add_launch_options, counted, positive_seconds, read_hosts
+from ..arguments import AUTO, Parser, add_launch_options, counted, positive_seconds, read_hosts
+from ..automatic import automatic
 from ..inventory import Row, backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
-from ..mpirun import Job, LaunchCommand, Mpirun, check_count, compose, find_mpirun, identify, this_machine
+from ..mpirun import Job, LaunchCommand, Mpirun, check_count, compose, find_mpirun, identify, this_machine, with_home
 from ..probe import probe
 from ..rank_shell import in_shell
 from ..ssh import hosts_by_ssh, unreachable
@@ -50,6 +50,8 @@ def main(argv: list[str]) -> int:
     """
     options = _parser().parse_args(argv)
     hosts = read_hosts(options)
+    if options.np == AUTO:
+        options.np, _ = automatic(hosts, this_machine(os.environ), os.environ)
     ranks = options.np or (0 if hosts is None else hosts.slots or 0)
     if hosts is not None and not ranks:
         raise LaunchError("the hostfile has a host without a number of slots: say how many ranks, for example: "
@@ -102,14 +104,14 @@ def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpiru
         mpirun_error: See there.
         timeout_s: Limit for the job of the ranks.
     """
-    away = unreachable(others, os.environ) if others else {}
+    away = unreachable(others, os.environ, (sys.executable,)) if others else {}
     sizes = sizes_of_srun(os.environ)
     if command is None or away:
         return Observed(ranks, [collect()], unreachable=away, mpirun_problem=mpirun_error, sizes_of_srun=sizes)
     start = Start(ranks, _START_S, lambda: "") if others else None
-    with tempfile.TemporaryFile("w+", errors="replace") as printed:
-        outcome = launch(command, os.environ, TimeLimits(total_s=timeout_s), start=start, speaker="mpistrat doctor",
-                         stdout=printed.fileno())
+    with open(os.memfd_create("mpistrat-doctor"), "w+", errors="replace") as printed:
+        outcome = launch(command, with_home(os.environ), TimeLimits(total_s=timeout_s), start=start,
+                         speaker="mpistrat doctor", stdout=printed.fileno())
         printed.seek(0)
         said = list(understood(printed.read()))
     return observed_of(ranks, said, outcome, str(command), sizes)

@@ -25,6 +25,11 @@ _BLOCK_LINES = 60
 _TAG = re.compile(rb"[^<>]*<stderr>:? ?|\[\d+\] ?")
 
 
+def _untagged(line: bytes) -> bytes:
+    tag = _TAG.match(line)
+    return line[tag.end():] if tag else line
+
+
 class Output:
     """The stderr of one mpirun.
 
@@ -100,7 +105,7 @@ class Output:
             return self._once(before + b"\n") if is_start else before + b"\n"
         if not is_start:
             return line
-        is_rule = RULE.match(line) is not None
+        is_rule = RULE.match(_untagged(line)) is not None
         if self._block and not is_rule:
             self._block.append(line)
             return self._end_block() if len(self._block) > _BLOCK_LINES else b""
@@ -112,7 +117,11 @@ class Output:
 
     def _without_null(self, line: bytes) -> bytes:
         """The line without the null character that Open MPI 5 prints after its last words, or after lines of ranks."""
-        return line.lstrip(b"\0") if self.words else line
+        bare = _untagged(line)
+        if not self.words or not bare.startswith(b"\0"):
+            return line
+        rest = bare.lstrip(b"\0")
+        return line[:-len(bare)] + rest if rest.strip() else b""
 
     def _once(self, line: bytes) -> bytes:
         return line if self._is_all or self._records.is_shown(line) else b""

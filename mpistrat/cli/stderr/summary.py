@@ -9,6 +9,7 @@ from ...process.report import Report
 from ..hostfile import HYDRA
 from .mpirun_lines import Ending, Words
 
+JOB = "the job"
 MOST_GROUPS = 3
 _MOST_HOSTS = 4
 # Raised on the ranks that wait for one that has ended. If that one says why, this is only a consequence.
@@ -26,7 +27,7 @@ _SIGNAL_HINTS = {
 
 def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, interrupted_by: int | None = None,
               died_of: int | None = None, dialect: str = "", can_show_more: bool = True,
-              without_init: int = 0, why_not_started: str = "", subject: str = "the job") -> tuple[bytes, list[str]]:
+              without_init: int = 0, why_not_started: str = "", subject: str = JOB) -> tuple[bytes, list[str]]:
     """Return what to print after the job: words of mpirun as they are, and lines.
 
     Args:
@@ -55,17 +56,21 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
             return b"", [f"{end}. R{_who(first)[1:]}: {text.message}"]
         return b"", [*_lines_of(groups), end + (" (--traceback prints whole tracebacks)" if can_show_more else "")]
     endings = [each.ending for each in words if each.ending is not None]
-    is_said = bool(endings) and all(ending.signal is None for ending in endings)
+    is_said = bool(endings) and all(ending.signal in (None, interrupted_by) for ending in endings)
     kept = b"".join(each.text for each in words if each.is_error or not is_said)
-    reason = f": {why_not_started}" if why_not_started else _reason(code, endings, interrupted_by, died_of, dialect)
+    reason = f": {why_not_started}" if why_not_started else \
+        _reason(code, endings, interrupted_by, died_of, dialect, subject)
     return kept, [f"{end}{reason}"]
 
 
 def _reason(code: int, endings: Sequence[Ending], interrupted_by: int | None, died_of: int | None,
-            dialect: str) -> str:
+            dialect: str, subject: str) -> str:
     """How the sentence on the exit code goes on."""
     if interrupted_by is not None:
         return f": it was ended by {'Ctrl-C' if interrupted_by == signal.SIGINT else _signal(interrupted_by)}"
+    if died_of == signal.SIGKILL:
+        by_keeper = "" if subject == JOB else "by the keeper of this host, "
+        return f": mpirun itself was killed, {_signal(died_of)}: {by_keeper}{_SIGNAL_HINTS[signal.SIGKILL]}"
     if died_of is not None:
         return f": mpirun itself crashed, {_signal(died_of)}. Were there more ranks than this machine can start (-np)?"
     if endings:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ...core.ownership import foreign
 from ...process import procfs
-from ...trace.status import VERSION, foreign
+from ...trace.status import VERSION
 
 # A rank, or a job, of which nothing was heard for so long is called silent.
 SILENT_S = 10.0

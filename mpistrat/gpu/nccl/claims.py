@@ -43,7 +43,7 @@ def release(device: GpuDevice, owner: object) -> None:
 def set_cuda_variables(environ: MutableMapping[str, str], nccl_streams: int) -> None:
     """Set the environment variables that the user has not set.
 
-    CUDA and NCCL read them once, when the first of their functions is called.
+    CUDA, NCCL and TensorFlow read them once, when the first of their functions is called.
 
     Args:
         environ: The environment of this process.
@@ -54,6 +54,10 @@ def set_cuda_variables(environ: MutableMapping[str, str], nccl_streams: int) -> 
     environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # A kernel that is loaded when it is first launched may wait for all that run.
     environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    # TensorFlow adds rows of a GPU that repeat (the gradient of an Embedding) by atomic additions, in another order on
+    # each rank. With this it sorts them first: UseDeterministicSegmentReductions in
+    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/kernels/segment_reduction_ops_gpu.cu.h
+    environ.setdefault("TF_USE_DETERMINISTIC_SEGMENT_REDUCTIONS", "1")
     if nccl_streams > 1:
         # The engine launches in the same order on all ranks, and NCCL then keeps the GPU to this order.
         environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")

@@ -25,12 +25,14 @@ from keras.optimizers import LossScaleOptimizer, Optimizer
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.errors import MismatchError
+from ...core.request import Max
 from ...tensorflow.consistency import FirstSteps
 from ...tensorflow.distribute import MPIStrategy, collectives
 from ...tensorflow.distribute.central import Slots
 from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.gradients import label_of
 from ...tensorflow.names import OptimizerName, eager
+from ...tensorflow.overwritten import places_of, with_largest
 from ...tensorflow.types import OptionalGradient, Tensor
 from .._private import trained_by
 from ..fit.fit_optimizers import optimizers_of
@@ -173,6 +175,13 @@ def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list
     return _scaled_unless(total == size, summed, size / total)
 
 
+def _largest(values: list[tf.Tensor], variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    """The maxima over the ranks of the values that overwrite variables. Collective."""
+    if step_state.state.rows is not None:  # The value of a rank without rows may be anything, also NaN.
+        values = [tf.where(step_state.state.rows == 0, value.dtype.min, value) for value in values]
+    return collectives.all_reduce(values, Max, "overwritten", list(map(label_of, variables)))
+
+
 def _scaled_unless(is_one: tf.Tensor, gradients: Sequence[Tensor], factor: tf.Tensor) -> list[Tensor]:
     """The gradients times a factor, or as they are if it is one. A multiplication takes longer than the branch."""
     # Only the values go through the branch. A shape that came out of it would not be known to XLA.
@@ -261,12 +270,17 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
     strategy = step_state.strategy_here()
     if strategy is not None:
         _belongs_to(self, strategy)
+        trained = trained_by(self) if variables is None else variables
         if step_state.state.rows is None and not state_of(self).is_compared:
-            _compare_in_loop(self, trained_by(self) if variables is None else variables)
+            _compare_in_loop(self, trained)
+        overwritten = places_of(trained)
         # The sum of several steps' gradients has no single number of rows.
         if self.gradient_accumulation_steps and step_state.state.weight is not None:
             factor = step_state.share()
-            grads = [None if gradient is None else _scaled(gradient, factor) for gradient in grads]
+            grads = [gradient if gradient is None or i in overwritten else _scaled(gradient, factor)
+                     for i, gradient in enumerate(grads)]
+        if overwritten and len(grads) == len(trained):  # Otherwise Keras says what is wrong.
+            grads = with_largest(grads, trained, overwritten, _largest)
     result = original(self, grads, variables)
     slots = slots_of(self)
     if slots is None or not grads:

@@ -61,6 +61,7 @@ class StepState(threading.local):
         weight: By what this rank's loss counts: its rows in units of the usual number. None outside of Keras' steps,
             for losses that are no mean over rows, and with one rank.
         total: The sum of all ranks' weights, once a collective has told it.
+        called: The model that the step is one of, and whether this rank has no rows; see empty_parts.py.
         scaled: Losses that Keras has divided by the number of ranks.
         may_differ: The flags of the model of the latest step, if the ranks may return different logs of the step, which
             Keras does not use.
@@ -69,6 +70,7 @@ class StepState(threading.local):
     rows: tf.Tensor | None = None
     weight: tf.Tensor | None = None
     total: tf.Tensor | None = None
+    called: tuple[keras.Model, tf.Tensor] | None = None
     scaled: list[tf.Tensor]
     may_differ: Flags | None = None
 

@@ -35,6 +35,7 @@ from ..patches import Function
 from ..patches import replaces_for_strategy as replaces
 from ..sync_batch_norm import SyncBatchNormalization
 from . import step_state
+from .empty_parts import never_called_without_rows
 from .step_state import state, strategy_here, strategy_of
 
 T = TypeVar("T")
@@ -83,8 +84,11 @@ def make_function(original: Function, self: keras.Model, step_function: Function
     logs_may_differ = all(getattr(type(self), name) is getattr(keras.Model, name) for name in (
         "train_step", "test_step", "compute_metrics", "get_metrics_result"))
 
+    trains = step_function == self.train_step
+
     def step(data: object) -> object:
-        with step_state.step_of(self, data, logs_may_differ):
+        has_rows = never_called_without_rows(self, data) if not trains else contextlib.nullcontext()
+        with step_state.step_of(self, data, logs_may_differ), has_rows:
             logs = _keep_statistics_without_rows(self, lambda: step_function(data))
             return tf.nest.map_structure(_as_tensor if logs_may_differ else _weighted, logs)
 
@@ -163,10 +167,12 @@ def compute_loss(original: Function, self: keras.Model, *args: object, **kwargs:
 def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike,
                 sample_weight: TensorLike | None = None) -> object:
     values = step_state.unscaled(values)
-    if state.weight is not None and sample_weight is None and strategy_here() is not None \
-            and isinstance(values, tf.Tensor) and values.shape.rank == 0:
-        values = tf.where(state.rows == 0, tf.zeros_like(values), values)  # It may be NaN.
-        sample_weight = step_state.share()
+    if state.weight is not None and strategy_here() is not None and isinstance(values, tf.Tensor):
+        if values.shape.rank == 0:
+            values = tf.where(state.rows == 0, tf.zeros_like(values), values)  # It may be NaN.
+            sample_weight = step_state.share() if sample_weight is None else sample_weight
+        elif values.shape == (0,) and sample_weight is not None and len(tf.convert_to_tensor(sample_weight).shape) == 0:
+            values = tf.zeros([], values.dtype)  # An eager loss of no rows; Keras gives their number as the weight.
     return original(self, values, sample_weight)
 
 
@@ -205,10 +211,19 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
                         if not isinstance(leaf, tf.experimental.Optional)])
     usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=names.eager("strategy/usual_rows"))
     step_state.flags_of(self).assign("usual_rows", max(1, int(usual)))
+    if rows is not None and not int(rows):
+        data_batch = tf.nest.map_structure(_any_rows, data_batch)
     # A model without a call() is built by its train_step, as without a strategy.
     if getattr(type(self), "call", None) is not keras.Model.call:
         original(self, None, data_batch)
     _bring_in_metrics(self, strategy)
+
+
+def _any_rows(leaf: object) -> object:
+    """A dense tensor without rows as one of any number of rows: some layers cannot be built for none."""
+    if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
+        return leaf
+    return keras.KerasTensor([size or None for size in leaf.shape], leaf.dtype.name)
 
 
 def _specs(iterator: keras_trainer.TFEpochIterator) -> Any:

@@ -32,11 +32,13 @@ class Elastic(keras.callbacks.Callback):
 
     With a distributed optimizer each rank trains the rows that its script has chosen. New processes choose anew: with
     another number of ranks fit goes on at the same share of the epoch, rounded down, so the rows of up to one batch are
-    trained twice. Ranks that go on in the same processes keep theirs, and the rows of a lost rank are left out. With
-    `MPIStrategy`, or with `hvd.elastic.ElasticSampler` in a loop of your own, the ranks that are left train them.
+    trained twice (up to k with steps_per_execution=k). Ranks that go on in the same processes keep theirs, and the rows
+    of a lost rank are left out. With `MPIStrategy`, or with `hvd.elastic.ElasticSampler` in a loop of your own, the
+    ranks that are left train them.
 
     Args:
-        commit_every: Batches between two commits. There is also one at the end of each epoch.
+        commit_every: Batches between two commits, rounded up to whole executions. There is also one at the end of each
+            epoch.
 
     Raises:
         ValueError: `commit_every` is below 1.
@@ -57,13 +59,15 @@ class Elastic(keras.callbacks.Callback):
             self._skip(self.state.batch)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if self.state is None or batch < self.state.batch:
+        each = self.model.steps_per_execution
+        done = (batch // each + 1) * each  # `batch` is the last one of the execution, the first before Keras 3.9.
+        if self.state is None or done <= self.state.batch:
             return
-        self.state.batch = batch + 1
-        self._remaining -= 1
+        self.state.batch = done
+        self._remaining -= each
         # After the last batch the commit at the end of the epoch serves: one before it would leave an epoch that begins
-        # anew without a batch, and so without a loss for callbacks.
-        if self._remaining <= 0 and batch + 1 != self.params["steps"]:
+        # anew without a batch, and so without a loss for callbacks. The last execution may have fewer batches.
+        if self._remaining <= 0 and (self.params["steps"] is None or done < self.params["steps"]):
             self._remaining = self.commit_every
             self.state.commit()
 
@@ -78,8 +82,13 @@ class Elastic(keras.callbacks.Callback):
             self.state.commit()
 
     def _skip(self, batches: int) -> None:
-        """Let the next `batches` batches be read only, which have no logs."""
-        self._train_function, each, left = self.model.train_function, self.model.steps_per_execution, batches
+        """Let the next `batches` batches be read only, which have no logs.
+
+        An execution of several batches (steps_per_execution) is read or trained as a whole: rounded down, so that no
+        batch is left out. Those before the place in it are trained twice.
+        """
+        self._train_function, each = self.model.train_function, self.model.steps_per_execution
+        left = batches // each * each
 
         def read_first(iterator: Iterator[Any]) -> Any:
             nonlocal left

@@ -30,6 +30,7 @@ from ...tensorflow.distribute.same_data import some_rows
 from ...tensorflow.names import eager
 from .. import xla
 from ..callbacks import Logs
+from ..keras2_arguments import bound
 from ..patches import Function, replaces
 from .adapted import layers_of_inputs
 from .elastic_fit import Elastic, run_fit
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 @replaces(keras.Model, "fit", "the ranks would not be compared, nor their running statistics averaged",
           "callbacks.on_train_begin()")
 def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) -> Any:
-    call = inspect.signature(original).bind(self, *args, **kwargs)
+    call = bound(original, self, *args, **kwargs)
     elastic = next((each for each in _users(call.arguments.get("callbacks")) if isinstance(each, Elastic)), None)
     if elastic is None or membership.current() is None:
         return _fit_once(original, self, call)

@@ -11,29 +11,56 @@ import itertools
 import keras
 import tensorflow as tf
 
+from ...tensorflow.xla.context import device_here
+
 UNKNOWN = -1
 
 _numbers = itertools.count()
 
 
 class LocalScalar:
-    """A variable of this rank, on the CPU. A tf.Variable that is made in a strategy's scope would be the strategy's."""
+    """A number of this rank that steps read or add to: a variable on the host, and one where compiled steps run.
+
+    XLA refuses variables of another device. A tf.Variable that is made in a strategy's scope would be the strategy's.
+    """
 
     def __init__(self, dtype: tf.DType, value: int):
-        self._dtype = dtype
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=[], container="",
-                                                  shared_name=f"mpistrat_scalar_{next(_numbers)}")
-            self.assign(value)
+        self._dtype, self._value = dtype, value
+        self._handles: dict[str, tf.Tensor] = {}  # by device
 
     def assign(self, value: int | bool) -> None:
-        tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.cast(value, self._dtype))
+        """Assign the number. Eager."""
+        self._value = value
+        for handle in self._handles.values():
+            self._assign_to(handle)
 
     def add(self, value: tf.Tensor) -> None:
-        tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=value)
+        """Add to the number, where the step runs that is being traced."""
+        tf.raw_ops.AssignAddVariableOp(resource=self._handle(), value=value)
 
     def read(self) -> tf.Tensor:
-        return tf.reshape(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=self._dtype), [])
+        """The assigned number, where the step runs that is being traced."""
+        return self._read_from(self._handle())
+
+    def sum(self) -> int:
+        """What was added since the number is 0, on all devices. Eager."""
+        return sum(int(self._read_from(handle)) for handle in self._handles.values())
+
+    def _handle(self) -> tf.Tensor:
+        device = device_here()
+        if device not in self._handles:
+            with tf.init_scope(), tf.device(device):
+                handle = tf.raw_ops.VarHandleOp(dtype=self._dtype, shape=[], container="",
+                                                shared_name=f"mpistrat_scalar_{next(_numbers)}")
+                self._assign_to(handle)
+            self._handles[device] = handle
+        return self._handles[device]
+
+    def _assign_to(self, handle: tf.Tensor) -> None:
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.cast(self._value, self._dtype))
+
+    def _read_from(self, handle: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=self._dtype), [])
 
 
 class RowCount:
@@ -45,7 +72,7 @@ class RowCount:
     @property
     def rows(self) -> int:
         """The number of rows. Batches in which none can be counted (`rows_of`) have none."""
-        return int(self._count.read())
+        return self._count.sum()
 
     @classmethod
     def of(cls, model: keras.Model, step: str) -> "RowCount":

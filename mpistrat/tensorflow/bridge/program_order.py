@@ -8,6 +8,9 @@ nodes that count as writes of the token: submits, and calls, branches and loops 
 A call ends when its collectives are complete, since TensorFlow waits for the stateful nodes of a function, and the
 dequeue that awaits a collective is one of them. A submit does not wait.
 
+A function that XLA compiles may touch variables of the device only that it runs on. On a GPU such functions have a
+token of their own there. They need not be in order with what is not compiled: no thread waits in that on a GPU.
+
 The gradient of a function has no token. TensorFlow adds no control dependencies there, and where such a function is
 called, as part of the gradient of a branch or a loop, nothing can be captured. There the names of collectives contain
 the number of the execution, see `execution_ids`.
@@ -22,27 +25,28 @@ from functools import cache
 
 import tensorflow as tf
 
+HOST = "CPU:0"
 _ANONYMOUS = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"  # TensorFlow's name of resources that end with their handles
 
 
-def in_order(submit: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
-    """Return `submit()`, which makes one node, so that the node has its place in the program order."""
-    handle = _token()
+def in_order(submit: Callable[[], list[tf.Tensor]], device: str = HOST) -> list[tf.Tensor]:
+    """Return `submit()`, which makes one node, so that the node has its place in the program order of a device."""
+    handle = _token(device)
     if handle is None:
         return submit()
-    with tf.control_dependencies([_write(handle)]):
+    with tf.control_dependencies([_write(handle, device)]):
         outputs = submit()
     with tf.control_dependencies([outputs[0].op]):
-        _write(handle)
+        _write(handle, device)
     return outputs
 
 
-def complete_in_order(results: list[tf.Tensor]) -> None:
+def complete_in_order(results: list[tf.Tensor], device: str = HOST) -> None:
     """Make all later collectives of the program run after these results are there."""
-    handle = _token()
+    handle = _token(device)
     if handle is not None:
         with tf.control_dependencies(results):
-            _write(handle)
+            _write(handle, device)
 
 
 def after_completed() -> AbstractContextManager[None]:
@@ -51,15 +55,15 @@ def after_completed() -> AbstractContextManager[None]:
     return nullcontext() if handle is None else tf.control_dependencies([_write(handle)])
 
 
-def _write(handle: tf.Tensor) -> tf.Operation:
-    with tf.device("CPU:0"):
+def _write(handle: tf.Tensor, device: str = HOST) -> tf.Operation:
+    with tf.device(device):
         # The cheapest operation that counts as a write.
         return tf.raw_ops.VarIsInitializedOp(resource=handle).op
 
 
-def _token() -> tf.Tensor | None:
+def _token(device: str = HOST) -> tf.Tensor | None:
     """The token's handle as a tensor of the current graph; None in the gradient of a function."""
-    return None if in_gradient() else capture_in_order(_handle())
+    return None if in_gradient() else capture_in_order(_handle(device))
 
 
 def capture_in_order(handle: tf.Tensor) -> tf.Tensor:
@@ -116,9 +120,9 @@ def in_gradient() -> bool:
 
 
 @cache
-def _handle() -> tf.Tensor:
+def _handle(device: str) -> tf.Tensor:
     # Not a tf.Variable: in a strategy's scope that would be a variable of the strategy.
-    with tf.init_scope(), tf.device("CPU:0"):
-        handle = anonymous_variable(tf.int32)  # A name would be looked up by each write.
-        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0))
+    with tf.init_scope(), tf.device(device):
+        handle = anonymous_variable(tf.int64)  # A name would be looked up by each write. int32 is not for GPUs.
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
     return handle

@@ -7,7 +7,6 @@ any thread may use it.
 import atexit
 import logging
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 
 from ...api.runtime import Runtime
@@ -15,6 +14,7 @@ from ...core import forked
 from ...core.errors import InvalidRequestError, RankDiedError
 from ...core.roles import Role
 from ...core.topology import Topology
+from ...process import abort
 from .liveness import LivenessClient, LivenessServer
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Cluster:
                                    self._topology.rank, self.role.value, self.index)
                 self.wait_for_chief()
             except RankDiedError as error:
-                sys.excepthook(RankDiedError, error, None)  # Raised in an atexit function it would only be printed.
+                abort.uncaught(error)  # Raised in an atexit function it would only be printed.
             self._liveness.close()
 
     def _rank_ended(self, rank: int, died: bool) -> None:
@@ -141,4 +141,4 @@ class Cluster:
             # The coordinator would wait for a worker to restart, and none can. An exception in this thread does not end
             # the process, so it goes where an exception of the main thread would go.
             error = RankDiedError("no worker is left; the last one has died.")
-            sys.excepthook(RankDiedError, error, None)
+            abort.uncaught(error)

@@ -3,6 +3,7 @@
 For users, and the command compute_worker.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -80,7 +81,8 @@ class TfDataServiceConfig:
                 json.dump({**dataclasses.asdict(self), "key": self.key.hex()}, file)
             os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary)
+            with contextlib.suppress(OSError):  # The error above says what is wrong.
+                os.unlink(temporary)
             raise
 
     @staticmethod

@@ -17,6 +17,7 @@ from ..bridge.program_order import complete_in_order
 from ..list_ops import broadcast_list, gather_list, reduce_tensors
 from ..names import made
 from ..types import Tensor, TensorLike
+from ..xla.context import device_here
 from . import files
 
 T = TypeVar("T")
@@ -109,5 +110,5 @@ def in_program_order(operation: str, collective: Callable[[str], list[T]]) -> li
             "collective. Compute the value on all ranks before the model is saved.")
     results = collective(made(f"strategy/{operation}"))
     if not tf.executing_eagerly():
-        complete_in_order(tf.nest.flatten(results, expand_composites=True))
+        complete_in_order(tf.nest.flatten(results, expand_composites=True), device_here())
     return results

@@ -19,13 +19,18 @@ Initial: TypeAlias = TensorLike | Callable[[], TensorLike] | None
 
 
 class _Number:
-    """float(variable) and int(variable), which tf.Variable has and TensorFlow's distributed variables lack."""
+    """float(), int() and np.array() of a variable, which TensorFlow's distributed variables lack, or for a scalar."""
 
     def __float__(self) -> float:
         return float(self.numpy())  # type: ignore[attr-defined]
 
     def __int__(self) -> int:
         return int(self.numpy())  # type: ignore[attr-defined]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        # TensorFlow's returns a numpy scalar for a scalar, which numpy refuses.
+        array = np.asarray(self.numpy(), dtype)  # type: ignore[attr-defined]
+        return array.copy() if copy else array
 
 
 class RankMirroredVariable(_Number, MirroredVariable):

@@ -79,7 +79,7 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     dtypes = [tf.int64, *[t.dtype for t in tensors], *[tf.int64] * counts]
     outputs = in_order(lambda: _linked(lambda link: custom_call(
         site, [link, *tensors, *past], dtypes, [tf.TensorShape([]), *shapes, *[tf.TensorShape([])] * counts],
-        times_rows)))
+        times_rows)), context.device_of_compiled())
     site.belongs_to(outputs[0].op)
     if execution is not None and counts:
         execution.number = outputs.pop()
@@ -119,7 +119,7 @@ def _linked(call: Callable[[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
 def _variable_of(function: tf.Graph) -> tf.Tensor:
     """The variable of a compiled function. It lives as long as the graphs that have captured its handle."""
     if function not in _variables:
-        with tf.init_scope(), tf.device("GPU:0" if context.is_for_gpu() else "CPU:0"):
+        with tf.init_scope(), tf.device(context.device_of_compiled()):
             handle = anonymous_variable(tf.int64)
             tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
         _variables[function] = handle

@@ -8,7 +8,7 @@ from ...api import runtime
 from ...api.interop.own_gpu import go_by_host, why_no_cupy
 from ...core.errors import InvalidRequestError
 from ..bridge._private import in_xla_context, is_compiled_by_xla
-from ..bridge.program_order import enclosing_function
+from ..bridge.program_order import HOST, enclosing_function
 from . import ffi
 
 # The gradients of compiled functions. TensorFlow compiles them too, but traces them outside of XLA's context.
@@ -37,6 +37,16 @@ def compiled_function() -> tf.Graph:
     return function
 
 
+def device_of_compiled() -> str:
+    """Where functions run that XLA compiles. They may not touch variables of another device."""
+    return "GPU:0" if is_for_gpu() else HOST
+
+
+def device_here() -> str:
+    """Where what is being traced may have a variable of ours: not compiled, on the host."""
+    return device_of_compiled() if is_compiled() else HOST
+
+
 def is_for_gpu() -> bool:
     """Whether XLA compiles for a GPU: TensorFlow calls functions there if it has one."""
     return bool(tf.config.list_physical_devices("GPU"))
@@ -44,15 +54,12 @@ def is_for_gpu() -> bool:
 
 def why_not() -> str:
     """Why XLA cannot compile collectives in this process; "" if it can."""
-    setting = runtime.current().settings.xla if runtime.is_initialized() else "auto"
     if ffi.api() is None:
         return f"TensorFlow {tf.__version__} has no interface for it; 2.21 has"
-    if setting == "0":
+    if runtime.is_initialized() and not runtime.current().settings.xla:
         return "MPISTRAT_XLA=0 switches it off"
     if not is_for_gpu():
         return ""
-    if setting == "auto":
-        return "on a GPU that has not been run yet; MPISTRAT_XLA=1 switches it on"
     if why_no_cupy():
         return f"cupy is missing: {why_no_cupy()}"
     return "MPISTRAT_GPU_OPERATIONS=host keeps GPU tensors on the host" if go_by_host() else ""

@@ -1,6 +1,6 @@
 """The arguments and results of a custom call that XLA has compiled for a GPU: in its memory, in the order of a stream.
 
-**Not yet run on a GPU**; tests run it with host memory in place of a GPU's.
+Tests run it with host memory in place of a GPU's.
 
 XLA calls the handler when it launches the call, so arguments are complete only where XLA's stream has come to it. Until
 then the memory of a result may be in use by work before the call. So a collective begins behind an event of the stream.

@@ -1,0 +1,67 @@
+"""The command of the ranks: with Python before a script, and with a script from stdin as text.
+
+mpirun hands its stdin to rank 0 alone. So `python < train.py`, and a here-document, would be a script on one rank, and
+none on the others. `mpistrat run` reads it once, and all ranks, also on other hosts, get it as `python -c`.
+"""
+
+import getopt
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from ..core.errors import LaunchError
+from .startup import is_python
+
+EXAMPLE = "mpistrat run -np 2 python train.py"
+_MOST_BYTES = 128 * 1024 - 1  # Linux takes no longer argument (MAX_ARG_STRLEN, 32 pages).
+# Python's options; those with a value have a colon or an equals sign.
+_SHORT, _LONG = "bBc:dEhiIm:OPqRsStuvVW:xX:?", ("check-hash-based-pycs=",)
+_NO_STDIN = {"-c", "-m", "-h", "-?", "-V"}  # With these Python reads no script from stdin.
+
+
+def checked(command: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Check that the command exists, and put Python before a script.
+
+    Raises:
+        LaunchError: There is no such command or script.
+    """
+    if not command:
+        raise LaunchError(f"what is to be run? Write the command last, for example: {EXAMPLE}")
+    program = command[0]
+    if program.endswith(".py"):
+        if not Path(program).is_file():
+            raise LaunchError(f"{program}: no such file. Write the path of the script, for example: {EXAMPLE}")
+        return (sys.executable, *command)
+    if shutil.which(program, path=environ.get("PATH", os.defpath)) is None:
+        raise LaunchError(f"{program}: no such command. Write a program or a .py file after the options, for example: "
+                          f"{EXAMPLE}")
+    return command
+
+
+def with_text(command: tuple[str, ...], stdin: TextIO) -> tuple[str, ...]:
+    """Put the script that Python would read from `stdin` into the command; other commands stay as they are.
+
+    Raises:
+        LaunchError: Python would be interactive, or the script is too long for a command.
+    """
+    if not command or not is_python(command):
+        return command
+    try:
+        options, arguments = getopt.getopt(list(command[1:]), _SHORT, _LONG)
+    except getopt.GetoptError:  # Behind -c or -m, or Python will say what is wrong.
+        return command
+    given = {option for option, _ in options}
+    if given & _NO_STDIN or (arguments and arguments[0] not in ("-", "/dev/stdin")):
+        return command
+    if stdin.isatty() or "-i" in given:
+        raise LaunchError(f"Python without a script is interactive, and cannot be so on several ranks. Write for "
+                          f"example: {EXAMPLE}")
+    content = stdin.buffer.read()
+    if len(content) > _MOST_BYTES or b"\0" in content:
+        raise LaunchError(f"the script on stdin has {len(content)} bytes, and can have {_MOST_BYTES} of text. Write it "
+                          f"to a file: {EXAMPLE}")
+    before = command[:len(command) - len(arguments)]
+    return (*before, "-c", os.fsdecode(content), *arguments[1:])

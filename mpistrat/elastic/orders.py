@@ -1,0 +1,67 @@
+"""What the Plan of an elastic job orders, and the limits that it is given. Pure data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of an elastic job.
+
+    Attributes:
+        min_np, max_np: The least and the most ranks.
+        timeout_s: How long fewer than `min_np` slots are waited for.
+        resets: The most generations after the first one that start because of a loss; None: no limit.
+        cooldown_s: How long a lost host is left out, the first time and at most; each loss doubles the time.
+        restart_failed: Whether a place that a lost rank has left is filled again, at a commit.
+    """
+
+    min_np: int = 1
+    max_np: int = 1
+    timeout_s: float = 600.0
+    resets: int | None = None
+    cooldown_s: tuple[float, float] = (30.0, 600.0)
+    restart_failed: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a generation."""
+
+    generation: int
+    ranks: int
+    hosts: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Tell the ranks of the generation to end at their next commit."""
+
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the generation's mpirun now. `is_done`: all ranks have ended well before."""
+
+    generation: int
+    why: str
+    is_done: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """The job is over."""
+
+    code: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """Print a sentence."""
+
+    text: str
+
+
+Action = Start | Leave | Stop | Done | Say

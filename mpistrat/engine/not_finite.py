@@ -1,0 +1,122 @@
+"""FiniteWatch: names the rank whose gradients are the first with Inf or NaN, which the average carries to all ranks.
+
+After one step all weights of all ranks are NaN, the same on all ranks, and nobody sees where that began. So the results
+of reductions are looked at before they are delivered, while this rank still has what it has given. Some elements are
+enough, because Inf and NaN spread: that of one row is in most of the gradients of all layers before it.
+
+Loss scaling skips steps whose gradients are not finite. So a rank says something only when the weights are not finite
+either, or when so many reductions in a row were not finite as no scale of a loss needs.
+
+Called by the executor, in the thread that drives; `conclude` by any thread, while nothing is reduced.
+"""
+
+import logging
+from cmath import isfinite as _is_finite_number
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from math import prod
+from typing import cast
+
+import numpy as np
+
+from ..core.handle import Entry
+from ..core.request import Request
+from ..core.stalls import MOST_LISTED
+
+logger = logging.getLogger(__name__)
+
+# Loss scaling begins with 2 ** 15, and halves it in each step that it skips.
+_CERTAIN = 20
+_ELEMENTS = 8  # of a reduction, from the first tensor to the last
+_GOLDEN = 0.618  # Its multiples are spread evenly between whole numbers.
+_MOST_KNOWN = 256
+
+
+class FiniteWatch:
+    """Looks at the results of reductions of gradients until some are Inf or NaN for good.
+
+    Args:
+        rank: This rank, in the job.
+
+    Attributes:
+        is_done: Whether that has been found, on this rank or on another one.
+    """
+
+    def __init__(self, rank: int):
+        self.is_done = False
+        self._rank = rank
+        self._places: dict[Request, list[tuple[int, int]]] = {}  # what is looked at: the array, and the element
+        # Since the first results that were not finite: the labels, those of this rank's tensors, and the reductions.
+        self._labels: tuple[str, ...] = ()
+        self._own: list[str] = []
+        self._count = 0
+
+    def look(self, entry: Entry, results: Sequence[np.ndarray]) -> None:
+        """Look at the results of a reduction that has labels, as those of gradients have. Local."""
+        labels = entry.request.labels
+        if self.is_done or (self._count and labels != self._labels):
+            return
+        for array, place in self._places_of(entry):
+            if not _is_finite_number(results[array].item(place)):
+                break
+        else:
+            self._count = 0
+            return
+        if not self._count:
+            self._labels, self._own = labels, list(_not_finite(entry))
+        self._count += 1
+        if self._count == _CERTAIN:
+            self._tell()
+
+    def conclude(self, weights: Sequence[np.ndarray]) -> None:
+        """Decide, now that the values of weights are known. Local."""
+        if self._count and not self.is_done:
+            if all(map(_is_finite, weights)):
+                self._count = 0
+            else:
+                self._tell()
+
+    def _tell(self) -> None:
+        self.is_done = True
+        self._places.clear()
+        if self._own:
+            more = f" and {len(self._own) - MOST_LISTED} more" if len(self._own) > MOST_LISTED else ""
+            when = f"{self._count} steps ago" if self._count > 1 else "in the latest step"
+            logger.warning("mpistrat: rank %d is the first with Inf or NaN in its gradients, %s: those of %s%s, of %d "
+                           "tensors. The average has carried them to the weights of all ranks. Look at the rows and at "
+                           "the loss of this rank. MPISTRAT_NAN_WARNING=0 leaves out this check.",
+                           self._rank, when, ", ".join(self._own[:MOST_LISTED]), more, len(self._labels))
+
+    def _places_of(self, entry: Entry) -> list[tuple[int, int]]:
+        places = self._places.get(entry.request)
+        if places is None:
+            if len(self._places) == _MOST_KNOWN:  # Eager programs may have other requests in each step.
+                self._places.clear()
+            tensors = [each for each in _tensors(entry.request, len(entry.arrays)) if each[3]]
+            chosen = [(tensors[number * (len(tensors) - 1) // (_ELEMENTS - 1)], number * _GOLDEN % 1.0)
+                      for number in range(_ELEMENTS if tensors else 0)]
+            places = self._places[entry.request] = [
+                (array, first + int(share * size)) for (_, array, first, size), share in chosen]
+        return places
+
+
+def _not_finite(entry: Entry) -> Iterator[str]:
+    """The labels of this rank's tensors that have an Inf or NaN anywhere."""
+    arrays = cast("Sequence[np.ndarray]", entry.arrays)
+    for label, array, first, size in _tensors(entry.request, len(arrays)):
+        if not _is_finite(arrays[array].reshape(-1)[first:first + size]):
+            yield label
+
+
+def _tensors(request: Request, arrays: int) -> Iterator[tuple[str, int, int, int]]:
+    """Of each tensor its label, its array, its first element there and its size. Some arrays are several tensors."""
+    tensors = iter(zip(request.labels, request.tensors, strict=True))
+    for array in range(arrays):
+        first = 0
+        for label, (_, shape) in islice(tensors, len(request.layout[array]) if request.layout else 1):
+            yield label, array, first, prod(shape)
+            first += prod(shape)
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    return bool(np.all(np.isfinite(array)))

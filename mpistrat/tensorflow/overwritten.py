@@ -1,0 +1,34 @@
+"""Variables that their "gradient" overwrites: all ranks get the largest value, which is neither averaged nor scaled.
+
+The gradient of such a variable is none. A layer computes the next value of the variable in its backward pass, and
+Keras' optimizers assign it. Keras' float8 keeps the largest absolute values of inputs, kernels and output gradients in
+variables of this kind, and the scales that follow from them. Keras takes the maximum where it accumulates gradients,
+and a process with the rows of all ranks would have the maximum over all rows. Keras 3.10 to 3.15 pass no other value as
+a gradient that is none.
+"""
+
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from .types import OptionalGradient, Variable
+
+
+def places_of(variables: Sequence[Variable]) -> list[int]:
+    """The places of the variables in the list that their gradient overwrites. Local."""
+    return [i for i, variable in enumerate(variables) if getattr(variable, "overwrite_with_gradient", False)]
+
+
+def with_largest(gradients: Sequence[OptionalGradient], variables: Sequence[Variable], places: Sequence[int],
+                 reduce: Callable[[list[tf.Tensor], list[Variable]], list[tf.Tensor]]) -> list[OptionalGradient]:
+    """The gradients, with the largest values of all ranks at `places`. None stays None. Collective if any is not None.
+
+    `reduce` returns the maxima over the ranks of tensors, whose variables it is given for their names.
+    """
+    results = list(gradients)
+    present = [i for i in places if gradients[i] is not None]
+    if present:
+        largest = reduce([tf.convert_to_tensor(gradients[i]) for i in present], [variables[i] for i in present])
+        for i, value in zip(present, largest, strict=True):
+            results[i] = value
+    return results
