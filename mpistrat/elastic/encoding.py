@@ -31,22 +31,21 @@ def encode(value: object) -> tuple[bytes, list[memoryview]]:
     def pack(part: object) -> bytes:
         return bytes(msgpack.packb(part, default=extension, strict_types=True, unicode_errors="surrogatepass"))
 
-    def extension(part: Any) -> msgpack.ExtType:
-        kind = type(part)
-        if kind is np.ndarray and (dtype := _name_of(part.dtype)):
+    def extension(part: object) -> msgpack.ExtType:
+        if type(part) is np.ndarray and (dtype := _name_of(part.dtype)):
             is_turned = part.flags.f_contiguous and not part.flags.c_contiguous
             flat = np.ascontiguousarray(part.T if is_turned else part).reshape(-1)
             buffers.append(flat.view(np.uint8).data)
             return msgpack.ExtType(_ARRAY, pack([dtype, list(part.shape), "F" if is_turned else "C", len(buffers) - 1]))
         if isinstance(part, np.generic) and (dtype := _name_of(part.dtype)):
             return msgpack.ExtType(_SCALAR, pack([dtype, part.tobytes()]))
-        if kind in _SEQUENCES:
-            return msgpack.ExtType(_SEQUENCES[kind][0], pack(list(part)))
-        if kind is int:  # msgpack has 64 bits.
+        if isinstance(part, tuple | set | frozenset) and type(part) in _SEQUENCES:
+            return msgpack.ExtType(_SEQUENCES[type(part)][0], pack(list(part)))
+        if type(part) is int:  # msgpack has 64 bits.
             return msgpack.ExtType(_LARGE, part.to_bytes(part.bit_length() // 8 + 1, "little", signed=True))
-        if kind is complex:
+        if type(part) is complex:
             return msgpack.ExtType(_COMPLEX, pack([part.real, part.imag]))
-        if kind is CommitId:
+        if type(part) is CommitId:
             return msgpack.ExtType(_COMMIT, pack([part.generation, part.number]))
         return msgpack.ExtType(_PICKLE, pickle.dumps(part, protocol=5))
 

@@ -171,7 +171,7 @@ class GpuTensors(Sequence[GpuArray]):
     def __len__(self) -> int:
         return len(self.addresses)
 
-    def __getitem__(self, i: Any) -> Any:
+    def __getitem__(self, i: int) -> "GpuArray":  # type: ignore[override]
         return GpuArray(self.addresses[i], self.shapes[i], self.dtypes[i], self.owner)
 
     @cached_property

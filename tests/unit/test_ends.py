@@ -138,7 +138,7 @@ time.sleep(60)
 TERMINATED = """
 import os, signal, sys, time
 from mpistrat.process import hand_on
-signal.signal(signal.SIGTERM, lambda *_: print("saves", flush=True))
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"saves\n"))
 hand_on.begin(3, os.environ)
 child = os.fork()
 os.kill(os.getpid(), signal.SIGURG)
@@ -158,7 +158,7 @@ def test_a_rank_of_mpistrat_run_takes_sigurg_for_sigterm(way: dict[str, str], pr
 
 
 def test_a_rank_that_handles_sigurg_itself_keeps_its_handler() -> None:
-    script = "signal.signal(signal.SIGURG, lambda *_: print('own', flush=True))\nhand_on.begin"
+    script = "signal.signal(signal.SIGURG, lambda *_: os.write(1, b'own '))\nhand_on.begin"
     done = subprocess.run([sys.executable, "-c", TERMINATED.replace("hand_on.begin", script)], capture_output=True,
                           text=True, timeout=100, env={**os.environ, RUN_REPORTS: "summary"})
     assert (done.returncode, sorted(done.stdout.split()), done.stderr) == (0, ["0", "own", "own"], "")

@@ -112,7 +112,7 @@ class Torch(AnyLibrary):
 
     def on_gpu(self, values: Sequence[Any], device: "Device") -> GpuTensors:
         torch, stream = sys.modules["torch"], self.stream(device)
-        tensors, where = list(map(_plain, values)), values[0].device
+        tensors, where = _plain(values), values[0].device
         kinds = [tensor.dtype for tensor in tensors]
 
         def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
@@ -181,15 +181,15 @@ def _of_cupy(arrays: Sequence[Any], device: "Device", streams: Sequence[Recorded
                       [*streams, stream], [stream] if device.can_wait(stream) else None, allocate)
 
 
-def _plain(tensor: Any) -> Any:
-    """A tensor of torch whose elements are in its memory, in C order."""
-    if tensor.requires_grad:
+def _plain(tensors: Sequence[Any]) -> list[Any]:
+    """Tensors of torch whose elements are in their memory, in C order."""
+    if any(tensor.requires_grad for tensor in tensors):
         raise ValueError("it requires a gradient, which does not pass through a collective; use tensor.detach()")
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    return [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
 
 
 @cache
-def _dtype_of_torch(dtype: Any) -> np.dtype:
+def _dtype_of_torch(dtype: object) -> np.dtype:
     name = str(dtype).removeprefix("torch.")
     return np.dtype(_bfloat16() if name == "bfloat16" else name)
 

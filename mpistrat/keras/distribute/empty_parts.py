@@ -68,7 +68,7 @@ def call(original: Function, self: keras.Model, *args: object, **kwargs: object)
     return keras.tree.map_structure(lambda value: _without_rows(value, is_empty), outputs)
 
 
-def _with_rows(value: Any, is_empty: tf.Tensor) -> Any:
+def _with_rows(value: tf.Tensor, is_empty: tf.Tensor) -> Any:
     if not _may_be_empty(value):
         return value
 
@@ -79,7 +79,7 @@ def _with_rows(value: Any, is_empty: tf.Tensor) -> Any:
     return _either(is_empty, zeros, value)
 
 
-def _without_rows(value: Any, is_empty: tf.Tensor) -> Any:
+def _without_rows(value: tf.Tensor, is_empty: tf.Tensor) -> Any:
     is_known = tf.get_static_value(is_empty)  # Then the model had one row, by the shape too.
     if not (_may_be_empty(value) or (is_known and isinstance(value, tf.Tensor) and value.shape.rank)):
         return value
