@@ -565,7 +565,7 @@ def test_a_commit_waits_for_the_gpu_before_the_ranks_agree_on_it(monkeypatch: py
     def fail(self: object) -> None:
         raise EngineError("the GPU has failed")
 
-    own = SimpleNamespace(number=0, why_leave="", is_saved=lambda *of, **also: False,
+    own = SimpleNamespace(number=0, why_leave="", is_saved=lambda *of, **also: False, connected=lambda: None,
                           commit=lambda *of: order.append("handed over"))
     monkeypatch.setattr(states.membership, "current", lambda: own)
     monkeypatch.setattr(states.ops, "allgather_object", lambda value, name: order.append("agreed") or [value])

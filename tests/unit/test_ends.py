@@ -135,7 +135,7 @@ time.sleep(60)
     assert done.stderr == "[mpistrat] rank 1 on there ends the job: ValueError: odd\n"
 
 
-TERMINATED = """
+TERMINATED = r"""
 import os, signal, sys, time
 from mpistrat.process import hand_on
 signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"saves\n"))
