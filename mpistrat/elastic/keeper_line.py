@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import IO
 
 from ..core.errors import ElasticError
 from ..process import procfs
@@ -84,11 +84,11 @@ class KeeperLine:
         else:
             self._replies.put((line, message))
 
-    def tell(self, **message: Any) -> bool:
+    def tell(self, **message: object) -> bool:
         """Send a message that has no answer. Returns whether the keeper is there."""
         return self._line.send(**message)
 
-    def ask(self, **message: Any) -> Message:
+    def ask(self, **message: object) -> Message:
         """Send a message and wait for the answer.
 
         Raises:
