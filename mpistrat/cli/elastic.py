@@ -29,7 +29,8 @@ from ..trace import last
 from .arguments import counted, read_hosts
 from .hostfile import OPEN_MPI, HostList, parse_list
 from .mpirun import Mpirun, find_mpirun, identify
-from .supervisor import Interference, Outcome, TimeLimits
+from .supervisor import Interference, Outcome
+from .termination import TimeLimits
 
 AUTO, RESTART = "auto", "restart"
 _LOCAL = "localhost"

@@ -37,7 +37,8 @@ from .script import EXAMPLE, checked, with_text
 from .ssh import hosts_by_ssh, unreachable
 from .startup import is_python, variables
 from .stderr.output import Output
-from .supervisor import Interference, Outcome, Start, TimeLimits, launch
+from .supervisor import Interference, Outcome, Start, launch
+from .termination import TimeLimits
 
 _START_TIMEOUT_S = 30.0
 _GRACE_S = 25.0  # Slurm and Kubernetes give a job 30 s, in which mpirun has to end, too.

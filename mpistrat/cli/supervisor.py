@@ -46,6 +46,7 @@ from .hostfile import HYDRA
 from .mpirun import LaunchCommand
 from .stderr.output import Output
 from .stderr.summary import JOB, summarize
+from .termination import USUAL, Termination, TimeLimits
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 # Why ranks have not started on hosts that ssh reaches.
@@ -57,32 +58,6 @@ _LOOK_S = 0.5  # between two looks at what the ranks have told, until all of the
 _WITHOUT_INIT_S = 2.0
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ranks
-
-
-@dataclass(frozen=True)
-class TimeLimits:
-    """Time limits, in seconds.
-
-    Attributes:
-        total_s: From the start to SIGTERM for mpirun.
-        abort_s: From the end of the job by a rank to SIGTERM for mpirun.
-        grace_s: From SIGTERM, which ranks get, to SIGTERM for mpirun; 0: mpirun gets it at once.
-        signal_s: From the first other signal to SIGKILL for mpirun. Within this time mpirun lets its ranks end.
-        unstarted_s: The same, as long as not all ranks have started.
-        second_s: A signal that arrives earlier than this after the first counts as the same signal, because some
-            senders signal both a process and its process group.
-        kill_s: From SIGTERM to SIGKILL.
-        left_s: From the end of mpirun to SIGKILL for the remaining processes.
-    """
-
-    total_s: float = math.inf
-    abort_s: float = 15.0
-    grace_s: float = 0.0
-    signal_s: float = 30.0
-    unstarted_s: float = 2.0
-    second_s: float = 0.3
-    kill_s: float = 5.0
-    left_s: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -151,78 +126,7 @@ class Interference:
         return last.save(told)
 
 
-class Termination:
-    """Decides when to terminate or kill mpirun. Times are arguments, in seconds from any origin.
-
-    Attributes:
-        reason: Why mpirun is terminated or killed, for the user.
-        is_late: Whether not all ranks have started in time.
-        is_urgent: Whether there was a second signal, so that the remaining processes are killed at once.
-    """
-
-    def __init__(self, limits: TimeLimits, now: float):
-        self._limits = limits
-        self._terminate_at, self._kill_at = now + limits.total_s, math.inf
-        self._signalled_at: float | None = None
-        self.reason = ""
-        self.is_late = self.is_urgent = False
-
-    def note_abort(self, now: float) -> None:
-        """Record that a rank has ended the job."""
-        if not self.reason:
-            self._terminate_at = min(self._terminate_at, now + self._limits.abort_s)
-            self.reason = f"a rank ended the job, and mpirun has not ended within {self._limits.abort_s:g} s"
-
-    def note_stop(self, now: float, reason: str) -> None:
-        """Record that mpirun is to end now."""
-        self._terminate_at = now
-        self.reason = reason
-
-    def note_no_start(self, now: float, timeout_s: float) -> None:
-        """Record that not all ranks have started in time."""
-        self._kill_at = now
-        self.is_late = True
-        self.reason = f"mpirun has not started all ranks within {timeout_s:g} s (--start-timeout)"
-
-    def is_first(self, now: float) -> bool:
-        """Whether a signal that arrives now is the first one, or counts as the same."""
-        return self._signalled_at is None or now - self._signalled_at < self._limits.second_s
-
-    def note_signal(self, now: float, has_started: bool = True, is_handed_on: bool = False) -> None:
-        """Record that a signal that ends programs has arrived. mpirun, or if it `is_handed_on` the ranks, have it too.
-        """
-        if self._signalled_at is None and is_handed_on:
-            self._signalled_at = now
-            self._terminate_at = min(self._terminate_at, now + self._limits.grace_s)
-            self.reason = f"the ranks have not ended within {self._limits.grace_s:g} s after SIGTERM (--grace-period)"
-        elif self._signalled_at is None:
-            self._signalled_at = now
-            limit_s = self._limits.signal_s if has_started else self._limits.unstarted_s
-            self._kill_at = min(self._kill_at, now + limit_s)
-            self.reason = f"mpirun has not ended within {limit_s:g} s after a signal"
-        elif not self.is_first(now):
-            self._kill_at = now
-            self.reason = "this is the second signal"
-            self.is_urgent = True
-
-    def due(self, now: float) -> signal.Signals | None:
-        """Return the signal to send to mpirun now, if any."""
-        if now >= self._kill_at:
-            self._kill_at = math.inf
-            return signal.SIGKILL
-        if now >= self._terminate_at:
-            self.reason = self.reason or f"the job has not ended within {self._limits.total_s:g} s"
-            self._terminate_at = math.inf
-            self._kill_at = min(self._kill_at, now + self._limits.kill_s)
-            return signal.SIGTERM
-        return None
-
-    def wait_s(self, now: float) -> float:
-        """Return the time until `due` may return a signal."""
-        return max(0.0, min(self._terminate_at, self._kill_at) - now)
-
-
-def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = TimeLimits(),
+def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = USUAL,
            output: Output | None = None, start: Start | None = None, speaker: str = "mpistrat run",
            interference: Interference | None = None, stdout: int | None = None, ranks: int = 0) -> Outcome:
     """Run mpirun until the job has ended. Call it on the main thread, because it changes the handling of signals.

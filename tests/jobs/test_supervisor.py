@@ -31,7 +31,8 @@ SLEEP = ("sh", "-c", "echo the rank begins; exec sleep 600")
 SUPERVISE = """
 import os, sys
 from mpistrat.cli.mpirun import LaunchCommand
-from mpistrat.cli.supervisor import Start, TimeLimits, launch
+from mpistrat.cli.supervisor import Start, launch
+from mpistrat.cli.termination import TimeLimits
 limits = eval(sys.argv[1])
 start = Start(limits.pop("ranks"), 1e4, str) if "ranks" in limits else None
 sys.exit(launch(LaunchCommand(tuple(sys.argv[2:])), os.environ, TimeLimits(**limits), start=start).code)

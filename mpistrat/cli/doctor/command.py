@@ -18,7 +18,8 @@ from ..mpirun import Job, LaunchCommand, Mpirun, check_count, compose, find_mpir
 from ..probe import probe
 from ..rank_shell import in_shell
 from ..ssh import hosts_by_ssh, unreachable
-from ..supervisor import Outcome, Start, TimeLimits, launch
+from ..supervisor import Outcome, Start, launch
+from ..termination import TimeLimits
 from .facts import Facts, collect
 from .judge import FAILURE, Finding, MpiFacts, Observed, findings
 from .links import Link
