@@ -22,6 +22,7 @@ from .mpirun import INTEL_MPI, Mpirun
 from .probe import Findings
 
 GPU_TIMEOUT_S = 15.0
+LEAST_FILES = 128  # that a process must be able to open, beside one socket to each other rank
 
 # Names under which each package is published.
 TENSORFLOW = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-macos", "tensorflow-rocm", "tf-nightly")

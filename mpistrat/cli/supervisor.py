@@ -43,6 +43,7 @@ from ..process.report import SUMMARY, ReportReader
 from ..trace import last
 from .forward import Forwarder
 from .hostfile import HYDRA
+from .inventory import LEAST_FILES
 from .mpirun import LaunchCommand
 from .stderr.output import Output
 from .stderr.summary import JOB, summarize
@@ -52,7 +53,6 @@ _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 # Why ranks have not started on hosts that ssh reaches.
 _NO_ANSWER = ("ssh reaches the hosts, but mpirun has no answer from there. They must reach this host by TCP (a "
               "firewall?), and have the same MPI under the same path")
-_FEW = 128  # files, below which mpistrat doctor reports a failure, too
 _LOOK_S = 0.5  # between two looks at what the ranks have told, until all of them have called init()
 # From then on that a rank is known to have ended without init(): mpirun may end the job itself, with that rank's code.
 _WITHOUT_INIT_S = 2.0
@@ -351,7 +351,8 @@ def parent_guard(parent: int) -> Callable[[], bool]:
 def _few_files() -> str:
     """Why mpirun may have failed, if it has not said that a rank has; or ""."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"only {limit} files may be opened here, too few for mpirun. Type: ulimit -n 65536" if limit < _FEW else ""
+    return "" if limit >= LEAST_FILES else \
+        f"only {limit} files may be opened here, too few for mpirun. Type: ulimit -n 65536"
 
 
 def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:

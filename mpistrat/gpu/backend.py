@@ -71,12 +71,6 @@ class GpuBackend(ABC):
         Floating-point tensors wider than `wire_dtype` may be sent and reduced in that dtype.
         """
 
-    def allreduce(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], reduction: Reduction,
-                  wire_dtype: str = "") -> None:
-        """Reduce each of `sources` over all ranks into the target of the same index, as DataPlane.allreduce."""
-        self.reducer(sources, reduction, wire_dtype)([source.address for source in sources],
-                                                     [target.address for target in targets])
-
     @abstractmethod
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
         """Concatenate the ranks' `source` in `target`. Rank r has `counts[r]` elements."""

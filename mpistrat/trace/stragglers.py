@@ -62,14 +62,13 @@ class StragglerWatch:
             return None
         latest = [min(interval, key=lambda rank: interval[rank]["waiting"]) for interval in trained]
         rank = max(set(latest), key=latest.count)
-        others = [report["waiting"] for interval in trained for each, report in interval.items() if each != rank]
-        cost = fmean(others) - fmean(interval[rank]["waiting"] for interval in trained)
+        own = [interval[rank] for interval in trained]
+        others = [report for interval in trained for each, report in interval.items() if each != rank]
+        cost = fmean(report["waiting"] for report in others) - fmean(report["waiting"] for report in own)
         if rank in self._named or latest.count(rank) < _LAST_IN * len(latest) or cost < _LEAST_COST:
             return None
         self._named.add(rank)
-        return Straggler(rank, last[rank]["host"], cost, cause_of(
-            [interval[rank] for interval in trained],
-            [report for interval in trained for each, report in interval.items() if each != rank], cost))
+        return Straggler(rank, last[rank]["host"], cost, cause_of(own, others, cost))
 
 
 def cause_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], cost: float) -> str:

@@ -18,6 +18,7 @@ from mpistrat.gpu.nccl.types import AVERAGE, AVERAGES_FROM
 from mpistrat.gpu.nccl.types import DTYPES as NUMBERS
 from tests.gpu.memory import DTYPES, LIMIT_S, can_test, download, open_device, upload
 from tests.support.dtypes import dtype_of
+from tests.support.gpu_backends import allreduce
 
 BUFFER_BYTES = 2**20
 OPERATIONS = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
@@ -54,7 +55,7 @@ def reduced(device: Any, plane: NcclData, values: list[np.ndarray], reduction: R
     reason = plane.why_not(sources, reduction.op, wire)
     if reason:
         return reason
-    plane.allreduce(sources, targets, reduction, wire)
+    allreduce(plane, sources, targets, reduction, wire)
     finish(plane)
     for value, target in zip(values, targets, strict=True):
         same(download(device, target), (value * reduction.prescale * reduction.scale.factor).astype(value.dtype))
@@ -119,11 +120,11 @@ def check_average(device: Any) -> None:
 def check_abort(device: Any, plane: NcclData) -> NcclData:
     """Abort, with work under way; nothing begins after it; new communicators work. Returns these."""
     source = upload(device, numbers(np.dtype("float32"), 10**6))
-    plane.allreduce([source], [source], Reduction(ReduceOp.SUM))
+    allreduce(plane, [source], [source], Reduction(ReduceOp.SUM))
     plane.abandon()
     plane.abandon()
     try:
-        plane.allreduce([source], [source], Reduction(ReduceOp.SUM))
+        allreduce(plane, [source], [source], Reduction(ReduceOp.SUM))
     except EngineError:
         pass
     else:

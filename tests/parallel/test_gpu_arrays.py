@@ -359,22 +359,37 @@ def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.Fi
         assert lines[0].endswith(f": MPISTRAT_GPU_OPERATIONS={wanted}")
 
 
-def test_of_sets_that_overlap_one_uses_nccl_and_all_have_the_right_sums(rank: int, size: int,
-                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def overlapping(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
+    """Begins a job with MPISTRAT_GPU_OPERATIONS as given, which ends with the test.
+
+    Returns stand-ins, two sets that overlap, and a list whose last element is the set that connects.
+    """
     if size < 3:
         pytest.skip("sets of two ranks overlap among three")
-    monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "auto")
-    monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
-    monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
-    found = StandIn(rank)
+    found, world, connecting = StandIn(rank), MPI.COMM_WORLD, list[Any]()
+
+    def begin(operations: str) -> tuple[StandIn, list[Any], list[Any]]:
+        monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", operations)
+        monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
+        monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+        monkeypatch.setattr(gpu_stand_in.Communicator, "meet", lambda self, unique_id: world.Create_group(
+            world.group.Incl(connecting[-1].ranks)))
+        mpistrat.shutdown()
+        mpistrat.init()
+        return found, [mpistrat.add_process_set(ranks) for ranks in ([0, 1], [1, 2])], connecting
+
+    yield begin
     mpistrat.shutdown()
+    monkeypatch.undo()
     mpistrat.init()
-    world = MPI.COMM_WORLD
-    monkeypatch.setattr(gpu_stand_in.Communicator, "meet", lambda self, unique_id: world.Create_group(
-        world.group.Incl(process_set.ranks)))
-    sets = [mpistrat.add_process_set(ranks) for ranks in ([0, 1], [1, 2])]
+
+
+def test_of_sets_that_overlap_one_uses_nccl_and_all_have_the_right_sums(rank: int, overlapping: Callable) -> None:
+    found, sets, connecting = overlapping("auto")
     by_nccl = []
     for process_set in (*sets, mpistrat.global_process_set, *sets):
+        connecting.append(process_set)
         if process_set.included():
             calls = len([entry for entry in found.device.log if entry[0] == "allReduce"])
             result = mpistrat.allreduce(found.array(np.full(3, rank, np.float32)), op=mpistrat.Sum,
@@ -384,27 +399,14 @@ def test_of_sets_that_overlap_one_uses_nccl_and_all_have_the_right_sums(rank: in
         mpistrat.barrier()
     # The first one keeps it, and of set [1, 2] and all ranks each has a rank that is in the first.
     assert by_nccl == {0: [True, False, True], 1: [True, False, False, True, False], 2: [False] * 3}[rank]
-    mpistrat.shutdown()
-    monkeypatch.undo()
-    mpistrat.init()
 
 
 def test_sets_that_overlap_and_all_use_nccl_go_on_whatever_the_order_on_each_rank(
-        rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if size < 3:
-        pytest.skip("sets of two ranks overlap among three")
-    monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "nccl")
+        rank: int, monkeypatch: pytest.MonkeyPatch, overlapping: Callable) -> None:
     monkeypatch.setenv("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "60")
-    monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
-    monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
-    found = StandIn(rank)
-    mpistrat.shutdown()
-    mpistrat.init()
-    world = MPI.COMM_WORLD
-    monkeypatch.setattr(gpu_stand_in.Communicator, "meet", lambda self, unique_id: world.Create_group(
-        world.group.Incl(process_set.ranks)))
-    sets = [mpistrat.add_process_set(ranks) for ranks in ([0, 1], [1, 2])]
+    found, sets, connecting = overlapping("nccl")
     for process_set in (mpistrat.global_process_set, *sets):  # Connect one after the other: `meet` needs the ranks.
+        connecting.append(process_set)
         if process_set.included():
             mpistrat.allreduce(found.array(np.ones(1)), op=mpistrat.Sum, process_set=process_set)
         mpistrat.barrier()
@@ -423,6 +425,3 @@ def test_sets_that_overlap_and_all_use_nccl_go_on_whatever_the_order_on_each_ran
     by_streams = [runtime.group_of("", each.process_set_id).engine.controller.executor.device._completes_by_streams
                   for each in own]
     assert by_streams == [True] + [False] * (len(own) - 1)
-    mpistrat.shutdown()
-    monkeypatch.undo()
-    mpistrat.init()

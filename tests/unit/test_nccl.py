@@ -28,6 +28,7 @@ from mpistrat.gpu.nccl.types import (
 )
 from tests.support import gpu_stand_in
 from tests.support.dtypes import dtype_of
+from tests.support.gpu_backends import allreduce
 from tests.support.gpu_stand_in import Communicator, Device
 
 SUM = OPERATIONS[ReduceOp.SUM]
@@ -56,7 +57,7 @@ class Job:
         sources = self.arrays(*values)
         targets = self.arrays(*map(np.zeros_like, values))
         assert self.plane.why_not(sources, op) == ""
-        self.plane.allreduce(sources, targets, Reduction(op, prescale, scale))
+        allreduce(self.plane, sources, targets, Reduction(op, prescale, scale))
         self.finish()
         return [target.owner.view().copy() for target in targets]
 
@@ -93,7 +94,7 @@ def test_a_bucket_is_packed_before_the_one_before_is_unpacked() -> None:
     job = Job()
     pairs = [job.arrays(np.ones(4), np.ones(4)) for _ in range(3)]
     for pair in pairs:
-        job.plane.allreduce(pair, pair, Reduction(ReduceOp.SUM))
+        allreduce(job.plane, pair, pair, Reduction(ReduceOp.SUM))
     job.plane.finish()
     assert job.calls == ["batched_copy", "allReduce", "batched_copy", "allReduce", "batched_copy", "batched_copy",
                          "allReduce", "batched_copy", "batched_copy"]
@@ -103,7 +104,7 @@ def test_lanes_take_turns() -> None:
     job = Job(streams=3)
     array = job.arrays(np.ones(4, np.float32))
     for _ in range(6):
-        job.plane.allreduce(array, array, Reduction(ReduceOp.SUM))
+        allreduce(job.plane, array, array, Reduction(ReduceOp.SUM))
     streams = [entry[4] for entry in job.device.log]
     assert len(set(streams)) == 3 and streams[:3] == streams[3:]
 
@@ -198,7 +199,7 @@ def test_work_begins_after_the_events_it_was_told_to_wait_for() -> None:
     target, = job.arrays(np.zeros(4))
     source = job.device.tensor(np.full(4, 5.0))  # Its contents are still to come, on a stream of the caller's.
     job.plane.wait_for([job.device.record()])
-    job.plane.allreduce([job.device.seen(source)], [target], Reduction(ReduceOp.SUM))
+    allreduce(job.plane, [job.device.seen(source)], [target], Reduction(ReduceOp.SUM))
     events = job.plane.finish()
     while not all(event.done for event in events):
         pass
@@ -218,7 +219,7 @@ def test_floats_travel_in_halves_that_the_kernel_makes_and_takes(wire: str, numb
     job = Job()
     sources = job.arrays(np.array([1 / 3, 2.0], np.float32), np.ones(3, np.float32))
     targets = job.arrays(np.zeros(2, np.float32), np.zeros(3, np.float32))
-    job.plane.allreduce(sources, targets, Reduction(ReduceOp.SUM, 1.0, Scale(1.0, 2)), wire)
+    allreduce(job.plane, sources, targets, Reduction(ReduceOp.SUM, 1.0, Scale(1.0, 2)), wire)
     job.finish()
     assert job.device.log == [("batched_copy", 2, CopyJob("float32", wire), 2), ("allReduce", 16, number, SUM, 3),
                               ("batched_copy", 2, CopyJob(wire, "float32", 1.0, 2), 2)]
@@ -237,7 +238,7 @@ def test_a_converted_tensor_larger_than_a_buffer_is_cut_into_pieces(dtype: str, 
     values = np.arange(1000).astype(dtype)
     source, target = job.arrays(values, np.zeros_like(values))
     assert job.plane.why_not([source], ReduceOp.SUM, wire) == ""
-    job.plane.allreduce([source], [target], Reduction(ReduceOp.SUM), wire)
+    allreduce(job.plane, [source], [target], Reduction(ReduceOp.SUM), wire)
     job.finish()
     assert job.calls.count("allReduce") == calls
     np.testing.assert_array_equal(target.owner.view(), values)
@@ -266,7 +267,7 @@ def test_an_average_of_floats_is_nccls_own_and_needs_no_scaling(dtype: str) -> N
 def test_compressed_averages_are_divided_by_nccl_too() -> None:
     job = Job(size=4)
     source, target = job.arrays(np.ones(3, np.float32), np.zeros(3, np.float32))
-    job.plane.allreduce([source], [target], Reduction(ReduceOp.SUM, 1.0, Scale(1.0, 4)), "float16")
+    allreduce(job.plane, [source], [target], Reduction(ReduceOp.SUM, 1.0, Scale(1.0, 4)), "float16")
     assert job.device.log[1] == ("allReduce", 8, FLOAT16, AVERAGE, 3)
 
 
@@ -356,7 +357,7 @@ def test_two_threads_that_abandon_abort_each_communicator_once_and_no_collective
     assert job.calls == ["abort"] * 3
     array = job.arrays(np.ones(3))
     with pytest.raises(EngineError, match="communicators were aborted"):
-        job.plane.allreduce(array, array, Reduction(ReduceOp.SUM))
+        allreduce(job.plane, array, array, Reduction(ReduceOp.SUM))
 
 
 def test_an_abort_that_fails_keeps_no_other_communicator_from_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.staged import StagedData
 from mpistrat.transport.local import ThreadGroup
+from tests.support.gpu_backends import allreduce
 from tests.support.gpu_stand_in import Device
 
 
@@ -25,7 +26,7 @@ def test_buckets_of_many_sizes_are_reduced_on_the_host(seed: int) -> None:
         values = [np.arange(count, dtype=np.float32) + bucket for count in (1, 100, 0, 7, 33)]
         sources, targets = on_gpu(device, *values), on_gpu(device, *map(np.zeros_like, values))
         plane.wait_for([device.record()])
-        plane.allreduce(sources, targets, Reduction(ReduceOp.SUM, 2.0, Scale(1.0, 4)))
+        allreduce(plane, sources, targets, Reduction(ReduceOp.SUM, 2.0, Scale(1.0, 4)))
         assert plane.finish() == []
         for target, value in zip(targets, values):
             np.testing.assert_array_equal(target.owner.view(), value / 2)
@@ -53,7 +54,7 @@ def test_a_copy_that_never_ends_is_an_error() -> None:
     device._streams[-1].work.clear()
     plane.wait_for([never])
     with pytest.raises(EngineError, match=r"a copy between GPU and host is not complete after 0\.05 s"):
-        plane.allreduce([source], [source], Reduction(ReduceOp.SUM))
+        allreduce(plane, [source], [source], Reduction(ReduceOp.SUM))
 
 
 def test_a_scatter_and_an_exchange_of_one_rank_give_back_what_they_got() -> None:

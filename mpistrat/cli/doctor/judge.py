@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ...core.install import numbers, pip, pip_extra
 from ...core.topology import describe_by_rank
 from ..arguments import counted
-from ..inventory import busy_cores
+from ..inventory import LEAST_FILES, busy_cores
 from .facts import Facts
 from .links import Link
 
@@ -25,8 +25,6 @@ _SHM_OF_RANK = 16 * _MIB
 # TensorFlow and a small model take half a gigabyte on each rank.
 _MEMORY_OF_RANK = _GIB
 _DISK_FAILS, _DISK_WARNS = 16 * _MIB, _GIB
-# Beside one socket to each other rank.
-_FILES = 128
 _CLOCK_S = 1.0
 _RESOLVE_S = 1.0
 # A gigabit link. At that rate the 102 MB of gradients of ResNet-50 take about a second.
@@ -201,7 +199,7 @@ def _cores(observed: Observed) -> Iterator[Finding]:
 
 
 def _limits(observed: Observed) -> Iterator[Finding]:
-    need = observed.ranks + _FILES
+    need = observed.ranks + LEAST_FILES
     for host, ranks in _by_host(observed.facts).items():
         left = min((each.files for each in ranks if each.files is not None), default=None)
         if left is not None and left < need:
