@@ -39,11 +39,12 @@ PACKAGES: dict[str, set[str]] = {
 ELSEWHERE = {"tensorflow.keras": "keras"}
 # The imports that point up, as (module, function, imported module): Horovod has DistributedOptimizer in
 # mpistrat.tensorflow too, the first strategy integrates Keras, where there is one, the slices of a tape may go to an
-# optimizer of Keras, and mpistrat.run starts ranks with the launcher. Each is allowed inside of its function only,
-# which runs after the import of the modules.
+# optimizer of Keras, programs that import horovod may ask for words of Keras 2, and mpistrat.run starts ranks with the
+# launcher. Each is allowed inside of its function only, which runs after the import of the modules.
 UPWARDS = {("tensorflow", "__getattr__", "keras"), ("api.run_function", "run", "cli.function"),
            ("tensorflow.distribute.strategy", "_keras_integration", "keras.distribute"),
-           ("tensorflow.gradient_tape", "_adapt_keras", "keras.patches")}
+           ("tensorflow.gradient_tape", "_adapt_keras", "keras.patches"),
+           ("api.as_horovod", "exec_module", "keras.keras2_words")}
 MOST_FLOORS = 8
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
