@@ -20,6 +20,7 @@ when the engine fails them, because the other ranks have not submitted them for 
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from queue import SimpleQueue
 from typing import Any
@@ -39,8 +40,11 @@ from ..bridge.execution_ids import Execution
 from ..bridge.gpu_device import device_at
 from ..bridge.own_threads import run_in_own_thread
 from ..bridge.program_order import after_completed, anonymous_variable, capture_in_order, in_gradient
-from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer, require_function
+from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer
 from ..bridge.tf_errors import described
+from ..sessions import runs
+from ..sessions.executions import Executions
+from ..sessions.graph import session_graph
 from ..xla import context as xla
 from . import kernel, streams
 
@@ -108,17 +112,20 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
         keeps_shapes: Whether each result has the shape of its tensor.
         observer: Called with copies on the host before the submit.
     """
-    require_function()
-    execution = execution_ids.current.get() or Execution()
-    past, counts = [execution.number] if execution.is_past else [], execution.number is None
-    orders = [] if in_gradient() else [capture_in_order(_order(where, name))]
-    site = _GpuCallSite(name, process_set, make_request, execution, observer,
+    in_session = None if session_graph() is None else Executions()
+    execution = execution_ids.current.get() or Execution() if in_session is None else None
+    past = [execution.number] if execution is not None and execution.is_past else []
+    counts = execution is not None and execution.number is None
+    orders = [] if in_session is not None or in_gradient() else [capture_in_order(_order(where, name))]
+    site = _GpuCallSite(name, process_set, make_request, execution, observer, in_session,
                         _Tensors(where, _numpy_dtypes(tensors), [tensor.shape for tensor in tensors],
                                  1 + len(past) + len(orders), keeps_shapes, process_set))
-    with after_completed(), tf.device(where):
+    with after_completed() if in_session is None else nullcontext(), tf.device(where):
         outputs = kernel.node(site, tensors, past, orders, int(counts))
     site.belongs_to(outputs[0].op)
-    if counts:
+    if in_session is not None:
+        runs.watch()
+    if execution is not None and counts:
         execution.number = outputs.pop()
         execution.number.set_shape([])
     for result, shape in zip(outputs, shapes, strict=True):
@@ -245,16 +252,23 @@ def _results(of: Sequence[object]) -> list[None]:
 class _GpuCallSite(CollectiveCallSite):
     """The target of the node of one collective. Several executions may be in flight."""
 
-    def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution,
-                 observer: Observer | None, tensors: _Tensors):
-        super().__init__(name, process_set, lambda arrays: on_gpu(make_request(arrays)), execution, observer)
+    def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution | None,
+                 observer: Observer | None, in_session: Executions | None, tensors: _Tensors):
+        super().__init__(name, process_set, lambda arrays: on_gpu(make_request(arrays)), execution, observer,
+                         in_session)
         self._tensors = tensors
 
     def compute(self, call: kernel.Call) -> None:
         """Submit the collective. See kernel.Target."""
         arrays = self._tensors.inputs(call)
-        its = self.submission(arrays, call.number(1) if self._has_past else None,
-                              lambda: host_copies_of(device_at(self._tensors.where)).fetched(arrays))
+
+        def fetched() -> list[np.ndarray]:
+            return host_copies_of(device_at(self._tensors.where)).fetched(arrays)
+
+        if self.is_in_order:
+            its = self.submission(arrays, call.number(1) if self._has_past else None, fetched)
+        else:
+            its = self.session_submission(arrays, call, fetched)
         if self._counts:
             call.write_number(len(arrays), its.number)
         handle = its.group.engine.submit(its.request, its.arrays, self.origin)
