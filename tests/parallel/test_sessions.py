@@ -470,7 +470,7 @@ def test_graphs_that_differ(session: Any, rank: int, size: int, restart: Callabl
 
 
 def test_what_is_refused(session: Any, rank: int) -> None:
-    compiled = tf.function(lambda x: hvd.allreduce(x), jit_compile=True)
+    compiled = tf.function(lambda x: hvd.allreduce(x), jit_compile=True, autograph=False)
     with pytest.raises(ValueError, match="XLA cannot compile a collective in a graph of a session"):
         compiled(tf.constant(1.0))
     sgd = v1.train.GradientDescentOptimizer(1.0)
@@ -491,13 +491,15 @@ def test_outside_of_a_session_the_names_say_what_to_use() -> None:
         hvd.BroadcastGlobalVariablesHook(0).begin()
 
 
-def test_what_python_calls_in_between_works(session: Any, rank: int, size: int) -> None:
+def test_what_python_calls_in_between_works(rank: int, size: int) -> None:
     """Eager collectives and tf.functions beside a session."""
-    total = hvd.allreduce(tf.constant(1.0), op=hvd.Sum)
-    with tf.init_scope():
-        step = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum), autograph=False)
-        for _ in range(3):
-            assert session.run(total) == size
-            assert step(tf.constant(2.0)) == 2 * size
-            assert hvd.allreduce(tf.constant(3.0), op=hvd.Sum) == 3 * size
+    with tf.Graph().as_default() as graph:
+        total = hvd.allreduce(tf.constant(1.0), op=hvd.Sum)
+    step = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum), autograph=False)
+    session = v1.Session(graph=graph)
+    for _ in range(3):
+        assert session.run(total) == size
+        assert step(tf.constant(2.0)) == 2 * size
+        assert hvd.allreduce(tf.constant(3.0), op=hvd.Sum) == 3 * size
+    session.close()
     assert everywhere(rank) == list(range(size))

@@ -129,12 +129,13 @@ class DistributedOptimizer(v1.train.Optimizer):
         with tf.control_dependencies(kept):
             applied = self._optimizer.apply_gradients(pairs, global_step=global_step)
         with tf.control_dependencies([applied]):
-            changes = [variable.read_value() - start for start, variable in zip(before, variables, strict=True)]
+            starts = [start.read_value() for start in before]
+            changes = [variable.read_value() - start for start, variable in zip(starts, variables, strict=True)]
         reduced = reduce_tensors(changes, names.of(self._reducer.name, number), ScaledOp(Adasum),
                                  compression=self._compression, labels=list(map(label_of, variables)),
                                  process_set=number)
         return tf.group(*[v1.assign(variable, start + change) for variable, start, change in
-                          zip(variables, before, reduced, strict=True)], name=name)
+                          zip(variables, starts, reduced, strict=True)], name=name)
 
     def get_slot(self, var: Variable, name: str) -> Any:
         """As that of the optimizer."""
