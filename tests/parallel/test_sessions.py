@@ -187,19 +187,39 @@ def test_a_function_that_is_called_twice(session: Any, rank: int, size: int) -> 
     assert session.run([nested(tf.constant(1.0)), nested(tf.constant(5.0))]) == [3 * size, 15 * size]
 
 
-def test_a_function_that_tensorflow_keeps_apart_is_refused_when_it_is_called_twice(rank: int, size: int,
-                                                                                 restart: Callable[[], None]) -> None:
-    options = v1.OptimizerOptions(do_function_inlining=False, opt_level=v1.OptimizerOptions.L0)
-    config = v1.ConfigProto(graph_options=v1.GraphOptions(optimizer_options=options))
+def test_a_function_that_tensorflow_keeps_apart(rank: int, size: int) -> None:
+    config = v1.ConfigProto()
+    config.graph_options.optimizer_options.opt_level = v1.OptimizerOptions.L0
     config.graph_options.rewrite_options.disable_meta_optimizer = True
-    v1.disable_control_flow_v2()
     with tf.Graph().as_default(), v1.Session(config=config) as session:
         total = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum), autograph=False)
-        assert session.run(total(tf.constant(1.0))) == size
-        with pytest.raises(tf.errors.InvalidArgumentError, match="called at several places of a session's graph"):
-            session.run([total(tf.constant(1.0)), total(tf.constant(2.0))])
-    v1.enable_control_flow_v2()
-    restart()
+        calls = [total(tf.constant(float(i))) for i in range(8)]
+        order = list(reversed(range(8))) if rank else list(range(8))
+        for _ in range(3):
+            assert session.run([calls[i] for i in order]) == [i * size for i in order]
+
+
+def test_a_function_in_a_loop(mode: str, session: Any, rank: int, size: int) -> None:
+    total = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum), autograph=False)
+
+    def body(i: Any, x: Any) -> Any:
+        return i + 1, x + tf.cast(i + 1, tf.float32) * total(tf.cast(i, tf.float32))
+
+    if mode == "v1":
+        with pytest.raises(ValueError, match="cannot be called in a loop of TensorFlow 1's control flow"):
+            tf.while_loop(lambda i, _: i < 20, body, [0, 0.0])
+    else:
+        _, x = tf.while_loop(lambda i, _: i < 20, body, [0, 0.0])
+        assert session.run(x) == sum((i + 1) * i * size for i in range(20))
+
+
+def test_the_gradient_of_a_function(session: Any, rank: int, size: int) -> None:
+    x = tf.constant(2.0)
+    square = tf.function(lambda x: hvd.allreduce(x * x * (rank + 1.0), op=hvd.Sum), autograph=False)
+    slopes = [tf.gradients(square(x * factor), x)[0] for factor in (1.0, 2.0, 3.0)]
+    order = [2, 0, 1] if rank else [0, 1, 2]
+    found = session.run([slopes[i] for i in order])
+    np.testing.assert_allclose(found, [2 * 2.0 * (i + 1) ** 2 * size * (rank + 1) for i in order])
 
 
 def test_several_graphs_and_threads(rank: int, size: int) -> None:

@@ -105,7 +105,7 @@ def in_parallel(chooser: random.Random, depth: int) -> Piece:
 
 def in_function(chooser: random.Random, depth: int) -> Piece:
     body, rows = piece(chooser, depth - 1)
-    # A function with control flow of TensorFlow 1 in it stays apart from the graph, and is refused.
+    # A loop of TensorFlow 1's control flow refuses a function.
     call = tf.function(body, autograph=False) if v1.control_flow_v2_enabled() else body
     return (lambda x: small(call(x) + call(small(x + 1.0)))), lambda x: np.mod(rows(x) + rows(np.mod(x + 1, 17)), 17)
 

@@ -13,16 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-
-class StringView(ctypes.Structure):
-    """A text of TensorFlow's: TF_StringView."""
-
-    _fields_ = [("data", c_void_p), ("length", c_size_t)]
-
-    def __str__(self) -> str:
-        return ctypes.string_at(self.data, self.length).decode()
-
-
 _Strings = (c_void_p, c_char_p)
 _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "TF_NewStatus": (c_void_p, ()),
@@ -51,7 +41,6 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "TF_OpKernelContext_Failure": (None, (c_void_p, c_void_p)),
     "TF_GetFrameId": (c_uint64, (c_void_p,)),
     "TF_GetIterId": (c_int64, (c_void_p,)),
-    "TF_GetOpKernelName": (StringView, (c_void_p,)),
 }
 # Python's lock is released in these: an allocation waits for memory that others free, and the last executes what
 # TensorFlow does at the end of an operation. A release costs a change of threads, so the others keep the lock.

@@ -171,10 +171,9 @@ class Call:
         self._status.check()
 
     @property
-    def place(self) -> tuple[str, int, int]:
-        """The node, with the calls of functions around it; the loop, a number; the iteration."""
-        own, context = self._api, self._context
-        return str(own.TF_GetOpKernelName(context)), own.TF_GetFrameId(context), own.TF_GetIterId(context)
+    def iteration(self) -> tuple[int, int]:
+        """The loop around the node, a number that depends on names and iterations only, 0: none; and its iteration."""
+        return self._api.TF_GetFrameId(self._context), self._api.TF_GetIterId(self._context)
 
     def write_number(self, place: int, value: int) -> None:
         """Make an output, on the host, this int64 scalar."""

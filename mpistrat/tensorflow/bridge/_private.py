@@ -3,8 +3,11 @@
 They were run with all versions of TensorFlow that `import mpistrat.tensorflow` accepts.
 """
 
+from collections.abc import Callable
+
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops.gen_xla_ops import xla_call_module
+from tensorflow.core.function import trace_type
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.client.session import BaseSession
@@ -20,6 +23,20 @@ from tensorflow.python.profiler import trace
 
 in_xla_context = InXlaContext
 is_compiled_by_xla = GraphOrParentsInXlaContext
+
+
+def at_each_call(function: tf.Graph, value: Callable[[], tf.Tensor], spec: tf.TensorSpec) -> tf.Tensor:
+    """A tensor in a function that has the `value()` of each call, which is called where the call is added to a graph.
+
+    It is what FuncGraph.capture_call_time_value does for functions that Python calls.
+    """
+    placeholder: tf.Tensor = spec.placeholder_value(trace_type.InternalPlaceholderContext(function))
+    value.output_spec = spec  # type: ignore[attr-defined]
+    function._function_captures.add_or_replace(key=object(), external=value, internal=placeholder, tracetype=spec,
+                                               is_by_ref=True)
+    return placeholder
+
+
 WHILE_GRAPHS = (WhileBodyFuncGraph, WhileCondFuncGraph)
 insert_function = _py_funcs.insert
 set_node_attribute = tf.Operation._set_attr
@@ -27,7 +44,8 @@ set_node_attribute = tf.Operation._set_attr
 is_profiled = trace.enabled if callable(trace.enabled) else lambda: trace.enabled
 
 __all__ = [
-    "WHILE_GRAPHS", "AtomicFunction", "BaseSession", "EagerFunc", "apply_op", "autograph_config", "context",
-    "could_possibly_record", "eager_mode", "execute_eagerly", "in_xla_context", "insert_function", "is_compiled_by_xla",
-    "is_profiled", "pywrap_tfe", "record_operation", "set_node_attribute", "stop_recording", "xla_call_module",
+    "WHILE_GRAPHS", "AtomicFunction", "BaseSession", "EagerFunc", "apply_op", "at_each_call", "autograph_config",
+    "context", "could_possibly_record", "eager_mode", "execute_eagerly", "in_xla_context", "insert_function",
+    "is_compiled_by_xla", "is_profiled", "pywrap_tfe", "record_operation", "set_node_attribute", "stop_recording",
+    "xla_call_module",
 ]

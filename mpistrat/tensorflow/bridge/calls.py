@@ -47,14 +47,12 @@ class CallSite:
             made the name.
         origin: The node.
         is_in_order: Whether executions of the graph are in the order of the program.
-        is_called_twice: Whether a function that contains the node is called at several places of a session's graph.
         running: The threads that run a function with this node now.
         raised: What a signal handler has raised while the node ran in the main thread; the call raises it at its end.
     """
 
     origin: Origin
     is_in_order = True
-    is_called_twice = False
     raised: BaseException | None = None
 
     def __init__(self, name: str, process_set: int):

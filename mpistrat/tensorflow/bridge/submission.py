@@ -83,7 +83,7 @@ class CollectiveCallSite(CallSite):
                            fetched: Callable[[], Sequence[np.ndarray]] | None = None) -> Submission:
         """As `submission`, for a call in a graph of a session."""
         assert self._in_session is not None
-        return self.submission(arrays, self._in_session.suffix(call, self.is_called_twice) or None, fetched)
+        return self.submission(arrays, self._in_session.suffix(call) or None, fetched)
 
     def submission(self, arrays: Submitted, past: int | str | None,
                    fetched: Callable[[], Sequence[np.ndarray]] | None = None) -> Submission:

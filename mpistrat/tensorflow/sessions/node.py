@@ -6,8 +6,8 @@ blocks no thread until other ranks are ready, and it allocates its results when 
 
 Ranks match the collectives by their names alone. A session runs any part of a graph, so a chain in program order would
 run collectives that nobody has asked for. A name is numbered as the graph is built, so the ranks must build the same
-collectives in the same order. Iterations of a loop, which TensorFlow may start before earlier ones are complete, have
-their numbers in the name.
+collectives in the same order. What one run executes
+several times has more in its name, see executions.py.
 """
 
 import ctypes
@@ -20,11 +20,12 @@ import tensorflow as tf
 from ...core.errors import InvalidRequestError
 from ...core.handle import Handle
 from ..async_op import kernel
+from ..bridge import execution_ids
 from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer
 from ..bridge.tf_errors import described
 from ..xla import context as xla
 from . import runs
-from .executions import Executions
+from .executions import Executions, call_number
 
 _HOST = "CPU:0"
 
@@ -46,9 +47,10 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     if reason:
         raise InvalidRequestError(f"{name}: a session cannot run collectives: {reason}. Put the step into a "
                                   "tf.function.")
-    site = _SessionCallSite(name, process_set, make_request, tensors, observer)
+    past = number_of_execution()
+    site = _SessionCallSite(name, process_set, make_request, tensors, observer, 1 + len(past))
     with tf.device(_HOST):
-        results = kernel.node(site, tensors)
+        results = kernel.node(site, tensors, past)
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     site.belongs_to(results[0].op)
@@ -56,18 +58,33 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     return results
 
 
+def number_of_execution() -> list[tf.Tensor]:
+    """What the node of a collective has as its first input in a function: the number of the call.
+
+    The gradient of a function has that of the call that it is the gradient of.
+    """
+    execution = execution_ids.current.get()
+    if execution is not None and execution.is_past:
+        return [execution.number]
+    number = call_number()
+    if execution is not None and execution.number is None:
+        execution.number = number
+    return [] if number is None else [number]
+
+
 class _SessionCallSite(CollectiveCallSite):
     """The target of the node of one collective."""
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
-                 observer: Observer | None):
+                 observer: Observer | None, first: int):
         super().__init__(name, process_set, make_request, None, observer, Executions())
+        self._first = first
         self._dtypes = [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
         self._kinds = [tensor.dtype.as_datatype_enum for tensor in tensors]
 
     def compute(self, call: kernel.Call) -> None:
         """Submit the collective. See kernel.Target."""
-        arrays = [_view(*call.input(1 + place), dtype) for place, dtype in enumerate(self._dtypes)]
+        arrays = [_view(*call.input(self._first + place), dtype) for place, dtype in enumerate(self._dtypes)]
         its = self.session_submission(arrays, call)
         handle = its.group.engine.submit(its.request, its.arrays, self.origin)
         handle.when_done(_end, (self, call, handle))

@@ -9,7 +9,6 @@ https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/client/s
 
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -73,14 +72,12 @@ def sites_of(graph: tf.Graph, fetched: Iterable[tf.Operation]) -> Sites:
 
 def _found(graph: tf.Graph, todo: list[tf.Operation]) -> Sites:
     seen, sites = set(todo), dict[CallSite, None]()
-    calls, of_function = Counter[str](), dict[str, list[CallSite]]()
-    functions: list[str] = []
+    functions, known = list[str](), {""}
 
-    def note(node: tf.compat.v1.NodeDef, function: str = "") -> None:
+    def note(node: tf.compat.v1.NodeDef) -> None:
         site = site_of(node)
         if site is not None:
             sites[site] = None
-            of_function.setdefault(function, []).append(site)
         functions.extend(functions_of(node))
 
     while todo:
@@ -92,15 +89,12 @@ def _found(graph: tf.Graph, todo: list[tf.Operation]) -> Sites:
         seen.update(before)
     while functions:
         name = functions.pop()
-        calls[name] += 1
-        function = graph._get_function(name)
-        if function is not None and calls[name] <= 2:  # Twice: so all that it calls is called twice, too.
+        function = None if name in known else graph._get_function(name)
+        known.add(name)
+        if function is not None:
             # A Defun of TensorFlow 1 has no cached definition.
             for node in getattr(function, "cached_definition", function.definition).node_def:
-                note(node, name)
-    for name, its in of_function.items():
-        for site in its:
-            site.is_called_twice |= calls[name] > 1
+                note(node)
     return tuple(sites)
 
 
