@@ -77,6 +77,7 @@ class TensorFlowState(ObjectState):
         return [tf.convert_to_tensor(variable) for variable in self._variables]
 
     def _assign(self, values: Sequence[TensorLike]) -> None:
+        variable: Any
         for variable, value in zip(self._variables, values, strict=True):
             if self._session is not None:
                 variable.load(value, self._session)

@@ -44,6 +44,7 @@ def initialized(session: Any) -> Any:
 # -- collectives ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.horovod("session-collectives")
 @pytest.mark.parametrize("elements", [3, 40_000])
 def test_reductions_of_each_kind(elements: int, session: Any, rank: int, size: int) -> None:
     own = np.arange(elements, dtype=np.float32) + rank
@@ -347,6 +348,7 @@ def weights_of(session: Any) -> list[np.ndarray]:
     return [np.asarray(value) for value in session.run(v1.trainable_variables())]
 
 
+@pytest.mark.horovod("session-optimizer")
 @pytest.mark.parametrize("arguments", [
     {}, {"kind": v1.train.GradientDescentOptimizer}, {"kind": lambda rate: v1.train.MomentumOptimizer(rate, 0.9)},
     {"kind": v1.train.RMSPropOptimizer}, {"kind": v1.train.AdagradOptimizer}, {"kind": v1.train.FtrlOptimizer},
@@ -417,6 +419,7 @@ def test_an_optimizer_of_the_users_own(session: Any, rank: int, size: int) -> No
     assert session.run(w) == -(size + 1) / 2
 
 
+@pytest.mark.horovod("sessions")
 def test_the_hook_of_a_monitored_session(rank: int, size: int) -> None:
     with tf.Graph().as_default():
         train, feed = regression(rank)

@@ -61,6 +61,7 @@ def _next_call() -> tf.Tensor:
                                       "disable_control_flow_v2() and disable_v2_behavior().")
         if isinstance(graph, WHILE_GRAPHS):
             counter = captured_in_function(graph.get_operations()[0].outputs[0])  # its first argument
+            assert counter is not None
             parts.append(tf.cast(counter % _MOST_PARALLEL, tf.int64))
         if not getattr(graph, "is_control_flow_graph", False):
             break

@@ -111,4 +111,5 @@ def _view(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return np.empty(shape, dtype)
-    return np.frombuffer((ctypes.c_char * nbytes).from_address(address), np.uint8).view(dtype).reshape(shape)
+    memory = memoryview((ctypes.c_uint8 * nbytes).from_address(address))
+    return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)

@@ -3,9 +3,9 @@
 For users, as mpistrat.tensorflow.DistributedOptimizer; making it is local, and running its train operation collective.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -22,17 +22,29 @@ v1 = tf.compat.v1
 _Pairs = list[tuple[OptionalGradient, Variable]]
 
 
+class V1Optimizer(Protocol):
+    """What an optimizer of tf.compat.v1 has, and one of the user's own."""
+
+    def compute_gradients(self, *args: object, **kwargs: object) -> _Pairs:
+        """Pairs of a gradient and its variable."""
+
+    def apply_gradients(self, grads_and_vars: _Pairs, global_step: Variable | None = None,
+                        name: str | None = None) -> tf.Operation:
+        """The operation that changes the variables."""
+
+
 def for_sessions_too(of_keras: Callable[..., Any]) -> Callable[..., Any]:
     """The DistributedOptimizer of either kind of optimizer: `of_keras`, or the one for sessions."""
     @wraps(of_keras)
     def distributed(optimizer: object, *args: object, **kwargs: object) -> Any:
         is_of_v1 = isinstance(optimizer, v1.train.Optimizer) or (
             hasattr(optimizer, "compute_gradients") and not hasattr(optimizer, "get_config"))
-        return (DistributedOptimizer if is_of_v1 else of_keras)(optimizer, *args, **kwargs)
+        made: Callable[..., Any] = DistributedOptimizer if is_of_v1 else of_keras
+        return made(optimizer, *args, **kwargs)
     return distributed
 
 
-class DistributedOptimizer(v1.train.Optimizer):
+class DistributedOptimizer(tf.compat.v1.train.Optimizer):
     """An optimizer whose compute_gradients returns gradients that are averaged over the ranks.
 
     All ranks must make their optimizers in the same order.
@@ -59,8 +71,8 @@ class DistributedOptimizer(v1.train.Optimizer):
         ValueError: `optimizer` is distributed already or has no compute_gradients, or an argument is out of range.
     """
 
-    def __init__(self, optimizer: Any, name: str | None = None, use_locking: bool = False, device_dense: str = "",
-                 device_sparse: str = "", compression: type[Compressor] = Compression.none,
+    def __init__(self, optimizer: V1Optimizer, name: str | None = None, use_locking: bool = False,
+                 device_dense: str = "", device_sparse: str = "", compression: type[Compressor] = Compression.none,
                  sparse_as_dense: bool = False, backward_passes_per_step: int = 1, op: ReduceOp = Average,
                  gradient_predivide_factor: float = 1.0, average_aggregated_gradients: bool = False,
                  num_groups: int = 0, groups: Groups = None, process_set: ProcessSet = global_process_set,
@@ -77,7 +89,8 @@ class DistributedOptimizer(v1.train.Optimizer):
         self._is_adasum = resolve_op(op, None) is Adasum
         if self._is_adasum and backward_passes_per_step > 1:
             raise InvalidRequestError("op=Adasum does not go with backward_passes_per_step. Give one of them.")
-        self._optimizer, self._compression = optimizer, compression
+        self._optimizer: Any = optimizer
+        self._compression = compression
         options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
         process_set = resolved(process_set)
         self._reducer = GradientReducer(names.OptimizerName(process_set.process_set_id or 0), options,
@@ -104,7 +117,8 @@ class DistributedOptimizer(v1.train.Optimizer):
         reduced = reduce(gradients) if self._passes is None else self._passes.reduced(gradients, reduce)
         return list(zip(reduced, variables, strict=True))
 
-    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, Variable]],
+                        global_step: Variable | None = None, name: str | None = None) -> tf.Operation:
         """As that of the optimizer. With Adasum collective when it runs."""
         pairs: _Pairs = list(grads_and_vars)
         if self._is_adasum:
@@ -115,13 +129,13 @@ class DistributedOptimizer(v1.train.Optimizer):
 
         return apply() if self._passes is None else self._passes.applied(apply, global_step)
 
-    def _apply_adasum(self, pairs: _Pairs, global_step: Any, name: str | None) -> Any:
+    def _apply_adasum(self, pairs: _Pairs, global_step: Variable | None, name: str | None) -> tf.Operation:
         """Apply this rank's gradients, and give all ranks the Adasum of the changes."""
         changed = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         number = self._reducer.process_set.process_set_id or 0
         if not self._reducer.process_set.has_others() or not changed:
             return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
-        variables = [variable for _, variable in changed]
+        variables: list[tf.Variable] = [variable for _, variable in changed]
         with tf.init_scope():
             before = [self._zeros_slot(variable, "before", self._name) for variable in variables]
         with tf.control_dependencies([gradient for gradient, _ in changed]):
@@ -202,7 +216,7 @@ class _Passes:
             found[i] = result
         return found
 
-    def applied(self, apply: Callable[[], Any], global_step: Any) -> tf.Operation:
+    def applied(self, apply: Callable[[], tf.Operation], global_step: Variable | None) -> tf.Operation:
         """The operation that applies in every k-th pass, and counts a step in the others.
 
         Raises:
@@ -214,7 +228,7 @@ class _Passes:
         def count() -> Any:
             return tf.no_op() if global_step is None else v1.assign_add(global_step, 1)
 
-        def after(made: Any) -> tf.Tensor:
+        def after(made: tf.Operation) -> tf.Tensor:
             with tf.control_dependencies([made]):
                 return tf.constant(True)
 

@@ -45,7 +45,7 @@ def _observed_run(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _observed_callables(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
-    def observed(session: tf.compat.v1.Session, fetches: Any, feed_list: object = None,
+    def observed(session: tf.compat.v1.Session, fetches: object, feed_list: object = None,
                  *rest: object, **named: object) -> Callable[..., Any]:
         made: Callable[..., Any] = make(session, fetches, feed_list, *rest, **named)
         if feed_list is not None:
