@@ -4,6 +4,7 @@ Collectives on tensors (eager, in tf.function, differentiable), DistributedGradi
 MPIStrategy, for programs that are written for tf.distribute.
 """
 
+from importlib import import_module as _import_module
 from typing import Any
 
 from ..core.errors import MissingDependencyError
@@ -26,8 +27,6 @@ from .bridge._private import autograph_config as _autograph
 from .bridge._private import is_profiled as _is_profiled
 from .cluster.resolver import MPIClusterResolver
 from .compression import Compression
-from .distribute import MPIStrategy
-from .distribute.strategies import strategy
 from .gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from .objects import BroadcastGlobalVariablesHook, broadcast_global_variables, broadcast_object_fn
 from .objects import allgather_object as allgather_object  # type: ignore[assignment]
@@ -50,11 +49,11 @@ from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
 
 __all__ = [
     "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer",  # noqa: F405
-    "MPIClusterResolver", "MPIStrategy", "PartialDistributedGradientTape",
+    "MPIClusterResolver", "MPIStrategy", "PartialDistributedGradientTape",  # noqa: F405
     "PartialDistributedOptimizer", "SyncBatchNormalization", "allgather", "allreduce", "alltoall",  # noqa: F405
     "barrier", "broadcast", "broadcast_", "broadcast_global_variables", "broadcast_object_fn", "broadcast_variables",
     "elastic", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "join", "local_rank_op",
-    "local_size_op", "pin_gpu", "process_set_included_op", "rank_op", "reducescatter", "size_op", "strategy",
+    "local_size_op", "pin_gpu", "process_set_included_op", "rank_op", "reducescatter", "size_op", "strategy",  # noqa: F405
 ]
 __all__ += common.__all__
 
@@ -69,6 +68,7 @@ _absent = missing_names.explain(__name__, missing_names.TENSORFLOW)
 def __getattr__(name: str) -> Any:
     # Horovod has these here too. They need Keras, which is imported on first access only.
     if name in ("DistributedOptimizer", "PartialDistributedOptimizer", "SyncBatchNormalization"):
-        from importlib import import_module
-        return getattr(import_module("mpistrat.keras"), name)
+        return getattr(_import_module("mpistrat.keras"), name)
+    if name in ("MPIStrategy", "strategy"):  # It needs Keras where there is Keras.
+        return getattr(_import_module("mpistrat.strategy"), name)
     return _absent(name)

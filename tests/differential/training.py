@@ -213,7 +213,7 @@ def _by_strategy_loop(recipe: Recipe, turns: Turns | None, seed: int) -> Trained
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         def of_replica(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
             with tf.GradientTape() as tape:
-                loss = loss_of(y, model(x, training=True)) / strategy.num_replicas_in_sync
+                loss = loss_of(y, model(x, training=True))  # Keras divides it by the number of replicas.
             gradients = tape.gradient(loss, model.trainable_variables)
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
             return loss
