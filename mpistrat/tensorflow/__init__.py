@@ -5,7 +5,7 @@ MPIStrategy, for programs that are written for tf.distribute.
 """
 
 from importlib import import_module as _import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import MissingDependencyError
 from ..core.install import pip_extra as _pip_extra
@@ -47,13 +47,16 @@ from .pin_gpu import pin_gpu
 from .query_ops import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
 
+if TYPE_CHECKING:  # For __getattr__ below, type checkers would take Any.
+    from ..strategy import MPIStrategy, strategy
+
 __all__ = [
     "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer",  # noqa: F405
-    "MPIClusterResolver", "MPIStrategy", "PartialDistributedGradientTape",  # noqa: F405
+    "MPIClusterResolver", "MPIStrategy", "PartialDistributedGradientTape",
     "PartialDistributedOptimizer", "SyncBatchNormalization", "allgather", "allreduce", "alltoall",  # noqa: F405
     "barrier", "broadcast", "broadcast_", "broadcast_global_variables", "broadcast_object_fn", "broadcast_variables",
     "elastic", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "join", "local_rank_op",
-    "local_size_op", "pin_gpu", "process_set_included_op", "rank_op", "reducescatter", "size_op", "strategy",  # noqa: F405
+    "local_size_op", "pin_gpu", "process_set_included_op", "rank_op", "reducescatter", "size_op", "strategy",
 ]
 __all__ += common.__all__
 
