@@ -72,8 +72,12 @@ class Recipe:
         """Whether the other door can train the same, up to the division by the number of ranks.
 
         MPIStrategy divides the loss, and Horovod's way the sum of the gradients. In float16 a part may be too small.
+        Turns in clipping, which the strategy does not take, have TensorFlow compute the norm in another order.
         """
-        return set(self.distribute) <= _OF_BOTH_DOORS and self.policy != "mixed_float16"
+        optimizer = self.optimizer()
+        clips = any(getattr(optimizer, name) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
+        return set(self.distribute) <= _OF_BOTH_DOORS and self.policy != "mixed_float16" \
+            and not (self.takes_turns and clips)
 
     def by_other_door(self) -> "Recipe":
         """The same training through the other door."""
