@@ -6,6 +6,7 @@ branches and loops. One replica per process needs no thread, and `merge_call` is
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
@@ -29,7 +30,8 @@ from ..tensorflow.gradients import GradientOptions, reduce_gradients
 from ..tensorflow.timed_steps import count_step
 from ..tensorflow.types import Structure, Tensor, TensorLike
 from . import collectives, input
-from .central import Slots
+from .central import Slots, is_central
+from .checkpoints import with_values_of
 from .options import CommunicationOptions, apply_timeout
 from .replica_context import RankReplicaContext, reduce_op_of
 from .variables import RankMirroredVariable
@@ -205,6 +207,14 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         if isinstance(value, tf.distribute.DistributedValues):
             return self._container_strategy().experimental_local_results(value)[0]
         return value
+
+    def is_everywhere(self, variable: tf.Variable) -> bool:
+        """Whether all ranks have the contents of a variable, and not the chief alone."""
+        return not is_central(variable)
+
+    def known_values(self, trackable: object) -> AbstractContextManager[None]:
+        """As checkpoints.with_values_of."""
+        return with_values_of(trackable)
 
     def _gather_to_implementation(self, value: TensorLike, destinations: object, axis: int,
                                   options: CommunicationOptions | None) -> tf.Tensor:

@@ -121,14 +121,14 @@ def test_fit_counts_all_rows_after_the_first_step(make: Callable, not_counted: i
 
 def test_rows_of_a_generator_are_counted(rank: int, size: int, measured: list) -> None:
     fit(new_model(), rank, generated(rank))
-    fit(new_model(), rank, generated(rank), verbose=0)
+    fit(new_model(), rank, generated(rank))
     expected = [EPOCHS * rows_of_rank(r) - batch_of(r) for r in range(size)]
     assert [[work.rows for work in works] for works in measured] == [expected] * (2 if size > 1 else 0)
 
 
-def test_a_silent_fit_prints_nothing(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_fit_measures_and_prints_nothing(rank: int, measured: list, capfd: pytest.CaptureFixture[str]) -> None:
     fit(new_model(), rank, verbose=0)
-    assert not lines(capfd.readouterr().out)
+    assert not measured and not lines(capfd.readouterr().out)
 
 
 def test_a_fit_of_one_step_prints_nothing(rank: int, size: int, measured: list,
