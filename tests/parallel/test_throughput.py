@@ -20,6 +20,7 @@ from mpistrat.api.elastic.state import ObjectState  # noqa: E402
 from mpistrat.keras.fit import throughput  # noqa: E402
 from mpistrat.keras.fit.fit_callbacks import TimedSteps  # noqa: E402
 from mpistrat.keras.fit.throughput import Work  # noqa: E402
+from mpistrat.keras.fit.training import step_values_of  # noqa: E402
 from mpistrat.process.step_timer import StepTimer  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 from mpistrat.trace.stragglers import StragglerWatch  # noqa: E402
@@ -226,7 +227,7 @@ def test_callbacks_that_read_no_logs_do_not_make_a_strategy_reduce_those_of_each
     with strategy.scope():
         model = new_model(is_distributed=False)
     model.fit(*points(16), batch_size=8, verbose=0, callbacks=[make()])
-    assert model._mpistrat_logs_wanted is False
+    assert step_values_of(model).reads_logs is False
 
 
 @pytest.mark.skipif(mpistrat.size() == 1, reason="one rank waits for nobody")
