@@ -25,6 +25,7 @@ from tensorflow.python.distribute.values import DistributedVariable
 from ..api import runtime
 from ..core.request import ScaledOp, Sum
 from ..core.topology import Topology
+from ..tensorflow.bridge.reduce_spec import ReduceSpec
 from ..tensorflow.consistency import FirstSteps
 from ..tensorflow.gradients import GradientOptions, reduce_gradients
 from ..tensorflow.timed_steps import count_step
@@ -196,9 +197,9 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         count_step(is_global=True)
         if runtime.current().topology.size == 1:
             return [*gradients, *exact.values()]
-        return collectives.in_program_order("gradients", lambda name: reduce_gradients(
-            gradients, name, ScaledOp(Sum), self._gradient_options, labels=labels,
-            observer=checks.observer((), (), may_read=False), bucket_bytes=self._bucket_bytes(), exact=exact))
+        return collectives.in_program_order("gradients", lambda name: reduce_gradients(gradients, ReduceSpec(
+            name, ScaledOp(Sum), labels, bucket_bytes=self._bucket_bytes(),
+            observer=checks.observer((), (), may_read=False)), self._gradient_options, exact=exact))
 
     def local(self, value: object) -> Any:
         """This rank's part of a distributed value, or the value of this rank's component of a distributed variable."""

@@ -26,6 +26,7 @@ from ..core.errors import ElasticError
 from ..core.request import Average, Max, ReduceOp, ScaledOp
 from .accumulators import accumulators_among
 from .bridge.buckets import reduce_list
+from .bridge.reduce_spec import ReduceSpec
 from .equal_weights import require_equal_weights
 from .gradients import is_local_of_any
 from .ops import broadcast_variables
@@ -122,7 +123,8 @@ class TensorFlowKerasState(TensorFlowState):
         if runtime.current().topology.size == 1:
             return has_changed
         for op, waiting in self._waiting_gradients().items():
-            reduced = reduce_list(list(map(tf.convert_to_tensor, waiting)), f"elastic.waiting/{op.name}", ScaledOp(op))
+            spec = ReduceSpec(f"elastic.waiting/{op.name}", ScaledOp(op))
+            reduced = reduce_list(list(map(tf.convert_to_tensor, waiting)), spec)
             for variable, value in zip(waiting, reduced, strict=True):
                 variable.assign(value)
             has_changed = True

@@ -19,6 +19,7 @@ from keras.callbacks import BackupAndRestore, Callback, ModelCheckpoint
 
 from ...core.request import Average, Max, ReduceOp, ScaledOp, Sum
 from ...tensorflow.bridge.buckets import reduce_list
+from ...tensorflow.bridge.reduce_spec import ReduceSpec
 from ...tensorflow.gradients import label_of
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.list_ops import number_of
@@ -63,8 +64,8 @@ def _reduced(training: Training, op: ReduceOp, variables: list[keras.Variable],
     tensors = [training.value_of(v) for v in variables]
     tensors = [t - b for t, b in zip(tensors, before, strict=True)] if before else tensors
     name = f"{training.name}/statistics"
-    return reduce_list(tensors, f"{name}/{op.name}", ScaledOp(op), labels=[label_of(v) for v in variables],
-                       process_set=number_of(training.process_set, name))
+    return reduce_list(tensors, ReduceSpec(f"{name}/{op.name}", ScaledOp(op), [label_of(v) for v in variables],
+                                           process_set=number_of(training.process_set, name)))
 
 
 @dataclass(frozen=True)
