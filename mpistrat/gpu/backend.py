@@ -8,7 +8,7 @@ thread may call `revoke` and `abandon`.
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from ..core.arithmetic import Reduction
 from ..core.errors import EngineError
@@ -32,9 +32,8 @@ def await_on_host(event: GpuEvent, limit_s: float) -> None:
         os.sched_yield()
 
 
-def last_of_streams(events: Iterable[GpuEvent]) -> list[GpuEvent]:
+def last_of_streams(events: list[GpuEvent]) -> list[GpuEvent]:
     """The last event of each stream. Work that waits for these waits for all `events`."""
-    events = list(events)
     if len(events) < 2:  # The usual case.
         return events
     last: dict[Hashable, GpuEvent] = {}
@@ -61,7 +60,7 @@ class GpuBackend(ABC):
         """Why it cannot reduce-scatter this array; "" if it can. The same on all ranks."""
 
     @abstractmethod
-    def wait_for(self, events: Iterable[GpuEvent]) -> None:
+    def wait_for(self, events: Sequence[GpuEvent]) -> None:
         """Make all work enqueued from now on start after these events. The host does not wait."""
 
     @abstractmethod
@@ -97,7 +96,7 @@ class GpuBackend(ABC):
 
     @abstractmethod
     def finish(self) -> list[GpuEvent]:
-        """Return events after all work enqueued so far."""
+        """Return events after all work enqueued since `wait_for`, which comes before each list of collectives."""
 
     @abstractmethod
     def check(self) -> None:

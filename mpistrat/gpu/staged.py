@@ -4,7 +4,7 @@ The host waits for the copies. It is for ranks that share a GPU, where NCCL is m
 Used by the engine's thread.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class StagedData(GpuBackend):
     def why_not_scatter(self, source: GpuArray, reduction: Reduction) -> str:
         return ""
 
-    def wait_for(self, events: Iterable[GpuEvent]) -> None:
+    def wait_for(self, events: Sequence[GpuEvent]) -> None:
         self._events = list(events)
 
     def reducer(self, arrays: Sequence[GpuArray], reduction: Reduction, wire_dtype: str = "") -> Reducer:

@@ -82,18 +82,19 @@ class KeptCopies:
         nothing = np.zeros(len(counts), np.uint64)
         tables = copy_tables(nothing, nothing, counts)
         self._tables = [(table, block_count(table)) for table in tables]
-        self._pieces = cast("np.ndarray", tables[0].base) if tables else np.zeros(0, PIECE)
+        pieces = cast("np.ndarray", tables[0].base) if tables else np.zeros(0, PIECE)
+        self._sources, self._targets = pieces["source"], pieces["target"]
         self._filled = None if 0 not in counts else np.flatnonzero(counts)
 
     def between(self, sources: Sequence[int] | np.ndarray,
                 targets: Sequence[int] | np.ndarray) -> list[tuple[np.ndarray, int]]:
         """The table of each launch and its blocks. They change with the next call: a launch takes them by value."""
-        self._pieces["source"] = self._of_filled(sources)
+        self._sources[:] = self._of_filled(sources)
         return self.to(targets)
 
     def to(self, targets: Sequence[int] | np.ndarray) -> list[tuple[np.ndarray, int]]:
         """As `between`, for launches that read no sources."""
-        self._pieces["target"] = self._of_filled(targets)
+        self._targets[:] = self._of_filled(targets)
         return self._tables
 
     def _of_filled(self, addresses: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:

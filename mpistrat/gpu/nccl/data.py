@@ -4,7 +4,7 @@ NcclData chooses the wire format and the communicator of each collective; nccl.s
 thread.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from threading import Lock
 
@@ -69,10 +69,9 @@ class NcclData(GpuBackend):
             return f"NCCL has no {reduction.op.name.lower()} of {source.dtype.name}"
         return "" if reduction.prescale == 1.0 and not wire.is_converted else self._why_no_room([source], wire)
 
-    def wait_for(self, events: Iterable[GpuEvent]) -> None:
-        for event in events:
-            for stream in self._streams:
-                stream.wait_for(event)
+    def wait_for(self, events: Sequence[GpuEvent]) -> None:
+        for stream in self._streams:
+            stream.wait_for(events)
 
     def reducer(self, arrays: Sequence[GpuArray], reduction: Reduction, wire_dtype: str = "") -> Reducer:
         wire = wire_format(arrays[0].dtype.name, reduction.op, wire_dtype)
@@ -122,7 +121,7 @@ class NcclData(GpuBackend):
                                      [count * itemsize for count in received])
 
     def finish(self) -> list[GpuEvent]:
-        return [stream.finish() for stream in self._streams]
+        return [end for stream in self._streams for end in stream.finish()]
 
     def check(self) -> None:
         for stream in self._streams:
