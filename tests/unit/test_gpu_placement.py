@@ -90,7 +90,7 @@ def test_the_number_of_a_logical_gpu_is_that_of_its_physical_one(visible: list[i
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [gpus[i] for i in visible])
     monkeypatch.setattr(tf.config, "get_logical_device_configuration",
                         lambda gpu: [object()] * parts.get(gpus.index(gpu), 0) or None)
-    assert [gpu_device.cuda_number(i) for i in range(len(numbers))] == numbers
+    assert [gpu_device.cuda_number.__wrapped__(f"/device:GPU:{i}") for i in range(len(numbers))] == numbers
 
 
 def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_warning(

@@ -17,11 +17,12 @@ logger = logging.getLogger(__name__)
 
 def device_at(where: str) -> "Device":
     """This rank's GPU, by TensorFlow's name of it. Raises as `api.interop.own_gpu.this_ranks_gpu`."""
-    return this_ranks_gpu(cuda_number(tf.DeviceSpec.from_string(where).device_index or 0))
+    return this_ranks_gpu(cuda_number(where))
 
 
-def cuda_number(number: int) -> int:
-    """The CUDA device number of TensorFlow's logical GPU `number`.
+@cache
+def cuda_number(where: str) -> int:
+    """The CUDA device number of one of TensorFlow's logical GPUs.
 
     TensorFlow numbers physical GPUs as CUDA does. It makes one logical GPU of each visible physical one, or as many as
     the script has configured, in the order of the physical ones, whatever the order in set_visible_devices
@@ -30,6 +31,7 @@ def cuda_number(number: int) -> int:
     physical, visible = tf.config.list_physical_devices("GPU"), tf.config.get_visible_devices("GPU")
     logical = [i for i, gpu in enumerate(physical) if gpu in visible
                for _ in tf.config.get_logical_device_configuration(gpu) or [None]]
+    number = tf.DeviceSpec.from_string(where).device_index or 0
     return logical[number] if number < len(logical) else number
 
 
