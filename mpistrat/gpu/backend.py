@@ -48,7 +48,8 @@ class GpuBackend(ABC):
     """Collectives on GPU arrays. Used by the engine's thread, within `GpuDevice.current()`.
 
     All methods but `finish`, `check`, `revoke` and `abandon` are collective. The GPU executes what they enqueue in the
-    order of the calls. It is complete when the events of the next `finish` are done.
+    order of the calls. It is complete when the events of the next `finish` are done. The last four methods do nothing
+    where the host waits for the work.
     """
 
     @abstractmethod
@@ -98,22 +99,19 @@ class GpuBackend(ABC):
     def finish(self) -> list[GpuEvent]:
         """Return events after all work enqueued since `wait_for`, which comes before each list of collectives."""
 
-    @abstractmethod
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027
         """Raise the error of enqueued work that has failed, if any. Does not wait."""
 
-    @abstractmethod
     def revoke(self) -> bool:
         """Make a call that waits for other ranks return with an error, and free nothing. Any thread may call it.
 
         Returns:
             False if it cannot, and only `abandon` does it.
         """
+        return True
 
-    @abstractmethod
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027
         """Abort the enqueued work, because a rank has left. May be called twice."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release resources. All enqueued work is complete. May be called twice."""

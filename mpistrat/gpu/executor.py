@@ -30,7 +30,6 @@ from .nccl.claims import release
 from .nccl.data import NcclData
 from .single import SingleCollectives
 from .staged import StagedData
-from .uploads import uploaded
 from .watchdog import Watchdog
 from .work import Batch, Work, over, tensors_in
 
@@ -84,7 +83,7 @@ class GpuExecutor(DeviceExecutor):
         if self._device is None:
             return super().uploaded(arrays)
         with self._device.current():
-            return uploaded(self._device, arrays)
+            return self._staged.uploaded(arrays)
 
     def _enqueue(self, device: GpuDevice, entries: Sequence[Entry], divisor: int | None) -> None:
         # Kept in case of an exception, since the GPU may already use the memory.
@@ -98,13 +97,13 @@ class GpuExecutor(DeviceExecutor):
             # the others wait for it in a collective.
             tensors = tensors_in(entry)
             made, run = tensors.made, None
-            if made is None:
+            if made is None or not is_fused(entry.request):
                 try:
                     shapes, run = self._single.planned(entry, tensors)
                 except InvalidRequestError as error:  # The same on all ranks.
                     entry.handle.fail(error)
                     continue
-                made = tensors.allocate(shapes)
+                made = made or tensors.allocate(shapes)
                 if made.stream is not None:
                     late[made.stream.ptr] = made.stream
             events += tensors.ready
@@ -224,8 +223,8 @@ class GpuExecutor(DeviceExecutor):
         self._device = device
         nccl, self._fusion_bytes = connect(device, self._rank, self._size, self._exchange, self._host, self._settings,
                                            self)
-        staged = StagedData(device, self._rank, self._host, self._limit_s)
-        self._backends = self._single.backends = (staged,) if nccl is None else (nccl, staged)
+        self._staged = StagedData(device, self._rank, self._host, self._limit_s)
+        self._backends = self._single.backends = (self._staged,) if nccl is None else (nccl, self._staged)
         if nccl is not None:
             self._completes_by_streams = self._streams_wait(device, nccl)
             self._watchdog = Watchdog(

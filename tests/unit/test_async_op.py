@@ -14,7 +14,9 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import mpistrat  # noqa: E402
+from mpistrat.api import runtime  # noqa: E402
 from mpistrat.core.errors import EngineError, InvalidRequestError, MismatchError  # noqa: E402
+from mpistrat.core.handle import Handle  # noqa: E402
 from mpistrat.tensorflow.async_op import c_api, call_site, done, kernel, streams  # noqa: E402
 from mpistrat.tensorflow.bridge import gpu_device  # noqa: E402
 from tests.support import tensorflow_stand_in  # noqa: E402
@@ -479,6 +481,23 @@ def test_an_eager_error_is_that_of_the_collective_and_later_calls_work(device: A
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         hvd.allreduce(tf.cast(tf.ones([2]), tf.complex64), op=hvd.Max)
     assert isinstance(caught.value, InvalidRequestError)
+    assert hvd.allreduce(tf.ones([2]), op=hvd.Sum).numpy().tolist() == [1, 1]
+
+
+def test_an_eager_call_that_ctrl_c_ends_leaves_its_memory_to_the_engine(
+        device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpistrat.tensorflow as hvd
+
+    def interrupt(handle: Handle, timeout_s: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    hvd.allreduce(tf.ones([2]), op=hvd.Sum)
+    with monkeypatch.context() as patch:
+        patch.setattr(Handle, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            hvd.allreduce(tf.fill([3], 5.0), op=hvd.Sum)
+    work = runtime.group_of("", 0).engine.controller.executor.device.kept[-1].works[0]
+    assert work.tensors.owner[0].numpy().tolist() == work.made.results[0].numpy().tolist() == [5, 5, 5]
     assert hvd.allreduce(tf.ones([2]), op=hvd.Sum).numpy().tolist() == [1, 1]
 
 

@@ -86,14 +86,14 @@ class NcclData(GpuBackend):
                                                                                 wire, by_nccl)
         if len(counts) == 1:
             return self._reducer_of_one(counts[0], wire, by_nccl)
-        fused = FusedCopies(counts, wire.narrowest_bytes, wire.itemsize)
+        fused = FusedCopies(counts, wire.memory_bytes, wire.itemsize)
         return lambda sources, targets: self._next_stream().reduce_packed(sources, targets, fused, wire, by_nccl)
 
     def _reducer_of_one(self, count: int, wire: WireFormat, by_nccl: NcclReduction) -> Reducer:
         """As `reducer`, for a tensor that is converted, in pieces that fit into a fusion buffer."""
         step = self._buffer_bytes // (wire.itemsize * ALIGNMENT) * ALIGNMENT
-        pieces = [(start * wire.memory_bytes, FusedCopies([min(step, count - start)], wire.narrowest_bytes,
-                                                          wire.itemsize)) for start in range(0, count, step)]
+        pieces = [(start * wire.memory_bytes, FusedCopies([min(step, count - start)], wire.memory_bytes, wire.itemsize))
+                  for start in range(0, count, step)]
 
         def reduce(sources: Sequence[int], targets: Sequence[int]) -> None:
             for first, copies in pieces:
@@ -155,7 +155,8 @@ class NcclData(GpuBackend):
         return self._streams[self._turn % len(self._streams)]
 
     def _why_no_room(self, arrays: Sequence[GpuArray], wire: WireFormat) -> str:
-        _, elements = fused_offsets([array.size * wire.parts for array in arrays], wire.narrowest_bytes)
+        _, elements = fused_offsets([array.size * wire.parts for array in arrays],
+                                    min(wire.memory_bytes, wire.itemsize))
         nbytes = elements * wire.itemsize
         if nbytes > self._buffer_bytes:
             return f"{nbytes} bytes of {arrays[0].dtype.name} do not fit into a fusion buffer of {self._buffer_bytes}"

@@ -78,11 +78,6 @@ class WireFormat(NamedTuple):
         """The bytes of a number in memory."""
         return _itemsize(self.memory)
 
-    @property
-    def narrowest_bytes(self) -> int:
-        """The bytes of a number in memory or on the wire, the smaller of the two, which decides on alignment."""
-        return min(_itemsize(self.memory), _itemsize(self.dtype))
-
 
 @cache
 def _itemsize(dtype: str) -> int:

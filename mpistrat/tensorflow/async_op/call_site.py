@@ -1,14 +1,10 @@
 """Collectives on GPU tensors, in graphs and eager: one asynchronous operation each.
 
 TensorFlow calls its kernel when the work that computes the inputs is enqueued. The kernel gives the engine the
-addresses of the inputs, and an event after that work. It waits for nothing. The engine packs the tensors into its
-fusion buffers and unpacks the results into the operation's outputs, as for arrays of cupy. The operation is complete
-when that is enqueued, and TensorFlow's stream waits for it, so that what TensorFlow enqueues later reads the results.
-Where its stream cannot wait (see streams.py), the operation is complete when the GPU is done. So no node can read a
-result before, whatever TensorFlow's optimizer moves.
-
-An output whose shape is that of its input is allocated by the kernel, before the event, or is the input's own memory if
-nothing else refers to that. An output whose size depends on other ranks is allocated when the engine knows the size.
+addresses of the inputs and of the outputs, and an event after that work. It waits for nothing. An output whose size
+depends on other ranks is allocated when the engine knows the size. The operation is complete when the engine's work is
+enqueued, and TensorFlow's stream waits for it; where its stream cannot wait (see streams.py), when the GPU is done. So
+no node can read a result before, whatever TensorFlow's optimizer moves.
 
 Nodes of one name run one after the other, since they have a resource in common, which belongs to the name. Nodes of
 different names start in any order. Only after `complete_in_order` all later ones wait. In the gradient of a function,
@@ -28,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop.own_gpu import go_by_host, host_copies_of
+from ...api.interop.own_gpu import go_by_host, host_copies_of, why_no_cupy
 from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...gpu.arrays import Allocated, GpuTensors
@@ -79,15 +75,15 @@ def device_of(tensors: Sequence[tf.Tensor], process_set: int = 0) -> str | None:
 
 def _is_used(where: str, process_set: int) -> bool:
     """Whether tensors on this device of TensorFlow's are reduced there. Checks that once, and warns; it is local."""
-    if not gpu_device.has_cupy() or go_by_host() or _why_not():
+    if _why_not() or go_by_host():
         return False
     return streams.stream_for(device_at(where), where, process_set) is not None
 
 
 @cache
 def _why_not() -> str:
-    """As kernel.why_not; also warns once."""
-    reason = kernel.why_not()
+    """Why the engine cannot read TensorFlow's tensors on a GPU, which is warned about once; "" if it can."""
+    reason = f"cupy is missing: {why_no_cupy()}" if why_no_cupy() else kernel.why_not()
     if reason:
         logger.warning(streams.BY_HOST, runtime.current().topology.rank, reason)
     return reason

@@ -1,18 +1,14 @@
-"""This rank's GPU by TensorFlow's names of it, and whether the engine can read tensors there."""
+"""This rank's GPU by TensorFlow's names of it."""
 
-import logging
 from functools import cache
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from ...api import runtime
-from ...api.interop.own_gpu import this_ranks_gpu, why_no_cupy
+from ...api.interop.own_gpu import this_ranks_gpu
 
 if TYPE_CHECKING:
     from ...gpu.device import Device  # It needs cupy.
-
-logger = logging.getLogger(__name__)
 
 
 def device_at(where: str) -> "Device":
@@ -40,13 +36,3 @@ def has_gpu() -> bool:
     """Whether TensorFlow sees a GPU."""
     # Cached: the call takes a microsecond per tensor, which matters on a machine without a GPU.
     return len(tf.config.list_physical_devices("GPU")) > 0
-
-
-@cache
-def has_cupy() -> bool:
-    """Whether the engine can read tensors on a GPU, eager ones and those of graphs. Warns once if not."""
-    reason = why_no_cupy()
-    if reason:
-        logger.warning("rank %d: TensorFlow's tensors on a GPU are copied to the host, since cupy is missing: %s",
-                       runtime.current().topology.rank, reason)
-    return not reason
