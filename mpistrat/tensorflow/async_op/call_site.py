@@ -17,7 +17,6 @@ when the engine fails them, because the other ranks have not submitted them for 
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -36,6 +35,7 @@ from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer, requi
 from ..bridge.tf_errors import described
 from ..xla import context as xla
 from . import kernel, streams
+from .kernel import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -133,10 +133,9 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
     Raises:
         As `api.interop.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
     """
-    def lent(shapes: Sequence[tuple[int, ...]] | None) -> _Memory:
+    def lent(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
         with tf.init_scope():  # The thread that drives the engine may be tracing a function.
-            results, *found = kernel.lent(tensors, shapes)
-        return _Memory(*found, results)
+            return kernel.lent(tensors, shapes)
 
     arrays = _on_gpu(tensors[0].backing_device, process_set, _numpy_dtypes(tensors), tensors, lent, keeps_shapes)
     request = on_gpu(make_request(arrays))
@@ -159,17 +158,8 @@ def _numpy_dtypes(tensors: Sequence[tf.Tensor]) -> list[np.dtype]:
     return [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
 
 
-class _Memory(NamedTuple):
-    """The addresses and shapes of tensors, the addresses of as many results, and what keeps these."""
-
-    sources: list[int]
-    shapes: list[tuple[int, ...]]
-    targets: list[int]
-    results: list[Any]
-
-
 def _on_gpu(where: str, process_set: int, dtypes: Sequence[np.dtype], owner: object,
-            memory: Callable[[Sequence[tuple[int, ...]] | None], _Memory], keeps_shapes: bool) -> GpuTensors:
+            memory: Callable[[Sequence[tuple[int, ...]] | None], Memory], keeps_shapes: bool) -> GpuTensors:
     """The tensors of a collective for the engine.
 
     Args:
@@ -219,10 +209,10 @@ class _GpuCallSite(CollectiveCallSite):
 
     def compute(self, call: kernel.Call) -> None:
         """Submit the collective. See kernel.Target."""
-        def memory(shapes: Sequence[tuple[int, ...]] | None) -> _Memory:
+        def memory(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
             if shapes:
-                return _Memory([], [], [call.output(i, shape) for i, shape in enumerate(shapes)], self._nothing)
-            return _Memory(*call.exchange(self._first, self._dims, shapes is None), self._nothing)
+                return Memory([], [], [call.output(i, shape) for i, shape in enumerate(shapes)], self._nothing)
+            return Memory(*call.exchange(self._first, self._dims, shapes is None), self._nothing)
 
         arrays = _on_gpu(self._where, self.process_set, self._dtypes, call, memory, self._keeps_shapes)
         its = self.submission(arrays, call.number(1) if self._has_past else None,

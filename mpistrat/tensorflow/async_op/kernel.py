@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from ctypes import c_int, c_int32, c_int64, c_void_p
 from functools import cache
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -45,6 +45,15 @@ class Dims:
     def __init__(self, shape: tuple[int, ...]):
         self.shape, self.rank = shape, len(shape)
         self.values = (c_int64 * max(len(shape), 1))(*shape)
+
+
+class Memory(NamedTuple):
+    """The addresses and shapes of tensors, the addresses of as many results, and what keeps these."""
+
+    sources: list[int]
+    shapes: list[tuple[int, ...]]
+    targets: list[int]
+    results: list[Any]
 
 
 class Call:
@@ -242,19 +251,16 @@ class _Lending:
         call.complete()
 
 
-def lent(tensors: Sequence[tf.Tensor], shapes: Sequence[tuple[int, ...]] | None = None) -> tuple[
-        list[tf.Tensor], list[int], list[tuple[int, ...]], list[int]]:
+def lent(tensors: Sequence[tf.Tensor], shapes: Sequence[tuple[int, ...]] | None) -> Memory:
     """Make as many tensors, without contents, as the eager `tensors` of one device. Waits for no contents.
 
     Args:
         tensors: At least one.
         shapes: Of the new ones; (): they have no elements; None: those of `tensors`.
-
-    Returns:
-        The new tensors; the addresses and the shapes of `tensors`; the addresses of the new ones.
     """
     target = _Lending(len(tensors), shapes)
-    return execute(target, tensors), *target.found
+    results = execute(target, tensors)
+    return Memory(*target.found, results)
 
 
 class _RoundTrip:
