@@ -96,6 +96,10 @@ class Group:
         """The name of the backend that reduces CPU tensors."""
         return self._backends.data.name
 
+    def measured_choices(self) -> list[str]:
+        """As DataPlane's method, of the backend for CPU tensors."""
+        return self._backends.data.measured_choices()
+
     def await_gpu(self) -> None:
         """Wait until the GPU has done the collectives that are complete on this rank. Local. Raises EngineError."""
         self._device.await_kept()

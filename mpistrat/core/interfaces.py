@@ -99,6 +99,10 @@ class DataPlane(ABC):
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         """Overwrite `array` with that of `root_rank`."""
 
+    def measured_choices(self) -> list[str]:
+        """Sentences on what this rank has chosen for all ranks by the times of collectives. Local; any thread."""
+        return []
+
     def abandon(self, is_stalled: bool) -> None:
         """Take part in no more collectives. Ranks that wait for this one fail, where the backend can make them. Local.
 

@@ -291,6 +291,7 @@ def test_doctor_looks_at_ranks_and_runs_an_all_reduce() -> None:
     job = mpistrat("doctor", "-np", "2", limit_s=200)
     assert ": 2 ranks, " in job.output, job.output
     assert "all-reduce right: 2 ranks on 1 host (" in job.output, job.output
+    assert "All-reduces of 32 to 64 MiB of float32 use chunks of " in job.output, job.output
     assert job.code == (0 if installed(TENSORFLOW) else 1), job.output
 
 

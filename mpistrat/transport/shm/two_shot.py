@@ -252,6 +252,9 @@ class TwoShotData(DataPlane):
         if choice.took(work.chunk_bytes, took_s / sum([source.nbytes for source in work.inputs])):
             self.on_choice(f"{kind} use chunks of {choice}.")
 
+    def measured_choices(self) -> list[str]:
+        return [f"{kind} use chunks of {choice}." for kind, choice in list(self.choices.items()) if choice.s_per_byte]
+
     def _room_for(self, work: Chunked, k: int) -> int:
         """How many chunks must be consumed, and unpacked, before chunk k may overwrite its memory."""
         return self.free_at[k] if k < self.slots else work.first + k - self.slots
