@@ -81,7 +81,7 @@ ENGINE_IDLE_POLL_S = 0.05
 
 # Seconds after which a rank sends the next message of the trace, if nothing else happens.
 # Not measured: 3 MB/s, more than the operations of any training step that was run.
-TRACE_POLL_S = 0.001
+OBSERVER_POLL_S = 0.001
 
 # How many operations of each process set a rank keeps for the trace.
 # Not measured: 1.2 MB when full. A step of 20 buckets leaves the last 200 steps.
