@@ -73,7 +73,8 @@ class Group:
         controller = Controller(topology, backends.control, executor, settings, backends.agreement,
                                 interruption=interruption, where=partial(_where, ring),
                                 look=partial(stacks.look, processes))
-        self.traced = Traced(ring, topology.size, backends.data.name, controller.queue.in_flight)
+        self.traced = Traced(ring, topology.size, backends.data.name, controller.queue.in_flight,
+                             backends.data.measured_choices)
         self.engine = Engine(controller)
         self.engine.start()
 
@@ -95,10 +96,6 @@ class Group:
     def data_name(self) -> str:
         """The name of the backend that reduces CPU tensors."""
         return self._backends.data.name
-
-    def measured_choices(self) -> list[str]:
-        """As DataPlane's method, of the backend for CPU tensors."""
-        return self._backends.data.measured_choices()
 
     def await_gpu(self) -> None:
         """Wait until the GPU has done the collectives that are complete on this rank. Local. Raises EngineError."""

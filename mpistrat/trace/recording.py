@@ -9,7 +9,7 @@ import logging
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 
 from ..core.errors import MissingDependencyError
 from ..core.topology import Topology
@@ -137,7 +137,7 @@ class Recording:
         if lacks:
             logger.warning("mpistrat: the timeline %s is not complete: %s.", self._path, "; ".join(lacks))
 
-    def _add(self, records: list[Record]) -> None:
+    def _add(self, records: list[Record], choices: Iterable[str] = ()) -> None:
         if self._timeline is None or not records:
             return
         rank = records[0].rank
@@ -145,6 +145,7 @@ class Recording:
         shifted = (record.shifted(offset) for record in records)
         try:
             self._timeline.add(record for record in shifted if record.delivered >= self._since)
+            self._timeline.add_choices(choices)
         except OSError as error:
             logger.warning("mpistrat: the timeline %s ends here, because it cannot be written: %s. It can be read up "
                            "to here.", self._path, error)
@@ -174,7 +175,8 @@ class Recording:
         chosen = [record_of(self._topology.rank, operation, traced.ranks, traced.backend, step)
                   for operation, traced, step in new if window[0] <= step < window[1]]
         if not self._topology.rank:
-            self._add(chosen)
+            read = {id(each.traced): each.traced for each in new}.values()
+            self._add(chosen, [sentence for traced in read for sentence in traced.choices()])
             return
         if len(self._waiting) > _MOST_WAITING:
             self._lost += len(chosen)

@@ -78,9 +78,11 @@ class Traced:
         ranks: How many ranks the set has.
         backend: What reduces tensors on CPUs.
         in_flight: Returns what is submitted and not complete.
+        choices: Returns what this rank has chosen for all ranks by the times of collectives, in sentences.
     """
 
     ring: OperationRing
     ranks: int
     backend: str
     in_flight: Callable[[], Iterable[Entry]]
+    choices: Callable[[], list[str]] = list

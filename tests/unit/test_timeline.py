@@ -82,6 +82,19 @@ def test_chromes_format_has_a_process_for_each_rank_and_horovods_phases(tmp_path
         ("rank 1", {"operation": "x0", "late_us": 10_000}), ("rank 1", {"operation": "x1", "late_us": 1_000})]
 
 
+def test_what_was_chosen_by_measuring_is_marked_once_at_the_operation_before(tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    timeline = Timeline(files.create(str(path)), ["a", "b"], mark_cycles=False)
+    for each, sentences in zip(JOB, (["chunks of 4 MiB"], ["chunks of 4 MiB"], ["chunks of 512 KiB"]), strict=False):
+        timeline.add([each])
+        timeline.add_choices(sentences)
+    timeline.close()
+    marks = [(event["name"], event["ts"]) for event in json.loads(path.read_text()) if event["ph"] == "i"]
+    first, third = [each for each in JOB if not each.rank][:2]
+    assert [mark for mark in marks if mark[0].startswith("chunks")] == [
+        ("chunks of 4 MiB", first.delivered / 1000), ("chunks of 512 KiB", third.delivered / 1000)]
+
+
 def test_perfettos_format_has_a_track_for_each_rank_and_its_spans_nest(tmp_path: Path) -> None:
     protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
     trace = protos.Trace.FromString(written(tmp_path / "f.pftrace", JOB).read_bytes())
