@@ -16,7 +16,7 @@ import numpy as np
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, complete_all
-from ..core.interfaces import DataPlane, DeviceExecutor, Recorder
+from ..core.interfaces import DataPlane, DeviceExecutor, Observer
 from ..core.protocols import Array
 from ..core.request import CollectiveType, Request
 from ..core.settings import Settings
@@ -43,13 +43,13 @@ class GpuExecutor(DeviceExecutor):
         topology: The ranks.
         host: The data plane for CPU tensors of these ranks.
         settings: The same on all ranks.
-        recorder: Gets the entries that are complete.
+        observer: Gets the entries that are complete.
         clock: Seconds, from any origin.
     """
 
-    def __init__(self, topology: Topology, host: DataPlane, settings: Settings, recorder: Recorder,
+    def __init__(self, topology: Topology, host: DataPlane, settings: Settings, observer: Observer,
                  clock: Callable[[], float] = time.monotonic):
-        self._recorder = recorder
+        self._observer = observer
         self._topology, self._host, self._settings, self._clock = topology, host, settings, clock
         self._rank, self._size = topology.rank, topology.size
         self._limit_s = settings.limit_s
@@ -164,7 +164,7 @@ class GpuExecutor(DeviceExecutor):
         for work in batch.works:
             if is_fused(work.entry.request):
                 self._note_size(work)
-            self._recorder.add(work.entry, batch.works[0].entry.number, batch.began, ended)
+            self._observer.add(work.entry, batch.works[0].entry.number, batch.began, ended)
 
     def _note_size(self, work: Work) -> None:
         """Let the tensors know the bytes that those of an equal request have: to add them up takes long."""

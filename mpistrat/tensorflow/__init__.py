@@ -4,7 +4,8 @@ Collectives on tensors (eager, in tf.function, differentiable), DistributedGradi
 MPIStrategy, for programs that are written for tf.distribute.
 """
 
-from typing import Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import MissingDependencyError
 from ..core.install import pip_extra as _pip_extra
@@ -26,8 +27,6 @@ from .bridge._private import autograph_config as _autograph
 from .bridge._private import is_profiled as _is_profiled
 from .cluster.resolver import MPIClusterResolver
 from .compression import Compression
-from .distribute import MPIStrategy
-from .distribute.strategies import strategy
 from .gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from .objects import BroadcastGlobalVariablesHook, broadcast_global_variables, broadcast_object_fn
 from .objects import allgather_object as allgather_object  # type: ignore[assignment]
@@ -47,6 +46,9 @@ from .pin_gpu import init as init  # as the two of objects, in place of that of 
 from .pin_gpu import pin_gpu
 from .query_ops import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
+
+if TYPE_CHECKING:  # For __getattr__ below, type checkers would take Any.
+    from ..strategy import MPIStrategy, strategy
 
 __all__ = [
     "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer",  # noqa: F405
@@ -69,6 +71,7 @@ _absent = missing_names.explain(__name__, missing_names.TENSORFLOW)
 def __getattr__(name: str) -> Any:
     # Horovod has these here too. They need Keras, which is imported on first access only.
     if name in ("DistributedOptimizer", "PartialDistributedOptimizer", "SyncBatchNormalization"):
-        from importlib import import_module
-        return getattr(import_module("mpistrat.keras"), name)
+        return getattr(_import_module("mpistrat.keras"), name)
+    if name in ("MPIStrategy", "strategy"):  # It needs Keras where there is Keras.
+        return getattr(_import_module("mpistrat.strategy"), name)
     return _absent(name)

@@ -124,6 +124,8 @@ _LIST = [
     Program("clipped by norm", Recipe(dense(), _momentum(clipnorm=0.01))),
     Program("clipped by value", Recipe(dense(), _momentum(clipvalue=0.001))),
     Program("clipped by global norm", Recipe(dense(), _momentum(global_clipnorm=0.1)), is_quick=True),
+    Program("clipped by global norm, at the same time", Recipe(dense(), _momentum(global_clipnorm=0.1),
+                                                               takes_turns=False)),
     Program("ema", Recipe(dense(), _momentum(use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2))),
     Program("gradient accumulation", Recipe(dense(), _momentum(gradient_accumulation_steps=2)), is_quick=True),
     Program("backward passes per step", replace(_MOMENTUM, distribute={"backward_passes_per_step": 2})),

@@ -13,7 +13,7 @@ from mpistrat.api.interop.libraries import Cupy
 from mpistrat.core.errors import EngineError
 from mpistrat.core.handle import Handle
 from mpistrat.core.install import pip_extra
-from mpistrat.core.interfaces import Recorder
+from mpistrat.core.interfaces import Observer
 from mpistrat.core.request import (
     DEVICE_GPU,
     Product,
@@ -91,7 +91,7 @@ class Job:
         self.now = 0.0
         group = ThreadGroup(1)
         chosen = Settings(**{"fusion_bytes": 2**16, **settings})
-        self.executor = GpuExecutor(Topology(0, ("",)), group.data(0), chosen, Recorder(), clock=lambda: self.now)
+        self.executor = GpuExecutor(Topology(0, ("",)), group.data(0), chosen, Observer(), clock=lambda: self.now)
         self.engine = make_engine(0, 1, group.control(0), group.data(0), chosen, clock=lambda: self.now,
                                   device=self.executor)
 

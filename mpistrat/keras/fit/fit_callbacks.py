@@ -25,9 +25,8 @@ from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
 from ...elastic import membership
 from ...process import step_timer
 from ...process.step_timer import StepTimer
-from ...tensorflow.distribute import MPIStrategy
-from ...tensorflow.distribute.same_data import some_rows
 from ...tensorflow.names import eager
+from ...tensorflow.same_data import some_rows
 from .. import xla
 from ..callbacks import Logs
 from ..keras2_arguments import bound
@@ -35,7 +34,7 @@ from ..patches import Function, replaces
 from .adapted import layers_of_inputs
 from .elastic_fit import Elastic, run_fit
 from .fit_checks import ChecksWithinEpochs, FitChecks
-from .fit_optimizers import FitOptimizers, fit_optimizers_of
+from .fit_optimizers import FitOptimizers, fit_optimizers_of, is_under_strategy
 from .join_epochs import JoinEpochs
 from .row_counts import RowCount
 from .running_statistics import AverageStatistics
@@ -63,7 +62,7 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
     optimizers = fit_optimizers_of(model)
     if optimizers is not None:
         xla.follow_ranks(model)
-    is_strategys = isinstance(model.distribute_strategy, MPIStrategy)
+    is_strategys = is_under_strategy(model)
     process_set = optimizers.process_set if optimizers is not None else global_process_set
     timer = step_timer.current()
     if (optimizers is None and not is_strategys) or not (process_set.has_others() or timer):

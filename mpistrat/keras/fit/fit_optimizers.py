@@ -110,6 +110,11 @@ def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> 
     return eager(operation, number or 0)
 
 
+def is_under_strategy(model: keras.Model) -> bool:
+    """Whether a model is one of an MPIStrategy, which has the ranks train it together."""
+    return getattr(model.distribute_strategy, "is_mpi_strategy", False)
+
+
 def optimizers_of(model: keras.Model) -> list[Optimizer]:
     """The optimizer of `compile`, then those in public attributes of a model, or in lists, tuples or dicts of these."""
     public = [value for name, value in vars(model).items() if not name.startswith("_")]

@@ -19,7 +19,7 @@ from keras.callbacks import BackupAndRestore, Callback, CSVLogger, ModelCheckpoi
 
 from ...api import ops as array_ops
 from ...core.errors import MismatchError
-from ...tensorflow.distribute import files
+from ...tensorflow import files
 from ..callbacks import Logs, broadcast_state
 from .fit_optimizers import FitOptimizers, optimizers_of
 

@@ -4,24 +4,19 @@ For users; each method says whether it is collective.
 """
 
 import logging
-import os
-import sys
-from collections.abc import Sequence
-from importlib import import_module
-from types import ModuleType
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from ...api import basics, runtime
-from ...api import ops as array_ops
-from ...core.errors import InvalidRequestError, MismatchError, MissingDependencyError
-from ...core.topology import describe_by_rank
-from ...process.launch_env import launched_rank
-from .. import names
-from ..compression import Compression, Compressor
-from ..gradients import GradientGroups, GradientOptions
-from ..pin_gpu import pin_by_default
-from ..types import Structure, TensorLike
+from ..api import basics, runtime
+from ..api import ops as array_ops
+from ..core.errors import InvalidRequestError, MismatchError
+from ..core.topology import describe_by_rank
+from ..tensorflow import names
+from ..tensorflow.compression import Compression, Compressor
+from ..tensorflow.gradients import GradientGroups, GradientOptions
+from ..tensorflow.pin_gpu import pin_by_default
+from ..tensorflow.types import Structure, TensorLike
 from . import checkpoints
 from .extended import RankExtended
 from .options import CommunicationOptions, agreed
@@ -29,6 +24,10 @@ from .replica_context import reduce_op_of
 from .seeds import seed_alike
 
 logger = logging.getLogger(__name__)
+
+# Called while a strategy is made: they raise if there is a version that they cannot adapt, and return the function that
+# adapts it, to be called when the strategy is there. The package appends that of Keras, which imports this module.
+integrations: list[Callable[[], Callable[[], None]]] = []
 
 
 class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -84,6 +83,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         MismatchError: The ranks disagree on `variables`, `compression`, `sparse_as_dense` or `groups`; on every rank.
     """
 
+    is_mpi_strategy = True  # by which mpistrat.keras, which this package imports, knows it
+
     def __init__(self, communication_options: CommunicationOptions | None = None, device: str | None = None,
                  random_per_rank: bool = True, variables: str = "mirrored",
                  compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
@@ -94,7 +95,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if groups is not None and not isinstance(groups, int):
             raise InvalidRequestError(f"groups is a number for MPIStrategy. Received: {groups!r}")
         gradient_options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups))
-        keras_integration = _keras_integration()
+        adaptations = [integration() for integration in integrations]
         runtime.init()
         options = agreed(communication_options)
         _require_equal({"variables": variables, "compression": compression.__name__,
@@ -105,8 +106,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         tf.distribute.Strategy.__init__(self, extended)
         seed_alike()
         checkpoints.patch()
-        if keras_integration is not None:
-            keras_integration.apply()
+        for adapt in adaptations:
+            adapt()
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
                axis: int | Sequence[int] | None = None) -> Structure:
@@ -163,22 +164,3 @@ def _default_device() -> str:
         logger.warning("rank %d: every rank of this host may take memory on all of its GPUs: %s", basics.rank(), error)
     gpus = tf.config.list_logical_devices("GPU")
     return gpus[basics.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
-
-
-def _keras_integration() -> ModuleType | None:
-    """The package that adapts Keras to MPIStrategy; None if there is no Keras 3.
-
-    Raises:
-        MissingDependencyError: It cannot adapt this version of Keras. Without it each rank would train a model of its
-            own, and no error would say so.
-    """
-    try:
-        return import_module("mpistrat.keras.distribute")
-    except MissingDependencyError as error:
-        keras = sys.modules.get("keras")
-        if keras is not None and not keras.__version__.startswith("2.") and keras.backend.backend() == "tensorflow":
-            raise
-        rank = launched_rank(os.environ)  # The strategy has not called init() yet.
-        logger.log(logging.DEBUG if rank else logging.INFO,
-                   "rank %d: MPIStrategy is for custom training loops here: %s", rank, error)
-        return None

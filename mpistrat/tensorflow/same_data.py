@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from ...core.rows import places_of_sample
-from ...core.topology import describe_by_rank
+from ..core.rows import places_of_sample
+from ..core.topology import describe_by_rank
 
 ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of every global batch, so rows are left out "
           "or trained on twice. Pass the same data in the same order on all ranks, without hvd.shard, dataset.shard or "

@@ -12,10 +12,10 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from ...api import basics, runtime
-from ...api import ops as array_ops
-from ...core.errors import InvalidRequestError
-from .. import names
+from ..api import basics, runtime
+from ..api import ops as array_ops
+from ..core.errors import InvalidRequestError
+from ..tensorflow import names
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ import tensorflow as tf
 from tensorflow.python.distribute.distribute_utils import create_mirrored_variable
 from tensorflow.python.distribute.values import DistributedVariable, MirroredVariable, SyncOnReadVariable
 
-from ..types import TensorLike
-from . import collectives, files
+from ..tensorflow import files
+from ..tensorflow.types import TensorLike
+from . import collectives
 
 # The value of a variable, or a function that returns it.
 Initial: TypeAlias = TensorLike | Callable[[], TensorLike] | None

@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ...api import runtime
-from ..gradients import label_of
+from ..api import runtime
+from ..tensorflow.gradients import label_of
 from . import collectives
 from .variables import CLASSES, RankMirroredVariable, create, create_alone
 

@@ -9,16 +9,15 @@ from typing import TypeVar
 
 import tensorflow as tf
 
-from ...api import runtime
-from ...core.errors import InvalidRequestError, MismatchError
-from ...core.request import Average, ReduceOp, ScaledOp, Sum
-from .. import list_ops
-from ..bridge.program_order import complete_in_order
-from ..list_ops import broadcast_list, gather_list, reduce_tensors
-from ..names import made
-from ..types import Tensor, TensorLike
-from ..xla.context import device_here
-from . import files
+from ..api import runtime
+from ..core.errors import InvalidRequestError, MismatchError
+from ..core.request import Average, ReduceOp, ScaledOp, Sum
+from ..tensorflow import files, list_ops
+from ..tensorflow.bridge.program_order import complete_in_order
+from ..tensorflow.list_ops import broadcast_list, gather_list, reduce_tensors
+from ..tensorflow.names import made
+from ..tensorflow.types import Tensor, TensorLike
+from ..tensorflow.xla.context import device_here
 
 T = TypeVar("T")
 _OPS = {tf.distribute.ReduceOp.SUM: Sum, tf.distribute.ReduceOp.MEAN: Average}

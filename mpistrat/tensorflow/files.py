@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from ...api import ops as array_ops
-from ...api import runtime
-from ...api.process_sets import ProcessSet, global_process_set
-from ...core.errors import CollectiveError, EngineError, ShutdownError
-from .. import names
+from ..api import ops as array_ops
+from ..api import runtime
+from ..api.process_sets import ProcessSet, global_process_set
+from ..core.errors import CollectiveError, EngineError, ShutdownError
+from . import names
 
 T = TypeVar("T")
 # An attribute of exceptions that have been raised on all ranks.

@@ -26,20 +26,21 @@ from ...api import ops as array_ops
 from ...api import runtime
 from ...core.errors import MismatchError
 from ...core.request import Max
+from ...keras._private import trained_by
+from ...keras.fit.fit_optimizers import optimizers_of
+from ...keras.fit.rates import different_rate, rates_of
+from ...keras.nested_optimizers import parts_of
+from ...keras.patches import Function
+from ...keras.patches import replaces_for_strategy as replaces
 from ...tensorflow.consistency import FirstSteps
-from ...tensorflow.distribute import MPIStrategy, collectives
-from ...tensorflow.distribute.central import Slots
 from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.gradients import label_of
 from ...tensorflow.names import OptimizerName, eager
 from ...tensorflow.overwritten import places_of, with_largest
 from ...tensorflow.types import OptionalGradient, Tensor
-from .._private import trained_by
-from ..fit.fit_optimizers import optimizers_of
-from ..fit.rates import different_rate, rates_of
-from ..nested_optimizers import parts_of
-from ..patches import Function
-from ..patches import replaces_for_strategy as replaces
+from .. import collectives
+from ..central import Slots
+from ..mpi_strategy import MPIStrategy
 from . import step_state
 
 GradientsAndVariables = list[tuple[OptionalGradient, tf.Variable]]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from ..bridge.differentiable import Gradient, with_gradient
-from ..list_ops import equal_parts, place_in
-from ..types import Structure
-from ..xla import context as xla
+from ..tensorflow.bridge.differentiable import Gradient, with_gradient
+from ..tensorflow.list_ops import equal_parts, place_in
+from ..tensorflow.types import Structure
+from ..tensorflow.xla import context as xla
 from . import collectives
 from .options import CommunicationOptions
 

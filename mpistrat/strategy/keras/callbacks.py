@@ -27,19 +27,19 @@ from keras.optimizers import Optimizer
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.request import Max
-from ...tensorflow import names
-from ...tensorflow.distribute import collectives, files
-from ...tensorflow.distribute.central import is_central
-from ...tensorflow.distribute.checkpoints import with_values_of
-from ...tensorflow.distribute.files import errors_shared
+from ...keras._private import trained_by
+from ...keras.callbacks import Logs
+from ...keras.fit.fit_checks import ChecksWithinEpochs
+from ...keras.fit.fit_optimizers import compared_in, optimizers_of
+from ...keras.nested_optimizers import parts_of
+from ...keras.patches import Function
+from ...keras.patches import replaces_for_strategy as replaces
+from ...tensorflow import files, names
+from ...tensorflow.files import errors_shared
 from ...tensorflow.identity_set import IdentitySet
-from .._private import trained_by
-from ..callbacks import Logs
-from ..fit.fit_checks import ChecksWithinEpochs
-from ..fit.fit_optimizers import compared_in, optimizers_of
-from ..nested_optimizers import parts_of
-from ..patches import Function
-from ..patches import replaces_for_strategy as replaces
+from .. import collectives
+from ..central import is_central
+from ..checkpoints import with_values_of
 from .optimizer import conclude_checks, require_same_training, slots_of
 from .saving import writes_together
 from .step_state import strategy_of

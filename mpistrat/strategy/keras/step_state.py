@@ -14,10 +14,11 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
+from ...keras.fit.row_counts import LocalScalar, rows_of
 from ...tensorflow.bridge.differentiable import loss_weighted
 from ...tensorflow.bridge.program_order import captured_in_function
-from ...tensorflow.distribute import MPIStrategy, collectives
-from ..fit.row_counts import LocalScalar, rows_of
+from .. import collectives
+from ..mpi_strategy import MPIStrategy
 
 T = TypeVar("T")
 

@@ -21,9 +21,8 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 from tensorflow.python.saved_model import save as saved_models
 
-from ...core.errors import ShutdownError
-from .. import names
-from . import files
+from ..core.errors import ShutdownError
+from ..tensorflow import files, names
 from .variables import RankMirroredVariable, RankSyncOnReadVariable
 
 Options: TypeAlias = tf.train.CheckpointOptions | None

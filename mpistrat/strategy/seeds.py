@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.context import context, global_seed
 
-from ...api import ops as array_ops
-from ...api import runtime
-from .. import names
+from ..api import ops as array_ops
+from ..api import runtime
+from ..tensorflow import names
 
 
 def seed_alike() -> None:

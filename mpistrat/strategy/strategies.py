@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from ...api import basics, runtime
-from ...core.errors import InvalidRequestError
-from ..cluster.resolver import MPIClusterResolver
-from .strategy import MPIStrategy
+from ..api import basics, runtime
+from ..core.errors import InvalidRequestError
+from ..tensorflow.cluster.resolver import MPIClusterResolver
+from .mpi_strategy import MPIStrategy
 
 logger = logging.getLogger(__name__)
 

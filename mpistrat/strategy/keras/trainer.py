@@ -17,23 +17,24 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.request import Max
+from ...keras._private import all_layers
+from ...keras._private import trainer as keras_trainer
+from ...keras.fit.fit_optimizers import accumulators_in, optimizers_of
+from ...keras.fit.row_counts import rows_of
+from ...keras.fit.running_statistics import average_state, running_statistics
+from ...keras.nested_optimizers import distributed_in, parts_of
+from ...keras.patches import Function
+from ...keras.patches import replaces_for_strategy as replaces
+from ...keras.sync_batch_norm import SyncBatchNormalization
 from ...tensorflow import names
-from ...tensorflow.distribute import MPIStrategy, collectives
-from ...tensorflow.distribute.input import takes_from_generator
-from ...tensorflow.distribute.seeds import state_of_first_rank
-from ...tensorflow.distribute.variables import RankMirroredVariable
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
 from ...tensorflow.xla import context as xla
-from .._private import all_layers
-from .._private import trainer as keras_trainer
-from ..fit.fit_optimizers import accumulators_in, optimizers_of
-from ..fit.row_counts import rows_of
-from ..fit.running_statistics import average_state, running_statistics
-from ..nested_optimizers import distributed_in, parts_of
-from ..patches import Function
-from ..patches import replaces_for_strategy as replaces
-from ..sync_batch_norm import SyncBatchNormalization
+from .. import collectives
+from ..input import takes_from_generator
+from ..mpi_strategy import MPIStrategy
+from ..seeds import state_of_first_rank
+from ..variables import RankMirroredVariable
 from . import step_state
 from .empty_parts import never_called_without_rows
 from .step_state import state, strategy_here, strategy_of

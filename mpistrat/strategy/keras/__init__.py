@@ -4,7 +4,7 @@ trainer: fit, evaluate, predict, and the random seeds of layers. optimizer: grad
 slots of variables="central". empty_parts: evaluate and predict without rows. callbacks: which callbacks run where.
 saving: files of models. step_state has what they share while a step is traced.
 
-MPIStrategy imports this package when the first strategy is created, then calls `apply`. The import raises
+`mpistrat.strategy` imports this package when the first strategy is created, then calls `apply`. The import raises
 MissingDependencyError where Keras is too old.
 """
 
@@ -18,8 +18,8 @@ if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 10):
     raise MissingDependencyError(f"MPIStrategy needs Keras 3.10 or later, and this is {keras.__version__} "
                                  f"({pip('keras>=3.10')}).")
 
-from .. import patches
-from ..patches import PATCHES, undo
+from ...keras import patches
+from ...keras.patches import PATCHES, undo
 from . import callbacks, optimizer, saving, step_state, trainer  # noqa: F401
 
 __all__ = ["PATCHES", "apply", "undo"]

@@ -16,12 +16,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ...keras._private import all_layers
+from ...keras._private import trainer as keras_trainer
+from ...keras.fit.row_counts import rows_of
+from ...keras.patches import Function
+from ...keras.patches import replaces_for_strategy as replaces
 from ...tensorflow.xla import context as xla
-from .._private import all_layers
-from .._private import trainer as keras_trainer
-from ..fit.row_counts import rows_of
-from ..patches import Function
-from ..patches import replaces_for_strategy as replaces
 from .step_state import state, strategy_of
 
 

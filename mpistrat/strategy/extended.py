@@ -21,13 +21,13 @@ from tensorflow.python.distribute.distribute_utils import (
 )
 from tensorflow.python.distribute.values import DistributedVariable
 
-from ...api import runtime
-from ...core.request import ScaledOp, Sum
-from ...core.topology import Topology
-from ..consistency import FirstSteps
-from ..gradients import GradientOptions, reduce_gradients
-from ..timed_steps import count_step
-from ..types import Structure, Tensor, TensorLike
+from ..api import runtime
+from ..core.request import ScaledOp, Sum
+from ..core.topology import Topology
+from ..tensorflow.consistency import FirstSteps
+from ..tensorflow.gradients import GradientOptions, reduce_gradients
+from ..tensorflow.timed_steps import count_step
+from ..tensorflow.types import Structure, Tensor, TensorLike
 from . import collectives, input
 from .central import Slots
 from .options import CommunicationOptions, apply_timeout

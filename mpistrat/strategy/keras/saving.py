@@ -1,6 +1,6 @@
 """Saving under MPIStrategy: functions that write a model to a file. All ranks call them, the chief writes, all wait.
 
-See tensorflow.distribute.files for hosts that share no file system. Callbacks that save are in `callbacks`. Called by
+See tensorflow.files for hosts that share no file system. Callbacks that save are in `callbacks`. Called by
 Keras in place of its own functions.
 """
 
@@ -10,11 +10,12 @@ from typing import BinaryIO
 import keras
 
 from ...core.errors import ShutdownError
-from ...tensorflow.distribute import MPIStrategy, files
-from ...tensorflow.distribute.checkpoints import with_values_of
-from .._private import legacy_h5_format, saving_lib
-from ..patches import Function
-from ..patches import replaces_for_strategy as replaces
+from ...keras._private import legacy_h5_format, saving_lib
+from ...keras.patches import Function
+from ...keras.patches import replaces_for_strategy as replaces
+from ...tensorflow import files
+from ..checkpoints import with_values_of
+from ..mpi_strategy import MPIStrategy
 from .step_state import strategy_of
 from .trainer import average_statistics
 
