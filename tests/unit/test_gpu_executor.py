@@ -425,7 +425,7 @@ def test_between_the_submission_and_the_end_of_a_step_nothing_waits_allocates_or
 
 def test_memory_is_kept_until_the_gpu_is_done_and_then_freed_and_the_operation_is_over() -> None:
     job, ring = Job(), OperationRing(10)
-    job.executor._recorder = ring
+    job.executor._observer = ring
     first = job.submit("a", np.ones(3))
     job.settle()
     used = job.device.used_bytes
