@@ -116,6 +116,9 @@ class Executor:
             with annotations.marked(on_gpu[0].request):
                 self.device.execute(on_gpu, divisor)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
+            if not entries:
+                self._pool.end_round()
+                return
         partials: dict[int, _Partial] = {}
         for job in self._begin(entries, self._plans.plan(entries, self._fusion_bytes, divisor)):
             self._run(job)
