@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.interfaces import TraceLink
+from ..core.interfaces import Observer
 from ..core.interruption import Interruption
 from ..core.request import DEVICE_GPU, Request, allgather_request, specs_of
 from ..core.settings import Settings
@@ -49,7 +49,7 @@ class Group:
         backends: Of these ranks.
         comm: These ranks; None for one rank.
         interruption: Ends the engine, and the waits of the backends, which have it too.
-        trace: The messages that the engine of all ranks sends for the trace; None: none.
+        tracer: Exchanges messages over this engine, that of all ranks; None: nothing does.
         processes: Those of other ranks of this host, by their rank in the job, as far as they are known.
 
     Attributes:
@@ -60,21 +60,22 @@ class Group:
     """
 
     def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
-                 interruption: Interruption, trace: TraceLink | None = None,
+                 interruption: Interruption, tracer: Observer | None = None,
                  processes: Mapping[int, Process] = MappingProxyType({})):
         self.topology, self.comm = topology, comm
         self._backends = backends
         # How often all ranks had joined when counting began, and the counters.
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
         self._requests: dict[str, tuple[object, Request]] = {}  # by name, with what they were made from
-        ring = OperationRing(RECORDED_OPERATIONS if settings.recorder else 0)
+        ring = OperationRing(RECORDED_OPERATIONS if settings.recorder else 0, tracer)
         self._device = GpuExecutor(topology, backends.data, settings, ring)
         self.finite = FiniteWatch(topology.job_rank) if settings.nan_warning else None
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring, self.finite)
         controller = Controller(topology, backends.control, executor, settings, backends.agreement,
-                                interruption=interruption, where=partial(_where, ring), trace=trace,
+                                interruption=interruption, where=partial(_where, ring),
                                 look=partial(stacks.look, processes))
-        self.traced = Traced(ring, topology.size, backends.data.name, controller.queue.in_flight)
+        self.traced = Traced(ring, topology.size, backends.data.name, controller.queue.in_flight,
+                             backends.data.measured_choices)
         self.engine = Engine(controller)
         self.engine.start()
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from ..core.install import numbers, pip, pip_extra
 from ..core.version import __version__
+from ..process.launchers import STARTED
 from .arguments import counted
-from .hostfile import HYDRA, OPEN_MPI
-from .mpirun import INTEL_MPI, Mpirun
+from .mpirun import Mpirun
 from .probe import Findings
 
 GPU_TIMEOUT_S = 15.0
@@ -31,9 +31,6 @@ CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11")
 OLDEST_TENSORFLOW = (2, 16)
 OLDEST_KERAS = (3, 0)
-
-# mpi4py's names of MPI libraries, and the maker of the mpirun that starts their ranks.
-_VENDORS = {"Open MPI": OPEN_MPI, "MPICH": HYDRA, "MVAPICH": HYDRA, "Intel MPI": INTEL_MPI}
 
 
 @dataclass(frozen=True)
@@ -97,12 +94,12 @@ def mpi_rows(found: Findings, mpirun: Mpirun | None, mpirun_error: str) -> list[
     if mpirun is None:
         rows.append(Row("mpirun", mpirun_error, is_available=False))
     else:
-        rows.append(Row("mpirun", f"{mpirun.path} ({mpirun.maker} {mpirun.version})"))
-        maker = _VENDORS.get((mpi or {}).get("vendor", ""), mpirun.maker)
-        # Intel MPI and MPICH share a binary interface and a way to start ranks.
-        if (maker == OPEN_MPI) != (mpirun.maker == OPEN_MPI):
+        rows.append(Row("mpirun", f"{mpirun.path} ({mpirun.launcher.name} {mpirun.version})"))
+        vendor = (mpi or {}).get("vendor", "")
+        is_known = any(vendor in launcher.libraries for launcher in STARTED)
+        if is_known and vendor not in mpirun.launcher.libraries:
             rows.append(Row("", "does not fit the MPI library: jobs fail, or each rank runs alone. Use the mpirun of "
-                            f"{maker} (--mpirun PATH), or point MPI4PY_LIBMPI to this one's libmpi.so",
+                            f"{vendor} (--mpirun PATH), or point MPI4PY_LIBMPI to this one's libmpi.so",
                             is_available=False))
     return rows
 

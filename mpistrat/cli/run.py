@@ -11,14 +11,13 @@ from typing import NoReturn
 from ..core.errors import LaunchError
 from ..core.install import numbers
 from ..process.launch_env import RUN_CORES
+from ..process.launchers import STARTED
 from . import efficiency, elastic, horovodrun
 from .arguments import AUTO, Parser, add_launch_options, mpirun_options, read_hosts, seconds, split_arguments
 from .automatic import automatic
 from .doctor import command as doctor
-from .hostfile import OPEN_MPI
 from .inventory import has_nvidia_driver
 from .mpirun import (
-    INTEL_MPI,
     Job,
     LaunchCommand,
     Machine,
@@ -190,13 +189,14 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     is_announced = are_read and (bool(others) or elastic.is_asked_for(options))
     job = Job(options.np, in_shell(command, options.np, options.output_filename or None, is_announced), hosts,
               options.oversubscribe, passed)
-    return Plan(command, job, mpirun, machine, horovodrun.variables(options, mpirun.dialect), others,
+    return Plan(command, job, mpirun, machine, horovodrun.variables(options, mpirun.launcher), others,
                 check_count(job, machine, options.force))
 
 
 def _grace_s(mpirun: Mpirun, asked: float | None) -> float:
-    """Seconds from SIGTERM to the end of the ranks; 0: they do not get it. Open MPI 4 hands no such signal on."""
-    if mpirun.maker == OPEN_MPI and numbers(mpirun.version) < [5]:
+    """Seconds from SIGTERM to the end of the ranks; 0: they do not get it."""
+    launcher = mpirun.launcher
+    if launcher.handed_on is None or numbers(mpirun.version) < list(launcher.hands_on_since):
         return 0.0
     return _GRACE_S if asked is None else asked
 
@@ -227,16 +227,17 @@ def _goes_elsewhere(options: Sequence[str]) -> bool:
 
 
 def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
-    """Variables by which ranks share the cores of their host; Intel MPI binds them, and what the user wrote wins."""
+    """Variables by which ranks share the cores of their host, unless mpirun binds them; what the user wrote wins."""
     if sets_binding(job.options):
         return {"MPISTRAT_BIND": "0"}
     # mpirun itself says that it has bound nothing.
     says_which = any(option.lstrip("-") == "report-bindings" for option in job.options)
-    return {} if mpirun.maker == INTEL_MPI else {RUN_CORES: "report" if says_which else "1"}
+    return {} if mpirun.launcher.is_binding else {RUN_CORES: "report" if says_which else "1"}
 
 
 def _parser() -> Parser:
-    parser = Parser("run", "Start a command on several ranks with mpirun (Open MPI, MPICH or Intel MPI).", _EPILOG,
+    makers = ", ".join(launcher.name for launcher in STARTED)
+    parser = Parser("run", f"Start a command on several ranks with mpirun ({makers}).", _EPILOG,
                     "mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
     add_launch_options(parser)
     parser.add_argument("--force", action="store_true", help="start more than 100 ranks for each core")

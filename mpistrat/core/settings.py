@@ -24,6 +24,7 @@ HOROVOD_PREFIX = "HOROVOD_"
 # (https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables).
 _OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|"
                         r"PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+_LEAST_CHUNK_BYTES = 4096  # A slice of a chunk for each of some ranks is then a few cache lines, at least.
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -95,6 +96,10 @@ class Settings:
         "CPU_OPERATIONS", "auto", "Backend for CPU tensors. auto: first available of shared_memory, mpi. "
         "shared_memory: shared memory within hosts, MPI between hosts. mpi: MPI throughout.",
         choices=("auto", "shared_memory", "mpi"))
+    chunk_bytes: int = _setting(
+        "CHUNK_BYTES", 0, "Bytes of a chunk of an all-reduce in shared memory, a power of two. 0: on one host a job "
+        "tries 512 KiB, 2 MiB and 4 MiB on its own all-reduces, as far as the host's memory allows, and keeps the "
+        "fastest; with several hosts 2 MiB.", low=0, high=2**28)
     fast_path: bool = _setting(
         "FAST_PATH", True, "0: ranks negotiate every operation through rank 0, also where they wait for one operation "
         "after the other and could agree by a vote. Slower, same results.")
@@ -173,6 +178,10 @@ class Settings:
             raise SettingsError(
                 f"{PREFIX}STALL_SHUTDOWN_TIME_SECONDS ({settings.stall_abort_s:g}) must be 0 or at least "
                 f"{PREFIX}STALL_CHECK_TIME_SECONDS ({settings.stall_warning_s:g}).")
+        next_power = max(_LEAST_CHUNK_BYTES, 2**(max(settings.chunk_bytes, 1) - 1).bit_length())
+        if settings.chunk_bytes not in (0, next_power):
+            raise SettingsError(f"{PREFIX}CHUNK_BYTES={settings.chunk_bytes}: expected 0 or a power of two, at least "
+                                f"{_LEAST_CHUNK_BYTES}; the next one is {next_power}.")
         if settings.timeline_steps != "all" and settings.timeline_window is None:
             raise SettingsError(f"{PREFIX}TIMELINE_STEPS={settings.timeline_steps!r}: expected all, or FIRST:END "
                                 "with FIRST less than END, for example 100:120.")

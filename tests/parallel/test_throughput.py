@@ -246,7 +246,7 @@ def test_a_rank_that_is_slow_in_each_step_is_named_by_the_chief(caplog: pytest.L
     named = f"rank {last} on "
     tracer = runtime.current().tracer
     assert tracer is not None
-    tracer.stragglers = StragglerWatch()  # The rank may have been named in an earlier test.
+    tracer.reports.stragglers = StragglerWatch()  # The rank may have been named in an earlier test.
     for _ in range(20):  # Of a second or two each. The first three are enough, but on a machine that is very busy.
         train(10)
         if mpistrat.broadcast_object(named in caplog.text, root_rank=0, name="is named"):

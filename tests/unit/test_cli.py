@@ -24,6 +24,7 @@ from mpistrat.cli.supervisor import Outcome
 from mpistrat.core import version
 from mpistrat.core.errors import LaunchError
 from mpistrat.core.install import pip_extra
+from mpistrat.process.launchers import MPICH, OPEN_MPI
 
 MPICH_VERSION = "HYDRA build details:\n    Version:   5.0.2"
 
@@ -203,7 +204,7 @@ def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised,
         assert ("-x", name) in list(zip(launch.argv, launch.argv[1:]))
     assert options["start"] is None and not options["output"]._is_all and options["output"]._records._least == 2
     assert supervised("-x", "file=a", "python", "train.py")[1]["_MPISTRAT_REPORTS"] == "summary"  # It is no option.
-    assert launch.dialect == "Open MPI" and supervised("sh", mpirun=MPICH_VERSION)[0].dialect == "MPICH"
+    assert launch.launcher is OPEN_MPI and supervised("sh", mpirun=MPICH_VERSION)[0].launcher is MPICH
 
 
 INTEL_VERSION = "Intel(R) MPI Library for Linux* OS, Version 2021.10"
@@ -374,7 +375,7 @@ def test_version_of_the_metadata() -> None:
 
 # -- doctor -----------------------------------------------------------------------------------------------------------
 
-OMPI = Mpirun("/bin/mpirun", "Open MPI", "5.0.11")
+OMPI = Mpirun("/bin/mpirun", OPEN_MPI, "5.0.11")
 GOOD_MPI = {"mpi4py": "4.1.2", "vendor": "Open MPI", "version": "5.0.11", "threads": "MULTIPLE"}
 
 
@@ -402,12 +403,12 @@ def test_an_mpi_library_that_ends_the_process_is_reported() -> None:
     assert texts(backend_rows(found))["mpi"] == "no: loading the libraries died of signal 11"
 
 
-@pytest.mark.parametrize("vendor, maker, fits", [
-    ("Open MPI", "Open MPI", True), ("MPICH", "Open MPI", False), ("Open MPI", "MPICH", False),
-    ("MPICH", "MPICH", True), ("Intel MPI", "MPICH", True), ("Some MPI", "Open MPI", True),
+@pytest.mark.parametrize("vendor, launcher, fits", [
+    ("Open MPI", OPEN_MPI, True), ("MPICH", OPEN_MPI, False), ("Open MPI", MPICH, False),
+    ("MPICH", MPICH, True), ("Intel MPI", MPICH, True), ("Some MPI", OPEN_MPI, True),
 ])
-def test_an_mpirun_of_another_maker_than_the_library_is_named(vendor, maker, fits) -> None:
-    rows = mpi_rows(Findings(mpi={**GOOD_MPI, "vendor": vendor}), Mpirun("/bin/mpirun", maker, "1"), "")
+def test_an_mpirun_of_another_maker_than_the_library_is_named(vendor, launcher, fits) -> None:
+    rows = mpi_rows(Findings(mpi={**GOOD_MPI, "vendor": vendor}), Mpirun("/bin/mpirun", launcher, "1"), "")
     assert any("does not fit" in row.text for row in rows) is not fits
 
 

@@ -788,6 +788,22 @@ def test_a_stall_of_a_whole_host_may_be_for_the_network(present: tuple[int, ...]
             in decision.end_text) == is_named
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_stall_of_some_ranks_of_a_host_that_does_not_answer_may_be_for_the_network(answers: bool) -> None:
+    root = Coordinator(Topology(0, ("here", "here", "there", "there")), CAPACITY, WARNING_S, ABORT_S)
+    root.submit(allreduce("a"), 0.0)
+    for rank in (1, 2):
+        root.receive(rank, Announcement(requests=((allreduce("a"), None),)).to_bytes(), 0.0)
+    _, decision = root.advance(ABORT_S - 1)
+    assert decision is not None and decision.asks == (3,)
+    if answers:
+        root.receive(1, Announcement(places=((3, "in the main thread"),)).to_bytes(), ABORT_S - 1)
+    _, decision = root.advance(ABORT_S + 1)
+    assert decision is not None and decision.end is EndReason.STALL
+    network = "Or the network between the hosts here and there is down or loses what is sent: no rank there answers."
+    assert (network in decision.end_text) is not answers
+
+
 # -- what is told of incomplete work ----------------------------------------------------------------------------------
 
 

@@ -210,3 +210,14 @@ def test_the_tables_defaults_are_read_back_as_the_defaults() -> None:
                                                (Settings(stall_check_disable=True), 0.0)])
 def test_no_wait_has_a_limit_without_stall_checks(settings: Settings, limit_s: float) -> None:
     assert settings.limit_s == limit_s
+
+
+@pytest.mark.parametrize(("text", "next_one"), [("1", 4096), ("4095", 4096), ("4097", 8192), ("3000000", 2**22)])
+def test_the_bytes_of_a_chunk_are_a_power_of_two(text: str, next_one: int) -> None:
+    with pytest.raises(errors.SettingsError, match=f"MPISTRAT_CHUNK_BYTES={text}: expected 0 or a power of two, at "
+                                                   f"least 4096; the next one is {next_one}."):
+        read(CHUNK_BYTES=text)
+
+
+def test_the_bytes_of_a_chunk_may_be_chosen() -> None:
+    assert [read(CHUNK_BYTES=text).chunk_bytes for text in ("0", "4096", "1048576")] == [0, 4096, 2**20]

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from mpistrat.process.silent_hosts import local_addresses
+from mpistrat.process.addresses import local_addresses
 from mpistrat.tensorflow.cluster.cluster import ReservedPort
 
 

@@ -38,10 +38,10 @@ def this_ranks_gpu(number: int) -> "Device":
         MissingDependencyError: cupy is not installed.
     """
     current = runtime.current()
-    with _lock:
-        device = _devices.get(current)
-        if device is None:
-            device = _devices[current] = make_device(number)
+    device = _devices.get(current)
+    if device is None:
+        with _lock:
+            device = _devices.get(current) or _devices.setdefault(current, make_device(number))
     if device.number != number:
         raise InvalidRequestError(f"the tensor is on GPU {number}, but this rank's tensors are on GPU {device.number}; "
                                   "a rank uses one GPU.")

@@ -159,6 +159,7 @@ def _measured(observed: Observed) -> list[str]:
         lines.append(f"  all-reduce {'right' if result['right'] else 'wrong'}: {counted(observed.ranks, 'rank')} on "
                      f"{counted(len(result['hosts']), 'host')} ({', '.join(result['hosts'])}), "
                      f"{1e6 * result['seconds']:.0f} us for {result['bytes']} bytes")
+        lines += [f"  {sentence}" for sentence in result.get("choices", [])]
     return [*lines, ""]
 
 

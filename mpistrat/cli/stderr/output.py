@@ -15,7 +15,7 @@ import math
 import re
 
 from ...process.report import ReportReader
-from .mpirun_lines import RULE, Words, understand
+from .mpirun_lines import LINE_STARTS, RULE, Words, understand
 from .tensorflow_lines import Records
 
 PARTIAL_S = 0.1  # A line that is not complete waits so long for its end,
@@ -111,7 +111,7 @@ class Output:
             return self._end_block() if len(self._block) > _BLOCK_LINES else b""
         if is_rule:
             return self._take_rule(line, now)
-        if line.startswith((b"Abort(", b"[")) and self._keep(line):
+        if line.startswith(LINE_STARTS) and self._keep(line):
             return line if self._is_all else b""
         return self._once(line)
 

@@ -187,19 +187,4 @@ def check(stream: RecordedStream, device: "Device", where: str) -> None:
 
 def addresses(tensors: list[tf.Tensor]) -> list[int]:
     """The addresses of eager tensors of one device. Does not wait for their contents."""
-    target = _Looking(len(tensors))
-    kernel.execute(target, tensors)
-    return target.found
-
-
-class _Looking:
-    """Reads the addresses of its inputs."""
-
-    def __init__(self, count: int):
-        self._count = count
-
-    def compute(self, call: kernel.Call) -> None:
-        self.found = [call.input(1 + i)[0] for i in range(self._count)]
-        for i in range(self._count):
-            call.output(i, (0,))
-        call.complete()
+    return kernel.lent(tensors, ()).sources

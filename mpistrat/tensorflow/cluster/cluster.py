@@ -1,12 +1,13 @@
 """The ranks as a TensorFlow cluster: each has a role, an address, and a port that is reserved for its server.
 
-A formed cluster needs neither the engine nor MPI. The ends of ranks are detected by `liveness`. Made by rendezvous.py;
-any thread may use it.
+A formed cluster needs neither the engine nor MPI: each rank has a line to the chief, on which both sides notice the end
+of the other (process/peers.py). Made by rendezvous.py; any thread may use it.
 """
 
 import atexit
 import logging
 import socket
+import time
 from collections.abc import Mapping, Sequence
 
 from ...api.runtime import Runtime
@@ -15,12 +16,15 @@ from ...core.errors import InvalidRequestError, RankDiedError
 from ...core.roles import Role
 from ...core.topology import Topology
 from ...process import abort
-from .liveness import LivenessClient, LivenessServer
+from ...process.peers import End, Peers
 
 logger = logging.getLogger(__name__)
 
 DIED = ("ranks {ranks} have died, so there can be no more collectives among all ranks. This is no error for what needs "
         "none, as training with parameter servers.")
+# A rank waits so long before it reports the chief's death. mpirun usually ends the job in that time, and then only the
+# chief's own error is printed.
+_LAUNCHER_S = 3.0
 _REPORT_S = 5.0  # the time after which a rank warns that it waits for the chief without running a server
 
 
@@ -65,16 +69,16 @@ class Cluster:
     """
 
     def __init__(self, topology: Topology, roles: Sequence[tuple[Role, int]], spec: Mapping[str, list[str]],
-                 port: ReservedPort, liveness: LivenessClient | LivenessServer, current: Runtime):
+                 port: ReservedPort, peers: Peers, current: Runtime):
         self.spec = spec
         self.role, self.index = roles[topology.rank]
         self._topology, self._roles = topology, roles
-        self._port, self._liveness, self._runtime = port, liveness, current
+        self._port, self._peers, self._runtime = port, peers, current
+        self._is_chief, self._has_left = topology.rank == 0, False
         current.join_cluster()
         self._workers = {rank for rank, (role, _) in enumerate(roles) if role is Role.WORKER}
         self._has_ps = any(role is Role.PS for role, _ in roles)
-        if isinstance(liveness, LivenessServer):
-            liveness.watch(self._rank_ended)
+        peers.watch(self._rank_ended if self._is_chief else lambda *_: None)
         # Registered after init()'s function, so it runs before that.
         atexit.register(self._finish)
 
@@ -89,13 +93,17 @@ class Cluster:
             NotInitializedError: This process was forked from a rank.
         """
         forked.require_rank()
-        if isinstance(self._liveness, LivenessServer):
+        if self._is_chief:
             raise InvalidRequestError("rank 0 is the chief and cannot wait for itself.")
         self._runtime.engine.announce_end()
-        died = self._liveness.wait(timeout_s)
-        if died:
-            self._runtime.abandon(DIED.format(ranks=list(died)))
-        return died is not None
+        end = self._peers.end_of(0, timeout_s)
+        if end is None:
+            return False
+        if end is not End.LEFT:
+            time.sleep(_LAUNCHER_S)
+            raise RankDiedError(f"rank 0, the chief, {end.value}.")
+        self._abandon_collectives()
+        return True
 
     def close(self) -> None:
         """On the chief: notify all other ranks that the work is done. On others: leave. May be called twice.
@@ -104,23 +112,25 @@ class Cluster:
         """
         if forked.is_child():
             return
-        if isinstance(self._liveness, LivenessServer):
-            died = self._liveness.close()
-            if died:
-                self._runtime.abandon(DIED.format(ranks=list(died)))
-        else:
-            self._liveness.leave()
+        if not self._has_left:
+            self._has_left = True
+            self._peers.leave()
+        if self._is_chief:
+            self._peers.stop()
+            self._abandon_collectives()
         self._port.close()
 
-    def _finish(self) -> None:
-        """At the end of the script: close, and on ranks other than the chief wait for it, before shutdown() does.
+    def _abandon_collectives(self) -> None:
+        """Let shutdown() not wait for ranks that have died. The chief's farewell lists them."""
+        if self._peers.died:
+            self._runtime.abandon(DIED.format(ranks=sorted(self._peers.died)))
 
-        shutdown() must not wait for ranks that have died. The chief's farewell lists them.
-        """
+    def _finish(self) -> None:
+        """At the end of the script: close, and on ranks other than the chief wait for it, before shutdown() does."""
         if forked.is_child():
             return
         self.close()
-        if isinstance(self._liveness, LivenessClient):
+        if not self._is_chief:
             try:
                 if self._has_ps and self.role in (Role.WORKER, Role.PS) and not self.wait_for_chief(_REPORT_S):
                     logger.warning("rank %d (%s %d) is at the end of its script, but the chief is not. Without a "
@@ -129,15 +139,15 @@ class Cluster:
                 self.wait_for_chief()
             except RankDiedError as error:
                 abort.uncaught(error)  # Raised in an atexit function it would only be printed.
-            self._liveness.close()
+            self._peers.stop()
 
-    def _rank_ended(self, rank: int, died: bool) -> None:
-        """On the chief, in the thread of LivenessServer."""
+    def _rank_ended(self, rank: int, end: End) -> None:
+        """On the chief: note the end of a rank before the chief's. In the thread of Peers."""
         role, index = self._roles[rank]
-        logger.log(logging.WARNING if died else logging.INFO, "rank %d (%s %d, on %s) has %s before the chief", rank,
-                   role.value, index, self._topology.host_of[rank], "died" if died else "left")
+        logger.log(logging.INFO if end is End.LEFT else logging.WARNING, "rank %d (%s %d, on %s) %s before the chief",
+                   rank, role.value, index, self._topology.host_of[rank], end.value)
         self._workers.discard(rank)
-        if died and role is Role.WORKER and not self._workers and self._has_ps:
+        if end is not End.LEFT and role is Role.WORKER and not self._workers and self._has_ps:
             # The coordinator would wait for a worker to restart, and none can. An exception in this thread does not end
             # the process, so it goes where an exception of the main thread would go.
             error = RankDiedError("no worker is left; the last one has died.")

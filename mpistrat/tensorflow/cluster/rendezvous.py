@@ -13,9 +13,12 @@ from ...api.ops import allgather_object
 from ...core.errors import ClusterError
 from ...core.roles import assign_roles, cluster_spec
 from ...core.topology import Topology, ranks_by_value
-from ...process.silent_hosts import elsewhere, local_addresses
+from ...process.addresses import elsewhere, local_addresses
+from ...process.peers import Invitation, Peers
 from .cluster import Cluster, ReservedPort
-from .liveness import LivenessClient, LivenessServer
+
+_CONNECT_LIMIT_S = 30.0  # for all addresses of the chief
+_ACCEPT_LIMIT_S = 30.0  # for the next rank to arrive
 
 
 @dataclass(frozen=True)
@@ -27,16 +30,14 @@ class Offer:
         problem: Why this rank cannot take part; "" if it can.
         port: The reserved port of this rank's server.
         addresses: The addresses of this rank's host.
-        liveness_port: On the chief, the port of its LivenessServer.
-        token: Likewise its token.
+        invitation: On the chief, where it listens.
     """
 
     jobs: Mapping[str, int] | None
     problem: str
     port: int
     addresses: tuple[str, ...]
-    liveness_port: int
-    token: bytes
+    invitation: Invitation | None
 
 
 @dataclass(frozen=True)
@@ -65,29 +66,30 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
     current = runtime.current()
     topology = current.topology
     with contextlib.ExitStack() as on_failure:
-        port, server, offer = _offer(jobs, topology, on_failure)
+        peers = Peers(topology.rank)
+        on_failure.callback(peers.stop)
+        port, offer = _offer(jobs, topology, peers, on_failure)
         offers: list[Offer] = allgather_object(offer, name="mpistrat.tensorflow.cluster.cluster.offer")
         _raise_together([each.problem for each in offers])
         jobs = offers[0].jobs  # On another rank they may be in another order.
         for rank, each in enumerate(offers):
             if each.jobs != jobs:
                 raise ClusterError(f"the ranks disagree on jobs: {jobs} on rank 0, {each.jobs} on rank {rank}.")
-        liveness: LivenessClient | LivenessServer | None = server
         link = Link()
-        if server is None:
-            liveness, link = _connect(topology, offers, on_failure)
+        if topology.rank:
+            link = _connect(topology, offers, peers)
         else:
             try:
-                server.accept(range(1, topology.size))
+                peers.await_all(_ACCEPT_LIMIT_S)
             except OSError as error:
                 link = Link(problem=str(error))
         links: list[Link] = allgather_object(link, name="mpistrat.tensorflow.cluster.cluster.link")
         _raise_together([each.problem for each in links])
         on_failure.pop_all()
-    assert port is not None and liveness is not None  # Otherwise _raise_together has raised.
+    assert port is not None  # Otherwise _raise_together has raised.
     placed = dataclasses.replace(topology, host_of=addresses_of(topology, links))
     spec = cluster_spec(placed, [each.port for each in offers], jobs)["cluster"]
-    return Cluster(topology, assign_roles(topology.size, jobs), spec, port, liveness, current)
+    return Cluster(topology, assign_roles(topology.size, jobs), spec, port, peers, current)
 
 
 def addresses_of(topology: Topology, links: Sequence[Link]) -> tuple[str, ...]:
@@ -103,26 +105,24 @@ def addresses_of(topology: Topology, links: Sequence[Link]) -> tuple[str, ...]:
     return tuple(chief if host == chief_host else link.own for link, host in zip(links, topology.host_of))
 
 
-def _offer(jobs: Mapping[str, int] | None, topology: Topology,
-           on_failure: contextlib.ExitStack) -> tuple[ReservedPort | None, LivenessServer | None, Offer]:
-    port, server, problem = None, None, ""
+def _offer(jobs: Mapping[str, int] | None, topology: Topology, peers: Peers,
+           on_failure: contextlib.ExitStack) -> tuple[ReservedPort | None, Offer]:
+    port, invitation, problem = None, None, ""
     try:
         assign_roles(topology.size, jobs)
         port = ReservedPort()
         on_failure.callback(port.close)
         if topology.rank == 0:
-            server = LivenessServer(local=len(topology.hosts) == 1)
-            on_failure.callback(server.close)
+            invitation = peers.listen(range(1, topology.size), local_addresses(), is_local=len(topology.hosts) == 1)
     except ValueError as error:
         problem = str(error)
     except OSError as error:
         problem = f"a port on {topology.host} cannot be had: {error}."
-    return port, server, Offer(None if jobs is None else dict(jobs), problem, port.number if port else 0,
-                                local_addresses(), server.port if server else 0, server.token if server else b"")
+    return port, Offer(None if jobs is None else dict(jobs), problem, port.number if port else 0, local_addresses(),
+                       invitation)
 
 
-def _connect(topology: Topology, offers: Sequence[Offer],
-             on_failure: contextlib.ExitStack) -> tuple[LivenessClient | None, Link]:
+def _connect(topology: Topology, offers: Sequence[Offer], peers: Peers) -> Link:
     chief, host = offers[0], topology.host_of[0]
     if len(topology.hosts) == 1:
         addresses: list[str] = ["127.0.0.1"]
@@ -130,13 +130,13 @@ def _connect(topology: Topology, offers: Sequence[Offer],
         addresses = [*chief.addresses, host]
     else:
         addresses = [*elsewhere(chief.addresses), host]
+    assert chief.invitation is not None  # Otherwise _raise_together has raised.
     try:
-        liveness = LivenessClient(addresses, chief.liveness_port, chief.token, topology.rank)
+        line = peers.connect(dataclasses.replace(chief.invitation, addresses=addresses), 0, _CONNECT_LIMIT_S)
     except OSError as error:
-        return None, Link(problem=f"{topology.host} cannot reach {host}, where the chief is ({error}). Is there a "
-                                  "firewall between them?")
-    on_failure.callback(liveness.close)
-    return liveness, Link(liveness.own_address, liveness.chief_address)
+        return Link(problem=f"{topology.host} cannot reach {host}, where the chief is ({error}). Is there a "
+                            "firewall between them?")
+    return Link(line.own[0], line.peer[0])
 
 
 def _raise_together(problems: Sequence[str]) -> None:

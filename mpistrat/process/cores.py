@@ -12,21 +12,11 @@ from pathlib import Path
 SYSTEM = Path("/sys/devices/system/cpu")
 PCI = Path("/sys/bus/pci/devices")
 NVIDIA = Path("/proc/driver/nvidia/gpus")
-# Set by the launchers for each rank: its number among the ranks of its host, and how many these are.
-_LOCAL = (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
 
 
 def own_cpus() -> frozenset[int]:
     """The CPUs that this thread may use; empty where the system does not say."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
-
-
-def local_rank(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """The rank among those of its host, and their number, as mpirun says them to a process; None if it does not."""
-    for rank, size in _LOCAL:
-        if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
-            return int(environ[rank]), int(environ[size])
-    return None
 
 
 def physical_cores(cpus: Collection[int], system: Path = SYSTEM) -> list[frozenset[int]]:
@@ -96,12 +86,13 @@ def take(cpus: Collection[int]) -> None:
             continue  # It has ended meanwhile.
 
 
-def take_share_at_start(environ: Mapping[str, str]) -> frozenset[int]:
+def take_share_at_start(place: tuple[int, int] | None, environ: Mapping[str, str]) -> frozenset[int]:
     """Take the share of this rank, when Python starts on a rank of `mpistrat run`. init() logs what came of it.
+
+    `place`: The rank among those of its host, and their number; None: not known.
 
     Returns the CPUs that it has taken, or none.
     """
-    place = local_rank(environ)
     cpus = own_cpus()
     if place is not None and place[1] > 1 and cpus:
         chosen = share(cpus, *place, gpu_cpus() if "CUDA_VISIBLE_DEVICES" not in environ else ())
