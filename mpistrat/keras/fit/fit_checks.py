@@ -96,11 +96,11 @@ class FitChecks(Callback):
         self.is_silent = bool(marks[0][2])
         if isinstance(training, StrategyTraining):
             training.begin(max(rows for _, rows, _ in marks), any(begin.reads_logs for begin in begins))
-        self._assign_roles([begin.entries for begin in begins])
         if self._statistics is not None and not self._joins:
             self._statistics.schedules = [schedule for begin in begins for schedule in begin.saves]
         if self._is_checked:
             self._check_begin(begins, [digest for digest, *_ in marks])
+        self._assign_roles([begin.entries for begin in begins])
         for callback in self._callbacks:
             if isinstance(callback, BroadcastGlobalVariablesCallback):
                 callback.first_steps = training.first_steps

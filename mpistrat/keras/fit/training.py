@@ -253,8 +253,9 @@ def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> 
 
 
 def is_under_strategy(model: keras.Model) -> bool:
-    """Whether a model is one of an MPIStrategy, which has the ranks train it together."""
-    return getattr(model.distribute_strategy, "is_mpi_strategy", False)
+    """Whether a model was made in the scope of an MPIStrategy, which has the ranks train it together."""
+    # The public attribute is the strategy of the caller's scope for a model that was made outside of one.
+    return getattr(getattr(model, "_distribute_strategy", None), "is_mpi_strategy", False)
 
 
 def optimizers_of(model: keras.Model) -> list[Optimizer]:
