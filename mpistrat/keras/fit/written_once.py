@@ -140,7 +140,7 @@ class WrittenOnce(Callback):
             with self._alone():
                 self.callback.set_model(self._given)
 
-    def _call(self, hook: str, *args: Any, **kwargs: Any) -> None:
+    def _call(self, hook: str, *args: object, **kwargs: object) -> None:
         action = partial(getattr(self.callback, hook), *args, **kwargs)
         if not self.role.meets or hook not in _MEETINGS:
             if self.role.runs:
