@@ -10,7 +10,7 @@ _ENDING = "_gradient_accumulator"  # of a name, after the path of the weight
 
 
 class Accumulating(Protocol):
-    """An optimizer of Keras, as far as its sums are concerned."""
+    """What an optimizer of Keras has for it."""
 
     built: bool
     gradient_accumulation_steps: int | None
