@@ -19,11 +19,11 @@ from ..tensorflow.types import Variable
 from ._private import all_layers
 from .alone import Alone
 from .fit.elastic_fit import Elastic
-from .fit.fit_optimizers import is_under_strategy, name_in_fit, optimizers_of
 from .fit.metric_means import MetricMeans
 from .fit.rates import number
 from .fit.row_counts import UNKNOWN, RowCount
 from .fit.throughput import Throughput
+from .fit.training import is_under_strategy, name_in_fit, optimizers_of
 from .nested_optimizers import parts_of
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "Elastic", "LearningRateScheduleCallback",

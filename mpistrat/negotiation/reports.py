@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from ..core.request import ReduceOp, Request, TensorSpec
+from ..core.request import Request, TensorSpec
 from ..core.stalls import MOST_LISTED, describe_ranks, hosts_of, hosts_without, network_cause
 from ..core.topology import Topology, rank_list
 from .pending import Pending
@@ -41,8 +41,8 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology) -
         ("kind of collective", lambda r: r.kind.value),
         ("number of tensors", lambda r: len(r.tensors)),
         *((f"shape{of_tensor(i)}", partial(_shape, i)) for i in common),
-        ("prescale and postscale factors", lambda r: (r.prescale, r.postscale)),
-        ("reduce operation", lambda r: ReduceOp(r.reduce_op).name.capitalize()),
+        ("prescale and postscale factors", lambda r: r.scaled[1:]),
+        ("reduce operation", lambda r: r.scaled.op.name.capitalize()),
         ("root rank", lambda r: topology.job_ranks[r.root_rank]),
         ("device", lambda r: r.device),
         ("compression", lambda r: r.wire_dtype or "none"),

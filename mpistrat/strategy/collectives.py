@@ -14,6 +14,7 @@ from ..core.errors import InvalidRequestError, MismatchError
 from ..core.request import Average, ReduceOp, ScaledOp, Sum
 from ..tensorflow import files, list_ops
 from ..tensorflow.bridge.program_order import complete_in_order
+from ..tensorflow.bridge.reduce_spec import ReduceSpec
 from ..tensorflow.list_ops import broadcast_list, gather_list, reduce_tensors
 from ..tensorflow.names import made
 from ..tensorflow.types import Tensor, TensorLike
@@ -39,8 +40,8 @@ def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribut
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
     scaled = ScaledOp(_OPS.get(op, op))
-    return in_program_order(operation, lambda name: reduce_tensors(tensors, name, scaled, labels=labels,
-                                                                   bucket_bytes=bucket_bytes))
+    return in_program_order(operation, lambda name: reduce_tensors(tensors, ReduceSpec(
+        name, scaled, labels, bucket_bytes=bucket_bytes, has_gradient=True)))
 
 
 def all_true(value: tf.Tensor, operation: str) -> tf.Tensor:

@@ -6,6 +6,7 @@ branches and loops. One replica per process needs no thread, and `merge_call` is
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
@@ -24,12 +25,14 @@ from tensorflow.python.distribute.values import DistributedVariable
 from ..api import runtime
 from ..core.request import ScaledOp, Sum
 from ..core.topology import Topology
+from ..tensorflow.bridge.reduce_spec import ReduceSpec
 from ..tensorflow.consistency import FirstSteps
 from ..tensorflow.gradients import GradientOptions, reduce_gradients
 from ..tensorflow.timed_steps import count_step
 from ..tensorflow.types import Structure, Tensor, TensorLike
 from . import collectives, input
-from .central import Slots
+from .central import Slots, is_central
+from .checkpoints import with_values_of
 from .options import CommunicationOptions, apply_timeout
 from .replica_context import RankReplicaContext, reduce_op_of
 from .variables import RankMirroredVariable
@@ -194,9 +197,9 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         count_step(is_global=True)
         if runtime.current().topology.size == 1:
             return [*gradients, *exact.values()]
-        return collectives.in_program_order("gradients", lambda name: reduce_gradients(
-            gradients, name, ScaledOp(Sum), self._gradient_options, labels=labels,
-            observer=checks.observer((), (), may_read=False), bucket_bytes=self._bucket_bytes(), exact=exact))
+        return collectives.in_program_order("gradients", lambda name: reduce_gradients(gradients, ReduceSpec(
+            name, ScaledOp(Sum), labels, bucket_bytes=self._bucket_bytes(),
+            observer=checks.observer((), (), may_read=False)), self._gradient_options, exact=exact))
 
     def local(self, value: object) -> Any:
         """This rank's part of a distributed value, or the value of this rank's component of a distributed variable."""
@@ -205,6 +208,14 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         if isinstance(value, tf.distribute.DistributedValues):
             return self._container_strategy().experimental_local_results(value)[0]
         return value
+
+    def is_everywhere(self, variable: tf.Variable) -> bool:
+        """Whether all ranks have the contents of a variable, and not the chief alone."""
+        return not is_central(variable)
+
+    def known_values(self, trackable: object) -> AbstractContextManager[None]:
+        """As checkpoints.with_values_of."""
+        return with_values_of(trackable)
 
     def _gather_to_implementation(self, value: TensorLike, destinations: object, axis: int,
                                   options: CommunicationOptions | None) -> tf.Tensor:

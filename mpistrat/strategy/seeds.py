@@ -13,6 +13,8 @@ from ..api import ops as array_ops
 from ..api import runtime
 from ..tensorflow import names
 
+_VERSION = random.getstate()[0]  # of the state of a generator of Python, the same on all ranks
+
 
 def seed_alike() -> None:
     """Seed TensorFlow with the seed that rank 0 has set, or a random one. Collective."""
@@ -32,7 +34,8 @@ def state_of_first_rank() -> Iterator[None]:
     own = _state()
     if own[0] is None:
         tf.random.set_seed(_drawn())
-    seed, numbers, python = array_ops.broadcast_object(_state(), 0, names.eager("strategy/random"))
+    state = array_ops.broadcast(_as_array(_state()), 0, names.eager("strategy/random"))
+    seed, numbers, python = _from_array(state)
     _set(seed, numbers)
     random.setstate(python)
     try:
@@ -49,6 +52,24 @@ def _drawn() -> int:
 def _state() -> tuple[int | None, tuple, tuple]:
     """The global seed, the state of TensorFlow's generator of operation seeds, and the state of `random`."""
     return global_seed(), context()._rng.getstate(), random.getstate()
+
+
+def _as_array(state: tuple[int | None, tuple, tuple]) -> np.ndarray:
+    """A state as numbers of 64 bits: the seed, and of each generator the words and the next normal number, or NaN."""
+    seed, *generators = state
+    parts = [np.array([seed], np.int64)]
+    for _, words, normal in generators:
+        parts += [np.array(words, np.int64), np.array([np.nan if normal is None else normal]).view(np.int64)]
+    return np.concatenate(parts)
+
+
+def _from_array(array: np.ndarray) -> tuple[int, tuple, tuple]:
+    def generator(part: np.ndarray) -> tuple:
+        normal = float(part[-1:].view(np.float64)[0])
+        return _VERSION, tuple(part[:-1].tolist()), None if np.isnan(normal) else normal
+
+    first, second = np.split(array[1:], 2)
+    return int(array[0]), generator(first), generator(second)
 
 
 def _set(seed: int | None, numbers: tuple) -> None:

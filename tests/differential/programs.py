@@ -175,7 +175,7 @@ _LIST = [
     Program("several buckets", Recipe(dense(1024, 9), _momentum(), takes_turns=False, steps=3)),
     Program("a network like ResNet", Recipe(residual(), _momentum())),
     Program("a small network like ResNet", Recipe(residual(2, 16), _momentum()), is_quick=True),
-    Program("a transformer", Recipe(transformer, _adam(), tokens=40), is_quick=True),
+    Program("a transformer", Recipe(transformer, _adam(), tokens=40, adds_several=True), is_quick=True),
     Program("resnet50", Recipe(resnet50, _momentum(), steps=8, batch=2, is_repeatable=False)),
     Program("resnet50, at the same time", Recipe(resnet50, _adam(), steps=12, batch=2, takes_turns=False,
                                                  is_repeatable=False)),

@@ -463,13 +463,15 @@ def test_the_observer_of_the_first_steps_gets_copies_on_the_host(device: Any) ->
     import mpistrat.tensorflow as hvd
     from mpistrat.core.request import ScaledOp
     from mpistrat.tensorflow.bridge.buckets import reduce_list
+    from mpistrat.tensorflow.bridge.reduce_spec import ReduceSpec
     seen: list[list[float]] = []
 
     def observe(arrays: Any, thread: str) -> bool:
         seen.append(arrays[0].tolist())
         return len(seen) < 2
 
-    step = tf.function(lambda tensor: reduce_list([tensor], "observed", ScaledOp(hvd.Sum), observer=observe),
+    spec = ReduceSpec("observed", ScaledOp(hvd.Sum), observer=observe)
+    step = tf.function(lambda tensor: reduce_list([tensor], spec),
                        autograph=False)
     for i in range(4):
         step(tf.fill([2], float(i)))
@@ -505,10 +507,12 @@ def test_a_runtime_that_has_ended_keeps_no_gpu(device: Any, monkeypatch: pytest.
     import mpistrat.tensorflow as hvd
     from mpistrat.core.request import ScaledOp
     from mpistrat.tensorflow.bridge.buckets import reduce_list
+    from mpistrat.tensorflow.bridge.reduce_spec import ReduceSpec
 
     def train() -> "weakref.ref[Any]":
         hvd.allreduce(tf.ones([2]))
-        step = tf.function(lambda tensor: reduce_list([tensor], "a", ScaledOp(hvd.Sum), observer=lambda *of: True),
+        spec = ReduceSpec("a", ScaledOp(hvd.Sum), observer=lambda *of: True)
+        step = tf.function(lambda tensor: reduce_list([tensor], spec),
                            autograph=False)
         step(tf.ones([2]))
         return weakref.ref(gpu_device.device_at(WHERE))

@@ -14,7 +14,7 @@ import keras
 from ...api import runtime
 from ...api.elastic.state import Snapshot, keep_going
 from ...tensorflow.elastic import TensorFlowKerasState
-from .fit_optimizers import is_under_strategy
+from .training import is_under_strategy
 
 logger = logging.getLogger(__name__)
 Logs = dict[str, Any] | None

@@ -15,7 +15,6 @@ The functions run in a replica, in TensorFlow's thread, unless the docstring say
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -27,11 +26,14 @@ from ...api import runtime
 from ...core.errors import MismatchError
 from ...core.request import Max
 from ...keras._private import trained_by
-from ...keras.fit.fit_optimizers import optimizers_of
-from ...keras.fit.rates import different_rate, rates_of
+from ...keras.fit.rates import rates_of, require_equal_rates
+from ...keras.fit.training import StrategyTraining
 from ...keras.nested_optimizers import parts_of
+from ...keras.optimizer import agreements_on_finite
+from ...keras.optimizer_state import OptimizerState
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
+from ...tensorflow.accumulators import is_accumulator
 from ...tensorflow.consistency import FirstSteps
 from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.gradients import label_of
@@ -49,40 +51,15 @@ _HALVES = (tf.float16, tf.bfloat16)
 _OWN_ROWS = ("dataset.shard(context.num_input_pipelines, context.input_pipeline_id) in the function of "
              "distribute_datasets_from_function; other datasets are sharded, so their rows are equal")
 
-_CAUSES = ("weights that were loaded or assigned on some ranks only (call load_weights, load_model and set_weights on "
-           "all ranks), and a callback or a learning rate on some ranks only.")
-
-
-@dataclass
-class OptimizerState:
-    """The attribute `_mpistrat` of an optimizer under a strategy.
-
-    Attributes:
-        checks: Those of its first reductions.
-        clipped: The gradients of this step that are reduced and clipped already, and are not reduced again.
-        is_compared: Whether the ranks have compared the weights before the first step of a loop of the user's.
-    """
-
-    checks: FirstSteps
-    clipped: list[Tensor] = field(default_factory=list)
-    is_compared: bool = False
-
 
 def state_of(optimizer: Optimizer) -> OptimizerState:
     """The state of an optimizer. The first call gives it its name, on all ranks in the same order."""
     if "_mpistrat" not in vars(optimizer):
         checks = FirstSteps(OptimizerName(0)(), way_out=_OWN_ROWS)
-        object.__setattr__(optimizer, "_mpistrat", OptimizerState(checks))  # By plain assignment Keras would track it.
+        # By plain assignment Keras would track it.
+        object.__setattr__(optimizer, "_mpistrat", OptimizerState(type(optimizer).__name__, strategys_checks=checks))
     state: OptimizerState = optimizer._mpistrat
     return state
-
-
-def conclude_checks(model: keras.Model) -> None:
-    """Let the checks decide, if an epoch ends after two or three steps. Outside of a replica."""
-    for optimizer in optimizers_of(model):
-        for part in parts_of(optimizer):
-            if isinstance(vars(part).get("_mpistrat"), OptimizerState):
-                state_of(part).checks.conclude()
 
 
 # -- optimizers that were made outside of the scope -------------------------------------------------------------------
@@ -147,15 +124,16 @@ def clip_gradients(original: Function, self: Optimizer, grads: list[Tensor]) -> 
     return own.clipped
 
 
-@replaces(LossScaleOptimizer, "check_finite",
-          "a rank with an overflow would skip the step, and the others would wait for its gradients", "ops.isfinite(g)")
-def check_finite(original: Function, self: LossScaleOptimizer, grads: list[Tensor]) -> tf.Tensor:
-    finite = original(self, grads)
+def _agree_on_finite(_: LossScaleOptimizer, finite: tf.Tensor) -> tf.Tensor:
+    """Whether the gradients of all ranks are finite, in a replica of MPIStrategy; else `finite`."""
     if step_state.strategy_here() is None:
         return finite
     if step_state.state.rows is not None:
         finite = tf.logical_or(finite, step_state.state.rows == 0)  # Gradients without rows do not count.
     return collectives.all_true(finite, "finite")
+
+
+agreements_on_finite.append(_agree_on_finite)
 
 
 def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list[str]) -> list[Tensor]:
@@ -165,7 +143,7 @@ def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list
     """
     if not gradients:
         return []
-    strategy, checks = tf.distribute.get_strategy(), state_of(optimizer).checks
+    strategy, checks = tf.distribute.get_strategy(), state_of(optimizer).strategys_checks
     weight = step_state.state.weight
     if weight is None or optimizer.gradient_accumulation_steps:  # Accumulated gradients have been weighted.
         return strategy.extended.reduce_gradients(gradients, labels, checks, {})
@@ -200,30 +178,22 @@ def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
     return tf.cast(tf.math.multiply_no_nan(wide, tf.cast(factor, wide.dtype)), gradient.dtype)
 
 
-def require_same_training(variables: Sequence[keras.Variable], optimizers: Iterable[Optimizer],
-                          place: str, action: str = "abort") -> None:
-    """Raise MismatchError on every rank unless all ranks have the same weights and rates. Collective, eager.
-
-    `place` is for messages: "at the end of epoch 3". `action` is what different weights are, see require_equal_weights.
-    """
-    if runtime.current().settings.consistency_check_disable or runtime.current().topology.size == 1:
-        return
-    own = rates_of(part for optimizer in optimizers for part in parts_of(optimizer))
-    different = different_rate(array_ops.allgather_object(own, eager("strategy/rates")))
-    if different:
-        raise MismatchError(f"{place} {different} Set it to the same value on all ranks, and give all ranks the same "
-                            "callbacks.")
-    require_equal_weights(variables, eager("strategy/weights"), place, causes=_CAUSES, action=action)
-
-
 def _compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
     """Raise MismatchError unless all ranks begin a loop of the user's with the same weights. Collective; once."""
     state_of(optimizer).is_compared = True
+    if runtime.current().settings.consistency_check_disable or runtime.current().topology.size == 1:
+        return
     with tf.init_scope():
         if not tf.executing_eagerly():
             return
+        place, rates = f"in the first step of {optimizer.name}", rates_of(parts_of(optimizer))
+
+        def compare_rates() -> None:
+            require_equal_rates(array_ops.allgather_object(rates, eager("strategy/rates")), place)
+
         try:
-            require_same_training(variables, [optimizer], f"in the first step of {optimizer.name}")
+            require_equal_weights(variables, eager("strategy/weights"), place, causes=StrategyTraining.causes,
+                                  rates=(repr(rates).encode(), compare_rates))
         except MismatchError as error:
             error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph would raise a StagingError instead.
             raise
@@ -244,7 +214,7 @@ def add_variable(original: Function, self: Optimizer, *args: object, **kwargs: o
     slots = slots_of(self)
     # Every rank scales its own loss and accumulates its own gradients.
     if slots is None or isinstance(self, LossScaleOptimizer) \
-            or str(kwargs.get("name")).endswith("_gradient_accumulator"):
+            or is_accumulator(str(kwargs.get("name"))):
         return original(self, *args, **kwargs)
     with slots.created():
         return original(self, *args, **kwargs)
@@ -253,13 +223,20 @@ def add_variable(original: Function, self: Optimizer, *args: object, **kwargs: o
 @replaces(Optimizer, "_distributed_tf_update_step", "ranks would update with slots that they do not have",
           "self.update_step(grad, var, learning_rate)")
 @replaces(Optimizer, "_update_model_variables_moving_average", "likewise", "average.assign(")
-@replaces(Optimizer, "_overwrite_model_variables_with_average_value", "likewise",
-          "self._model_variables_moving_average")
 @replaces(Optimizer, "save_own_variables",
           "a file of another rank would have slots without elements, and could not be loaded", "variable.numpy()")
 def only_where_slots_are(original: Function, self: Optimizer, *args: object, **kwargs: object) -> Any:
     slots = slots_of(self)
     return original(self, *args, **kwargs) if slots is None or slots.are_here else None
+
+
+@replaces(Optimizer, "_overwrite_model_variables_with_average_value",
+          "likewise; and only the chief's model would end with the averages", "self._model_variables_moving_average")
+def overwrite(original: Function, self: Optimizer, trainable_variables: Iterable[keras.Variable]) -> None:
+    variables, slots = list(trainable_variables), slots_of(self)
+    only_where_slots_are(original, self, variables)
+    if slots is not None and tf.distribute.in_cross_replica_context():  # at the end of training; in a step `apply` does
+        slots.share(variables)
 
 
 @replaces(Optimizer, "apply", "only the chief would have the new values",
@@ -302,13 +279,3 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
     complete = self._iterations % self.gradient_accumulation_steps == 0
     tf.cond(complete, share, lambda: tf.constant(0))
     return result
-
-
-@replaces(Optimizer, "finalize_variable_values", "only the chief's model would end with the averages",
-          "self._overwrite_model_variables_with_average_value(var_list)")
-def finalize_variable_values(original: Function, self: Optimizer, var_list: Iterable[keras.Variable]) -> None:
-    """Called by Keras at the end of training, outside of a replica."""
-    original(self, var_list)
-    slots = slots_of(self)
-    if slots is not None and self.use_ema:
-        slots.share(list(var_list))

@@ -1,46 +1,13 @@
-"""Saving under MPIStrategy: functions that write a model to a file. All ranks call them, the chief writes, all wait.
+"""Saving under MPIStrategy, but for what all models have in keras/whole_files.py. Called by Keras."""
 
-See tensorflow.files for hosts that share no file system. Callbacks that save are in `callbacks`. Called by
-Keras in place of its own functions.
-"""
-
-import os
-from typing import BinaryIO
 
 import keras
 
-from ...core.errors import ShutdownError
-from ...keras._private import legacy_h5_format, saving_lib
+from ...keras._private import saving_lib
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
 from ...tensorflow import files
-from ..checkpoints import with_values_of
 from ..mpi_strategy import MPIStrategy
-from .step_state import strategy_of
-from .trainer import average_statistics
-
-
-def writes_together(model: keras.Model) -> bool:
-    """Whether all ranks take part in writing this model: they have copies of it, and none is being written."""
-    return strategy_of(model) is not None and not files.is_alone()
-
-
-@replaces(saving_lib, "save_model", "all ranks would write to one file at the same time", "_save_model_to_fileobj(")
-@replaces(saving_lib, "save_weights_only", "likewise", "H5IOStore(filepath")
-@replaces(legacy_h5_format, "save_model_to_hdf5", "likewise", 'h5py.File(filepath, mode="w")')
-@replaces(keras.Model, "export", "likewise", "export_saved_model")
-def save(original: Function, model: keras.Model, filepath: str | os.PathLike | BinaryIO, *args: object,
-         **kwargs: object) -> object:
-    if not isinstance(model, keras.Model) or not writes_together(model) or hasattr(filepath, "write"):
-        return original(model, filepath, *args, **kwargs)
-    try:
-        average_statistics(model)
-    except ShutdownError:
-        # The other ranks have ended, so this rank saves its own statistics. files.exchange_status
-        # explains why that is no error.
-        pass
-    with with_values_of(model):
-        return files.write_once(str(filepath), lambda: original(model, filepath, *args, **kwargs))
 
 
 @replaces(saving_lib, "get_attr_skipset", "the variables of the optimizer that it makes would be broadcast",

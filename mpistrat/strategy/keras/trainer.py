@@ -19,10 +19,10 @@ from ...api import runtime
 from ...core.request import Max
 from ...keras._private import all_layers
 from ...keras._private import trainer as keras_trainer
-from ...keras.fit.fit_optimizers import accumulators_in, optimizers_of
 from ...keras.fit.row_counts import rows_of
-from ...keras.fit.running_statistics import average_state, running_statistics
-from ...keras.nested_optimizers import distributed_in, parts_of
+from ...keras.fit.running_statistics import average_statistics, running_statistics
+from ...keras.fit.training import StrategyTraining, in_fit, step_values_of
+from ...keras.nested_optimizers import distributed_in
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
 from ...keras.sync_batch_norm import SyncBatchNormalization
@@ -30,7 +30,6 @@ from ...tensorflow import names
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
 from ...tensorflow.xla import context as xla
-from .. import collectives
 from ..input import takes_from_generator
 from ..mpi_strategy import MPIStrategy
 from ..seeds import state_of_first_rank
@@ -45,14 +44,6 @@ Trainer = keras_trainer.TensorFlowTrainer
 
 
 # -- what is made outside of the scope of a model ---------------------------------------------------------------------
-
-
-@replaces(keras_trainer.base_trainer.Trainer, "compile", "optimizer and metrics would not be the strategy's",
-          "optimizers.get(optimizer)")
-def compile(original: Function, self: keras.Model, *args: object, **kwargs: object) -> None:
-    strategy = strategy_of(self)
-    with strategy.scope() if strategy is not None else contextlib.nullcontext():
-        original(self, *args, **kwargs)
 
 
 def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
@@ -102,7 +93,9 @@ def make_function(original: Function, self: keras.Model, step_function: Function
             function, size = original(self, step), strategy.num_replicas_in_sync
         # train_on_batch and test_on_batch pass a generator, and return the logs to their caller.
         is_loop = isinstance(iterator, tf.distribute.DistributedIterator)
-        step_state.flags_of(self).assign("logs_wanted", not is_loop or getattr(self, "_mpistrat_logs_wanted", True))
+        flags, values = step_state.flags_of(self), step_values_of(self)
+        flags.assign("logs_wanted", not is_loop or values.reads_logs)
+        flags.assign("usual_rows", values.train_rows if trains else values.test_rows)
         return function(iterator)
 
     return call
@@ -210,14 +203,28 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
         leaves = [leaf for leaf in keras.tree.flatten(data_batch) if leaf is not None]
         rows = rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf) for leaf in leaves
                         if not isinstance(leaf, tf.experimental.Optional)])
-    usual = array_ops.allreduce(int(rows) if rows is not None else 1, op=Max, name=names.eager("strategy/usual_rows"))
-    step_state.flags_of(self).assign("usual_rows", max(1, int(usual)))
+    _set_usual_rows(self, int(rows) if rows is not None else 1, is_of_fit=iterator is not None)
     if rows is not None and not int(rows):
         data_batch = tf.nest.map_structure(_any_rows, data_batch)
     # A model without a call() is built by its train_step, as without a strategy.
     if getattr(type(self), "call", None) is not keras.Model.call:
         original(self, None, data_batch)
     _bring_in_metrics(self, strategy)
+
+
+def _set_usual_rows(model: keras.Model, rows: int, is_of_fit: bool) -> None:
+    """Let the ranks know the largest number of rows of a first batch; `rows` is this rank's. Collective.
+
+    When fit begins the ranks exchange it with all else.
+    """
+    training, values = in_fit.get(model), step_values_of(model)
+    if is_of_fit and isinstance(training, StrategyTraining) and not training.has_begun:
+        training.usual_rows = rows
+        return
+    usual = max(1, int(array_ops.allreduce(rows, op=Max, name=names.eager("strategy/usual_rows"))))
+    values.test_rows = usual
+    if not is_of_fit:  # Of train_on_batch or test_on_batch.
+        values.train_rows = usual
 
 
 def _any_rows(leaf: object) -> object:
@@ -288,22 +295,20 @@ def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: boo
 # -- running statistics -----------------------------------------------------------------------------------------------
 
 
-@replaces(Trainer, "evaluate", "the ranks would evaluate models with different running statistics",
-          "self.make_test_function()")
-@replaces(Trainer, "predict", "likewise", "self.make_predict_function()")
-def with_averaged_statistics(original: Function, self: keras.Model, *args: object, **kwargs: object) -> object:
-    average_statistics(self)
+@replaces(Trainer, "predict", "the ranks would predict by models with different running statistics",
+          "self.make_predict_function()")
+def predict(original: Function, self: keras.Model, *args: object, **kwargs: object) -> object:
+    strategy = strategy_of(self)
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        average(self)
     return original(self, *args, **kwargs)
 
 
-def average_statistics(model: keras.Model) -> None:
-    """As average_state, for a model of a strategy. Collective; outside of a replica."""
-    strategy = strategy_of(model)
-    if strategy is None or strategy.num_replicas_in_sync == 1:
-        return
-    parts = IdentitySet(part for optimizer in optimizers_of(model) for part in parts_of(optimizer))
-    average_state(model, accumulators_in(parts), lambda op, variables, labels: collectives.all_reduce(
-        [strategy.extended.local(v.value) for v in variables], op, "statistics", labels))
+def average(model: keras.Model) -> StrategyTraining:
+    """As average_statistics; returns the training of the model. Collective; outside of a replica."""
+    training = StrategyTraining(model)
+    average_statistics(training)
+    return training
 
 
 @replaces(keras.Variable, "assign_add", "Keras assigns old value + increment, and the ranks would sum both",
