@@ -4,9 +4,17 @@ Each rank has sums of its own rows. Their mean, on all ranks, does not change th
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 _ENDING = "_gradient_accumulator"  # of a name, after the path of the weight
+
+
+class Accumulating(Protocol):
+    """An optimizer of Keras, as far as its sums are concerned."""
+
+    built: bool
+    gradient_accumulation_steps: int | None
+    _accumulated_gradients: list[Any]
 
 
 def is_accumulator(name: str) -> bool:
@@ -14,7 +22,7 @@ def is_accumulator(name: str) -> bool:
     return name.endswith(_ENDING)
 
 
-def accumulators_of(optimizer: Any) -> list[Any]:
+def accumulators_of(optimizer: Accumulating) -> list[Any]:
     """The variables in which one optimizer, without those inside of it, sums gradients; [] before it is built."""
     return list(optimizer._accumulated_gradients) if optimizer.built and optimizer.gradient_accumulation_steps else []
 
