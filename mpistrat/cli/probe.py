@@ -59,7 +59,7 @@ def _describe_exit(returncode: int, err: str) -> str:
     return f"loading the libraries {how}" + (f": {lines[-1][:200]}" if lines else "")
 
 
-def _print_findings(**part: Any) -> None:
+def _print_findings(**part: object) -> None:
     print(_MARK + json.dumps(part), flush=True)
 
 
