@@ -55,7 +55,7 @@ prints the whole command. The ranks of a host get equal shares of its cores (MPI
 mpirun bind them.
 
 The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
-share it), the file with the last operations of the ranks (MPISTRAT_FAILURE_TIMELINE=0: none) and the exit code. Of
+share it), the file with the last operations of the ranks (MPISTRAT_RECORDER=status: none) and the exit code. Of
 TensorFlow's log lines only errors are printed, once for all ranks (TF_CPP_MIN_LOG_LEVEL=2, unless it is set).
 
 The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. Ctrl-C ends the job, a second Ctrl-C

@@ -25,7 +25,6 @@ from ..process.garbage import freeze_libraries as _freeze_libraries
 from . import elastic, iterator_ends  # noqa: F401  (the second acts by its import)
 from .bridge._private import autograph_config as _autograph
 from .bridge._private import is_profiled as _is_profiled
-from .cluster.resolver import MPIClusterResolver
 from .compression import Compression
 from .gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from .objects import BroadcastGlobalVariablesHook, broadcast_global_variables, broadcast_object_fn
@@ -48,6 +47,7 @@ from .query_ops import local_rank_op, local_size_op, process_set_included_op, ra
 from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
 
 if TYPE_CHECKING:  # For __getattr__ below, type checkers would take Any.
+    from ..cluster.resolver import MPIClusterResolver
     from ..strategy import MPIStrategy, strategy
 
 __all__ = [
@@ -74,4 +74,6 @@ def __getattr__(name: str) -> Any:
         return getattr(_import_module("mpistrat.keras"), name)
     if name in ("MPIStrategy", "strategy"):  # It needs Keras where there is Keras.
         return getattr(_import_module("mpistrat.strategy"), name)
+    if name == "MPIClusterResolver":
+        return _import_module("mpistrat.cluster.resolver").MPIClusterResolver
     return _absent(name)

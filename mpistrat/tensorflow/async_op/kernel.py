@@ -210,7 +210,6 @@ def _compute(kernel: int | None, of_kernel: int, done: int) -> None:
 
 
 def _register() -> None:
-    """Register the operation and its kernels."""
     own, status, name = require_api(), Status(), _NAME.encode()
     builder = own.TF_NewOpDefinitionBuilder(name)
     for attribute in (b"N: int >= 0", b"M: int >= 0", b"K: int >= 0", b"T: list(type) >= 1"):
