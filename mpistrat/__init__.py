@@ -34,6 +34,7 @@ from .core.errors import (
     DataServiceError,
     DeadlockError,
     DuplicateNameError,
+    ElasticError,
     EngineError,
     InvalidRequestError,
     LaunchError,
@@ -42,6 +43,8 @@ from .core.errors import (
     MpistratError,
     NotInitializedError,
     RankDiedError,
+    RanksLostError,
+    RecoveryError,
     RunError,
     SettingsError,
     ShutdownError,
@@ -53,11 +56,11 @@ from .core.version import __version__ as __version__
 
 __all__ = [
     "AsyncResult", "ClusterError", "CollectiveError", "DataServiceError", "DeadlockError", "DuplicateNameError",
-    "EngineError", "InvalidRequestError", "LaunchError", "MismatchError", "MissingDependencyError", "MpistratError",
-    "NotInitializedError", "RankDiedError", "ReduceOp", "Role", "RunError", "SettingsError", "ShutdownError",
-    "StallError", "allgather", "allgather_async", "allreduce", "allreduce_async", "alltoall", "alltoall_async",
-    "barrier", "broadcast", "broadcast_async", "grouped_allreduce", "grouped_allreduce_async", "grouped_reducescatter",
-    "join", "reducescatter", "reducescatter_async", "run",
+    "ElasticError", "EngineError", "InvalidRequestError", "LaunchError", "MismatchError", "MissingDependencyError",
+    "MpistratError", "NotInitializedError", "RankDiedError", "RanksLostError", "RecoveryError", "ReduceOp", "Role",
+    "RunError", "SettingsError", "ShutdownError", "StallError", "allgather", "allgather_async", "allreduce",
+    "allreduce_async", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_async", "grouped_allreduce",
+    "grouped_allreduce_async", "grouped_reducescatter", "join", "reducescatter", "reducescatter_async", "run",
 ]
 __all__ += common.__all__
 

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import mmap
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import MpistratError
@@ -128,15 +129,22 @@ def _build_for_one_host(setup: _Setup) -> _Parts | None:
     """All ranks share the memory of one host. None if they cannot. Collective."""
     from ..transport.shm.agreement import SharedMemoryAgreement
     from ..transport.shm.data import SharedMemoryData
-    local_ranks, chunk = setup.topology.local_ranks, SharedMemoryData.chunk_bytes
-    edges = edges_among(local_ranks)
-    regions = Regions(plane=SharedMemoryData.memory_bytes(len(local_ranks), chunk), channel=ring_bytes(edges))
-    memory = _shared_memory(setup, regions.nbytes)
-    if memory is None:
-        return None
+    local_ranks, settings = setup.topology.local_ranks, setup.settings
+    edges, count = edges_among(local_ranks), len(local_ranks)
+    chunks = (settings.chunk_bytes,) if settings.chunk_bytes else SharedMemoryData.chunks_for(count)
+    while True:
+        regions = Regions(plane=SharedMemoryData.memory_bytes(count, chunks[-1]), channel=ring_bytes(edges))
+        memory = _shared_memory(setup, regions.nbytes, is_last=len(chunks) == 1)
+        if memory is not None:
+            break
+        if len(chunks) == 1:
+            return None
+        chunks = chunks[:-1]
     channel = ShmRing(memory, regions.start_of["channel"], edges, setup.channel)
-    agreement = SharedMemoryAgreement(memory, channel.wake_rank) if setup.settings.fast_path else None
-    return SharedMemoryData(memory, chunk, setup.mpi), channel, agreement
+    agreement = SharedMemoryAgreement(memory, channel.wake_rank) if settings.fast_path else None
+    data = SharedMemoryData(memory, chunks, setup.mpi)
+    data.on_choice = partial(logger.info, "rank %d: %s", setup.topology.job_rank)
+    return data, channel, agreement
 
 
 def _build_for_hosts(setup: _Setup) -> _Parts | None:
@@ -146,7 +154,8 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
     from ..transport.hierarchical.leader_exchange import leader_exchange
     from ..transport.hierarchical.piggyback import Piggyback
     from ..transport.mpi.peer_wait import PeerWait
-    topology, settings, chunk = setup.topology, setup.settings, HierarchicalData.chunk_bytes
+    topology, settings = setup.topology, setup.settings
+    chunk = settings.chunk_bytes or HierarchicalData.chunk_bytes
     count, edges = topology.local_size, edges_among(topology.local_ranks)
     slot_bytes = Piggyback.largest(topology.local_sizes) if settings.fast_path else 0
     regions = Regions(plane=HierarchicalData.memory_bytes(count, chunk), channel=ring_bytes(edges),
@@ -219,11 +228,16 @@ def _connect_host(comm: "MPI.Intracomm", topology: Topology,
     return link, channel
 
 
-def _shared_memory(setup: _Setup, data_bytes: int) -> HostMemory | None:
+def _shared_memory(setup: _Setup, data_bytes: int, is_last: bool = True) -> HostMemory | None:
     """Allocate and map memory that the ranks of a host share. None on all ranks if any rank cannot. Collective.
 
+    Args:
+        setup: See there.
+        data_bytes: The bytes, without those of the counters.
+        is_last: The caller does not try with less memory.
+
     Raises:
-        MpistratError: On all ranks, if any rank cannot and MPISTRAT_CPU_OPERATIONS=shared_memory.
+        MpistratError: On all ranks, if any rank cannot, `is_last` and MPISTRAT_CPU_OPERATIONS=shared_memory.
     """
     topology, settings = setup.topology, setup.settings
     nbytes = HostMemory.size_for(topology.local_size, data_bytes)
@@ -246,6 +260,9 @@ def _shared_memory(setup: _Setup, data_bytes: int) -> HostMemory | None:
     if not problems:
         return memory
     text = "; ".join(f"rank {topology.job_ranks[rank]}: {text}" for rank, text in problems.items())
+    if not is_last:
+        logger.log(logging.DEBUG if topology.rank else logging.INFO, "%s. Smaller chunks are tried.", text)
+        return None
     if settings.cpu_operations == "shared_memory":
         raise MpistratError(f"MPISTRAT_CPU_OPERATIONS=shared_memory: {text}")
     if topology.rank == 0:

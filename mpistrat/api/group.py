@@ -6,17 +6,18 @@ collectives in any order, and sets without a common rank do not wait for each ot
 that runs on a GPU: of sets that overlap, the first one with a collective on GPU tensors uses it (gpu.nccl.claims).
 """
 
+import hashlib
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.interfaces import TraceLink
+from ..core.interfaces import Observer
 from ..core.interruption import Interruption
 from ..core.request import DEVICE_GPU, Request, allgather_request, specs_of
 from ..core.settings import Settings
@@ -48,7 +49,7 @@ class Group:
         backends: Of these ranks.
         comm: These ranks; None for one rank.
         interruption: Ends the engine, and the waits of the backends, which have it too.
-        trace: The messages that the engine of all ranks sends for the trace; None: none.
+        tracer: Exchanges messages over this engine, that of all ranks; None: nothing does.
         processes: Those of other ranks of this host, by their rank in the job, as far as they are known.
 
     Attributes:
@@ -59,21 +60,22 @@ class Group:
     """
 
     def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
-                 interruption: Interruption, trace: TraceLink | None = None,
+                 interruption: Interruption, tracer: Observer | None = None,
                  processes: Mapping[int, Process] = MappingProxyType({})):
         self.topology, self.comm = topology, comm
         self._backends = backends
         # How often all ranks had joined when counting began, and the counters.
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
         self._requests: dict[str, tuple[object, Request]] = {}  # by name, with what they were made from
-        ring = OperationRing(RECORDED_OPERATIONS if settings.recorder else 0)
+        ring = OperationRing(RECORDED_OPERATIONS if settings.is_recorded else 0, tracer)
         self._device = GpuExecutor(topology, backends.data, settings, ring)
         self.finite = FiniteWatch(topology.job_rank) if settings.nan_warning else None
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring, self.finite)
         controller = Controller(topology, backends.control, executor, settings, backends.agreement,
-                                interruption=interruption, where=partial(_where, ring), trace=trace,
+                                interruption=interruption, where=partial(_where, ring),
                                 look=partial(stacks.look, processes))
-        self.traced = Traced(ring, topology.size, backends.data.name, controller.queue.in_flight)
+        self.traced = Traced(ring, topology.size, backends.data.name, controller.queue.in_flight,
+                             backends.data.measured_choices)
         self.engine = Engine(controller)
         self.engine.start()
 
@@ -128,12 +130,23 @@ class Group:
 
     def allgather_bytes(self, payload: bytes, name: str) -> list[bytes]:
         """Return the payloads of all ranks of the group, in rank order. Collective over the group."""
+        return self.exchange(payload, name)[0]
+
+    def exchange(self, payload: bytes, name: str, marks: Sequence[int] = ()) -> tuple[list[bytes], list[list[int]]]:
+        """Return the payloads and the marks of all ranks of the group, in rank order. Collective over the group.
+
+        It is one operation if all payloads are equal, which their digests say, and two otherwise. The marks, which are
+        numbers of 64 bits and on all ranks as many, may differ.
+        """
+        digest = np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64)
+        head = np.array([[len(payload), *digest, *marks]], np.int64)
+        heads, = self.engine.run(allgather_request(f"{name}.heads", specs_of([head])), [head]).wait()
+        sizes, of_ranks = heads[:, 0].tolist(), heads[:, 3:].tolist()
+        if (heads[:, :3] == head[:, :3]).all():
+            return [payload] * len(heads), of_ranks
         own = np.frombuffer(payload, np.uint8)
-        count = np.array([own.size], np.int64)
-        sizes, = self.engine.run(allgather_request(f"{name}.sizes", specs_of([count])), [count]).wait()
         together, = self.engine.run(allgather_request(f"{name}.payloads", specs_of([own])), [own]).wait()
-        ends = np.cumsum(sizes)
-        return [together[end - size:end].tobytes() for end, size in zip(ends, sizes, strict=True)]
+        return [together[end - size:end].tobytes() for end, size in zip(np.cumsum(sizes), sizes, strict=True)], of_ranks
 
     def surrender(self) -> list[Any]:
         """Give up all resources: ranks are lost. Local; after the engine has ended. Returns as DataPlane's method."""

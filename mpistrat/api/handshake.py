@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ..core.cores import own_cpus
 from ..core.errors import SettingsError
 from ..core.settings import Settings
 from ..core.topology import describe_by_rank, rank_list, ranks_by_value
 from ..core.version import __version__
 from ..process import procfs
+from ..process.cores import own_cpus
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -294,8 +294,13 @@ def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
     """Return a list of the objects of all ranks, in rank order. Collective; sends objects as broadcast_object does."""
-    name = _name(name, "allgather_object")
-    return [pickle.loads(payload) for payload in resolved(process_set).group(name).allgather_bytes(dumps(obj), name)]
+    return exchange(obj, (), _name(name, "allgather_object"), process_set)[0]
+
+
+def exchange(obj: T, marks: Sequence[int], name: str, process_set: ProcessSet) -> tuple[list[T], list[list[int]]]:
+    """Return the objects and the marks of all ranks, in rank order, as Group.exchange. Collective."""
+    payloads, of_ranks = resolved(process_set).group(name).exchange(dumps(obj), name, marks)
+    return [pickle.loads(payload) for payload in payloads], of_ranks
 
 
 def _collective(arrays: Sequence[TensorLike], name: str, process_set: ProcessSet, finish: Callable[[list[Any]], T],

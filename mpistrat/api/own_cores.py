@@ -4,8 +4,8 @@ import logging
 import os
 from collections.abc import Sequence
 
-from ..core import cores
 from ..core.topology import Topology
+from ..process import cores
 from .job import log_step
 
 logger = logging.getLogger(__name__)

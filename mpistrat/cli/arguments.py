@@ -3,7 +3,7 @@
 Options of mpistrat and of mpirun may be mixed, before the command. The command begins after `--`. Without `--` it
 begins at the first argument that is neither an option nor the value of one. To find it, the number of values of each
 mpirun option must be known; an option that is not in the table below needs `--` before the command. Called by `mpistrat
-run`, `check` and `bench`, and by mpistrat.run.
+run`, `doctor` and `bench`, and by mpistrat.run.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ..core.errors import LaunchError
+from ..process.launchers import STARTED
 from . import horovodrun
 from .hostfile import HostList, parse_list, read_hostfile
 
@@ -36,24 +37,8 @@ _ALIASES = {
     "--min-num-proc": "--min-np", "--max-num-proc": "--max-np",
 }
 _ALIASES.update(horovodrun.ALIASES)
-# Options of mpirun that are used with training jobs, and the number of values of each. The names are without dashes:
-# Open MPI and Hydra accept one or two.
-_MPIRUN_ARITY = {
-    **dict.fromkeys(("mca", "prtemca", "pmixmca", "gmca", "env", "genv"), 2),
-    **dict.fromkeys((
-        "x", "bind-to", "map-by", "rank-by", "wdir", "wd", "timeout", "prefix", "output", "stdin",
-        "with-ft", "forward-signals", "display", "tune", "path", "cpu-set", "npernode", "N", "npersocket",
-        "personality", "runtime-options", "ppn", "perhost", "iface", "launcher", "launcher-exec", "rmk", "bootstrap",
-        "bootstrap-exec", "envlist", "genvlist", "membind", "prepend-pattern", "outfile-pattern", "errfile-pattern",
-        "gpus-per-proc", "localhost",
-    ), 1),
-    **dict.fromkeys((
-        "tag-output", "timestamp-output", "merge-stderr-to-stdout", "report-bindings", "display-map",
-        "display-allocation", "display-topo", "nolocal", "nooversubscribe", "use-hwthread-cpus", "allow-run-as-root",
-        "enable-recovery", "disable-recovery", "verbose", "v", "q", "quiet", "l", "prepend-rank",
-        "genvall", "genvnone", "envall", "envnone", "print-all-exitcodes", "disable-auto-cleanup",
-    ), 0),
-}
+# Options of mpirun, and the number of values of each, whichever launcher it is: it is not known yet.
+_MPIRUN_ARITY = {name: arity for launcher in STARTED for name, arity in launcher.options.items()}
 
 
 @dataclass(frozen=True)
@@ -87,11 +72,10 @@ def split_arguments(arguments: list[str]) -> CommandLine:
                 raise LaunchError(f"{option} needs a value, for example: mpistrat run -np 2 python train.py")
             own.append(f"{option}={' '.join(rest[:arity])}" if arity else f"{option}{equals}{value}")
         elif name in _MPIRUN_ARITY:
-            arity = _MPIRUN_ARITY[name]
-            if equals and arity == 1:
+            arity = 0 if equals else _MPIRUN_ARITY[name]
+            if equals and _MPIRUN_ARITY[name] == 1:
                 # Open MPI's mpirun does not accept `--bind-to=none`.
                 mpirun += [option, value]
-                arity = 0
             else:
                 mpirun += [arguments[i], *rest[:arity]]
         elif near := difflib.get_close_matches(option, [] if "--" in rest else _OWN_ARITY, 1, _NEAR):

@@ -24,10 +24,11 @@ from ..core.ownership import own_directory
 from ..elastic.orders import Done, Limits, Start
 from ..elastic.service import Service, addresses_towards
 from ..process.launcher_watch import ABORTED
+from ..process.launchers import OPEN_MPI
 from ..process.report import ReportReader
 from ..trace import last
 from .arguments import counted, read_hosts
-from .hostfile import OPEN_MPI, HostList, parse_list
+from .hostfile import HostList, parse_list
 from .mpirun import Mpirun, find_mpirun, identify
 from .supervisor import Interference, Outcome
 from .termination import TimeLimits
@@ -128,7 +129,7 @@ def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
     asynchronous. Over several hosts new processes start instead: there one of five collectives of the ranks that were
     left did not end (5.0.11, with each of its transports, without coll/han).
     """
-    if mpirun.maker != OPEN_MPI or numbers(mpirun.version) < [5, 0, 10] or hosts > 1:
+    if mpirun.launcher is not OPEN_MPI or numbers(mpirun.version) < [5, 0, 10] or hosts > 1:
         return ()
     return "--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1"
 

@@ -23,7 +23,8 @@ from ..core.errors import LaunchError, RunError
 from ..core.forked import RANK_PROCESS
 from ..core.install import pip
 from ..core.tuning import RUN_START_POLL_S
-from ..process.launch_env import SRUN, launched_size
+from ..process.launch_env import launched_size
+from ..process.launchers import SRUN
 from .main import main
 from .run import parse, plan
 from .supervisor import parent_guard
@@ -79,7 +80,7 @@ def run_function(call: Call, options: Sequence[str], executable: str, start_time
     environ = {name: value for name, value in os.environ.items() if name != RANK_PROCESS}
     size, launcher = launched_size(environ)
     # A step of srun with one task, as for a notebook's server, is no job of ranks.
-    if size != 1 or launcher not in ("", SRUN):
+    if size != 1 or launcher not in ("", SRUN.title):
         raise LaunchError("run() starts a job, and this process is a rank of one already. Call it in a script that is "
                           "started without mpirun.")
     with tempfile.TemporaryDirectory(prefix="mpistrat-run-") as name:

@@ -9,7 +9,7 @@ import argparse
 import shlex
 
 from ..core.errors import LaunchError
-from .hostfile import OPEN_MPI
+from ..process.launchers import Launcher
 
 _MB = 1024 * 1024
 _LEVELS = {"trace": "debug", "fatal": "error"}  # Horovod's levels that MPISTRAT_LOG_LEVEL does not have
@@ -71,11 +71,11 @@ def refuse(option: str) -> None:
                           "Leave it out.")
 
 
-def variables(options: argparse.Namespace, dialect: str) -> dict[str, str]:
+def variables(options: argparse.Namespace, launcher: Launcher) -> dict[str, str]:
     """Return the variables that the options stand for, for the ranks, for mpirun and for NCCL.
 
     Raises:
-        LaunchError: A value is malformed, or there is an option for ssh, and mpirun's `dialect` is not Open MPI's.
+        LaunchError: A value is malformed, or there is an option that the launcher cannot be given.
     """
     found = {name: value for name, *_ in (*_SETTINGS.values(), *_FLAGS.values())
              if (value := getattr(options, name)) is not None}
@@ -91,14 +91,16 @@ def variables(options: argparse.Namespace, dialect: str) -> dict[str, str]:
         found[level] = _LEVELS.get(found[level].lower(), found[level].lower())
     if options.network_interface is not None:
         found["NCCL_SOCKET_IFNAME"] = options.network_interface
-        found["OMPI_MCA_btl_tcp_if_include" if dialect == OPEN_MPI else "HYDRA_IFACE"] = options.network_interface
+        if not launcher.interface:
+            raise LaunchError(f"this mpirun is {launcher.name}'s, which chooses the network interface itself. Leave "
+                              "out --network-interface.")
+        found[launcher.interface] = options.network_interface
     ssh = [] if options.ssh_port is None else ["-p", options.ssh_port]
     if options.ssh_identity_file is not None:
         ssh += ["-i", options.ssh_identity_file]
-    if ssh and dialect != OPEN_MPI:
-        raise LaunchError(f"this mpirun is {dialect}'s, which takes no options for ssh. Write the port (Port) and the "
-                          "key (IdentityFile) of the hosts into ~/.ssh/config.")
+    if ssh and not launcher.ssh_arguments:
+        raise LaunchError(f"this mpirun is {launcher.name}'s, which takes no options for ssh. Write the port (Port) "
+                          "and the key (IdentityFile) of the hosts into ~/.ssh/config.")
     if ssh:
-        # Open MPI 5 has the first, and Open MPI 4 the second.
-        found["PRTE_MCA_plm_ssh_args"] = found["OMPI_MCA_plm_rsh_args"] = shlex.join(ssh)
+        found.update(dict.fromkeys(launcher.ssh_arguments, shlex.join(ssh)))
     return found

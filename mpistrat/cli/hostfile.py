@@ -1,6 +1,7 @@
-"""Read host lists and hostfiles in the syntax of Open MPI or MPICH, and write lists for either mpirun.
+"""Read host lists and hostfiles in the syntax of any launcher, and write the options by which one gets the hosts.
 
 In a hostfile, Open MPI has `node1 slots=4` and MPICH has `node1:4`. Both accept a list `node1:4,node2:4` as an option.
+The syntaxes stand in the table of launchers (process/launchers.py).
 Called by the launcher; local.
 """
 
@@ -11,17 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import LaunchError
-
-OPEN_MPI = "Open MPI"
-HYDRA = "MPICH"  # Hydra is the launcher of MPICH, and of Intel MPI, which is derived from it.
+from ..process.launchers import STARTED, Launcher
 
 _NAME = re.compile(r"(?:[\w.-]+@)?\w[\w.-]*", re.ASCII)
-_SLOT_KEYS = ("slots", "cpu", "count")
-# Other keys that each mpirun accepts. Tried with Open MPI 4.1 and 5.0 and with MPICH 5.0.
-_OTHER_KEYS = {
-    OPEN_MPI: ("max_slots", "max-slots", "slots_max", "slots-max", "username", "user_name", "user-name", "port"),
-    HYDRA: ("user", "ifname"),
-}
+_READERS = frozenset(launcher for launcher in STARTED if launcher.hostfile)
 
 
 @dataclass(frozen=True)
@@ -31,14 +25,14 @@ class Host:
     Attributes:
         name: Of the host, possibly with a user (`user@host`).
         slots: Number of ranks. None if a hostfile has no number: the number of cores (Open MPI), or one (MPICH).
-        dialects: The launchers that accept the line unchanged.
+        readers: The launchers that accept the line unchanged.
         extras: Other keys of the line, with their values.
         where: File and line number, for errors.
     """
 
     name: str
     slots: int | None
-    dialects: frozenset[str] = frozenset((OPEN_MPI, HYDRA))
+    readers: frozenset[Launcher] = _READERS
     extras: tuple[str, ...] = ()
     where: str = "-H"
 
@@ -56,18 +50,9 @@ class HostList:
         counts = [host.slots for host in self.hosts]
         return None if None in counts else sum(count for count in counts if count is not None)
 
-    def readable_by(self, dialect: str) -> bool:
+    def readable_by(self, launcher: Launcher) -> bool:
         """Return whether this launcher accepts the hostfile unchanged."""
-        return bool(self.path) and all(dialect in host.dialects for host in self.hosts)
-
-    def as_list(self, dialect: str) -> str:
-        """Return `name:slots,...`, which every launcher accepts.
-
-        Raises:
-            LaunchError: A line of the hostfile has a key that the list cannot express, or lacks a number that this
-                launcher needs.
-        """
-        return ",".join(f"{host.name}:{_slots_for(host, dialect)}" for host in self.hosts)
+        return bool(self.path) and all(launcher in host.readers for host in self.hosts)
 
     def __str__(self) -> str:
         return ", ".join(host.name if host.slots is None else f"{host.name}:{host.slots}" for host in self.hosts)
@@ -116,35 +101,56 @@ def _parse_line(line: str, where: str) -> Host:
     first, *entries = re.sub(r"\s*=\s*", "=", content).split()
     name, colon, count = first.partition(":")
     slots = int(count) if colon and _is_count(count) else None
-    dialects = {HYDRA} if colon else {OPEN_MPI, HYDRA}
-    if has_comment or "@" in name:
-        dialects.discard(HYDRA)  # MPICH's mpirun takes "#" and "@" for parts of the name.
+    # MPICH's mpirun takes "#" and "@" for parts of the name.
+    readers = {each for each in _READERS if (each.has_colons or not colon)
+               and (each.has_comments or not (has_comment or "@" in name))}
     extras = []
     wrong = not _NAME.fullmatch(name) or (colon and slots is None)
     for entry in entries:
         key, _, value = entry.partition("=")
-        if key in _SLOT_KEYS and _is_count(value) and slots is None:
+        counting = {each for each in _READERS if key in each.slot_keys}
+        if counting and _is_count(value) and slots is None:
             slots = int(value)
-            dialects &= {OPEN_MPI}
+            readers &= counting
             continue
-        accepted_by = {dialect for dialect, keys in _OTHER_KEYS.items() if key in keys and value}
-        wrong = wrong or not accepted_by
-        dialects &= accepted_by
+        accepting = {each for each in _READERS if key in each.host_keys and value}
+        wrong = wrong or not accepting
+        readers &= accepting
         extras.append(entry)
     if wrong:
         raise LaunchError(f"{where}: {line.strip()!r} is not a host. Write for example 'node1 slots=4' (Open MPI) or "
                           "'node1:4' (MPICH)")
-    return Host(name, slots, frozenset(dialects), tuple(extras), where)
+    return Host(name, slots, frozenset(readers), tuple(extras), where)
 
 
-def _slots_for(host: Host, dialect: str) -> int:
-    if host.extras or (dialect == HYDRA and "@" in host.name):
+def host_options(hosts: HostList, launcher: Launcher) -> tuple[str, ...]:
+    """Return the options by which a launcher gets the hosts: the hostfile, or a list.
+
+    Raises:
+        LaunchError: A line of the hostfile has a key that a list cannot express, or lacks a number that this launcher
+            needs; or the numbers differ, and the launcher takes one for all hosts.
+    """
+    if hosts.readable_by(launcher):
+        return launcher.hostfile, hosts.path
+    slots = [_slots_for(host, launcher) for host in hosts.hosts]
+    if not launcher.per_host:
+        return launcher.hosts, ",".join(f"{host.name}:{count}" for host, count in zip(hosts.hosts, slots, strict=True))
+    if len(set(slots)) > 1:
+        equal = ",".join(f"{host.name}:{max(slots)}" for host in hosts.hosts)
+        raise LaunchError(f"this mpirun is {launcher.name}'s and starts equally many ranks on each host, not {hosts}. "
+                          f"Write the same number after each: -H {equal}")
+    return launcher.hosts, ",".join(host.name for host in hosts.hosts), launcher.per_host, str(slots[0])
+
+
+def _slots_for(host: Host, launcher: Launcher) -> int:
+    if host.extras or ("@" in host.name and not launcher.has_comments):
         what = ", ".join(host.extras) or host.name
-        raise LaunchError(f"{host.where}: this mpirun is {dialect}'s, and the hostfile is not in its syntax; {what} "
-                          f"cannot be translated. Write the file for {dialect} (see hostfiles/), or use -H.")
-    if host.slots is None and dialect == HYDRA:
+        raise LaunchError(f"{host.where}: this mpirun is {launcher.name}'s, and the hostfile is not in its syntax; "
+                          f"{what} cannot be translated. Write the file for {launcher.name} (see hostfiles/), or use "
+                          "-H.")
+    if host.slots is None and launcher.needs_slots:
         # Open MPI would use the number of cores of that host, which is not known here.
-        raise LaunchError(f"{host.where}: this mpirun is {dialect}'s and must be told how many ranks {host.name} "
+        raise LaunchError(f"{host.where}: this mpirun is {launcher.name}'s and must be told how many ranks {host.name} "
                           f"takes; write {host.name}:4")
     return 1 if host.slots is None else host.slots
 

@@ -1,7 +1,7 @@
 """Find mpirun, identify its maker, and compose the command that starts a job with it.
 
-`compose` is a pure function of plain data. `find_mpirun`, `identify` and `this_machine` look at the machine. The
-options were tried with Open MPI 4.1 and 5.0 and with MPICH 5.0. Called by the launcher and by `mpistrat doctor`.
+`compose` is a pure function of plain data; what differs between launchers stands in their table (process/launchers.py).
+`find_mpirun`, `identify` and `this_machine` look at the machine. Called by the launcher and by `mpistrat doctor`.
 """
 
 import os
@@ -16,23 +16,23 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
-from ..core.cores import own_cpus, physical_cores
 from ..core.errors import LaunchError
 from ..core.install import pip_extra
+from ..process.cores import own_cpus, physical_cores
 from ..process.launch_env import RUN_CORES, RUN_ELASTIC, RUN_KERAS_2, RUN_REPORTS, RUN_STEPS
+from ..process.launchers import STARTED, Launcher
 from .arguments import counted
-from .hostfile import HYDRA, OPEN_MPI, HostList
+from .hostfile import HostList, host_options
 
-INTEL_MPI = "Intel MPI"
-MPIRUN_NAMES = ("mpirun", "mpiexec")
 VERSION_TIMEOUT_S = 20.0
 # Ranks for each core or slot: above the first number a warning, above the second an error.
 MANY_PER_SLOT = 4
 MOST_PER_SLOT = 100
 
-# Variables that each rank needs on every host. Open MPI forwards only its own (OMPI_*), MPICH forwards all.
+# Variables that each rank needs on every host, for a launcher that has an option to forward them.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "KERAS_BACKEND", "TF_CPP_MIN_LOG_LEVEL",
              RUN_REPORTS, RUN_CORES, RUN_ELASTIC, RUN_STEPS, RUN_KERAS_2)
 FORWARDED_PREFIXES = ("MPISTRAT_", "NCCL_")
@@ -42,16 +42,11 @@ _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 
 @dataclass(frozen=True)
 class Mpirun:
-    """An mpirun: its path, its maker (Open MPI, MPICH or Intel MPI) and its version."""
+    """An mpirun: its path, the launcher that it is, and its version."""
 
     path: str
-    maker: str
+    launcher: Launcher
     version: str
-
-    @property
-    def dialect(self) -> str:
-        """The maker whose options it accepts. Intel MPI's mpirun is Hydra, like MPICH's."""
-        return OPEN_MPI if self.maker == OPEN_MPI else HYDRA
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ class Machine:
     """Properties of this machine that the command depends on.
 
     Attributes:
-        cores: Physical cores. Open MPI counts one slot for each.
+        cores: Physical cores.
         is_root: Whether this process runs as root.
         names: Names of this host.
         has_allocation: Whether this process runs in an allocation of a batch system.
@@ -89,12 +84,12 @@ class LaunchCommand:
     Attributes:
         argv: The command.
         environment: The variables that it needs in addition to the caller's environment.
-        dialect: Of mpirun's options.
+        launcher: What the command is; None: no mpirun.
     """
 
     argv: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
-    dialect: str = ""
+    launcher: Launcher | None = None
 
     def __str__(self) -> str:
         """The command as one line for a POSIX shell."""
@@ -112,58 +107,36 @@ def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, st
         LaunchError: There are more ranks than slots, or the hostfile cannot be translated for this mpirun.
     """
     _check_slots(job)
-    more = dict(variables or {})
-    composed = _compose_open_mpi(job, mpirun, machine, {**environ, **more}) if mpirun.dialect == OPEN_MPI else \
-        _compose_hydra(job, mpirun)
-    return LaunchCommand(composed.argv, {**composed.environment, **more}, mpirun.dialect)
-
-
-def _compose_open_mpi(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, str]) -> LaunchCommand:
-    argv = [mpirun.path, "-np", str(job.ranks)]
+    launcher, more = mpirun.launcher, dict(variables or {})
+    inherited = {**environ, **more}
+    argv = [mpirun.path, launcher.count, str(job.ranks), *launcher.always]
     if job.hosts is not None:
-        argv += ["--hostfile", job.hosts.path] if job.hosts.readable_by(OPEN_MPI) else \
-            ["-H", job.hosts.as_list(OPEN_MPI)]
-    # By default Open MPI binds each rank, with all its TensorFlow threads, to one core; the ranks share the cores
-    # themselves (core/cores.py). Repeating the option is an error, and so is "none" together with a mapping that binds.
+        argv += host_options(job.hosts, launcher)
+    # Open MPI refuses an option that comes twice, and "none" together with a mapping that binds.
     if not sets_binding(job.options):
-        argv += ["--bind-to", "none"]
+        argv += launcher.unbound
     has_too_few_cores = is_local(job, machine) and job.ranks > machine.cores
     if (job.oversubscribe or has_too_few_cores) and not _sets_oversubscription(job.options):
-        argv += ["--oversubscribe"]
-    # A second -x without a value would override the value that the user gave with -x NAME=value (Open MPI 4.1).
-    given = {value.partition("=")[0] for flag, value in zip(job.options, job.options[1:]) if flag.lstrip("-") == "x"}
-    for name in sorted(environ):
-        if (name in FORWARDED or name.startswith(FORWARDED_PREFIXES)) and name not in given:
-            argv += ["-x", name]
-
-    variables: dict[str, str] = {}
-    if machine.is_root:
-        # mpirun passes the permission on to its daemons on other hosts.
-        variables.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    if "osc" not in job.options:
-        # Open MPI from PyPI prints "OSC UCX component priority set inside component query failed" on machines without
-        # InfiniBand, on every rank. mpistrat does not use that component.
-        variables["OMPI_MCA_osc"] = "^ucx"
-    if has_too_few_cores and "mpi_yield_when_idle" not in job.options:
-        # A rank that waits in MPI spins. With more ranks than cores it would take the core of the rank it waits for.
-        variables["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    added = {name: value for name, value in variables.items() if name not in environ}
-    return LaunchCommand((*argv, *job.options, *job.command), added)
+        argv += launcher.oversubscribe
+    if launcher.export:
+        # A second -x without a value would override the value that the user gave with -x NAME=value (Open MPI 4.1).
+        given = {value.partition("=")[0] for flag, value in pairwise(job.options)
+                 if flag.lstrip("-") == launcher.export.lstrip("-")}
+        for name in sorted(inherited.keys() - given):
+            if name in FORWARDED or name.startswith(FORWARDED_PREFIXES):
+                argv += [launcher.export, name]
+    own = {**launcher.sets, **(launcher.sets_as_root if machine.is_root else {}),
+           **(launcher.sets_when_crowded if has_too_few_cores else {})}
+    added = {name: value for name, value in own.items()
+             if name not in inherited and name.removeprefix("OMPI_MCA_") not in job.options}
+    options = (_translated(option, launcher) for option in job.options)
+    return LaunchCommand((*argv, *options, *job.command), {**added, **more}, launcher)
 
 
-def _compose_hydra(job: Job, mpirun: Mpirun) -> LaunchCommand:
-    # Hydra does not bind, and accepts root and more ranks than slots. It does not accept "--" before the command.
-    # -genvlist would forward the named variables *only*. -genvall is the default, but I_MPI_HYDRA_ENV may change it.
-    argv = [mpirun.path, "-np", str(job.ranks), "-genvall"]
-    if job.hosts is not None:
-        file_flag = "-machinefile" if mpirun.maker == INTEL_MPI else "-f"
-        argv += [file_flag, job.hosts.path] if job.hosts.readable_by(HYDRA) else ["-hosts", job.hosts.as_list(HYDRA)]
-    return LaunchCommand((*argv, *(_of_hydra(option) for option in job.options), *job.command))
-
-
-def _of_hydra(option: str) -> str:
-    """The option by which MPICH puts the rank before each line, for that of Open MPI; other options as they are."""
-    return "-l" if option.lstrip("-") == "tag-output" and option.startswith("-") else option
+def _translated(option: str, launcher: Launcher) -> str:
+    """The launcher's option by which a rank stands before each line, for that of another one; others as they are."""
+    tags = {each.tag.lstrip("-") for each in STARTED if len(each.tag) > 2}  # not -l, which is another option elsewhere
+    return launcher.tag or option if option.startswith("-") and option.lstrip("-") in tags else option
 
 
 def _check_slots(job: Job) -> None:
@@ -176,7 +149,7 @@ def _check_slots(job: Job) -> None:
 
 def sets_binding(options: Sequence[str]) -> bool:
     """Whether options of mpirun say on which cores ranks run: --bind-to core, -bind-to core, --map-by slot:PE=2, ..."""
-    names = ("bind-to", "cpu-set", "cpu-list", "rankfile")
+    names = tuple(name for launcher in STARTED for name in launcher.binding)
     # PE= stands behind a mapping. An exported variable such as DTYPE=float32 is none.
     return any(option.lstrip("-").startswith(names) or re.search(r"[:,]PE=\d", option, re.IGNORECASE)
                for option in options)
@@ -243,7 +216,7 @@ def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
     script_directories = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"),
                           str(Path(site.getuserbase(), "bin")))
     for directories in (*script_directories, search):
-        for name in MPIRUN_NAMES:
+        for name in dict.fromkeys(name for launcher in STARTED for name in launcher.programs):
             found = shutil.which(name, path=directories)
             if found is not None:
                 return found
@@ -251,10 +224,10 @@ def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
 
 
 def identify(path: str) -> Mpirun:
-    """Run `mpirun --version` to find its maker and version.
+    """Run `mpirun --version` to find which launcher it is, and its version.
 
     Raises:
-        LaunchError: It fails, or its maker is not known.
+        LaunchError: It fails, or the launcher is not known.
     """
     try:
         done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -263,15 +236,16 @@ def identify(path: str) -> Mpirun:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} --version fails: {error}. Choose another with --mpirun PATH.") from None
     text = done.stdout.decode(errors="replace")
-    maker, version = parse_version(text)
-    if not maker:
+    launcher, version = parse_version(text)
+    if launcher is None:
         start = " ".join(text.split())[:80] or "nothing"
         if done.returncode != 0:
             raise LaunchError(f"{path} --version fails with exit code {done.returncode}: {start}. Mend that, or choose "
                               "another with --mpirun PATH.")
-        raise LaunchError(f"{path} is neither Open MPI's nor MPICH's nor Intel MPI's mpirun (--version says: {start}). "
-                          f"Call it without mpistrat: {path} -np 2 python train.py")
-    return Mpirun(path, maker, version)
+        makers = " nor ".join(f"{each.name}'s" for each in STARTED)
+        raise LaunchError(f"{path} is neither {makers} (--version says: {start}). Call it without mpistrat: "
+                          f"{path} -np 2 python train.py")
+    return Mpirun(path, launcher, version)
 
 
 def with_home(environ: Mapping[str, str]) -> dict[str, str]:
@@ -280,19 +254,12 @@ def with_home(environ: Mapping[str, str]) -> dict[str, str]:
     return {"HOME": home if home != "~" else tempfile.gettempdir(), **environ}
 
 
-def parse_version(text: str) -> tuple[str, str]:
-    """Return maker and version from the output of `mpirun --version`; ("", "") if the maker is not known."""
-    patterns = (
-        (OPEN_MPI, r"\(Open MPI\) (\S+)"),
-        # Before MPICH, because Intel's mpirun is Hydra too.
-        (INTEL_MPI, r"Intel\(R\) MPI Library.*?Version (\S+)"),
-        (HYDRA, r"HYDRA build details:\s+Version:\s+(\S+)"),
-    )
-    for maker, pattern in patterns:
-        match = re.search(pattern, text)
-        if match:
-            return maker, match.group(1)
-    return "", ""
+def parse_version(text: str) -> tuple[Launcher | None, str]:
+    """Return launcher and version from the output of `mpirun --version`; (None, "") if the launcher is not known."""
+    for launcher in STARTED:
+        if match := re.search(launcher.version, text):
+            return launcher, match.group(1)
+    return None, ""
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:

@@ -11,11 +11,11 @@ Called by `mpistrat run` and mpistrat.run.
 import os
 
 from ..process.launch_env import RUN_REPORTS
+from ..process.launchers import rank_in_shell
 from ..process.report import STARTS
 
 _REPORTS = 9  # the descriptor of mpirun's stderr; shells know descriptors of one digit
-# Open MPI's variable, MPICH's and Intel MPI's, and PMIx'.
-_RANK = "rank=${OMPI_COMM_WORLD_RANK-${PMI_RANK-$PMIX_RANK}}"
+_RANK = f"rank={rank_in_shell()}"
 _ANNOUNCE = f'echo "{STARTS.format(rank="$rank", pid="$$", host="$(uname -n)")}" >&2'
 _FILES = "; ".join((
     'directory=$1/rank.$(printf %0$2d "$rank")', 'shift 2', 'mkdir -p "$directory" || exit 2',

@@ -11,14 +11,13 @@ from typing import NoReturn
 from ..core.errors import LaunchError
 from ..core.install import numbers
 from ..process.launch_env import RUN_CORES
+from ..process.launchers import STARTED
 from . import as_horovod, efficiency, elastic, horovodrun
 from .arguments import AUTO, Parser, add_launch_options, mpirun_options, read_hosts, seconds, split_arguments
 from .automatic import automatic
 from .doctor import command as doctor
-from .hostfile import OPEN_MPI
 from .inventory import has_nvidia_driver
 from .mpirun import (
-    INTEL_MPI,
     Job,
     LaunchCommand,
     Machine,
@@ -56,7 +55,7 @@ prints the whole command. The ranks of a host get equal shares of its cores (MPI
 mpirun bind them.
 
 The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
-share it), the file with the last operations of the ranks (MPISTRAT_FAILURE_TIMELINE=0: none) and the exit code. Of
+share it), the file with the last operations of the ranks (MPISTRAT_RECORDER=status: none) and the exit code. Of
 TensorFlow's log lines only errors are printed, once for all ranks (TF_CPP_MIN_LOG_LEVEL=2, unless it is set).
 
 The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. Ctrl-C ends the job, a second Ctrl-C
@@ -195,13 +194,14 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     is_announced = are_read and (bool(others) or elastic.is_asked_for(options))
     job = Job(options.np, in_shell(command, options.np, options.output_filename or None, is_announced), hosts,
               options.oversubscribe, passed)
-    named = {**as_horovod.variables(options.as_horovod, environ), **horovodrun.variables(options, mpirun.dialect)}
+    named = {**as_horovod.variables(options.as_horovod, environ), **horovodrun.variables(options, mpirun.launcher)}
     return Plan(command, job, mpirun, machine, named, others, check_count(job, machine, options.force))
 
 
 def _grace_s(mpirun: Mpirun, asked: float | None) -> float:
-    """Seconds from SIGTERM to the end of the ranks; 0: they do not get it. Open MPI 4 hands no such signal on."""
-    if mpirun.maker == OPEN_MPI and numbers(mpirun.version) < [5]:
+    """Seconds from SIGTERM to the end of the ranks; 0: they do not get it."""
+    launcher = mpirun.launcher
+    if launcher.handed_on is None or numbers(mpirun.version) < list(launcher.hands_on_since):
         return 0.0
     return _GRACE_S if asked is None else asked
 
@@ -232,16 +232,17 @@ def _goes_elsewhere(options: Sequence[str]) -> bool:
 
 
 def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
-    """Variables by which ranks share the cores of their host; Intel MPI binds them, and what the user wrote wins."""
+    """Variables by which ranks share the cores of their host, unless mpirun binds them; what the user wrote wins."""
     if sets_binding(job.options):
         return {"MPISTRAT_BIND": "0"}
     # mpirun itself says that it has bound nothing.
     says_which = any(option.lstrip("-") == "report-bindings" for option in job.options)
-    return {} if mpirun.maker == INTEL_MPI else {RUN_CORES: "report" if says_which else "1"}
+    return {} if mpirun.launcher.is_binding else {RUN_CORES: "report" if says_which else "1"}
 
 
 def _parser() -> Parser:
-    parser = Parser("run", "Start a command on several ranks with mpirun (Open MPI, MPICH or Intel MPI).", _EPILOG,
+    makers = ", ".join(launcher.name for launcher in STARTED)
+    parser = Parser("run", f"Start a command on several ranks with mpirun ({makers}).", _EPILOG,
                     "mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
     add_launch_options(parser)
     parser.add_argument("--force", action="store_true", help="start more than 100 ranks for each core")

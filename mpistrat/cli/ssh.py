@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..process.launchers import STARTED
 from .child import Child
 from .hostfile import HostList
 from .mpirun import Machine
@@ -21,11 +22,7 @@ _CONNECT_S = 3  # for ssh, which counts in seconds
 _LIMIT_S = 4.0  # for all hosts
 _MOST_AT_ONCE = 64
 _SSH_FAILS, _LACKS = 255, 97  # exit codes: ssh's own, and one that no shell gives
-# With one of these in its environment mpirun starts ranks by something else than ssh.
-_AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "OMPI_MCA_orte_launch_agent", "HYDRA_LAUNCHER",
-           "HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP")
 _AGENT_WORDS = ("agent", "launcher", "bootstrap", "rmk")  # in options of mpirun that name it
-_SSH_ARGUMENTS = ("PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args")
 _REMEDIES = (
     ("resolve hostname", "Correct the name in -H or in the hostfile; `getent hosts {host}` must find it."),
     ("Permission denied", "Your key is not accepted there: `ssh-copy-id {host}`, or --ssh-identity-file."),
@@ -43,7 +40,7 @@ def hosts_by_ssh(hosts: HostList | None, machine: Machine, options: Sequence[str
 
     They are none in an allocation of a batch system, and where the user has chosen something else than ssh.
     """
-    is_other = machine.has_allocation or any(name in environ for name in _AGENTS) or any(
+    is_other = machine.has_allocation or any(name in environ for each in STARTED for name in each.ssh_agents) or any(
         word in option for option in options for word in _AGENT_WORDS)
     return [] if hosts is None or is_other else [
         host.name for host in hosts.hosts if host.name not in machine.names]
@@ -62,7 +59,7 @@ def unreachable(hosts: Sequence[str], environ: Mapping[str, str], needed: Sequen
     if ssh is None:
         return {hosts[0]: (f"there is no ssh on this host, with which mpirun starts ranks on {hosts[0]}.",
                            "Install it: apt-get install openssh-client")}
-    given = next((environ[name] for name in _SSH_ARGUMENTS if name in environ), "")
+    given = next((environ[name] for each in STARTED for name in each.ssh_arguments if name in environ), "")
     argv = [ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", *shlex.split(given)]
     look = shlex.join(("sh", "-c", _LOOK, "sh", *needed))
     found = {}

@@ -42,7 +42,6 @@ from ..process.launcher_watch import ABORTED
 from ..process.report import SUMMARY, ReportReader
 from ..trace import last
 from .forward import Forwarder
-from .hostfile import HYDRA
 from .inventory import LEAST_FILES
 from .mpirun import LaunchCommand
 from .stderr.output import Output
@@ -174,7 +173,7 @@ class _Run:
         self._interference = interference
         self._caught, self._limits, self._name = caught, limits, environ[RUN_NAME]
         self._termination = Termination(limits, time.monotonic())
-        self._output, self._start, self._dialect, self._speaker = output, start, command.dialect, speaker
+        self._output, self._start, self._launcher, self._speaker = output, start, command.launcher, speaker
         self._start_until = math.inf if start is None else time.monotonic() + start.timeout_s
         self._ranks, self._are_all_in_init = ranks, not ranks
         self._why_vain, self._vain_since = "", math.inf
@@ -240,8 +239,12 @@ class _Run:
 
     @property
     def _hands_on(self) -> bool:
-        """Whether ranks get SIGTERM from mpirun: MPICH's hands it on, and ranks of Open MPI's say so."""
-        return self._limits.grace_s > 0 and (self._dialect == HYDRA or bool(self._output.told.handing_on))
+        """Whether ranks get SIGTERM from mpirun: it hands it on itself, or ranks say that they take SIGURG for it."""
+        return self._limits.grace_s > 0 and (self._handed_on == signal.SIGTERM or bool(self._output.told.handing_on))
+
+    @property
+    def _handed_on(self) -> signal.Signals | None:
+        return None if self._launcher is None else self._launcher.handed_on
 
     @property
     def _is_recalled(self) -> bool:
@@ -269,7 +272,7 @@ class _Run:
         died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
         told = self._output.told
         text, lines = summarize(code, told.reports, self._output.words, interrupted_by=self._last_signal,
-                                died_of=died_of, dialect=self._dialect, can_show_more=self._can_show_more,
+                                died_of=died_of, launcher=self._launcher, can_show_more=self._can_show_more,
                                 without_init=len(told.without_init), why_not_started=why,
                                 subject=self._interference.subject)
         if code != 0 and self._last_signal is None and not self._interference.why_stop():
@@ -280,7 +283,6 @@ class _Run:
         return start + text + said.encode(errors="backslashreplace")
 
     def _next_signal(self, timeout_s: float) -> None:
-        """Wait for a signal and handle it."""
         info = signal.sigtimedwait(self._caught | {signal.SIGCHLD, ABORTED}, min(timeout_s, 3600.0))
         if info is None or info.si_signo == signal.SIGCHLD:
             return
@@ -295,7 +297,7 @@ class _Run:
         now = time.monotonic()
         is_handed_on = info.si_signo == signal.SIGTERM and self._hands_on and self._termination.is_first(now)
         if is_handed_on and self._last_signal is None:
-            self._mpirun.send_signal(signal.SIGTERM if self._dialect == HYDRA else HANDED_ON)
+            self._mpirun.send_signal(self._handed_on or HANDED_ON)
         # A terminal sends a signal (with a code above 0) to all processes in the foreground, so mpirun has it already.
         elif info.si_code <= 0 and not is_handed_on:
             self._mpirun.send_signal(info.si_signo)

@@ -19,10 +19,13 @@
         ├── RankDiedError                      a rank has died, and the others cannot continue
         └── EngineError                        the engine has ended; every pending and later operation fails
             ├── MessageError                   another rank sent an invalid message
-            ├── RanksLostError                 ranks have ended in the middle of the job; the others may recover
+            ├── RanksLostError                 ranks have died, or their hosts are lost; the others may recover
             ├── StallError                     ranks waited too long for others
             │   └── DeadlockError              all ranks wait for each other
             └── ShutdownError                  a rank ended while others wait for it
+
+Three words for an end: a rank *leaves* when it says so before, and *dies* when its process ends otherwise; a *host is
+lost* when it is down, or the link to it is cut. Ranks that have died or were on a lost host are *lost*.
 
 A `CollectiveError` is raised on every rank with the same text. After a `MismatchError` the engine goes on, unless the
 tensor was in a `tf.function`. After an `EngineError` it does not.
@@ -92,7 +95,7 @@ class ClusterError(CollectiveError, ValueError):
 
 
 class RankDiedError(CollectiveError):
-    """A process was killed or its host is down, and the others cannot continue without it."""
+    """A rank has died, or its host is lost, and the others cannot continue without it."""
 
 
 class EngineError(CollectiveError):
@@ -105,12 +108,12 @@ class MessageError(EngineError):
 
 @dataclass(frozen=True)
 class LostRank:
-    """A rank that has ended in the middle of the job.
+    """A rank that has died, or whose host is lost.
 
     Attributes:
         rank: Its rank in the job, before any recovery.
         host: The name of its host.
-        how: How it was noticed: "process 4711 has ended".
+        how: How it was noticed: "process 4711 has died".
     """
 
     rank: int
@@ -122,7 +125,7 @@ class LostRank:
 
 
 class RanksLostError(EngineError):
-    """Ranks have ended in the middle of the job. On each rank that is left, all its engines end with this error.
+    """Ranks have died, or their hosts are lost. On each rank that is left, all its engines end with this error.
 
     Args:
         lost: The ranks; () if this rank knows only that there are some.

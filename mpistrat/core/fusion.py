@@ -53,7 +53,7 @@ _FUSED = (CollectiveType.ALLREDUCE, CollectiveType.BROADCAST)
 
 def is_fused(request: Request) -> bool:
     """Whether its tensors share a bucket with others. Adasum combines each tensor by itself."""
-    return request.kind in _FUSED and request.reduce_op is not ReduceOp.ADASUM
+    return request.kind in _FUSED and request.scaled.op is not ReduceOp.ADASUM
 
 
 class Submitted(Protocol):
@@ -116,8 +116,7 @@ class BucketPlans:
         for index, entry in enumerate(entries):
             request = entry.request
             if is_fused(request):
-                key = (request.kind, request.reduce_op, request.root_rank, request.prescale, request.postscale,
-                       request.device, request.wire_dtype)
+                key = (request.kind, request.scaled, request.root_rank, request.device, request.wire_dtype)
                 arrays_at += [(index, i) for i in range(len(entry.arrays))]
                 members += [((key, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []
@@ -131,6 +130,7 @@ class BucketPlans:
 
     def reduction(self, request: Request, divisor: int | None = None) -> Reduction:
         """The arithmetic that a request asks for; `divisor` as for `plan`."""
-        average = request.reduce_op is ReduceOp.AVERAGE
-        return Reduction(ReduceOp.SUM if average else request.reduce_op, request.prescale,
-                         Scale(request.postscale, (divisor or self._size) if average else 1))
+        op, prescale, postscale = request.scaled
+        average = op is ReduceOp.AVERAGE
+        return Reduction(ReduceOp.SUM if average else op, prescale,
+                         Scale(postscale, (divisor or self._size) if average else 1))

@@ -199,7 +199,7 @@ class Entry:
     def nbytes(self) -> int:
         """The bytes of all tensors."""
         arrays = self.arrays
-        if len(arrays) == 1:
-            return arrays[0].nbytes
         whole: int | None = getattr(arrays, "nbytes", None)  # GpuTensors know it.
-        return sum(map(_NBYTES, arrays)) if whole is None else whole
+        if whole is not None:
+            return whole
+        return arrays[0].nbytes if len(arrays) == 1 else sum(map(_NBYTES, arrays))

@@ -1,6 +1,6 @@
 """Interfaces of the backends: DataPlane for arrays, ControlPlane for messages, DeviceExecutor for GPU tensors.
 
-Recorder and TraceLink are what the engine knows of the trace, which records its operations (trace/).
+Observer is all that the engine knows of the trace, which records its operations (trace/).
 
 Only the thread that drives the engine calls them, except `wake`. A DataPlane method is collective unless its docstring
 says otherwise: the engine calls it on all ranks in the same order, with arguments on which the ranks have agreed.
@@ -98,6 +98,10 @@ class DataPlane(ABC):
     @abstractmethod
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         """Overwrite `array` with that of `root_rank`."""
+
+    def measured_choices(self) -> list[str]:
+        """Sentences on what this rank has chosen for all ranks by the times of collectives. Local; any thread."""
+        return []
 
     def abandon(self, is_stalled: bool) -> None:
         """Take part in no more collectives. Ranks that wait for this one fail, where the backend can make them. Local.
@@ -233,8 +237,19 @@ class ControlPlane(ABC):
         """Deliver all messages, and release all resources. May be called twice."""
 
 
-class Recorder:
-    """Gets what an engine has executed. This base class is for an engine whose operations nobody records."""
+class Observer:
+    """Watches an engine: it gets what was executed, and may exchange messages with the observers of the other ranks.
+
+    This base class is for an engine that nobody watches. The messages travel over the control plane of all ranks, along
+    the tree of negotiation: from rank 0 to all other ranks, from another rank to rank 0.
+
+    Attributes:
+        outgoing: What the engine is to send, in order. Any thread may append, and then wakes the engine. The engine
+            sends one after the other, so that the messages of the negotiation need not wait for many of them.
+    """
+
+    def __init__(self) -> None:
+        self.outgoing: deque[bytes] = deque()
 
     def add(self, entry: Entry, bucket: int, began: int, ended: int) -> None:
         """An entry is complete: its handle has the result. Local; takes a microsecond at most.
@@ -245,21 +260,6 @@ class Recorder:
             began: When the reduction began, as time.monotonic_ns(). That of the first one, if the entry has several.
             ended: When it ended. That of the last one.
         """
-
-
-class TraceLink:
-    """The messages of the trace, which travel over the control plane of all ranks, along the tree of negotiation.
-
-    This base class has no messages.
-
-    Attributes:
-        outgoing: What the engine is to send, in order: from rank 0 to all other ranks, from another rank to rank 0. Any
-            thread may append, and then wakes the engine. The engine sends one after the other, so that the messages of
-            the negotiation need not wait for many of them.
-    """
-
-    def __init__(self) -> None:
-        self.outgoing: deque[bytes] = deque()
 
     def receive(self, message: bytes) -> None:
         """A message has arrived. Called in the thread that drives; returns at once."""

@@ -57,6 +57,23 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
 
 
+class ScaledOp(NamedTuple):
+    """What the caller of an all-reduce or a reduce-scatter asks for: an operation and its factors.
+
+    Attributes:
+        op: How to reduce.
+        prescale: Multiplies every value before the reduction.
+        postscale: Multiplies the result.
+    """
+
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+_SUM = ScaledOp(ReduceOp.SUM)
+
+
 @dataclass(frozen=True)
 class Request:
     """Tensors of one rank that are ready to be reduced, gathered or broadcast together.
@@ -65,6 +82,7 @@ class Request:
 
     Attributes:
         tensors: Dtype and shape of each of the caller's tensors, in the order of the submitted arrays.
+        scaled: How to reduce them.
         device: Where the tensors are: DEVICE_CPU or DEVICE_GPU.
         layout: The indices of the caller's tensors that each submitted array is made of, if small tensors were
             concatenated or reordered; () for one array per tensor, in order.
@@ -79,10 +97,8 @@ class Request:
     kind: CollectiveType
     name: str
     tensors: tuple[TensorSpec, ...] = ()
-    reduce_op: ReduceOp = ReduceOp.SUM
+    scaled: ScaledOp = _SUM
     root_rank: int = 0
-    prescale: float = 1.0
-    postscale: float = 1.0
     device: str = DEVICE_CPU
     layout: tuple[tuple[int, ...], ...] = ()
     wire_dtype: str = ""
@@ -93,8 +109,8 @@ class Request:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.kind, self.name, self.tensors, self.reduce_op, self.root_rank, self.prescale, self.postscale,
-                     self.device, self.layout, self.wire_dtype, self.failures))
+        return hash((self.kind, self.name, self.tensors, self.scaled, self.root_rank, self.device,
+                      self.layout, self.wire_dtype, self.failures))
 
     def __hash__(self) -> int:
         # A request of hundreds of tensors is looked up in tables several times per step.
@@ -108,9 +124,9 @@ class Request:
 
     def to_tuple(self) -> tuple:
         """The fields as plain values."""
-        return (self.kind.value, self.name, tuple((t.dtype, t.shape) for t in self.tensors), int(self.reduce_op),
-                self.root_rank, self.prescale, self.postscale, self.device, self.layout, self.wire_dtype, self.failures,
-                self.labels, self.in_graph)
+        op, *factors = self.scaled
+        return (self.kind.value, self.name, tuple((t.dtype, t.shape) for t in self.tensors), (int(op), *factors),
+                self.root_rank, self.device, self.layout, self.wire_dtype, self.failures, self.labels, self.in_graph)
 
     @classmethod
     def from_tuple(cls, values: tuple) -> "Request":
@@ -119,9 +135,9 @@ class Request:
         Raises:
             TypeError, ValueError: It is not a request.
         """
-        kind, name, tensors, reduce_op, *others = values
-        return cls(CollectiveType(kind), name, tuple(TensorSpec(*tensor) for tensor in tensors), ReduceOp(reduce_op),
-                   *others)
+        kind, name, tensors, (op, prescale, postscale), *others = values
+        return cls(CollectiveType(kind), name, tuple(TensorSpec(*tensor) for tensor in tensors),
+                   ScaledOp(ReduceOp(op), prescale, postscale), *others)
 
 
 Average, Sum, Adasum, Min, Max, Product = (
@@ -141,20 +157,6 @@ def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
             f"op must be one of Average, Sum, Min, Max, Product, Adasum. Received: {op!r}") from None
 
 
-class ScaledOp(NamedTuple):
-    """What the caller of an all-reduce or a reduce-scatter asks for: an operation and its factors.
-
-    Attributes:
-        op: How to reduce.
-        prescale: Multiplies every value before the reduction.
-        postscale: Multiplies the result.
-    """
-
-    op: ReduceOp
-    prescale: float = 1.0
-    postscale: float = 1.0
-
-
 def scaled_op(op: ReduceOp | int | None, prescale: float = 1.0, postscale: float = 1.0,
               average: bool | None = None) -> ScaledOp:
     """The operation for the arguments that a user has passed. `op` and `average` are as in resolve_op."""
@@ -171,18 +173,22 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], scaled: Scaled
     Raises:
         InvalidRequestError: The dtype cannot be reduced with the operation, or a factor is not finite.
     """
-    op, prescale, postscale = scaled
     for tensor in tensors:
-        _check_reducible(name, tensor.dtype, op)
+        _check_reducible(name, tensor.dtype, scaled.op)
     _check_factors(name, scaled)
-    request = Request(CollectiveType.ALLREDUCE, name, tensors, op, prescale=float(prescale), postscale=float(postscale),
-                      layout=layout, wire_dtype=wire_dtype, labels=labels, process_set=process_set)
+    request = Request(CollectiveType.ALLREDUCE, name, tensors, _with_floats(scaled), layout=layout,
+                      wire_dtype=wire_dtype, labels=labels, process_set=process_set)
     return on_gpu(request) if device == DEVICE_GPU else request
+
+
+def _with_floats(scaled: ScaledOp) -> ScaledOp:
+    """The same operation, also to those who compare its bytes: a factor may be an integer on some ranks."""
+    return ScaledOp(scaled.op, float(scaled.prescale), float(scaled.postscale))
 
 
 def on_gpu(request: Request) -> Request:
     """The same request for tensors on a GPU. Raises InvalidRequestError if it can be executed on the CPU only."""
-    if request.reduce_op is Adasum:
+    if request.scaled.op is Adasum:
         raise InvalidRequestError(f"{request.name}: Adasum is computed on the CPU. Set MPISTRAT_GPU_OPERATIONS=host, "
                                   "or pass CPU tensors.")
     return replace(request, device=DEVICE_GPU)
@@ -210,7 +216,7 @@ def reducescatter_request(name: str, tensors: tuple[TensorSpec, ...], scaled: Sc
         InvalidRequestError: The dtype cannot be reduced, a tensor is a scalar, a factor is not finite, or the operation
             is neither Average nor Sum.
     """
-    op, prescale, postscale = scaled
+    op = scaled.op
     if op not in (Average, Sum):
         raise InvalidRequestError(f"{name}: reducescatter supports Average and Sum. Received: {op.name.capitalize()}")
     for tensor in tensors:
@@ -218,8 +224,8 @@ def reducescatter_request(name: str, tensors: tuple[TensorSpec, ...], scaled: Sc
         if not tensor.shape:
             raise InvalidRequestError(f"{name}: reducescatter does not support scalar inputs. Reshape it to (1,).")
     _check_factors(name, scaled)
-    return Request(CollectiveType.REDUCESCATTER, name, tensors, op, prescale=float(prescale),
-                   postscale=float(postscale), device=device, process_set=process_set)
+    return Request(CollectiveType.REDUCESCATTER, name, tensors, _with_floats(scaled), device=device,
+                   process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)

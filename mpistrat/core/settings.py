@@ -24,7 +24,13 @@ HOROVOD_PREFIX = "HOROVOD_"
 # (https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables).
 _OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|"
                         r"PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+_LEAST_CHUNK_BYTES = 4096  # A slice of a chunk for each of some ranks is then a few cache lines, at least.
 LOG_LEVELS = ("debug", "info", "warning", "error")
+# Names that were settings, and what to write now.
+_REPLACED = {"HEARTBEAT_S": "hosts are probed five times within MPISTRAT_LOST_AFTER_S",
+             "FAILURE_TIMELINE": "write MPISTRAT_RECORDER=status for no timeline of a failure",
+             "STATUS_FILE": "write MPISTRAT_RECORDER=0 for no status file"}
+_LEAST_PROBE_S = 1.0  # The kernel counts in seconds.
 
 
 def _setting(env: str, default: T, doc: str, *, low: float | None = None, high: float | None = None,
@@ -61,12 +67,10 @@ class Settings:
         "DEADLOCK_S", 10.0, "Seconds after which ranks that all wait for each other get an error: every rank has a "
         "collective outstanding, none is complete, and no rank has called another one. Raise it if a rank may call its "
         "next one later, in another thread or after long work. 0: never.", low=0, high=1e7)
-    heartbeat_s: float = _setting(
-        "HEARTBEAT_S", 1.0, "Seconds between two probes of each other host, which its kernel answers; whole seconds.",
-        low=1, high=1e4)
     lost_after_s: float = _setting(
         "LOST_AFTER_S", 5.0, "Seconds without an answer after which a host is lost, because it is down or the link to "
-        "it is cut. 0: hosts are not probed.", low=0, high=1e5)
+        "it is cut. Its kernel is probed five times within these, once a second at most. 0: hosts are not probed.",
+        low=0, high=1e5)
     stopped_limit_s: float = _setting(
         "STOPPED_LIMIT_S", 0.0, "Seconds after which a rank whose process is stopped (SIGSTOP) is killed, so that an "
         "elastic job goes on without it. It is reported after 5 s. 0: never.", low=0, high=1e7)
@@ -95,6 +99,10 @@ class Settings:
         "CPU_OPERATIONS", "auto", "Backend for CPU tensors. auto: first available of shared_memory, mpi. "
         "shared_memory: shared memory within hosts, MPI between hosts. mpi: MPI throughout.",
         choices=("auto", "shared_memory", "mpi"))
+    chunk_bytes: int = _setting(
+        "CHUNK_BYTES", 0, "Bytes of a chunk of an all-reduce in shared memory, a power of two. 0: on one host a job "
+        "tries 512 KiB, 2 MiB and 4 MiB on its own all-reduces, as far as the host's memory allows, and keeps the "
+        "fastest; with several hosts 2 MiB.", low=0, high=2**28)
     fast_path: bool = _setting(
         "FAST_PATH", True, "0: ranks negotiate every operation through rank 0, also where they wait for one operation "
         "after the other and could agree by a vote. Slower, same results.")
@@ -119,8 +127,11 @@ class Settings:
     bind: bool = _setting(
         "BIND", True, "0: do not bind. By default each rank of a host runs on an equal share of the cores that the job "
         "may use there, unless the launcher has bound the ranks.")
-    recorder: bool = _setting(
-        "RECORDER", True, "0: ranks do not record their operations. Then there is no status file, and no timeline.")
+    recorder: str = _setting(
+        "RECORDER", "all", "What is made of the operations that ranks record. all: rank 0 writes what all ranks do to "
+        "a file once a second, which mpistrat top reads, and mpistrat run writes what the ranks of a job that fails "
+        "did last to a timeline, in the directory .mpistrat of its directory. status: the file for mpistrat top alone. "
+        "0: nothing is recorded, and there is no timeline.", choices=("all", "status", "0"))
     timeline: str = _setting(
         "TIMELINE", "none", "File to which rank 0 writes the operations of all ranks, as start_timeline does: .json "
         "(Chrome's trace format) or .pftrace (Perfetto's). none, or DYNAMIC as in Horovod: no file "
@@ -130,12 +141,6 @@ class Settings:
     timeline_steps: str = _setting(
         "TIMELINE_STEPS", "all", "Steps of training that are in that file, as FIRST:END, from 0 and without END. all: "
         "everything.")
-    failure_timeline: bool = _setting(
-        "FAILURE_TIMELINE", True, "0: mpistrat run does not write what the ranks of a job that fails did last to a "
-        "timeline, in the directory .mpistrat of its directory.")
-    status_file: bool = _setting(
-        "STATUS_FILE", True, "0: rank 0 does not write what all ranks do to a file once a second, which mpistrat top "
-        "reads.")
     log_level: str = _setting(
         "LOG_LEVEL", "warning", "Least severity of the messages shown: debug, info, warning or error.",
         choices=LOG_LEVELS)
@@ -153,6 +158,9 @@ class Settings:
         problems: list[str] = []
         for name in sorted(n for n in environ if n.startswith(PREFIX)):
             if name not in by_env and _OF_OTHERS.fullmatch(name.removeprefix(PREFIX)):
+                continue
+            if why := _REPLACED.get(name.removeprefix(PREFIX)):
+                problems.append(f"{name} is no setting any more: {why}.")
                 continue
             if name not in by_env:
                 # Compared without the prefix, which makes all names similar.
@@ -173,6 +181,10 @@ class Settings:
             raise SettingsError(
                 f"{PREFIX}STALL_SHUTDOWN_TIME_SECONDS ({settings.stall_abort_s:g}) must be 0 or at least "
                 f"{PREFIX}STALL_CHECK_TIME_SECONDS ({settings.stall_warning_s:g}).")
+        next_power = max(_LEAST_CHUNK_BYTES, 2**(max(settings.chunk_bytes, 1) - 1).bit_length())
+        if settings.chunk_bytes not in (0, next_power):
+            raise SettingsError(f"{PREFIX}CHUNK_BYTES={settings.chunk_bytes}: expected 0 or a power of two, at least "
+                                f"{_LEAST_CHUNK_BYTES}; the next one is {next_power}.")
         if settings.timeline_steps != "all" and settings.timeline_window is None:
             raise SettingsError(f"{PREFIX}TIMELINE_STEPS={settings.timeline_steps!r}: expected all, or FIRST:END "
                                 "with FIRST less than END, for example 100:120.")
@@ -190,6 +202,16 @@ class Settings:
     def limit_s(self) -> float:
         """Seconds that a rank waits for others at most; 0: no limit."""
         return 0.0 if self.stall_check_disable else self.stall_abort_s
+
+    @property
+    def probe_s(self) -> float:
+        """Seconds between two probes of another host."""
+        return max(_LEAST_PROBE_S, self.lost_after_s / 5)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether ranks record their operations."""
+        return self.recorder != "0"
 
     @property
     def timeline_window(self) -> tuple[int, int] | None:

@@ -81,7 +81,7 @@ ENGINE_IDLE_POLL_S = 0.05
 
 # Seconds after which a rank sends the next message of the trace, if nothing else happens.
 # Not measured: 3 MB/s, more than the operations of any training step that was run.
-TRACE_POLL_S = 0.001
+OBSERVER_POLL_S = 0.001
 
 # How many operations of each process set a rank keeps for the trace.
 # Not measured: 1.2 MB when full. A step of 20 buckets leaves the last 200 steps.
@@ -115,10 +115,44 @@ DESCRIPTORS_PER_MESSAGE = 128
 
 # -- transport.shm: ranks of one host ---------------------------------------------------------------------------------
 
-# Bytes of a chunk of a two-shot all-reduce.
-# 102 MB on 2 ranks: 45 ms; with 128 KiB 67, with 1 MiB 42 to 45, with 4 MiB twice as long where the cache is smaller.
-# On 64 ranks, where Python takes longer per chunk, 90 ms and with 256 KiB 135.
+# Bytes of a chunk of a two-shot all-reduce, at first and for small ones.
+# 102 MB on 2 ranks: 45 ms; with 128 KiB 67. On 64 ranks, where Python takes longer per chunk, 90 ms; with 256 KiB 135.
 SHM_CHUNK_BYTES = 512 * 1024
+
+# Other sizes, which a job tries on its own all-reduces (transport.shm.chunk_choice), in rising order.
+# 2 ranks, 512 KiB / 2 MiB / 4 MiB, ms. Cores that share a cache: 4 MB 1.06 / 0.88 / 0.88, 16 MB 4.8 / 7.0 / 6.1, 102 MB
+# 30 / 47 / 38. Cores that share none: 4 MB 1.62 / 1.36 / 1.56, 16 MB 7.2 / 7.1 / 5.8, 102 MB 44 / 47 / 36. 8 MiB as 4.
+SHM_LARGER_CHUNKS = (2 * 2**20, 4 * 2**20)
+
+# Bytes of an all-reduce from which these are tried.
+# 2 ranks, 1 MB: 0.31 ms with 512 KiB and 0.28 with 2 MiB, 2 MB: 0.47 and 0.37; less has one chunk or two.
+SHM_CHOICE_BYTES = 2**20
+
+# Bytes of memory for the chunks of one host, and the part of its memory, beyond which no larger size is tried.
+# Not measured: 4 MiB for up to 15 ranks, 2 MiB for up to 31.
+SHM_MOST_CHUNK_MEMORY = 256 * 2**20
+SHM_MOST_CHUNK_MEMORY_PART = 64
+
+# How often each size is tried before a choice.
+# Not measured: the least of two times; six all-reduces for three sizes, some of them half as fast.
+CHUNK_TRIES = 2
+
+# The choice changes if the time with another size is this part of that with the chosen one, at most.
+# Not measured: the least of two times of 102 MB repeats within 5 % on a quiet machine.
+CHUNK_GAIN = 0.95
+
+# After how many all-reduces the sizes are tried again: the fewest and the most; and the part of these if the speed
+# changes.
+# Not measured: a trial costs as much as two all-reduces, 1.5 % of 128. Cores of a virtual machine move within minutes.
+CHUNK_KEPT_LEAST = 128
+CHUNK_KEPT_MOST = 1024
+CHUNK_EARLIER = 4
+
+# The speed has changed if the median time per byte of the last CHUNK_SPEED_TIMES all-reduces differs by this factor
+# from that of the first ones after the choice.
+# The time of 102 MB on 2 ranks changes by 1.5 when the cores of a virtual machine move apart.
+CHUNK_SPEED_FACTOR = 1.25
+CHUNK_SPEED_TIMES = 8
 
 # How many chunks of a two-shot all-reduce may be under way.
 # Not measured: one is packed, one reduced, one unpacked, and a rank may be one ahead of the others.

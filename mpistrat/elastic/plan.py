@@ -107,10 +107,9 @@ class Plan:
         running = self._running
         return Leave(running.number, running.leaves) if running is not None and running.leaves else None
 
-    def keeper_found(self, host: str) -> list[Action]:
+    def keeper_found(self, host: str) -> None:
         """The keeper of a host has connected."""
         self._hosts.keeper_found(host)
-        return []
 
     def keeper_gone(self, host: str, why: str, now: float) -> list[Action]:
         """The connection to the keeper of a host is closed.
@@ -172,19 +171,17 @@ class Plan:
         if running is not None and running.number == generation and rank not in running.heard:
             running.missing.setdefault(rank, now)
 
-    def hello(self, host: str, rank: int, pid: int, generation: int, is_connected: bool = False) -> list[Action]:
+    def hello(self, host: str, rank: int, pid: int, generation: int, is_connected: bool = False) -> None:
         """A rank is in init(), or has left it."""
         if self._running is not None and self._running.number == generation:
             self._running.hello(host, rank, pid, is_connected)
-        return []
 
-    def committed(self, commit: CommitId, step: str) -> list[Action]:
+    def committed(self, commit: CommitId, step: str) -> None:
         """A keeper has kept a commit."""
         if self._running is not None and self._running.number == commit.generation:
             self._running.has_committed = True
         if commit >= self.newest:
             self.newest, self._step = commit, step
-        return []
 
     def died(self, host: str, pid: int, generation: int, now: float) -> list[Action]:
         """The process of a rank has ended without saying so."""
@@ -193,7 +190,7 @@ class Plan:
             return []
         running, process = found
         running.lose([process], now)
-        return [] if running.is_stopped else [Say(f"rank {process.rank} on {host} (process {pid}) is lost")]
+        return [] if running.is_stopped else [Say(f"rank {process.rank} on {host} (process {pid}) has died")]
 
     def ended(self, host: str, pid: int, generation: int, code: int, why: str, now: float) -> list[Action]:
         """A rank ends with this exit code."""
@@ -217,7 +214,7 @@ class Plan:
         return [*said, *(self._grow(now) if self._limits.restart_failed else [])]
 
     def preempted(self, host: str, generation: int, why: str, now: float) -> list[Action]:
-        """A host is to be taken away."""
+        """A rank of the host has received a signal by which the batch system announces that it takes the host away."""
         running = self._running
         if running is None or running.number != generation:
             return []
@@ -272,7 +269,6 @@ class Plan:
         return [*self._lose_hosts(0.0, now), *self._after(running, code, now)]
 
     def _after(self, running: Generation, code: int, now: float) -> list[Action]:
-        """What follows after a generation."""
         if running.is_done:
             return self._finish(Done(0, ""))
         if self._ending is not None:

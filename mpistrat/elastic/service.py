@@ -184,7 +184,8 @@ class Service:
             logger.info("a keeper runs on %s (process %d)", message["host"], message["pid"])
             if plan.leaving is not None:
                 line.send(kind="leave", generation=plan.leaving.generation, why=plan.leaving.why)
-            return plan.keeper_found(self._keepers[line])
+            plan.keeper_found(self._keepers[line])
+            return []
         host = self._keepers.get(line)
         if host is None:
             return []
@@ -195,7 +196,8 @@ class Service:
         if kind == "cut off":
             return [Say(f"{host}: the ranks were ended, since {message['why']}. Its commits are kept")]
         if kind == "committed":
-            return plan.committed(CommitId(*message["commit"]), message["step"])
+            plan.committed(CommitId(*message["commit"]), message["step"])
+            return []
         if kind == "missing":
             plan.missing(message["generation"], message["rank"], now)
             return []
@@ -206,7 +208,8 @@ class Service:
             if generation == plan.generation:
                 for processes in self._awaited.values():
                     processes.pop(message["rank"], None)
-            return plan.hello(host, message["rank"], pid, generation, message["connected"])
+            plan.hello(host, message["rank"], pid, generation, message["connected"])
+            return []
         if kind == "renamed":
             return plan.renamed(host, pid, generation, message["rank"], message["size"], now)
         if kind == "died":

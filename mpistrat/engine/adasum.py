@@ -28,11 +28,11 @@ def adasum(data: DataPlane, rank: int, size: int, sources: Sequence[np.ndarray],
     The sources are floating-point arrays, of the same shapes and dtypes on all ranks. So are the targets, one for each
     source. The request has the factors.
     """
-    slices = [_slice_of_each_rank(data, rank, size, source, request.prescale) for source in sources]
+    slices = [_slice_of_each_rank(data, rank, size, source, request.scaled.prescale) for source in sources]
     while len(slices[0]) > 1:
         slices = _combined(data, slices)
     for source, target, (own,) in zip(sources, targets, slices, strict=True):
-        scaled_copy(own, request.postscale, own)
+        scaled_copy(own, request.scaled.postscale, own)
         counts = _counts(source.size, size)
         flat = target.reshape(-1)
         data.allgather(own.astype(flat.dtype, copy=False), flat, counts)

@@ -19,18 +19,19 @@ import numpy as np
 
 from ..core.errors import MismatchError
 from ..core.handle import Entry
-from ..core.interfaces import AgreementRound, ControlPlane, Outcome, RankLeftError, TraceLink
+from ..core.interfaces import AgreementRound, ControlPlane, Outcome, RankLeftError
 from ..core.interruption import Interruption
 from ..core.request import Request
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..core.tuning import ENGINE_SPIN_S, GPU_LOOK_S, TRACE_POLL_S
+from ..core.tuning import ENGINE_SPIN_S, GPU_LOOK_S, OBSERVER_POLL_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
 from ..negotiation.joined import JOIN
-from ..negotiation.messages import TRACE, Decision, EndReason
+from ..negotiation.messages import OBSERVER, Decision, EndReason
 from .executor import Executor
-from .life_cycle import LifeCycle
+from .life_cycle import LifeCycle, Parts
+from .observer_messages import ObserverMessages
 from .queue import TensorQueue
 
 logger = logging.getLogger(__name__)
@@ -54,13 +55,12 @@ class Controller:
     Args:
         topology: Where the ranks are.
         control: Messages among the ranks.
-        executor: Executes what the ranks have agreed on.
+        executor: Executes what the ranks have agreed on. Its observer exchanges messages over `control`.
         settings: The same on all ranks.
         agreement: How the ranks vote; None: they do not.
         clock: Seconds, from any origin.
         interruption: Ends the cycles because ranks are lost; None: nothing does.
         where: Returns where the threads of this process are, for reports on ranks that others wait for.
-        trace: The messages of the trace; None: there are none.
         look: See StallWatch. It may take seconds, in which nothing can be agreed on with the rank that does not answer.
 
     Attributes:
@@ -72,8 +72,8 @@ class Controller:
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
                  agreement: AgreementRound | None = None, clock: Callable[[], float] = time.monotonic,
                  interruption: Interruption | None = None, where: Callable[[], str] = str,
-                 trace: TraceLink | None = None, look: Callable[[int], str] | None = None):
-        self._where, self._trace = where, trace or TraceLink()
+                 look: Callable[[int], str] | None = None):
+        self._where = where
         self.topology, self.control, self.executor, self.clock = topology, control, executor, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
@@ -85,8 +85,10 @@ class Controller:
             self._coordinator.stalls.look = self._fast_path.look = look
         # When the coordinator last got submissions, one operation was outstanding, and its caller waited for it.
         self._has_sole_awaited = False
-        self.life = LifeCycle(topology.job_rank, control, self._coordinator, self._fast_path, executor, self.queue,
-                              clock, interruption or Interruption(), self._trace)
+        self._observers = ObserverMessages(control, self._coordinator, executor.observer)
+        self._outgoing = executor.observer.outgoing
+        self.life = LifeCycle(Parts(topology.job_rank, control, self._coordinator, self._fast_path, executor,
+                                    self.queue, clock, interruption or Interruption()))
         self._averages_over_active = settings.join_average == "active"
         self.joins = 0
         self._learned: deque[_Learned] = deque()
@@ -114,14 +116,13 @@ class Controller:
     @property
     def needs_driver(self) -> bool:
         """Whether cycles must go on now; without work it is enough to look at the messages now and then."""
-        return self.has_work or self.life.is_end_announced or bool(self._trace.outgoing)
+        return self.has_work or self.life.is_end_announced or bool(self._outgoing)
 
     @property
     def may_propose(self) -> bool:
         """Whether this rank may vote for what a caller brings: nothing else is outstanding or to be sent."""
         votes = self._fast_path
-        return votes.is_open and not (votes.has_voted or self.queue.outstanding or self.life.is_end_requested
-                                      or self._trace.outgoing)
+        return votes.is_open and not (votes.has_voted or self.queue.outstanding or self.life.is_end_requested)
 
     def propose(self, entry: Entry) -> None:
         """Vote for what a caller waits for, and wait for the other votes for a moment. This rank `may_propose`.
@@ -137,6 +138,10 @@ class Controller:
                 # Messages on other operations can wait for so long.
                 self.control.wait(ENGINE_SPIN_S, ENGINE_SPIN_S)
                 self._settle(now)
+        if self._outgoing:
+            # After the operation, which does not wait for it. A script that calls one operation after the other on the
+            # fast path would else send and receive nothing for its observer.
+            self.run_cycle()
 
     def wait(self, longest_s: float, is_awaited: bool) -> None:
         """Return when the next cycle may have something to do, after `longest_s` at most.
@@ -149,8 +154,8 @@ class Controller:
         else:
             timeout_s = min(self._coordinator.next_check_s(), self._fast_path.next_check_s())
             spins = is_awaited
-        if self._trace.outgoing:
-            timeout_s = min(timeout_s, TRACE_POLL_S)
+        if self._outgoing:
+            timeout_s = min(timeout_s, OBSERVER_POLL_S)
         self.control.wait(min(timeout_s, longest_s), ENGINE_SPIN_S if spins else 0.0, now - self._busy_at)
 
     def run_cycle(self) -> bool:
@@ -170,14 +175,14 @@ class Controller:
         elif entries:
             self._submit(entries, now)
         has_settled = self._fast_path.is_open and self._attend_vote(now)
-        if self._trace.outgoing:
-            self._send_trace()
+        if self._outgoing:
+            self._observers.send()
         else:
             self.life.announce_end()
-        has_news = False  # Messages of the trace, and answers, are no news: they come in a deadlock, too.
+        has_news = False  # Messages of observers, and answers, are no news: they come in a deadlock, too.
         for source, message in messages:
-            if message.startswith(TRACE):
-                self._take_trace(source, message)
+            if message.startswith(OBSERVER):
+                self._observers.take(source, message)
                 continue
             if source == self._coordinator.parent:
                 self._learn(Decision.from_bytes(message, self.topology.job_ranks[source]), message)
@@ -205,25 +210,7 @@ class Controller:
             self._busy_at = self.clock()  # What was executed may have taken long.
         return is_busy
 
-    def _take_trace(self, source: int, message: bytes) -> None:
-        """Take a message of the trace: one of rank 0 is for all ranks, one of another rank for rank 0."""
-        parent, children = self._coordinator.parent, self._coordinator.children
-        if parent in (None, source):
-            self._trace.receive(message[len(TRACE):])
-        for receiver in children if source == parent else () if parent is None else (parent,):
-            self.control.send(receiver, message)
-
-    def _send_trace(self) -> None:
-        """Send a message of the trace, if there is room for it beside the others."""
-        parent = self._coordinator.parent
-        receivers = self._coordinator.children if parent is None else (parent,)
-        if not self.control.is_sending_to(receivers):
-            message = TRACE + self._trace.outgoing.popleft()
-            for receiver in receivers:
-                self.control.send(receiver, message)
-
     def _submit(self, entries: list[Entry], now: float) -> None:
-        """Give the coordinator what was taken from the queue."""
         for entry in entries:
             self._coordinator.submit(entry.request, now)
         self._has_sole_awaited = self.queue.outstanding == 1 and entries[0].is_awaited

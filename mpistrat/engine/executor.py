@@ -15,7 +15,7 @@ from ..core import annotations
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, Handle, complete_all
-from ..core.interfaces import DataPlane, DeviceExecutor, Prepared, Recorder
+from ..core.interfaces import DataPlane, DeviceExecutor, Observer, Prepared
 from ..core.memory import FusionBuffer, ResultPool
 from ..core.packing import pack, unpack
 from ..core.request import DEVICE_GPU, CollectiveType, Request
@@ -57,7 +57,7 @@ class Executor:
         topology: The ranks.
         fusion_bytes: Size limit of a fusion buffer; 0: nothing is fused.
         device: Executes the entries of tensors on a GPU.
-        recorder: Gets the entries of tensors on the CPU that are complete.
+        observer: Gets the entries of tensors on the CPU that are complete.
         finite: Looks at the gradients among the results; None: nobody does.
 
     Attributes:
@@ -65,8 +65,8 @@ class Executor:
     """
 
     def __init__(self, data: DataPlane, topology: Topology, fusion_bytes: int, device: DeviceExecutor,
-                 recorder: Recorder, finite: FiniteWatch | None = None):
-        self._recorder, self._finite, self._executed = recorder, finite, 0
+                 observer: Observer, finite: FiniteWatch | None = None):
+        self.observer, self._finite, self._executed = observer, finite, 0
         self.data, self._topology, self._fusion_bytes, self.device = data, topology, fusion_bytes, device
         self._rank, self._size = topology.rank, topology.size
         self._pool = ResultPool()
@@ -105,7 +105,7 @@ class Executor:
             if entries[0].request.labels:
                 self._look(entries[0], prepared[1].targets)
             entries[0].handle.complete(list(prepared[1].targets))
-            self._recorder.add(entries[0], entries[0].number, now, ended)
+            self.observer.add(entries[0], entries[0].number, now, ended)
             self._pool.end_round()
             return
         if all_ready:
@@ -116,6 +116,9 @@ class Executor:
             with annotations.marked(on_gpu[0].request):
                 self.device.execute(on_gpu, divisor)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
+            if not entries:
+                self._pool.end_round()
+                return
         partials: dict[int, _Partial] = {}
         for job in self._begin(entries, self._plans.plan(entries, self._fusion_bytes, divisor)):
             self._run(job)
@@ -123,7 +126,7 @@ class Executor:
         for entry in entries:
             if not entry.arrays:  # A barrier, or an empty group: agreement is all it needs.
                 entry.handle.complete([])
-                self._recorder.add(entry, entry.number, entry.agreed, entry.agreed)
+                self.observer.add(entry, entry.number, entry.agreed, entry.agreed)
             elif not is_fused(entry.request):
                 self._run_single(entry)
         self._pool.end_round()
@@ -185,7 +188,7 @@ class Executor:
             if entries[bucket.whole].request.labels:
                 self._look(entries[bucket.whole], job.targets)
             entries[bucket.whole].handle.complete(job.targets)
-            self._recorder.add(entries[bucket.whole], job.number, job.began, job.ended)
+            self.observer.add(entries[bucket.whole], job.number, job.began, job.ended)
             return
         done: list[tuple[Entry, _Partial]] = []
         for (place, i), result in zip(bucket.members, job.targets, strict=True):
@@ -201,7 +204,7 @@ class Executor:
                 done.append((entries[place], partial))
         complete_all((entry.handle, partial.results) for entry, partial in done)
         for entry, partial in done:
-            self._recorder.add(entry, partial.first.number, partial.first.began, job.ended)
+            self.observer.add(entry, partial.first.number, partial.first.began, job.ended)
 
     def _look(self, entry: Entry, results: Sequence[np.ndarray]) -> None:
         """Look at gradients. They have the user's names of the tensors, and so have weights that are broadcast."""
@@ -228,7 +231,7 @@ class Executor:
         else:
             ended = monotonic_ns()
             entry.handle.complete(results)
-            self._recorder.add(entry, entry.number, began, ended)
+            self.observer.add(entry, entry.number, began, ended)
 
     def _allgather(self, entry: Entry) -> list[np.ndarray]:
         arrays = _arrays(entry)
@@ -282,5 +285,4 @@ _SINGLE: dict[CollectiveType, Callable[[Executor, Entry], list[np.ndarray]]] = {
 
 
 def _arrays(entry: Entry) -> Sequence[np.ndarray]:
-    """The arrays of an entry whose device is the CPU."""
     return cast("Sequence[np.ndarray]", entry.arrays)

@@ -8,20 +8,21 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..core.errors import DeadlockError, EngineError, RanksLostError, ShutdownError, StallError
-from ..core.interfaces import ControlPlane, RankLeftError, TraceLink
+from ..core.interfaces import ControlPlane, RankLeftError
 from ..core.interruption import Interruption
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
-from ..negotiation.messages import TRACE, Announcement, Decision, EndReason
+from ..negotiation.messages import OBSERVER, Announcement, Decision, EndReason
 from .executor import Executor
 from .queue import TensorQueue
 
 logger = logging.getLogger(__name__)
 
 _ERRORS: dict[EndReason, type[EngineError]] = {
-    EndReason.SHUTDOWN: ShutdownError, EndReason.RANK_ENDED: ShutdownError, EndReason.STALL: StallError,
+    EndReason.SHUTDOWN: ShutdownError, EndReason.RANK_LEFT: ShutdownError, EndReason.STALL: StallError,
     EndReason.DEADLOCK: DeadlockError, EndReason.FAILURE: EngineError, EndReason.MISMATCH: EngineError}
 SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt "
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
@@ -48,8 +49,28 @@ class BrokenOffError(EngineError):
                          "all ranks. To go on in the same process, call shutdown() and init() on every rank.")
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of: its controller makes them, and its life cycle ends them.
+
+    Attributes:
+        rank: This rank in the job.
+        clock: Seconds, from any origin.
+        interruption: Ends the cycles because ranks are lost.
+    """
+
+    rank: int
+    control: ControlPlane
+    coordinator: Coordinator
+    fast_path: FastPath
+    executor: Executor
+    queue: TensorQueue
+    clock: Callable[[], float]
+    interruption: Interruption
+
+
 class LifeCycle:
-    """Ends the engine of one rank. The arguments are those of the controller, and parts that it has made of them.
+    """Ends the engine of one rank.
 
     Attributes:
         ended: Set when there are no more cycles.
@@ -58,12 +79,8 @@ class LifeCycle:
         is_end_announced: The coordinator knows that.
     """
 
-    def __init__(self, rank: int, control: ControlPlane, coordinator: Coordinator, fast_path: FastPath,
-                 executor: Executor, queue: TensorQueue, clock: Callable[[], float], interruption: Interruption,
-                 trace: TraceLink):
-        self._interruption, self._trace = interruption, trace
-        self._rank, self._control, self._coordinator, self._fast_path = rank, control, coordinator, fast_path
-        self._executor, self._queue, self._clock = executor, queue, clock
+    def __init__(self, parts: Parts):
+        self._parts = parts
         self._abandoned: EngineError | None = None
         self._broken_off: BrokenOffError | None = None
         self.ended = threading.Event()
@@ -86,7 +103,7 @@ class LifeCycle:
         """Announce that this rank submits no more, if that was requested. Once."""
         if self.is_end_requested and not self.is_end_announced:
             self.is_end_announced = True
-            self._coordinator.end(self._queue.completed)
+            self._parts.coordinator.end(self._parts.queue.completed)
 
     def end_if_abandoned(self) -> bool:
         """End if `abandon` was called, or ranks are lost. Returns whether it has ended now.
@@ -95,8 +112,8 @@ class LifeCycle:
         """
         if self.ended.is_set():
             return False
-        if self._interruption.error is not None:
-            self._end(self._interruption.error, is_shutdown=False)
+        if self._parts.interruption.error is not None:
+            self._end(self._parts.interruption.error, is_shutdown=False)
             return True
         if self._broken_off is not None:
             raise self._broken_off
@@ -116,66 +133,67 @@ class LifeCycle:
         If ranks are lost, the error is a consequence of that, and the others learn of it in the same ways as this one.
         """
         if isinstance(error, Exception) and not isinstance(error, BrokenOffError):
-            self._interruption.await_error()
-        if self._interruption.error is not None:
-            self._executor.data.abandon(False)
-            self._end(self._interruption.error, is_shutdown=False)
+            self._parts.interruption.await_error()
+        if self._parts.interruption.error is not None:
+            self._parts.executor.data.abandon(False)
+            self._end(self._parts.interruption.error, is_shutdown=False)
             return
         cause = self._cause_elsewhere() if isinstance(error, RankLeftError) else ""
         if cause or isinstance(error, BrokenOffError):
             error = EngineError(cause or str(error))
         elif not isinstance(error, StallError):
             where = "".join(traceback.format_exception(error)).strip()
-            error = EngineError(f"The engine of rank {self._rank} failed: {error!r}\n{where}")
-        self._executor.data.abandon(isinstance(error, StallError))
+            error = EngineError(f"The engine of rank {self._parts.rank} failed: {error!r}\n{where}")
+        self._parts.executor.data.abandon(isinstance(error, StallError))
         self._send_failure(error)
         self._end(error, is_shutdown=False)
 
     def _cause_elsewhere(self) -> str:
         """What the rank says that has left a collective; "" if it says nothing for a moment."""
         for _ in range(_LAST_MESSAGE_LOOKS):
-            for source, message in self._control.poll():
-                if message.startswith(TRACE):
+            for source, message in self._parts.control.poll():
+                if message.startswith(OBSERVER):
                     continue
-                text = Decision.from_bytes(message).end_text if source == self._coordinator.parent else \
+                text = Decision.from_bytes(message).end_text if source == self._parts.coordinator.parent else \
                     Announcement.from_bytes(message).failure
                 if text:
                     return text
-            self._control.wait(_LAST_MESSAGE_S / _LAST_MESSAGE_LOOKS)
+            self._parts.control.wait(_LAST_MESSAGE_S / _LAST_MESSAGE_LOOKS)
         return ""
 
     def _send_failure(self, error: EngineError) -> None:
         try:
             text, is_stall = str(error), isinstance(error, StallError)
-            coordinator = self._coordinator
+            coordinator = self._parts.coordinator
             coordinator.fail(text, is_stall)
-            announcement, decision = coordinator.advance(self._clock())
+            announcement, decision = coordinator.advance(self._parts.clock())
             last = decision
             if announcement is not None:
-                self._control.send(coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
+                self._parts.control.send(coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
                 # This rank will not relay the decision of rank 0 that follows, so it sends one to its children itself.
                 last = Decision(end=EndReason.STALL if is_stall else EndReason.FAILURE, end_text=text)
             if last is not None:
                 message = last.to_bytes()
                 for child in coordinator.children:
-                    self._control.send(child, message)
+                    self._parts.control.send(child, message)
             # The engine ends now, and sends nothing afterwards.
-            self._control.flush(coordinator.neighbours, _LAST_MESSAGE_AFTER_STALL_S if is_stall else _LAST_MESSAGE_S)
+            self._parts.control.flush(coordinator.neighbours,
+                                      _LAST_MESSAGE_AFTER_STALL_S if is_stall else _LAST_MESSAGE_S)
         except Exception:  # `error` is reported in any case. This second failure goes to the log.
-            logger.debug("rank %d: the failure could not be sent to the other ranks", self._rank, exc_info=True)
+            logger.debug("rank %d: the failure could not be sent to the other ranks", self._parts.rank, exc_info=True)
 
     def _end(self, error: EngineError, is_shutdown: bool) -> None:
         refusal = ShutdownError(SHUT_DOWN_TEXT) if is_shutdown else error
         self.error = None if is_shutdown else error
         if not is_shutdown and not isinstance(error, RanksLostError):  # After that the other ranks may go on.
-            self._trace.fail()
-        if self._fast_path.is_waiting:
+            self._parts.executor.observer.fail()
+        if self._parts.fast_path.is_waiting:
             # Other ranks may execute what this rank has voted for.
-            self._executor.data.abandon(isinstance(error, StallError))
-        for entry in (*self._executor.device.unfinished(), *self._queue.close(refusal)):
+            self._parts.executor.data.abandon(isinstance(error, StallError))
+        for entry in (*self._parts.executor.device.unfinished(), *self._parts.queue.close(refusal)):
             if not entry.handle.is_done:
                 entry.handle.fail(refusal)
         self.ended.set()
-        logger.debug("rank %d: the engine has ended: %s", self._rank, refusal)
+        logger.debug("rank %d: the engine has ended: %s", self._parts.rank, refusal)
         if not is_shutdown:
-            self._executor.device.abandon()  # Last: the GPU may never answer.
+            self._parts.executor.device.abandon()  # Last: the GPU may never answer.

@@ -47,7 +47,7 @@ def _neutral_value(request: Request) -> Callable[[np.dtype], object]:
     if request.kind is not CollectiveType.ALLREDUCE:
         return lambda dtype: 0
     return {ReduceOp.MIN: _largest, ReduceOp.MAX: _smallest, ReduceOp.PRODUCT: lambda dtype: 1}.get(
-        request.reduce_op, lambda dtype: 0)
+        request.scaled.op, lambda dtype: 0)
 
 
 def _largest(dtype: np.dtype) -> object:

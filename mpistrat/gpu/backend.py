@@ -8,7 +8,7 @@ thread may call `revoke` and `abandon`.
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from ..core.arithmetic import Reduction
 from ..core.errors import EngineError
@@ -32,9 +32,8 @@ def await_on_host(event: GpuEvent, limit_s: float) -> None:
         os.sched_yield()
 
 
-def last_of_streams(events: Iterable[GpuEvent]) -> list[GpuEvent]:
+def last_of_streams(events: list[GpuEvent]) -> list[GpuEvent]:
     """The last event of each stream. Work that waits for these waits for all `events`."""
-    events = list(events)
     if len(events) < 2:  # The usual case.
         return events
     last: dict[Hashable, GpuEvent] = {}
@@ -49,7 +48,8 @@ class GpuBackend(ABC):
     """Collectives on GPU arrays. Used by the engine's thread, within `GpuDevice.current()`.
 
     All methods but `finish`, `check`, `revoke` and `abandon` are collective. The GPU executes what they enqueue in the
-    order of the calls. It is complete when the events of the next `finish` are done.
+    order of the calls. It is complete when the events of the next `finish` are done. The last four methods do nothing
+    where the host waits for the work.
     """
 
     @abstractmethod
@@ -61,7 +61,7 @@ class GpuBackend(ABC):
         """Why it cannot reduce-scatter this array; "" if it can. The same on all ranks."""
 
     @abstractmethod
-    def wait_for(self, events: Iterable[GpuEvent]) -> None:
+    def wait_for(self, events: Sequence[GpuEvent]) -> None:
         """Make all work enqueued from now on start after these events. The host does not wait."""
 
     @abstractmethod
@@ -97,24 +97,21 @@ class GpuBackend(ABC):
 
     @abstractmethod
     def finish(self) -> list[GpuEvent]:
-        """Return events after all work enqueued so far."""
+        """Return events after all work enqueued since `wait_for`, which comes before each list of collectives."""
 
-    @abstractmethod
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027
         """Raise the error of enqueued work that has failed, if any. Does not wait."""
 
-    @abstractmethod
     def revoke(self) -> bool:
         """Make a call that waits for other ranks return with an error, and free nothing. Any thread may call it.
 
         Returns:
             False if it cannot, and only `abandon` does it.
         """
+        return True
 
-    @abstractmethod
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027
         """Abort the enqueued work, because a rank has left. May be called twice."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release resources. All enqueued work is complete. May be called twice."""

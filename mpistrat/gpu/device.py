@@ -38,10 +38,14 @@ _PLAIN = CopyJob("float32", "float32")
 
 
 class Event:
-    """A point in a stream, see arrays.GpuEvent. Device.record makes it. Any thread may use it."""
+    """A point in a stream, see arrays.GpuEvent. Device.record makes it. Any thread may use it.
 
-    def __init__(self, cupy_event: cupy.cuda.Event, stream: RecordedStream, number: int):
-        self.cupy_event, self.number = cupy_event, number
+    Args:
+        spare: Gets cupy's event back, to be recorded again. What waits for it does not wait for the next record.
+    """
+
+    def __init__(self, cupy_event: cupy.cuda.Event, stream: RecordedStream, number: int, spare: list[Any]):
+        self.cupy_event, self.number, self._spare = cupy_event, number, spare
         self._stream = stream  # so that the address is that of no other stream while there is the event
         # The per-thread default streams of all threads have the same address.
         self.stream: Hashable = (stream.ptr, get_ident() if stream.ptr == _PER_THREAD else 0)
@@ -53,6 +57,9 @@ class Event:
         if status not in (0, _NOT_READY):
             raise EngineError(f"the GPU has failed: {cupy.cuda.runtime.CUDARuntimeError(status)}")
         return bool(status == 0)
+
+    def __del__(self) -> None:
+        self._spare.append(self.cupy_event)
 
 
 class Device:
@@ -72,6 +79,7 @@ class Device:
         self.identity = f"{driver.uuid(number)} on {platform.node()}"
         self._module = cache(self._compile)
         self._recording, self._event_numbers = Lock(), count()
+        self._spare_events: list[Any] = []  # Operations on lists are atomic.
         self._context = 0
         with self.current():
             # Tensors of other libraries are imported on this stream, which waits for their contents.
@@ -107,10 +115,13 @@ class Device:
         Events are numbered in the order in which they are recorded.
         """
         stream = cupy.cuda.get_current_stream() if stream is None else stream
-        cupy_event = cupy.cuda.Event(disable_timing=True)
+        try:
+            cupy_event = self._spare_events.pop()
+        except IndexError:
+            cupy_event = cupy.cuda.Event(disable_timing=True)
         with self._recording:
             stream.record(cupy_event)
-            return Event(cupy_event, stream, next(self._event_numbers))
+            return Event(cupy_event, stream, next(self._event_numbers), self._spare_events)
 
     def can_wait(self, stream: RecordedStream) -> bool:
         """Whether any thread can make the stream wait: the default stream of a thread is another one in each thread."""

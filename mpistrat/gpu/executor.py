@@ -16,7 +16,7 @@ import numpy as np
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, complete_all
-from ..core.interfaces import DataPlane, DeviceExecutor, Recorder
+from ..core.interfaces import DataPlane, DeviceExecutor, Observer
 from ..core.protocols import Array
 from ..core.request import CollectiveType, Request
 from ..core.settings import Settings
@@ -30,7 +30,6 @@ from .nccl.claims import release
 from .nccl.data import NcclData
 from .single import SingleCollectives
 from .staged import StagedData
-from .uploads import uploaded
 from .watchdog import Watchdog
 from .work import Batch, Work, over, tensors_in
 
@@ -44,13 +43,13 @@ class GpuExecutor(DeviceExecutor):
         topology: The ranks.
         host: The data plane for CPU tensors of these ranks.
         settings: The same on all ranks.
-        recorder: Gets the entries that are complete.
+        observer: Gets the entries that are complete.
         clock: Seconds, from any origin.
     """
 
-    def __init__(self, topology: Topology, host: DataPlane, settings: Settings, recorder: Recorder,
+    def __init__(self, topology: Topology, host: DataPlane, settings: Settings, observer: Observer,
                  clock: Callable[[], float] = time.monotonic):
-        self._recorder = recorder
+        self._observer = observer
         self._topology, self._host, self._settings, self._clock = topology, host, settings, clock
         self._rank, self._size = topology.rank, topology.size
         self._limit_s = settings.limit_s
@@ -84,56 +83,57 @@ class GpuExecutor(DeviceExecutor):
         if self._device is None:
             return super().uploaded(arrays)
         with self._device.current():
-            return uploaded(self._device, arrays)
+            return self._staged.uploaded(arrays)
 
     def _enqueue(self, device: GpuDevice, entries: Sequence[Entry], divisor: int | None) -> None:
         # Kept in case of an exception, since the GPU may already use the memory.
         works = self._underway = []
         began = time.monotonic_ns()
         events: list[GpuEvent] = []
-        streams: dict[int, RecordedStream] = {}
-        runs: list[Callable[[Work], None] | None] = []
+        late: dict[int, RecordedStream] = {}  # results were allocated in their order after the events
+        readers: dict[int, RecordedStream] | None = {} if self._completes_by_streams else None
         for entry in entries:
             # All results are allocated before the first collective. A rank that is short of memory then fails before
             # the others wait for it in a collective.
             tensors = tensors_in(entry)
-            try:
-                shapes, run = self._single.planned(entry, tensors)
-            except InvalidRequestError as error:  # The same on all ranks.
-                entry.handle.fail(error)
-                continue
-            made = tensors.made or tensors.allocate(shapes)
-            if made.stream is not None:
-                streams[made.stream.ptr] = made.stream
+            made, run = tensors.made, None
+            if made is None or not is_fused(entry.request):
+                try:
+                    shapes, run = self._single.planned(entry, tensors)
+                except InvalidRequestError as error:  # The same on all ranks.
+                    entry.handle.fail(error)
+                    continue
+                made = made or tensors.allocate(shapes)
+                if made.stream is not None:
+                    late[made.stream.ptr] = made.stream
             events += tensors.ready
-            works.append(Work(entry, tensors, made))
-            runs.append(run)
-        events = last_of_streams([*events, *map(device.record, streams.values())])
+            works.append(Work(entry, tensors, made, run))
+            if tensors.readers is None:
+                readers = None
+            elif readers is not None:
+                for reader in tensors.readers:
+                    readers[reader.ptr] = reader
+        events = last_of_streams([*events, *map(device.record, late.values())] if late else events)
         for backend in self._backends:
             backend.wait_for(events)
         for bucket in self._plans.plan([work.entry for work in works], self._fusion_bytes, divisor):
             self._run_bucket(bucket, works)
-        for work, run in zip(works, runs, strict=True):
-            if run is not None:
-                run(work)
+        for work in works:
+            if work.run is not None:
+                work.run(work)
         ends = [event for backend in self._backends for event in backend.finish()]
         self._underway, batch = [], Batch(works, ends, self._clock(), began)
-        if self._completes_by_streams and all(work.tensors.readers is not None for work in works):
-            self._let_readers_wait(device, batch)
-            self.kept.append(batch)
-            complete_all((work.entry.handle, work.made.results) for work in works)
-            self._release(but=1)
-        else:
+        if readers is None:
             self.batches.append(batch)
-
-    def _let_readers_wait(self, device: GpuDevice, batch: Batch) -> None:
-        """Make the streams in which the callers go on wait for the end of a batch."""
-        readers = {stream.ptr: stream for work in batch.works for stream in work.tensors.readers or ()}
-        for stream in readers.values():
-            for end in batch.ends:
-                device.wait(stream, end)
-        for work in batch.works:
-            work.tensors.ends = batch.ends
+            return
+        for reader in readers.values():
+            for end in ends:
+                device.wait(reader, end)
+        for work in works:
+            work.tensors.ends = ends
+        self.kept.append(batch)
+        complete_all([(work.entry.handle, work.made.results) for work in works])
+        self._release(but=1)
 
     def poll(self) -> bool:
         looks_at_kept = bool(self.kept) and self._clock() - self._looked >= ENGINE_IDLE_POLL_S
@@ -164,7 +164,7 @@ class GpuExecutor(DeviceExecutor):
         for work in batch.works:
             if len(work.tensors) > 1 and is_fused(work.entry.request):
                 self._note_size(work)
-            self._recorder.add(work.entry, batch.works[0].entry.number, batch.began, ended)
+            self._observer.add(work.entry, batch.works[0].entry.number, batch.began, ended)
 
     def _note_size(self, work: Work) -> None:
         """Let the tensors know the bytes that those of an equal request have: to add them up takes long."""
@@ -223,8 +223,8 @@ class GpuExecutor(DeviceExecutor):
         self._device = device
         nccl, self._fusion_bytes = connect(device, self._rank, self._size, self._exchange, self._host, self._settings,
                                            self)
-        staged = StagedData(device, self._rank, self._host, self._limit_s)
-        self._backends = self._single.backends = (staged,) if nccl is None else (nccl, staged)
+        self._staged = StagedData(device, self._rank, self._host, self._limit_s)
+        self._backends = self._single.backends = (self._staged,) if nccl is None else (nccl, self._staged)
         if nccl is not None:
             self._completes_by_streams = self._streams_wait(device, nccl)
             self._watchdog = Watchdog(

@@ -4,19 +4,21 @@ The host waits for the copies. It is for ranks that share a GPU, where NCCL is m
 Used by the engine's thread.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..core.arithmetic import Reduction
+from ..core.errors import EngineError
 from ..core.interfaces import DataPlane
 from ..core.request import ReduceOp
-from .arrays import GpuArray, GpuDevice, GpuEvent
+from .arrays import Allocated, GpuArray, GpuDevice, GpuEvent, GpuTensors
 from .backend import GpuBackend, Reducer, await_on_host
 
 
 class StagedData(GpuBackend):
-    """Collectives over `host`. Tensors are sent in their own dtype.
+    """Collectives over `host`, which has its own errors and `abandon`. Tensors are sent in their own dtype.
 
     Args:
         device: This rank's GPU.
@@ -36,7 +38,7 @@ class StagedData(GpuBackend):
     def why_not_scatter(self, source: GpuArray, reduction: Reduction) -> str:
         return ""
 
-    def wait_for(self, events: Iterable[GpuEvent]) -> None:
+    def wait_for(self, events: Sequence[GpuEvent]) -> None:
         self._events = list(events)
 
     def reducer(self, arrays: Sequence[GpuArray], reduction: Reduction, wire_dtype: str = "") -> Reducer:
@@ -79,18 +81,33 @@ class StagedData(GpuBackend):
     def finish(self) -> list[GpuEvent]:
         return []  # The host has waited for all of it.
 
-    def check(self) -> None:
-        """Do nothing: all methods raise their own errors."""
+    def uploaded(self, arrays: Sequence[np.ndarray]) -> GpuTensors:
+        """Copies of arrays on the GPU, whose results nobody reads: for a rank in join(). Local. Waits for the GPU.
 
-    def revoke(self) -> bool:
-        """Return True: only `host` waits for other ranks, and it has its own `abandon`."""
-        return True
+        Raises:
+            EngineError: The GPU has not enough memory.
+        """
+        dtypes = [array.dtype for array in arrays]
 
-    def abandon(self) -> None:
-        """Do nothing: only `host` waits for other ranks, and it has its own `abandon`."""
+        def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
+            made = [self._memory(math.prod(shape) * dtype.itemsize)
+                    for shape, dtype in zip(shapes, dtypes, strict=True)]
+            # Nothing else uses the memory, and it is freed when the collective is done.
+            return Allocated([each.address for each in made], made, None)
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        inputs, shapes = allocate([array.shape for array in arrays]), [array.shape for array in arrays]
+        for array, address in zip(arrays, inputs.addresses, strict=True):
+            staged = self._device.pinned(array.nbytes)
+            staged[:] = array.reshape(-1).view(np.uint8)
+            self._copy_back(staged, address)
+        return GpuTensors(self._device, inputs.addresses, shapes, dtypes, inputs.results, (), (), allocate)
+
+    def _memory(self, nbytes: int) -> GpuArray:
+        memory = self._device.scratch(max(nbytes, 1))
+        if memory is None:
+            raise EngineError(f"the GPU has no memory for {nbytes} bytes, which this rank needs for the collectives of "
+                              "other ranks while it waits in join().")
+        return memory
 
     def _fetch(self, source: int, nbytes: int) -> np.ndarray:
         """Copy the bytes at the address `source` to the host. Waits for the GPU."""

@@ -1,9 +1,9 @@
 """Entries of GPU tensors in execution, with the memory that the GPU uses for them."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 from ..core.handle import Entry
 from .arrays import Allocated, GpuArray, GpuEvent, GpuTensors
@@ -11,11 +11,12 @@ from .arrays import Allocated, GpuArray, GpuEvent, GpuTensors
 
 @dataclass(slots=True)
 class Work:
-    """An entry, its tensors, and memory for its results."""
+    """An entry, its tensors, memory for its results, and what enqueues it; None: it is fused with others."""
 
     entry: Entry
     tensors: GpuTensors
     made: Allocated
+    run: "Callable[[Work], None] | None" = None
 
     def targets(self, shapes: Sequence[tuple[int, ...]]) -> list[GpuArray]:
         """The results, which have these shapes, as arrays."""
@@ -38,8 +39,9 @@ class Batch:
 
 def tensors_in(entry: Entry) -> GpuTensors:
     """The tensors of an entry that are on the GPU. An all-to-all has splits beside them."""
-    arrays = entry.arrays
-    return cast("GpuTensors", arrays if type(arrays) is GpuTensors else arrays[0])
+    arrays: Any = entry.arrays
+    tensors: GpuTensors = arrays if type(arrays) is GpuTensors else arrays[0]
+    return tensors
 
 
 def over(batches: deque[Batch], but: int = 0) -> Iterator[Batch]:

@@ -13,18 +13,17 @@ import tensorflow as tf
 from ..api import missing_names, runtime
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..tensorflow.consistency import FirstSteps
-from ..tensorflow.distribute import MPIStrategy
 from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.ops import broadcast_
 from ..tensorflow.types import Variable
 from ._private import all_layers
 from .alone import Alone
 from .fit.elastic_fit import Elastic
-from .fit.fit_optimizers import name_in_fit, optimizers_of
 from .fit.metric_means import MetricMeans
 from .fit.rates import number
 from .fit.row_counts import UNKNOWN, RowCount
 from .fit.throughput import Throughput
+from .fit.training import is_under_strategy, name_in_fit, optimizers_of
 from .nested_optimizers import parts_of
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "Elastic", "LearningRateScheduleCallback",
@@ -154,8 +153,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._trained = self._tested = None
-        if self._weighted and self._process_set.has_others() \
-                and not isinstance(self.model.distribute_strategy, MPIStrategy):
+        if self._weighted and self._process_set.has_others() and not is_under_strategy(self.model):
             self._trained, self._tested = (RowCount.of(self.model, step) for step in ("train_step", "test_step"))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -339,5 +337,4 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     def _writes(self) -> bool:
         """Whether this rank is the one that writes. With MPIStrategy all ranks take part in writing."""
-        return isinstance(self.model.distribute_strategy, MPIStrategy) or not runtime.is_initialized() \
-            or runtime.current().topology.rank == 0
+        return is_under_strategy(self.model) or not runtime.is_initialized() or runtime.current().topology.rank == 0

@@ -4,8 +4,7 @@ For users; wrapping is local, and applying gradients is collective.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import keras
@@ -16,6 +15,7 @@ from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MissingDependencyError
 from ..core.request import Average, ReduceOp, Sum
 from ..tensorflow import names
+from ..tensorflow.accumulators import accumulators_of
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.gradients import (
     GradientGroups,
@@ -33,65 +33,13 @@ from ._private import serialise_as, trained_by
 from .clone import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class
 from .fit import fit_callbacks  # noqa: F401
 from .nested_optimizers import distributed_in, parts_of, passes_on
+from .optimizer_state import Arguments, OptimizerState
 from .patches import Function, replaces
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
 _CLIPS_BEFORE = "it clips gradients before it accumulates them"
 _classes: dict[type, type] = {}
-
-
-@dataclass
-class Arguments:
-    """The arguments of DistributedOptimizer that a configuration of Keras does not have. Copies have the same.
-
-    Attributes:
-        name: Begins the names of collectives; those of copies begin with it too.
-        factor: What the mean of accumulated gradients is multiplied by.
-        process_set: None: all ranks.
-    """
-
-    name: names.OptimizerName
-    factor: float
-    options: GradientOptions
-    op: ReduceOp
-    gradient_predivide_factor: float
-    process_set: ProcessSet | None
-    scale_local_gradients: bool
-    average_statistics: bool
-    uneven: str
-    check_weights: bool
-
-
-@dataclass
-class Distribution:
-    """The attribute `_mpistrat` of a distributed optimizer.
-
-    Attributes:
-        class_name: The class of the optimizer.
-        arguments: None: it can be loaded, copied and saved, and does not train.
-        is_copy: Keras has made the optimizer from the original.
-        called: The hooks that Keras has called.
-        accumulating: While accumulated gradients are applied, their variables.
-    """
-
-    class_name: str
-    reducer_or_none: GradientReducer | None = None
-    arguments: Arguments | None = None
-    is_copy: bool = False
-    called: set[str] = field(default_factory=set)
-    accumulating: list[keras.Variable] | None = None
-
-    @property
-    def reducer(self) -> GradientReducer:
-        """What averages the gradients."""
-        if self.reducer_or_none is None:
-            raise InvalidRequestError(
-                f"this {self.class_name} cannot average gradients: it was made by the class of a distributed "
-                "optimizer, or it is a copy that does not know the original's local variables (register_local_var), "
-                "groups of variables, process set or parts. Write hvd.DistributedOptimizer(keras.optimizers."
-                f"{self.class_name}(...)) in its place.")
-        return self.reducer_or_none
 
 
 class _Distributed:
@@ -104,9 +52,9 @@ class _Distributed:
     is_distributed = True
 
     @functools.cached_property
-    def _mpistrat(self) -> Distribution:
+    def _mpistrat(self) -> OptimizerState:
         # _distribute sets it in vars(): by plain assignment Keras would track what is in it.
-        return Distribution(type(self).__name__)
+        return OptimizerState(type(self).__name__)
 
     def apply(self, grads: Iterable[OptionalGradient],
               trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
@@ -337,7 +285,7 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
     reducer.changes_early = any(
         # A MultiOptimizer that chooses by a function has no parts yet.
         part.weight_decay or getattr(part, "optimizers", None) == [] for part in parts_of(distributed))
-    vars(distributed)["_mpistrat"] = Distribution(type(distributed).__name__, reducer, its)
+    vars(distributed)["_mpistrat"] = OptimizerState(type(distributed).__name__, reducer, its)
     if optimizer.built:
         _take_over(distributed, optimizer, passes)
     keep_marks(original_class(type(optimizer)))
@@ -364,7 +312,7 @@ def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
     """Copy the state of `old` to `new`: the optimizer of a loaded model has slots with values."""
     new.build(trained_by(old))
-    accumulators = IdentitySet(new._accumulated_gradients if passes > 1 else ())
+    accumulators = IdentitySet(accumulators_of(new) if passes > 1 else ())
     variables = [v for v in new.variables if v not in accumulators]
     for variable, value in zip(variables, old.variables, strict=True):
         variable.assign(value)
@@ -434,11 +382,22 @@ def _distributed_class(original: type[Optimizer]) -> type[Optimizer]:
     return _classes[original]
 
 
+def _agree_by_optimizer(optimizer: LossScaleOptimizer, finite: tf.Tensor) -> tf.Tensor:
+    """Whether the gradients of all ranks are finite, if the optimizer in it is distributed; else `finite`."""
+    inside = distributed_in(optimizer.inner_optimizer)
+    return inside[0]._mpistrat.reducer.all_true(finite, "finite") if inside else finite
+
+
+# Each takes an optimizer and whether this rank's gradients are finite, and returns whether those of all ranks are.
+agreements_on_finite: list[Callable[[LossScaleOptimizer, tf.Tensor], tf.Tensor]] = [_agree_by_optimizer]
+
+
 # Under mixed_float16 compile() wraps every optimizer in a LossScaleOptimizer.
 @replaces(LossScaleOptimizer, "check_finite",
           "a rank with an overflow would skip the step, and the others would wait for its gradients", "ops.isfinite(g)")
 def check_finite(original: Function, self: LossScaleOptimizer, grads: list[tf.Tensor]) -> tf.Tensor:
     """Keras checks the gradients of this rank only, before they are averaged."""
     finite = original(self, grads)
-    inside = distributed_in(self.inner_optimizer)
-    return inside[0]._mpistrat.reducer.all_true(finite, "finite") if inside else finite
+    for agree in agreements_on_finite:
+        finite = agree(self, finite)
+    return finite

@@ -1,6 +1,6 @@
 """The registry of the functions of Keras that mpistrat replaces: by what, why, and the line of Keras that is the cause.
 
-The modules that have the replacements register them with `replaces`, those of the package `distribute` with
+The modules that have the replacements register them with `replaces`, those of mpistrat.strategy.keras with
 `replaces_for_strategy`. A replacement behaves as the original does unless a model has a DistributedOptimizer, or an
 MPIStrategy, but for the order in which `scatter` adds. Those for strategies were run with Keras 3.10 to 3.15.
 """

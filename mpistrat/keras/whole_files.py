@@ -1,21 +1,33 @@
 """Keras' functions that save a model leave a whole file, or the one that was there before; so does BackupAndRestore.
 
 They write to a directory of their own beside the file, and rename it at the end. So a process that dies while it saves
-destroys nothing, and ranks that save to one path at the same time leave a whole file too. Local.
+destroys nothing, and ranks that save to one path at the same time leave a whole file too. Local, but for a model of a
+strategy: all ranks save it, one writes, and all wait for it (tensorflow/files.py).
 """
 
 import contextlib
 import inspect
 import os
 import shutil
+from collections.abc import Callable
 
+import keras
 from keras.callbacks import BackupAndRestore
 
+from ..core.errors import ShutdownError
 from ..process.launch_env import launched_rank
+from ..tensorflow import files
 from ._private import legacy_h5_format, saving_lib
+from .fit.running_statistics import average_statistics
+from .fit.training import StrategyTraining, is_under_strategy
 from .patches import Function, replaces
 
 _ENDINGS = (".keras", ".h5", ".hdf5")
+
+
+@replaces(keras.Model, "export", "all ranks would write to one file at the same time", "export_saved_model")
+def export(original: Function, model: keras.Model, filepath: object, *args: object, **kwargs: object) -> object:
+    return _by_all_ranks(model, filepath, lambda: original(model, filepath, *args, **kwargs))
 
 
 @replaces(saving_lib, "save_model", "a process that dies while it saves would destroy the file",
@@ -23,6 +35,23 @@ _ENDINGS = (".keras", ".h5", ".hdf5")
 @replaces(saving_lib, "save_weights_only", "likewise", "H5IOStore(filepath")
 @replaces(legacy_h5_format, "save_model_to_hdf5", "likewise", 'h5py.File(filepath, mode="w")')
 def save(original: Function, model: object, filepath: object, *args: object, **kwargs: object) -> object:
+    return _by_all_ranks(model, filepath, lambda: _save_whole(original, model, filepath, *args, **kwargs))
+
+
+def _by_all_ranks(model: object, filepath: object, write: Callable[[], object]) -> object:
+    """Write a model; one of a strategy on one rank, while the others wait. Collective for such a model."""
+    is_alone = files.is_alone() or hasattr(filepath, "write")
+    if is_alone or not isinstance(model, keras.Model) or not is_under_strategy(model):
+        return write()
+    training = StrategyTraining(model)
+    # If the other ranks have ended, this rank saves its own statistics; files.exchange_status says why.
+    with contextlib.suppress(ShutdownError):
+        average_statistics(training)
+    with training.known_values():
+        return files.write_once(str(filepath), write)
+
+
+def _save_whole(original: Function, model: object, filepath: object, *args: object, **kwargs: object) -> object:
     call = inspect.signature(original).bind(model, filepath, *args, **kwargs)
     # A link stays, and its target gets the model.
     path = os.path.realpath(filepath) if isinstance(filepath, str | os.PathLike) else ""

@@ -12,6 +12,7 @@ import keras
 from ..api import runtime
 from ..tensorflow.xla.context import why_not
 from ._private import trainer
+from .fit.training import is_under_strategy
 from .keras2_arguments import bound
 from .nested_optimizers import distributed_in
 from .patches import Function, replaces
@@ -20,13 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 # Keras compares the `compile` of a model's class with that of its own base class, so it is replaced there.
-@replaces(trainer.base_trainer.Trainer, "compile", "XLA cannot compile collectives", "self._resolve_auto_jit_compile()")
+@replaces(trainer.base_trainer.Trainer, "compile", "XLA cannot compile collectives, and under a strategy optimizer and "
+          "metrics would not be those of its scope", "self._resolve_auto_jit_compile()")
 def compile(original: Function, self: keras.Model, *args: object, **kwargs: object) -> None:
     """Take jit_compile="auto" as False for a distributed optimizer, if XLA cannot compile collectives here.
 
     By default Keras compiles the training step on a machine with a GPU. An explicit True is left as it is; then the
-    collective raises an error that says what to write.
+    collective raises an error that says what to write. Under a strategy compile is in its scope.
     """
+    if is_under_strategy(self):
+        with self.distribute_strategy.scope():
+            return original(self, *args, **kwargs)
     given = bound(original, self, *args, **kwargs)
     given.apply_defaults()
     if given.arguments["jit_compile"] == "auto" and distributed_in(given.arguments["optimizer"]) and why_not():

@@ -62,8 +62,8 @@ def problem_without(absent: Sequence[int], request: Request, topology: Topology)
         reason = f"rows for {ranks} would be lost"
     elif request.kind is CollectiveType.BROADCAST and request.root_rank in absent:
         reason = "its root is one of them"
-    elif request.prescale != 1.0 and request.reduce_op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
-        reason = f"{request.reduce_op.name.capitalize()} with a prescale factor has no neutral element"
+    elif request.scaled.prescale != 1.0 and request.scaled.op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+        reason = f"{request.scaled.op.name.capitalize()} with a prescale factor has no neutral element"
     else:
         return ""
     return (f"{request.name}: {request.kind.value} is not supported with join() at this time: {ranks} have joined, and "

@@ -2,7 +2,7 @@
 
 The first byte gives the kind. The fields follow in msgpack: numbers, texts and tuples of them, nothing that could run
 code. A message that has only numbers of requests, as in every step seen before, has them as 8-byte integers instead.
-A message that begins with TRACE is none of the negotiation: it belongs to whoever records the operations (trace/).
+A message that begins with OBSERVER is none of the negotiation: it belongs to whoever watches the engines (trace/).
 init() has compared the versions of the ranks, so reading checks the form and not each value. Bytes that are no message
 are a MessageError. The coordinator makes and reads the messages, the controller sends them. Pure.
 """
@@ -17,7 +17,7 @@ import msgpack
 from ..core.errors import MessageError
 from ..core.request import Request
 
-_NUMBERS, _ANNOUNCEMENT, _DECISION, TRACE = b"\1", b"\2", b"\3", b"\4"
+_NUMBERS, _ANNOUNCEMENT, _DECISION, OBSERVER = b"\1", b"\2", b"\3", b"\4"
 _NUMBERS_HEADER = _NUMBERS + bytes(7)  # The numbers are aligned to 8 bytes.
 
 _Message = TypeVar("_Message", "Announcement", "Decision")
@@ -92,7 +92,7 @@ class EndReason(str, Enum):
     """Why the engines of all ranks end."""
 
     SHUTDOWN = "shutdown"
-    RANK_ENDED = "rank ended"
+    RANK_LEFT = "rank left"
     STALL = "stall"
     DEADLOCK = "deadlock"
     MISMATCH = "mismatch in a graph"

@@ -9,8 +9,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from ..core.request import ReduceOp, Request, TensorSpec
-from ..core.stalls import MOST_LISTED, describe_ranks, hosts_without, network_cause
+from ..core.request import Request, TensorSpec
+from ..core.stalls import MOST_LISTED, describe_ranks, hosts_of, hosts_without, network_cause
 from ..core.topology import Topology, rank_list
 from .pending import Pending
 
@@ -41,8 +41,8 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology) -
         ("kind of collective", lambda r: r.kind.value),
         ("number of tensors", lambda r: len(r.tensors)),
         *((f"shape{of_tensor(i)}", partial(_shape, i)) for i in common),
-        ("prescale and postscale factors", lambda r: (r.prescale, r.postscale)),
-        ("reduce operation", lambda r: ReduceOp(r.reduce_op).name.capitalize()),
+        ("prescale and postscale factors", lambda r: r.scaled[1:]),
+        ("reduce operation", lambda r: r.scaled.op.name.capitalize()),
         ("root rank", lambda r: topology.job_ranks[r.root_rank]),
         ("device", lambda r: r.device),
         ("compression", lambda r: r.wire_dtype or "none"),
@@ -117,15 +117,16 @@ def _shape(index: int, request: Request) -> str:
 
 
 def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]],
-                   now: float) -> str:
+                   now: float, unanswered: Sequence[int]) -> str:
     """The sentences that name the tensors, the ranks that wait and miss, and what those wait for instead.
 
-    `stalled` has some of the names that are incomplete, each with the ranks that miss.
+    `stalled` has some of the names that are incomplete, each with the ranks that miss. `unanswered` has ranks that were
+    asked where they are, on hosts from which no rank has answered.
     """
     return ("Some ranks wait for a collective that other ranks have not called. "
             + _describe_waits(topology, all_pending, stalled, now)
             + f" {_CAUSES} Or ranks are merely slow."
-            + _network_hint(topology, all_pending, stalled))
+            + _network_hint(topology, all_pending, stalled, unanswered))
 
 
 def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending], after_s: float) -> str:
@@ -173,13 +174,16 @@ def _describe_waits(topology: Topology, all_pending: Mapping[str, Pending], stal
     return " ".join(parts) + more
 
 
-def _network_hint(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]]) -> str:
-    """A sentence on the network, when it may be why no rank of some host has called what other hosts wait for."""
+def _network_hint(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]],
+                  unanswered: Sequence[int]) -> str:
+    """A sentence on the network, when it may be why some host is silent; see `describe_stall`."""
     for name in stalled:
         silent = hosts_without(topology, [topology.rank, *all_pending[name].present()])
         if silent:
             return f" Or {network_cause(topology, silent)}: no rank there has called {name}."
-    return ""
+    # A link may be cut when some ranks of a host have called the collective, and others have not.
+    silent = [host for host in hosts_of(topology, unanswered) if host != topology.host]
+    return f" Or {network_cause(topology, silent)}: no rank there answers." if silent else ""
 
 
 def describe_ended(topology: Topology, name: str, pending: Pending, lost: Sequence[int],

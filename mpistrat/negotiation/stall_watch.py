@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from ..core.errors import StallError
-from ..core.stalls import describe_wait
+from ..core.stalls import describe_wait, hosts_without
 from ..core.topology import Topology
 from ..core.tuning import (
     STALL_ABORT_LONGEST_POLL_S,
@@ -148,7 +148,10 @@ class StallWatch:
         return len(set().union(*(pending.present() for pending in incomplete))) == self._subtree.node.size
 
     def _describe(self, stalled: dict[str, list[int]], now: float) -> str:
-        return describe_stall(self._subtree.topology, self._subtree.incomplete(), stalled, now) + self._places()
+        topology, places = self._subtree.topology, self._subtree.places
+        silent = hosts_without(topology, [topology.rank, *places])
+        unanswered = [rank for rank in self._asked if topology.host_of[rank] in silent]
+        return describe_stall(topology, self._subtree.incomplete(), stalled, now, unanswered) + self._places()
 
     def _places(self) -> str:
         return describe_places(self._subtree.topology, self._asked, self._subtree.places, self.look)

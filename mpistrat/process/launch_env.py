@@ -1,18 +1,12 @@
-"""What the environment says about the launcher (mpirun, srun) of this process.
+"""What the environment says about the launcher (mpirun, srun) of this process, and what `mpistrat run` adds to it.
 
 The functions are pure functions of the environment. Any process may call them, before init() too.
 """
 
 from collections.abc import Mapping
 
-SRUN = "srun"
-# Variables with the number of processes of the job, and the launcher that sets each.
-_SIZE_NAMES = {
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "an MPICH-like mpirun or srun",
-    "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
-    "SLURM_STEP_NUM_TASKS": SRUN,
-}
+from .launchers import LAUNCHERS, launcher_of
+
 # `mpistrat run` sets this for mpirun: its process number and a random text that is unique to the run. Not a setting.
 RUN_NAME = "_MPISTRAT_RUN"
 # `mpistrat run` sets this for the ranks on all hosts: how a rank that fails says why (`report`). Not a setting.
@@ -29,36 +23,25 @@ RUN_STEPS = "_MPISTRAT_STEPS"
 RUN_KERAS_2 = "_MPISTRAT_KERAS_2"
 
 # The values of these variables together differ for every process that a launcher starts.
-_RANK_NAMES = ("PMIX_NAMESPACE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD", "MV2_COMM_WORLD_RANK",
-               "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
+_IDENTITY = tuple(dict.fromkeys(name for each in LAUNCHERS for name in (each.rank, *each.process)))
 
 
 def launched_size(environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the number of processes that the launcher started, and the launcher's name.
+    """Return the number of processes that the launcher started, and what it is called.
 
     (1, "") means that there is no launcher. A size of 0 means that only the MPI library knows it.
-
-    Only variables that a launcher sets for each process count. SLURM_NTASKS does not: a shell in a Slurm allocation has
-    it too, and a script that is run there without srun is one process.
     """
-    for name, launcher in _SIZE_NAMES.items():
-        # Only a process that srun started has both. A batch script has SLURM_PROCID alone; a shell may have kept
-        # SLURM_STEP_NUM_TASKS from a step.
-        if name.startswith("SLURM") and "SLURM_PROCID" not in environ:
-            continue
-        value = environ.get(name, "")
-        if value.isdigit() and int(value) > 0:
-            return int(value), launcher
-    if "PMIX_RANK" in environ:
-        return 0, "a PMIx launcher"  # A process gets the size from a PMIx library, not from the environment.
-    return 1, ""
+    launcher = launcher_of(environ)
+    if launcher is None:
+        return 1, ""
+    size = environ.get(launcher.size, "")
+    return int(size) if size.isdigit() else 0, launcher.title
 
 
 def launched_rank(environ: Mapping[str, str]) -> int:
-    """Return the rank that the launcher has given this process; 0 if it says none."""
-    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID", "PMIX_RANK")
-    found = (environ.get(name, "") for name in names)
-    return next((int(value) for value in found if value.isdigit()), 0)
+    """Return the rank that the launcher has given this process; 0 if there is none."""
+    launcher = launcher_of(environ)
+    return 0 if launcher is None else int(environ[launcher.rank])
 
 
 def identity(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -67,6 +50,4 @@ def identity(environ: Mapping[str, str]) -> tuple[str, ...]:
     A rank, its child processes, and the shells and wrappers that a launcher runs to start the rank have the same
     identity.
     """
-    if launched_size(environ) == (1, ""):
-        return ()
-    return tuple(environ.get(name, "") for name in _RANK_NAMES)
+    return () if launcher_of(environ) is None else tuple(environ.get(name, "") for name in _IDENTITY)

@@ -4,7 +4,8 @@ Collectives on tensors (eager, in tf.function, differentiable), DistributedGradi
 MPIStrategy, for programs that are written for tf.distribute.
 """
 
-from typing import Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import MissingDependencyError
 from ..core.install import pip_extra as _pip_extra
@@ -24,10 +25,7 @@ from ..process.garbage import freeze_libraries as _freeze_libraries
 from . import elastic, iterator_ends  # noqa: F401  (the second acts by its import)
 from .bridge._private import autograph_config as _autograph
 from .bridge._private import is_profiled as _is_profiled
-from .cluster.resolver import MPIClusterResolver
 from .compression import Compression
-from .distribute import MPIStrategy
-from .distribute.strategies import strategy
 from .gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from .objects import allgather_object as allgather_object  # type: ignore[assignment]
 from .objects import broadcast_object as broadcast_object  # type: ignore[assignment]
@@ -51,6 +49,10 @@ from .sessions.broadcast import BroadcastGlobalVariablesHook, broadcast_global_v
 from .sessions.graph import session_graph as _session_graph
 from .sessions.optimizer import DistributedOptimizer as _OfSessions
 from .sessions.optimizer import for_sessions_too as _for_sessions_too
+
+if TYPE_CHECKING:  # For __getattr__ below, type checkers would take Any.
+    from ..cluster.resolver import MPIClusterResolver
+    from ..strategy import MPIStrategy, strategy
 
 __all__ = [
     "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer",  # noqa: F405
@@ -76,7 +78,10 @@ def __getattr__(name: str) -> Any:
     if name == "DistributedOptimizer" and _session_graph() is not None:
         return _OfSessions
     if name in ("DistributedOptimizer", "PartialDistributedOptimizer", "SyncBatchNormalization"):
-        from importlib import import_module
-        found = getattr(import_module("mpistrat.keras"), name)
+        found = getattr(_import_module("mpistrat.keras"), name)
         return _for_sessions_too(found) if name == "DistributedOptimizer" else found
+    if name in ("MPIStrategy", "strategy"):  # It needs Keras where there is Keras.
+        return getattr(_import_module("mpistrat.strategy"), name)
+    if name == "MPIClusterResolver":
+        return _import_module("mpistrat.cluster.resolver").MPIClusterResolver
     return _absent(name)

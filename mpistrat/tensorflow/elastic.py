@@ -25,7 +25,9 @@ from ..api.elastic.sampler import ElasticSampler
 from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, Snapshot, run
 from ..core.errors import ElasticError
 from ..core.request import Average, Max, ReduceOp, ScaledOp
+from .accumulators import accumulators_among
 from .bridge.buckets import reduce_list
+from .bridge.reduce_spec import ReduceSpec
 from .equal_weights import require_equal_weights
 from .gradients import is_local_of_any
 from .ops import broadcast_variables
@@ -34,7 +36,6 @@ from .types import TensorLike, Variable
 __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]
 
 __getattr__ = missing_names.explain(__name__)
-_ENDING = "_gradient_accumulator"
 
 
 class TensorFlowState(ObjectState):
@@ -146,7 +147,8 @@ class TensorFlowKerasState(TensorFlowState):
         if runtime.current().topology.size == 1:
             return has_changed
         for op, waiting in self._waiting_gradients().items():
-            reduced = reduce_list(list(map(tf.convert_to_tensor, waiting)), f"elastic.waiting/{op.name}", ScaledOp(op))
+            spec = ReduceSpec(f"elastic.waiting/{op.name}", ScaledOp(op))
+            reduced = reduce_list(list(map(tf.convert_to_tensor, waiting)), spec)
             for variable, value in zip(waiting, reduced, strict=True):
                 variable.assign(value)
             has_changed = True
@@ -155,14 +157,12 @@ class TensorFlowKerasState(TensorFlowState):
     def _waiting_gradients(self) -> dict[ReduceOp, list[Any]]:
         """The variables in which Keras accumulates gradients, by the operation that makes one of those of all ranks.
 
-        Keras names them: the path of the weight, and an ending. Where the gradient is the weight's next value, Keras
-        accumulates the largest. Weights that each rank has for itself are left out.
+        Where the gradient is the weight's next value, Keras accumulates the largest. Weights that each rank has for
+        itself are left out.
         """
-        weights = {variable.path.replace("/", "_"): variable for variable in self.model.trainable_variables}
         found: dict[ReduceOp, list[Any]] = {}
-        for variable in self._variables:
-            weight = weights.get(variable.name.removesuffix(_ENDING)) if variable.name.endswith(_ENDING) else None
-            if weight is not None and not is_local_of_any(weight):
+        for weight, variable in accumulators_among(self._variables, self.model.trainable_variables):
+            if not is_local_of_any(weight):
                 op = Max if getattr(weight, "overwrite_with_gradient", False) else Average
                 found.setdefault(op, []).append(variable)
         return found

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same weights, by digests that are compared in one all-reduce of 16 bytes. Collective.
+"""Whether all ranks have the same weights, by digests that are compared in one all-reduce of 32 bytes. Collective.
 
 fit calls it within epochs and when they end, elastic states in a commit, and MPIStrategy when training begins. A
 difference is an error; once training has begun MPISTRAT_CHECK_ACTION may say otherwise.
@@ -6,7 +6,7 @@ difference is an error; once training has begun MPISTRAT_CHECK_ACTION may say ot
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -41,7 +41,8 @@ _has_warned = False
 
 def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
                           process_set: ProcessSet = global_process_set, suspects: str = "",
-                          causes: str = CAUSES, action: str = "abort") -> bool:
+                          causes: str = CAUSES, action: str = "abort",
+                          rates: tuple[bytes, Callable[[], None]] = (b"", lambda: None)) -> bool:
     """Check that all ranks have the same values. Collective. It copies no CPU tensor.
 
     If the values differ by rounding only, the first rank logs a warning, once in this process.
@@ -55,6 +56,7 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
         causes: The usual causes, and the way out.
         action: What a difference is. "abort": an error. "warn": a warning of the first rank. "repair": all ranks get
             the values of the first rank of the largest group of ranks with the same values, with a warning.
+        rates: Other values that must be equal, as bytes, and what all ranks call if they are not. It may be collective.
 
     Returns:
         Whether variables have got other values, on some rank.
@@ -68,10 +70,14 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     if finite is not None:
         finite.conclude(arrays)
     own = [digest_of(array) for array in arrays]
-    total = int.from_bytes(hashlib.blake2b(b"".join(own), digest_size=7).digest(), "little")
-    lowest, negated = array_ops.allreduce(np.array([total, -total]), op=Min, name=f"{name}/digest",
-                                          process_set=process_set)
-    if lowest == -negated:
+    totals = np.array([int.from_bytes(hashlib.blake2b(each, digest_size=7).digest(), "little")
+                       for each in (b"".join(own), rates[0])])
+    lowest = array_ops.allreduce(np.concatenate([totals, -totals]), op=Min, name=f"{name}/digest",
+                                 process_set=process_set)
+    has_same_weights, has_same_rates = lowest[:2] == -lowest[2:]
+    if not has_same_rates:
+        rates[1]()
+    if has_same_weights:
         return False
     of_ranks = array_ops.allgather_object((own, [(a.shape, str(a.dtype)) for a in arrays]), f"{name}/digests",
                                           process_set)

@@ -1,7 +1,7 @@
 """Reduce lists of gradients, dense, sparse or None: for the optimizers, the tape and the strategy. Collective."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from ..core.request import Average, Max, ReduceOp, ScaledOp, resolve_op
 from . import consistency, names
 from .bridge.cpu import to_array
 from .bridge.program_order import HOST
+from .bridge.reduce_spec import ReduceSpec
 from .bridge.submission import Observer
 from .bridge.tf_errors import as_tf_error
 from .compression import Compression, Compressor
@@ -81,36 +82,31 @@ class GradientOptions:
     groups: GradientGroups = field(default_factory=GradientGroups)
 
 
-def reduce_gradients(gradients: Sequence[Tensor], name: str, scaled: ScaledOp, options: GradientOptions, *,
-                     variables: Sequence[Variable] = (), labels: Sequence[str] = (), places: Sequence[int] = (),
-                     process_set: int = 0, observer: Observer | None = None, bucket_bytes: int = 0,
+def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,
+                     variables: Sequence[Variable] = (),
                      exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
     """Return the reduced gradients, and after them the reduced tensors of `exact`. Collective.
 
     Args:
         gradients: Dense tensors or tf.IndexedSlices; no None. At least one if there is an `exact` tensor.
-        name, scaled, labels, places, process_set, bucket_bytes, exact: As in list_ops.reduce_tensors. `exact` goes with
-            the group that is reduced last.
+        spec: How to reduce them. The observer is called before they are reduced, in a graph with those of the first
+            collective.
         options: How to send the gradients.
         variables: Those of the gradients, for groups that are lists of variables.
-        observer: Called with the gradients before they are reduced, in a graph with those of the first collective.
+        exact: As in list_ops.reduce_tensors. They go with the group that is reduced last.
     """
     # XLA adds the rows of slices on a GPU by atomic additions, in another order on each rank, unless ours are the last.
     is_dense = options.sparse_as_dense or (tf.IndexedSlices in map(type, gradients) and xla.device_here() != HOST)
     results: list[Tensor] = list(map(tf.convert_to_tensor, gradients) if is_dense else gradients)
-    if observer is not None and tf.executing_eagerly():
-        _observe_eagerly(observer, results)
-        observer = None
-    places = places or range(len(results))
-    groups = options.groups.divide(variables or places)
+    if spec.observer is not None and tf.executing_eagerly():
+        _observe_eagerly(spec.observer, results)
+        spec = replace(spec, observer=None)
+    groups = options.groups.divide(variables or range(len(results)))
     # The last group first: that is the order in which the backward pass computes gradients.
     for group, members in reversed(list(enumerate(groups))):
-        reduced = reduce_tensors(
-            [results[i] for i in members], name if len(groups) == 1 else f"{name}/group{group}", scaled,
-            compression=options.compression, labels=list(map(labels.__getitem__, members)) if labels else (),
-            places=list(map(places.__getitem__, members)), process_set=process_set, observer=observer,
-            bucket_bytes=bucket_bytes, exact={} if group else exact)
-        observer = None  # It is called once in each step.
+        of_group = spec.of(members, name=spec.name if len(groups) == 1 else f"{spec.name}/group{group}")
+        reduced = reduce_tensors([results[i] for i in members], of_group, options.compression, {} if group else exact)
+        spec = replace(spec, observer=None)  # It is called once in each step.
         for i, gradient in zip(members, reduced, strict=False):
             results[i] = gradient
         if group == 0:
@@ -203,8 +199,10 @@ class GradientReducer:
         labels = list(map(label_of, trained))
         observer = self._observer(purpose, number, trained, labels)
         name = names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
-        reduced = reduce_gradients([results[i] for i in shared], name, self._scaled, self._options, variables=trained,
-                                   labels=labels, places=shared, process_set=number, observer=observer)
+        # What a tape returns may be differentiated; an optimizer applies it.
+        spec = ReduceSpec(name, self._scaled, labels, shared, number, observer=observer,
+                          has_gradient=self.optimizer is None)
+        reduced = reduce_gradients([results[i] for i in shared], spec, self._options, trained)
         for i, gradient in zip(shared, reduced, strict=True):
             results[i] = gradient
         return results
@@ -220,8 +218,8 @@ class GradientReducer:
             return list(gradients)
         purpose, number = f"{self.name}/overwritten", self.process_set.process_set_id or 0
         name = names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
-        return with_largest(gradients, variables, places, lambda tensors, of: reduce_dense(
-            tensors, name, ScaledOp(Max), list(map(label_of, of)), process_set=number))
+        return with_largest(gradients, variables, places, lambda tensors, of: reduce_dense(tensors, ReduceSpec(
+            name, ScaledOp(Max), list(map(label_of, of)), process_set=number, has_gradient=self.optimizer is None)))
 
     def require_no_strategy(self) -> None:
         if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):

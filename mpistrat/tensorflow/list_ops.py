@@ -5,7 +5,7 @@ Process sets are ids here, see Request. All functions are collective unless thei
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -20,6 +20,7 @@ from .async_op import call_site
 from .bridge import cpu
 from .bridge.buckets import reduce_list
 from .bridge.differentiable import Gradient, with_gradient
+from .bridge.reduce_spec import ReduceSpec
 from .bridge.submission import Observer
 from .bridge.tf_errors import as_tf_error
 from .compression import Compressed, Compression, Compressor
@@ -65,58 +66,53 @@ def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
     return rank, size
 
 
-def reduce_tensors(tensors: Sequence[Tensor], name: str, scaled: ScaledOp, *,
-                   compression: type[Compressor] = Compression.none, labels: Sequence[str] = (),
-                   places: Sequence[int] = (), process_set: int = 0, may_wait: bool = True,
-                   bucket_bytes: int = 0, observer: Observer | None = None,
+def reduce_tensors(tensors: Sequence[Tensor], spec: ReduceSpec, compression: type[Compressor] = Compression.none,
                    exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
-    """Reduce dense tensors in buckets, and each tf.IndexedSlices by gathering. Collective, differentiable.
+    """Reduce dense tensors in buckets, and each tf.IndexedSlices by gathering. Collective.
 
     Returns the reduced tensors, and after them those of `exact`.
 
     Args:
         tensors: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
-        name, scaled, labels, process_set, may_wait, bucket_bytes: As in buckets.reduce_list.
+        spec: How. The names of slices have their places too.
         compression: Of the dense tensors; one of Compression.
-        places: As in buckets.reduce_list. The names of slices have them too.
-        observer: In a graph, called with the arrays of the first collective before they are submitted.
         exact: Dense tensors by their labels, which are reduced with the others and not compressed.
     """
-    places = places or range(len(tensors))
-    results, dense = list(tensors), []
+    places = spec.places or range(len(tensors))
+    results, dense, observer = list(tensors), [], spec.observer
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
-            results[i] = reduce_slices(tensor, scaled, f"{name}/{places[i]}", process_set, observer)
+            results[i] = reduce_slices(tensor, replace(spec, name=f"{spec.name}/{places[i]}", observer=observer))
             observer = None
         else:
             dense.append(i)
-    compressed = Compressed([tf.convert_to_tensor(tensors[i]) for i in dense], compression, process_set=process_set)
-    sent, sent_labels = compressed.tensors, list(map(labels.__getitem__, dense)) if labels else []
-    sent_places, apart = list(map(places.__getitem__, dense)), list[tf.Tensor]()
+    compressed = Compressed([tf.convert_to_tensor(tensors[i]) for i in dense], compression,
+                            process_set=spec.process_set)
+    of_dense = replace(spec.of(dense), observer=observer, wire_dtype=compressed.wire_dtype)
+    sent, apart = compressed.tensors, list[tf.Tensor]()
     if compressed.wire_dtype:  # It is for all tensors of a collective.
-        apart = reduce_dense(list(exact.values()), f"{name}/exact", scaled, tuple(exact), False,
-                             process_set=process_set)
-    else:
-        sent, sent_labels = [*sent, *exact.values()], [*sent_labels, *exact] if labels else []
-        sent_places += range(max(places, default=-1) + 1, max(places, default=-1) + 1 + len(exact))
-    reduced = reduce_dense(sent, name, scaled, sent_labels, may_wait, compressed.wire_dtype, process_set, sent_places,
-                           bucket_bytes, observer)
+        apart = reduce_dense(list(exact.values()), ReduceSpec(
+            f"{spec.name}/exact", spec.scaled, tuple(exact), process_set=spec.process_set, may_wait=False,
+            has_gradient=spec.has_gradient))
+    elif exact:
+        after = max(places, default=-1) + 1
+        sent = [*sent, *exact.values()]
+        of_dense = replace(of_dense, labels=[*of_dense.labels, *exact] if spec.labels else (),
+                           places=[*of_dense.places, *range(after, after + len(exact))])
+    reduced = reduce_dense(sent, of_dense)
     for i, tensor in zip(dense, compressed.restored(reduced[:len(dense)]), strict=True):
         results[i] = tensor
     return [*results, *reduced[len(dense):], *apart]
 
 
-def reduce_dense(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
-                 may_wait: bool = True, wire_dtype: str = "", process_set: int = 0, places: Sequence[int] = (),
-                 bucket_bytes: int = 0, observer: Observer | None = None) -> list[tf.Tensor]:
-    """As buckets.reduce_list, but differentiable: the gradient is reduced in the same way as the value."""
+def reduce_dense(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tensor]:
+    """As buckets.reduce_list; if the spec has a gradient, that is reduced in the same way as the value."""
     if not tensors:
         return []
-    reduced = partial(reduce_list, name=name, scaled=scaled, labels=labels, may_wait=may_wait,
-                      bucket_bytes=bucket_bytes, wire_dtype=wire_dtype, process_set=process_set, places=places,
-                      observer=observer)
-    return with_gradient(reduced, ReduceGradient(name, scaled, tuple(labels), may_wait, wire_dtype, process_set),
-                         tensors)
+    if not spec.has_gradient:
+        return reduce_list(tensors, spec)
+    return with_gradient(partial(reduce_list, spec=spec), ReduceGradient(
+        spec.name, spec.scaled, tuple(spec.labels), spec.may_wait, spec.wire_dtype, spec.process_set), tensors)
 
 
 @dataclass(frozen=True)
@@ -129,34 +125,37 @@ class ReduceGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return reduce_dense(upstream, of_gradient(self.name, self.process_set), scaled_op(*self.scaled), self.labels,
-                            self.may_wait, self.wire_dtype, self.process_set)
+        return reduce_dense(upstream, ReduceSpec(
+            of_gradient(self.name, self.process_set), scaled_op(*self.scaled), self.labels,
+            process_set=self.process_set, may_wait=self.may_wait, wire_dtype=self.wire_dtype, has_gradient=True))
 
 
 def all_true(value: tf.Tensor, name: str, process_set: int = 0) -> tf.Tensor:
     """Whether a boolean scalar is true on every rank. Collective."""
-    return tf.cast(reduce_list([tf.cast(value, tf.int32)], name, ScaledOp(Min), process_set=process_set)[0], tf.bool)
+    spec = ReduceSpec(name, ScaledOp(Min), process_set=process_set)
+    return tf.cast(reduce_list([tf.cast(value, tf.int32)], spec)[0], tf.bool)
 
 
-def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process_set: int = 0,
-                  observer: Observer | None = None) -> tf.IndexedSlices:
+def reduce_slices(slices: tf.IndexedSlices, spec: ReduceSpec) -> tf.IndexedSlices:
     """All ranks' slices, concatenated. Collective.
 
-    `observer` is called with the values. For Average the values are divided by the number of ranks that submit slices.
+    The observer is called with the values. For Average the values are divided by the number of ranks that submit
+    slices.
 
     Rows with the same index stay apart. Keras 3 does not add them up either, and its optimizers square each of them. So
     the result is that of one process with the rows of all ranks.
     """
-    op, prescale, postscale = scaled
+    (op, prescale, postscale), process_set = spec.scaled, spec.process_set
     if op not in (Average, Sum):
         raise NotImplementedError(f"tf.IndexedSlices can be reduced with Average or Sum. Received: {op.name}")
     if not math.isclose(prescale * postscale, 1.0):
         raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices; use "
                                   "sparse_as_dense=True, or tf.convert_to_tensor.")
-    values, = gather(f"{name}/values", [slices.values], process_set, observer)
+    gathered = gather if spec.has_gradient else gather_list
+    values, = gathered([slices.values], f"{spec.name}/values", process_set, spec.observer)
     with tf.device(slices.indices.device):
         present = tf.ones([1], slices.indices.dtype)
-    indices, submitted = gather_list([slices.indices, present], f"{name}/indices", process_set)
+    indices, submitted = gather_list([slices.indices, present], f"{spec.name}/indices", process_set)
     if op is Average:
         # Ranks that have joined submit nothing.
         counts_all = runtime.current().settings.join_average == "all"
@@ -165,7 +164,7 @@ def reduce_slices(slices: tf.IndexedSlices, scaled: ScaledOp, name: str, process
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
-def gather(name: str, tensors: Sequence[tf.Tensor], process_set: int, observer: Observer | None = None,
+def gather(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, observer: Observer | None = None,
            shapes: Sequence[tf.TensorShape] = ()) -> list[tf.Tensor]:
     """As gather_list, but differentiable."""
     return with_gradient(partial(gather_list, name=name, process_set=process_set, observer=observer, shapes=shapes),
@@ -181,7 +180,8 @@ class GatherGradient(Gradient):
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         name = of_gradient(self.name, self.process_set)
-        means = reduce_dense(upstream, name, ScaledOp(Average), process_set=self.process_set)
+        means = reduce_dense(upstream, ReduceSpec(name, ScaledOp(Average), process_set=self.process_set,
+                                                  has_gradient=True))
         if xla.is_compiled():
             return equal_parts(means, values, name, self.process_set)
         own = tf.stack([tf.shape(value, tf.int64)[0] for value in values])

@@ -25,6 +25,7 @@ from ..core.tuning import JOINED_TENSOR_BYTES
 from .bridge import cpu
 from .bridge.differentiable import Gradient, with_gradient
 from .bridge.program_order import enclosing_function
+from .bridge.reduce_spec import ReduceSpec
 from .bridge.tf_errors import as_tf_error
 from .compression import Compression, Compressor
 from .list_ops import broadcast_list, gather, number_of, reduce_dense, reduce_tensors, topology_of
@@ -74,7 +75,8 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
     tensor = as_tensor(tensor)
     _count_call(tensor, number)
     name = name_of("allreduce", name, number, ignore_name_scope)
-    return reduce_tensors([tensor], name, scaled, compression=compression, process_set=number, may_wait=False)[0]
+    spec = ReduceSpec(name, scaled, process_set=number, may_wait=False, has_gradient=True)
+    return reduce_tensors([tensor], spec, compression)[0]
 
 
 def grouped_allreduce(tensors: Sequence[Reducible], average: bool | None = None, device_dense: str = "",
@@ -90,7 +92,7 @@ def grouped_allreduce(tensors: Sequence[Reducible], average: bool | None = None,
         return []
     converted = [as_tensor(tensor) for tensor in tensors]
     name = name_of("grouped_allreduce", name, number, ignore_name_scope)
-    return reduce_tensors(converted, name, scaled, compression=compression, process_set=number)
+    return reduce_tensors(converted, ReduceSpec(name, scaled, process_set=number, has_gradient=True), compression)
 
 
 def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: bool = False,
@@ -106,7 +108,7 @@ def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: boo
     """
     number = number_of(process_set, "Allgather")
     tensor = as_tensor(tensor)
-    return gather(name_of("allgather", name, number, ignore_name_scope), [tensor], number)[0]
+    return gather([tensor], name_of("allgather", name, number, ignore_name_scope), number)[0]
 
 
 def grouped_allgather(tensors: Sequence[Reducible], name: str | None = None, ignore_name_scope: bool = False,
@@ -116,7 +118,7 @@ def grouped_allgather(tensors: Sequence[Reducible], name: str | None = None, ign
     converted = [as_tensor(tensor) for tensor in tensors]
     if not converted:
         return []
-    return gather(name_of("grouped_allgather", name, number, ignore_name_scope), converted, number)
+    return gather(converted, name_of("grouped_allgather", name, number, ignore_name_scope), number)
 
 
 def broadcast(tensor: Reducible, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
@@ -146,8 +148,8 @@ class BroadcastGradient(Gradient):
     process_set: int
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        mean, = reduce_dense(upstream, of_gradient(self.name, self.process_set), ScaledOp(Average),
-                             process_set=self.process_set)
+        mean, = reduce_dense(upstream, ReduceSpec(of_gradient(self.name, self.process_set), ScaledOp(Average),
+                                                  process_set=self.process_set, has_gradient=True))
         return [mean if runtime.current().topology.rank == self.root_rank else mean * 0]
 
 

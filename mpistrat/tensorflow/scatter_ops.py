@@ -107,7 +107,7 @@ class ReduceScatterGradient(Gradient):
         factor = prescale * postscale
         if op is Sum:
             factor *= tf.cast(place_in(self.process_set)[1], tf.float64)
-        gathered = gather(of_gradient(self.name, self.process_set), upstream, self.process_set,
+        gathered = gather(upstream, of_gradient(self.name, self.process_set), self.process_set,
                           shapes=[value.shape for value in values])
         return [each * tf.cast(factor, each.dtype) for each in gathered]
 

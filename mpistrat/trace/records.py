@@ -103,7 +103,7 @@ def record_of(rank: int, operation: Operation, ranks: int, backend: str, step: i
     request = operation.request
     is_reduced = request.kind in (CollectiveType.ALLREDUCE, CollectiveType.REDUCESCATTER)
     return Record(rank, request.process_set, ranks, backend, request.name[:_MOST_CHARACTERS],
-                  request.kind.value, request.reduce_op.name.lower() if is_reduced else "",
+                  request.kind.value, request.scaled.op.name.lower() if is_reduced else "",
                   "+".join(sorted({tensor.dtype for tensor in request.tensors})), request.device, operation.number,
                   operation.bucket, operation.nbytes, step, *operation[5:])
 

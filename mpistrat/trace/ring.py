@@ -7,7 +7,7 @@ from time import monotonic_ns
 from typing import NamedTuple
 
 from ..core.handle import Entry
-from ..core.interfaces import Recorder
+from ..core.interfaces import Observer
 from ..core.request import Request
 
 
@@ -39,14 +39,18 @@ class Operation(NamedTuple):
     delivered: int
 
 
-class OperationRing(Recorder):
+class OperationRing(Observer):
     """The last operations of one engine.
 
     Args:
         capacity: How many; 0: none.
+        tracer: Exchanges messages over this engine; None: nothing does.
     """
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, tracer: Observer | None = None):
+        self._tracer = tracer or Observer()
+        self.outgoing, self.receive, self.fail = (  # type: ignore[method-assign]
+            self._tracer.outgoing, self._tracer.receive, self._tracer.fail)
         # Appending to a deque is atomic, and so is copying it: the engine never waits for a reader.
         self._operations: deque[tuple[int, int, int, Request, int, int, int, int, int, int]] = deque(maxlen=capacity)
         self._is_on, self._serial = capacity > 0, 0
@@ -74,9 +78,11 @@ class Traced:
         ranks: How many ranks the set has.
         backend: What reduces tensors on CPUs.
         in_flight: Returns what is submitted and not complete.
+        choices: Returns what this rank has chosen for all ranks by the times of collectives, in sentences.
     """
 
     ring: OperationRing
     ranks: int
     backend: str
     in_flight: Callable[[], Iterable[Entry]]
+    choices: Callable[[], list[str]] = list

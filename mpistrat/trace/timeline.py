@@ -42,6 +42,8 @@ class Timeline:
         self._order: deque[tuple[int, int]] = deque()
         self._steps: dict[int, int] = {}
         self._cycles: dict[int, int] = {}
+        self._choices: set[str] = set()
+        self._now = 0  # the end of the last operation of rank 0
         self.operations = self.lost = 0
 
     def add(self, records: Iterable[Record]) -> None:
@@ -60,8 +62,18 @@ class Timeline:
         """Close the file. May be called twice."""
         self._file.close()
 
+    def add_choices(self, sentences: Iterable[str]) -> None:
+        """Mark what rank 0 has chosen by the times of collectives, where it is new. Raises as `add`."""
+        for sentence in sentences:
+            if sentence not in self._choices:
+                self._choices.add(sentence)
+                self._file.mark(0, 0, sentence, self._now)
+                self._file.flush()
+
     def _write(self, record: Record) -> None:
         rank, begin = record.rank, record.submitted or record.agreed
+        if not rank:
+            self._now = record.delivered
         reduction = f"{label(record)}_{record.kind.upper()}"
         if record.number == record.bucket and record.is_complete:
             lane = self._lane(rank, _REDUCTIONS, record.began, record.ended)

@@ -1,39 +1,30 @@
 """The tracer of one rank: a thread that reads what the engines have recorded, and tells rank 0 about it.
 
-Once a second each rank sends rank 0 a report, for the status file. While a timeline is written, it sends its operations
-too, ten times a second: a timeline has all but the last moment of a job that is killed. Rank 0 sends a message in each
-second to all ranks: their answers show how far their clocks are from its own. When a rank fails, all ranks tell
-`mpistrat run` their last operations.
+Once a second each rank sends rank 0 a report, for the status file (reports.py). While a timeline is written, it sends
+its operations too, ten times a second: a timeline has all but the last moment of a job that is killed (recording.py).
+Rank 0 sends a message in each second to all ranks: their answers show how far their clocks are from its own
+(clocks.py). When a rank fails, all ranks tell `mpistrat run` their last operations (last.py).
 
 The messages travel with those of the negotiation, and a rank that is in a collective sends none. The tracer never waits
 for another rank, but in `stop_timeline` for a while. What it cannot do is a warning: training goes on.
 """
 
-import contextlib
-import json
 import logging
-import os
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any
 
-from ..core.errors import MissingDependencyError
-from ..core.interfaces import TraceLink
+from ..core.interfaces import Observer
 from ..core.topology import Topology
-from . import files
+from . import recording
 from .clocks import Offset
 from .last import Teller
-from .records import NO_STEP, Record, from_message, record_of, to_messages
+from .reader import Reader
+from .recording import Recording
+from .reports import Reports, status_file
 from .ring import Operation, Traced
-from .spans import Span
-from .status import StatusFile, outstanding, rss_bytes, shares
-from .stragglers import ProcessorUse, StragglerWatch
-from .timeline import Timeline, Window
-from .totals import StepCounter, Totals, line_of
+from .timeline import Window
 
 logger = logging.getLogger(__name__)
 
@@ -41,67 +32,52 @@ _INTERVAL_S = 1.0
 _TIMELINE_INTERVAL_S = 0.1
 _LAST_RECORDS_S = 5.0  # How long rank 0 waits for those of other ranks when a timeline ends.
 _LAST_RECORDS_POLL_S = 0.01
-_MOST_WAITING = 1000  # messages that the engine has not sent. Operations that come then are lost.
-_EVERYTHING: Window = (NO_STEP, 2**62)
 
-# The first byte of a message. From rank 0: the time, for the clocks; begin to send operations, with the window, or end.
-# From another rank: its answer about clocks, its report, operations, that it has sent its last one, and its totals when
-# it ends. From any rank: that a rank fails.
-_CLOCK, _BEGIN, _END, _FAILURE = b"C", b"B", b"E", b"F"
-_REPORT, _RECORDS, _LAST, _TOTALS = b"S", b"R", b"L", b"T"
+# The first byte of a message, besides those of recording.py. From rank 0: the time, for the clocks. From another rank:
+# its answer about clocks, its report, and its totals when it ends. From any rank: that a rank fails.
+_CLOCK, _FAILURE = b"C", b"F"
+_REPORT, _TOTALS = b"S", b"T"
 _SENT = struct.Struct("<q")
 _ANSWER = struct.Struct("<Qqqq")  # the rank, and the times of Offset.add but the last one
-_COUNTS = struct.Struct("<QQ")  # the rank, and how many operations it has lost
 
 
-class Tracer(TraceLink):
+class Tracer(Observer):
     """Reads the rings of this rank's engines. `start` begins, `stop` and then `close` end.
 
     Args:
         topology: The ranks of the job.
         offsets: The offset of each rank's clock. Rank 0 uses it.
-        writes_status: Whether rank 0 writes the status file.
         environ: See StatusFile.
         place: Returns where in the script this rank is, for sentences on a rank that is slow.
         tell: Takes the lines of LastOperations when a rank fails; None: nobody reads them.
 
     Attributes:
         rows: Returns the rows that this rank has trained on; None: nobody counts them.
-        stragglers: On rank 0, knows which ranks it has named.
         is_line_due: Whether nothing else tells the user how fast the job was.
+        reader: Counts what it has read.
+        reports: What rank 0 knows of all ranks.
     """
 
-    def __init__(self, topology: Topology, offsets: Mapping[int, Offset], writes_status: bool,
-                 environ: Mapping[str, str], place: Callable[[], str] = str,
-                 tell: Callable[[list[str]], None] | None = None):
+    def __init__(self, topology: Topology, offsets: Mapping[int, Offset], environ: Mapping[str, str],
+                 place: Callable[[], str] = str, tell: Callable[[list[str]], None] | None = None):
         super().__init__()
         self._topology, self._offsets = topology, offsets
-        self._writes_status, self._environ, self._place = writes_status, environ, place
-        self._teller = None if tell is None else Teller(topology, offsets, tell)
         self.rows: Callable[[], int] | None = None
+        self.is_line_due = True
+        self.reader = Reader()
+        self.reports = Reports(topology, place, status_file(topology, environ))
+        self._recording = Recording(topology, offsets, self._send, self.outgoing)
+        self._teller = None if tell is None else Teller(topology, offsets, tell)
+        self._recent: list[Operation] = []  # since the last report
+        self._asked = (0, 0)  # When rank 0 has sent the latest message about clocks, and when it arrived.
+
+        # The thread, and those who call it.
         self._traced: Callable[[], Mapping[int, Traced]] = dict
         self._wake: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
         self._called = threading.Event()  # The thread has something to do at once.
         self._ends = False
         self._lock = threading.RLock()  # The thread, and callers that begin and end a timeline. Not the engine.
-        self._next: dict[int, int] = {}  # The serial of the next operation of each process set.
-        self._steps, self._use = StepCounter(), ProcessorUse()
-        self.stragglers = StragglerWatch()
-        self.is_line_due = True
-        self._totals: dict[int, Totals] = {topology.rank: Totals()}
-        self._operations = self._bytes = self._lost = 0
-        self._recent: list[Operation] = []  # since the last report
-        self._asked = (0, 0)  # When rank 0 has sent the latest message about clocks, and when it arrived.
-        self._reports: dict[int, dict[str, Any]] = {}
-        # Which steps this rank sends, or writes; None: nothing. Rank 0 decides, and may end it.
-        self._window: Window | None = None
-        self._must_end = False
-        self._since = 0  # On rank 0, when the timeline began.
-        self._incoming: deque[bytes] = deque()  # For the timeline, on rank 0.
-        self._timeline: Timeline | None = None
-        self._path = ""
-        self._awaited: set[int] = set()  # The ranks that may send more operations.
 
     def start(self, traced: Callable[[], Mapping[int, Traced]], wake: Callable[[], None]) -> None:
         """Start the thread.
@@ -125,13 +101,14 @@ class Tracer(TraceLink):
 
     def close(self) -> None:
         """Complete the timeline, after the engines have ended. Local. May be called twice."""
-        self._end_timeline(has_job_ended=True)
+        with self._lock:
+            self._recording.end(self.reader.steps.steps, None)
 
     # -- when a rank fails --------------------------------------------------------------------------------------------
 
     def fail(self) -> None:
         if self._teller is not None:
-            self._teller.fail(self._traced().values(), self._steps.steps - 1)
+            self._teller.fail(self._traced().values(), self.reader.steps.steps - 1)
             self._called.set()
 
     def fail_all(self, limit_s: float) -> bool:
@@ -154,84 +131,36 @@ class Tracer(TraceLink):
     @property
     def line(self) -> str:
         """On rank 0, a sentence on the speed of the job, after the engines have ended; "" if there is none."""
-        topology = self._topology
-        if not self.is_line_due or len(self._totals) < topology.size:
-            return ""
-        return line_of(self._totals, {rank: f"rank {rank} on {host}" for rank, host in enumerate(topology.host_of)})
+        return self.reports.line if self.is_line_due else ""
 
     # -- timelines, on rank 0 -----------------------------------------------------------------------------------------
 
     def start_timeline(self, path: str, mark_cycles: bool, window: Window | None = None) -> None:
-        """Begin to write a timeline of all ranks. Local; on other ranks than 0 it does nothing.
-
-        Args:
-            path: The file, which is replaced; its ending selects the format.
-            mark_cycles: See Timeline.
-            window: The first step, from 0, and the one after the last; None: everything from now on.
-        """
-        if self._topology.rank:
-            return
-        with self._lock:
-            if self._timeline is not None:
-                logger.warning("mpistrat: start_timeline(%r) does nothing: %s is being written. Call stop_timeline() "
-                               "first.", path, self._path)
-                return
-            try:
-                file = files.create(path)
-            except (OSError, ValueError, MissingDependencyError) as error:
-                logger.warning("mpistrat: there is no timeline: %s", error)
-                return
-            self._read()  # What came before is not in it.
-            self._lost = 0
-            self._incoming.clear()
-            self._timeline, self._path = Timeline(file, self._topology.host_of, mark_cycles), path
-            self._window = window or _EVERYTHING
-            self._awaited = set(range(1, self._topology.size))
-            self._since = 0 if window or self._operations == 0 else time.monotonic_ns()
-            self._send(_BEGIN + json.dumps(self._window).encode())
-            self._called.set()
+        """Begin to write a timeline of all ranks, see Recording.begin. Local; on other ranks than 0 it does nothing."""
+        if self._topology.rank == 0:
+            with self._lock:
+                self._read()  # What came before is not in it.
+                self._recording.begin(path, mark_cycles, window, is_first=self.reader.operations == 0)
+                self._called.set()
 
     def stop_timeline(self) -> None:
         """Complete the timeline. Local; on other ranks than 0, and without a timeline, it does nothing.
 
         It waits a moment for the last operations of the other ranks.
         """
-        if self._timeline is None:
+        if not self._recording.has_file:
             return
-        self._send(_END)
+        self._send(recording.END)
         deadline = time.monotonic() + _LAST_RECORDS_S
         while time.monotonic() < deadline:
             with self._lock:
                 self._read()
-                self._write_records()
-                if self._timeline is None or not self._awaited:
+                self._recording.write()
+                if not self._recording.is_awaited:
                     break
             time.sleep(_LAST_RECORDS_POLL_S)
-        self._end_timeline()
-
-    def _end_timeline(self, has_job_ended: bool = False) -> None:
-        """Close the file, if there is one, and say what is not in it."""
         with self._lock:
-            self._write_records()
-            timeline, self._timeline, window, self._window = self._timeline, None, self._window, None
-            if timeline is None:
-                return
-            lacks = []
-            try:
-                timeline.close()
-            except OSError as error:
-                lacks.append(f"its end cannot be written: {error}")
-            if self._awaited and not has_job_ended:
-                lacks.append(f"ranks {self._topology.listed(sorted(self._awaited))} have not sent their last "
-                             f"operations in {_LAST_RECORDS_S:g} s")
-            lost = timeline.lost + self._lost
-            if lost:
-                lacks.append(f"{lost} operations came faster than they could be read")
-            if window not in (None, _EVERYTHING) and not timeline.operations:
-                lacks.append(f"it is empty, because steps {window[0]} to {window[1] - 1} have not come: there were "
-                             f"{self._steps.steps} steps")
-            if lacks:
-                logger.warning("mpistrat: the timeline %s is not complete: %s.", self._path, "; ".join(lacks))
+            self._recording.end(self.reader.steps.steps, _LAST_RECORDS_S)
 
     # -- in the thread that drives the engine -------------------------------------------------------------------------
 
@@ -241,27 +170,19 @@ class Tracer(TraceLink):
             if self._topology.rank == 0 and self._teller is not None and not self._teller.has_failed:
                 self._send(_FAILURE)
             self.fail()
-        elif self._topology.rank:
-            if kind == _CLOCK:
-                self._asked = _SENT.unpack(body)[0], now
-            elif kind == _BEGIN:
-                first, end = json.loads(body)
-                self._window, self._must_end = (first, end), False
-                self._called.set()
-            elif kind == _END:
-                self._must_end = True
-                self._called.set()
+        elif kind == _CLOCK and self._topology.rank:
+            self._asked = _SENT.unpack(body)[0], now
         elif kind == _CLOCK:
             rank, sent, received, answered = _ANSWER.unpack(body)
             self._offsets[rank].add(sent, received, answered, now)
         elif kind == _REPORT:
-            report = json.loads(body)
-            self._reports[report["rank"]] = report
+            self.reports.add(body)
         elif kind == _TOTALS:
-            rank, totals = json.loads(body)
-            self._totals[rank] = Totals(**totals)
+            self.reports.add_totals(body)
         else:
-            self._incoming.append(message)
+            self._recording.receive(message)
+            if self._topology.rank:
+                self._called.set()
 
     # -- in the tracer's thread ---------------------------------------------------------------------------------------
 
@@ -273,143 +194,58 @@ class Tracer(TraceLink):
                            self._topology.rank, exc_info=True)
 
     def _report_and_write(self) -> None:
-        status = self._open_status()
         began = time.monotonic_ns()
         while True:
-            self._called.wait(_INTERVAL_S if self._window is None else _TIMELINE_INTERVAL_S)
+            self._called.wait(_TIMELINE_INTERVAL_S if self._recording.is_on else _INTERVAL_S)
             self._called.clear()
             if self._ends:
                 break
             with self._lock:
                 self._read()
-                self._write_records()
-                is_over = self._window is not None and self._steps.steps > self._window[1]
-                if self._timeline is not None and is_over and not self._awaited:
-                    self._end_timeline()
+                self._recording.write()
+                steps = self.reader.steps.steps
+                if self._recording.has_file and self._recording.is_over(steps) and not self._recording.is_awaited:
+                    self._recording.end(steps, _LAST_RECORDS_S)
             self.tell_last()
             now = time.monotonic_ns()
-            if now - began < _INTERVAL_S * 1e9:
-                continue
-            self._reports[self._topology.rank] = report = self._report((began, now))
-            began = now
-            if self._topology.rank:
-                self._send(_REPORT + json.dumps(report).encode())
-                if self._asked[0]:
-                    self._send(_CLOCK + _ANSWER.pack(self._topology.rank, *self._asked, time.monotonic_ns()))
-                continue
-            self._send(_CLOCK + _SENT.pack(now))
-            straggler = self.stragglers.add(self._reports)
-            if straggler is not None:
-                logger.warning("mpistrat: %s", straggler)
-            if status is not None:
-                try:
-                    status.write([self._reports[rank] for rank in sorted(self._reports)])
-                except OSError as error:
-                    logger.warning("mpistrat: the status file cannot be written any more: %s", error)
-                    status = None
+            if now - began >= _INTERVAL_S * 1e9:
+                self._report(began, now)
+                began = now
         with self._lock:
             self._read()
-            if self._window is not None and self._topology.rank:
-                self._send_last()
-        self._report((began, time.monotonic_ns()))
+            self._recording.send_last()
+        self._own_report(began, time.monotonic_ns())
         if self._topology.rank:
-            self._send(_TOTALS + json.dumps([self._topology.rank, asdict(self._totals[self._topology.rank])]).encode())
+            self._send(_TOTALS + self.reports.own_totals)
         self.tell_last()
-        if status is not None:
-            status.remove()
+        self.reports.close()
 
-    def _open_status(self) -> StatusFile | None:
-        if self._topology.rank or not self._writes_status:
-            return None
-        try:
-            return StatusFile(self._topology.size, self._environ)
-        except OSError as error:
-            logger.info("rank 0: there is no status file for mpistrat top: %s", error)
-            return None
+    def _report(self, began: int, now: int) -> None:
+        """Send rank 0 the report of this rank; on rank 0, publish those that there are."""
+        report, rank = self._own_report(began, now), self._topology.rank
+        if rank == 0:
+            self._send(_CLOCK + _SENT.pack(now))
+            self.reports.publish()
+            return
+        self._send(_REPORT + report)
+        if self._asked[0]:
+            self._send(_CLOCK + _ANSWER.pack(rank, *self._asked, time.monotonic_ns()))
+
+    def _own_report(self, began: int, now: int) -> bytes:
+        in_flight = (entry for traced in self._traced().values() for entry in traced.in_flight())
+        recent, self._recent = self._recent, []
+        return self.reports.add_own((began, now), self.reader, recent, in_flight, self.rows and self.rows())
+
+    def _read(self) -> None:
+        """Read what the engines have recorded, for the report, the timeline and the last operations."""
+        new, lost = self.reader.read(self._traced())
+        self._recent += [each.operation for each in new]
+        if self._teller is not None:
+            for each in new:
+                self._teller.keep(*each)
+        self._recording.take(new, lost, self.reader.steps.steps)
 
     def _send(self, message: bytes) -> None:
         if self._topology.size > 1:
             self.outgoing.append(message)
             self._wake()
-
-    def _read(self) -> None:
-        """Read what the engines have recorded, and send or write what belongs to the timeline."""
-        window = self._window
-        chosen: list[Record] = []
-        for number, traced in self._traced().items():
-            expected = self._next.get(number, 0)
-            operations = traced.ring.since(expected)
-            if not operations:
-                continue
-            self._next[number] = operations[-1].serial + 1
-            self._operations += operations[-1].serial + 1 - expected
-            if window is not None:
-                self._lost += operations[0].serial - expected
-            # Bytes and steps are those of the operations that are kept. Without a timeline so many are read in a second
-            # that this takes a few milliseconds.
-            self._recent += operations
-            for each in operations:
-                self._bytes += each.nbytes
-                step = self._steps.add(each.request)
-                if self._teller is not None:
-                    self._teller.keep(each, traced, step)
-                if window is not None and window[0] <= step < window[1]:
-                    chosen.append(record_of(self._topology.rank, each, traced.ranks, traced.backend, step))
-        if window is None:
-            return
-        if not self._topology.rank:
-            self._add(chosen)
-            return
-        if len(self.outgoing) > _MOST_WAITING:
-            self._lost += len(chosen)
-        else:
-            for message in to_messages(chosen):
-                self._send(_RECORDS + message)
-        if self._must_end or self._steps.steps > window[1]:
-            self._send_last()
-
-    def _send_last(self) -> None:
-        self._window = None
-        self._send(_LAST + _COUNTS.pack(self._topology.rank, self._lost))
-        self._lost = 0
-
-    def _write_records(self) -> None:
-        """On rank 0, write what other ranks have sent."""
-        while self._incoming:
-            message = self._incoming.popleft()
-            if message.startswith(_RECORDS):
-                self._add(list(from_message(message[1:])))
-            elif self._timeline is not None:
-                rank, lost = _COUNTS.unpack(message[1:])
-                self._awaited.discard(rank)
-                self._timeline.lost += lost
-
-    def _add(self, records: list[Record]) -> None:
-        if self._timeline is None or not records:
-            return
-        rank = records[0].rank
-        offset = self._offsets[rank].at(time.monotonic_ns()) if rank else 0
-        shifted = (record.shifted(offset) for record in records)
-        try:
-            self._timeline.add(record for record in shifted if record.delivered >= self._since)
-        except OSError as error:
-            logger.warning("mpistrat: the timeline %s ends here, because it cannot be written: %s. It can be read up "
-                           "to here.", self._path, error)
-            with contextlib.suppress(OSError):
-                self._timeline.close()
-            self._timeline = self._window = None
-            self._send(_END)
-
-    def _report(self, interval: Span) -> dict[str, Any]:
-        in_flight = [entry for traced in self._traced().values() for entry in traced.in_flight()]
-        recent, self._recent = self._recent, []
-        computing, waiting, moving = shares(recent, in_flight, interval)
-        cores, delayed = self._use.since_last()
-        self._totals[self._topology.rank].add((interval[1] - interval[0]) / 1e9, waiting, moving,
-                                              self._steps.steps, self._operations)
-        return {"rank": self._topology.rank, "host": self._topology.host, "pid": os.getpid(),
-                "steps": self._steps.steps or None, "rows": self.rows and self.rows(), "operations": self._operations,
-                "bytes": self._bytes, "computing": round(computing, 4), "waiting": round(waiting, 4),
-                "moving": round(moving, 4), "cores": round(cores, 3), "delayed": round(delayed, 3),
-                "place": self._place(), "rss_bytes": rss_bytes(),
-                "outstanding": outstanding(in_flight, interval[1]), "written": time.time()}

@@ -2,9 +2,10 @@
 
 What a rank computes from gradients that are the same on all ranks is the same on all ranks, whatever reduced them. So
 every program here is trained in several legs (legs.py): with the default backend, with MPI, as if the ranks stood on
-several hosts, and compiled by XLA. After each leg the weights, and the state of the optimizer, are compared among the
-ranks, and after the last one, with the losses of each rank, among the legs. XLA computes a step with other rounding, so
-its legs are compared bit by bit among themselves only.
+several hosts, through the other door (MPIStrategy instead of Horovod's way, or the reverse), and compiled by XLA. After
+each leg the weights, and the state of the optimizer, are compared among the ranks, and after the last one, with the
+losses of each rank, among the legs. XLA computes a step with other rounding, so its legs are compared bit by bit among
+themselves only.
 
 `python -m tests.differential --help` runs all of it; tests/parallel/test_differential.py a part.
 """

@@ -20,12 +20,14 @@ class Leg:
         hosts: The host of each of the first ranks, one letter for each; the other ranks are on the last one. "": the
             ranks are where they are.
         is_compiled: Whether XLA compiles the training step, with its collectives.
+        is_other_door: Whether the training is made under MPIStrategy instead of Horovod's way, or the reverse.
     """
 
     name: str
     settings: Mapping[str, str] = field(default_factory=dict)
     hosts: str = ""
     is_compiled: bool = False
+    is_other_door: bool = False
 
     def host_of(self, size: int) -> tuple[str, ...]:
         """The host of each of `size` ranks."""
@@ -49,14 +51,16 @@ TWO_HOSTS = Leg("two hosts", hosts="AAB")
 HOST_EACH = Leg("two hosts", hosts="AB")
 # The default backends, with every operation negotiated through rank 0.
 NO_VOTES = Leg("no votes", {"MPISTRAT_FAST_PATH": "0"})
+OTHER_DOOR = Leg("other door", is_other_door=True)
 COMPILED = Leg("compiled", is_compiled=True)
 COMPILED_MPI = Leg("compiled, mpi", MPI.settings, is_compiled=True)
 
 
-def legs_for(size: int, with_xla: bool) -> list[Leg]:
+def legs_for(size: int, with_xla: bool, with_other_door: bool) -> list[Leg]:
     """All legs of a program on `size` ranks, with those of XLA where TensorFlow has what they need."""
     compiled = [COMPILED, COMPILED_MPI] if with_xla and ffi.api() is not None else []
-    return [DEFAULT, MPI, TWO_HOSTS if size > 2 else HOST_EACH, NO_VOTES, *compiled]
+    return [DEFAULT, MPI, TWO_HOSTS if size > 2 else HOST_EACH, NO_VOTES,
+            *([OTHER_DOOR] if with_other_door else []), *compiled]
 
 
 @contextlib.contextmanager

@@ -16,6 +16,10 @@ from .turns import Turns, in_turns
 # So many that the bias of the last layer, which comes first in a bucket, leaves the others aligned to 64 bytes.
 CLASSES = 16
 WAYS = ("fit", "tape", "strategy fit", "strategy loop")
+# Through which door the same training is made otherwise: Horovod's, or MPIStrategy.
+_OTHER_DOOR = {"fit": "strategy fit", "tape": "strategy loop", "strategy fit": "fit", "strategy loop": "tape"}
+# Arguments of DistributedOptimizer that MPIStrategy has too, or that only choose among exact factors.
+_OF_BOTH_DOORS = {"sparse_as_dense", "gradient_predivide_factor"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Recipe:
         is_repeatable: Whether TensorFlow computes the same bits in each run, with several inter-op threads. An AddN of
             three tensors, which the gradient of a BatchNormalization ends with, adds first to the one whose memory no
             other operation reads any more, and that depends on the order in which threads execute operations.
+        adds_several: Whether a gradient is an AddN of three tensors or more, whose order depends on the graph around
+            it: the doors are then compared within rounding.
         distribute: More arguments for DistributedOptimizer or DistributedGradientTape.
         compile: More arguments for Model.compile.
         jit_compile: Whether XLA compiles the step.
@@ -50,6 +56,7 @@ class Recipe:
     policy: str = "float32"
     takes_turns: bool = True
     is_repeatable: bool = True
+    adds_several: bool = False
     distribute: Mapping[str, Any] = field(default_factory=dict)
     compile: Mapping[str, Any] = field(default_factory=dict)
     jit_compile: bool = False
@@ -62,6 +69,22 @@ class Recipe:
     def compiled(self) -> "Recipe":
         """The same training with XLA; without turns, as XLA cannot call their Python functions."""
         return replace(self, takes_turns=False, jit_compile=True)
+
+    @property
+    def has_other_door(self) -> bool:
+        """Whether the other door can train the same, up to the division by the number of ranks.
+
+        MPIStrategy divides the loss, and Horovod's way the sum of the gradients. In float16 a part may be too small.
+        Turns in clipping, which the strategy does not take, have TensorFlow compute the norm in another order.
+        """
+        optimizer = self.optimizer()
+        clips = any(getattr(optimizer, name) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
+        return set(self.distribute) <= _OF_BOTH_DOORS and self.policy != "mixed_float16" \
+            and not (self.takes_turns and clips)
+
+    def by_other_door(self) -> "Recipe":
+        """The same training through the other door."""
+        return replace(self, way=_OTHER_DOOR[self.way])
 
     @property
     def sends_halves(self) -> bool:
@@ -118,8 +141,10 @@ def _loss() -> Any:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def _data(recipe: Recipe, model: keras.Model, seed: int, rank: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
-    generator, rows, shape = np.random.default_rng([seed, rank]), recipe.steps * batch, model.input_shape[1:]
+def _data(recipe: Recipe, model: keras.Model, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of all ranks: the global batches, in which the ranks' parts are in order."""
+    generator, rows = np.random.default_rng(seed), recipe.steps * recipe.batch * hvd.size()
+    shape = model.input_shape[1:]
     if recipe.tokens:
         x = generator.integers(0, recipe.tokens, (rows, *shape))
     else:
@@ -127,12 +152,25 @@ def _data(recipe: Recipe, model: keras.Model, seed: int, rank: int, batch: int) 
     return x, generator.integers(0, recipe.classes, rows)
 
 
+def _own_data(recipe: Recipe, model: keras.Model, seed: int) -> tuple[np.ndarray, ...]:
+    """This rank's part of each global batch."""
+    def own(rows: np.ndarray) -> np.ndarray:
+        by_rank = rows.reshape(recipe.steps, hvd.size(), recipe.batch, *rows.shape[1:])
+        return by_rank[:, hvd.rank()].reshape(-1, *rows.shape[1:])
+    return tuple(map(own, _data(recipe, model, seed)))
+
+
+def _strategy(recipe: Recipe) -> MPIStrategy:
+    # Layers draw the same numbers on all ranks, as they do in Horovod's way from the same seed.
+    return MPIStrategy(random_per_rank=False, sparse_as_dense=recipe.distribute.get("sparse_as_dense", False))
+
+
 def _by_fit(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
     model = recipe.model()
     optimizer = hvd.DistributedOptimizer(_optimizer(recipe, turns), **recipe.distribute)
     optimizer.build(model.trainable_variables)  # or else Keras traces every step twice
     model.compile(optimizer, _loss(), jit_compile=recipe.jit_compile or "auto", **recipe.compile)
-    x, y = _data(recipe, model, seed, hvd.rank(), recipe.batch)
+    x, y = _own_data(recipe, model, seed)
     before = _weights(model)
     history = model.fit(x, y, batch_size=recipe.batch, epochs=1, shuffle=False, verbose=0)
     return _trained(model, optimizer, before, history.history["loss"])
@@ -151,7 +189,7 @@ def _by_tape(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
-    x, y = _data(recipe, model, seed, hvd.rank(), recipe.batch)
+    x, y = _own_data(recipe, model, seed)
     before, losses = _weights(model), []
     for start in range(0, len(x), recipe.batch):
         rows = slice(start, start + recipe.batch)
@@ -160,20 +198,19 @@ def _by_tape(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
 
 
 def _by_strategy_fit(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
-    with MPIStrategy().scope():
+    with _strategy(recipe).scope():
         model = recipe.model()
         optimizer = _optimizer(recipe, turns)
         optimizer.build(model.trainable_variables)
         model.compile(optimizer, _loss(), jit_compile=recipe.jit_compile or "auto", **recipe.compile)
-    batch = recipe.batch * hvd.size()
     before = _weights(model)
-    data = tf.data.Dataset.from_tensor_slices(_data(recipe, model, seed, 0, batch)).batch(batch)
+    data = tf.data.Dataset.from_tensor_slices(_data(recipe, model, seed)).batch(recipe.batch * hvd.size())
     history = model.fit(data, epochs=1, verbose=0)
     return _trained(model, optimizer, before, history.history["loss"])
 
 
 def _by_strategy_loop(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
-    strategy, loss_of = MPIStrategy(), _loss()
+    strategy, loss_of = _strategy(recipe), _loss()
     with strategy.scope():
         model = recipe.model()
         optimizer = _optimizer(recipe, turns)
@@ -183,13 +220,13 @@ def _by_strategy_loop(recipe: Recipe, turns: Turns | None, seed: int) -> Trained
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         def of_replica(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
             with tf.GradientTape() as tape:
-                loss = loss_of(y, model(x, training=True)) / strategy.num_replicas_in_sync
+                loss = loss_of(y, model(x, training=True))  # Keras divides it by the number of replicas.
             gradients = tape.gradient(loss, model.trainable_variables)
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
             return loss
         return strategy.reduce("SUM", strategy.run(of_replica, (x, y)), axis=None)
 
-    x, y = _data(recipe, model, seed, hvd.rank(), recipe.batch)
+    x, y = _own_data(recipe, model, seed)
     before, losses = _weights(model), []
     for start in range(0, len(x), recipe.batch):
         rows = slice(start, start + recipe.batch)

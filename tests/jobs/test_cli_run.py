@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.cli.hostfile import OPEN_MPI
 from mpistrat.cli.inventory import TENSORFLOW, installed
 from mpistrat.cli.mpirun import find_mpirun, identify
 from mpistrat.core.install import pip_extra
+from mpistrat.process.launchers import OPEN_MPI
 
 from ..support.jobs import (
     ROOT,
@@ -181,7 +181,7 @@ def test_variables_reach_a_host_whose_login_has_none_of_them(tmp_path: Path) -> 
     agent.write_text('#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nshift\n'
                      'exec env -i HOME="$HOME" PATH=/usr/bin:/bin unshare --uts sh -c "hostname other; $*"\n')
     agent.chmod(0o755)
-    if mpirun.dialect != OPEN_MPI:
+    if mpirun.launcher is not OPEN_MPI:
         options = ["-launcher", "ssh", "-launcher-exec", str(agent)]
     elif mpirun.version.startswith("4."):
         options = ["--mca", "plm_rsh_agent", str(agent)]
@@ -291,6 +291,7 @@ def test_doctor_looks_at_ranks_and_runs_an_all_reduce() -> None:
     job = mpistrat("doctor", "-np", "2", limit_s=200)
     assert ": 2 ranks, " in job.output, job.output
     assert "all-reduce right: 2 ranks on 1 host (" in job.output, job.output
+    assert "All-reduces of 32 to 64 MiB of float32 use chunks of " in job.output, job.output
     assert job.code == (0 if installed(TENSORFLOW) else 1), job.output
 
 

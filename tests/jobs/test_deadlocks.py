@@ -22,7 +22,7 @@ ARRAYS = {
 }
 TENSORFLOW = {
     "uneven_parts_of_the_data":
-        "optimizer1/metric_average.sizes: ranks [0] wait for ranks [1], which wait for optimizer1 instead.",
+        "optimizer1/metric_average.heads: ranks [0] wait for ranks [1], which wait for optimizer1 instead.",
     "a_graph_and_an_eager_call": "in_a_graph: ranks [0] wait for ranks [1], which wait for eager instead.",
     "compiled_functions_of_other_orders": CROSSED,
     "a_graph_that_computes": "returned 4.0",

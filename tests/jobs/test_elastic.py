@@ -68,7 +68,7 @@ def test_a_rank_that_is_stopped_for_too_long_is_left_out() -> None:
 
 def test_with_new_processes_after_each_loss() -> None:
     job = elastic("-np", "2", script=["--kill", "1:1:5:before", "2:0:3:after"], way="--elastic=restart",
-                  env={"MPISTRAT_FAILURE_TIMELINE": "1"})
+                  env={"MPISTRAT_RECORDER": "all"})
     assert_whole(job, ranks=2, generation=3, most_twice=0)
     assert "generation 2 starts with 2 ranks on localhost:2" in job.output
     assert "mpistrat timeline" not in job.output  # There is no file of a generation that was lost.
@@ -136,7 +136,7 @@ def test_no_commit_is_lost_with_a_keeper_or_when_all_processes_are_stopped_for_a
 
     job = elastic("-np", "2", script=["--pause", "0.3", "--log", str(log)], watch=act)
     assert_whole(job, ranks=2, generation=1, most_twice=0)
-    assert len(acted) == 2 and "is lost" not in job.output
+    assert len(acted) == 2 and "is lost" not in job.output and "has died" not in job.output
 
 
 def test_training_goes_on_from_the_last_commit_after_the_supervisor_was_stopped(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_supervisor_that_was_stopped_learns_what_the_ranks_have_done_meanwhile
     # The ranks are done before the keeper would end them, which has heard nothing either, unless the machine is busy.
     job = elastic("-np", "2", script=["--pause", "0.05", "--log", str(log)], watch=stop_supervisor)
     assert_whole(job, ranks=2, generation=2 if "generation 2 starts" in job.output else 1, most_twice=0)
-    assert stopped and "is lost" not in job.output
+    assert stopped and "is lost" not in job.output and "has died" not in job.output
 
 
 def test_sigterm_ends_the_job_at_a_commit_and_the_next_job_goes_on_from_its_file(tmp_path: Path) -> None:

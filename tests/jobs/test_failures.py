@@ -378,7 +378,8 @@ def test_an_mpi_library_that_cannot_be_loaded_is_an_error_that_says_what_to_inst
 
 def test_an_mpirun_of_another_mpi_than_the_library_is_an_error_that_says_so() -> None:
     # What two processes see that the mpirun of another MPI has started: each is alone in a world of its own.
-    job = run_limited([sys.executable, "tests/scripts/init_only.py"], env={"OMPI_COMM_WORLD_SIZE": "2"})
+    job = run_limited([sys.executable, "tests/scripts/init_only.py"], env={
+        "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
     line, = job.of_rank(0)
     assert line.startswith("MpistratError: Open MPI's mpirun started 2 processes, but the MPI library "), job.output
     assert "sees only one" in line, job.output

@@ -98,6 +98,14 @@ def test_without_room_for_shared_memory_mpi_serves_with_one_warning() -> None:
     assert job.output.count("MPI is used instead, which is slower") == 1, job.output
 
 
+def test_with_little_room_for_shared_memory_the_chunks_are_small() -> None:
+    little = [*WITHOUT_MEMORY[:2], WITHOUT_MEMORY[2].replace("ulimit -f 100", "ulimit -f 40000"), *WITHOUT_MEMORY[3:]]
+    job = run_job(3, little, env={"MPISTRAT_LOG_LEVEL": "info"})
+    assert job.code == 0, job.output
+    assert job.output.count("Smaller chunks are tried.") == 2, job.output
+    assert [job.of_rank(rank)[-1] for rank in range(3)] == ["shared_memory with votes stays"] * 3, job.output
+
+
 def test_without_room_for_shared_memory_that_was_asked_for_every_rank_is_told() -> None:
     job = run_job(2, WITHOUT_MEMORY, env={"MPISTRAT_CPU_OPERATIONS": "shared_memory"})
     assert job.code != 0

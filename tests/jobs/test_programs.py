@@ -22,10 +22,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the commands of a new environment that has DeePMD-kit, and mpistrat as it is here."""
     where = tmp_path_factory.mktemp("deepmd") / "env"
     subprocess.run([sys.executable, "-m", "venv", where], check=True, timeout=200)
-    got = subprocess.run([where / "bin" / "pip", "install", "-q", "--retries", "0", *_PACKAGES], text=True,
-                         capture_output=True, timeout=1200, check=False)
-    if got.returncode:
-        pytest.skip(f"DeePMD-kit cannot be installed here: {got.stderr[-300:]}")
+    got = run_limited([str(where / "bin" / "pip"), "install", "-q", "--retries", "0", *_PACKAGES], limit_s=1200)
+    if got.code:
+        pytest.skip(f"DeePMD-kit cannot be installed here: {got.output[-300:]}")
     packages, = where.glob("lib/python*/site-packages")
     (packages / "checkout.pth").write_text(f"{ROOT}\n")
     command = where / "bin" / "mpistrat"

@@ -38,7 +38,8 @@ def test_gradients_of_programs_under_a_strategy(ranks: int, options: list[str]) 
 
 
 @needs_mpirun
-@pytest.mark.parametrize("options", [["4", "1000"], ["3", "3000", "gradients"]], ids=["values", "gradients"])
+@pytest.mark.parametrize("options", [["4", "1000"], ["3", "3000", "gradients"], ["6", "6000", "gpu"]],
+                         ids=["values", "gradients", "stand-in for a GPU"])
 def test_programs_that_xla_compiles(options: list[str]) -> None:
     pytest.importorskip("tensorflow")
     if pytest.importorskip("mpistrat.tensorflow.xla.ffi").api() is None:

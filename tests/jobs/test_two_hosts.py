@@ -172,8 +172,8 @@ def test_a_host_that_does_not_answer_ends_every_rank(hosts: Hosts, tmp_path: Pat
     with hosts.mended_after():
         job = hosts.run_until_ranks_end([2, 2], command, limit_s=60, env={"MPISTRAT_LOST_AFTER_S": "2"})
     first, second = hosts.names
-    assert f"rank 0 on {first} ends the job: lost rank 2 on {second} (its host has not answered for 2 s); rank 3 on " \
-           in job.output, job.output
+    assert (f"rank 0 on {first} ends the job: lost rank 2 on {second} (its host is lost: no answer for 2 s); rank 3 "
+            "on ") in job.output, job.output
     # What is beyond the limit is for the far host, whose ranks do not hear of an end of the job.
     assert job.ended_at - float((tmp_path / "cut").read_text()) < 30, job.output
 
@@ -260,7 +260,7 @@ def test_ranks_of_both_hosts_have_time_to_save_after_sigterm(hosts: Hosts) -> No
 def test_a_setting_that_mpirun_does_not_pass_on_is_an_error_on_every_rank(hosts: Hosts) -> None:
     first, second = hosts.names
     job = hosts.run_line([str(find_mpirun()), "--host", f"{first}:1,{second}:1", "--map-by", "slot", "-x", "PYTHONPATH",
-                          "-x", "MPISTRAT_FAILURE_TIMELINE", sys.executable, "tests/scripts/init_only.py"],
+                          "-x", "MPISTRAT_RECORDER", sys.executable, "tests/scripts/init_only.py"],
                          env={"MPISTRAT_CACHE_CAPACITY": "7"})
     for rank in range(2):
         line, = job.of_rank(rank)

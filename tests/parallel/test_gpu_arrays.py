@@ -9,6 +9,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -19,6 +20,8 @@ from mpi4py import MPI
 import mpistrat
 from mpistrat.api import runtime
 from mpistrat.api.interop import libraries, own_gpu
+from mpistrat.core.errors import EngineError
+from mpistrat.gpu import executor
 from tests.support import gpu_stand_in
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -425,3 +428,73 @@ def test_sets_that_overlap_and_all_use_nccl_go_on_whatever_the_order_on_each_ran
     by_streams = [runtime.group_of("", each.process_set_id).engine.controller.executor.device._completes_by_streams
                   for each in own]
     assert by_streams == [True] + [False] * (len(own) - 1)
+
+
+# What a program begins with, from this rank's array, and its result from the rows of the ranks of the set.
+BEGINNINGS: dict[str, tuple[Callable[..., Any], Callable[[list[np.ndarray]], np.ndarray]]] = {
+    "sum": (partial(mpistrat.allreduce_async, op=mpistrat.Sum), sum),
+    "largest": (partial(mpistrat.allreduce_async, op=mpistrat.Max), lambda rows: np.max(rows, axis=0)),
+    "group": (lambda x, **options: mpistrat.grouped_allreduce_async([x, x], op=mpistrat.Sum, **options), sum),
+    "rows": (mpistrat.allgather_async, np.concatenate),
+    "broadcast": (lambda x, process_set, **options: mpistrat.broadcast_async(
+        x, process_set.ranks[-1], process_set=process_set, **options), lambda rows: rows[-1])}
+
+
+@pytest.mark.parametrize("operations", ["auto", "nccl"])
+def test_random_programs_of_sets_that_overlap(operations: str, rank: int, overlapping: Callable) -> None:
+    """150 programs: the sets' collectives begin in another order on each rank, and go on from results not read yet."""
+    found, sets, connecting = overlapping(operations)
+    for process_set in (mpistrat.global_process_set, *sets):
+        connecting.append(process_set)
+        if process_set.included():
+            mpistrat.allreduce(found.array(np.ones(1)), op=mpistrat.Sum, process_set=process_set)
+        mpistrat.barrier()
+    wrong = []
+    for number in range(150):
+        chooser, own_order = random.Random(number), random.Random(1000 * number + rank)
+        tasks = [(process_set, f"{place}.{i}", chooser.choice(list(BEGINNINGS)), (chooser.randrange(1, 5), 3))
+                 for place, process_set in enumerate((mpistrat.global_process_set, *sets))
+                 for i in range(chooser.randrange(4))]
+        tasks = [task for task in tasks if task[0].included()]
+        begun: list[Any] = [None] * len(tasks)
+        for i in own_order.sample(range(len(tasks)), len(tasks)):
+            process_set, name, kind, shape = tasks[i]
+            begun[i] = BEGINNINGS[kind][0](found.array(np.full(shape, rank + number % 7, np.float32)), name=name,
+                                           process_set=process_set)
+        results = [each.wait()[-1] if task[2] == "group" else each.wait()
+                   for task, each in zip(tasks, begun, strict=True)]
+        for i in own_order.sample(range(len(tasks)), len(tasks)):
+            begun[i] = mpistrat.allreduce_async(results[i], op=mpistrat.Sum, prescale_factor=2.0,
+                                                name=f"{tasks[i][1]} again", process_set=tasks[i][0])
+        del results  # Nothing keeps their memory but the engine.
+        for (process_set, name, kind, shape), each in zip(tasks, begun, strict=True):
+            rows = [np.full(shape, r + number % 7, np.float32) for r in process_set.ranks]
+            expected = 2 * len(rows) * BEGINNINGS[kind][1](rows)
+            if not np.array_equal(found.values(each.wait()), expected):
+                wrong.append((number, name, kind))
+    assert wrong == []
+
+
+def test_ranks_whose_streams_wait_and_ranks_that_wait_on_the_host_meet(
+        rank: int, size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(device: Any, buffer: Any) -> None:
+        raise EngineError("the GPU has no memory left for a check that needs 96 bytes")
+
+    found = StandIn(rank)
+    monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "nccl")
+    monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
+    monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+    if rank == 0:
+        monkeypatch.setattr(executor, "check_waiting", fail)
+    mpistrat.shutdown()
+    mpistrat.init()
+    with caplog.at_level(logging.WARNING):
+        for step in range(10):
+            result = mpistrat.allreduce(found.array(np.full(5, rank + step, np.float32)), op=mpistrat.Sum)
+            assert (found.values(result) == size * step + size * (size - 1) // 2).all()
+    assert runtime.group_of("", 0).engine.controller.executor.device._completes_by_streams == (rank != 0)
+    mpistrat.shutdown()
+    monkeypatch.undo()
+    mpistrat.init()
+    assert caplog.messages == [f"rank {rank}: the host waits for the results of collectives on the GPU, since no "
+                               "stream can: the GPU has no memory left for a check that needs 96 bytes"] * (rank == 0)

@@ -270,11 +270,12 @@ def test_every_dtype_of_gradients_is_reduced_in_a_graph(dtype: str, hvd: Any, ra
 def test_buckets_of_a_graph_are_under_way_together(hvd: Any, rank: int, size: int) -> None:
     from mpistrat.core.request import ScaledOp
     from mpistrat.tensorflow.bridge.buckets import reduce_list
+    from mpistrat.tensorflow.bridge.reduce_spec import ReduceSpec
 
     @tf.function(autograph=False)  # reduce_list is not an entrance for users, and TensorFlow would convert it.
     def step() -> list[tf.Tensor]:
         tensors = [tf.fill([100], float(i + rank)) for i in range(6)]
-        return reduce_list(tensors, "many", ScaledOp(hvd.Sum), bucket_bytes=800)
+        return reduce_list(tensors, ReduceSpec("many", ScaledOp(hvd.Sum), bucket_bytes=800))
 
     for _ in range(3):
         for i, result in enumerate(step()):

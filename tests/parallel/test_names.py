@@ -13,7 +13,7 @@ import tensorflow as tf
 import mpistrat
 import mpistrat.keras as hvd_keras
 import mpistrat.tensorflow as hvd
-from mpistrat.keras.distribute import step_state
+from mpistrat.strategy.keras import step_state
 
 LIMIT_S = 60
 DELAY_S = 0.03

@@ -20,6 +20,7 @@ from mpistrat.api.elastic.state import ObjectState  # noqa: E402
 from mpistrat.keras.fit import throughput  # noqa: E402
 from mpistrat.keras.fit.fit_callbacks import TimedSteps  # noqa: E402
 from mpistrat.keras.fit.throughput import Work  # noqa: E402
+from mpistrat.keras.fit.training import step_values_of  # noqa: E402
 from mpistrat.process.step_timer import StepTimer  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 from mpistrat.trace.stragglers import StragglerWatch  # noqa: E402
@@ -121,14 +122,14 @@ def test_fit_counts_all_rows_after_the_first_step(make: Callable, not_counted: i
 
 def test_rows_of_a_generator_are_counted(rank: int, size: int, measured: list) -> None:
     fit(new_model(), rank, generated(rank))
-    fit(new_model(), rank, generated(rank), verbose=0)
+    fit(new_model(), rank, generated(rank))
     expected = [EPOCHS * rows_of_rank(r) - batch_of(r) for r in range(size)]
     assert [[work.rows for work in works] for works in measured] == [expected] * (2 if size > 1 else 0)
 
 
-def test_a_silent_fit_prints_nothing(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_fit_measures_and_prints_nothing(rank: int, measured: list, capfd: pytest.CaptureFixture[str]) -> None:
     fit(new_model(), rank, verbose=0)
-    assert not lines(capfd.readouterr().out)
+    assert not measured and not lines(capfd.readouterr().out)
 
 
 def test_a_fit_of_one_step_prints_nothing(rank: int, size: int, measured: list,
@@ -226,7 +227,7 @@ def test_callbacks_that_read_no_logs_do_not_make_a_strategy_reduce_those_of_each
     with strategy.scope():
         model = new_model(is_distributed=False)
     model.fit(*points(16), batch_size=8, verbose=0, callbacks=[make()])
-    assert model._mpistrat_logs_wanted is False
+    assert step_values_of(model).reads_logs is False
 
 
 @pytest.mark.skipif(mpistrat.size() == 1, reason="one rank waits for nobody")
@@ -245,7 +246,7 @@ def test_a_rank_that_is_slow_in_each_step_is_named_by_the_chief(caplog: pytest.L
     named = f"rank {last} on "
     tracer = runtime.current().tracer
     assert tracer is not None
-    tracer.stragglers = StragglerWatch()  # The rank may have been named in an earlier test.
+    tracer.reports.stragglers = StragglerWatch()  # The rank may have been named in an earlier test.
     for _ in range(20):  # Of a second or two each. The first three are enough, but on a machine that is very busy.
         train(10)
         if mpistrat.broadcast_object(named in caplog.text, root_rank=0, name="is named"):

@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat
-from mpistrat.core.cores import physical_cores
+from mpistrat.process.cores import physical_cores
 
 
 @pytest.mark.horovod("ranks")

@@ -3,7 +3,8 @@
     python tests/scripts/null_device.py             arrays
     python tests/scripts/null_device.py tensorflow  tensors in a tf.function
 
-Prints the least and the tenth percentile of many calls, and the ratios that do not depend on the machine.
+Prints the least of several tenth percentiles, and the ratios to an array on the CPU, which depend less on the machine.
+The times that are wanted are those of a machine on which that takes 30 us.
 """
 
 import itertools
@@ -183,13 +184,15 @@ def arrays() -> None:
     on_cpu, single, group = found.values()
     print(f"4 KB: {single / on_cpu:.2f} times the array on the CPU (wanted: 1.3)")
     print(f"{len(many)} arrays: {group - single:.0f} us more than one (wanted: 130), "
-          f"{(group - single) / on_cpu:.1f} times the array on the CPU")
+          f"{(group - single) / on_cpu:.1f} times the array on the CPU (wanted: 4.3)")
     print(f"calls of the device for {len(many)} arrays: {dict(CALLS)}")
 
 
 def tensors() -> None:
     """The gradients of ResNet-50 in a tf.function: grouped, and 13 buckets of one tensor."""
     import tensorflow as tf
+    # Two threads that take turns with Python's lock, beside the engine's, measure how a machine wakes threads.
+    tf.config.threading.set_inter_op_parallelism_threads(1)
 
     import mpistrat.tensorflow as hvd
     from mpistrat.tensorflow.async_op import call_site, streams
@@ -229,8 +232,9 @@ def tensors() -> None:
     on_cpu, group = found["an array of 4 KB on the CPU"], found["with"] - found["without"]
     bucket = (found["13 with"] - found["13 without"]) / 13
     print(f"an array of 4 KB on the CPU: {on_cpu:.0f} us")
-    print(f"{len(SHAPES)} gradients grouped: {group:.0f} us a step (wanted: 900), {group / on_cpu:.1f} times the array")
-    print(f"a bucket of one tensor: {bucket:.0f} us (wanted: 45), {bucket / on_cpu:.2f} times the array")
+    print(f"{len(SHAPES)} gradients grouped: {group:.0f} us a step (wanted: 900), {group / on_cpu:.1f} times the array "
+          "(wanted: 30)")
+    print(f"a bucket of one tensor: {bucket:.0f} us (wanted: 45), {bucket / on_cpu:.2f} times the array (wanted: 1.5)")
 
 
 def main() -> None:

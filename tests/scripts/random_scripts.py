@@ -4,7 +4,8 @@ A script makes a model and an optimizer, and then goes through some stages: trai
 with callbacks and functions in functions; saving and loading; copies of models and optimizers; errors that it catches;
 threads, process sets and joins. All ranks must have the same bits of weights and of the optimizer's state after each
 stage, and nearly those of the same script in one process with the same global batches, where the script means the same.
-In some scripts a rank does alone what all have to do. They may end with an error of mpistrat, on all ranks.
+In some scripts a rank does alone what all have to do. They may end with an error of mpistrat, on all ranks. Some run in
+both ways, which must have the same bits on 2, 4, 8 ... ranks: there it is exact to divide by their number.
 
 usage: random_scripts.py SCRIPTS [FIRST]
 
@@ -24,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -69,6 +70,7 @@ class Script:
     Attributes:
         number: Its number, from which all of it is drawn.
         door: HOROVOD or STRATEGY.
+        is_for_both: It runs through both doors, and draws what both have.
         loop: fit; tape or optimizer, which say what averages; or strategy, a loop under the strategy.
         model: One of MODELS or NOT_LIKE_ONE_PROCESS.
         optimizer: One of OPTIMIZERS.
@@ -89,6 +91,12 @@ class Script:
     joins: bool
     is_eager: bool
     execution: int
+    is_for_both: bool = False
+
+    def through(self, door: str) -> "Script":
+        """The same script through a door."""
+        loop = self.loop if self.loop == "fit" else "strategy" if door == STRATEGY else "optimizer"
+        return replace(self, door=door, loop=loop)
 
     @property
     def is_like_one_process(self) -> bool:
@@ -103,7 +111,11 @@ def script_of(number: int) -> Script:
     """The script of that number."""
     draw = random.Random(number)
     door = draw.choice((HOROVOD, STRATEGY))
-    loop = draw.choice(("fit", "fit", "tape", "optimizer") if door == HOROVOD else ("fit", "fit", "strategy"))
+    is_for_both = draw.randrange(3) == 0
+    is_horovods = door == HOROVOD and not is_for_both
+    loop = draw.choice(("fit", "fit", "tape", "optimizer") if is_horovods else ("fit", "fit", "strategy"))
+    if door == HOROVOD and loop == "strategy":
+        loop = "optimizer"
     model = draw.choice(MODELS * 2 + NOT_LIKE_ONE_PROCESS)
     if (model == "local" and door == STRATEGY) or (model == "own step" and loop != "fit") \
             or (model == "batch norm" and loop != "fit"):
@@ -113,14 +125,16 @@ def script_of(number: int) -> Script:
         optimizer = "sgd"  # A loop has to scale the loss by itself.
     if optimizer == "clipped" and model == "local":
         optimizer = "sgd"  # The norm of all gradients is another one on each rank.
-    joins = door == HOROVOD and draw.randrange(6) == 0 and model != "local" and optimizer != "accumulates"
-    kinds = EVERYWHERE + (IN_FIT if loop == "fit" else ()) + (IN_HOROVODS_WAY if door == HOROVOD else ())
+    if is_for_both and model in ("local", "sync", "batch norm", "dropout"):
+        model = "dense"
+    joins = is_horovods and draw.randrange(6) == 0 and model != "local" and optimizer != "accumulates"
+    kinds = EVERYWHERE + (IN_FIT if loop == "fit" else ()) + (IN_HOROVODS_WAY if is_horovods else ())
     stages = ["train", *(draw.choice(kinds) for _ in range(draw.randint(1, 3))), "train"]
-    if draw.randrange(6) == 0:
+    if draw.randrange(6) == 0 and not is_for_both:
         stages.insert(-1, draw.choice(WRONG + (WRONG_IN_FIT if loop == "fit" else ())))
     return Script(number, door, loop, model, optimizer, tuple(stages),
-                  door == HOROVOD and model not in ("unbuilt", "local") and draw.randrange(2) == 0, joins,
-                  door == HOROVOD and draw.randrange(2) == 0, 1 if joins else draw.choice((1, 1, 2, 3)))
+                  is_horovods and model not in ("unbuilt", "local") and draw.randrange(2) == 0, joins,
+                  is_horovods and draw.randrange(2) == 0, 1 if joins else draw.choice((1, 1, 2, 3)), is_for_both)
 
 
 class Interrupted(Exception):  # noqa: N818 - what a script raises to stop itself
@@ -371,7 +385,8 @@ class Run:
     def _fit(self, draw: random.Random, steps: int, more: Sequence[Any] = (), epochs: int | None = None) -> None:
         way, script = self.way, self.script
         epochs = epochs or draw.randint(1, 2)
-        rows = steps * BATCH - (5 if script.door == STRATEGY and draw.randrange(3) == 0 else 0)
+        rows = steps * BATCH - (5 if script.door == STRATEGY and not script.is_for_both and draw.randrange(3) == 0
+                                else 0)
         x, y = (way.part(array) for array in data_of(draw, rows, script.model))
         if script.joins and way.rank:
             x, y = x[way.batch:], y[way.batch:]
@@ -384,13 +399,13 @@ class Run:
             dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(way.batch)
             history = self.model.fit(dataset, epochs=epochs, verbose=0, callbacks=callbacks, validation_data=validation)
         else:
-            # One batch is the same in any order.
-            shuffles = how == "shuffled" and len(x) <= way.batch
+            # One batch is the same in any order, and the parts of the ranks are others.
+            shuffles = how == "shuffled" and len(x) <= way.batch and not script.is_for_both
             history = self.model.fit(x, y, batch_size=way.batch, epochs=epochs, shuffle=shuffles, verbose=0,
                                      callbacks=callbacks, validation_data=validation)
         losses = history.history.get("loss", [])  # There are none after the backup of a last epoch.
         self.results["epochs"] = len(losses)
-        if script.door == STRATEGY:
+        if script.door == STRATEGY and not script.is_for_both:
             self.results["losses"] = losses
 
     def _callbacks(self, draw: random.Random) -> list[Any]:
@@ -408,7 +423,7 @@ class Run:
                      lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.9 * rate)]
         if self.script.optimizer == "averages":
             made.append(lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
-        if self.script.door == HOROVOD:
+        if self.script.door == HOROVOD and not self.script.is_for_both:
             made.append(lambda: mpistrat.keras.callbacks.MetricAverageCallback()
                         if isinstance(self.way, Horovod) else keras.callbacks.TerminateOnNaN())
         return [make() for make in draw.sample(made, draw.randint(0, 2))]
@@ -475,7 +490,7 @@ class Run:
         way, how = self.way, draw.choice(("model", "weights", "checkpoint", "arrays"))
         path = os.path.join(self.folder, f"saved{draw.randrange(10**9)}")
         with_all, on_all = ((draw.randrange(2) == 0 and how != "checkpoint") or way.strategy is not None
-                            for _ in range(2))
+                            or (self.script.is_for_both and how != "checkpoint") for _ in range(2))
         saves, loads = with_all or way.rank == 0, on_all or way.rank == 0
         in_scope = way.scope() if draw.randrange(2) == 0 else contextlib.nullcontext()
         if how == "model" and (self.script.loop != "fit" or self.local or not on_all):
@@ -750,12 +765,37 @@ def states_of_one_process(script: Script) -> list[Sequence[np.ndarray]] | str:
 
 
 def outcome_of(script: Script, folder: str) -> str:
-    """Run a script on all ranks, and return how it has ended. Raises AssertionError if that is not right."""
+    """Run a script on all ranks, through one door or both, and return how it has ended.
+
+    Raises:
+        AssertionError: That is not right.
+    """
     right = mpistrat.broadcast_object(states_of_one_process(script) if hvd.rank() == 0 else None, 0)
     assert not isinstance(right, str), f"one process: {right}"
+    outcome, states = outcome_through_door(script, folder, right)
+    if script.is_for_both:
+        other = script.through(STRATEGY if script.door == HOROVOD else HOROVOD)
+        os.mkdir(os.path.join(folder, "other"))
+        _, others = outcome_through_door(other, os.path.join(folder, "other"), right)
+        outcome += f", and {differences(states, others)} through the other door"
+    return outcome
+
+
+def differences(states: Sequence[dict[str, np.ndarray]], others: Sequence[dict[str, np.ndarray]]) -> str:
+    """Which arrays differ after a stage, in a few words. Raises AssertionError on 2, 4, 8 ... ranks if any does."""
+    assert len(states) == len(others), "the doors have different stages"
+    different = [f"{name} after stage {place}" for place, (one, other) in enumerate(zip(states, others, strict=True))
+                 for name in one if one[name].tobytes() != other[name].tobytes()]
+    assert not different or hvd.size() & (hvd.size() - 1), f"the doors have different {different}"
+    return f"{len(different)} other arrays" if different else "the same"
+
+
+def outcome_through_door(script: Script, folder: str, right: Sequence[Sequence[np.ndarray]]
+                         ) -> tuple[str, list[dict[str, np.ndarray]]]:
+    """How a script has ended through its door, and the state after each stage, which is `right` in one process."""
     way: Alone = Horovod() if script.door == HOROVOD else Strategy()
     folder = mpistrat.broadcast_object(folder, 0)
-    largest = (0.0, "")
+    largest, states = (0.0, ""), []
     run, stages, place, name = None, None, 0, "making the model"
     while True:
         own: Any = None
@@ -782,16 +822,17 @@ def outcome_of(script: Script, folder: str) -> str:
             least = len(everybody) - ("wrong_error" in script.stages)
             assert script.may_fail and len(failed) >= least and all(map(is_clear, failed)), \
                 f"after stage {place} ({name}): {len(failed)} ranks failed: {said}"
-            return f"an error on {len(failed)} ranks after stage {place} ({name}): {sorted(said)}"
+            return f"an error on {len(failed)} ranks after stage {place} ({name}): {sorted(said)}", states
         if own == "end":
             assert all(each == "end" for each in everybody), "the ranks have different stages"
-            return f"right, off by {largest[0]:.1e} {largest[1]}"
+            return f"right, off by {largest[0]:.1e} {largest[1]}", states
         different = [key for key in own if any(each.get(key) != own[key] for each in everybody)]
         assert not different, f"stage {place} ({name}): the ranks have different {different}"
         if right:
             largest = max(largest, worst(state, right[place], f"stage {place} ({name})"))
             assert largest[0] <= TOLERANCE, f"stage {place} ({name}): off by {largest}"
         place += 1
+        states.append(run.state())
 
 
 def main() -> None:

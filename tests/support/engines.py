@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from mpistrat.core.interfaces import AgreementRound, ControlPlane, DataPlane, DeviceExecutor, Recorder
+from mpistrat.core.interfaces import AgreementRound, ControlPlane, DataPlane, DeviceExecutor, Observer
 from mpistrat.core.interruption import Interruption
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
@@ -18,5 +18,5 @@ def make_engine(rank: int, size: int, control: ControlPlane, data: DataPlane, se
                 members: tuple[int, ...] = (), interruption: Interruption | None = None) -> Engine:
     """The engine of one of `size` ranks that are all on one host. `members` are their ranks in the job."""
     settings, topology = settings or Settings(), Topology(rank, ("",) * size, members)
-    executor = Executor(data, topology, settings.fusion_bytes, device or DeviceExecutor(), Recorder())
+    executor = Executor(data, topology, settings.fusion_bytes, device or DeviceExecutor(), Observer())
     return Engine(Controller(topology, control, executor, settings, agreement, clock, interruption))

@@ -41,8 +41,8 @@ def host_memories(ranks: list[int], data_bytes: int, limit_s: float) -> list[Hos
     return found
 
 
-def shared_memory_planes(ranks: list[int], chunk: int, others: list[DataPlane],
+def shared_memory_planes(ranks: list[int], chunks: Sequence[int], others: list[DataPlane],
                          limit_s: float) -> list[SharedMemoryData]:
     """The data plane of each of `ranks`, all those of a host; what it passes on is served by `others`."""
-    memories = host_memories(ranks, SharedMemoryData.memory_bytes(len(ranks), chunk), limit_s)
-    return [SharedMemoryData(memory, chunk, other) for memory, other in zip(memories, others, strict=True)]
+    memories = host_memories(ranks, SharedMemoryData.memory_bytes(len(ranks), chunks[-1]), limit_s)
+    return [SharedMemoryData(memory, chunks, other) for memory, other in zip(memories, others, strict=True)]

@@ -11,7 +11,7 @@ import pytest
 
 from mpistrat.core import annotations
 from mpistrat.core.handle import Entry, Handle
-from mpistrat.core.interfaces import DeviceExecutor, Recorder
+from mpistrat.core.interfaces import DeviceExecutor, Observer
 from mpistrat.core.request import ScaledOp, Sum, allgather_request, allreduce_request, specs_of
 from mpistrat.core.topology import Topology
 from mpistrat.engine.executor import Executor
@@ -39,7 +39,7 @@ print(seen)
 
 @pytest.fixture
 def executor() -> Executor:
-    return Executor(ThreadGroup(1).data(0), Topology(0, ("",)), 1000, DeviceExecutor(), Recorder())
+    return Executor(ThreadGroup(1).data(0), Topology(0, ("",)), 1000, DeviceExecutor(), Observer())
 
 
 @pytest.fixture

@@ -14,7 +14,9 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import mpistrat  # noqa: E402
+from mpistrat.api import runtime  # noqa: E402
 from mpistrat.core.errors import EngineError, InvalidRequestError, MismatchError  # noqa: E402
+from mpistrat.core.handle import Handle  # noqa: E402
 from mpistrat.tensorflow.async_op import c_api, call_site, done, kernel, streams  # noqa: E402
 from mpistrat.tensorflow.bridge import gpu_device  # noqa: E402
 from tests.support import tensorflow_stand_in  # noqa: E402
@@ -53,8 +55,7 @@ class Copy:
     def _finish(self, call: kernel.Call) -> None:
         assert self.go_on.wait(20)
         time.sleep(self._delay_s)
-        source, shape = call.input(self._first)
-        target = call.output(0, shape, self._first)
+        (source,), (shape,), (target,) = call.exchange(self._first, [None], True)
         self.is_forwarded = source == target
         nbytes = int(np.prod(shape)) * self._itemsize
         if nbytes:
@@ -91,7 +92,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
 
 def invoke(address: int) -> None:
     """Call a std::function of libstdc++."""
-    done._Invoker(ctypes.c_void_p.from_address(address + done._INVOKER).value or 0)(address)
+    done._Invoker(done._Function.from_address(address).invoker)(address)
 
 
 def test_a_function_that_tensorflow_deletes_stays_where_it_is(library: Callable,
@@ -103,8 +104,7 @@ def test_a_function_that_tensorflow_deletes_stays_where_it_is(library: Callable,
     def run_and_delete(address: int) -> None:
         ran.append(address)
         invoke(address)
-        manager = ctypes.c_void_p.from_address(address + done._MANAGER).value or 0
-        done._Manager(manager)(address, address, done._DESTROY)
+        done._Manager(done._Function.from_address(address).manager)(address, address, done._DESTROY)
         free(address)
 
     library(run_and_delete)
@@ -267,7 +267,7 @@ def test_a_graph_whose_target_is_gone_says_so() -> None:
     step(tf.ones([1]))
     number, = [number for number, known in kernel._targets.items() if known is target]
     del kernel._targets[number]
-    with pytest.raises(tf.errors.UnknownError, match="after it was deleted, or in another process"):
+    with pytest.raises(tf.errors.UnknownError, match="was deleted, or in another process"):
         step(tf.ones([1]))
 
 
@@ -463,13 +463,15 @@ def test_the_observer_of_the_first_steps_gets_copies_on_the_host(device: Any) ->
     import mpistrat.tensorflow as hvd
     from mpistrat.core.request import ScaledOp
     from mpistrat.tensorflow.bridge.buckets import reduce_list
+    from mpistrat.tensorflow.bridge.reduce_spec import ReduceSpec
     seen: list[list[float]] = []
 
     def observe(arrays: Any, thread: str) -> bool:
         seen.append(arrays[0].tolist())
         return len(seen) < 2
 
-    step = tf.function(lambda tensor: reduce_list([tensor], "observed", ScaledOp(hvd.Sum), observer=observe),
+    spec = ReduceSpec("observed", ScaledOp(hvd.Sum), observer=observe)
+    step = tf.function(lambda tensor: reduce_list([tensor], spec),
                        autograph=False)
     for i in range(4):
         step(tf.fill([2], float(i)))
@@ -481,12 +483,23 @@ def test_an_eager_error_is_that_of_the_collective_and_later_calls_work(device: A
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         hvd.allreduce(tf.cast(tf.ones([2]), tf.complex64), op=hvd.Max)
     assert isinstance(caught.value, InvalidRequestError)
-    del caught  # With it the call ends.
-    deadline = time.monotonic() + 20
-    while any(isinstance(target, call_site._Eager) for target in kernel._targets.values()):
-        assert time.monotonic() < deadline, "the thread of the operation waits for ever"
-        time.sleep(0.01)
-        gc.collect()
+    assert hvd.allreduce(tf.ones([2]), op=hvd.Sum).numpy().tolist() == [1, 1]
+
+
+def test_an_eager_call_that_ctrl_c_ends_leaves_its_memory_to_the_engine(
+        device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpistrat.tensorflow as hvd
+
+    def interrupt(handle: Handle, timeout_s: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    hvd.allreduce(tf.ones([2]), op=hvd.Sum)
+    with monkeypatch.context() as patch:
+        patch.setattr(Handle, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            hvd.allreduce(tf.fill([3], 5.0), op=hvd.Sum)
+    work = runtime.group_of("", 0).engine.controller.executor.device.kept[-1].works[0]
+    assert work.tensors.owner[0].numpy().tolist() == work.made.results[0].numpy().tolist() == [5, 5, 5]
     assert hvd.allreduce(tf.ones([2]), op=hvd.Sum).numpy().tolist() == [1, 1]
 
 
@@ -494,10 +507,12 @@ def test_a_runtime_that_has_ended_keeps_no_gpu(device: Any, monkeypatch: pytest.
     import mpistrat.tensorflow as hvd
     from mpistrat.core.request import ScaledOp
     from mpistrat.tensorflow.bridge.buckets import reduce_list
+    from mpistrat.tensorflow.bridge.reduce_spec import ReduceSpec
 
     def train() -> "weakref.ref[Any]":
         hvd.allreduce(tf.ones([2]))
-        step = tf.function(lambda tensor: reduce_list([tensor], "a", ScaledOp(hvd.Sum), observer=lambda *of: True),
+        spec = ReduceSpec("a", ScaledOp(hvd.Sum), observer=lambda *of: True)
+        step = tf.function(lambda tensor: reduce_list([tensor], spec),
                            autograph=False)
         step(tf.ones([2]))
         return weakref.ref(gpu_device.device_at(WHERE))

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import mpistrat
+from mpistrat.api.availability import Row
 from mpistrat.cli import inventory, startup
 from mpistrat.cli.arguments import split_arguments
 from mpistrat.cli.automatic import automatic
 from mpistrat.cli.doctor import command as doctor
-from mpistrat.cli.inventory import Row, backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
+from mpistrat.cli.inventory import backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
 from mpistrat.cli.main import COMMANDS, main
 from mpistrat.cli.mpirun import Machine, Mpirun
 from mpistrat.cli.probe import Findings, probe
@@ -24,6 +25,7 @@ from mpistrat.cli.supervisor import Outcome
 from mpistrat.core import version
 from mpistrat.core.errors import LaunchError
 from mpistrat.core.install import pip_extra
+from mpistrat.process.launchers import MPICH, OPEN_MPI
 
 MPICH_VERSION = "HYDRA build details:\n    Version:   5.0.2"
 
@@ -203,7 +205,7 @@ def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised,
         assert ("-x", name) in list(zip(launch.argv, launch.argv[1:]))
     assert options["start"] is None and not options["output"]._is_all and options["output"]._records._least == 2
     assert supervised("-x", "file=a", "python", "train.py")[1]["_MPISTRAT_REPORTS"] == "summary"  # It is no option.
-    assert launch.dialect == "Open MPI" and supervised("sh", mpirun=MPICH_VERSION)[0].dialect == "MPICH"
+    assert launch.launcher is OPEN_MPI and supervised("sh", mpirun=MPICH_VERSION)[0].launcher is MPICH
 
 
 INTEL_VERSION = "Intel(R) MPI Library for Linux* OS, Version 2021.10"
@@ -374,7 +376,7 @@ def test_version_of_the_metadata() -> None:
 
 # -- doctor -----------------------------------------------------------------------------------------------------------
 
-OMPI = Mpirun("/bin/mpirun", "Open MPI", "5.0.11")
+OMPI = Mpirun("/bin/mpirun", OPEN_MPI, "5.0.11")
 GOOD_MPI = {"mpi4py": "4.1.2", "vendor": "Open MPI", "version": "5.0.11", "threads": "MULTIPLE"}
 
 
@@ -402,12 +404,12 @@ def test_an_mpi_library_that_ends_the_process_is_reported() -> None:
     assert texts(backend_rows(found))["mpi"] == "no: loading the libraries died of signal 11"
 
 
-@pytest.mark.parametrize("vendor, maker, fits", [
-    ("Open MPI", "Open MPI", True), ("MPICH", "Open MPI", False), ("Open MPI", "MPICH", False),
-    ("MPICH", "MPICH", True), ("Intel MPI", "MPICH", True), ("Some MPI", "Open MPI", True),
+@pytest.mark.parametrize("vendor, launcher, fits", [
+    ("Open MPI", OPEN_MPI, True), ("MPICH", OPEN_MPI, False), ("Open MPI", MPICH, False),
+    ("MPICH", MPICH, True), ("Intel MPI", MPICH, True), ("Some MPI", OPEN_MPI, True),
 ])
-def test_an_mpirun_of_another_maker_than_the_library_is_named(vendor, maker, fits) -> None:
-    rows = mpi_rows(Findings(mpi={**GOOD_MPI, "vendor": vendor}), Mpirun("/bin/mpirun", maker, "1"), "")
+def test_an_mpirun_of_another_maker_than_the_library_is_named(vendor, launcher, fits) -> None:
+    rows = mpi_rows(Findings(mpi={**GOOD_MPI, "vendor": vendor}), Mpirun("/bin/mpirun", launcher, "1"), "")
     assert any("does not fit" in row.text for row in rows) is not fits
 
 
@@ -422,9 +424,9 @@ def test_without_a_driver_nothing_for_gpus_is_missing(monkeypatch) -> None:
     monkeypatch.setattr(inventory, "installed", lambda names: None)
     rows = gpu_rows(Findings(cupy={}), [], has_driver=False)
     assert [row.text for row in rows[:2]] == ["not needed: no GPU"] * 2
-    nccl = {"name": "nccl", "available": False, "reason": "cupy cannot be imported (pip install cupy)"}
+    nccl = Row("nccl", "no: cupy cannot be imported (pip install cupy)", is_available=False)
     assert texts(backend_rows(Findings(backends=[nccl]), has_driver=False)) == {"nccl": "no: no GPU"}
-    assert texts(backend_rows(Findings(backends=[nccl]))) == {"nccl": f"no: {nccl['reason']}"}
+    assert backend_rows(Findings(backends=[nccl])) == [nccl]
 
 
 def test_gpu_rows(monkeypatch) -> None:
@@ -442,16 +444,10 @@ def test_nccl_version(code, version) -> None:
     assert nccl_version(code) == version
 
 
-def test_backend_rows() -> None:
-    rows = texts(backend_rows(Findings(backends=[{"name": "mpi", "available": True, "reason": ""},
-                                                 {"name": "nccl", "available": False, "reason": "no GPU"}])))
-    assert rows == {"mpi": "yes", "nccl": "no: no GPU"}
-
-
 @pytest.fixture
 def machine(monkeypatch):
     """Return a function that replaces what `doctor` finds on this machine."""
-    def make(*, rows: list[Row], backends: list[dict]) -> None:
+    def make(*, rows: list[Row], backends: list[Row]) -> None:
         monkeypatch.setattr(doctor, "software", lambda: rows)
         monkeypatch.setattr(doctor, "probe", lambda: Findings(mpi=GOOD_MPI, cupy={}, backends=backends))
         monkeypatch.setattr(doctor, "nvidia_gpus", lambda environ: [])
@@ -459,7 +455,7 @@ def machine(monkeypatch):
     return make
 
 
-LOCAL = {"name": "local", "available": True, "reason": ""}
+LOCAL = Row("local", "yes")
 
 
 @pytest.mark.parametrize("name", ["doctor", "check"])
@@ -473,7 +469,7 @@ def test_doctor_ends_with_0_when_the_machine_can_train(machine, capsys, name) ->
 
 @pytest.mark.parametrize("is_available, backends, complaint", [
     (False, [LOCAL], "cannot train: TensorFlow missing.\n  pip install tensorflow\n"), (True, [], "no backend can run"),
-    (True, [{**LOCAL, "available": False}], "no backend can run"),
+    (True, [Row("local", "no", is_available=False)], "no backend can run"),
 ])
 def test_doctor_ends_with_1_when_it_cannot(machine, capsys, is_available, backends, complaint) -> None:
     machine(rows=[Row("TensorFlow", "missing: pip install tensorflow", is_available=is_available, needed=True)],

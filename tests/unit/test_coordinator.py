@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from mpistrat.core.errors import MessageError, StallError
-from mpistrat.core.request import CollectiveType, ReduceOp, Request, TensorSpec, join_request
+from mpistrat.core.request import CollectiveType, ReduceOp, Request, ScaledOp, TensorSpec, join_request
 from mpistrat.core.topology import Topology
 from mpistrat.core.tuning import FAN_OUT
 from mpistrat.negotiation.coordinator import Coordinator
@@ -398,11 +398,11 @@ A = allreduce("a", 3)
     ({"tensors": (TensorSpec("float64", (3,)),)}, "dtype: float32 on ranks [0, 1]; float64 on ranks [2]"),
     ({"tensors": (TensorSpec("float32", (3, 1)),)}, "shape: (3,) on ranks [0, 1]; (3, 1) on ranks [2]"),
     ({"tensors": (TensorSpec("float32", ()),)}, "shape: (3,) on ranks [0, 1]; () on ranks [2]"),
-    ({"prescale": 0.5},
+    ({"scaled": ScaledOp(ReduceOp.SUM, 0.5)},
      "prescale and postscale factors: (1.0, 1.0) on ranks [0, 1]; (0.5, 1.0) on ranks [2]"),
-    ({"postscale": 2.0},
+    ({"scaled": ScaledOp(ReduceOp.SUM, 1.0, 2.0)},
      "prescale and postscale factors: (1.0, 1.0) on ranks [0, 1]; (1.0, 2.0) on ranks [2]"),
-    ({"reduce_op": ReduceOp.MAX}, "reduce operation: Sum on ranks [0, 1]; Max on ranks [2]"),
+    ({"scaled": ScaledOp(ReduceOp.MAX)}, "reduce operation: Sum on ranks [0, 1]; Max on ranks [2]"),
     ({"root_rank": 1}, "root rank: 0 on ranks [0, 1]; 1 on ranks [2]"),
     ({"device": "gpu"}, "device: cpu on ranks [0, 1]; gpu on ranks [2]"),
     ({"wire_dtype": "float16"}, "compression: none on ranks [0, 1]; float16 on ranks [2]"),
@@ -448,7 +448,8 @@ def test_the_first_dimension_of_an_allgather_is_any() -> None:
 
 
 def test_the_dtype_and_then_the_kind_are_told_first_of_a_mismatch() -> None:
-    other = dataclasses.replace(A, kind=CollectiveType.ALLGATHER, tensors=(TensorSpec("int8", (-1,)),), prescale=3.0)
+    other = dataclasses.replace(A, kind=CollectiveType.ALLGATHER, tensors=(TensorSpec("int8", (-1,)),),
+                                scaled=ScaledOp(ReduceOp.SUM, 3.0))
     assert "dtype" in describe_mismatch({A: {0}, other: {1}}, TWO)
     other = dataclasses.replace(other, tensors=(TensorSpec(A.tensors[0].dtype, (-1,)),))
     assert "kind of collective" in describe_mismatch({A: {0}, other: {1}}, TWO)
@@ -787,6 +788,22 @@ def test_a_stall_of_a_whole_host_may_be_for_the_network(present: tuple[int, ...]
             in decision.end_text) == is_named
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_stall_of_some_ranks_of_a_host_that_does_not_answer_may_be_for_the_network(answers: bool) -> None:
+    root = Coordinator(Topology(0, ("here", "here", "there", "there")), CAPACITY, WARNING_S, ABORT_S)
+    root.submit(allreduce("a"), 0.0)
+    for rank in (1, 2):
+        root.receive(rank, Announcement(requests=((allreduce("a"), None),)).to_bytes(), 0.0)
+    _, decision = root.advance(ABORT_S - 1)
+    assert decision is not None and decision.asks == (3,)
+    if answers:
+        root.receive(1, Announcement(places=((3, "in the main thread"),)).to_bytes(), ABORT_S - 1)
+    _, decision = root.advance(ABORT_S + 1)
+    assert decision is not None and decision.end is EndReason.STALL
+    network = "Or the network between the hosts here and there is down or loses what is sent: no rank there answers."
+    assert (network in decision.end_text) is not answers
+
+
 # -- what is told of incomplete work ----------------------------------------------------------------------------------
 
 
@@ -884,7 +901,7 @@ def test_work_that_waits_for_a_rank_that_has_ended_ends_all(size: int, ended: in
     job.submit(waiting, allreduce("a"))
     job.settle()
     end, text = job.end()
-    assert end is EndReason.RANK_ENDED
+    assert end is EndReason.RANK_LEFT
     assert text.startswith(f"a: ranks [{waiting}] wait for ranks [{ended}], which have already shut down "
                            "(after 12 operations).")
     assert "give every rank the same number" in text
@@ -897,7 +914,7 @@ def test_a_rank_that_ends_while_others_wait_for_it_ends_all(size: int, ended: in
     job.settle()
     job.nodes[ended].end(completed=1)
     job.settle()
-    assert job.end()[0] is EndReason.RANK_ENDED
+    assert job.end()[0] is EndReason.RANK_LEFT
     assert f"wait for ranks [{ended}], which have already shut down (after 1 operations)" in job.end()[1]
 
 
@@ -1075,7 +1092,7 @@ def test_ranks_that_have_not_joined_may_disagree() -> None:
     (allreduce("a", 4, kind=CollectiveType.REDUCESCATTER), "reducescatter .*rows for ranks [1] would be lost"),
     (Request(CollectiveType.ALLTOALL, "a"), "alltoall .*rows for ranks [1] would be lost"),
     (allreduce("a", kind=CollectiveType.BROADCAST, root_rank=1), "broadcast .*its root is one of them"),
-    (allreduce("a", reduce_op=ReduceOp.MAX, prescale=2.0), "allreduce .*Max with a prescale factor")])
+    (allreduce("a", scaled=ScaledOp(ReduceOp.MAX, 2.0)), "allreduce .*Max with a prescale factor")])
 def test_what_has_no_result_without_a_rank_is_an_error(request_: Request, reason: str) -> None:
     job = joined_job(20, 1)
     job.submit_all(request_, but=[1])
@@ -1093,7 +1110,7 @@ def test_a_rank_that_ends_while_others_wait_in_join_is_an_error() -> None:
     job.nodes[2].end(5)
     job.settle()
     reason, text = job.end()
-    assert reason is EndReason.RANK_ENDED
+    assert reason is EndReason.RANK_LEFT
     assert "join(): ranks [1] wait for ranks [2]" in text
 
 

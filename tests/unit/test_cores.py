@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from mpistrat.api import own_cores
-from mpistrat.core import cores
-from mpistrat.core.cores import gpu_cpus, local_rank, parse_list, physical_cores, share
 from mpistrat.core.topology import Topology
+from mpistrat.process import cores
+from mpistrat.process.cores import gpu_cpus, parse_list, physical_cores, share
+from mpistrat.process.launchers import local_rank
 
 ROOT = Path(__file__).parents[2]
 
@@ -175,8 +176,6 @@ def test_a_rank_of_mpistrat_run_that_may_not_be_bound_starts_as_it_is(error: OSE
     spec.loader.exec_module(startup)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {100, 101})
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    for name, value in (("OMPI_COMM_WORLD_LOCAL_RANK", "1"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
-                        ("CUDA_VISIBLE_DEVICES", "")):
-        monkeypatch.setenv(name, value)
-    startup._take_cores("1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    startup._take_cores("1", (1, 2))
     assert asked == [{101}]

@@ -111,7 +111,7 @@ class World:
     def connect(self, host: SimulatedHost) -> None:
         """The keeper of a host connects to the supervisor."""
         host.has_line, host.heard, unsent, host.unsent = True, self.now, host.unsent, []
-        self.supervise(self.plan.keeper_found(host.name))
+        self.plan.keeper_found(host.name)
         for message in unsent:
             self.tell_supervisor(host.name, message)
         self.keep(host, host.keeper.connected())
@@ -145,13 +145,13 @@ class World:
     def tell_supervisor(self, host: str, message: dict) -> None:
         kind, pid, generation = message["kind"], message.get("pid"), message.get("generation")
         if kind == "hello":
-            self.supervise(self.plan.hello(host, message["rank"], pid, generation, message["connected"]))
+            self.plan.hello(host, message["rank"], pid, generation, message["connected"])
         elif kind == "died":
             self.supervise(self.plan.died(host, pid, generation, self.now))
         elif kind == "ended":
             self.supervise(self.plan.ended(host, pid, generation, message["code"], message["why"], self.now))
         elif kind == "committed":
-            self.supervise(self.plan.committed(CommitId(*message["commit"]), message["step"]))
+            self.plan.committed(CommitId(*message["commit"]), message["step"])
 
     def die(self, pid: int) -> None:
         rank = self.ranks.pop(pid, None)

@@ -24,7 +24,6 @@ from mpistrat.api import runtime
 from mpistrat.api.elastic import state as states
 from mpistrat.cli import elastic
 from mpistrat.cli.elastic import HostFinder, _Control, is_asked_for, limits_of, slurm_counts, tolerant_options
-from mpistrat.cli.hostfile import OPEN_MPI
 from mpistrat.cli.mpirun import LaunchCommand, Mpirun
 from mpistrat.cli.run import parse, plan
 from mpistrat.cli.supervisor import Interference, Outcome, launch
@@ -35,6 +34,7 @@ from mpistrat.elastic.job import ElasticJob, job_of
 from mpistrat.elastic.keeper import socket_name
 from mpistrat.elastic.orders import Limits
 from mpistrat.elastic.service import addresses_towards
+from mpistrat.process.launchers import MPICH, OPEN_MPI
 from mpistrat.trace import last
 
 from ..support.jobs import wait_until
@@ -483,7 +483,7 @@ TOLERANT = ("--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1")
 ])
 def test_fault_tolerance_is_asked_for_where_it_works(version: str, hosts: int, found: tuple[str, ...]) -> None:
     assert tolerant_options(Mpirun("mpirun", OPEN_MPI, version), hosts) == found
-    assert tolerant_options(Mpirun("mpirun", "MPICH", version), hosts) == ()
+    assert tolerant_options(Mpirun("mpirun", MPICH, version), hosts) == ()
 
 
 def test_only_the_generation_that_ends_the_job_leaves_a_timeline(

@@ -123,7 +123,7 @@ def test_init_leaves_what_the_process_has_chosen(change: Callable[[Config], obje
 
 
 def test_a_setting_turns_it_off(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy", exc_type=ImportError)
+    strategy = pytest.importorskip("mpistrat.strategy.mpi_strategy", exc_type=ImportError)
     mpistrat.shutdown()
     monkeypatch.setenv("MPISTRAT_PIN_GPU", "0")
     module.init()
@@ -203,20 +203,20 @@ def test_too_late_a_call_says_so(module: Any) -> None:
 
 
 def test_a_strategy_pins_its_gpu(module: Any) -> None:
-    strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy", exc_type=ImportError)
+    strategy = pytest.importorskip("mpistrat.strategy.mpi_strategy", exc_type=ImportError)
     assert strategy._default_device() == "/device:GPU:0"
     assert module.tf.config.calls == PINNED
 
 
 def test_a_strategy_leaves_what_the_process_has_chosen(module: Any) -> None:
-    strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy", exc_type=ImportError)
+    strategy = pytest.importorskip("mpistrat.strategy.mpi_strategy", exc_type=ImportError)
     module.tf.config.visible = ["GPU:1"]
     assert strategy._default_device() == "/device:GPU:0", "logical GPU 0 is physical GPU 1"
     assert module.tf.config.calls == []
 
 
 def test_a_strategy_that_is_made_too_late_for_pinning_warns(module: Any, caplog: pytest.LogCaptureFixture) -> None:
-    strategy = pytest.importorskip("mpistrat.tensorflow.distribute.strategy", exc_type=ImportError)
+    strategy = pytest.importorskip("mpistrat.strategy.mpi_strategy", exc_type=ImportError)
     module.tf.config.error = "Visible devices cannot be modified after being initialized."
     assert strategy._default_device() == "/device:GPU:0"
     assert "may take memory on all of its GPUs: pin_gpu() comes too late" in caplog.text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpistrat.core.errors import EngineError
-from mpistrat.core.interfaces import Recorder
+from mpistrat.core.interfaces import Observer
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.gpu.connect import connect, exchange_over
@@ -195,7 +195,7 @@ def test_of_two_process_sets_that_overlap_one_uses_nccl_and_it_may_be_the_other_
 
 def executor() -> GpuExecutor:
     """One of a rank."""
-    return GpuExecutor(Topology(0, ("",)), ThreadGroup(1).data(0), Settings(), Recorder())
+    return GpuExecutor(Topology(0, ("",)), ThreadGroup(1).data(0), Settings(), Observer())
 
 
 def test_variables_of_cuda_are_set_unless_the_user_has_set_them() -> None:

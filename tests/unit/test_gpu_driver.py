@@ -114,6 +114,11 @@ def test_an_error_of_the_driver_names_the_call(library: Library) -> None:
         driver.context()
 
 
+def test_a_call_that_the_driver_lacks_is_named(library: Library) -> None:
+    with pytest.raises(EngineError, match="CUDA's driver has no cuCtxRecordEvent"):
+        driver.record_in_context(OWN, 8)
+
+
 def test_a_machine_without_a_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     driver._library.cache_clear()
     monkeypatch.setattr(driver.ctypes, "CDLL", missing)

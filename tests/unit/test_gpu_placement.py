@@ -10,14 +10,17 @@ import mpistrat
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 
-def found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU, cupy, and TensorFlow's stream are there."""
+def found(monkeypatch: pytest.MonkeyPatch, has_stream: bool = True) -> None:
+    """A GPU, cupy, and TensorFlow's stream are there; without `has_stream`, whatever finds it is used."""
     from mpistrat.tensorflow.async_op import call_site, streams
     from mpistrat.tensorflow.bridge import gpu_device
+    from tests.support.gpu_stand_in import Device
     monkeypatch.setattr(gpu_device, "has_gpu", lambda: True)
-    monkeypatch.setattr(gpu_device, "has_cupy", lambda: True)
-    monkeypatch.setattr(call_site, "device_at", lambda where: None)
-    monkeypatch.setattr(streams, "stream_for", lambda device, where, process_set: object())
+    monkeypatch.setattr(call_site, "why_no_cupy", lambda: "")
+    call_site._why_not.cache_clear()
+    monkeypatch.setattr(call_site, "device_at", lambda where: Device())
+    if has_stream:
+        monkeypatch.setattr(streams, "stream_for", lambda device, where, process_set: object())
 
 
 @pytest.fixture
@@ -90,7 +93,7 @@ def test_the_number_of_a_logical_gpu_is_that_of_its_physical_one(visible: list[i
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [gpus[i] for i in visible])
     monkeypatch.setattr(tf.config, "get_logical_device_configuration",
                         lambda gpu: [object()] * parts.get(gpus.index(gpu), 0) or None)
-    assert [gpu_device.cuda_number(i) for i in range(len(numbers))] == numbers
+    assert [gpu_device.cuda_number.__wrapped__(f"/device:GPU:{i}") for i in range(len(numbers))] == numbers
 
 
 def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_warning(
@@ -102,34 +105,49 @@ def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_wa
         backing_device = "/job:localhost/replica:0/task:0/device:GPU:0"
 
     monkeypatch.setattr(gpu_device, "has_gpu", lambda: True)
-    monkeypatch.setattr(gpu_device, "why_no_cupy", lambda: "it is not installed")
-    gpu_device.has_cupy.cache_clear()
+    monkeypatch.setattr(call_site, "why_no_cupy", lambda: "it is not installed")
+    call_site._why_not.cache_clear()
     mpistrat.init()
     assert not call_site.are_on_gpu([Eager()])
     with tf.Graph().as_default():
         assert call_site.device_of([tf.zeros([2])]) is None
     mpistrat.shutdown()
-    gpu_device.has_cupy.cache_clear()
+    call_site._why_not.cache_clear()
     assert [message for message in caplog.messages if "cupy" in message] == [
-        "rank 0: TensorFlow's tensors on a GPU are copied to the host, since cupy is missing: it is not installed"]
+        "rank 0: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: cupy is "
+        "missing: it is not installed"]
 
 
-def test_a_tensorflow_that_does_not_tell_its_stream_goes_by_way_of_the_host_with_one_warning(
-        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from mpistrat.tensorflow.async_op import call_site, streams
-    from mpistrat.tensorflow.bridge import gpu_device
-    from tests.support.gpu_stand_in import Device
-    monkeypatch.setattr(gpu_device, "has_gpu", lambda: True)
-    monkeypatch.setattr(gpu_device, "has_cupy", lambda: True)
-    monkeypatch.setattr(call_site, "device_at", lambda where: Device())
-    monkeypatch.setattr(streams.ffi, "api", lambda: None)
+@pytest.mark.parametrize("lacking, reason", [
+    ("api", f"TensorFlow {tf.__version__} has not the C API for it"),
+    ("old TensorFlow", f"TensorFlow {tf.__version__} does not tell its stream; 2.21 does"),
+    ("stream", "XLA gives no stream; the driver has no such call")])
+def test_what_is_lacking_on_the_way_to_the_stream_is_in_one_warning(
+        lacking: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    import mpistrat.tensorflow as hvd
+    from mpistrat.tensorflow.async_op import call_site, kernel, streams
+
+    def refuse(text: str) -> Callable[..., None]:
+        def raises(*_: Any) -> None:
+            raise OSError(text)
+        return raises
+
+    found(monkeypatch, has_stream=False)
+    if lacking == "api":
+        monkeypatch.setattr(kernel, "api", lambda: None)
+        monkeypatch.setattr(kernel, "why_not", kernel.why_not.__wrapped__)
+    elif lacking == "old TensorFlow":
+        monkeypatch.setattr(streams.ffi, "api", lambda: None)
+    else:
+        monkeypatch.setattr(streams, "stream_of_handler", refuse("XLA gives no stream"))
+        monkeypatch.setattr(streams, "ContextStream", refuse("the driver has no such call"))
     mpistrat.init()
-    with tf.Graph().as_default():
-        assert [call_site.device_of([tf.zeros([2])], process_set) for process_set in (0, 1, 0)] == [None] * 3
+    graph = tf.function(lambda tensor: hvd.allreduce(tensor)).get_concrete_function(tf.TensorSpec([4])).graph
     mpistrat.shutdown()
+    call_site._why_not.cache_clear()
+    assert "MpistratAsyncCollective" not in {operation.type for operation in graph.get_operations()}
     assert [message for message in caplog.messages if "GPU" in message] == [
-        "rank 0: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: TensorFlow "
-        f"{tf.__version__} does not tell its stream; 2.21 does"]
+        f"rank 0: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: {reason}"]
 
 
 @pytest.mark.parametrize("on_gpu, node, buckets", [(True, "MpistratAsyncCollective", 2), (False, "PyFunc", 3)])

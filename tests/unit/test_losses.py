@@ -7,7 +7,6 @@ import os
 import pickle
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,7 +26,6 @@ from mpistrat.core.topology import Topology
 from mpistrat.process import abort, neighbours, procfs
 from mpistrat.process.neighbours import Neighbours
 from mpistrat.process.procfs import Process
-from mpistrat.process.silent_hosts import SilentHosts
 from mpistrat.transport.fd_exchange import FdExchange
 from mpistrat.transport.local import ThreadGroup
 from mpistrat.transport.shm.segment import PACKED, HostMemory
@@ -35,7 +33,7 @@ from mpistrat.transport.shm.segment import PACKED, HostMemory
 from ..support.engines import make_engine
 from ..support.shared_memory_of_threads import host_files
 
-FIRST, SECOND = LostRank(3, "node2", "process 4711 has ended"), LostRank(1, "node1", "process 12 has ended")
+FIRST, SECOND = LostRank(3, "node2", "process 4711 has died"), LostRank(1, "node1", "process 12 has died")
 LIMIT_S = 30.0
 
 
@@ -46,7 +44,7 @@ def test_the_error_names_the_lost_ranks() -> None:
     error = RanksLostError([FIRST, SECOND])
     assert isinstance(error, EngineError)
     assert error.lost == (FIRST, SECOND)
-    assert str(error).startswith("Lost: rank 3 on node2 (process 4711 has ended); rank 1 on node1 (")
+    assert str(error).startswith("Lost: rank 3 on node2 (process 4711 has died); rank 1 on node1 (")
 
 
 @pytest.mark.parametrize("same", [lambda error: pickle.loads(pickle.dumps(error)), copy.deepcopy, copy.copy])
@@ -72,7 +70,7 @@ def test_ranks_do_not_recover_from_the_loss_of_one_that_had_the_only_copy(monkey
     losses = Losses(Topology(1, ("here",) * 2))
     losses.is_tolerant = True
     losses.irreplaceable[0] = "Only it had the slots."
-    losses.lose([LostRank(0, "here", "process 4711 has ended")])
+    losses.lose([LostRank(0, "here", "process 4711 has died")])
     monkeypatch.setattr(runtime, "current", lambda: SimpleNamespace(losses=losses))
     with pytest.raises(RecoveryError, match=r"rank 0 is lost\. Only it had the slots\."):
         recover()
@@ -130,7 +128,7 @@ def test_an_error_that_is_a_sign_of_a_loss_becomes_the_loss() -> None:
     group, interruption = ThreadGroup(2), Interruption(is_watched=True)
     engine = make_engine(0, 2, group.control(0), group.data(0), interruption=interruption)
     threading.Timer(0.05, interruption.add, [[FIRST]]).start()
-    engine.controller.life.fail(OSError("the connection to another rank has ended"))
+    engine.controller.life.fail(OSError("the connection to another rank has died"))
     assert engine.controller.life.error is interruption.error is not None
 
 
@@ -204,7 +202,7 @@ def test_a_rank_that_is_stopped_is_reported_and_killed_if_the_settings_say_so(
     losses = Losses(Topology(0, ("here",) * 2), processes={1: process_of(sleeper)}, stopped_limit_s=limit_s)
     losses.stop()
     for seconds in range(1, 10):
-        losses._is_stopped(1, float(seconds))
+        losses._note_stopped(1, float(seconds))
     assert caplog.text.count(f"rank 1 on here (process {sleeper.pid}) has been stopped for 5 s") == 1
     assert f"kill -CONT {sleeper.pid}" in caplog.text
     assert ("is killed: it has been stopped for 8 s (MPISTRAT_STOPPED_LIMIT_S)" in caplog.text) is is_killed
@@ -233,31 +231,3 @@ def test_ranks_whose_processes_cannot_be_watched_are_asked_for() -> None:
     assert [ended.get(timeout=LIMIT_S) for _ in range(2)] == [[5], [4]]
     watch.stop()
     assert ended.empty()
-
-
-# -- hosts ------------------------------------------------------------------------------------------------------------
-
-
-def test_only_ranks_of_the_job_are_taken_for_hosts_and_their_end_is_no_silence() -> None:
-    silent: queue.SimpleQueue[int] = queue.SimpleQueue()
-    chief, other = SilentHosts(0, 1, 5, silent.put), SilentHosts(2, 1, 5, silent.put)
-    invitation = chief.listen([2], ["127.0.0.1"])
-    with socket.create_connection(("127.0.0.1", invitation.port)) as stranger:
-        stranger.sendall(b"x" * 36)
-        stranger.settimeout(LIMIT_S)
-        with contextlib.suppress(ConnectionResetError):  # There was something unread.
-            while stranger.recv(100):
-                pass
-    other.connect(invitation, 0)
-    refused = threading.Event()
-    for _ in range(int(LIMIT_S / 0.05)):  # It listens no more when rank 2 has connected.
-        try:
-            socket.create_connection(("127.0.0.1", invitation.port)).close()
-        except ConnectionRefusedError:
-            refused.set()
-            break
-        threading.Event().wait(0.05)
-    assert refused.is_set()
-    other.stop()
-    chief.stop()
-    assert silent.empty()

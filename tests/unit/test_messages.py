@@ -10,12 +10,12 @@ import struct
 import pytest
 
 from mpistrat.core.errors import MessageError
-from mpistrat.core.request import CollectiveType, ReduceOp, Request, TensorSpec
+from mpistrat.core.request import CollectiveType, ReduceOp, Request, ScaledOp, TensorSpec
 from mpistrat.negotiation.messages import Announcement, Decision, EndReason
 
 PLAIN = Request(CollectiveType.ALLREDUCE, "a", (TensorSpec("float32", (2, 3)),))
 FULL = Request(CollectiveType.BROADCAST, "gradient/17", (TensorSpec("bfloat16", ()), TensorSpec("int64", (0, 4))),
-               ReduceOp.MAX, 3, 0.5, 2.0, "gpu", ((0,), (2, 1)), "float16", 7, ("dense/kernel", "dense/bias"))
+               ScaledOp(ReduceOp.MAX, 0.5, 2.0), 3, "gpu", ((0,), (2, 1)), "float16", 7, ("dense/kernel", "dense/bias"))
 BARRIER = Request(CollectiveType.BARRIER, "b")
 GATHER = Request(CollectiveType.ALLGATHER, "g", (TensorSpec("bool", (-1, 7)),))
 REQUESTS = [PLAIN, FULL, BARRIER, GATHER]
@@ -27,7 +27,7 @@ def test_a_request_comes_back_from_its_tuple(request_: Request) -> None:
     assert copy == request_
     assert copy.labels == request_.labels
     assert type(copy.kind) is CollectiveType
-    assert type(copy.reduce_op) is ReduceOp
+    assert type(copy.scaled) is ScaledOp and type(copy.scaled.op) is ReduceOp
 
 
 @pytest.mark.parametrize("message", [
@@ -69,8 +69,8 @@ def test_labels_are_not_compared() -> None:
 
 @pytest.mark.parametrize("change", [
     {"kind": CollectiveType.ALLREDUCE}, {"name": "x"}, {"tensors": FULL.tensors[:1]}, {"tensors": FULL.tensors[::-1]},
-    {"reduce_op": ReduceOp.MIN}, {"root_rank": 0}, {"prescale": 1.0}, {"postscale": 1.0}, {"device": "cpu"}],
-    ids=lambda change: next(iter(change)))
+    {"scaled": FULL.scaled._replace(op=ReduceOp.MIN)}, {"scaled": FULL.scaled._replace(prescale=1.0)},
+    {"scaled": FULL.scaled._replace(postscale=1.0)}, {"root_rank": 0}, {"device": "cpu"}], ids=str)
 def test_everything_but_labels_is_compared(change: dict) -> None:
     assert dataclasses.replace(FULL, **change) != FULL
 
@@ -87,9 +87,9 @@ def test_the_operations_have_horovods_numbers() -> None:
 
 @pytest.mark.parametrize("factor", [0.1, 1 / 3, 5e-324, -0.0, math.inf, -math.inf, math.nan, 2.0**1023])
 def test_a_factor_keeps_all_its_bits(factor: float) -> None:
-    request = dataclasses.replace(PLAIN, prescale=factor, postscale=-factor)
+    request = dataclasses.replace(PLAIN, scaled=ScaledOp(ReduceOp.SUM, factor, -factor))
     (_, copy), = Decision.from_bytes(Decision(agreed=((0, request),)).to_bytes()).agreed  # type: ignore[misc]
-    assert struct.pack("dd", copy.prescale, copy.postscale) == struct.pack("dd", factor, -factor)
+    assert struct.pack("dd", *copy.scaled[1:]) == struct.pack("dd", factor, -factor)
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: r.kind.value)

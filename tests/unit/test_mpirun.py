@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from mpistrat.cli import mpirun
-from mpistrat.cli.hostfile import HYDRA, OPEN_MPI, parse_list, read_hostfile
+from mpistrat.cli.hostfile import host_options, parse_list, read_hostfile
 from mpistrat.cli.mpirun import (
-    INTEL_MPI,
     Job,
     LaunchCommand,
     Machine,
@@ -25,10 +24,11 @@ from mpistrat.cli.mpirun import (
 )
 from mpistrat.core.errors import LaunchError
 from mpistrat.core.install import pip_extra
+from mpistrat.process.launchers import INTEL_MPI, MPICH, OPEN_MPI
 
 HOSTFILES = Path(__file__).parents[2] / "hostfiles"
 OMPI = Mpirun("/opt/bin/mpirun", OPEN_MPI, "5.0.11")
-MPICH = Mpirun("/opt/bin/mpirun", HYDRA, "5.0.2")
+HYDRA = Mpirun("/opt/bin/mpirun", MPICH, "5.0.2")
 INTEL = Mpirun("/opt/bin/mpirun", INTEL_MPI, "2021.9")
 LAPTOP = Machine(cores=4)
 TRAIN = ("python", "train.py")
@@ -53,14 +53,14 @@ def test_open_mpi_on_one_machine() -> None:
 
 
 def test_mpich_on_one_machine() -> None:
-    line = compose(Job(2, TRAIN), MPICH, LAPTOP, {"MPISTRAT_LOG_LEVEL": "info"})
+    line = compose(Job(2, TRAIN), HYDRA, LAPTOP, {"MPISTRAT_LOG_LEVEL": "info"})
     assert words(line) == "/opt/bin/mpirun -np 2 -genvall python train.py"
     assert line.environment == {}
 
 
 @pytest.mark.parametrize("mpirun, expected", [
     (OMPI, {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}),
-    (MPICH, {}),
+    (HYDRA, {}),
 ])
 def test_root_gets_permission_from_open_mpi_and_needs_none_from_mpich(mpirun, expected) -> None:
     added = compose(Job(2, TRAIN), mpirun, Machine(cores=4, is_root=True), {}).environment
@@ -82,7 +82,7 @@ def test_more_ranks_than_cores_oversubscribe_and_yield() -> None:
     assert "--oversubscribe" in line.argv
     assert line.environment["OMPI_MCA_mpi_yield_when_idle"] == "1"
     assert "--oversubscribe" not in compose(Job(4, TRAIN), OMPI, LAPTOP, {}).argv
-    assert words(compose(Job(5, TRAIN), MPICH, LAPTOP, {})) == "/opt/bin/mpirun -np 5 -genvall python train.py"
+    assert words(compose(Job(5, TRAIN), HYDRA, LAPTOP, {})) == "/opt/bin/mpirun -np 5 -genvall python train.py"
 
 
 def test_an_allocation_has_its_own_slots() -> None:
@@ -98,7 +98,7 @@ def test_slots_beyond_the_cores_of_this_machine_yield() -> None:
     assert "OMPI_MCA_mpi_yield_when_idle" not in line.environment
 
 
-@pytest.mark.parametrize("mpirun", [OMPI, MPICH])
+@pytest.mark.parametrize("mpirun", [OMPI, HYDRA])
 def test_more_ranks_than_slots_is_an_error_with_two_ways_out(mpirun) -> None:
     hosts = parse_list("node1:2,node2:2")
     with pytest.raises(LaunchError, match=r"-np 5 is more than the 4 slots .*node1:2, node2:2.*--oversubscribe"):
@@ -124,7 +124,7 @@ def test_variables_go_to_all_hosts() -> None:
 
 
 @pytest.mark.horovod("horovodrun")
-@pytest.mark.parametrize("mpirun, expected", [(OMPI, "-H node1:4,node2:1"), (MPICH, "-hosts node1:4,node2:1")])
+@pytest.mark.parametrize("mpirun, expected", [(OMPI, "-H node1:4,node2:1"), (HYDRA, "-hosts node1:4,node2:1")])
 def test_host_list(mpirun, expected) -> None:
     assert expected in words(compose(Job(2, TRAIN, parse_list("node1:4,node2")), mpirun, LAPTOP, {}))
 
@@ -132,8 +132,8 @@ def test_host_list(mpirun, expected) -> None:
 @pytest.mark.parametrize("mpirun, name, expected", [
     (OMPI, "openmpi.txt", "--hostfile {path}"),
     (OMPI, "mpich.txt", "-H node1:4,node2:4"),
-    (MPICH, "openmpi.txt", "-hosts node1:4,node2:4"),
-    (MPICH, "mpich.txt", "-f {path}"),
+    (HYDRA, "openmpi.txt", "-hosts node1:4,node2:4"),
+    (HYDRA, "mpich.txt", "-f {path}"),
     (INTEL, "mpich.txt", "-machinefile {path}"),
 ])
 def test_a_hostfile_of_the_other_mpi_is_translated(mpirun, name, expected) -> None:
@@ -175,16 +175,16 @@ def test_on_other_hosts_slots_count_and_an_allocation_has_its_own() -> None:
 
 # -- hosts ------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name, dialect, other", [("openmpi.txt", OPEN_MPI, HYDRA), ("mpich.txt", HYDRA, OPEN_MPI)])
-def test_the_hostfiles_of_the_repository(name, dialect, other) -> None:
+@pytest.mark.parametrize("name, launcher, other", [("openmpi.txt", OPEN_MPI, MPICH), ("mpich.txt", MPICH, OPEN_MPI)])
+def test_the_hostfiles_of_the_repository(name, launcher, other) -> None:
     hosts = read_hostfile(str(HOSTFILES / name))
     assert [(host.name, host.slots) for host in hosts.hosts] == [("node1", 4), ("node2", 4)]
-    assert hosts.readable_by(dialect) and not hosts.readable_by(other)
+    assert hosts.readable_by(launcher) and not hosts.readable_by(other)
 
 
 def test_a_hostfile_of_names_is_for_both_and_says_no_slots(tmp_path) -> None:
     hosts = read_hostfile(write(tmp_path, "node1\nnode2\n"))
-    assert hosts.readable_by(OPEN_MPI) and hosts.readable_by(HYDRA)
+    assert hosts.readable_by(OPEN_MPI) and hosts.readable_by(MPICH)
     assert hosts.slots is None
     compose(Job(99, TRAIN, hosts), OMPI, LAPTOP, {})
 
@@ -197,8 +197,8 @@ def test_forms_that_open_mpi_reads(tmp_path) -> None:
 
 def test_mpich_reads_no_comment_after_a_host(tmp_path) -> None:
     hosts = read_hostfile(write(tmp_path, "node1:2 # big\n"))
-    assert not hosts.readable_by(HYDRA)
-    assert hosts.as_list(HYDRA) == "node1:2"
+    assert not hosts.readable_by(MPICH)
+    assert host_options(hosts, MPICH) == ("-hosts", "node1:2")
 
 
 @pytest.mark.parametrize("text", [b"node1 slots=4\r\nnode2:2\r\n", b"\xef\xbb\xbfnode1 slots=4\nnode2:2\n"])
@@ -206,12 +206,12 @@ def test_a_hostfile_of_windows_becomes_a_list(tmp_path, text) -> None:
     (tmp_path / "hosts.txt").write_bytes(text)
     hosts = read_hostfile(str(tmp_path / "hosts.txt"))
     assert hosts.slots == 6
-    for mpirun_, flag in ((OMPI, "-H"), (MPICH, "-hosts")):
+    for mpirun_, flag in ((OMPI, "-H"), (HYDRA, "-hosts")):
         assert f" {flag} node1:4,node2:2 " in words(compose(Job(6, TRAIN, hosts), mpirun_, LAPTOP, {}))
 
 
 def test_a_host_without_slots_counts_one_for_open_mpi_when_mpich_wrote_the_file(tmp_path) -> None:
-    assert read_hostfile(write(tmp_path, "node1:2\nnode2\n")).as_list(OPEN_MPI) == "node1:2,node2:1"
+    assert host_options(read_hostfile(write(tmp_path, "node1:2\nnode2\n")), OPEN_MPI) == ("-H", "node1:2,node2:1")
 
 
 @pytest.mark.parametrize("text, complaint", [
@@ -221,7 +221,7 @@ def test_a_host_without_slots_counts_one_for_open_mpi_when_mpich_wrote_the_file(
 ])
 def test_what_cannot_be_translated_is_refused(tmp_path, text, complaint) -> None:
     with pytest.raises(LaunchError, match=complaint):
-        compose(Job(2, TRAIN, read_hostfile(write(tmp_path, text))), MPICH, LAPTOP, {})
+        compose(Job(2, TRAIN, read_hostfile(write(tmp_path, text))), HYDRA, LAPTOP, {})
 
 
 @pytest.mark.parametrize("line", [
@@ -256,10 +256,10 @@ def test_a_bad_host_list(text) -> None:
 @pytest.mark.parametrize("text, expected", [
     ("mpirun (Open MPI) 5.0.11\n\nReport bugs to ...", (OPEN_MPI, "5.0.11")),
     ("mpirun (Open MPI) 4.1.4\n", (OPEN_MPI, "4.1.4")),
-    ("HYDRA build details:\n    Version:                                 5.0.2\n    Release", (HYDRA, "5.0.2")),
+    ("HYDRA build details:\n    Version:                                 5.0.2\n    Release", (MPICH, "5.0.2")),
     ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307 (id: d82b3071db)\n", (INTEL_MPI, "2021.9")),
-    ("true (GNU coreutils) 9.1", ("", "")),
-    ("", ("", "")),
+    ("true (GNU coreutils) 9.1", (None, "")),
+    ("", (None, "")),
 ])
 def test_parse_version(text, expected) -> None:
     assert parse_version(text) == expected

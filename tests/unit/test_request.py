@@ -75,7 +75,7 @@ def test_adasum_is_for_floating_point_tensors_on_the_cpu(dtype: str, device: str
 def test_real_numbers_are_reduced_with_every_operation(dtype: str, op: ReduceOp) -> None:
     tensors = (*spec(dtype, 2, 3), *spec("float32"))
     assert allreduce_request("a", tensors, ScaledOp(op, 2, 0.5)) == \
-        Request(CollectiveType.ALLREDUCE, "a", tensors, op, 0, 2.0, 0.5)
+        Request(CollectiveType.ALLREDUCE, "a", tensors, ScaledOp(op, 2.0, 0.5))
 
 
 @pytest.mark.parametrize("make", [allreduce_request, reducescatter_request])

@@ -39,8 +39,9 @@ def test_what_is_no_function_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("variables", [
-    {"OMPI_COMM_WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"PMIX_RANK": "0"},
-    {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}])
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    {"PMIX_RANK": "0"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}])
 def test_a_rank_cannot_call_it(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -26,7 +26,7 @@ SIZES = [0, 1, 7, 1000, MEMORY // 4, MEMORY // 4 + 1, 5 * MEMORY // 4 + 3]
 def planes(count: int, limit_s: float = LIMIT_S) -> list[SharedMemoryData]:
     """The data plane of each of `count` ranks; what does not fit is served by a ThreadGroup."""
     group = ThreadGroup(count, LIMIT_S)
-    return shared_memory_planes(list(range(count)), CHUNK, [group.data(i) for i in range(count)], limit_s)
+    return shared_memory_planes(list(range(count)), [CHUNK], [group.data(i) for i in range(count)], limit_s)
 
 
 def random_counts(random: np.random.Generator, total: int, count: int) -> list[int]:

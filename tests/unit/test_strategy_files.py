@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
-from mpistrat.tensorflow.distribute.files import writes_too
+from mpistrat.tensorflow.files import writes_too
 
 HOSTS = [(0, 1), (0, 1), (2, 3), (2, 3)]
 

@@ -26,7 +26,7 @@ def test_tensorflow_has_the_private_names() -> None:
 def keras_integration() -> ModuleType:
     """The package that replaces functions of Keras, with none replaced: a test before may have made a strategy."""
     pytest.importorskip("keras")
-    integration = importlib.import_module("mpistrat.keras.distribute")
+    integration = importlib.import_module("mpistrat.strategy.keras")
     integration.undo()
     importlib.import_module("mpistrat.keras.patches").apply()  # Those that are not for strategies stay.
     return integration

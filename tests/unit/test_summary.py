@@ -4,10 +4,10 @@ import signal
 
 import pytest
 
-from mpistrat.cli.hostfile import HYDRA, OPEN_MPI
 from mpistrat.cli.stderr.mpirun_lines import Ending, Words
 from mpistrat.cli.stderr.summary import summarize
 from mpistrat.process.error_text import ErrorText
+from mpistrat.process.launchers import MPICH, OPEN_MPI
 from mpistrat.process.report import Report
 
 FRAMES = '  File "train.py", line 3, in <module>\n    main()'
@@ -62,7 +62,7 @@ def test_what_only_follows_from_another_failure_is_left_out() -> None:
 def test_without_a_report_mpiruns_words_are_explained(code: int, ending: Ending | None, reason: str,
                                                       kept: bytes) -> None:
     said = [words(None, b"others\n"), words(ending)]
-    assert summarize(code, [], said, dialect=OPEN_MPI) == (kept, [f"{END} {code}{reason}"])
+    assert summarize(code, [], said, launcher=OPEN_MPI) == (kept, [f"{END} {code}{reason}"])
 
 
 def test_an_error_in_mpi_is_shown_where_no_rank_reports() -> None:
@@ -88,8 +88,8 @@ def test_a_crash_of_mpirun_is_explained() -> None:
 
 
 def test_mpich_gives_a_signal_as_the_exit_code() -> None:
-    assert "or a rank was killed by signal 9 (SIGKILL)" in summarize(9, [], [], dialect=HYDRA)[1][0]
-    assert summarize(9, [], [], dialect=OPEN_MPI)[1] == [f"{END} 9"]
+    assert "or a rank was killed by signal 9 (SIGKILL)" in summarize(9, [], [], launcher=MPICH)[1][0]
+    assert summarize(9, [], [], launcher=OPEN_MPI)[1] == [f"{END} 9"]
 
 
 @pytest.mark.parametrize(("number", "how"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "signal 15 (SIGTERM)")])

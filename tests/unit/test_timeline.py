@@ -82,6 +82,19 @@ def test_chromes_format_has_a_process_for_each_rank_and_horovods_phases(tmp_path
         ("rank 1", {"operation": "x0", "late_us": 10_000}), ("rank 1", {"operation": "x1", "late_us": 1_000})]
 
 
+def test_what_was_chosen_by_measuring_is_marked_once_at_the_operation_before(tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    timeline = Timeline(files.create(str(path)), ["a", "b"], mark_cycles=False)
+    for each, sentences in zip(JOB, (["chunks of 4 MiB"], ["chunks of 4 MiB"], ["chunks of 512 KiB"]), strict=False):
+        timeline.add([each])
+        timeline.add_choices(sentences)
+    timeline.close()
+    marks = [(event["name"], event["ts"]) for event in json.loads(path.read_text()) if event["ph"] == "i"]
+    first, third = [each for each in JOB if not each.rank][:2]
+    assert [mark for mark in marks if mark[0].startswith("chunks")] == [
+        ("chunks of 4 MiB", first.delivered / 1000), ("chunks of 512 KiB", third.delivered / 1000)]
+
+
 def test_perfettos_format_has_a_track_for_each_rank_and_its_spans_nest(tmp_path: Path) -> None:
     protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
     trace = protos.Trace.FromString(written(tmp_path / "f.pftrace", JOB).read_bytes())
@@ -229,8 +242,8 @@ def test_operations_of_one_bucket_are_fused_and_those_of_other_kinds_never_are()
 
 
 @pytest.mark.parametrize(("name", "is_own"), [
-    ("check/tape/5", True), ("check/optimizer1/0", True), ("optimizer1/fit.sizes", True),
-    ("elastic.commit.sizes", True), ("eval/optimizer2/weights/digest", True), ("optimizer1", False),
+    ("check/tape/5", True), ("check/optimizer1/0", True), ("optimizer1/fit.heads", True),
+    ("elastic.commit.heads", True), ("eval/optimizer2/weights/digest", True), ("optimizer1", False),
     ("optimizer1/sparse", False), ("checks", False), ("optimizer1/fitted", False)])
 def test_what_mpistrat_checks_by_itself_is_not_among_them(name: str, is_own: bool) -> None:
     assert (analyse([record(kind="allgather", op="", name=name)]).unfused == ()) is is_own
@@ -344,6 +357,9 @@ def test_the_page_needs_nothing_else_and_a_browser_shows_its_charts(tmp_path: Pa
 # -- who writes it ----------------------------------------------------------------------------------------------------
 
 
+NO_STATUS = {"XDG_RUNTIME_DIR": "/nonexistent"}
+
+
 class Job:
     """The tracers of two ranks, whose messages travel at once, and what rank 0 warns of."""
 
@@ -352,7 +368,7 @@ class Job:
         monkeypatch.setattr("mpistrat.trace.tracer._INTERVAL_S", 0.05)
         self._caplog = caplog
         self.told: list[list[list[str]]] = [[], []]
-        self.tracers = [Tracer(Topology(rank, ("here", "there")), {1: Offset(0, 0, is_shared=True)}, False, {},
+        self.tracers = [Tracer(Topology(rank, ("here", "there")), {1: Offset(0, 0, is_shared=True)}, NO_STATUS,
                                tell=self.told[rank].append) for rank in range(2)]
         self._carrying = threading.RLock()
         self.rings = [OperationRing(1000) for _ in range(2)]
@@ -428,7 +444,7 @@ def test_a_timeline_has_all_ranks_from_its_start_to_its_stop(job: Job, tmp_path:
 
 
 def test_times_are_on_the_clock_of_rank_0(tmp_path: Path) -> None:
-    tracer = Tracer(Topology(0, ("", "")), {1: Offset(5 * MS, time.monotonic_ns(), is_shared=False)}, False, {})
+    tracer = Tracer(Topology(0, ("", "")), {1: Offset(5 * MS, time.monotonic_ns(), is_shared=False)}, NO_STATUS)
     tracer.start_timeline(str(tmp_path / "f.json"), False)
     message, = records.to_messages([record(1, submitted=7)])
     tracer.receive(b"R" + message)
@@ -441,7 +457,7 @@ def test_a_window_is_complete_before_the_job_ends(job: Job, tmp_path: Path) -> N
     path = tmp_path / "f.json"
     job.tracers[0].start_timeline(str(path), False, (2, 4))
     job.work(10)
-    until(lambda: job.tracers[0]._timeline is None)
+    until(lambda: not job.tracers[0]._recording.has_file)
     assert steps_in(path) == [(0, 2), (0, 3), (1, 2), (1, 3)]
     assert job.warnings == []
 
@@ -533,13 +549,13 @@ def test_a_second_part_of_a_job_has_a_file_of_its_own(tmp_path: Path, monkeypatc
 
 
 def test_messages_that_cannot_be_sent_do_not_pile_up(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.trace.tracer._MOST_WAITING", 3)
+    monkeypatch.setattr("mpistrat.trace.recording._MOST_WAITING", 3)
     job.tracers[0].start_timeline(str(tmp_path / "f.json"), False)
     job.carries.clear()
     for _ in range(20):
-        before = job.tracers[1]._operations
+        before = job.tracers[1].reader.operations
         job.work(1)
-        until(lambda before=before: job.tracers[1]._operations > before)  # type: ignore[misc]
+        until(lambda before=before: job.tracers[1].reader.operations > before)  # type: ignore[misc]
     assert sum(message.startswith(b"R") for message in job.tracers[1].outgoing) <= 4
     job.carries.set()
     job.tracers[0].stop_timeline()
@@ -604,18 +620,18 @@ def test_rank_0_knows_at_the_end_what_all_ranks_have_done(job: Job, monkeypatch:
     monkeypatch.setattr("mpistrat.trace.totals._LEAST_S", 0.0)
     monkeypatch.setattr("mpistrat.trace.totals._LEAST_OPERATIONS", 1)
     job.work(2)
-    until(lambda: all(tracer._operations == 2 and tracer._totals[rank]._before for rank, tracer in
+    until(lambda: all(tracer.reader.operations == 2 and tracer.reports._totals[rank]._before for rank, tracer in
                       enumerate(job.tracers)))
     job.work(3)
     job.end()
-    assert [(each.steps, each.operations) for each in job.tracers[0]._totals.values()] == [(3, 3), (3, 3)]
+    assert [(each.steps, each.operations) for each in job.tracers[0].reports._totals.values()] == [(3, 3), (3, 3)]
     assert re.fullmatch(r"mpistrat: 2 ranks have done \S+ steps per second; collectives took .*\.", job.tracers[0].line)
     job.tracers[0].is_line_due = False
     assert job.tracers[0].line == ""
 
 
 def test_without_a_reader_nothing_is_told() -> None:
-    tracer = Tracer(Topology(0, ("", "")), {}, False, {})
+    tracer = Tracer(Topology(0, ("", "")), {}, NO_STATUS)
     tracer.start(dict, lambda: None)
     tracer.fail()
     assert not tracer.fail_all(0.0)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mpistrat.core.handle import Entry, Handle
-from mpistrat.core.interfaces import DeviceExecutor, TraceLink
+from mpistrat.core.interfaces import DeviceExecutor, Observer
 from mpistrat.core.request import Request, ScaledOp, Sum, allgather_request, allreduce_request, specs_of
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
@@ -212,12 +212,12 @@ class Rank:
     """A controller of one of three ranks, whose messages a ThreadGroup carries, and what it has received."""
 
     def __init__(self, group: ThreadGroup, rank: int):
-        self.link = TraceLink()
+        self.link = Observer()
         self.received: list[bytes] = []
         self.link.receive = self.received.append  # type: ignore[method-assign]
         topology = Topology(rank, ("",) * 3)
-        executor = Executor(group.data(rank), topology, 0, DeviceExecutor(), OperationRing(0))
-        self.controller = Controller(topology, group.control(rank), executor, Settings(), trace=self.link)
+        executor = Executor(group.data(rank), topology, 0, DeviceExecutor(), OperationRing(0, self.link))
+        self.controller = Controller(topology, group.control(rank), executor, Settings())
 
 
 def test_messages_of_the_trace_go_from_rank_0_to_all_and_from_the_others_to_rank_0() -> None:
@@ -236,7 +236,7 @@ def test_a_tracer_writes_what_the_engine_does_until_it_is_stopped(tmp_path: Path
     written = threading.Event()
     original = status.StatusFile.write
     monkeypatch.setattr(status.StatusFile, "write", lambda self, ranks: (original(self, ranks), written.set()))
-    tracer = Tracer(Topology(0, ("here",)), {}, True, {"XDG_RUNTIME_DIR": str(tmp_path)})
+    tracer = Tracer(Topology(0, ("here",)), {}, {"XDG_RUNTIME_DIR": str(tmp_path)})
     ring = OperationRing(4)
     ring.add(entry("x", np.ones(4)), 0, 0, 0)
     tracer.start(lambda: {0: Traced(ring, 1, "local", lambda: [])}, lambda: None)

@@ -3,6 +3,7 @@
 import fcntl
 import mmap
 import os
+import random
 import threading
 
 import numpy as np
@@ -13,6 +14,7 @@ from mpistrat.core.errors import EngineError, StallError
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
 from mpistrat.transport.local import ThreadGroup
+from mpistrat.transport.shm.chunk_choice import ChunkChoice
 from mpistrat.transport.shm.data import SharedMemoryData
 from mpistrat.transport.shm.memfd import HostFile
 from mpistrat.transport.shm.segment import HostMemory
@@ -37,7 +39,7 @@ def memories(count: int, limit_s: float = LIMIT_S, topology: Topology | None = N
 def planes(count: int) -> list[SharedMemoryData]:
     """The data plane of each of `count` ranks; what it passes on is served by a ThreadGroup."""
     group = ThreadGroup(count, LIMIT_S)
-    return shared_memory_planes([10 + rank for rank in range(count)], CHUNK, [group.data(i) for i in range(count)],
+    return shared_memory_planes([10 + rank for rank in range(count)], [CHUNK], [group.data(i) for i in range(count)],
                                 LIMIT_S)
 
 
@@ -239,6 +241,43 @@ def test_one_all_reduce_after_the_other_finds_its_chunks_free() -> None:
                    for step, size in enumerate(sizes))
 
     assert on_all(3, work) == [True] * 3
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_the_bits_do_not_depend_on_the_size_of_the_chunks_which_the_first_rank_changes_at_any_time(
+        count: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large all-reduces of several kinds, with chunks of a size that no other rank can know, among small ones."""
+    chosen = random.Random(0)
+    monkeypatch.setattr(ChunkChoice, "upcoming", lambda self: chosen.choice((CHUNK, 2 * CHUNK, 8 * CHUNK)))
+    monkeypatch.setattr(ChunkChoice, "took", lambda self, chunk, s_per_byte: sizes_used.add(chunk))
+    monkeypatch.setattr(SharedMemoryData, "choice_bytes", ONE_SHOT)
+    sizes_used: set[int] = set()
+    group = ThreadGroup(count, LIMIT_S)
+    data = shared_memory_planes(list(range(count)), [CHUNK, 2 * CHUNK, 8 * CHUNK],
+                                [group.data(i) for i in range(count)], LIMIT_S)
+    fixed = planes(count)
+    sizes = np.random.default_rng(0).choice([10, 3000, 40_000, 80_000, 300_000], 150).tolist()
+
+    def work(index: int) -> None:
+        values, chance = np.random.default_rng(index), np.random.default_rng(100 + index)
+        for size in sizes:
+            sources = [(10 * values.normal(size=part)).astype(dtype) for part in (size // 3, size - size // 3)]
+            targets = [np.empty_like(source) for source in sources]
+            prepared = data[index].prepare(sources, targets, Reduction(ReduceOp.SUM, 0.5))
+            if chance.random() < 0.5:
+                prepared.pack_ahead()
+            prepared.finish(all_packed=False)
+            for target, right in zip(targets, allreduced(fixed[index], sources, prescale=0.5), strict=True):
+                assert target.tobytes() == right.tobytes()
+            if size == 10:
+                part = np.empty(20_000, np.float32)
+                data[index].reducescatter(np.full(20_000 * count, 1.0, np.float32), part, [20_000] * count,
+                                          Reduction(ReduceOp.SUM))
+                assert (part == count).all()
+
+    on_all(count, work)
+    assert sizes_used == {CHUNK, 2 * CHUNK, 8 * CHUNK}
 
 
 def test_what_is_packed_ahead_is_reduced_with_what_is_not() -> None:

@@ -1,7 +1,7 @@
-"""Losses: what a rank knows of ranks that have ended in the middle of the job, and what follows from it.
+"""Losses: what a rank knows of ranks that have died, or whose host is lost, and what follows from it.
 
-If the MPI library can go on without them, all engines of this rank end with RanksLostError, and the script may call
-`recover`. Otherwise mpirun ends the job. If it has not done so after a moment, this rank does.
+If the MPI library can go on without them, all engines of this rank end with RanksLostError, and `elastic.run` connects
+the others anew (recovery.py). Otherwise mpirun ends the job. If it has not done so after a moment, this rank does.
 """
 
 import contextlib
@@ -10,16 +10,18 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...core.errors import LostRank, RanksLostError
 from ...core.interruption import Interruption
 from ...core.topology import Topology
 from ...process import abort
+from ...process.addresses import elsewhere, local_addresses
 from ...process.error_text import ErrorText
 from ...process.neighbours import Neighbours
+from ...process.peers import End, Invitation, Peers
 from ...process.procfs import Process
-from ...process.silent_hosts import Invitation, SilentHosts, elsewhere, local_addresses
 from ...transport.mpi import library
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STOPPED_S = 5.0  # after which a process that is stopped is reported
+_CONNECT_LIMIT_S = 30.0  # for all addresses of the first rank's host
 _LAUNCHER_S = 2.0  # mpirun ends the job 0.4 s after a rank has ended, and then prints what has ended it.
 
 
@@ -60,13 +63,13 @@ class Losses:
         self.irreplaceable: dict[int, str] = {}
         self.when_lost: Callable[[RanksLostError], None] = lambda _: None
         self._stopped = threading.Event()
-        self._hosts: SilentHosts | None = None
+        self._hosts: Peers | None = None
         self._neighbours: Neighbours | None = None
         if topology.size > 1:
             others = [rank for rank in range(topology.size) if rank != topology.rank]
-            self._neighbours = Neighbours(self.processes, others, self._have_ended,
+            self._neighbours = Neighbours(self.processes, others, self._have_died,
                                           self._failed_ranks if self.is_tolerant else None, self._beside(),
-                                          self._is_stopped)
+                                          self._note_stopped)
 
     def _beside(self) -> int | None:
         """The next rank of this host, in a circle, so that each is looked at by one other."""
@@ -74,7 +77,7 @@ class Losses:
         following = here[(here.index(self._topology.rank) + 1) % len(here)]
         return following if following in self.processes else None
 
-    def _is_stopped(self, rank: int, seconds: float) -> None:
+    def _note_stopped(self, rank: int, seconds: float) -> None:
         """A rank of this host has been stopped for so long; 0.0: it goes on."""
         pid, host = self.processes[rank].pid, self._topology.host_of[rank]
         if not seconds:
@@ -103,7 +106,7 @@ class Losses:
         """The ranks that are known to be lost."""
         return () if self.interruption.error is None else self.interruption.error.lost
 
-    def watch_hosts(self, heartbeat_s: float, limit_s: float) -> None:
+    def watch_hosts(self, probe_s: float, limit_s: float) -> None:
         """Notice that another host does not answer for `limit_s`. Collective.
 
         The first rank of each host connects to rank 0. If it cannot, that is only logged.
@@ -113,7 +116,9 @@ class Losses:
         if self._comm is None or len(firsts) == 1 or not limit_s:
             return
         if topology.rank in firsts:
-            self._hosts = SilentHosts(topology.rank, heartbeat_s, limit_s, lambda rank: self._is_silent(rank, limit_s))
+            self._hosts = Peers(topology.rank, (probe_s, limit_s))
+            # The end of a process tells nothing here: mpirun, or the ranks of its host, know why it has ended.
+            self._hosts.watch(lambda first, end: self._lose_host(first, limit_s) if end is End.HOST_LOST else None)
         if topology.rank == 0 and self._hosts is not None:
             try:
                 invitation = self._hosts.listen([rank for rank in firsts if rank], local_addresses())
@@ -121,13 +126,22 @@ class Losses:
                 logger.warning("rank 0: there is no port to watch the other hosts: %s", error)
         invitation = self._comm.bcast(invitation)
         if topology.rank and self._hosts is not None and invitation is not None:
-            there = [*elsewhere(invitation.addresses), topology.hosts[0]]
-            self._hosts.connect(Invitation(there, invitation.port, invitation.secret), 0)
+            there = replace(invitation, addresses=[*elsewhere(invitation.addresses), topology.hosts[0]])
+            threading.Thread(target=self._connect, args=(self._hosts, there), name="mpistrat-hosts",
+                             daemon=True).start()
 
-    def _is_silent(self, first: int, limit_s: float) -> None:
-        """The host of rank `first` does not answer."""
+    def _connect(self, hosts: Peers, invitation: Invitation) -> None:
+        """Connect to rank 0. In a thread of its own: an address may not answer for seconds."""
+        try:
+            hosts.connect(invitation, 0, _CONNECT_LIMIT_S)
+        except OSError as error:
+            logger.debug("rank %d: the loss of the first rank's host will not be noticed, since it is not reached: %s",
+                         self._topology.rank, error)
+
+    def _lose_host(self, first: int, limit_s: float) -> None:
+        """The host of rank `first` is lost."""
         host = self._topology.host_of[first]
-        lost = [LostRank(rank, host, f"its host has not answered for {limit_s:g} s")
+        lost = [LostRank(rank, host, f"its host is lost: no answer for {limit_s:g} s")
                 for rank in self._topology.ranks_on(host)]
         if self.is_tolerant and first:
             self.lose(lost)
@@ -147,11 +161,11 @@ class Losses:
             if watch is not None:
                 watch.stop()
 
-    def _have_ended(self, ranks: Sequence[int]) -> None:
+    def _have_died(self, ranks: Sequence[int]) -> None:
         lost = []
         for rank in ranks:
             process = self.processes.get(rank)
-            how = "MPI reports its end" if process is None else f"process {process.pid} has ended"
+            how = "MPI reports its death" if process is None else f"process {process.pid} has died"
             lost.append(LostRank(rank, self._topology.host_of[rank], how))
         if self.is_tolerant:
             self.lose(lost)

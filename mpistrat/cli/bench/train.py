@@ -17,7 +17,7 @@ import numpy as np
 
 import mpistrat
 from mpistrat.api import runtime
-from mpistrat.core import cores
+from mpistrat.process import cores
 
 if TYPE_CHECKING:
     import keras

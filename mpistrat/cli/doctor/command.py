@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ...api.availability import Row
 from ...core.errors import LaunchError
 from ..arguments import AUTO, Parser, add_launch_options, counted, positive_seconds, read_hosts
 from ..automatic import automatic
-from ..inventory import Row, backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
+from ..inventory import backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
 from ..mpirun import Job, LaunchCommand, Mpirun, check_count, compose, find_mpirun, identify, this_machine, with_home
 from ..probe import probe
 from ..rank_shell import in_shell
@@ -159,6 +160,7 @@ def _measured(observed: Observed) -> list[str]:
         lines.append(f"  all-reduce {'right' if result['right'] else 'wrong'}: {counted(observed.ranks, 'rank')} on "
                      f"{counted(len(result['hosts']), 'host')} ({', '.join(result['hosts'])}), "
                      f"{1e6 * result['seconds']:.0f} us for {result['bytes']} bytes")
+        lines += [f"  {sentence}" for sentence in result.get("choices", [])]
     return [*lines, ""]
 
 

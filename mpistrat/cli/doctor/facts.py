@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...api import handshake
-from ...core.cores import own_cpus, physical_cores
+from ...process.cores import own_cpus, physical_cores
 
 SHARED_MEMORY = "/dev/shm"
 RESOLVE_LIMIT_S = 3.0

@@ -19,7 +19,7 @@ import numpy as np
 
 import mpistrat
 
-from ...api import availability
+from ...api import availability, runtime
 from ...core.errors import MpistratError
 from ...process.launch_env import launched_rank
 from . import links
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MARK = "mpistrat-doctor "  # begins a line with findings; MPI libraries print to stdout too
 _COUNT = 1024  # float32 elements of the all-reduce
 _ROUNDS, _WARM_UP_ROUNDS = 50, 5
+_LARGE_BYTES, _LARGE_ROUNDS = 64 * 2**20, 12  # of all ranks together
 _FLUSH_S = 0.3  # mpirun may lose what a rank prints just before it ends the job.
 
 
@@ -58,9 +59,8 @@ def main(expected: int) -> int:
     from mpi4py import MPI
     comm = MPI.COMM_WORLD
     vendor, version = MPI.get_vendor()
-    shared = next(status for status in availability.backends() if status.name == "shared_memory")
     say("mpi", rank=rank, size=comm.Get_size(), vendor=vendor, version=".".join(map(str, version)),
-        shared_memory="" if shared.available else shared.reason)
+        shared_memory=availability.why_no_shared_memory())
     if comm.Get_size() != expected:
         return 1
     try:
@@ -120,10 +120,15 @@ def _allreduce() -> int:
         result = mpistrat.allreduce(array, op=mpistrat.Sum, name="doctor")
         seconds.append(time.perf_counter() - began)
         is_right = is_right and bool(np.array_equal(result, right))
+    # Large ones, after which the ranks have chosen the bytes of a chunk. With several hosts they choose nothing.
+    large = np.ones(_LARGE_BYTES // size // 4, np.float32)
+    for _ in range(_LARGE_ROUNDS if len(mpistrat.hosts()) == 1 else 0):
+        is_right = is_right and bool((mpistrat.allreduce(large, op=mpistrat.Sum, name="doctor.large") == size).all())
     is_right_everywhere = all(mpistrat.allgather_object(is_right))
     if rank == 0:
+        choices = runtime.group_of("doctor", 0).traced.choices()
         say("allreduce", right=is_right_everywhere, hosts=mpistrat.hosts(), bytes=array.nbytes,
-            seconds=statistics.median(seconds[_WARM_UP_ROUNDS:]))
+            seconds=statistics.median(seconds[_WARM_UP_ROUNDS:]), choices=choices)
     mpistrat.shutdown()
     return 0 if is_right_everywhere else 1
 

@@ -14,16 +14,16 @@ import os
 import runpy
 import sys
 from types import TracebackType
+from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PROCESS = os.getpid()
 _WRAPPER_S = 1.0  # A process whose children have computed for so long has perhaps only started the script.
 
 
-def _rank() -> str | None:
-    """The rank that mpirun has given this process. mpirun itself may be a Python program, and must keep PYTHONPATH."""
-    return next((os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK") if name in os.environ),
-                None)
+def _own(module: str) -> dict[str, Any]:
+    """What a module of mpistrat/process defines. An import of mpistrat would import numpy."""
+    return runpy.run_path(os.path.join(_HERE, "..", "..", "process", f"{module}.py"))
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -58,10 +58,10 @@ def _restore_path() -> None:
         os.environ["PYTHONPATH"] = path.removeprefix(_HERE + os.pathsep)
 
 
-def _take_cores(rank: str) -> None:
+def _take_cores(rank: str, place: tuple[int, int] | None) -> None:
     """Before a library is imported, which counts its threads by the cores."""
     try:
-        taken = runpy.run_path(os.path.join(_HERE, "..", "..", "core", "cores.py"))["take_share_at_start"](os.environ)
+        taken = _own("cores")["take_share_at_start"](place, os.environ)
     except OSError:
         return  # It may not be allowed; init() tries again, and logs why.
     if os.environ.get("_MPISTRAT_CORES") == "report" and taken and sys.stderr is not None:
@@ -70,12 +70,15 @@ def _take_cores(rank: str) -> None:
 
 def _begin() -> None:
     sys.path[:] = [path for path in sys.path if path != _HERE]
-    rank = _rank()
-    if rank is not None and "_MPISTRAT_REPORTS" in os.environ:
+    launchers = _own("launchers") if "_MPISTRAT_REPORTS" in os.environ else {}
+    # mpirun itself may be a Python program, and must keep PYTHONPATH.
+    launcher = launchers["launcher_of"](os.environ) if launchers else None
+    if launcher is not None:
+        rank = os.environ[launcher.rank]
         _restore_path()
         sys.excepthook = _report
         if "_MPISTRAT_CORES" in os.environ and os.environ.get("MPISTRAT_BIND") != "0":
-            _take_cores(rank)
+            _take_cores(rank, launchers["local_rank"](os.environ))
         atexit.register(_say_without_init, rank)
     own = sys.modules.pop(__name__)
     try:

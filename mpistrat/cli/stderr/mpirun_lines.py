@@ -1,28 +1,17 @@
 """What mpirun prints about the end of a process, as text and as data. Pure.
 
-The texts are those of Open MPI 4.1 and 5.0 (between lines of dashes) and of MPICH 5.0, all on stderr. MPICH's frame of
-"BAD TERMINATION" goes to stdout, which is not read.
+The texts stand in the table of launchers (process/launchers.py). MPICH's frame of "BAD TERMINATION" goes to stdout,
+which is not read.
 """
 
 import re
 from dataclasses import dataclass
 
+from ...process.launchers import STARTED
+
 RULE = re.compile(rb"-{60,}\s*$")  # the line before and after a text of Open MPI
 
-_SIGNAL = re.compile(rb"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
-_CODE = re.compile(rb"Process name: \[.*?,(\d+)\] Exit code: (\d+)")
-_ABORT = re.compile(rb"MPI_ABORT was invoked on rank (\d+) .*?(?:errorcode|Errorcode:) (-?\d+)")
-_HYDRA_ABORT = re.compile(rb"Abort\((-?\d+)\) on node \d+ \(rank (\d+) in comm \d+\): application called MPI_Abort")
-_OTHERS = re.compile(rb'process rank (\d+) with PID \d+ on node (\S+) calling "abort"')
-_CONSEQUENCE = b"a non-zero exit code. Per user-direction, the job has been aborted."
-# A rank says so when an error in MPI ends it, for example when another rank has died, and its connection is closed.
-_ERROR = re.compile(rb"\[\S+:\d+\] \*\*\* (?:An error occurred in |reported by process |on |Unknown error|MPI_ERR|"
-                    rb"and MPI will try to terminate)")
-# Open MPI prints a text once, and then a line that others have it too, with the name of the text.
-_AGGREGATED = re.compile(rb"\[\S+\] (?:\d+ more process\w* ha\w+ sent help message help-mpi-api\.txt / mpi-abort|"
-                         rb"Set MCA parameter \"orte_base_help_aggregate\" to 0 to see all help)")
-# Open MPI 5 says so when it sends to a process that has just ended.
-_UNREACHABLE = re.compile(rb"\[\S+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH in file \S+ at line \d+")
+LINE_STARTS = tuple(start for launcher in STARTED for start in launcher.line_starts)
 
 
 @dataclass(frozen=True)
@@ -64,20 +53,17 @@ def understand(text: bytes) -> Words | None:
         text: A line, or the lines from a rule to the next rule, with both.
     """
     flat = b" ".join(text.split())
-    match = _SIGNAL.search(flat)
-    if match:
-        return Words(text, Ending(int(match[1]), match[2].decode(errors="replace"), signal=int(match[3])))
-    match = _CODE.search(flat) or _ABORT.search(flat)
-    if match:
-        return Words(text, Ending(int(match[1]), code=int(match[2])))
-    match = _HYDRA_ABORT.match(flat)
-    if match:
-        return Words(text, Ending(int(match[2]), code=int(match[1])))
-    match = _OTHERS.search(flat)
-    if match:
-        return Words(text, Ending(int(match[1]), match[2].decode(errors="replace")))
-    if _CONSEQUENCE in flat or _AGGREGATED.match(flat) or _UNREACHABLE.match(flat):
-        return Words(text)
-    if _ERROR.match(flat):
-        return Words(text, is_error=True)
+    for launcher in STARTED:
+        for pattern in launcher.endings:
+            if match := re.search(pattern, flat):
+                return Words(text, _ending(match.groupdict()))
+        if any(re.search(pattern, flat) for pattern in launcher.consequences):
+            return Words(text)
+        if any(re.search(pattern, flat) for pattern in launcher.errors):
+            return Words(text, is_error=True)
     return None
+
+
+def _ending(found: dict[str, bytes]) -> Ending:
+    numbers = {name: int(found[name]) for name in ("code", "signal") if name in found}
+    return Ending(int(found["rank"]), found.get("host", b"").decode(errors="replace"), **numbers)

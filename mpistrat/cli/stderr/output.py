@@ -15,7 +15,7 @@ import math
 import re
 
 from ...process.report import ReportReader
-from .mpirun_lines import RULE, Words, understand
+from .mpirun_lines import LINE_STARTS, RULE, Words, understand
 from .tensorflow_lines import Records
 
 PARTIAL_S = 0.1  # A line that is not complete waits so long for its end,
@@ -94,7 +94,6 @@ class Output:
         return data
 
     def _line(self, line: bytes, now: float) -> bytes:
-        """Take a line, and return what is to be shown."""
         is_start, self._is_inside_line = not self._is_inside_line, False
         if is_start:
             line = self._without_null(line)
@@ -111,7 +110,7 @@ class Output:
             return self._end_block() if len(self._block) > _BLOCK_LINES else b""
         if is_rule:
             return self._take_rule(line, now)
-        if line.startswith((b"Abort(", b"[")) and self._keep(line):
+        if line.startswith(LINE_STARTS) and self._keep(line):
             return line if self._is_all else b""
         return self._once(line)
 

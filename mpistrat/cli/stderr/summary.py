@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from ...core.topology import runs_of
 from ...process.error_text import OWN_ERRORS
+from ...process.launchers import Launcher
 from ...process.report import Report
-from ..hostfile import HYDRA
 from .mpirun_lines import Ending, Words
 
 JOB = "the job"
@@ -26,7 +26,7 @@ _SIGNAL_HINTS = {
 
 
 def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, interrupted_by: int | None = None,
-              died_of: int | None = None, dialect: str = "", can_show_more: bool = True,
+              died_of: int | None = None, launcher: Launcher | None = None, can_show_more: bool = True,
               without_init: int = 0, why_not_started: str = "", subject: str = JOB) -> tuple[bytes, list[str]]:
     """Return what to print after the job: words of mpirun as they are, and lines.
 
@@ -36,7 +36,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
         words: Of mpirun, which were kept back.
         interrupted_by: The signal with which the user has ended the job.
         died_of: The signal that has killed mpirun itself, unless this process sent it.
-        dialect: Of mpirun's options.
+        launcher: That has run the job.
         can_show_more: Whether --traceback would show more.
         without_init: How many ranks have ended without init().
         why_not_started: Why some ranks have not started, or "".
@@ -59,12 +59,12 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
     is_said = bool(endings) and all(ending.signal in (None, interrupted_by) for ending in endings)
     kept = b"".join(each.text for each in words if each.is_error or not is_said)
     reason = f": {why_not_started}" if why_not_started else \
-        _reason(code, endings, interrupted_by, died_of, dialect, subject)
+        _reason(code, endings, interrupted_by, died_of, launcher, subject)
     return kept, [f"{end}{reason}"]
 
 
 def _reason(code: int, endings: Sequence[Ending], interrupted_by: int | None, died_of: int | None,
-            dialect: str, subject: str) -> str:
+            launcher: Launcher | None, subject: str) -> str:
     """How the sentence on the exit code goes on."""
     if interrupted_by is not None:
         return f": it was ended by {'Ctrl-C' if interrupted_by == signal.SIGINT else _signal(interrupted_by)}"
@@ -85,8 +85,9 @@ def _reason(code: int, endings: Sequence[Ending], interrupted_by: int | None, di
     if code > 128 and _signal_name(code - 128):
         return (f": mpirun ended as by {_signal(code - 128)}, and named no rank: it has probably crashed itself. Were "
                 "there more ranks than this machine can start (-np)?")
-    if dialect == HYDRA and code in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGTERM):
-        return f": that of a rank, or a rank was killed by {_signal(code)}; MPICH has the same code for both"
+    if launcher is not None and launcher.is_code_ambiguous and code in (
+            signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGTERM):
+        return f": that of a rank, or a rank was killed by {_signal(code)}; {launcher.name} has the same code for both"
     return ""
 
 

@@ -82,18 +82,19 @@ class KeptCopies:
         nothing = np.zeros(len(counts), np.uint64)
         tables = copy_tables(nothing, nothing, counts)
         self._tables = [(table, block_count(table)) for table in tables]
-        self._pieces = cast("np.ndarray", tables[0].base) if tables else np.zeros(0, PIECE)
+        pieces = cast("np.ndarray", tables[0].base) if tables else np.zeros(0, PIECE)
+        self._sources, self._targets = pieces["source"], pieces["target"]
         self._filled = None if 0 not in counts else np.flatnonzero(counts)
 
     def between(self, sources: Sequence[int] | np.ndarray,
                 targets: Sequence[int] | np.ndarray) -> list[tuple[np.ndarray, int]]:
         """The table of each launch and its blocks. They change with the next call: a launch takes them by value."""
-        self._pieces["source"] = self._of_filled(sources)
+        self._sources[:] = self._of_filled(sources)
         return self.to(targets)
 
     def to(self, targets: Sequence[int] | np.ndarray) -> list[tuple[np.ndarray, int]]:
         """As `between`, for launches that read no sources."""
-        self._pieces["target"] = self._of_filled(targets)
+        self._targets[:] = self._of_filled(targets)
         return self._tables
 
     def _of_filled(self, addresses: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
@@ -105,15 +106,14 @@ class FusedCopies:
 
     Args:
         counts: Elements of each array.
-        narrowest_bytes: The bytes of an element in the arrays or in the buffer, the smaller of the two.
-        itemsize: The bytes of an element in the buffer.
+        memory_bytes, itemsize: The bytes of an element in the arrays and in the buffer. The smaller one is aligned.
 
     Attributes:
         total: Elements in the buffer.
     """
 
-    def __init__(self, counts: Sequence[int], narrowest_bytes: int, itemsize: int):
-        offsets, self.total = fused_offsets(counts, narrowest_bytes)
+    def __init__(self, counts: Sequence[int], memory_bytes: int, itemsize: int):
+        offsets, self.total = fused_offsets(counts, min(memory_bytes, itemsize))
         self._offsets = np.array(offsets, np.uint64) * np.uint64(itemsize)
         self._copies = KeptCopies(counts)
 

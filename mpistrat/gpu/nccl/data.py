@@ -4,7 +4,7 @@ NcclData chooses the wire format and the communicator of each collective; nccl.s
 thread.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from threading import Lock
 
@@ -69,10 +69,9 @@ class NcclData(GpuBackend):
             return f"NCCL has no {reduction.op.name.lower()} of {source.dtype.name}"
         return "" if reduction.prescale == 1.0 and not wire.is_converted else self._why_no_room([source], wire)
 
-    def wait_for(self, events: Iterable[GpuEvent]) -> None:
-        for event in events:
-            for stream in self._streams:
-                stream.wait_for(event)
+    def wait_for(self, events: Sequence[GpuEvent]) -> None:
+        for stream in self._streams:
+            stream.wait_for(events)
 
     def reducer(self, arrays: Sequence[GpuArray], reduction: Reduction, wire_dtype: str = "") -> Reducer:
         wire = wire_format(arrays[0].dtype.name, reduction.op, wire_dtype)
@@ -87,14 +86,14 @@ class NcclData(GpuBackend):
                                                                                 wire, by_nccl)
         if len(counts) == 1:
             return self._reducer_of_one(counts[0], wire, by_nccl)
-        fused = FusedCopies(counts, wire.narrowest_bytes, wire.itemsize)
+        fused = FusedCopies(counts, wire.memory_bytes, wire.itemsize)
         return lambda sources, targets: self._next_stream().reduce_packed(sources, targets, fused, wire, by_nccl)
 
     def _reducer_of_one(self, count: int, wire: WireFormat, by_nccl: NcclReduction) -> Reducer:
         """As `reducer`, for a tensor that is converted, in pieces that fit into a fusion buffer."""
         step = self._buffer_bytes // (wire.itemsize * ALIGNMENT) * ALIGNMENT
-        pieces = [(start * wire.memory_bytes, FusedCopies([min(step, count - start)], wire.narrowest_bytes,
-                                                          wire.itemsize)) for start in range(0, count, step)]
+        pieces = [(start * wire.memory_bytes, FusedCopies([min(step, count - start)], wire.memory_bytes, wire.itemsize))
+                  for start in range(0, count, step)]
 
         def reduce(sources: Sequence[int], targets: Sequence[int]) -> None:
             for first, copies in pieces:
@@ -122,7 +121,7 @@ class NcclData(GpuBackend):
                                      [count * itemsize for count in received])
 
     def finish(self) -> list[GpuEvent]:
-        return [stream.finish() for stream in self._streams]
+        return [end for stream in self._streams for end in stream.finish()]
 
     def check(self) -> None:
         for stream in self._streams:
@@ -156,7 +155,8 @@ class NcclData(GpuBackend):
         return self._streams[self._turn % len(self._streams)]
 
     def _why_no_room(self, arrays: Sequence[GpuArray], wire: WireFormat) -> str:
-        _, elements = fused_offsets([array.size * wire.parts for array in arrays], wire.narrowest_bytes)
+        _, elements = fused_offsets([array.size * wire.parts for array in arrays],
+                                    min(wire.memory_bytes, wire.itemsize))
         nbytes = elements * wire.itemsize
         if nbytes > self._buffer_bytes:
             return f"{nbytes} bytes of {arrays[0].dtype.name} do not fit into a fusion buffer of {self._buffer_bytes}"

@@ -1,8 +1,8 @@
 """One NCCL communicator with its pipeline: the NCCL calls of each collective, and the copies before and after them.
 
 Buckets are packed and unpacked on one stream, and reduced on another, with events in between. One fusion buffer is
-packed while the other one is reduced. NcclData (data.py) deals the buckets out to several NcclStreams. All calls only
-enqueue work. Used by the engine's thread.
+packed while the other one is reduced. What needs no copies is only on the second stream. NcclData (data.py) deals the
+buckets out to several NcclStreams. All calls only enqueue work. Used by the engine's thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ...core.arithmetic import Scale
-from ..arrays import GpuArray, GpuDevice, GpuEvent
+from ..arrays import GpuArray, GpuDevice, GpuEvent, GpuStream
 from ..copy.plan import CopyJob, FusedCopies, KeptCopies
 from .types import DTYPES, UINT8, NcclCommunicator, NcclReduction, WireFormat
 
@@ -31,21 +31,22 @@ class NcclStream:
         # With priority over kernels of the training step. All ranks wait for the last one to begin a collective.
         self._copies, self._reductions = device.stream(is_urgent=True), device.stream(is_urgent=True)
         self._pending: tuple[GpuEvent, Callable[[], None]] | None = None  # event of a reduction, its unpack
-        self._turn = 0
-        self._lost = 0
+        self._awaited: Sequence[GpuEvent] = ()
+        self._begun: list[GpuStream] = []  # those that wait for these events
+        self._turn = self._lost = 0
 
     def guard_results(self, lost: int) -> None:
         """Turn all results into NaN from now on, once there is a number at the address `lost`, in pinned memory."""
         self._lost = lost
 
-    def wait_for(self, event: GpuEvent) -> None:
-        """Make all work enqueued from now on start after `event`."""
-        self._device.wait(self._copies, event)
+    def wait_for(self, events: Sequence[GpuEvent]) -> None:
+        """Make all work enqueued from now on start after these events."""
+        self._awaited, self._begun = events, []
 
-    def finish(self) -> GpuEvent:
-        """Return an event after all work enqueued so far."""
+    def finish(self) -> list[GpuEvent]:
+        """Return events after all work enqueued since `wait_for`."""
         self._unpack_pending()
-        return self._device.record(self._copies)
+        return [self._device.record(stream) for stream in self._begun]
 
     def reduce_directly(self, source: int, target: int, copies: KeptCopies, count: int, wire: WireFormat,
                         reduction: NcclReduction) -> None:
@@ -56,21 +57,28 @@ class NcclStream:
             copies: Of an array of `count` elements.
             count: Numbers in the tensor, more than 0.
         """
-        input_address = source if reduction.prescale == 1.0 else target
+        is_scaled_before, is_scaled_after = reduction.prescale != 1.0, not reduction.scale.is_identity
+
+        def reduce() -> None:
+            self.communicator.allReduce(target if is_scaled_before else source, target, count, DTYPES[wire.dtype],
+                                        reduction.operation, self._reductions.ptr)
+
+        if not (is_scaled_before or is_scaled_after):
+            self._run_directly(reduce, copies, [target], wire.memory_bytes)
+            return
 
         def pack() -> None:
-            if reduction.prescale != 1.0:
+            if is_scaled_before:
                 self._copy(copies.between([source], [target]),
                            CopyJob.between(wire.memory, wire.memory, Scale(reduction.prescale)))
 
         def unpack() -> None:
-            if not reduction.scale.is_identity:
+            if is_scaled_after:
                 self._copy(copies.between([target], [target]),
                            CopyJob.between(wire.memory, wire.memory, reduction.scale))
-            self._guard(copies.to([target]), wire.memory_bytes)
+            self._guard(copies.to([target]), wire.memory_bytes, self._copies)
 
-        self._run(pack, lambda: self.communicator.allReduce(
-            input_address, target, count, DTYPES[wire.dtype], reduction.operation, self._reductions.ptr), unpack)
+        self._run(pack, reduce, unpack)
 
     def reduce_packed(self, sources: Sequence[int], targets: Sequence[int], copies: FusedCopies, wire: WireFormat,
                       reduction: NcclReduction) -> None:
@@ -80,7 +88,7 @@ class NcclStream:
         def unpack() -> None:
             launches = copies.from_buffer(buffer, targets)
             self._copy(launches, CopyJob.between(wire.dtype, wire.memory, reduction.scale))
-            self._guard(launches, wire.memory_bytes)
+            self._guard(launches, wire.memory_bytes, self._copies)
 
         self._run(lambda: self._copy(copies.to_buffer(sources, buffer),
                                      CopyJob.between(wire.memory, wire.dtype, Scale(reduction.prescale))),
@@ -102,7 +110,7 @@ class NcclStream:
                     start += size
 
         if any(sizes):
-            self._run(_nothing, enqueue, lambda: self._guard_bytes([target], [sum(sizes)]))
+            self._run_directly(enqueue, KeptCopies([sum(sizes)]), [target])
 
     def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
         """Write the root's `sources` to `targets`, as one NCCL operation."""
@@ -113,8 +121,8 @@ class NcclStream:
                         self.communicator.broadcast(source.address, target.address, source.nbytes, UINT8, root_rank,
                                                     self._reductions.ptr)
 
-        self._run(_nothing, enqueue, lambda: self._guard_bytes([target.address for target in targets],
-                                                               [target.nbytes for target in targets]))
+        self._run_directly(enqueue, KeptCopies([target.nbytes for target in targets]),
+                           [target.address for target in targets])
 
     def reduce_scatter(self, rank: int, source: GpuArray, target: GpuArray, counts: Sequence[int], wire: WireFormat,
                        reduction: NcclReduction) -> None:
@@ -146,7 +154,7 @@ class NcclStream:
             launches = KeptCopies([parts[rank]]).between([output_address], [target.address])
             if not is_direct or not reduction.scale.is_identity:
                 self._copy(launches, CopyJob.between(wire.dtype, wire.memory, reduction.scale))
-            self._guard(launches, wire.memory_bytes)
+            self._guard(launches, wire.memory_bytes, self._copies)
 
         if any(parts):
             self._run(pack, enqueue, unpack)
@@ -164,7 +172,7 @@ class NcclStream:
                     sending, receiving = sending + to_peer, receiving + from_peer
 
         if any(sent) or any(received):
-            self._run(_nothing, enqueue, lambda: self._guard_bytes([target], [sum(received)]))
+            self._run_directly(enqueue, KeptCopies([sum(received)]), [target])
 
     # -- the pipeline -------------------------------------------------------------------------------------------------
 
@@ -173,7 +181,21 @@ class NcclStream:
         self._turn += 1
         return int(self._buffers[self._turn % BUFFERS].address)
 
+    def _begin(self, stream: GpuStream) -> None:
+        if stream not in self._begun:
+            self._begun.append(stream)
+            for event in self._awaited:
+                self._device.wait(stream, event)
+
+    def _run_directly(self, reduce: Callable[[], None], results: KeptCopies, targets: Sequence[int],
+                      itemsize: int = 1) -> None:
+        """Run what needs no copies. `results` are those at the addresses `targets`, of elements of `itemsize` bytes."""
+        self._begin(self._reductions)
+        reduce()
+        self._guard(results.to(targets), itemsize, self._reductions)
+
     def _run(self, pack: Callable[[], None], reduce: Callable[[], None], unpack: Callable[[], None]) -> None:
+        self._begin(self._copies)
         pack()
         self._device.wait(self._reductions, self._device.record(self._copies))
         reduce()
@@ -192,16 +214,8 @@ class NcclStream:
         for table, blocks in launches:
             self._device.batched_copy(table, blocks, job, self._copies)
 
-    def _guard(self, launches: Sequence[tuple[np.ndarray, int]], itemsize: int) -> None:
+    def _guard(self, launches: Sequence[tuple[np.ndarray, int]], itemsize: int, stream: GpuStream) -> None:
         """Guard the targets of copies, whose elements have `itemsize` bytes."""
         if self._lost:
             for table, _ in launches:
-                self._device.guard(table, itemsize, self._lost, self._copies)
-
-    def _guard_bytes(self, targets: Sequence[int], sizes: Sequence[int]) -> None:
-        if self._lost:
-            self._guard(KeptCopies(sizes).to(targets), 1)
-
-
-def _nothing() -> None:
-    """The pack of a collective without copies."""
+                self._device.guard(table, itemsize, self._lost, stream)

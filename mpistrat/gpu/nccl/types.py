@@ -3,6 +3,7 @@
 All numbers are those of NCCL 2.32. Shared by the modules of NCCL.
 """
 
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -77,12 +78,8 @@ class WireFormat(NamedTuple):
         """The bytes of a number in memory."""
         return _itemsize(self.memory)
 
-    @property
-    def narrowest_bytes(self) -> int:
-        """The bytes of a number in memory or on the wire, the smaller of the two, which decides on alignment."""
-        return min(_itemsize(self.memory), _itemsize(self.dtype))
 
-
+@cache
 def _itemsize(dtype: str) -> int:
     # numpy knows bfloat16 only with ml_dtypes.
     return np.dtype("uint16" if dtype == "bfloat16" else dtype).itemsize

@@ -13,8 +13,8 @@ import keras
 
 from ...api import runtime
 from ...api.elastic.state import Snapshot, keep_going
-from ...tensorflow.distribute import MPIStrategy
 from ...tensorflow.elastic import TensorFlowKerasState
+from .training import is_under_strategy
 
 logger = logging.getLogger(__name__)
 Logs = dict[str, Any] | None
@@ -148,7 +148,7 @@ def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, in
         if state.done_in:
             logger.info("fit %d of this script is skipped: the newest commit is one of fit %d", _fits, state.done_in)
             return keras.callbacks.History()
-        if not isinstance(model.distribute_strategy, MPIStrategy):
+        if not is_under_strategy(model):
             state.batch = state.batch * state.size // size
         state.size = size
         callback.state = state

@@ -1,5 +1,4 @@
-"""Makes fit add mpistrat's own callbacks, if several ranks train a model: those of its distributed optimizers, or of an
-MPIStrategy, which has its own checks and gets only the callback that measures.
+"""Makes fit add mpistrat's own callbacks, if several ranks train a model, with distributed optimizers or by a strategy.
 
 It also lets one rank run a callback that writes files to a path which other ranks name too; see written_once.py.
 
@@ -20,36 +19,35 @@ import tensorflow as tf
 from keras.callbacks import Callback, CallbackList
 
 from ...api import runtime
-from ...api.process_sets import global_process_set
 from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
 from ...elastic import membership
 from ...process import step_timer
 from ...process.step_timer import StepTimer
-from ...tensorflow.distribute import MPIStrategy
-from ...tensorflow.distribute.same_data import some_rows
-from ...tensorflow.names import eager
+from ...tensorflow.same_data import some_rows
 from .. import xla
+from .._private import trainer
 from ..callbacks import Logs
 from ..keras2_arguments import bound
 from ..patches import Function, replaces
 from .adapted import layers_of_inputs
 from .elastic_fit import Elastic, run_fit
 from .fit_checks import ChecksWithinEpochs, FitChecks
-from .fit_optimizers import FitOptimizers, fit_optimizers_of
 from .join_epochs import JoinEpochs
 from .row_counts import RowCount
 from .running_statistics import AverageStatistics
 from .throughput import FitThroughput
+from .training import DistributedTraining, Training, in_fit, training_of
 from .written_once import written_once
 
 logger = logging.getLogger(__name__)
 
 
-@replaces(keras.Model, "fit", "the ranks would not be compared, nor their running statistics averaged",
+@replaces(trainer.TensorFlowTrainer, "fit", "the ranks would not be compared, nor their running statistics averaged",
           "callbacks.on_train_begin()")
 def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) -> Any:
     call = bound(original, self, *args, **kwargs)
-    elastic = next((each for each in _users(call.arguments.get("callbacks")) if isinstance(each, Elastic)), None)
+    users = users_callbacks(call.arguments.get("callbacks"))
+    elastic = next((each for each in users if isinstance(each, Elastic)), None)
     if elastic is None or membership.current() is None:
         return _fit_once(original, self, call)
 
@@ -60,61 +58,70 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
 
 
 def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
-    optimizers = fit_optimizers_of(model)
-    if optimizers is not None:
+    training, timer = training_of(model), step_timer.current()
+    if isinstance(training, DistributedTraining):
         xla.follow_ranks(model)
-    is_strategys = isinstance(model.distribute_strategy, MPIStrategy)
-    process_set = optimizers.process_set if optimizers is not None else global_process_set
-    timer = step_timer.current()
-    if (optimizers is None and not is_strategys) or not (process_set.has_others() or timer):
+    if training is None or not (training.process_set.has_others() or timer):
         return original(*call.args, **call.kwargs)
     given = call.arguments.get("callbacks")
     own: list[Callback] = []
-    users = _users(given)
-    if process_set.has_others():
-        if optimizers is None:
-            own = [FitThroughput(eager("strategy/throughput"), global_process_set)]
-        else:
-            own = own_callbacks(optimizers, users, [call.arguments.get("x"), call.arguments.get("y")])
-            users = written_once(users, model, optimizers)
+    users = users_callbacks(given)
+    if training.process_set.has_others():
+        wrapped = written_once(users, training)
+        own = own_callbacks(training, users, wrapped, [call.arguments.get("x"), call.arguments.get("y")])
+        users = wrapped
     if timer is not None:
-        own, timer.is_in_fit = [*own, TimedSteps(timer, is_strategys)], True
+        own, timer.is_in_fit = [*own, TimedSteps(timer, training.is_under_strategy)], True
+    before = in_fit.get(model)
     try:
+        in_fit[model] = training
         with _extended(given, model, own, users) as callbacks:
             call.arguments["callbacks"] = callbacks
             return original(*call.args, **call.kwargs)
     finally:
         call.arguments["callbacks"] = given
+        if before is None:
+            del in_fit[model]
+        else:
+            in_fit[model] = before
         if timer is not None:
             timer.is_in_fit = False
 
 
-def _users(callbacks: object) -> list[Callback]:
+def users_callbacks(callbacks: object) -> list[Callback]:
     """The callbacks that the user has given to fit: one, a nested structure or a CallbackList."""
     if isinstance(callbacks, CallbackList):
         return list(callbacks.callbacks)
     return list(tf.nest.flatten(callbacks)) if callbacks else []
 
 
-def own_callbacks(optimizers: FitOptimizers, callbacks: list[Callback], inputs: list[Any]) -> list[Callback]:
-    """The callbacks that fit adds before those of the user. `inputs` are the arguments x and y of fit."""
-    own: list[Callback] = [JoinEpochs(optimizers)] if optimizers.joins else []
-    is_checked = not runtime.current().settings.consistency_check_disable
-    statistics = AverageStatistics(optimizers, callbacks, exchanges=not is_checked and not optimizers.joins) \
-        if optimizers.averages_statistics else None
-    if is_checked:
-        if optimizers.process_set.rank() == 0 and any(map(is_sharded_in_own_order, tf.nest.flatten(inputs))):
-            logger.warning("mpistrat: fit got a dataset that each rank shuffles in an order of its own before it takes "
-                           "its shard, so rows are read by several ranks or by none. %s", OWN_ORDER)
-        checks = FitChecks(optimizers, callbacks, digest_of_rows(inputs), statistics, layers_of_inputs(inputs))
-        own.append(checks)
-        every = runtime.current().settings.check_every
-        if every and not optimizers.joins:  # A rank that has joined makes no steps.
-            own.append(ChecksWithinEpochs(checks.require_equal_weights, every))
+def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[Callback],
+                  inputs: list[Any]) -> list[Callback]:
+    """The callbacks that fit adds before those of the user.
+
+    Args:
+        training: That of the model.
+        callbacks: Those of the user.
+        wrapped: What fit gets in their place.
+        inputs: The arguments x and y of fit.
+    """
+    own: list[Callback] = [JoinEpochs(training)] if isinstance(training, DistributedTraining) and training.joins else []
+    settings = runtime.current().settings
+    is_checked = not settings.consistency_check_disable
+    statistics = AverageStatistics(training, callbacks) if training.averages_statistics else None
+    has_own_rows = is_checked and not training.is_under_strategy
+    if has_own_rows and training.process_set.rank() == 0 and any(map(is_sharded_in_own_order, tf.nest.flatten(inputs))):
+        logger.warning("mpistrat: fit got a dataset that each rank shuffles in an order of its own before it takes "
+                       "its shard, so rows are read by several ranks or by none. %s", OWN_ORDER)
+    checks = FitChecks(training, callbacks, wrapped, digest_of_rows(inputs) if has_own_rows else 0, statistics,
+                       layers_of_inputs(inputs) if has_own_rows else [])
+    own.append(checks)
+    if is_checked and settings.check_every and not training.joins:  # A rank that has joined makes no steps.
+        own.append(ChecksWithinEpochs(checks.require_equal_weights, settings.check_every))
     if statistics is not None:
         own.append(statistics)
-    if is_checked:  # Only then: what checks that all ranks end fit together comes before it.
-        own.append(FitThroughput(f"{optimizers.name}/throughput", optimizers.process_set))
+    if is_checked or training.is_under_strategy:  # What checks that all ranks end fit together comes before it.
+        own.append(FitThroughput(f"{training.name}/throughput", training.process_set, lambda: checks.is_silent))
     return own
 
 
@@ -156,20 +163,20 @@ class TimedSteps(Callback):
         self._timer.end_script()
 
 
-def digest_of_rows(inputs: object) -> bytes:
-    """A digest of the shapes, and of rows at equal distances; b"" unless all inputs are arrays or tensors of numbers.
+def digest_of_rows(inputs: object) -> int:
+    """A digest of the shapes, and of rows at equal distances; 0 unless all inputs are arrays or tensors of numbers.
 
     `inputs` are the arguments x and y of fit: arrays in any structure. None is left out.
     """
-    digest = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=7)
     arrays = [each for each in tf.nest.flatten(inputs) if each is not None]
     for array in arrays:
         if not isinstance(array, np.ndarray | tf.Tensor) or not array.ndim or not len(array):
-            return b""
+            return 0
         rows = some_rows(array)
         if rows.dtype.hasobject:
-            return b""
+            return 0
         digest.update(f"{tuple(array.shape)} {rows.dtype}".encode())
         # By way of bytes: hashlib does not take bfloat16.
         digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
-    return digest.digest() if arrays else b""
+    return int.from_bytes(digest.digest(), "little") if arrays else 0

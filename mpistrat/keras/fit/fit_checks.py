@@ -1,14 +1,16 @@
 """FitChecks: the ranks make as many steps and epochs in fit, with callbacks that fit together, and stop together.
 
-All ranks exchange a few values when training begins, before each further epoch and when training ends, under one name.
-So a rank that stops alone meets the others' exchange, and every rank raises an error that says so. The decisions are
-functions of the values of all ranks, in fit_states.py.
+All ranks exchange a few values when training begins, in the first step of each epoch and when training ends, under one
+name. So a rank that stops alone meets the others' exchange, and every rank raises an error that says so. The decisions
+are functions of the values of all ranks, in fit_states.py. Under a strategy, which reduces metrics and ends all ranks'
+data together, the ranks exchange values when training begins only.
 
-In the first step of each epoch the ranks compare their learning rates, and where the first reductions cannot compare
-the weights also digests of these. When an epoch ends they compare the weights and the state of the optimizers;
+In that step the ranks compare their learning rates, and where the first reductions cannot compare the weights also
+digests of these. When an epoch ends they compare the weights and the state of the optimizers;
 ChecksWithinEpochs lets them do so within an epoch.
 """
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,10 +26,10 @@ from ...tensorflow.consistency import describe_weights, differing, digests_of_we
 from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.gradients import label_of
 from ...tensorflow.identity_set import IdentitySet
-from .._private import all_layers, non_trainable_variables
+from ...tensorflow.types import Variable
+from .._private import all_layers
 from ..callbacks import BroadcastGlobalVariablesCallback, Logs
 from .adapted import Adapted, adapted_in, problem_of_adapted
-from .fit_optimizers import FitOptimizers, compared_in
 from .fit_states import (
     COLLECTIVE,
     Begin,
@@ -39,13 +41,16 @@ from .fit_states import (
     problem_between_epochs,
     problem_of_rates,
     readers,
+    reads_logs,
     setters,
     setters_on_some,
 )
 from .join_epochs import use_longest_epoch
 from .metric_means import MetricMeans
-from .rates import rates_of
+from .rates import rates_of, require_equal_rates
 from .running_statistics import AverageStatistics, schedules_of
+from .training import StrategyTraining, Training
+from .written_once import Entry, WrittenOnce, entry_of, is_backup, role_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,21 +61,23 @@ class FitChecks(Callback):
     """Checks that the ranks train in the same way, and averages metrics that callbacks read. Collective; fit adds it.
 
     Args:
-        optimizers: Those of the model.
+        training: That of the model.
         callbacks: The callbacks of fit on this rank.
-        rows: A digest of some rows of the arrays that fit got; b"" for other inputs.
+        wrapped: What fit gets in their place.
+        rows: A digest of some rows of the arrays that fit got; 0 for other inputs.
         statistics: Gets the schedules of the callbacks of all ranks that save the model within an epoch.
         layers: Those that the pipelines of the input call.
     """
 
     async_safe = True  # Keras may call on_train_batch_end in another thread; it waits for it before on_epoch_end.
 
-    def __init__(self, optimizers: FitOptimizers, callbacks: Sequence[Callback], rows: bytes,
+    def __init__(self, training: Training, callbacks: Sequence[Callback], wrapped: Sequence[Callback], rows: int,
                  statistics: AverageStatistics | None, layers: Sequence[keras.layers.Layer]):
         super().__init__()
-        self._layers = layers
-        self._optimizers, self._callbacks, self._rows, self._statistics = optimizers, callbacks, rows, statistics
-        self._name, self._process_set, self._joins = optimizers.name, optimizers.process_set, optimizers.joins
+        self._layers, self._wrapped = layers, wrapped
+        self._training, self._callbacks, self._rows, self._statistics = training, callbacks, rows, statistics
+        self._name, self._process_set, self._joins = training.name, training.process_set, training.joins
+        self._is_checked = not runtime.current().settings.consistency_check_disable
         self._averages_metrics = self._names_steps = self._compares_rates = False
         self._means = MetricMeans(self._process_set)
         self._weights_to_compare = 0  # in so many steps
@@ -78,22 +85,67 @@ class FitChecks(Callback):
         self._differed: set[str] = set()  # what differed in the latest step that was compared
         self._epochs: int | None = None
         self._batches = 0
+        self.is_silent = False  # whether the first rank prints nothing
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Raises MismatchError on every rank, when the ranks begin differently."""
         self._epochs = None
-        params = self.params or {}
-        begins = self._exchange(Begin(
+        training, is_silent = self._training, not (self.params or {}).get("verbose", 0)
+        usual_rows = training.usual_rows if isinstance(training, StrategyTraining) else 0
+        begins, marks = self._exchange(self._begin(), [self._rows, usual_rows, is_silent])
+        self.is_silent = bool(marks[0][2])
+        if isinstance(training, StrategyTraining):
+            training.begin(max(rows for _, rows, _ in marks), any(begin.reads_logs for begin in begins))
+        if self._statistics is not None and not self._joins:
+            self._statistics.schedules = [schedule for begin in begins for schedule in begin.saves]
+        if self._is_checked:
+            self._check_begin(begins, [digest for digest, *_ in marks])
+        self._assign_roles([begin.entries for begin in begins])
+        for callback in self._callbacks:
+            if isinstance(callback, BroadcastGlobalVariablesCallback):
+                callback.first_steps = training.first_steps
+
+    def _begin(self) -> Begin:
+        """The state of this rank."""
+        training, params = self._training, self.params or {}
+        entries = tuple(entry_of(callback, training) for callback in self._callbacks)
+        saves = schedules_of(self._callbacks)
+        if training.is_under_strategy:
+            total = b"".join(digests_of_weights(self._trained())) if self._is_checked else b""
+            return Begin(None, params.get("epochs"), 0, (), (), True, saves=saves, entries=entries,
+                         reads_logs=any(map(reads_logs, self._callbacks)), rates=rates_of(training.parts),
+                         total=hashlib.blake2b(total, digest_size=8).digest())
+        return Begin(
             params.get("steps"), params.get("epochs"), len(self.model.weights),
             tuple(sorted({cls.__name__ for cls in COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
-            tuple(readers(self._callbacks)), self._optimizers.averages_statistics, self._joins,
-            self._optimizers.accumulates, self._optimizers.leaves_weights_uncompared, self._rows,
-            schedules_of(self._callbacks), self._adapted(),
-            any(reducer.has_local for reducer in self._optimizers.reducers)))
+            tuple(readers(self._callbacks)), training.averages_statistics, self._joins, training.accumulates,
+            training.leaves_weights_uncompared, saves, self._adapted() if self._is_checked else (), training.has_local,
+            entries)
+
+    def _trained(self) -> list[Variable]:
+        return self._training.shared(self.model.trainable_variables)
+
+    def _assign_roles(self, entries: list[tuple[Entry, ...]]) -> None:
+        """Tell the callbacks that write files which ranks run them."""
+        backups = [rank for rank, of_rank in enumerate(entries) if any(is_backup(entry) for entry in of_rank)]
+        if self._training.is_under_strategy and 0 < len(backups) < len(entries):
+            raise MismatchError(f"only ranks {rank_list(backups)} have a BackupAndRestore, and the others would not "
+                                "begin where those do. Give it to all ranks; only the chief writes.")
+        topology = self._process_set.group("fit").topology
+        for callback, entry in zip(self._wrapped, entries[topology.rank], strict=True):
+            if isinstance(callback, WrittenOnce):
+                callback.assign(role_of(entry, topology.rank, entries, topology.host_of))
+
+    def _check_begin(self, begins: list[Begin], rows: list[int]) -> None:
+        """Raise MismatchError if the ranks begin differently, and prepare what is checked later."""
         problem = problem_at_begin(begins)
         warning, may_go_on = problem_of_adapted([begin.adapted for begin in begins])
         if problem or not (may_go_on or any(begin.has_local for begin in begins)):
             raise MismatchError(f"fit{self._numbering()}: {problem or warning}")
+        require_equal_rates([begin.rates for begin in begins], "fit: when training begins")
+        if len({begin.total for begin in begins}) > 1:
+            require_equal_weights(self._trained(), f"{self._name}/weights", "fit: when training begins",
+                                  causes=self._training.causes)
         if warning and self._process_set.rank() == 0:
             logger.warning("mpistrat: fit%s: %s", self._numbering(), warning)
         if self._joins:
@@ -103,27 +155,24 @@ class FitChecks(Callback):
         if found and self._process_set.rank() == 0:
             logger.info("rank 0: fit averages the metrics over the ranks at the end of each epoch, for %s on ranks %s",
                         ", ".join(sorted({name for names in found.values() for name in names})), rank_list(found))
-        if self._process_set.rank() == 0 and have_same_rows(begins):
+        if self._process_set.rank() == 0 and have_same_rows(rows):
             warn_of_equal_data("fit got the same rows on all of them")
         # With "join" the ranks may have different steps.
         if any(begin.compares_weights for begin in begins) and not self._joins:
             self._weights_to_compare = _COMPARED_STEPS
-        if self._statistics is not None and not self._joins:
-            self._statistics.schedules = [schedule for begin in begins for schedule in begin.saves]
         self._names_steps = not self._joins and any(begin.steps is None for begin in begins) \
-            and not any(begin.accumulates for begin in begins)
-        for callback in self._callbacks:
-            if isinstance(callback, BroadcastGlobalVariablesCallback):
-                callback.first_steps = self._optimizers.first_steps
+            and not any(begin.accumulates for begin in begins) and not self._training.is_under_strategy
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, when some rank is elsewhere."""
-        self._require_together(Progress(epoch))  # In the first epoch too: ranks may begin in different ones.
-        self._epochs, self._batches, self._compares_rates = epoch, 0, True
+        """Raises MismatchError on every rank, when some rank is elsewhere. The first step tells, if all ranks have one.
+        """
+        if self._is_checked and self._joins:
+            self._require_together(Progress(epoch))  # In the first epoch too: ranks may begin in different ones.
+        self._epochs, self._batches, self._compares_rates = epoch, 0, not self._training.is_under_strategy
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Raises MismatchError on every rank, when the ranks train different weights, or with different rates."""
-        if self._weights_to_compare or self._compares_rates:
+        if self._is_checked and (self._weights_to_compare or self._compares_rates):
             self._compare(batch)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -132,12 +181,15 @@ class FitChecks(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Raises an error of the engine, when this rank has stopped within the epoch, and others go on."""
         self._epochs = epoch + 1
+        if not self._is_checked:
+            return
         is_within = self._batches < ((self.params or {}).get("steps") or 0)
         if self._names_steps:
             self._require_ended(f"ended epoch {self._epochs} after {self._batches} steps")
-        elif self.model.stop_training and is_within and not self._joins:  # If it joins, the others go on without it.
+        elif self.model.stop_training and is_within and not self._joins \
+                and not self._training.is_under_strategy:  # If it joins, the others go on without it.
             self._require_ended(f"stopped within epoch {self._epochs}")
-        for first_steps in self._optimizers.first_steps:
+        for first_steps in self._training.first_steps:
             first_steps.conclude()  # It says more of weights that were never equal.
         self.require_equal_weights(f"fit: at the end of epoch {self._epochs}")
         if self._averages_metrics:
@@ -145,7 +197,8 @@ class FitChecks(Callback):
 
     def on_train_end(self, logs: Logs = None) -> None:
         """As on_epoch_begin."""
-        self._require_together(Progress(self._epochs or 0, True, self._cause()))
+        if self._is_checked and not self._training.is_under_strategy:
+            self._require_together(Progress(self._epochs or 0, True, self._cause()))
 
     def require_equal_weights(self, place: str) -> None:
         """Compare what is the same on all ranks in a right program: weights, and the state of the optimizers.
@@ -156,12 +209,18 @@ class FitChecks(Callback):
         Raises:
             MismatchError: On every rank, when ranks differ and MPISTRAT_CHECK_ACTION is abort.
         """
-        own = IdentitySet([*non_trainable_variables(self.model), *(
-            v for c in self._callbacks if isinstance(c, BroadcastGlobalVariablesCallback) for v in c.local)])
-        variables = IdentitySet([*self.model.weights, *compared_in(self._optimizers.parts)])
-        require_equal_weights(self._optimizers.shared([v for v in variables if v not in own]),
-                              f"{self._name}/weights", place, self._process_set, self._suspects,
-                              action=runtime.current().settings.check_action)
+        training = self._training
+        own = IdentitySet(v for c in self._callbacks if isinstance(c, BroadcastGlobalVariablesCallback)
+                          for v in c.local)
+        rates = rates_of(training.parts) if training.is_under_strategy else ()
+
+        def compare_rates() -> None:
+            require_equal_rates(array_ops.allgather_object(rates, f"{self._name}/rates", self._process_set),
+                                      place)
+
+        require_equal_weights([v for v in training.compared() if v not in own], f"{self._name}/weights", place,
+                              self._process_set, self._suspects, training.causes,
+                              runtime.current().settings.check_action, (repr(rates).encode(), compare_rates))
 
     def _adapted(self) -> tuple[Adapted, ...]:
         """The state of the layers that learn by adapt()."""
@@ -169,12 +228,13 @@ class FitChecks(Callback):
         is_broadcast = any(isinstance(callback, BroadcastGlobalVariablesCallback) for callback in self._callbacks)
         return adapted_in(layers, is_broadcast) + adapted_in([e for e in self._layers if e not in layers], False)
 
-    def _exchange(self, state: State) -> list[Any]:
-        """The states of all ranks, all of one class. Collective."""
-        states: list[Any] = array_ops.allgather_object(state, f"{self._name}/fit", self._process_set)
+    def _exchange(self, state: State, marks: Sequence[int] = (0, 0, 0)) -> tuple[list[Any], list[list[int]]]:
+        """The states of all ranks, all of one class, and their marks. Collective; see Group.exchange."""
+        states: list[Any]
+        states, of_ranks = array_ops.exchange(state, marks, f"{self._name}/fit", self._process_set)
         if len(set(map(type, states))) > 1:
             raise MismatchError(f"fit{self._numbering()}: {problem_between_epochs(states)}")
-        return states
+        return states, of_ranks
 
     def _numbering(self) -> str:
         """How to read the numbers of ranks in a message."""
@@ -183,7 +243,7 @@ class FitChecks(Callback):
 
     def _require_together(self, state: Progress | Step) -> list[Any]:
         """The states of all ranks, as _exchange. Raises MismatchError unless all are at the same place."""
-        states = self._exchange(state)
+        states, _ = self._exchange(state)
         problem = problem_between_epochs(states)
         if problem:
             raise MismatchError(f"fit{self._numbering()}: {problem}")
@@ -191,10 +251,10 @@ class FitChecks(Callback):
 
     def _compare(self, batch: int) -> None:
         """Raise MismatchError if weights or rates differ before two steps. They may be broadcast after the first."""
-        variables = self._optimizers.shared(self.model.trainable_variables) if self._weights_to_compare else []
+        variables = self._trained() if self._weights_to_compare else []
         states: list[Step] = self._require_together(
             Step(self._epochs or 0, batch + 1, tuple(digests_of_weights(variables)),
-                 rates_of(self._optimizers.parts), setters(self._callbacks)))
+                 rates_of(self._training.parts), setters(self._callbacks)))
         problems = {}
         if self._weights_to_compare:
             self._weights_to_compare -= 1
@@ -242,9 +302,8 @@ class FitChecks(Callback):
 class ChecksWithinEpochs(Callback):
     """Calls `check` before a batch when so many have passed, in the epoch or since the last call. Collective.
 
-    So weights that drift apart are found within an epoch. fit adds it; under MPIStrategy the list of callbacks does.
-    With steps_per_execution it is before the next execution. Nothing is called after a batch, because Keras may do that
-    in another thread while the next step runs.
+    So weights that drift apart are found within an epoch. fit adds it. With steps_per_execution it is before the next
+    execution. Nothing is called after a batch, because Keras may do that in another thread while the next step runs.
 
     Args:
         check: Gets the place for messages: "fit: before batch 1001 of epoch 3".

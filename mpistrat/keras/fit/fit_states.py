@@ -6,16 +6,29 @@ The ranks may have different callbacks, as with a ModelCheckpoint on the chief.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keras.callbacks import Callback, EarlyStopping, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau
+from keras.callbacks import (
+    BackupAndRestore,
+    Callback,
+    EarlyStopping,
+    History,
+    LearningRateScheduler,
+    ModelCheckpoint,
+    ProgbarLogger,
+    ReduceLROnPlateau,
+    TensorBoard,
+)
 
 from ...core.topology import describe_by_rank, rank_list
 from ..callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
 from .adapted import Adapted
 from .rates import different_rate
 from .running_statistics import SaveSchedule
+from .written_once import Entry
 
 # They communicate, so all ranks must have them.
 COLLECTIVE = (BroadcastGlobalVariablesCallback, MetricAverageCallback)
+# These have a method that runs after a batch, but it ignores the logs or only displays them.
+_READ_NO_LOGS = (ProgbarLogger, History, BackupAndRestore)
 
 
 @dataclass(frozen=True)
@@ -32,10 +45,13 @@ class Begin:
         joins: Whether ranks with fewer steps join at the end of each epoch.
         accumulates: Whether gradients are accumulated, so that ranks with different steps may make as many updates.
         compares_weights: Whether fit compares the weights in its first steps, since the reductions do not.
-        rows: A digest of some rows of the arrays that fit got; b"" for other inputs.
         saves: When callbacks save the model within an epoch.
         adapted: What the layers of the model and of tf.data pipelines have learned.
         has_local: Whether variables are local to each rank, for whose layers a rank may have learned its own.
+        entries: The callbacks, as ranks that write files compare them.
+        reads_logs: Whether a callback may read the logs of a batch. For a strategy, which reduces them then.
+        rates: What the optimizers multiply by, with labels. For a strategy; otherwise the first step tells.
+        total: A digest of the weights. Likewise.
     """
 
     steps: int | None
@@ -47,10 +63,13 @@ class Begin:
     joins: bool = False
     accumulates: bool = False
     compares_weights: bool = False
-    rows: bytes = b""
     saves: tuple[SaveSchedule, ...] = ()
     adapted: tuple[Adapted, ...] = ()
     has_local: bool = False
+    entries: tuple[Entry, ...] = ()
+    reads_logs: bool = False
+    rates: tuple[tuple[str, float], ...] = ()
+    total: bytes = b""
 
     def __str__(self) -> str:
         return "begin to train"
@@ -94,7 +113,8 @@ class Step:
     setters: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"begin step {self.step} of epoch {self.epochs + 1}"
+        epoch = self.epochs + 1
+        return f"begin step {self.step} of epoch {epoch}" if self.step > 1 else f"go on to epoch {epoch}"
 
 
 State = Begin | Progress | Step
@@ -110,6 +130,18 @@ def readers(callbacks: Sequence[Callback]) -> list[str]:
                 isinstance(callback, ModelCheckpoint) and callback.save_best_only):
             found.append(type(callback).__name__)
     return found
+
+
+def reads_logs(callback: Callback) -> bool:
+    """Whether a callback may read the logs of a batch."""
+    if isinstance(callback, _READ_NO_LOGS) or getattr(callback, "save_freq", None) == "epoch":
+        return False
+    if isinstance(callback, TensorBoard):
+        return callback.update_freq != "epoch"
+    if type(callback).__module__.startswith("mpistrat."):
+        return isinstance(callback, ModelCheckpoint)  # No other callback of mpistrat reads them.
+    return not all(getattr(getattr(callback, name), "_is_default", False)
+                   for name in ("on_batch_end", "on_train_batch_end", "on_test_batch_end"))
 
 
 def setters(callbacks: Sequence[Callback]) -> tuple[str, ...]:
@@ -187,6 +219,6 @@ def problem_between_epochs(states: Sequence[State]) -> str:
     return f"the ranks are at different places: {describe_by_rank(states, 'ranks {ranks} {value}')}. {advice}"
 
 
-def have_same_rows(begins: Sequence[Begin]) -> bool:
-    """Whether all ranks got the same rows, as far as they can be compared."""
-    return len(begins) > 1 and begins[0].rows != b"" and len({begin.rows for begin in begins}) == 1
+def have_same_rows(digests: Sequence[int]) -> bool:
+    """Whether all ranks got the same rows, as far as they can be compared. Each has a digest of some; 0 for others."""
+    return len(digests) > 1 and digests[0] != 0 and len(set(digests)) == 1

@@ -12,7 +12,7 @@ import numpy as np
 from ...api import ops as array_ops
 from ...tensorflow.ops import broadcast_
 from ..callbacks import LearningRateScheduleCallback, Logs
-from .fit_optimizers import FitOptimizers
+from .training import DistributedTraining
 
 
 class JoinEpochs(keras.callbacks.Callback):
@@ -24,9 +24,9 @@ class JoinEpochs(keras.callbacks.Callback):
     to join: where gradients are accumulated, a batch may need no other rank.)
     """
 
-    def __init__(self, optimizers: FitOptimizers):
+    def __init__(self, training: DistributedTraining):
         super().__init__()
-        self._optimizers = optimizers
+        self._training = training
         self._has_joined = True
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -42,14 +42,14 @@ class JoinEpochs(keras.callbacks.Callback):
         if self._has_joined:
             return
         self._has_joined = True
-        process_set = self._optimizers.process_set
+        process_set = self._training.process_set
         array_ops.join(process_set)
-        calls = array_ops.allgather([self._optimizers.calls], f"{self._optimizers.name}/calls", process_set)
-        variables = [*self.model.trainable_variables, *self._optimizers.variables]
+        calls = array_ops.allgather([self._training.calls], f"{self._training.name}/calls", process_set)
+        variables = [*self.model.trainable_variables, *self._training.variables]
         ranks = process_set.ranks
         assert ranks is not None  # The set has been registered: it has joined.
         most = ranks[int(np.argmax(calls))]  # Of ranks with as many batches the first; a root is a rank of the job.
-        broadcast_(self._optimizers.shared(variables), most, f"{self._optimizers.name}/joined", process_set)
+        broadcast_(self._training.shared(variables), most, f"{self._training.name}/joined", process_set)
 
 
 def use_longest_epoch(callbacks: Sequence[keras.callbacks.Callback], steps: Sequence[int | None]) -> None:

@@ -11,6 +11,7 @@ import keras
 from keras.optimizers import Optimizer
 from keras.optimizers.schedules import LearningRateSchedule
 
+from ...core.errors import MismatchError
 from ...core.topology import describe_by_rank
 from ..nested_optimizers import passes_on
 
@@ -45,6 +46,14 @@ def different_rate(of_ranks: Sequence[Sequence[tuple[str, float]]]) -> str:
             found = describe_by_rank([f"{value:.6g}" for value in numbers])
             return f"the ranks have different values of the {label}: {found}. Their weights would drift apart."
     return ""
+
+
+def require_equal_rates(of_ranks: Sequence[Sequence[tuple[str, float]]], place: str) -> None:
+    """Raise MismatchError if the ranks have different rates. `place` is for its text: "fit: at the end of epoch 3"."""
+    different = different_rate(of_ranks)
+    if different:
+        raise MismatchError(f"{place} {different} Set it to the same value on all ranks, and give all ranks the same "
+                            "callbacks.")
 
 
 def _rates_of_one(optimizer: Optimizer) -> dict[str, float]:

@@ -9,26 +9,23 @@ the gradients of all.
 Called by what mpistrat adds to fit, and under a strategy; averaging is collective.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
-from keras.callbacks import Callback, ModelCheckpoint
+from keras.callbacks import BackupAndRestore, Callback, ModelCheckpoint
 
-from ...api import ops as array_ops
 from ...core.request import Average, Max, ReduceOp, ScaledOp, Sum
 from ...tensorflow.bridge.buckets import reduce_list
+from ...tensorflow.bridge.reduce_spec import ReduceSpec
 from ...tensorflow.gradients import label_of
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.list_ops import number_of
 from .._private import non_trainable_variables
 from ..callbacks import Logs
-from .fit_optimizers import FitOptimizers
-
-# Takes an operation, variables and their labels, and returns the reduced values. Collective.
-Reduce = Callable[[ReduceOp, list[keras.Variable], list[str]], list[tf.Tensor]]
+from .training import Training
 
 
 def running_statistics(model: keras.Model) -> list[keras.Variable]:
@@ -41,10 +38,6 @@ def counters(model: keras.Model) -> list[keras.Variable]:
     return [v for v in _state(model) if v.dtype in ("int32", "int64") and not _is_aggregated(v)]
 
 
-def _sums(model: keras.Model) -> list[keras.Variable]:
-    return [variable for variable in _state(model) if getattr(variable, "aggregation", "none") == "sum"]
-
-
 def _state(model: keras.Model) -> list[keras.Variable]:
     return list(IdentitySet(non_trainable_variables(model)))
 
@@ -53,20 +46,26 @@ def _is_aggregated(variable: keras.Variable) -> bool:
     return getattr(variable, "aggregation", "none") in ("sum", "only_first_replica")
 
 
-def average_state(model: keras.Model, accumulators: Sequence[keras.Variable], reduce: Reduce,
-                  shared: Callable[[list[keras.Variable]], list[keras.Variable]] = list) -> None:
+def average_statistics(training: Training) -> None:
     """Set running statistics and sums of gradients on all ranks to their mean, counters to the largest. Collective.
 
-    Args:
-        model: The model, whose layers have the statistics and the counters.
-        accumulators: The sums of gradients of its optimizers.
-        reduce: Reduces the values of variables.
-        shared: Takes variables, and leaves out those that are local to each rank.
+    Variables that are local to each rank stay as they are.
     """
-    for op, variables in ((Average, [*running_statistics(model), *accumulators]), (Max, counters(model))):
-        reduced = shared(variables)
-        for variable, value in zip(reduced, reduce(op, reduced, [label_of(v) for v in reduced]), strict=True):
+    model = training.model
+    for op, variables in ((Average, [*running_statistics(model), *training.accumulators]), (Max, counters(model))):
+        shared = training.shared(variables)
+        for variable, value in zip(shared, _reduced(training, op, shared), strict=True):
             variable.assign(value)
+
+
+def _reduced(training: Training, op: ReduceOp, variables: list[keras.Variable],
+             before: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+    """The values of variables, less those before, reduced over the ranks. Collective."""
+    tensors = [training.value_of(v) for v in variables]
+    tensors = [t - b for t, b in zip(tensors, before, strict=True)] if before else tensors
+    name = f"{training.name}/statistics"
+    return reduce_list(tensors, ReduceSpec(f"{name}/{op.name}", ScaledOp(op), [label_of(v) for v in variables],
+                                           process_set=number_of(training.process_set, name)))
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,8 @@ _schedules: WeakKeyDictionary[Callback, SaveSchedule] = WeakKeyDictionary()
 def schedules_of(callbacks: Sequence[Callback]) -> tuple[SaveSchedule, ...]:
     """The schedules of those callbacks that save the model within an epoch."""
     return tuple(_schedules.setdefault(callback, SaveSchedule(callback.save_freq)) for callback in callbacks
-                 if isinstance(callback, ModelCheckpoint) and callback.save_freq != "epoch")
+                 if isinstance(callback, ModelCheckpoint | BackupAndRestore)
+                 and callback.save_freq and callback.save_freq != "epoch")
 
 
 class AverageStatistics(Callback):
@@ -110,31 +110,22 @@ class AverageStatistics(Callback):
     model. Validation in fit comes before it, with each rank's own statistics.
 
     Args:
-        optimizers: Those of the model.
+        training: That of the model.
         callbacks: The callbacks of fit on this rank.
-        exchanges: Whether it exchanges the schedules of the ranks when training begins.
 
     Attributes:
-        schedules: Those of the callbacks of all ranks that save within an epoch. Without `exchanges` FitChecks sets
-            them.
+        schedules: Those of the callbacks of all ranks that save within an epoch. FitChecks sets them.
     """
 
-    def __init__(self, optimizers: FitOptimizers, callbacks: Sequence[Callback], exchanges: bool):
+    def __init__(self, training: Training, callbacks: Sequence[Callback]):
         super().__init__()
-        self._name, self._optimizers = f"{optimizers.name}/statistics", optimizers
-        self._callbacks, self._exchanges = callbacks, exchanges
+        self._training, self._callbacks = training, callbacks
         self.schedules: list[SaveSchedule] = []
         self._summed: dict[int, tf.Tensor] = {}  # the value that all ranks had last, by the variable's id
 
-    def on_train_begin(self, logs: Logs = None) -> None:
-        if self._exchanges:
-            of_ranks = array_ops.allgather_object(schedules_of(self._callbacks), f"{self._name}/saves",
-                                                  self._optimizers.process_set)
-            self.schedules = [schedule for of_rank in of_ranks for schedule in of_rank]
-
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         # Not when training begins: variables may be broadcast then.
-        for variable in _sums(self.model):
+        for variable in self._sums():
             self._summed.setdefault(id(variable), tf.convert_to_tensor(variable))
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -148,19 +139,17 @@ class AverageStatistics(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         self._average()
 
+    def _sums(self) -> list[keras.Variable]:
+        """The variables that get what all ranks have added to them. Under a strategy assign_add does it at once."""
+        return [] if self._training.is_under_strategy else [
+            variable for variable in _state(self.model) if getattr(variable, "aggregation", "none") == "sum"]
+
     def _average(self) -> None:
-        average_state(self.model, self._optimizers.accumulators, self._reduced, self._optimizers.shared)
-        variables = self._optimizers.shared(_sums(self.model))
+        average_statistics(self._training)
+        variables = self._training.shared(self._sums())
         # A variable that the first step has made began at zero.
         before = [self._summed.get(id(v), tf.zeros(v.shape, v.dtype)) for v in variables]
-        added = self._reduced(Sum, variables, [label_of(v) for v in variables], before)
-        for variable, value, increment in zip(variables, before, added, strict=True):
+        for variable, value, increment in zip(variables, before, _reduced(self._training, Sum, variables, before),
+                                              strict=True):
             variable.assign(value + increment)
             self._summed[id(variable)] = value + increment
-
-    def _reduced(self, op: ReduceOp, variables: list[keras.Variable], labels: list[str],
-                 before: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
-        tensors = [tf.convert_to_tensor(v) for v in variables]
-        tensors = [t - b for t, b in zip(tensors, before, strict=True)] if before else tensors
-        return reduce_list(tensors, f"{self._name}/{op.name}", ScaledOp(op), labels=labels,
-                           process_set=number_of(self._optimizers.process_set, self._name))

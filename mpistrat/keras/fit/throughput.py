@@ -5,10 +5,11 @@ Only training counts, not validation or the first step, in which TensorFlow trac
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
+import numpy as np
 from keras.callbacks import Callback
 
 from ...api import ops as array_ops
@@ -16,8 +17,8 @@ from ...api import runtime
 from ...api.process_sets import ProcessSet, global_process_set, resolved
 from ...api.time_shares import time_shares
 from ...core.slowest import figure, shares_of
-from .fit_optimizers import name_in_fit
 from .row_counts import UNKNOWN, RowCount
+from .training import name_in_fit
 
 Logs = dict[str, Any] | None
 
@@ -143,22 +144,27 @@ class Throughput(Callback):
 
 
 class FitThroughput(Throughput):
-    """Prints the speed of the whole of fit on the first rank of a process set. Collective, as `name`; fit adds it."""
+    """Prints the speed of the whole of fit on the first rank of a process set. Collective, as `name`; fit adds it.
 
-    def __init__(self, name: str, process_set: ProcessSet):
+    Args:
+        is_silent: Whether the first rank prints nothing; the same on all ranks, which exchange nothing then.
+    """
+
+    def __init__(self, name: str, process_set: ProcessSet, is_silent: Callable[[], bool]):
         super().__init__(process_set)
-        self._name, self._work = name, Work(0, 0, 0.0)
+        self._name, self._work, self._is_silent = name, Work(0, 0, 0.0), is_silent
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if self._rows is not None:
             self._work += self._work_since_begin(self._rows)
 
     def on_train_end(self, logs: Logs = None) -> None:
-        works = array_ops.allgather_object(self._work, self._name, self._process_set)
+        if self._is_silent():
+            return
+        numbers = array_ops.allgather(np.array([astuple(self._work)]), self._name, self._process_set)
+        works = [Work(int(rows), int(steps), *seconds) for rows, steps, *seconds in numbers.tolist()]
         speed = speed_of(works)
-        # A list of callbacks that the user has made may have no parameters.
-        is_silent = not (self.params or {}).get("verbose", 0)
-        if self._process_set.rank() == 0 and not is_silent and not math.isnan(speed.per_second):
+        if self._process_set.rank() == 0 and not math.isnan(speed.per_second):
             host_of = runtime.current().topology.host_of
             names = [f"rank {rank} on {host_of[rank]}" for rank in self._process_set.ranks or range(len(works))]
             print(line_of(speed, works, names), flush=True)

@@ -1,6 +1,6 @@
 """Callbacks that write files in fit of several ranks: if several ranks name the same path, one rank runs the callback.
 
-The ranks exchange their callbacks and paths before fit makes its list of callbacks. The other ranks wait until the
+The ranks exchange their callbacks and paths when training begins (fit_checks.py). The other ranks wait until the
 callback has written, when training begins and ends and at the end of each epoch, if all ranks have their common
 callbacks in the same order. Otherwise waiting could be a deadlock, and the ranks meet when the next epoch begins.
 
@@ -8,25 +8,27 @@ Only Keras' own classes are run by one rank. A class that is derived from them m
 ranks; whole_files.py keeps their models whole. `role_of` is pure.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.callbacks import BackupAndRestore, Callback, CSVLogger, ModelCheckpoint, TensorBoard
 
-from ...api import ops as array_ops
 from ...core.errors import MismatchError
-from ...tensorflow.distribute import files
-from ..callbacks import Logs, broadcast_state
-from .fit_optimizers import FitOptimizers, optimizers_of
+from ...tensorflow import files
+from ..callbacks import broadcast_state
+from .training import Training, optimizers_of
 
 # The classes, and the attribute that has the path of the files.
 _PATHS = {ModelCheckpoint: "filepath", BackupAndRestore: "backup_dir", CSVLogger: "filename", TensorBoard: "log_dir"}
 _INITIAL_EPOCH = "_initial_epoch"  # of a model; fit of an old Keras begins anew, with the weights of the backup
 _HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
+_MEETINGS = ("on_train_begin", "on_epoch_end", "on_train_end")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ class Role:
     meets: bool
 
 
+def is_backup(entry: Entry) -> bool:
+    return entry.kind == BackupAndRestore.__name__
+
+
 def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of: Sequence[str]) -> Role:
     """The role of a rank in running `entry`, given the callbacks of each rank in their order, and the host of each.
 
@@ -67,11 +73,11 @@ def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of
     # A callback that a rank has once more than the others does not communicate.
     common = {each for each in entries[0] if each.kind and len({of_rank.count(each) for of_rank in entries}) == 1}
     is_in_order = len({tuple(each for each in of_rank if each in common) for of_rank in entries}) == 1
-    is_backup = entry.kind == BackupAndRestore.__name__
     # Ranks that restore a backup must all begin where it ends.
-    if not entry.path or sum(entry in of_rank for of_rank in entries) == 1 or (is_backup and entry not in common):
+    if not entry.path or sum(entry in of_rank for of_rank in entries) == 1 \
+            or (is_backup(entry) and entry not in common):
         return Role(runs=True, meets=False)
-    if is_backup and not is_in_order:
+    if is_backup(entry) and not is_in_order:
         raise MismatchError("the ranks have their callbacks in different orders, and a BackupAndRestore among them. "
                             "Give all ranks the same order.")
     runs = not any(other == entry and (host_of[before] == host_of[rank] or other.place == entry.place)
@@ -79,30 +85,23 @@ def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of
     return Role(runs, entry in common and is_in_order)
 
 
-def written_once(callbacks: Sequence[Callback], model: keras.Model, optimizers: FitOptimizers) -> list[Callback]:
-    """The callbacks that fit gets on this rank in place of the user's. Collective. Raises as role_of, on every rank."""
-    topology = optimizers.process_set.group("fit").topology
-    own = [_entry(callback) for callback in callbacks]
-    entries = array_ops.allgather_object(own, f"{optimizers.name}/callbacks", optimizers.process_set)
-    found: list[Callback] = []
-    for callback, entry in zip(callbacks, own, strict=True):
-        role = role_of(entry, topology.rank, entries, topology.host_of)
-        if role.meets:
-            found.append(WrittenOnce(callback, role.runs, model, optimizers))
-        elif role.runs:
-            found.append(callback)
-    return found
-
-
-def _entry(callback: Callback) -> Entry:
+def entry_of(callback: Callback, training: Training) -> Entry:
+    """A callback as the ranks exchange it."""
     cls = type(callback)
     if cls not in _PATHS:
         return Entry("" if cls.__module__.startswith("keras.") else f"{cls.__module__}.{cls.__qualname__}")
+    if cls is BackupAndRestore and training.is_under_strategy:
+        return Entry(cls.__name__, "that of the chief")  # Each rank names it as its host sees it, or not at all.
     path = str(getattr(callback, _PATHS[cls]))
     if "://" in path:
         return Entry(cls.__name__, path)
     path = os.path.realpath(path)
     return Entry(cls.__name__, path, _place(path) if cls is ModelCheckpoint else ())
+
+
+def written_once(callbacks: Sequence[Callback], training: Training) -> list[Callback]:
+    """The callbacks that fit gets on this rank in place of the user's. Local; FitChecks assigns their roles."""
+    return [WrittenOnce(callback, training) if type(callback) in _PATHS else callback for callback in callbacks]
 
 
 def _place(path: str) -> tuple[str | int, ...]:
@@ -115,65 +114,81 @@ def _place(path: str) -> tuple[str | int, ...]:
 
 
 class WrittenOnce(Callback):
-    """Takes the place of a callback that all ranks have with one path, and that this rank may run. Collective."""
+    """Takes the place of a callback that writes files. Collective, where all ranks have the callback with one path.
 
-    def __init__(self, callback: Callback, runs: bool, model: keras.Model, optimizers: FitOptimizers):
+    The callback gets its model once the ranks know which of them run it: TensorBoard begins to write then.
+    """
+
+    def __init__(self, callback: Callback, training: Training):
         super().__init__()
-        self._callback, self._runs, self._trained, self._optimizers = callback, runs, model, optimizers
-        self._name = f"{optimizers.name}/{type(callback).__name__}"
-        for hook in _HOOKS if runs else ():
-            if hook not in vars(WrittenOnce):
-                setattr(self, hook, getattr(callback, hook))
-
-    def set_params(self, params: dict[str, object]) -> None:
-        if self._runs:
-            self._callback.set_params(params)
+        self.callback, self.role = callback, Role(False, False)
+        self._training, self._name = training, f"{training.name}/files"
+        self._given: keras.Model | None = None
+        for hook in _HOOKS:
+            if not getattr(getattr(callback, hook), "_is_default", False):  # Keras looks which of them do something.
+                setattr(self, hook, partial(self._call, hook))
 
     def set_model(self, model: keras.Model) -> None:
-        if self._runs:
-            self._callback.set_model(model)
+        self._given = model
 
-    def on_train_begin(self, logs: Logs = None) -> None:
-        if isinstance(self._callback, BackupAndRestore):
-            self._restore(logs)
+    def assign(self, role: Role) -> None:
+        """Begin: this rank has this part in running the callback."""
+        self.role = role
+        if role.runs and self.params is not None:
+            self.callback.set_params(self.params)
+        if role.runs and self._given is not None:
+            with self._alone():
+                self.callback.set_model(self._given)
+
+    def _call(self, hook: str, *args: object, **kwargs: object) -> None:
+        action = partial(getattr(self.callback, hook), *args, **kwargs)
+        if not self.role.meets or hook not in _MEETINGS:
+            if self.role.runs:
+                with self._alone():
+                    action()
+        elif hook == "on_train_begin" and isinstance(self.callback, BackupAndRestore):
+            self._restore(action)
         else:
-            self._on_all_ranks(lambda: self._callback.on_train_begin(logs))
+            saves = hook == "on_epoch_end" and getattr(self.callback, "save_freq", "") == "epoch"
+            with self._training.known_values() if saves else contextlib.nullcontext():
+                self._on_all_ranks(action)
 
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self._on_all_ranks(lambda: self._callback.on_epoch_end(epoch, logs))
-
-    def on_train_end(self, logs: Logs = None) -> None:
-        self._on_all_ranks(lambda: self._callback.on_train_end(logs))
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which this rank writes without the others; with distributed optimizers it always does."""
+        return files.alone() if self._training.is_under_strategy else contextlib.nullcontext()
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> Any:
-        """Do an action on the ranks that run the callback. Returns the first rank's result. Collective."""
-        result, error = files.attempt(action) if self._runs else (None, None)
-        own = result, getattr(self._callback, "best", None)  # a ModelCheckpoint's best metric
-        statuses = files.exchange_status(error, value=own, name=self._name, process_set=self._optimizers.process_set)
+        """Do an action on the ranks that run the callback. Returns the first rank's result. Collective.
+
+        All callbacks have one name for it, so that an error of one reaches the ranks that are in another.
+        """
+        result, error = files.attempt(action) if self.role.runs else (None, None)
+        own = result, getattr(self.callback, "best", None)  # a ModelCheckpoint's best metric
+        statuses = files.exchange_status(error, value=own, name=self._name, process_set=self._training.process_set)
         if statuses is None:
             return result
         result, best = statuses[0].value
-        if not self._runs and hasattr(self._callback, "best"):
-            self._callback.best = best
+        if not self.role.runs and hasattr(self.callback, "best"):
+            self.callback.best = best
         return result
 
-    def _restore(self, logs: Logs) -> None:
+    def _restore(self, action: Callable[[], None]) -> None:
         """Restore a backup on the first rank, and broadcast what it has restored."""
-        model, process_set = self._trained, self._optimizers.process_set
+        model, process_set = self._training.model, self._training.process_set
+        directory, optimizer = self.callback.backup_dir, model.optimizer
+        found = self._on_all_ranks(lambda: tf.io.gfile.exists(directory) and bool(tf.io.gfile.listdir(directory)))
+        if found and model.built and optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)  # Under a strategy all ranks create variables together.
 
-        def restore() -> tuple[bool, int | None]:
-            directory = self._callback.backup_dir
-            found = tf.io.gfile.exists(directory) and bool(tf.io.gfile.listdir(directory))
-            self._callback.on_train_begin(logs)
-            return found, getattr(model, _INITIAL_EPOCH, None)
+        def restore() -> int | None:
+            action()
+            return getattr(model, _INITIAL_EPOCH, None)
 
-        found, epoch = self._on_all_ranks(restore)
+        epoch = self._on_all_ranks(restore)
         if not found:
             return
         if hasattr(model, _INITIAL_EPOCH):
             setattr(model, _INITIAL_EPOCH, epoch)
-        if model.optimizer is not None and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
         variables = [*model.weights, *(v for optimizer in optimizers_of(model) for v in optimizer.variables)]
-        broadcast_state(model, self._optimizers.shared(variables), process_set.group("fit").topology.job_ranks[0],
+        broadcast_state(model, self._training.shared(variables), process_set.group("fit").topology.job_ranks[0],
                         process_set)

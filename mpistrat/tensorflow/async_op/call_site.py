@@ -1,14 +1,10 @@
 """Collectives on GPU tensors, in graphs and eager: one asynchronous operation each.
 
 TensorFlow calls its kernel when the work that computes the inputs is enqueued. The kernel gives the engine the
-addresses of the inputs, and an event after that work. It waits for nothing. The engine packs the tensors into its
-fusion buffers and unpacks the results into the operation's outputs, as for arrays of cupy. The operation is complete
-when that is enqueued, and TensorFlow's stream waits for it, so that what TensorFlow enqueues later reads the results.
-Where its stream cannot wait (see streams.py), the operation is complete when the GPU is done. So no node can read a
-result before, whatever TensorFlow's optimizer moves.
-
-An output whose shape is that of its input is allocated by the kernel, before the event, or is the input's own memory if
-nothing else refers to that. An output whose size depends on other ranks is allocated when the engine knows the size.
+addresses of the inputs and of the outputs, and an event after that work. It waits for nothing. An output whose size
+depends on other ranks is allocated when the engine knows the size. The operation is complete when the engine's work is
+enqueued, and TensorFlow's stream waits for it; where its stream cannot wait (see streams.py), when the GPU is done. So
+no node can read a result before, whatever TensorFlow's optimizer moves.
 
 Nodes of one name run one after the other, since they have a resource in common, which belongs to the name. Nodes of
 different names start in any order. Only after `complete_in_order` all later ones wait. In the gradient of a function,
@@ -19,34 +15,32 @@ when the engine fails them, because the other ranks have not submitted them for 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from queue import SimpleQueue
-from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop.own_gpu import go_by_host, host_copies_of
-from ...core.errors import MpistratError
+from ...api.interop.own_gpu import go_by_host, host_copies_of, why_no_cupy
 from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...gpu.arrays import Allocated, GpuTensors
 from ..bridge import execution_ids, gpu_device
 from ..bridge.execution_ids import Execution
 from ..bridge.gpu_device import device_at
-from ..bridge.own_threads import run_in_own_thread
 from ..bridge.program_order import after_completed, anonymous_variable, capture_in_order, in_gradient
 from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer
 from ..bridge.tf_errors import described
 from ..sessions import runs
 from ..sessions.executions import Executions
 from ..sessions.graph import session_graph
+from ..sessions.node import number_of_execution
 from ..xla import context as xla
 from . import kernel, streams
+from .kernel import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -86,15 +80,15 @@ def device_of(tensors: Sequence[tf.Tensor], process_set: int = 0) -> str | None:
 
 def _is_used(where: str, process_set: int) -> bool:
     """Whether tensors on this device of TensorFlow's are reduced there. Checks that once, and warns; it is local."""
-    if not gpu_device.has_cupy() or go_by_host() or _why_not():
+    if _why_not() or go_by_host():
         return False
     return streams.stream_for(device_at(where), where, process_set) is not None
 
 
 @cache
 def _why_not() -> str:
-    """As kernel.why_not; also warns once."""
-    reason = kernel.why_not()
+    """Why the engine cannot read TensorFlow's tensors on a GPU, which is warned about once; "" if it can."""
+    reason = f"cupy is missing: {why_no_cupy()}" if why_no_cupy() else kernel.why_not()
     if reason:
         logger.warning(streams.BY_HOST, runtime.current().topology.rank, reason)
     return reason
@@ -113,19 +107,20 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
         observer: Called with copies on the host before the submit.
     """
     in_session = None if session_graph() is None else Executions()
-    execution = execution_ids.current.get() or Execution() if in_session is None else None
-    past = [execution.number] if execution is not None and execution.is_past else []
-    counts = execution is not None and execution.number is None
-    orders = [] if in_session is not None or in_gradient() else [capture_in_order(_order(where, name))]
-    site = _GpuCallSite(name, process_set, make_request, execution, observer, in_session,
-                        _Tensors(where, _numpy_dtypes(tensors), [tensor.shape for tensor in tensors],
-                                 1 + len(past) + len(orders), keeps_shapes, process_set))
+    execution = execution_ids.current.get() or Execution()
+    if in_session is None:
+        past, counts = [execution.number] if execution.is_past else [], execution.number is None
+        orders = [] if in_gradient() else [capture_in_order(_order(where, name))]
+    else:
+        past, counts, orders = number_of_execution(), False, []
+    site = _GpuCallSite(name, process_set, make_request, execution, observer, in_session, where, tensors,
+                        1 + len(past) + len(orders), keeps_shapes)
     with after_completed() if in_session is None else nullcontext(), tf.device(where):
         outputs = kernel.node(site, tensors, past, orders, int(counts))
     site.belongs_to(outputs[0].op)
     if in_session is not None:
         runs.watch()
-    if execution is not None and counts:
+    if counts:
         execution.number = outputs.pop()
         execution.number.set_shape([])
     for result, shape in zip(outputs, shapes, strict=True):
@@ -137,7 +132,7 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
                 process_set: int) -> list[tf.Tensor]:
     """Run one collective on eager tensors of this rank's GPU; the results are on the same GPU. Collective.
 
-    The operation blocks its thread, so it has another one than this, which waits for the engine, as all eager calls.
+    The operation only gives its memory away. What works on that is enqueued when this returns, or waited for.
 
     Args:
         make_request: Called with the tensors as GpuTensors.
@@ -148,48 +143,15 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
     Raises:
         As `api.interop.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
     """
-    kinds = _Tensors(tensors[0].backing_device, _numpy_dtypes(tensors), [tensor.shape for tensor in tensors], 1,
-                     keeps_shapes, process_set)
-    target = _Eager()
-    run_in_own_thread(lambda: target.run(tensors))
-    call = target.next()
-    arrays = kinds.inputs(call)
+    def lent(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
+        with tf.init_scope():  # The thread that drives the engine may be tracing a function.
+            return kernel.lent(tensors, shapes)
+
+    arrays = _on_gpu(tensors[0].backing_device, process_set, _numpy_dtypes(tensors), tensors, lent, keeps_shapes)
     request = on_gpu(make_request(arrays))
-    # If this raises, as a signal handler may, the engine may still use the memory. The call then ends with `arrays`.
-    handle = runtime.group_of(request.name, request.process_set).engine.run(request, arrays)
-    try:
-        handle.wait()
-    except MpistratError as error:
-        call.fail(*described(error))
-        raise
-    call.complete()
-    results: list[tf.Tensor] = target.next()
+    # If this raises, as a signal handler may, the engine may still use the memory, and keeps it.
+    results: list[tf.Tensor] = runtime.group_of(request.name, process_set).engine.run(request, arrays).wait()
     return results
-
-
-class _Eager:
-    """The target of an eager operation: hands the call to the thread that wants the results."""
-
-    def __init__(self) -> None:
-        self._events: SimpleQueue[Any] = SimpleQueue()
-
-    def compute(self, call: kernel.Call) -> None:
-        """See kernel.Target."""
-        self._events.put(call)
-
-    def run(self, tensors: Sequence[tf.Tensor]) -> None:
-        """Execute the operation. Does not raise."""
-        try:
-            self._events.put(kernel.execute(self, tensors))
-        except Exception as error:
-            self._events.put(error)
-
-    def next(self) -> Any:
-        """The call, and then the results. Raises the error of the operation."""
-        event = self._events.get()
-        if isinstance(event, Exception):
-            raise event
-        return event
 
 
 def _order(where: str, name: str) -> tf.Tensor:
@@ -206,65 +168,68 @@ def _numpy_dtypes(tensors: Sequence[tf.Tensor]) -> list[np.dtype]:
     return [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
 
 
-class _Tensors:
-    """The tensors of a collective as inputs of the operation.
+def _on_gpu(where: str, process_set: int, dtypes: Sequence[np.dtype], owner: object,
+            memory: Callable[[Sequence[tuple[int, ...]] | None], Memory], keeps_shapes: bool) -> GpuTensors:
+    """The tensors of a collective for the engine.
 
     Args:
         where: TensorFlow's name of their device.
-        dtypes: Their dtypes.
-        shapes: Their shapes, as far as they are known.
-        first: The place of the first one among the inputs.
-        keeps_shapes: Whether each result has the shape of its tensor.
         process_set: The id of the process set.
+        dtypes: Their dtypes.
+        owner: What keeps them.
+        memory: Returns their memory, and that of results of the given shapes, or of theirs (None).
+        keeps_shapes: Whether each result has the shape of its tensor.
     """
+    device = device_at(where)
+    found = streams.stream_for(device, where, process_set)
+    assert found is not None, "_is_used has found one"
+    stream, reader = found
 
-    def __init__(self, where: str, dtypes: Sequence[np.dtype], shapes: Sequence[tf.TensorShape], first: int,
-                 keeps_shapes: bool, process_set: int):
-        self.where, self._dtypes, self._first, self._keeps_shapes = where, dtypes, first, keeps_shapes
-        self._process_set = process_set
-        self._dims = [kernel.Dims(tuple(shape)) if shape.is_fully_defined() else None for shape in shapes]
+    def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
+        made = memory(shapes)
+        return Allocated(made.targets, made.results, stream)
 
-    def inputs(self, call: kernel.Call) -> GpuTensors:
-        """The tensors of a call for the engine, which keep the call."""
-        device = device_at(self.where)
-        found = streams.stream_for(device, self.where, self._process_set)
-        assert found is not None, "_is_used has found one"
-        stream, reader = found
-
-        def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
-            return Allocated([call.output(i, shape) for i, shape in enumerate(shapes)], _results(shapes), stream)
-
-        with device.current():
-            sources, shapes, targets = call.exchange(self._first, self._dims, self._keeps_shapes)
-            tensors = GpuTensors(device, sources, shapes, self._dtypes, call, [stream],
-                                 None if reader is None else [reader], allocate)
-            tensors.prepare(keeps_shapes=False)  # After the outputs: earlier work may still use their memory.
-        if self._keeps_shapes:
-            tensors.made = Allocated(targets, _results(targets), None)
-        return tensors
-
-
-def _results(of: Sequence[object]) -> list[None]:
-    """What the engine's caller gets, who has the outputs."""
-    return [None] * len(of)
+    with device.current():
+        own = memory(None if keeps_shapes else ())
+        tensors = GpuTensors(device, own.sources, own.shapes, dtypes, owner, [stream],
+                             None if reader is None else [reader], allocate)
+        tensors.prepare(keeps_shapes=False)  # After the results: earlier work may still use their memory.
+    if keeps_shapes:
+        tensors.made = Allocated(own.targets, own.results, None)
+    return tensors
 
 
 class _GpuCallSite(CollectiveCallSite):
-    """The target of the node of one collective. Several executions may be in flight."""
+    """The target of the node of one collective. Several executions may be in flight.
 
-    def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution | None,
-                 observer: Observer | None, in_session: Executions | None, tensors: _Tensors):
-        super().__init__(name, process_set, lambda arrays: on_gpu(make_request(arrays)), execution, observer,
-                         in_session)
-        self._tensors = tensors
+    Args:
+        where: The device of the tensors.
+        tensors: As they are traced.
+        first: The place of the first one among the inputs of the node.
+        keeps_shapes: Whether each result has the shape of its tensor.
+    """
+
+    def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution,
+                 observer: Observer | None, in_session: Executions | None, where: str, tensors: Sequence[tf.Tensor],
+                 first: int, keeps_shapes: bool):
+        super().__init__(name, process_set, lambda arrays: on_gpu(make_request(arrays)),
+                         execution if in_session is None else None, observer, in_session)
+        self._where, self._first, self._keeps_shapes = where, first, keeps_shapes
+        self._dtypes, self._nothing = _numpy_dtypes(tensors), [None] * len(tensors)
+        self._dims = [kernel.Dims(tuple(tensor.shape)) if tensor.shape.is_fully_defined() else None
+                      for tensor in tensors]
 
     def compute(self, call: kernel.Call) -> None:
         """Submit the collective. See kernel.Target."""
-        arrays = self._tensors.inputs(call)
+        def memory(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
+            if shapes:
+                return Memory([], [], [call.output(i, shape) for i, shape in enumerate(shapes)], self._nothing)
+            return Memory(*call.exchange(self._first, self._dims, shapes is None), self._nothing)
 
-        def fetched() -> list[np.ndarray]:
-            return host_copies_of(device_at(self._tensors.where)).fetched(arrays)
+        def fetched() -> Sequence[np.ndarray]:
+            return host_copies_of(device_at(self._where)).fetched(arrays)
 
+        arrays = _on_gpu(self._where, self.process_set, self._dtypes, call, memory, self._keeps_shapes)
         if self.is_in_order:
             its = self.submission(arrays, call.number(1) if self._has_past else None, fetched)
         else:

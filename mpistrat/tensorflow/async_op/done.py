@@ -17,11 +17,14 @@ from functools import cache
 
 from .c_api import api, require_api
 
-_BYTES, _MANAGER, _INVOKER = 32, 16, 24
 _DESTROY = 3  # of the manager's operations: std::_Manager_operation
 
 _Manager = ctypes.CFUNCTYPE(c_bool, c_void_p, c_void_p, c_int)
 _Invoker = ctypes.CFUNCTYPE(None, c_void_p)
+
+
+class _Function(ctypes.Structure):
+    _fields_ = (("held", c_void_p * 2), ("manager", c_void_p), ("invoker", c_void_p))
 
 
 class Done:
@@ -30,7 +33,11 @@ class Done:
     __slots__ = ("_address", "_own")
 
     def __init__(self, address: int):
-        self._address, self._own = address, None if is_deleted_by_tensorflow() else _moved(address)
+        self._address, self._own = address, None
+        if not is_deleted_by_tensorflow():
+            given = _Function.from_address(address)
+            self._own = _Function.from_buffer_copy(given)
+            given.manager = given.invoker = None
 
     def run(self) -> None:
         """Tell TensorFlow that the kernel is complete. Releases Python's lock meanwhile."""
@@ -40,14 +47,7 @@ class Done:
             return
         own = ctypes.addressof(self._own)
         run(own)
-        _Manager(c_void_p.from_address(own + _MANAGER).value or 0)(own, own, _DESTROY)
-
-
-def _moved(address: int) -> "ctypes.Array[ctypes.c_char]":
-    own = ctypes.create_string_buffer(_BYTES)
-    ctypes.memmove(own, address, _BYTES)
-    ctypes.memset(address + _MANAGER, 0, _BYTES - _MANAGER)
-    return own
+        _Manager(self._own.manager)(own, own, _DESTROY)
 
 
 @cache
@@ -71,10 +71,9 @@ def is_deleted_by_tensorflow() -> bool | None:
     library = ctypes.CDLL(None)
     library.malloc.restype, library.malloc.argtypes = c_void_p, (c_size_t,)
     library.free.argtypes = (c_void_p,)
-    made = library.malloc(_BYTES)
-    ctypes.memset(made, 0, _BYTES)
-    c_void_p.from_address(made + _MANAGER).value = ctypes.cast(manager, c_void_p).value
-    c_void_p.from_address(made + _INVOKER).value = ctypes.cast(invoker, c_void_p).value
+    made = library.malloc(ctypes.sizeof(_Function))
+    function = _Function.from_address(made)
+    function.manager, function.invoker = ctypes.cast(manager, c_void_p), ctypes.cast(invoker, c_void_p)
     own.TF_RunAsyncOpKernelDoneCallback(made)
     if called == ["invoked"]:
         library.free(made)

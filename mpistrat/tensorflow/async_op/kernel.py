@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from ctypes import c_int, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -65,6 +65,15 @@ class Dims:
         self.values = (c_int64 * max(len(shape), 1))(*shape)
 
 
+class Memory(NamedTuple):
+    """The addresses and shapes of tensors, the addresses of as many results, and what keeps these."""
+
+    sources: list[int]
+    shapes: list[tuple[int, ...]]
+    targets: list[int]
+    results: list[Any]
+
+
 class Call:
     """An execution of the kernel. Call `complete` or `fail` once, in any thread.
 
@@ -78,15 +87,15 @@ class Call:
         self._api, self._context, self._done, self._status = require_api(), of_kernel, Done(done), Status()
         self.is_ended = False
 
-    def input(self, place: int) -> tuple[int, tuple[int, ...]]:
-        """The address and the shape of an input."""
+    def _address(self, place: int) -> int:
+        """The address of an input."""
         found, own = c_void_p(), self._api
         own.TF_GetInput(self._context, place, found, self._status.pointer)
-        self._status.check()
-        shape = tuple([own.TF_Dim(found, i) for i in range(own.TF_NumDims(found))])
-        address = own.TF_TensorData(found) or 0
-        own.TF_DeleteTensor(found)  # The reference; with a second one, `output` would not get the memory.
-        return address, shape
+        if not found:
+            self._status.check()
+        address: int = own.TF_TensorData(found)
+        own.TF_DeleteTensor(found)
+        return address
 
     def exchange(self, first: int, known: "Sequence[Dims | None]",
                  allocates: bool) -> tuple[list[int], list[tuple[int, ...]], list[int]]:
@@ -126,24 +135,18 @@ class Call:
 
     def number(self, place: int) -> int:
         """The value of an int64 scalar on the host."""
-        return c_int64.from_address(self.input(place)[0]).value
+        return c_int64.from_address(self._address(place)).value
 
     @property
     def target(self) -> "Target | None":
         """What the node calls."""
-        return _targets.get(c_int32.from_address(self.input(0)[0]).value)
+        return _targets.get(c_int32.from_address(self._address(0)).value)
 
-    def output(self, place: int, shape: Sequence[int], instead_of: int = -1) -> int:
-        """Allocate an output; return its address.
-
-        Args:
-            place: The place of the output.
-            shape: Its shape.
-            instead_of: The input whose memory it may get, if nothing else refers to that; -1: none.
-        """
+    def output(self, place: int, shape: Sequence[int]) -> int:
+        """Allocate an output of this shape; return its address."""
         own, dims = self._api, Dims(tuple(shape))
-        made = own.TF_ForwardInputOrAllocateOutput(self._context, (c_int * 1)(instead_of), int(instead_of >= 0), place,
-                                                   dims.values, dims.rank, None, self._status.pointer)
+        made = own.TF_ForwardInputOrAllocateOutput(self._context, (c_int * 1)(), 0, place, dims.values, dims.rank,
+                                                   None, self._status.pointer)
         self._status.check()
         address = own.TF_TensorData(made) or 0
         own.TF_DeleteTensor(made)
@@ -251,7 +254,6 @@ def _compute(kernel: int | None, of_kernel: int, done: int) -> None:
 
 
 def _register() -> None:
-    """Register the operation and its kernels."""
     own, status, name = require_api(), Status(), NAME.encode()
     builder = own.TF_NewOpDefinitionBuilder(name)
     for attribute in (b"N: int >= 0", b"M: int >= 0", b"K: int >= 0", b"T: list(type) >= 1"):
@@ -280,15 +282,40 @@ if api() is not None:
 tf.no_gradient(NAME)
 
 
+class _Lending:
+    """Tells the addresses in its calls, which are complete at once."""
+
+    def __init__(self, count: int, shapes: Sequence[tuple[int, ...]] | None):
+        self._count, self._shapes = count, shapes
+
+    def compute(self, call: Call) -> None:
+        sources, shapes, targets = call.exchange(1, [None] * self._count, self._shapes is None)
+        if self._shapes is not None:
+            targets = [call.output(i, shape) for i, shape in enumerate(self._shapes or [(0,)] * self._count)]
+        self.found = sources, shapes, targets
+        call.complete()
+
+
+def lent(tensors: Sequence[tf.Tensor], shapes: Sequence[tuple[int, ...]] | None) -> Memory:
+    """Make as many tensors, without contents, as the eager `tensors` of one device. Waits for no contents.
+
+    Args:
+        tensors: At least one.
+        shapes: Of the new ones; (): they have no elements; None: those of `tensors`.
+    """
+    target = _Lending(len(tensors), shapes)
+    results = execute(target, tensors)
+    return Memory(*target.found, results)
+
+
 class _RoundTrip:
     """Completes its calls in another thread, after the kernel has returned."""
 
     def compute(self, call: Call) -> None:
-        address, shape = call.input(1)
-        value = ctypes.c_float.from_address(address).value
+        (source,), _, (target,) = call.exchange(1, [None], True)
 
         def go_on() -> None:
-            ctypes.c_float.from_address(call.output(0, shape)).value = value + 1
+            ctypes.c_float.from_address(target).value = ctypes.c_float.from_address(source).value + 1
             call.complete()
 
         threading.Timer(0.01, go_on).start()

@@ -2,20 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
 import numpy as np
 import tensorflow as tf
 
-from ...core.request import ReduceOp, Request, ScaledOp, TensorSpec, allreduce_request, specs_of
+from ...core.request import ReduceOp, Request, TensorSpec, allreduce_request, specs_of
 from ...core.tuning import BUCKET_BYTES, GPU_BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
 from ..async_op import call_site
 from ..xla import context as xla
 from . import cpu
 from .cpu import Wait
-from .submission import Observer, Submitted
+from .reduce_spec import ReduceSpec
+from .submission import Submitted
 
 
 @dataclass
@@ -69,59 +70,45 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
     return buckets
 
 
-def reduce_list(tensors: Sequence[tf.Tensor], name: str, scaled: ScaledOp, labels: Sequence[str] = (),
-                may_wait: bool = True, bucket_bytes: int = 0, wire_dtype: str = "",
-                process_set: int = 0, places: Sequence[int] = (),
-                observer: Observer | None = None) -> list[tf.Tensor]:
+def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tensor]:
     """Reduce dense tensors over all ranks; dtypes may differ. Collective.
 
     Args:
         tensors: The same number, dtypes and shapes on all ranks.
-        name: Identifies the collective on all ranks. In a graph, bucket k of several has the name `name/k`.
-        scaled: How to reduce.
-        labels: Users' names of the tensors, for error messages.
-        may_wait: Whether the submit of the last bucket waits, if the bucket is small. False: only if it is the last
-            collective of the graph.
-        bucket_bytes: The size of the buckets; the same on all ranks. 0: that of core.tuning, for a CPU or a GPU.
-        wire_dtype: As in Request.
-        process_set: The id of the process set.
-        places: The place of each tensor in the caller's list, if some are left out of that (gradients that are None).
-            The same on all ranks.
-        observer: In a graph, called with the arrays of the first bucket before they are submitted.
+        spec: How. In a graph, bucket k of several has the name `name/k`.
     """
     if not tensors:
         return []
-    places = places or range(len(tensors))
-    device = call_site.device_of(tensors, process_set)
-    bucket_bytes = bucket_bytes or (GPU_BUCKET_BYTES if device else BUCKET_BYTES)
+    device = call_site.device_of(tensors, spec.process_set)
+    bucket_bytes = spec.bucket_bytes or (GPU_BUCKET_BYTES if device else BUCKET_BYTES)
     if tf.executing_eagerly() or xla.is_compiled():
         # Nothing overlaps with an eager call or a custom call, and the engine's fusion buffer packs the tensors.
         buckets = [GraphBucket(single=list(range(len(tensors))))]
     else:
         # On a GPU the engine packs the tensors of a bucket. Adasum combines each tensor by itself.
-        is_joined = device is None and scaled.op is not ReduceOp.ADASUM
+        is_joined = device is None and spec.scaled.op is not ReduceOp.ADASUM
         buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, JOINED_TENSOR_BYTES if is_joined else 0)
     results: list[tf.Tensor | None] = [None] * len(tensors)
     for number, bucket in enumerate(buckets):
-        bucket_name = name if len(buckets) == 1 else f"{name}/{number}"
         wait = Wait.NEVER
         if number == len(buckets) - 1 and bucket.nbytes <= SUBMIT_WAIT_BYTES:
-            wait = Wait.ALWAYS if may_wait else Wait.IF_LAST
+            wait = Wait.ALWAYS if spec.may_wait else Wait.IF_LAST
         run = partial(cpu.run, wait=wait) if device is None else partial(call_site.run, device)
-        run = partial(run, observer=observer if number == 0 else None)
+        run = partial(run, observer=spec.observer if number == 0 else None)
+        of_bucket = replace(spec, name=spec.name if len(buckets) == 1 else f"{spec.name}/{number}")
         with nullcontext() if device is None else tf.device(device):
-            reduced = _reduce_bucket(tensors, bucket, bucket_name, scaled, labels, wire_dtype, process_set, run, places)
+            reduced = _reduce_bucket(tensors, bucket, of_bucket, run)
         for i, result in reduced:
             results[i] = result
     return results
 
 
-def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str, scaled: ScaledOp,
-                   labels: Sequence[str], wire_dtype: str, process_set: int, run: Callable,
-                   places: Sequence[int]) -> list[tuple[int, tf.Tensor]]:
-    """Reduce the tensors of a bucket, and return (index, result) of each. `labels` and `places` are of all tensors."""
-    order, layout = bucket.order, bucket.layout(places)
-    own_labels = tuple(map(labels.__getitem__, order)) if labels else ()
+def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, spec: ReduceSpec,
+                   run: Callable) -> list[tuple[int, tf.Tensor]]:
+    """Reduce the tensors of a bucket, and return (index, result) of each. `spec` is that of all tensors, but its name.
+    """
+    order, layout = bucket.order, bucket.layout(spec.places or range(len(tensors)))
+    own_labels = tuple(map(spec.labels.__getitem__, order)) if spec.labels else ()
     joined_specs = tuple([TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
                           for i in order[len(bucket.single):]])
     submitted = list(map(tensors.__getitem__, bucket.single))
@@ -133,10 +120,10 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, name: str,
     def make_request(arrays: Submitted) -> Request:
         # The specs list every tensor, concatenated or not, so that a mismatch error names the tensor itself.
         single_specs = specs_of(arrays)[:len(bucket.single)]
-        return allreduce_request(name, single_specs + joined_specs, scaled, own_labels, layout, wire_dtype=wire_dtype,
-                                 process_set=process_set)
+        return allreduce_request(spec.name, single_specs + joined_specs, spec.scaled, own_labels, layout,
+                                 wire_dtype=spec.wire_dtype, process_set=spec.process_set)
 
-    reduced = run(name, make_request, submitted, [t.shape for t in submitted], process_set)
+    reduced = run(spec.name, make_request, submitted, [t.shape for t in submitted], spec.process_set)
     results = list(zip(bucket.single, reduced, strict=False))
     for flat, indices in zip(reduced[len(bucket.single):], bucket.joined.values(), strict=True):
         parts = tf.split(flat, [tensors[i].shape.num_elements() for i in indices])

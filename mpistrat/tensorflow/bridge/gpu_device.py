@@ -1,27 +1,24 @@
-"""This rank's GPU by TensorFlow's names of it, and whether the engine can read tensors there."""
+"""This rank's GPU by TensorFlow's names of it."""
 
-import logging
 from functools import cache
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from ...api import runtime
-from ...api.interop.own_gpu import this_ranks_gpu, why_no_cupy
+from ...api.interop.own_gpu import this_ranks_gpu
 
 if TYPE_CHECKING:
     from ...gpu.device import Device  # It needs cupy.
 
-logger = logging.getLogger(__name__)
-
 
 def device_at(where: str) -> "Device":
     """This rank's GPU, by TensorFlow's name of it. Raises as `api.interop.own_gpu.this_ranks_gpu`."""
-    return this_ranks_gpu(cuda_number(tf.DeviceSpec.from_string(where).device_index or 0))
+    return this_ranks_gpu(cuda_number(where))
 
 
-def cuda_number(number: int) -> int:
-    """The CUDA device number of TensorFlow's logical GPU `number`.
+@cache
+def cuda_number(where: str) -> int:
+    """The CUDA device number of one of TensorFlow's logical GPUs.
 
     TensorFlow numbers physical GPUs as CUDA does. It makes one logical GPU of each visible physical one, or as many as
     the script has configured, in the order of the physical ones, whatever the order in set_visible_devices
@@ -30,6 +27,7 @@ def cuda_number(number: int) -> int:
     physical, visible = tf.config.list_physical_devices("GPU"), tf.config.get_visible_devices("GPU")
     logical = [i for i, gpu in enumerate(physical) if gpu in visible
                for _ in tf.config.get_logical_device_configuration(gpu) or [None]]
+    number = tf.DeviceSpec.from_string(where).device_index or 0
     return logical[number] if number < len(logical) else number
 
 
@@ -38,13 +36,3 @@ def has_gpu() -> bool:
     """Whether TensorFlow sees a GPU."""
     # Cached: the call takes a microsecond per tensor, which matters on a machine without a GPU.
     return len(tf.config.list_physical_devices("GPU")) > 0
-
-
-@cache
-def has_cupy() -> bool:
-    """Whether the engine can read tensors on a GPU, eager ones and those of graphs. Warns once if not."""
-    reason = why_no_cupy()
-    if reason:
-        logger.warning("rank %d: TensorFlow's tensors on a GPU are copied to the host, since cupy is missing: %s",
-                       runtime.current().topology.rank, reason)
-    return not reason

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.errors import DataServiceError
+from ...process.addresses import elsewhere, local_addresses
 from ...process.line import Address, Line, connect
-from ...process.silent_hosts import elsewhere, local_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,6 @@ class ComputeClient:
         return line
 
     def _candidates(self) -> list[tuple[str, int]]:
-        """The addresses to try."""
         found = []
         for host, pairs in self._addresses.items():
             ports = dict(pairs)

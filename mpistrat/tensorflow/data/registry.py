@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...core.errors import DataServiceError
+from ...process.addresses import local_addresses
 from ...process.line import Line, Listening
-from ...process.silent_hosts import local_addresses
 
 
 class ComputeService:

@@ -79,12 +79,15 @@ class _SessionCallSite(CollectiveCallSite):
                  observer: Observer | None, first: int):
         super().__init__(name, process_set, make_request, None, observer, Executions())
         self._first = first
+        self._dims = [kernel.Dims(tuple(tensor.shape)) if tensor.shape.is_fully_defined() else None
+                      for tensor in tensors]
         self._dtypes = [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
         self._kinds = [tensor.dtype.as_datatype_enum for tensor in tensors]
 
     def compute(self, call: kernel.Call) -> None:
         """Submit the collective. See kernel.Target."""
-        arrays = [_view(*call.input(self._first + place), dtype) for place, dtype in enumerate(self._dtypes)]
+        addresses, shapes, _ = call.exchange(self._first, self._dims, allocates=False)
+        arrays = list(map(_view, addresses, shapes, self._dtypes))
         its = self.session_submission(arrays, call)
         handle = its.group.engine.submit(its.request, its.arrays, self.origin)
         handle.when_done(_end, (self, call, handle))

@@ -13,6 +13,7 @@ from ...api.process_sets import ProcessSet, global_process_set, resolved
 from ...core.errors import InvalidRequestError
 from ...core.request import Adasum, Average, ReduceOp, ScaledOp, resolve_op
 from .. import names
+from ..bridge.reduce_spec import ReduceSpec
 from ..compression import Compression, Compressor
 from ..gradients import GradientGroups, GradientOptions, GradientReducer, Groups, label_of
 from ..list_ops import reduce_tensors
@@ -145,9 +146,9 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         with tf.control_dependencies([applied]):
             starts = [start.read_value() for start in before]
             changes = [variable.read_value() - start for start, variable in zip(starts, variables, strict=True)]
-        reduced = reduce_tensors(changes, names.of(self._reducer.name, number), ScaledOp(Adasum),
-                                 compression=self._compression, labels=list(map(label_of, variables)),
-                                 process_set=number)
+        spec = ReduceSpec(names.of(self._reducer.name, number), ScaledOp(Adasum), list(map(label_of, variables)),
+                          process_set=number)
+        reduced = reduce_tensors(changes, spec, self._compression)
         return tf.group(*[v1.assign(variable, start + change) for variable, start, change in
                           zip(variables, starts, reduced, strict=True)], name=name)
 

@@ -86,43 +86,20 @@ class Bundle(Structure):
     _fields_ = (("instantiate", c_void_p), ("prepare", c_void_p), ("initialize", c_void_p), ("execute", c_void_p))
 
 
-class RegisterArgs(Structure):
-    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("name", ByteSpan), ("platform", ByteSpan),
-                ("bundle", Bundle), ("traits", c_uint32))
+def _arguments(**fields: object) -> type[Structure]:
+    """The structure with the arguments of a function of the API."""
+    head = ("struct_size", c_size_t), ("extension_start", c_void_p)
+    return type("Arguments", (Structure,), {"_fields_": (*head, *fields.items())})
 
 
-class ErrorCreateArgs(Structure):
-    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("message", c_char_p), ("code", c_int32))
-
-
-class ErrorMessageArgs(Structure):
-    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("error", c_void_p), ("message", c_char_p))
-
-
-class ErrorDestroyArgs(Structure):
-    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("error", c_void_p))
-
-
-class FutureCreateArgs(Structure):
-    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("future", c_void_p))
-
-
-class FutureAvailableArgs(Structure):
-    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("future", c_void_p))
-
-
-class FutureErrorArgs(Structure):
-    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("future", c_void_p), ("error", c_void_p))
-
-
-class StreamGetArgs(Structure):
-    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("ctx", c_void_p), ("stream", c_void_p))
-
-
-class DeviceOrdinalGetArgs(Structure):
-    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("ctx", c_void_p),
-                ("device_ordinal", c_int32))
-
+RegisterArgs = _arguments(name=ByteSpan, platform=ByteSpan, bundle=Bundle, traits=c_uint32)
+ErrorCreateArgs = _arguments(message=c_char_p, code=c_int32)
+ErrorMessageArgs = _arguments(error=c_void_p, message=c_char_p)
+ErrorDestroyArgs = _arguments(error=c_void_p)
+FutureCreateArgs = FutureAvailableArgs = _arguments(future=c_void_p)
+FutureErrorArgs = _arguments(future=c_void_p, error=c_void_p)
+StreamGetArgs = _arguments(ctx=c_void_p, stream=c_void_p)
+DeviceOrdinalGetArgs = _arguments(ctx=c_void_p, device_ordinal=c_int32)
 
 _FUNCTIONS = ("error_create", "error_message", "error_destroy", "handler_register", "stream_get", "type_register",
               "context_get", "state_set", "state_get", "memory_allocate", "memory_free", "pool_schedule",

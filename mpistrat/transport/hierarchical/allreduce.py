@@ -62,7 +62,7 @@ class HierarchicalData(TwoShotData):
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int, wait: PeerWait,
                  piggyback: Piggyback | None = None):
-        super().__init__(memory, chunk, others)
+        super().__init__(memory, [chunk], others)
         self._piggyback = piggyback
         self._cross, self._senders, self._wait = cross, senders, wait
         self._hosts = cross.Get_size() if cross != MPI.COMM_NULL else 0

@@ -3,6 +3,7 @@
 Used by the engine's thread.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -11,7 +12,12 @@ import numpy as np
 from ...core.arithmetic import Reduction, combine, divided_before, scaled_copy
 from ...core.interfaces import DataPlane
 from ...core.memory import ALIGNMENT
-from ...core.tuning import SHM_SCATTERS_UNDER_WAY
+from ...core.tuning import (
+    SHM_LARGER_CHUNKS,
+    SHM_MOST_CHUNK_MEMORY,
+    SHM_MOST_CHUNK_MEMORY_PART,
+    SHM_SCATTERS_UNDER_WAY,
+)
 from .segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .two_shot import TwoShotData
 
@@ -84,10 +90,17 @@ class SharedMemoryData(TwoShotData):
 
     name = "shared_memory"
 
-    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane):
-        super().__init__(memory, chunk, others)
+    def __init__(self, memory: HostMemory, chunks: Sequence[int], others: DataPlane):
+        super().__init__(memory, chunks, others)
         self._memories = self._views_of(_BYTE).parts
         self._memory_bytes = self._memories[0].nbytes  # of one rank
+
+    @classmethod
+    def chunks_for(cls, count: int) -> tuple[int, ...]:
+        """The bytes of a chunk to try with `count` ranks on this host, as far as its memory allows, rising."""
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most = min(SHM_MOST_CHUNK_MEMORY, memory // SHM_MOST_CHUNK_MEMORY_PART)
+        return cls.chunk_bytes, *(chunk for chunk in SHM_LARGER_CHUNKS if cls.memory_bytes(count, chunk) <= most)
 
     def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
                       reduction: Reduction) -> None:

@@ -23,6 +23,7 @@ PACKED, CONSUMED, READY, UNPACKED = range(4)  # numbers of chunks; SharedMemoryD
 EVEN_VOTE, ODD_VOTE = 4, 5  # SharedMemoryAgreement
 ASLEEP = 6  # ShmRing
 VERDICT = 7  # HierarchicalAgreement
+CHUNK_BYTES = 8  # of the first rank of the host; SharedMemoryData
 
 _WORDS_PER_RANK = 16  # of 8 bytes, for counters: two cache lines, since processors prefetch pairs of lines
 _ABANDONED = _WORDS_PER_RANK - 1  # index of a counter that is 0, or one of these

@@ -3,6 +3,7 @@
 Used by the engine's thread. Small all-reduces are one-shot, see one_shot.
 """
 
+import time
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, NamedTuple, Protocol
 
@@ -11,10 +12,17 @@ import numpy as np
 from ...core.arithmetic import Reduction, Scale, combine, divided_before, scaled_copy
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
-from ...core.tuning import SHM_CHUNK_BYTES, SHM_CHUNKS_UNDER_WAY, SHM_KEPT_VIEWS, SHM_ONE_SHOT_BYTES
+from ...core.tuning import (
+    SHM_CHOICE_BYTES,
+    SHM_CHUNK_BYTES,
+    SHM_CHUNKS_UNDER_WAY,
+    SHM_KEPT_VIEWS,
+    SHM_ONE_SHOT_BYTES,
+)
+from .chunk_choice import ChunkChoice
 from .layout import Chunk, Move, lay_out
 from .one_shot import OneShot, are_large
-from .segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
+from .segment import CHUNK_BYTES, CONSUMED, PACKED, READY, UNPACKED, HostMemory
 
 
 class Chunked(Protocol):
@@ -39,9 +47,12 @@ class TwoShotReduce(Prepared):
         chunks, first: See Chunked.
         inputs, outputs: The sources and the targets, 1-D.
         packed: How many of the first chunks are packed ahead, without being posted to the other ranks.
+        kind: What has one choice of the chunk; None: this all-reduce is not timed.
+        chunk_bytes: Bytes of a chunk.
+        ahead_s, wait_s: Seconds of packing ahead, and of the wait for the last rank to begin.
     """
 
-    __slots__ = ("chunks", "first", "inputs", "outputs", "packed")
+    __slots__ = ("ahead_s", "chunk_bytes", "chunks", "first", "inputs", "kind", "outputs", "packed", "wait_s")
 
     plane: "TwoShotData"
 
@@ -52,18 +63,25 @@ class TwoShotReduce(Prepared):
         self.outputs = [target.reshape(-1) for target in targets]
         self.chunks: Sequence[Chunk] = ()
         self.first, self.packed = first, 0
+        self.kind: Kind | None = None
+        self.chunk_bytes, self.ahead_s, self.wait_s = 0, 0.0, 0.0
 
     def pack_ahead(self) -> None:
         """Pack the first chunks, whose memory is free. Local; never waits."""
+        began = time.perf_counter()
         for k, chunk in enumerate(self.chunks[:self.plane.slots]):
             if not self.plane.memory.have_all(self.plane.free_at[k], CONSUMED):
                 break
             self.copy_in(chunk)
             self.packed = k + 1
+        self.ahead_s += time.perf_counter() - began
 
     def finish(self, all_packed: bool) -> None:
         """See Prepared."""
-        self.plane.run(self, self.plane.stages)
+        if self.kind is None:
+            self.plane.run(self, self.plane.stages)
+        else:
+            self.plane.run_timed(self, self.kind)
 
     def copy_in(self, chunk: Chunk) -> None:
         """Copy this rank's part of a chunk to shared memory."""
@@ -79,11 +97,22 @@ class TwoShotReduce(Prepared):
 Stage = Callable[[Any, int], None]  # a step on chunk k of a Chunked
 
 
+class Kind(NamedTuple):
+    """All-reduces that have one choice of the chunk."""
+
+    dtype: np.dtype
+    bits: int  # of the number of bytes
+
+    def __str__(self) -> str:
+        return f"All-reduces of {2**(self.bits - 21)} to {2**(self.bits - 20)} MiB of {self.dtype}"
+
+
 class _Views(NamedTuple):
     """The shared memory as arrays of one dtype."""
 
-    parts: np.ndarray  # a row for each rank of the host: all of its memory
-    slots: list[list[np.ndarray]]  # used by chunks in turn: the memory of each rank of the host, then of the results
+    parts: np.ndarray  # a row for each rank of the host: its memory, as much as the slots of the smallest chunk have
+    # By the bytes of a chunk, used by chunks in turn: the memory of each rank of the host, then of the results.
+    slots: dict[int, list[list[np.ndarray]]]
 
 
 class TwoShotData(DataPlane):
@@ -93,8 +122,9 @@ class TwoShotData(DataPlane):
     shared memory. It then reduces its own slice, in the order of the ranks, from the others' memory and from its own
     tensors, writes the result to shared memory, and copies it to its targets. Last, it copies the slices that the other
     ranks have reduced to its targets. While one chunk is packed, the one before is reduced, and the one before that is
-    unpacked, so that a rank that is a little late delays no other. The chunks under way are so few that all memory but
-    the tensors stays in the processor's cache.
+    unpacked, so that a rank that is a little late delays no other. Small chunks under way stay in the processor's
+    cache. Which size is the fastest is measured, see chunk_choice: the first rank of the host times the all-reduces,
+    and says with the first chunk of each how large those of the next one of its kind are.
 
     The results are private to each rank. Results in memory that all ranks of the host read would save the last copy
     (gradients of ResNet-50, 2 ranks: 15 ms instead of 16). But TensorFlow writes in place to slices of tensors that it
@@ -106,7 +136,7 @@ class TwoShotData(DataPlane):
 
     Args:
         memory: Has at least `memory_bytes` of data, reserved for this object.
-        chunk: Bytes of a chunk, a power of two.
+        chunks: Bytes of a chunk, powers of two, the smallest at first. Larger ones are tried for large all-reduces.
         others: Serves the other collectives. `close` closes it.
 
     Attributes:
@@ -114,25 +144,31 @@ class TwoShotData(DataPlane):
         last_chunk: The number of the last chunk; the same on all ranks.
         free_at: For each slot, how many chunks all ranks must have consumed before it may be overwritten.
         scratch: Memory of this rank alone.
+        choices: On the first rank of the host, the choice of the chunk for each kind of all-reduce that was timed.
+        on_choice: Called with a sentence when a choice changes.
     """
 
     slots = SHM_CHUNKS_UNDER_WAY
     chunk_bytes = SHM_CHUNK_BYTES
     one_shot_bytes = SHM_ONE_SHOT_BYTES
+    choice_bytes = SHM_CHOICE_BYTES
 
-    def __init__(self, memory: HostMemory, chunk: int, others: DataPlane):
+    def __init__(self, memory: HostMemory, chunks: Sequence[int], others: DataPlane):
         self.memory, self._others = memory, others
         self._count, self._index = len(memory.ranks), memory.index
-        nbytes = self.memory_bytes(self._count, chunk)
-        self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(self._count + 1, self.slots, -1)
+        nbytes = self.memory_bytes(self._count, chunks[-1])
+        self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(self._count + 1, -1)
         self._views: dict[np.dtype, _Views] = {}
-        self._layouts: dict[tuple[np.dtype, bool, tuple[int, ...]], list[Chunk]] = {}
+        self._layouts: dict[tuple[np.dtype, int, bool, tuple[int, ...]], list[Chunk]] = {}
         self._kept_views = 0  # in these layouts
         self.last_chunk = 0
         self.free_at = [0] * self.slots
         self.scratch = FusionBuffer()
-        self._bytes_per_chunk = chunk
-        self._one_shot_bytes = min(self.one_shot_bytes // self._count, self.slots * chunk)
+        self._chunks = tuple(chunks)
+        self._chunk_of: dict[Kind, int] = {}  # for the next all-reduce of a kind, as the first rank has said
+        self.choices: dict[Kind, ChunkChoice] = {}
+        self.on_choice: Callable[[str], None] = lambda _: None
+        self._one_shot_bytes = min(self.one_shot_bytes // self._count, self.slots * chunks[0])
 
     @classmethod
     def memory_bytes(cls, count: int, chunk: int) -> int:
@@ -140,7 +176,7 @@ class TwoShotData(DataPlane):
         return cls.slots * (count + 1) * chunk
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
-        # Not `prepare` of a subclass, which falls back on this method.
+        # Not self.prepare: a subclass that cannot prepare calls this method in its place.
         TwoShotData.prepare(self, sources, targets, reduction).finish(all_packed=False)
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
@@ -153,17 +189,21 @@ class TwoShotData(DataPlane):
             one_shot.pack_ahead()
             return one_shot
         work = TwoShotReduce(self, sources, targets, reduction, self.last_chunk + 1)
-        work.chunks = self._chunks_of(work, nbytes, views.slots)
+        work.chunk_bytes = self._chunks[0]
+        if len(self._chunks) > 1 and nbytes >= self.choice_bytes:
+            work.kind = Kind(dtype, nbytes.bit_length())
+            work.chunk_bytes = self._chunk_of.get(work.kind, self._chunks[0])
+        work.chunks = self._chunks_of(work, nbytes, views.slots[work.chunk_bytes])
         return work
 
     def _chunks_of(self, work: TwoShotReduce, nbytes: int, slots: list[list[np.ndarray]]) -> list[Chunk]:
         sizes, itemsize = tuple([source.size for source in work.inputs]), work.inputs[0].itemsize
         # Small tensors: one copy each is faster than one reduction each. A prescale needs the copy, too.
         packs_own = work.reduction.prescale != 1.0 or not are_large(nbytes, sizes)
-        key = work.inputs[0].dtype, packs_own, sizes
+        key = work.inputs[0].dtype, work.chunk_bytes, packs_own, sizes
         chunks = self._layouts.get(key)
         if chunks is None:
-            chunks = lay_out(sizes, self._bytes_per_chunk // itemsize, slots, self._index,
+            chunks = lay_out(sizes, work.chunk_bytes // itemsize, slots, self._index,
                              lambda size: self._slices_of(size, itemsize), packs_own)
             views = sum([chunk.views for chunk in chunks])
             if self._kept_views + views > SHM_KEPT_VIEWS:
@@ -198,6 +238,23 @@ class TwoShotData(DataPlane):
         for k in range(max(count - self.slots, 0), count):
             self.free_at[k % self.slots] = work.first + k
 
+    def run_timed(self, work: TwoShotReduce, kind: Kind) -> None:
+        """Run an all-reduce, and learn how large the chunks of the next one of its kind are."""
+        if self._index:
+            self.run(work, self.stages)
+            return
+        choice = self.choices.get(kind) or self.choices.setdefault(kind, ChunkChoice(self._chunks))
+        # Posted before the first chunk, with which the other ranks read it.
+        self.memory.post(choice.upcoming(), CHUNK_BYTES)
+        began = time.perf_counter()
+        self.run(work, self.stages)
+        took_s = time.perf_counter() - began - work.wait_s + work.ahead_s
+        if choice.took(work.chunk_bytes, took_s / sum([source.nbytes for source in work.inputs])):
+            self.on_choice(f"{kind} use chunks of {choice}.")
+
+    def measured_choices(self) -> list[str]:
+        return [f"{kind} use chunks of {choice}." for kind, choice in list(self.choices.items()) if choice.s_per_byte]
+
     def _room_for(self, work: Chunked, k: int) -> int:
         """How many chunks must be consumed, and unpacked, before chunk k may overwrite its memory."""
         return self.free_at[k] if k < self.slots else work.first + k - self.slots
@@ -215,7 +272,12 @@ class TwoShotData(DataPlane):
 
     def _reduce(self, work: TwoShotReduce, k: int) -> None:
         chunk = work.chunks[k]
+        began = time.perf_counter() if k == 0 else 0.0
         self.memory.await_all(work.first + k, PACKED)
+        if k == 0 and work.kind is not None:
+            work.wait_s = time.perf_counter() - began
+            # The first rank cannot post the next one before this rank has ended this all-reduce.
+            self._chunk_of[work.kind] = self.memory.counter_of(self.memory.ranks[0], CHUNK_BYTES)
         self.memory.await_all(self._room_for(work, k), UNPACKED)
         self._reduce_slice(work, chunk, chunk.result, work.reduction.scale)
         # Before the others read it, which takes it from this processor's cache (102 MB on 2 ranks: 4 % less time).
@@ -241,8 +303,9 @@ class TwoShotData(DataPlane):
         return self._views.get(dtype) or self._make_views(dtype)
 
     def _make_views(self, dtype: np.dtype) -> _Views:
-        parts = self._bytes[:-1].reshape(self._count, -1).view(dtype)
-        slots = [[part[k].view(dtype) for part in self._bytes] for k in range(self.slots)]
+        parts = self._bytes[:-1, :self.slots * self._chunks[0]].view(dtype)
+        slots = {chunk: [[row[k * chunk:(k + 1) * chunk].view(dtype) for row in self._bytes] for k in range(self.slots)]
+                 for chunk in self._chunks}
         views = self._views[dtype] = _Views(parts, slots)
         return views
 

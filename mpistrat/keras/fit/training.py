@@ -1,0 +1,299 @@
+"""Training: who trains a model in fit, by which names, and what the ranks have in common. Both doors have one.
+
+Called by what mpistrat adds to fit, in the thread of fit; local.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+import tensorflow as tf
+from keras.optimizers import Optimizer
+
+from ...api.process_sets import ProcessSet, global_process_set
+from ...tensorflow.accumulators import accumulators_of
+from ...tensorflow.consistency import FirstSteps
+from ...tensorflow.equal_weights import CAUSES
+from ...tensorflow.gradients import GradientReducer
+from ...tensorflow.identity_set import IdentitySet
+from ...tensorflow.names import eager
+from ...tensorflow.types import Variable
+from .._private import non_trainable_variables, trained_by
+from ..nested_optimizers import distributed_in, optimizers_in, parts_of
+
+
+class Training:
+    """The training of a model by several ranks, of which it has one while it fits. There is a subclass for each door.
+
+    Attributes:
+        model: The model.
+        name: Begins the names of collectives.
+        process_set: The ranks that take part.
+        parts: The optimizers, those in them and those around them, in the same order on all ranks.
+        first_steps: The checks of the first reductions.
+        is_under_strategy: Whether a strategy has the ranks train: it shards the data, so all ranks have the same, and
+            reduces metrics.
+        averages_statistics: Whether fit averages the running statistics.
+        joins: Whether ranks with fewer steps join at the end of each epoch.
+        accumulates: Whether gradients are accumulated.
+        leaves_weights_uncompared: Whether first reductions are to come that cannot compare the weights.
+        has_local: Whether variables are local to each rank.
+        causes: The usual causes of different weights, and the way out.
+    """
+
+    name: str
+    process_set: ProcessSet
+    averages_statistics = True
+    is_under_strategy = joins = accumulates = False
+    causes = CAUSES
+
+    def __init__(self, model: keras.Model):
+        self.model = model
+
+    @property
+    def parts(self) -> list[Optimizer]:
+        raise NotImplementedError
+
+    @property
+    def first_steps(self) -> list[FirstSteps]:
+        return [own.checks for part in self.parts if (own := vars(part).get("_mpistrat")) is not None
+                and own.checks is not None]
+
+    @property
+    def leaves_weights_uncompared(self) -> bool:
+        return False
+
+    @property
+    def has_local(self) -> bool:
+        return False
+
+    @property
+    def accumulators(self) -> list[keras.Variable]:
+        return [variable for optimizer in self.parts for variable in accumulators_of(optimizer)]
+
+    def shared(self, variables: Sequence[Variable]) -> list[Variable]:
+        """Those of the variables that all ranks have, with the same values in a right program."""
+        raise NotImplementedError
+
+    def compared(self) -> list[Variable]:
+        """The shared weights and state of the optimizers."""
+        own = IdentitySet(non_trainable_variables(self.model))
+        return [v for v in self.shared(list(IdentitySet([*self.model.weights, *compared_in(self.parts)])))
+                if v not in own]
+
+    def value_of(self, variable: keras.Variable) -> tf.Tensor:
+        """This rank's value of a variable, eager."""
+        return tf.convert_to_tensor(variable)
+
+    def known_values(self) -> AbstractContextManager[None]:
+        """A context in which one rank can read the model without the others. Collective."""
+        return nullcontext()
+
+
+class DistributedTraining(Training):
+    """Training with distributed optimizers of one process set.
+
+    Args:
+        optimizers: At least one. The first, which is the same on all ranks, gives the name and the process set. Those
+            of other process sets are left out: fit neither checks them nor averages statistics for them.
+        wholes: The optimizers of the model that these are, or are in.
+
+    Attributes:
+        reducers: One for each optimizer.
+    """
+
+    def __init__(self, model: keras.Model, optimizers: Sequence[Optimizer], wholes: Sequence[Optimizer]):
+        super().__init__(model)
+        first: GradientReducer = optimizers[0]._mpistrat.reducer
+        self.name, self.process_set = first.name, first.process_set
+        number = self.process_set.process_set_id
+        self._optimizers = [o for o in optimizers if o._mpistrat.reducer.process_set.process_set_id == number]
+        self._elsewhere = [o for o in optimizers if o not in IdentitySet(self._optimizers)]
+        self._wholes = wholes
+        self.reducers: list[GradientReducer] = [o._mpistrat.reducer for o in self._optimizers]
+        self.averages_statistics = all(o._mpistrat.arguments.average_statistics for o in self._optimizers)
+        self.joins = any(o._mpistrat.arguments.uneven == "join" for o in self._optimizers)
+        self.accumulates = any(o.gradient_accumulation_steps for o in self._optimizers)
+
+    @property
+    def first_steps(self) -> list[FirstSteps]:
+        return [reducer.checks for reducer in self.reducers if reducer.checks is not None]
+
+    @property
+    def leaves_weights_uncompared(self) -> bool:
+        """As with weight decay."""
+        return any(reducer.changes_early and reducer.checks_weights and reducer.checks is not None
+                   and not reducer.checks.is_done for reducer in self.reducers)
+
+    @property
+    def has_local(self) -> bool:
+        return any(reducer.has_local for reducer in self.reducers)
+
+    @property
+    def parts(self) -> list[Optimizer]:
+        return list(IdentitySet(part for optimizer in self._optimizers for whole in self._wholes
+                                if optimizer in IdentitySet(parts_of(whole)) for part in parts_of(whole)))
+
+    @property
+    def calls(self) -> int:
+        """How often this rank has called `apply`. The public `iterations` is less, if gradients are accumulated."""
+        return sum(int(optimizer._iterations) for optimizer in self._optimizers)
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        return [variable for optimizer in self._optimizers for variable in optimizer.variables]
+
+    @property
+    def accumulators(self) -> list[keras.Variable]:
+        return [variable for optimizer in self._optimizers for variable in accumulators_of(optimizer)]
+
+    def shared(self, variables: Sequence[Variable]) -> list[Variable]:
+        """Those of the variables that are neither local to each rank nor trained in another process set.
+
+        An optimizer's state of a local variable is local.
+        """
+        local = IdentitySet(slot for optimizer, reducer in zip(self._optimizers, self.reducers, strict=True)
+                            for slot in _local_slots(optimizer, reducer))
+        elsewhere = IdentitySet(v for optimizer in self._elsewhere for part in parts_of(optimizer)
+                                for v in trained_by(part))
+        return [v for v in variables if v not in local and v not in elsewhere
+                and not any(reducer.is_local(v) for reducer in self.reducers)]
+
+
+class StrategyTraining(Training):
+    """Training under an MPIStrategy, in which all ranks take part.
+
+    Attributes:
+        usual_rows: The rows of this rank's part of the first batch, once they are known.
+        has_begun: Whether the ranks have exchanged them.
+    """
+
+    is_under_strategy = True
+    causes = ("weights that were loaded or assigned on some ranks only (call load_weights, load_model and set_weights "
+              "on all ranks), and a callback or a learning rate on some ranks only.")
+
+    def __init__(self, model: keras.Model):
+        super().__init__(model)
+        self.name, self.process_set = eager("strategy"), global_process_set
+        self.accumulates = any(part.gradient_accumulation_steps for part in self.parts)
+        self.usual_rows, self.has_begun = 1, False
+        self._extended = model.distribute_strategy.extended
+
+    def begin(self, usual_rows: int, reads_logs: bool) -> None:
+        """Take what the ranks have exchanged: the rows of a full batch on each rank, and whether a rank reads logs."""
+        self.has_begun = True
+        step_values_of(self.model).train_rows, step_values_of(self.model).reads_logs = max(1, usual_rows), reads_logs
+
+    @property
+    def parts(self) -> list[Optimizer]:
+        return list(IdentitySet(part for optimizer in optimizers_of(self.model) for part in parts_of(optimizer)))
+
+    def shared(self, variables: Sequence[Variable]) -> list[Variable]:
+        return [v for v in variables if self._extended.is_everywhere(getattr(v, "value", v))]
+
+    def value_of(self, variable: keras.Variable) -> tf.Tensor:
+        return self._extended.local(variable.value)
+
+    def known_values(self) -> AbstractContextManager[None]:
+        return self._extended.known_values(self.model)
+
+
+@dataclass
+class StepValues:
+    """What the steps of a model under a strategy depend on, equal on all ranks.
+
+    Attributes:
+        train_rows, test_rows: The rows of a full batch on each rank.
+        reads_logs: Whether a callback reads the logs of each batch, which are reduced over the ranks then.
+    """
+
+    train_rows: int = 1
+    test_rows: int = 1
+    reads_logs: bool = True
+
+
+_step_values: "WeakKeyDictionary[keras.Model, StepValues]" = WeakKeyDictionary()
+
+
+def step_values_of(model: keras.Model) -> StepValues:
+    """The values of a model. They are no attribute of it, which Keras would track."""
+    return _step_values.setdefault(model, StepValues())
+
+
+# The trainings of the models that fit now.
+in_fit: "WeakKeyDictionary[keras.Model, Training]" = WeakKeyDictionary()
+
+
+def training_of(model: keras.Model) -> Training | None:
+    """The training of a model, if several ranks are to train it together: by a strategy, or by distributed optimizers.
+
+    These are those of `compile`, then those in attributes of the model.
+    """
+    if is_under_strategy(model):
+        return StrategyTraining(model)
+    wholes = optimizers_of(model)
+    found = _by_place(distributed_in(getattr(model, "optimizer", None))) \
+        | _by_place(distributed for optimizer in wholes for distributed in distributed_in(optimizer))
+    return DistributedTraining(model, list(found.values()), wholes) if found else None
+
+
+def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> str:
+    """The name of a callback's collective: that of the optimizers of fit, if their ranks take part, else the thread's.
+
+    Raises:
+        InvalidRequestError: As names.eager.
+    """
+    training, number = training_of(model), process_set.process_set_id
+    if isinstance(training, DistributedTraining) and training.process_set.process_set_id == number:
+        return f"{training.name}/{operation}"
+    return eager(operation, number or 0)
+
+
+def is_under_strategy(model: keras.Model) -> bool:
+    """Whether a model was made in the scope of an MPIStrategy, which has the ranks train it together."""
+    # The public attribute is the strategy of the caller's scope for a model that was made outside of one.
+    return getattr(getattr(model, "_distribute_strategy", None), "is_mpi_strategy", False)
+
+
+def optimizers_of(model: keras.Model) -> list[Optimizer]:
+    """The optimizer of `compile`, then those in public attributes of a model, or in lists, tuples or dicts of these."""
+    public = [value for name, value in vars(model).items() if not name.startswith("_")]
+    return list(IdentitySet(optimizers_in([getattr(model, "optimizer", None), *public])))
+
+
+def compared_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
+    """The state of optimizers that is the same on all ranks in a right program, but for that of local variables.
+
+    Sums of gradients are of each rank's rows. The counter of steps counts one more on a rank that finds the end of its
+    data by an error: it does not depend on the data, and TensorFlow runs it before the step fails.
+    """
+    optimizers = list(optimizers)
+    own = IdentitySet(variable for optimizer in optimizers
+                      for variable in (*accumulators_of(optimizer), optimizer._iterations))
+    return [variable for optimizer in optimizers for variable in optimizer.variables if variable not in own]
+
+
+def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:
+    """The variables of an optimizer that belong to local variables of its reducer.
+
+    Their names begin with the path of the variable that is trained.
+    """
+    if not reducer.has_local:
+        return []
+    prefixes = {f"{v.path.replace('/', '_')}_": reducer.is_local(v)
+                for part in parts_of(optimizer) for v in trained_by(part)}
+    slots = []
+    for slot in optimizer.variables:
+        fitting = [prefix for prefix in prefixes if slot.name.replace("/", "_").startswith(prefix)]
+        if fitting and prefixes[max(fitting, key=len)]:
+            slots.append(slot)
+    return slots
+
+
+def _by_place(optimizers: Iterable[Any]) -> dict[int, Any]:
+    """Distributed optimizers in the order in which they were made: that of attributes may differ among the ranks."""
+    found = {o._mpistrat.reducer.optimizer.place: o for o in optimizers}
+    return dict(sorted(found.items()))

@@ -1,0 +1,78 @@
+"""OptimizerState: what mpistrat knows of a Keras optimizer. It is the attribute `_mpistrat` of the optimizer; local."""
+
+from dataclasses import dataclass, field
+
+import keras
+
+from ..api.process_sets import ProcessSet
+from ..core.errors import InvalidRequestError
+from ..core.request import ReduceOp
+from ..tensorflow import names
+from ..tensorflow.consistency import FirstSteps
+from ..tensorflow.gradients import GradientOptions, GradientReducer
+from ..tensorflow.types import Tensor
+
+
+@dataclass
+class Arguments:
+    """The arguments of DistributedOptimizer that a configuration of Keras does not have. Copies have the same.
+
+    Attributes:
+        name: Begins the names of collectives; those of copies begin with it too.
+        factor: What the mean of accumulated gradients is multiplied by.
+        process_set: None: all ranks.
+    """
+
+    name: names.OptimizerName
+    factor: float
+    options: GradientOptions
+    op: ReduceOp
+    gradient_predivide_factor: float
+    process_set: ProcessSet | None
+    scale_local_gradients: bool
+    average_statistics: bool
+    uneven: str
+    check_weights: bool
+
+
+@dataclass
+class OptimizerState:
+    """The attribute `_mpistrat` of an optimizer whose gradients are averaged, by itself or by a strategy.
+
+    Attributes:
+        class_name: The class of the optimizer.
+        reducer_or_none: What averages the gradients of a distributed optimizer.
+        arguments: None: it can be loaded, copied and saved, and does not train.
+        is_copy: Keras has made the optimizer from the original.
+        called: The hooks that Keras has called.
+        accumulating: While accumulated gradients are applied, their variables.
+        strategys_checks: Those of its first reductions under a strategy.
+        clipped: The gradients of this step that a strategy has reduced and clipped, and does not reduce again.
+        is_compared: Whether the ranks have compared the weights before the first step of a loop under a strategy.
+    """
+
+    class_name: str
+    reducer_or_none: GradientReducer | None = None
+    arguments: Arguments | None = None
+    is_copy: bool = False
+    called: set[str] = field(default_factory=set)
+    accumulating: list[keras.Variable] | None = None
+    strategys_checks: FirstSteps | None = None
+    clipped: list[Tensor] = field(default_factory=list)
+    is_compared: bool = False
+
+    @property
+    def reducer(self) -> GradientReducer:
+        """What averages the gradients."""
+        if self.reducer_or_none is None:
+            raise InvalidRequestError(
+                f"this {self.class_name} cannot average gradients: it was made by the class of a distributed "
+                "optimizer, or it is a copy that does not know the original's local variables (register_local_var), "
+                "groups of variables, process set or parts. Write hvd.DistributedOptimizer(keras.optimizers."
+                f"{self.class_name}(...)) in its place.")
+        return self.reducer_or_none
+
+    @property
+    def checks(self) -> FirstSteps | None:
+        """The checks of the first reductions; None if there is nothing to check."""
+        return self.reducer_or_none.checks if self.reducer_or_none is not None else self.strategys_checks

@@ -1,0 +1,232 @@
+"""The launchers: programs that start the ranks of a job. All that differs between them stands in this table.
+
+A new launcher is an entry here and a row of tests/unit/test_launchers.py. Each fact that an entry leaves out has a
+default with which `mpistrat run` does without it. `mpistrat run` starts jobs with those that have a `version`; the
+others are known by the variables of the processes that they have started.
+
+The module imports nothing but the standard library, because the start-up code of `mpistrat run` executes this file
+alone, before the script imports anything (cli/startup). Patterns are text for the same reason: few processes need them.
+"""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, eq=False)
+class Launcher:
+    """A program that starts ranks.
+
+    Attributes:
+        name: Its maker's, as `mpirun --version` and messages say it.
+        title: What has started a process, in messages.
+
+        rank, size: The variables with the rank of a process that it has started, and with their number. Without a
+            `size` only the MPI library knows it.
+        needs: Variables without which the process is none of its ranks although it has `rank`.
+        local: The variables with the rank among those of the host, and with their number.
+        process: Variables that differ between its processes, or its jobs, beside `rank`.
+
+        version: A pattern of what its `--version` prints, with the version as its group.
+        programs: Its names in a directory of programs.
+        libraries: The MPI libraries whose ranks it starts, by the names of mpi4py.get_vendor.
+
+        count: The option for the number of ranks.
+        always: Options of every job.
+        hosts: The option for a list of hosts.
+        per_host: The option for the ranks of each host. Without one the number follows each host of the list.
+        hostfile: The option for a file of hosts.
+        has_colons: Whether a line of that file may be `node1:4`.
+        has_comments: Whether it may have comments, and users (`me@node1`).
+        needs_slots: Whether each host must have a number.
+        slot_keys: Keys of a line of the file, for the number of ranks: `slots=4`.
+        host_keys: Other keys of a line.
+        unbound: Options with which it binds no rank to a core, which the ranks do themselves (process/cores.py).
+        binding: How options begin that bind ranks.
+        is_binding: Whether it gives each rank a share of the cores itself.
+        oversubscribe: Options for more ranks than slots.
+        export: The option by which a variable goes to the ranks; "": all of them go there.
+        sets: Variables for it.
+        sets_as_root: The same if the user is root.
+        sets_when_crowded: The same if there are more ranks than cores.
+        options: Its options that are used with training jobs, without dashes, and the number of values of each.
+        tag: Its option by which each line that it prints begins with the rank.
+        interface: The variable with the network interface.
+        ssh_arguments: The variables with arguments for ssh.
+        ssh_agents: The variables with which it starts processes on other hosts by something else than ssh.
+
+        handed_on: The signal by which `mpistrat run` has it hand SIGTERM on to the ranks; None: it cannot.
+        hands_on_since: The least version with that.
+        endings: Patterns of its texts on how a process has ended, with the groups rank, host, code and signal.
+        consequences: Patterns of texts that say only that other processes were ended too.
+        errors: Patterns of texts that say what error of MPI it was.
+        line_starts: How texts begin that are a line each. Others stand between two lines of dashes.
+        is_code_ambiguous: Whether its exit code N is both that of a rank and that of a rank that signal N has killed.
+    """
+
+    name: str
+    title: str
+
+    # What a process knows that it has started.
+    rank: str
+    size: str = ""
+    needs: tuple[str, ...] = ()
+    local: tuple[str, str] = ("", "")
+    process: tuple[str, ...] = ()
+
+    # How it is found and identified.
+    version: str = ""
+    programs: tuple[str, ...] = ("mpirun", "mpiexec")
+    libraries: tuple[str, ...] = ()
+
+    # How it is told what to start, and where.
+    count: str = "-np"
+    always: tuple[str, ...] = ()
+    hosts: str = ""
+    per_host: str = ""
+    hostfile: str = ""
+    has_colons: bool = False
+    has_comments: bool = False
+    needs_slots: bool = True
+    slot_keys: tuple[str, ...] = ()
+    host_keys: tuple[str, ...] = ()
+    unbound: tuple[str, ...] = ()
+    binding: tuple[str, ...] = ()
+    is_binding: bool = False
+    oversubscribe: tuple[str, ...] = ()
+    export: str = ""
+    sets: Mapping[str, str] = field(default_factory=dict)
+    sets_as_root: Mapping[str, str] = field(default_factory=dict)
+    sets_when_crowded: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, int] = field(default_factory=dict)
+    tag: str = ""
+    interface: str = ""
+    ssh_arguments: tuple[str, ...] = ()
+    ssh_agents: tuple[str, ...] = ()
+
+    # What it hands on, and what it prints.
+    handed_on: signal.Signals | None = None
+    hands_on_since: tuple[int, ...] = ()
+    endings: tuple[bytes, ...] = ()
+    consequences: tuple[bytes, ...] = ()
+    errors: tuple[bytes, ...] = ()
+    line_starts: tuple[bytes, ...] = ()
+    is_code_ambiguous: bool = False
+
+
+# Tried with Open MPI 4.1 and 5.0.
+OPEN_MPI = Launcher(
+    "Open MPI", "Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+    local=("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), process=("PMIX_NAMESPACE",),
+    version=r"\(Open MPI\) (\S+)", libraries=("Open MPI",),
+    hosts="-H", hostfile="--hostfile", has_comments=True, needs_slots=False,
+    slot_keys=("slots", "cpu", "count"),
+    host_keys=("max_slots", "max-slots", "slots_max", "slots-max", "username", "user_name", "user-name", "port"),
+    # By default it binds each rank, with all its TensorFlow threads, to one core.
+    unbound=("--bind-to", "none"), binding=("bind-to", "cpu-set", "cpu-list", "rankfile"),
+    oversubscribe=("--oversubscribe",), export="-x",
+    # Open MPI from PyPI prints "OSC UCX component priority set inside component query failed" on machines without
+    # InfiniBand, on every rank. mpistrat does not use that component.
+    sets={"OMPI_MCA_osc": "^ucx"},
+    # mpirun passes the permission on to its daemons on other hosts.
+    sets_as_root={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+    # A rank that waits in MPI spins. With more ranks than cores it would take the core of the rank it waits for.
+    sets_when_crowded={"OMPI_MCA_mpi_yield_when_idle": "1"},
+    options={
+        **dict.fromkeys(("mca", "prtemca", "pmixmca", "gmca"), 2),
+        **dict.fromkeys(("x", "bind-to", "map-by", "rank-by", "wdir", "wd", "timeout", "prefix", "output", "stdin",
+                         "with-ft", "forward-signals", "display", "tune", "path", "cpu-set", "npernode", "N",
+                         "npersocket", "personality", "runtime-options"), 1),
+        **dict.fromkeys(("tag-output", "timestamp-output", "merge-stderr-to-stdout", "report-bindings", "display-map",
+                         "display-allocation", "display-topo", "nolocal", "nooversubscribe", "use-hwthread-cpus",
+                         "allow-run-as-root", "enable-recovery", "disable-recovery", "verbose", "v", "q", "quiet"), 0)},
+    tag="--tag-output", interface="OMPI_MCA_btl_tcp_if_include",
+    ssh_arguments=("PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args"),  # of Open MPI 5, and of 4
+    ssh_agents=("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "OMPI_MCA_orte_launch_agent"),
+    handed_on=signal.SIGURG, hands_on_since=(5,),  # see process/hand_on.py
+    endings=(rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)",
+             rb"Process name: \[.*?,(?P<rank>\d+)\] Exit code: (?P<code>\d+)",
+             rb"MPI_ABORT was invoked on rank (?P<rank>\d+) .*?(?:errorcode|Errorcode:) (?P<code>-?\d+)",
+             rb'process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) calling "abort"'),
+    consequences=(rb"a non-zero exit code\. Per user-direction, the job has been aborted\.",
+                  # It prints a text once, and then a line that others have it too, with the name of the text.
+                  rb"^\[\S+\] \d+ more process\w* ha\w+ sent help message help-mpi-api\.txt / mpi-abort",
+                  rb'^\[\S+\] Set MCA parameter "orte_base_help_aggregate" to 0 to see all help',
+                  # Open MPI 5 sends to a process that has just ended.
+                  rb"^\[\S+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH in file \S+ at line \d+"),
+    # Of a rank that an error in MPI ends, for example when another rank has died, and its connection is closed.
+    errors=(rb"^\[\S+:\d+\] \*\*\* (?:An error occurred in |reported by process |on |Unknown error|MPI_ERR|"
+            rb"and MPI will try to terminate)",),
+    line_starts=(b"[",))
+# PALS, of HPE Cray EX. Not run. The variables are those of mpi_p_slurmstepd_task in
+# src/plugins/mpi/cray_shasta/mpi_cray_shasta.c of Slurm, by the maker of PALS; the options are those of
+# docs.alcf.anl.gov (Polaris, "Running Jobs"), which sets PMI_LOCAL_RANK's GPU in its examples. Before MPICH, whose
+# variables it sets too.
+PALS = Launcher(
+    "PALS", "PALS' mpiexec or srun", "PALS_RANKID", "PMI_SIZE", local=("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    process=("PALS_APID",),
+    version=r"\bmpiexec version (\d\S*)", programs=("mpiexec",), libraries=("MPICH",),
+    count="-n", hosts="--hosts", per_host="--ppn", unbound=("--cpu-bind", "none"), binding=("cpu-bind",),
+    options=dict.fromkeys(("ppn", "depth", "cpu-bind"), 1))
+# Hydra. Tried with MPICH 5.0. It does not bind, and accepts root and more ranks than slots.
+MPICH = Launcher(
+    "MPICH", "an MPICH-like mpirun or srun", "PMI_RANK", "PMI_SIZE", local=("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    process=("PMI_FD",),
+    version=r"HYDRA build details:\s+Version:\s+(\S+)", libraries=("MPICH", "MVAPICH", "Intel MPI"),
+    # -genvlist would forward the named variables *only*. -genvall is the default, but I_MPI_HYDRA_ENV may change it.
+    always=("-genvall",), hosts="-hosts", hostfile="-f", has_colons=True, host_keys=("user", "ifname"),
+    options={
+        **dict.fromkeys(("env", "genv"), 2),
+        **dict.fromkeys(("ppn", "perhost", "iface", "launcher", "launcher-exec", "rmk", "bootstrap", "bootstrap-exec",
+                         "envlist", "genvlist", "membind", "prepend-pattern", "outfile-pattern", "errfile-pattern",
+                         "gpus-per-proc", "localhost"), 1),
+        **dict.fromkeys(("l", "prepend-rank", "genvall", "genvnone", "envall", "envnone", "print-all-exitcodes",
+                         "disable-auto-cleanup"), 0)},
+    tag="-l", interface="HYDRA_IFACE",
+    ssh_agents=("HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP"),
+    handed_on=signal.SIGTERM,
+    endings=(rb"^Abort\((?P<code>-?\d+)\) on node \d+ \(rank (?P<rank>\d+) in comm \d+\): "
+             rb"application called MPI_Abort",),
+    line_starts=(b"Abort(",), is_code_ambiguous=True)
+# Derived from MPICH's. Before it, because this one says that it is Hydra too.
+INTEL_MPI = replace(MPICH, name="Intel MPI", version=r"Intel\(R\) MPI Library.*?Version (\S+)", hostfile="-machinefile",
+                    is_binding=True, ssh_agents=("I_MPI_HYDRA_BOOTSTRAP",))
+# mpirun_rsh of MVAPICH2; its mpiexec is Hydra.
+MVAPICH = Launcher(
+    "MVAPICH", "MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+    local=("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"))
+# Only a process that srun started has both variables. A batch script has SLURM_PROCID alone; a shell may have kept
+# SLURM_STEP_NUM_TASKS from a step. SLURM_NTASKS is no sign: a shell in an allocation has it, too.
+SRUN = Launcher("Slurm", "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", needs=("SLURM_STEP_NUM_TASKS",),
+                process=("SLURM_JOB_ID", "SLURM_STEP_ID"))
+# A process gets the size from a PMIx library, not from the environment.
+PMIX = Launcher("PMIx", "a PMIx launcher", "PMIX_RANK", process=("PMIX_NAMESPACE",))
+
+# In the order in which they are looked for. A job of mpirun may run in a step of srun, whose variables its ranks then
+# have too, and most launchers speak PMIx to the MPI library.
+LAUNCHERS = (OPEN_MPI, PALS, INTEL_MPI, MPICH, MVAPICH, SRUN, PMIX)
+# Those that `mpistrat run` starts jobs with.
+STARTED = tuple(each for each in LAUNCHERS if each.version)
+
+
+def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
+    """The launcher that has started a process with this environment; None if none has. Pure."""
+    return next((each for each in LAUNCHERS if environ.get(each.rank, "").isdigit()
+                 and all(name in environ for name in each.needs)), None)
+
+
+def local_rank(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """The rank among those of its host, and their number; None if no launcher says both. Pure."""
+    for each in LAUNCHERS:
+        rank, size = (environ.get(name, "") for name in each.local)
+        if rank.isdigit() and size.isdigit():
+            return int(rank), int(size)
+    return None
+
+
+def rank_in_shell() -> str:
+    """An expression of a POSIX shell for the rank of its process, under the launchers that `mpistrat run` starts."""
+    expression = f"${PMIX.rank}"
+    for each in reversed(STARTED):
+        expression = f"${{{each.rank}-{expression}}}"
+    return expression

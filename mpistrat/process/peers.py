@@ -1,0 +1,206 @@
+"""Which processes at the other end of a line have left or died, and which are on a host that is lost.
+
+One rank, the centre, listens; each other one has a line to it, and both ends watch. Three ends are told apart:
+
+- A peer that *leaves* says so, with the ranks whose death it knows.
+- A peer that *dies* does not. The kernel closes the line of a process that ends, however it ends. So waiting costs no
+  processor time, needs no limit, and does not depend on MPI, whose collectives cannot complete without it.
+- A *host is lost* if it is down, or the link to it is cut: its kernel does not answer the probes of this one. Kernels
+  answer whatever the processes do: one that is stopped, or holds the interpreter's lock, is not lost.
+
+The job watches other hosts with it (api/elastic/losses.py), clusters with parameter servers watch all ranks
+(cluster/cluster.py). Keepers of elastic jobs send signs of life besides, since one that is stopped keeps no commit.
+"""
+
+import enum
+import errno
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+
+from .line import Line, Listening, connect
+
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+
+
+class End(enum.Enum):
+    """How a peer has ended, for people."""
+
+    LEFT = "has left"
+    DIED = "has died"
+    HOST_LOST = "is on a host that is lost"
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Where the centre listens.
+
+    Attributes:
+        addresses: The addresses of its host.
+        port: The port.
+        secret: Random bytes, which the others must know.
+    """
+
+    addresses: Sequence[str]
+    port: int
+    secret: bytes
+
+
+class Peers:
+    """The lines of one rank, until `stop` is called.
+
+    Args:
+        rank: This rank.
+        probes: Seconds between two probes, at least 1, and seconds without an answer after which a host is lost; None:
+            those of a line.
+
+    Attributes:
+        died: Ranks that have died, or whose host is lost, as far as this rank, or a peer that has left, knows.
+    """
+
+    def __init__(self, rank: int, probes: tuple[float, float] | None = None):
+        self._rank, self._probes = rank, probes
+        self.died: set[int] = set()
+        self._lines: dict[Line, int] = {}  # of peers that have not ended
+        self._left: list[Line] = []  # of peers that have left, and still want to know when this rank leaves
+        self._ends: dict[int, End] = {}
+        self._missing: set[int] = set()
+        self._changed = threading.Condition()  # guards all of these
+        self._listening: Listening | None = None
+        self._stopped = threading.Event()
+        self._wake, self._woken = socket.socketpair()
+        self._thread: threading.Thread | None = None
+
+    def listen(self, ranks: Sequence[int], addresses: Sequence[str], is_local: bool = False) -> Invitation:
+        """On the centre: expect lines of these ranks. Local.
+
+        Args:
+            ranks: The others.
+            addresses: The addresses of this host.
+            is_local: Whether all of them are on this host.
+
+        Raises:
+            OSError: There is no free port.
+        """
+        listener = socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=1024)
+        invitation = Invitation(addresses, listener.getsockname()[1], os.urandom(32))
+        with self._changed:  # `_greet` closes what listens.
+            self._missing = set(ranks)
+            self._listening = Listening(listener, invitation.secret, self._greet)
+        return invitation
+
+    def await_all(self, limit_s: float) -> None:
+        """On the centre: wait until the lines of all ranks are there.
+
+        Raises:
+            OSError: None of those that are missing has arrived for `limit_s`.
+        """
+        with self._changed:
+            while missing := len(self._missing):
+                if not self._changed.wait_for(lambda: len(self._missing) < missing, limit_s):
+                    raise OSError(f"no connection of ranks {sorted(self._missing)} has arrived here")
+
+    def connect(self, invitation: Invitation, rank: int, limit_s: float) -> Line:
+        """On another rank: connect to rank `rank`, and return the line, whose reader this object is.
+
+        Raises:
+            OSError: It cannot be reached within `limit_s`; with a problem for each address.
+        """
+        line = connect([(address, invitation.port) for address in invitation.addresses], invitation.secret, limit_s)
+        line.send(rank=self._rank)
+        self._watch(line, rank)
+        return line
+
+    def watch(self, when_ended: Callable[[int, End], None] = lambda *_: None) -> None:
+        """Notice the ends of peers from now on.
+
+        Args:
+            when_ended: Called with each peer that ends, and how it has ended, in a thread of this object.
+        """
+        self._thread = threading.Thread(target=self._run, args=(when_ended,), name="mpistrat-peers", daemon=True)
+        self._thread.start()
+
+    def end_of(self, rank: int, timeout_s: float | None) -> End | None:
+        """How a peer has ended; None if it has not within `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: rank in self._ends, timeout_s)
+            return self._ends.get(rank)
+
+    def leave(self) -> None:
+        """Tell all peers that this rank leaves, with the ranks that have died. The ends of peers are still noticed."""
+        with self._changed:
+            self._take_ends()  # A death just before is told, too.
+            for line in (*self._lines, *self._left):
+                line.send(died=sorted(self.died))
+
+    def stop(self) -> None:
+        """Close all lines; `when_ended` is not called afterwards. May be called twice, and in `when_ended`."""
+        with self._changed:
+            self._stopped.set()
+            self._wake.close()  # The thread sees the end of this socket.
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        # The thread may have ended already, or was never there.
+        if self._listening is not None:
+            self._listening.close()
+        for line in (*self._lines, *self._left):
+            line.close()
+        self._woken.close()
+
+    def _greet(self, line: Line) -> None:
+        """Take the line of a missing rank, in a thread of its own."""
+        try:
+            rank = line.receive()["rank"]
+        except OSError:
+            return  # It has ended already, and is missed.
+        self._watch(line, rank)
+        with self._changed:
+            self._missing.discard(rank)
+            if not self._missing and self._listening is not None:
+                self._listening.close()
+            self._changed.notify_all()
+
+    def _watch(self, line: Line, rank: int) -> None:
+        if self._probes is not None:
+            line.probe(*self._probes)
+        with self._changed:
+            if self._stopped.is_set():
+                line.close()
+                return
+            self._lines[line] = rank
+            self._wake.send(b"\0")
+
+    def _run(self, when_ended: Callable[[int, End], None]) -> None:
+        lines: list[Line] = []
+        while not self._stopped.is_set():
+            wait([self._woken, *lines])  # type: ignore[list-item]  # that have fileno()
+            with self._changed:
+                if self._stopped.is_set():
+                    return
+                if wait([self._woken], 0):
+                    self._woken.recv(1 << 10)
+                new, lines = self._take_ends(), list(self._lines)
+            for rank, end in new:
+                if not self._stopped.is_set():
+                    when_ended(rank, end)
+
+    def _take_ends(self) -> list[tuple[int, End]]:
+        """Read the last messages of peers that have ended. Returns the peers."""
+        found = []
+        for line in self._lines.keys() & wait(self._lines, 0):  # type: ignore[arg-type]
+            rank = self._lines.pop(line)
+            try:
+                self.died.update(line.receive()["died"])
+                self._left.append(line)
+                end = End.LEFT
+            except OSError as error:
+                line.close()
+                self.died.add(rank)
+                end = End.HOST_LOST if error.errno in _SILENT else End.DIED
+            self._ends[rank] = end
+            found.append((rank, end))
+        self._changed.notify_all()
+        return found

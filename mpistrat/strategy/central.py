@@ -1,0 +1,87 @@
+"""variables="central": the optimizer's slots are on the chief only, which broadcasts the values that it computes.
+
+Every rank has a working copy of the model's variables. An optimizer's slots (momenta, averages) are on the chief, so
+only the chief can apply an update. It broadcasts the new values in one collective.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from ..api import runtime
+from ..tensorflow.gradients import label_of
+from . import collectives
+from .variables import CLASSES, RankMirroredVariable, create, create_alone
+
+
+class RemoteSlotVariable(RankMirroredVariable):
+    """A slot on a rank other than the chief: it has no elements, and ignores what is assigned to it."""
+
+    def _update(self, update_fn: Callable, value: object, **kwargs: object) -> "RemoteSlotVariable":
+        return self
+
+
+_MARK = "_mpistrat_is_central"
+_ELSEWHERE = {tf.VariableSynchronization.ON_WRITE: RemoteSlotVariable}
+
+
+def is_central(variable: tf.Variable) -> bool:
+    """Whether only the chief has the contents of a variable; the same on all ranks."""
+    return _MARK in vars(variable)  # Not by hasattr, which may run a collective; see checkpoints.
+
+
+class Slots:
+    """The optimizers' variables of one strategy.
+
+    Attributes:
+        are_central: Whether the chief alone has them. Never with one rank.
+        are_here: Whether this rank has them.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, central: bool):
+        topology = runtime.current().topology
+        self._strategy = strategy
+        self.are_central = central and topology.size > 1
+        self.are_here = not self.are_central or topology.rank == 0
+        self._creates_slots = False
+        if self.are_central:
+            runtime.current().losses.irreplaceable[0] = ('Only it had the optimizers\' slots: MPIStrategy(variables='
+                                                         '"central").')
+
+    @contextmanager
+    def created(self) -> Iterator[None]:
+        """A context in which new variables are slots."""
+        before, self._creates_slots = self._creates_slots, self.are_central
+        try:
+            yield
+        finally:
+            self._creates_slots = before
+
+    def create(self, device: str, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        """Create a variable, which may be a slot. Collective, unless it is one."""
+        if not self._creates_slots:
+            return create(self._strategy, device, next_creator, **kwargs)
+        if not self.are_here:
+            dtype = kwargs["dtype"]
+            kwargs["initial_value"] = lambda: tf.zeros([0], dtype)
+        slot = create_alone(self._strategy, device, next_creator, CLASSES if self.are_here else _ELSEWHERE, **kwargs)
+        setattr(slot, _MARK, True)
+        return slot
+
+    def share(self, variables: Sequence[tf.Variable]) -> None:
+        """Broadcast the chief's values of variables, in one collective. Collective; does nothing if none are central.
+
+        The variables are the strategy's, or Keras variables that have one, the same on all ranks. Raises ValueError for
+        others.
+        """
+        if not self.are_central or not variables:
+            return
+        components = [self._strategy.extended.component(v if isinstance(v, tf.Variable) else v.value)
+                      for v in variables]
+        values = collectives.broadcast_list_from_first([component.read_value() for component in components], "central",
+                                                       [label_of(v) for v in variables])
+        if not self.are_here:
+            for component, value in zip(components, values, strict=True):
+                component.assign(value)

@@ -1,0 +1,160 @@
+"""tf.train.Checkpoint, CheckpointManager and tf.saved_model.save with a strategy's variables: the chief writes.
+
+All ranks call them. They are patched when the first strategy is created, and behave as before for objects without its
+variables.
+
+An asynchronous checkpoint (CheckpointOptions) has two Checkpoint objects: the user's, which copies the variables in the
+thread that saves, and an inner one, which writes the copies in its own thread. Only the user's reads the variables, so
+the values on all ranks are those at the time of the call. The writing threads of the ranks synchronise before and after
+the chief writes, in the name space of this checkpoint.
+"""
+
+import copy
+import functools
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+from tensorflow.python.saved_model import save as saved_models
+
+from ..core.errors import ShutdownError
+from ..tensorflow import files, names
+from .variables import RankMirroredVariable, RankSyncOnReadVariable
+
+Options: TypeAlias = tf.train.CheckpointOptions | None
+
+# Which checkpoints a CheckpointManager has kept, and when.
+_STATE_OF_MANAGER = ("_maybe_delete", "_latest_checkpoint", "_last_preserved_timestamp")
+_originals: dict[str, Callable[..., Any]] = {}
+_NAME_SPACE = "_mpistrat_name_space"  # an attribute of the checkpoint that writes asynchronously
+_numbers: dict[str, itertools.count] = defaultdict(lambda: itertools.count(1))  # by the name space of the thread
+
+
+def patch() -> None:
+    """Replace the methods, once."""
+    if not _originals:
+        for owner, name, replacement in ((tf.train.Checkpoint, "_write", _write),
+                                         (tf.train.Checkpoint, "_async_checkpointer", _async_checkpointer),
+                                         (tf.train.CheckpointManager, "save", _save),
+                                         (saved_models, "save_and_return_nodes", _save_model)):
+            _originals[replacement.__name__] = getattr(owner, name)
+            setattr(owner, name, replacement)
+
+
+def with_values_of(trackable: object) -> AbstractContextManager[None]:
+    """A context in which this rank can read the aggregated values of `trackable` without a collective. Collective."""
+    values = {}
+    for variable in _strategy_variables(trackable):
+        if isinstance(variable, RankSyncOnReadVariable):
+            try:
+                values[variable.ref()] = tf.convert_to_tensor(variable._get_cross_replica())
+            except ShutdownError:
+                # The other ranks have ended, so this rank's value is all there is.
+                values[variable.ref()] = variable._get_replica(0).read_value()
+    return files.known(values)
+
+
+def _strategy_variables(trackable: object) -> Iterable[RankMirroredVariable | RankSyncOnReadVariable]:
+    """The variables of an MPIStrategy that a checkpoint of `trackable` contains, in the same order on all ranks."""
+    # A Keras variable is no tf.Variable but has one. (getattr of a missing attribute is a collective for a variable
+    # that is synchronised on reading: TensorFlow looks for the attribute in its value.)
+    found = (node if isinstance(node, tf.Variable) else getattr(node, "_value", node)
+             for node in tf.train.TrackableView(trackable).descendants())
+    return (variable for variable in found if isinstance(variable, RankMirroredVariable | RankSyncOnReadVariable))
+
+
+def _is_of_strategy(trackable: object) -> bool:
+    return tf.executing_eagerly() and not files.is_alone() and any(True for _ in _strategy_variables(trackable))
+
+
+def _write(self: tf.train.Checkpoint, file_prefix: str, options: Options = None) -> str:
+    """Replaces Checkpoint._write, which `write`, `save` and CheckpointManager call."""
+    original = _originals["_write"]
+    if not _is_of_strategy(self) or _is_asynchronous(options):
+        return original(self, file_prefix, options)
+    name_space = getattr(self, _NAME_SPACE, None)
+    if name_space is not None:
+        with names.name_space(name_space):
+            return _write_copies(self, file_prefix, options)
+    # A rank may still be looking for the newest checkpoint, and must not find this one.
+    files.exchange_status()
+    with with_values_of(self):
+        files.write_once(f"{file_prefix}.index", lambda: original(self, file_prefix, options))
+    return file_prefix
+
+
+def _write_copies(checkpoint: tf.train.Checkpoint, file_prefix: str, options: Options) -> str:
+    """Write the copies, in the writing thread. The variables themselves may have changed since."""
+    files.exchange_status()
+    files.write_once(f"{file_prefix}.index", lambda: _originals["_write"](checkpoint, file_prefix, options))
+    for callback in getattr(options, "experimental_write_callbacks", None) or ():
+        if isinstance(callback, _ManagerMark):
+            _share_state(callback.manager)
+    return file_prefix
+
+
+def _save_model(obj: object, export_dir: str | os.PathLike, *args: object, **kwargs: object) -> object:
+    """Replaces what tf.saved_model.save calls. Ranks that write to one directory remove each other's temporary files.
+
+    (TensorFlow loads tf.saved_model late, and would put tf.saved_model.save itself back then.)
+    """
+    original = functools.partial(_originals["_save_model"], obj, export_dir, *args, **kwargs)
+    # TensorFlow says what is wrong with an object of another class.
+    if not isinstance(obj, tf.__internal__.tracking.Trackable) or not _is_of_strategy(obj):
+        return original()
+    files.exchange_status()  # As in _write.
+    with with_values_of(obj):
+        return files.write_once(os.path.join(export_dir, "saved_model.pb"), original)
+
+
+def _is_asynchronous(options: Options) -> bool:
+    return bool(options is not None and options.experimental_enable_async_checkpoint)
+
+
+def _async_checkpointer(self: tf.train.Checkpoint) -> Any:
+    """Replaces Checkpoint._async_checkpointer, which creates the inner checkpoint, in the thread that saves.
+
+    The first save creates it, so the ranks agree on the number of each asynchronous checkpoint of a thread.
+    """
+    helper = _originals["_async_checkpointer"](self)
+    writer = helper.checkpointer()
+    if not hasattr(writer, _NAME_SPACE) and _is_of_strategy(self):
+        thread = names.prefix()
+        setattr(writer, _NAME_SPACE, f"{thread}checkpoint{next(_numbers[thread])}")
+    return helper
+
+
+class _ManagerMark:
+    """Marks an asynchronous write of a CheckpointManager whose state the ranks share, among the write's callbacks."""
+
+    def __init__(self, manager: tf.train.CheckpointManager):
+        self.manager = manager
+
+    def __call__(self) -> None:
+        """Does nothing. TensorFlow calls it on the rank that has written."""
+
+
+def _save(self: tf.train.CheckpointManager, checkpoint_number: int | tf.Variable | None = None,
+          check_interval: bool = True, options: Options = None) -> str | None:
+    """Replaces CheckpointManager.save; all ranks then have the writer's list of kept and deleted checkpoints."""
+    together = _is_of_strategy(self.checkpoint)
+    if together and options is not None and _is_asynchronous(options):
+        options = copy.copy(options)
+        options.experimental_write_callbacks = [_ManagerMark(self), *(options.experimental_write_callbacks or ())]
+    path = _originals["_save"](self, checkpoint_number, check_interval, options)
+    if together and path is not None and not _is_asynchronous(options):
+        _share_state(self)
+    return path
+
+
+def _share_state(manager: tf.train.CheckpointManager) -> None:
+    """Copy the state of the manager that wrote to this directory. Collective."""
+    directory = os.path.abspath(manager.directory)
+    statuses = files.exchange_status(value=(directory, {name: getattr(manager, name) for name in _STATE_OF_MANAGER}))
+    if statuses is not None:
+        vars(manager).update(next(state for there, state in (status.value for status in statuses)
+                                  if there == directory))

@@ -1,0 +1,114 @@
+"""The collectives of strategies. In a graph they run one after the other, in program order.
+
+Each collective is submitted in program order, as all are (see bridge.program_order), and here the next one is submitted
+when it is complete. The tensors of one call are reduced together.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import tensorflow as tf
+
+from ..api import runtime
+from ..core.errors import InvalidRequestError, MismatchError
+from ..core.request import Average, ReduceOp, ScaledOp, Sum
+from ..tensorflow import files, list_ops
+from ..tensorflow.bridge.program_order import complete_in_order
+from ..tensorflow.bridge.reduce_spec import ReduceSpec
+from ..tensorflow.list_ops import broadcast_list, gather_list, reduce_tensors
+from ..tensorflow.names import made
+from ..tensorflow.types import Tensor, TensorLike
+from ..tensorflow.xla.context import device_here
+
+T = TypeVar("T")
+_OPS = {tf.distribute.ReduceOp.SUM: Sum, tf.distribute.ReduceOp.MEAN: Average}
+
+
+def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribute.ReduceOp | ReduceOp,
+               operation: str = "all_reduce", labels: Sequence[str] = (),
+               bucket_bytes: int = 0) -> list[Tensor]:
+    """Reduce tensors and tf.IndexedSlices over the ranks, in one call. Collective, differentiable.
+
+    Args:
+        values: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
+        op: SUM or MEAN; or an operation of core.request.
+        operation: The purpose; part of the name that identifies the collective on all ranks.
+        labels: Users' names of the values, for error messages.
+        bucket_bytes: The size of the buckets.
+    """
+    tensors = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
+    if runtime.current().topology.size == 1 or not tensors:
+        return tensors
+    scaled = ScaledOp(_OPS.get(op, op))
+    return in_program_order(operation, lambda name: reduce_tensors(tensors, ReduceSpec(
+        name, scaled, labels, bucket_bytes=bucket_bytes, has_gradient=True)))
+
+
+def all_true(value: tf.Tensor, operation: str) -> tf.Tensor:
+    """Whether a boolean scalar is true on every rank. Collective."""
+    if runtime.current().topology.size == 1:
+        return value
+    return in_program_order(operation, lambda name: [list_ops.all_true(value, name)])[0]
+
+
+def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
+    """Concatenate the ranks' values along `axis`, in rank order. Their extents there may differ. Collective.
+
+    Raises:
+        ValueError: A value is a scalar, or has no such axis.
+        tf.errors.InvalidArgumentError: On every rank, when the values differ in anything else. Eagerly it is a
+            MismatchError too.
+    """
+    tensors = [tf.convert_to_tensor(v) for v in values]
+    for tensor in tensors:
+        if tensor.shape.rank == 0:
+            raise ValueError("a scalar has no axis to be gathered along; reshape it to (1,).")
+    if runtime.current().topology.size == 1 or not tensors:
+        return tensors
+    fronts = [_swapped(tensor, axis) for tensor in tensors]
+    try:
+        joined = in_program_order("all_gather", lambda name: gather_list(fronts, name))
+    except MismatchError as error:
+        raise GatherError(str(error)) from error
+    return [_swapped(tensor, axis) for tensor in joined]
+
+
+class GatherError(MismatchError, tf.errors.InvalidArgumentError):
+    """The ranks' values cannot be concatenated. TensorFlow's own strategies raise the second base class for that."""
+
+    def __init__(self, text: str):
+        tf.errors.InvalidArgumentError.__init__(self, None, None, text)
+
+
+def _swapped(tensor: tf.Tensor, axis: int) -> tf.Tensor:
+    """The tensor with `axis` and the first dimension exchanged."""
+    if axis == 0:
+        return tensor
+    order = list(range(tensor.shape.rank))
+    order[0], order[axis] = order[axis], order[0]
+    return tf.transpose(tensor, order)
+
+
+def broadcast_from_first(tensor: tf.Tensor, operation: str = "broadcast", label: str = "") -> tf.Tensor:
+    """Rank 0's value on every rank. Collective."""
+    return broadcast_list_from_first([tensor], operation, (label,) if label else ())[0]
+
+
+def broadcast_list_from_first(tensors: Sequence[tf.Tensor], operation: str, labels: Sequence[str] = ()
+                              ) -> list[tf.Tensor]:
+    """Rank 0's values on every rank, in one collective. Collective."""
+    if runtime.current().topology.size == 1 or not tensors:
+        return list(tensors)
+    return in_program_order(operation, lambda name: broadcast_list(tensors, 0, name, tuple(labels)))
+
+
+def in_program_order(operation: str, collective: Callable[[str], list[T]]) -> list[T]:
+    """Call `collective(name)` so that it runs after all earlier collectives of the program."""
+    if tf.executing_eagerly() and files.in_alone():
+        raise InvalidRequestError(
+            f"{operation}: this rank writes a file without the other ranks, so none of them takes part in this "
+            "collective. Compute the value on all ranks before the model is saved.")
+    results = collective(made(f"strategy/{operation}"))
+    if not tf.executing_eagerly():
+        complete_in_order(tf.nest.flatten(results, expand_composites=True), device_here())
+    return results

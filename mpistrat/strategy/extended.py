@@ -1,0 +1,290 @@
+"""`strategy.extended`, the interface that tf.distribute and Keras call: one replica per rank.
+
+TensorFlow's own class for several processes runs each replica in its own thread, and so cannot run collectives in
+branches and loops. One replica per process needs no thread, and `merge_call` is a plain call.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, TypeVar
+
+import tensorflow as tf
+from tensorflow.python.distribute.distribute_lib import UpdateContext
+from tensorflow.python.distribute.distribute_utils import (
+    is_mirrored,
+    is_sync_on_read,
+    regroup,
+    select_replica,
+    update_regroup,
+    validate_colocate_distributed_variable,
+    value_container,
+)
+from tensorflow.python.distribute.values import DistributedVariable
+
+from ..api import runtime
+from ..core.request import ScaledOp, Sum
+from ..core.topology import Topology
+from ..tensorflow.bridge.reduce_spec import ReduceSpec
+from ..tensorflow.consistency import FirstSteps
+from ..tensorflow.gradients import GradientOptions, reduce_gradients
+from ..tensorflow.timed_steps import count_step
+from ..tensorflow.types import Structure, Tensor, TensorLike
+from . import collectives, input
+from .central import Slots, is_central
+from .checkpoints import with_values_of
+from .options import CommunicationOptions, apply_timeout
+from .replica_context import RankReplicaContext, reduce_op_of
+from .variables import RankMirroredVariable
+
+ReduceOp: TypeAlias = tf.distribute.ReduceOp | str
+T = TypeVar("T")
+
+
+class RankExtended(tf.compat.v1.distribute.StrategyExtended):
+    """The extended part of MPIStrategy. TensorFlow and Keras call its methods.
+
+    Args:
+        strategy: The strategy that this is a part of.
+        device: Where variables and computation are.
+        options: tf.distribute.experimental.CommunicationOptions, the default for all collectives.
+        random_per_rank: Whether Keras' layers draw different random numbers on each rank.
+        central: Whether the chief alone has the optimizers' slots.
+        gradient_options: How gradients are sent.
+    """
+
+    # Gradients are averaged here. DistributedOptimizer and DistributedGradientTape raise an error if this is set.
+    averages_gradients = True
+    # TensorFlow's handling of datasets that end earlier on some ranks, where input.py does not switch it off.
+    experimental_enable_get_next_as_optional = True
+    # There is one device, so no function needs a trace per device.
+    _retrace_functions_for_each_device = False
+
+    def __init__(self, strategy: tf.distribute.Strategy, device: str, options: CommunicationOptions,
+                 random_per_rank: bool, central: bool, gradient_options: GradientOptions):
+        super().__init__(strategy)
+        self._options, self._gradient_options = options, gradient_options
+        self._device, self.random_per_rank = device, random_per_rank
+        self._known = runtime.current().topology
+        self._input = input.Pipelines(strategy, lambda: self._topology, device)
+        self.slots = Slots(strategy, central)
+
+    @property
+    def _topology(self) -> Topology:
+        """The ranks there are now; after shutdown() those that there were."""
+        if runtime.is_initialized():
+            self._known = runtime.current().topology
+        return self._known
+
+    @property
+    def _cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+        return _resolver(self._topology)
+
+    # -- variables ----------------------------------------------------------------------------------------------------
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        colocated = kwargs.pop("colocate_with", None)
+        device = self._device if colocated is None else colocated.device
+        return self.slots.create(device, next_creator, **kwargs)
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: tf.Variable) -> None:
+        validate_colocate_distributed_variable(colocate_with_variable, self)
+
+    def variable_created_in_scope(self, v: tf.Variable) -> bool:
+        """Whether `v` is a variable of this strategy."""
+        return getattr(v, "_distribute_strategy", None) is self._container_strategy()
+
+    def read_var(self, v: DistributedVariable) -> tf.Tensor:
+        """The aggregated value. Collective for variables that are synchronised on reading."""
+        return v._get_cross_replica() if is_sync_on_read(v) else tf.identity(v._get())
+
+    def value_container(self, value: object) -> object:
+        """The distributed variable that `value` is a component of, or `value`."""
+        return value_container(value)
+
+    def assigned_in_lockstep(self, variable: tf.Variable) -> None:
+        """Declare that all ranks assign equal values to a variable of ONLY_FIRST_REPLICA, so none needs to be sent.
+
+        Keras counts its optimizer's steps in such a variable. Without this, each step would have a broadcast.
+        """
+        variable.is_in_lockstep = True
+
+    def _broadcast_to(self, tensor: TensorLike, destinations: object) -> TensorLike:
+        if isinstance(tensor, float | int):
+            return tensor
+        if isinstance(destinations, RankMirroredVariable) and destinations.is_in_lockstep:
+            return tensor
+        return collectives.broadcast_from_first(tf.convert_to_tensor(tensor))
+
+    # -- running and updating -----------------------------------------------------------------------------------------
+
+    def _call_for_each_replica(self, fn: Callable[..., T], args: tuple, kwargs: dict[str, Any]) -> T:
+        with RankReplicaContext(self._container_strategy(), replica_id_in_sync_group=self._topology.rank):
+            return regroup((fn(*select_replica(0, args), **select_replica(0, kwargs)),))
+
+    def _update(self, var: DistributedVariable, fn: Callable, args: tuple, kwargs: dict[str, Any], group: bool) -> Any:
+        component = self.component(var)
+        with tf.device(component.device), UpdateContext(0), tf.name_scope("update"):
+            result = fn(component, *select_replica(0, args), **select_replica(0, kwargs))
+        return update_regroup(self, (result,), group)
+
+    def _replica_ctx_update(self, var: DistributedVariable, fn: Callable[..., T], args: tuple = (),
+                            kwargs: dict[str, Any] | None = None, group: bool = True) -> T:
+        component = self.component(var)
+        with tf.device(component.device), tf.name_scope("update"):
+            return fn(component, *args, **(kwargs or {}))
+
+    def component(self, var: tf.Variable) -> tf.Variable:
+        """This rank's component of a distributed variable. Raises ValueError for any other variable."""
+        if not isinstance(var, DistributedVariable):
+            raise ValueError(f"the variable {getattr(var, 'name', var)!r} was not created in this strategy's scope. "
+                             "Create models, optimizers and variables under `with strategy.scope():`.")
+        return var._get_replica(0)
+
+    def _update_non_slot(self, colocate_with: object, fn: Callable, args: tuple, kwargs: dict[str, Any],
+                         group: bool) -> Any:
+        with tf.device(self._device), UpdateContext(0), tf.name_scope("update"):
+            result = fn(*select_replica(0, args), **select_replica(0, kwargs))
+        return update_regroup(self, (result,), group)
+
+    def non_slot_devices(self, var_list: Sequence[tf.Variable]) -> tuple[str, ...]:
+        return self.worker_devices
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def _replica_ctx_all_reduce(self, reduce_op: ReduceOp, value: Structure,
+                                options: CommunicationOptions | None = None) -> Structure:
+        return tf.nest.pack_sequence_as(value, collectives.all_reduce(tf.nest.flatten(value), reduce_op_of(reduce_op),
+                                                                      bucket_bytes=self._bucket_bytes(options)))
+
+    def _reduce_to(self, reduce_op: ReduceOp, value: Structure, destinations: object,
+                   options: CommunicationOptions | None) -> Structure:
+        return tf.nest.pack_sequence_as(value, self._reduced(reduce_op, tf.nest.flatten(value), options))
+
+    def _batch_reduce_to(self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[TensorLike, object]],
+                         options: CommunicationOptions | None) -> list[Tensor]:
+        return self._reduced(reduce_op, [value for value, _ in value_destination_pairs], options)
+
+    def _bucket_bytes(self, options: CommunicationOptions | None = None) -> int:
+        """The size of the buckets of a call; 0: the default. `options` are the call's own, whose timeout is applied."""
+        if options is not None:
+            apply_timeout(options)
+        return int(self._options.merge(options).bytes_per_pack)
+
+    def _reduced(self, reduce_op: ReduceOp, values: Sequence[TensorLike],
+                 options: CommunicationOptions | None) -> list[Tensor]:
+        op = reduce_op_of(reduce_op)
+        # Averaging identical values is a no-op.
+        equal = [op == tf.distribute.ReduceOp.MEAN and is_mirrored(value) for value in values]
+        results = [self.local(value) for value in values]
+        sent = [i for i, is_equal in enumerate(equal) if not is_equal]
+        reduced = collectives.all_reduce([results[i] for i in sent], op, "reduce",
+                                         bucket_bytes=self._bucket_bytes(options))
+        for i, result in zip(sent, reduced, strict=True):
+            results[i] = result
+        return results
+
+    def reduce_gradients(self, gradients: Sequence[Tensor], labels: Sequence[str], checks: FirstSteps,
+                         exact: Mapping[str, tf.Tensor]) -> list[Tensor]:
+        """The sums of an optimizer's gradients over the ranks, and then those of `exact`. Collective.
+
+        Args:
+            gradients: Tensors or tf.IndexedSlices, at least one.
+            labels: Users' names of their variables, for error messages.
+            checks: The optimizer's. They do not read the weights, which Keras' part compares before.
+            exact: Tensors by their labels, which are not compressed.
+        """
+        count_step(is_global=True)
+        if runtime.current().topology.size == 1:
+            return [*gradients, *exact.values()]
+        return collectives.in_program_order("gradients", lambda name: reduce_gradients(gradients, ReduceSpec(
+            name, ScaledOp(Sum), labels, bucket_bytes=self._bucket_bytes(),
+            observer=checks.observer((), (), may_read=False)), self._gradient_options, exact=exact))
+
+    def local(self, value: object) -> Any:
+        """This rank's part of a distributed value, or the value of this rank's component of a distributed variable."""
+        if isinstance(value, DistributedVariable):
+            return value._get_replica(0).read_value()
+        if isinstance(value, tf.distribute.DistributedValues):
+            return self._container_strategy().experimental_local_results(value)[0]
+        return value
+
+    def is_everywhere(self, variable: tf.Variable) -> bool:
+        """Whether all ranks have the contents of a variable, and not the chief alone."""
+        return not is_central(variable)
+
+    def known_values(self, trackable: object) -> AbstractContextManager[None]:
+        """As checkpoints.with_values_of."""
+        return with_values_of(trackable)
+
+    def _gather_to_implementation(self, value: TensorLike, destinations: object, axis: int,
+                                  options: CommunicationOptions | None) -> tf.Tensor:
+        return collectives.all_gather([self.local(value)], axis)[0]
+
+    # -- input --------------------------------------------------------------------------------------------------------
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None
+                                         ) -> tf.distribute.DistributedDataset:
+        return self._input.distribute(dataset, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: tf.distribute.InputOptions | None
+                                           ) -> tf.distribute.DistributedDataset:
+        return self._input.distribute_from_function(dataset_fn, options)
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable) -> tf.distribute.DistributedValues:
+        value = value_fn(tf.distribute.experimental.ValueContext(self._topology.rank, self._topology.size))
+        return regroup((value,), always_wrap=True)
+
+    # -- properties ---------------------------------------------------------------------------------------------------
+
+    # Each rank runs its own program, and initialises its own variables.
+    experimental_between_graph = experimental_should_init = True
+    _global_batch_size = True
+    _num_devices_per_worker = 1
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        return (self._device,)
+
+    parameter_devices = worker_devices
+
+    @property
+    def worker_devices_by_replica(self) -> list[list[str]]:
+        return [[self._device]]
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoints and summaries, which the chief does."""
+        return self._topology.rank == 0
+
+    should_save_summary = should_checkpoint
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._topology.size
+
+    def _in_multi_worker_mode(self) -> bool:
+        return self._topology.size > 1
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return replica_id_in_sync_group - self._topology.rank
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return replica_id + self._topology.rank
+
+
+@functools.cache
+def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.ClusterResolver:
+    """The resolver from which programs find out the chief. All ranks are workers; worker 0 counts as the chief.
+
+    TensorFlow's own strategies report a cluster without a chief in the same way, so programs that check only for
+    workers are right too. No server listens on the ports; MPIClusterResolver forms a cluster of servers.
+    """
+    alone = len(topology.hosts) == 1
+    workers = [f"{'localhost' if alone else host}:0" for host in topology.host_of]
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": workers}), task_type="worker", task_id=topology.rank,
+        num_accelerators={"GPU": len(tf.config.list_logical_devices("GPU"))})

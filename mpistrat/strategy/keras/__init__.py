@@ -1,0 +1,30 @@
+"""Keras under MPIStrategy: the functions of Keras that are replaced, ordered by Keras' concepts.
+
+trainer: fit, evaluate, predict, and the random seeds of layers. optimizer: gradients, clipping, loss scaling, and the
+slots of variables="central". empty_parts: evaluate and predict without rows. callbacks: which callbacks run where.
+saving: files of models. step_state has what they share while a step is traced.
+
+`mpistrat.strategy` imports this package when the first strategy is created, then calls `apply`. The import raises
+MissingDependencyError where Keras is too old.
+"""
+
+import keras
+
+from ...core.errors import MissingDependencyError
+from ...core.install import pip
+
+# With Keras 3.7 and 3.8 the numbers of `fit` are wrong, and 3.9 fails.
+if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 10):
+    raise MissingDependencyError(f"MPIStrategy needs Keras 3.10 or later, and this is {keras.__version__} "
+                                 f"({pip('keras>=3.10')}).")
+
+from ...keras import patches
+from ...keras.patches import PATCHES, undo
+from . import callbacks, optimizer, saving, step_state, trainer  # noqa: F401
+
+__all__ = ["PATCHES", "apply", "undo"]
+
+
+def apply() -> None:
+    """Replace the functions, once."""
+    patches.apply(for_strategy=True)

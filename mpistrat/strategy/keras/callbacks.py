@@ -1,0 +1,70 @@
+"""Keras' callbacks under MPIStrategy, but for what keras/fit does with them: those of evaluate, and SwapEMAWeights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+from keras.callbacks import CallbackList, SwapEMAWeights
+from keras.optimizers import Optimizer
+
+from ...api import ops as array_ops
+from ...keras._private import trained_by
+from ...keras.fit.fit_callbacks import users_callbacks
+from ...keras.fit.fit_states import reads_logs
+from ...keras.fit.training import StrategyTraining, step_values_of
+from ...keras.fit.written_once import WrittenOnce, entry_of, role_of, written_once
+from ...keras.keras2_arguments import bound
+from ...keras.patches import Function
+from ...keras.patches import replaces_for_strategy as replaces
+from .optimizer import slots_of
+from .step_state import strategy_of
+from .trainer import Trainer, average
+
+
+@replaces(Trainer, "evaluate", "the ranks would evaluate models with different running statistics",
+          "self.make_test_function()")
+def evaluate(original: Function, self: keras.Model, *args: object, **kwargs: object) -> object:
+    strategy = strategy_of(self)
+    if strategy is None or strategy.num_replicas_in_sync == 1:
+        return original(self, *args, **kwargs)
+    training = average(self)
+    call = bound(original, self, *args, **kwargs)
+    given = call.arguments.get("callbacks")
+    if isinstance(given, CallbackList):  # fit validates, and has looked at its callbacks.
+        return original(*call.args, **call.kwargs)
+    with _evaluating(training, users_callbacks(given)) as callbacks:
+        call.arguments["callbacks"] = callbacks
+        return original(*call.args, **call.kwargs)
+
+
+@contextmanager
+def _evaluating(training: StrategyTraining, callbacks: list[Any]) -> Iterator[list[Any]]:
+    """A context with the callbacks of an evaluation on this rank. Collective.
+
+    The ranks may have different callbacks. Logs that none reads are not reduced in each step.
+    """
+    own = tuple(entry_of(callback, training) for callback in callbacks), any(map(reads_logs, callbacks))
+    of_ranks = array_ops.allgather_object(own, f"{training.name}/evaluate")
+    entries, topology = [each for each, _ in of_ranks], training.process_set.group("evaluate").topology
+    wrapped = written_once(callbacks, training)
+    for callback, entry in zip(wrapped, own[0], strict=True):
+        if isinstance(callback, WrittenOnce):
+            callback.assign(role_of(entry, topology.rank, entries, topology.host_of))
+    values = step_values_of(training.model)
+    before, values.reads_logs = values.reads_logs, any(reads for _, reads in of_ranks)
+    try:
+        yield wrapped
+    finally:
+        values.reads_logs = before
+
+
+@replaces(SwapEMAWeights, "_tf_finalize_ema_values", "only the chief has averages",
+          "optimizer._model_variables_moving_average")
+@replaces(SwapEMAWeights, "_tf_swap_variables", "likewise", "optimizer._model_variables_moving_average")
+def swap_averages(original: Function, self: SwapEMAWeights, optimizer: Optimizer) -> None:
+    slots = slots_of(optimizer)
+    if slots is None or slots.are_here:
+        original(self, optimizer)
+    if slots is not None:
+        slots.share(trained_by(optimizer))

@@ -1,0 +1,140 @@
+"""State that the replaced functions share: the strategy in use, the rows of a batch, and flags for compiled steps.
+
+A tf.function is traced once and runs many times. So a value that changes between runs is a variable here: Python
+assigns it, and the compiled step reads it. Each model has its own, because several threads may call fit, each for a
+model.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import TypeVar
+
+import keras
+import tensorflow as tf
+
+from ...keras.fit.row_counts import LocalScalar, rows_of
+from ...tensorflow.bridge.differentiable import loss_weighted
+from ...tensorflow.bridge.program_order import captured_in_function
+from .. import collectives
+from ..mpi_strategy import MPIStrategy
+
+T = TypeVar("T")
+
+
+class Flags:
+    """The flags of one model, equal on all ranks: variables, and the values last assigned to them.
+
+    "usual_rows" is the number of rows of a full batch on each rank. "logs_wanted" is whether a callback reads the logs
+    of each batch.
+    """
+
+    def __init__(self) -> None:
+        self._scalars = {"usual_rows": LocalScalar(tf.int64, 1), "logs_wanted": LocalScalar(tf.bool, 1)}
+        self._assigned: dict[str, int | bool] = {}
+
+    def assign(self, name: str, value: int | bool) -> None:
+        """Assign a flag. Assigning takes longer than comparing, so an equal value is not assigned again."""
+        if self._assigned.get(name) != value:
+            self._scalars[name].assign(value)
+            self._assigned[name] = value
+
+    def read(self, name: str) -> tf.Tensor:
+        """The value of a flag. A compiled step reads it when it runs."""
+        return self._scalars[name].read()
+
+
+_flags: "weakref.WeakKeyDictionary[keras.Model, Flags]" = weakref.WeakKeyDictionary()
+
+
+def flags_of(model: keras.Model) -> Flags:
+    if model not in _flags:
+        _flags[model] = Flags()
+    return _flags[model]
+
+
+class StepState(threading.local):
+    """The state of the step that this thread traces.
+
+    Attributes:
+        rows: The number of rows of this rank's batch, a tensor. None outside of Keras' steps.
+        weight: By what this rank's loss counts: its rows in units of the usual number. None outside of Keras' steps,
+            for losses that are no mean over rows, and with one rank.
+        total: The sum of all ranks' weights, once a collective has told it.
+        called: The model that the step is one of, and whether this rank has no rows; see empty_parts.py.
+        scaled: Losses that Keras has divided by the number of ranks.
+        may_differ: The flags of the model of the latest step, if the ranks may return different logs of the step, which
+            Keras does not use.
+    """
+
+    rows: tf.Tensor | None = None
+    weight: tf.Tensor | None = None
+    total: tf.Tensor | None = None
+    called: tuple[keras.Model, tf.Tensor] | None = None
+    scaled: list[tf.Tensor]
+    may_differ: Flags | None = None
+
+    def __init__(self) -> None:
+        self.scaled = []
+
+
+state = StepState()
+
+
+def strategy_here() -> MPIStrategy | None:
+    """The MPIStrategy whose replica this code runs in, or None."""
+    if tf.distribute.in_cross_replica_context():
+        return None
+    strategy = tf.distribute.get_strategy()
+    return strategy if isinstance(strategy, MPIStrategy) else None
+
+
+def strategy_of(model: keras.Model | None) -> MPIStrategy | None:
+    """The MPIStrategy in whose scope a model was created, or None."""
+    strategy = getattr(model, "_distribute_strategy", None)
+    return strategy if isinstance(strategy, MPIStrategy) else None
+
+
+@contextlib.contextmanager
+def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator[None]:
+    """A context for tracing a step of `model` on `data`; it sets the state."""
+    before = state.rows, state.weight
+    state.rows, state.total = rows_of(data), None
+    is_alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
+    flags = flags_of(model)
+    try:
+        state.may_differ = flags if logs_may_differ else None
+        state.weight = tf.cast(state.rows, tf.float32) / tf.cast(flags.read("usual_rows"), tf.float32) \
+            if state.rows is not None and _is_mean(model) and not is_alone else None
+        with loss_weighted(state.weight):
+            yield
+    finally:
+        state.rows, state.weight = before
+        state.total = None
+        state.scaled.clear()
+
+
+def share() -> tf.Tensor:
+    """This rank's part of the rows of the global batch, times the number of ranks: 1 if all have as many rows.
+
+    Collective, unless the sum of the gradients has told how many rows all have. Only where there is a weight.
+    """
+    assert state.weight is not None
+    total = captured_in_function(state.total)
+    if total is None:
+        total = state.total = collectives.all_reduce([state.weight], tf.distribute.ReduceOp.SUM, "rows")[0]
+    return state.weight * tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32) / total
+
+
+def unscaled(loss: T) -> T:
+    """A loss that Keras has divided by the number of ranks as it would be in one process; anything else as it is."""
+    if not any(loss is scaled for scaled in state.scaled):
+        return loss
+    return tf.convert_to_tensor(loss) * tf.distribute.get_strategy().num_replicas_in_sync
+
+
+def _is_mean(model: keras.Model) -> bool:
+    """Whether the model's losses are means over rows. Sums need no weights."""
+    losses = keras.tree.flatten(getattr(model, "loss", None))
+    return all(getattr(loss, "reduction", "mean") not in ("sum", "none", None) for loss in losses if loss is not None)

@@ -1,0 +1,340 @@
+"""Keras' trainer under MPIStrategy: fit, evaluate and predict, the logs of a step, and the random seeds of layers.
+
+The replacements of methods of Model run outside of a replica, in the program's thread. The step function and the
+functions that it calls (reduce_per_replica, the seeds) run while TensorFlow traces the step.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+from ...api import ops as array_ops
+from ...api import runtime
+from ...core.request import Max
+from ...keras._private import all_layers
+from ...keras._private import trainer as keras_trainer
+from ...keras.fit.row_counts import rows_of
+from ...keras.fit.running_statistics import average_statistics, running_statistics
+from ...keras.fit.training import StrategyTraining, in_fit, step_values_of
+from ...keras.nested_optimizers import distributed_in
+from ...keras.patches import Function
+from ...keras.patches import replaces_for_strategy as replaces
+from ...keras.sync_batch_norm import SyncBatchNormalization
+from ...tensorflow import names
+from ...tensorflow.identity_set import IdentitySet
+from ...tensorflow.types import Structure, TensorLike
+from ...tensorflow.xla import context as xla
+from ..input import takes_from_generator
+from ..mpi_strategy import MPIStrategy
+from ..seeds import state_of_first_rank
+from ..variables import RankMirroredVariable
+from . import step_state
+from .empty_parts import never_called_without_rows
+from .step_state import state, strategy_here, strategy_of
+
+T = TypeVar("T")
+# The class that keras.Model inherits these methods from. Keras' own tests train other classes made of it.
+Trainer = keras_trainer.TensorFlowTrainer
+
+
+# -- what is made outside of the scope of a model ---------------------------------------------------------------------
+
+
+def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
+    """Make the variables of metrics that were made outside of the scope variables of the strategy. Collective."""
+    with strategy.scope():
+        for variable in (variable for metric in model.metrics for variable in metric.variables):
+            if not strategy.extended.variable_created_in_scope(variable.value):
+                variable._initialize(tf.convert_to_tensor(variable))  # a new tf.Variable, of this scope
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+@replaces(Trainer, "_make_function",
+          "the number of rows would not be known, and no warning would name a model that is not synchronised",
+          "self.distribute_strategy.run(step_function")
+def make_function(original: Function, self: keras.Model, step_function: Function) -> Function:
+    strategy = strategy_of(self)
+    if strategy is None:
+        if step_function == self.train_step and runtime.is_initialized() and runtime.current().topology.size > 1 \
+                and not distributed_in(self.optimizer):
+            warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a model of its "
+                          "own. Build and compile it under `with strategy.scope():`.", stacklevel=2)
+        return original(self, step_function)
+    if self.jit_compile and (reason := xla.why_not()):
+        warnings.warn(f"jit_compile=True is switched off: collectives cannot be compiled by XLA ({reason}).",
+                      stacklevel=2)
+        self.jit_compile = False
+    # Keras' own steps do not use the logs, so the ranks may return different ones.
+    logs_may_differ = all(getattr(type(self), name) is getattr(keras.Model, name) for name in (
+        "train_step", "test_step", "compute_metrics", "get_metrics_result"))
+
+    trains = step_function == self.train_step
+
+    def step(data: object) -> object:
+        has_rows = never_called_without_rows(self, data) if not trains else contextlib.nullcontext()
+        with step_state.step_of(self, data, logs_may_differ), has_rows:
+            logs = _keep_statistics_without_rows(self, lambda: step_function(data))
+            return tf.nest.map_structure(_as_tensor if logs_may_differ else _weighted, logs)
+
+    function, size = original(self, step), strategy.num_replicas_in_sync
+
+    def call(iterator: Iterator) -> object:
+        nonlocal function, size
+        if size != strategy.num_replicas_in_sync:
+            # Ranks were lost. The scale of the loss is a constant of the trace.
+            function, size = original(self, step), strategy.num_replicas_in_sync
+        # train_on_batch and test_on_batch pass a generator, and return the logs to their caller.
+        is_loop = isinstance(iterator, tf.distribute.DistributedIterator)
+        flags, values = step_state.flags_of(self), step_values_of(self)
+        flags.assign("logs_wanted", not is_loop or values.reads_logs)
+        flags.assign("usual_rows", values.train_rows if trains else values.test_rows)
+        return function(iterator)
+
+    return call
+
+
+def _as_tensor(log: object) -> object:
+    """A log as a tensor; `result()` of a metric may be its state variable, which each replica reads for itself."""
+    return tf.convert_to_tensor(log) if isinstance(log, keras.Variable | tf.Variable | float | int) else log
+
+
+def _weighted(log: object) -> object:
+    """As _as_tensor, but a scalar is weighted such that the ranks' mean is that over the rows."""
+    log = _as_tensor(step_state.unscaled(log))
+    if state.weight is None or not isinstance(log, tf.Tensor) or log.shape.rank != 0 or not log.dtype.is_floating:
+        return log
+    return tf.math.multiply_no_nan(log, tf.cast(step_state.share(), log.dtype))
+
+
+@replaces(keras_trainer, "reduce_per_replica",
+          "every log would be a collective of its own in every step (keras#20585)",
+          'strategy.reduce("MEAN", v, axis=0)')
+def reduce_per_replica(original: Function, values: Structure, strategy: tf.distribute.Strategy,
+                       reduction: str) -> Structure:
+    """The ranks' mean of a step's logs, in one collective; this rank's own logs if no callback reads them."""
+    if not isinstance(strategy, MPIStrategy) or strategy.num_replicas_in_sync == 1 or reduction not in ("auto", "mean"):
+        return original(values, strategy, reduction)
+    logs = tf.nest.flatten(values)
+    if not logs:
+        return values
+
+    def reduced() -> Structure:
+        return strategy.reduce("MEAN", values, axis=0)
+
+    flags, state.may_differ = state.may_differ, None
+    if flags is None or not all(log.dtype.is_floating for log in logs):
+        return reduced()
+    return tf.cond(flags.read("logs_wanted"), reduced, lambda: tf.nest.map_structure(tf.identity, values))
+
+
+# -- losses and means that the user's own steps report ----------------------------------------------------------------
+
+
+@replaces(keras_trainer.loss_module, "scale_loss_for_distribution",
+          "a mean of losses that a step of the user's keeps would be divided by the number of ranks",
+          "1.0 / num_replicas")
+def scale_loss(original: Function, value: tf.Tensor) -> tf.Tensor:
+    loss = original(value)
+    if state.weight is not None and loss is not value:
+        state.scaled.append(loss)
+    return loss
+
+
+@replaces(keras_trainer.base_trainer.Trainer, "compute_loss", "likewise, for a sum of losses", "ops.sum(losses)")
+def compute_loss(original: Function, self: keras.Model, *args: object, **kwargs: object) -> tf.Tensor:
+    loss = original(self, *args, **kwargs)
+    if state.weight is not None and strategy_here() is not None:
+        state.scaled.append(loss)
+    return loss
+
+
+@replaces(keras.metrics.Mean, "update_state", "a scalar, as a loss is, would count by ranks and not by rows",
+          "num_samples = 1")
+def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike,
+                sample_weight: TensorLike | None = None) -> object:
+    values = step_state.unscaled(values)
+    if state.weight is not None and strategy_here() is not None and isinstance(values, tf.Tensor):
+        if values.shape.rank == 0:
+            values = tf.where(state.rows == 0, tf.zeros_like(values), values)  # It may be NaN.
+            sample_weight = step_state.share() if sample_weight is None else sample_weight
+        elif values.shape == (0,) and sample_weight is not None and len(tf.convert_to_tensor(sample_weight).shape) == 0:
+            values = tf.zeros([], values.dtype)  # An eager loss of no rows; Keras gives their number as the weight.
+    return original(self, values, sample_weight)
+
+
+@replaces(keras_trainer.base_trainer.Trainer, "_get_metrics_result_or_logs",
+          "a metric among other logs of a step of the user's would be the mean of those of the ranks", "return logs")
+def metrics_or_logs(original: Function, self: keras.Model, logs: object) -> object:
+    found = original(self, logs)
+    if strategy_of(self) is None or found is not logs or not isinstance(logs, dict):
+        return found
+    metrics = self.get_metrics_result()
+    return {name: metrics.get(name, log) for name, log in logs.items()}
+
+
+# -- input ------------------------------------------------------------------------------------------------------------
+
+
+@replaces(Trainer, "_maybe_symbolic_build",
+          "the first batch would be reduced over the ranks, with strings and different numbers of rows",
+          "self.distribute_strategy.reduce(")
+def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_trainer.TFEpochIterator | None = None,
+                         data_batch: object = None) -> None:
+    strategy = strategy_of(self)
+    if strategy is None:
+        return original(self, iterator, data_batch)
+    rows = None
+    if iterator is not None and _may_read_once(iterator):
+        # A batch that is taken from a generator cannot be put back.
+        data_batch = tf.nest.map_structure(_symbolic, _specs(iterator))
+    else:
+        if iterator is not None:
+            for *_, batches in iterator:  # (step, batches) before Keras 3.9, now (first step, last step, batches)
+                data_batch = tf.nest.map_structure(strategy.extended.local, next(batches))
+                break
+        leaves = [leaf for leaf in keras.tree.flatten(data_batch) if leaf is not None]
+        rows = rows_of([leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf) for leaf in leaves
+                        if not isinstance(leaf, tf.experimental.Optional)])
+    _set_usual_rows(self, int(rows) if rows is not None else 1, is_of_fit=iterator is not None)
+    if rows is not None and not int(rows):
+        data_batch = tf.nest.map_structure(_any_rows, data_batch)
+    # A model without a call() is built by its train_step, as without a strategy.
+    if getattr(type(self), "call", None) is not keras.Model.call:
+        original(self, None, data_batch)
+    _bring_in_metrics(self, strategy)
+
+
+def _set_usual_rows(model: keras.Model, rows: int, is_of_fit: bool) -> None:
+    """Let the ranks know the largest number of rows of a first batch; `rows` is this rank's. Collective.
+
+    When fit begins the ranks exchange it with all else.
+    """
+    training, values = in_fit.get(model), step_values_of(model)
+    if is_of_fit and isinstance(training, StrategyTraining) and not training.has_begun:
+        training.usual_rows = rows
+        return
+    usual = max(1, int(array_ops.allreduce(rows, op=Max, name=names.eager("strategy/usual_rows"))))
+    values.test_rows = usual
+    if not is_of_fit:  # Of train_on_batch or test_on_batch.
+        values.train_rows = usual
+
+
+def _any_rows(leaf: object) -> object:
+    """A dense tensor without rows as one of any number of rows: some layers cannot be built for none."""
+    if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
+        return leaf
+    return keras.KerasTensor([size or None for size in leaf.shape], leaf.dtype.name)
+
+
+def _specs(iterator: keras_trainer.TFEpochIterator) -> Any:
+    return tf.nest.map_structure(_spec_of_replica, iterator._distributed_dataset.element_spec)
+
+
+def _spec_of_replica(spec: tf.TypeSpec) -> tf.TypeSpec:
+    """The spec of this replica's value, of the spec of a distributed value, or of a tensor, as with one replica."""
+    is_local = isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec | tf.OptionalSpec)
+    return spec if is_local else spec._value_specs[0]
+
+
+def _may_read_once(iterator: keras_trainer.TFEpochIterator) -> bool:
+    """Whether the input is a generator, or a dataset that reads one and says what its elements are."""
+    if not isinstance(iterator.data_adapter, TFDatasetAdapter):
+        return isinstance(iterator.data_adapter, GeneratorDataAdapter)
+    return takes_from_generator(iterator._distributed_dataset) and all(
+        isinstance(spec, tf.OptionalSpec) or (spec.shape.rank and None not in spec.shape[1:])
+        for spec in tf.nest.flatten(_specs(iterator)))
+
+
+def _symbolic(spec: tf.TypeSpec) -> keras.KerasTensor | None:
+    if isinstance(spec, tf.OptionalSpec):
+        return None
+    return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec))
+
+
+@replaces(keras_trainer.TFEpochIterator, "__init__", "each rank would shuffle in its own order",
+          "experimental_distribute_dataset(")
+def epoch_iterator(original: Function, self: keras_trainer.TFEpochIterator,
+                   distribute_strategy: tf.distribute.Strategy | None = None, *args: object, **kwargs: object) -> None:
+    is_shared = isinstance(distribute_strategy, MPIStrategy) and distribute_strategy.num_replicas_in_sync > 1
+    with state_of_first_rank() if is_shared else contextlib.nullcontext():
+        original(self, distribute_strategy, *args, **kwargs)
+    _set_steps(self)
+
+
+@replaces(keras_trainer.TFEpochIterator, "reset", "fit would stop after the number of batches before they are split",
+          "self._num_batches = self.data_adapter.num_batches")
+def reset_epoch(original: Function, self: keras_trainer.TFEpochIterator) -> None:
+    original(self)
+    _set_steps(self)
+
+
+def _set_steps(iterator: keras_trainer.TFEpochIterator) -> None:
+    dataset = iterator._distributed_dataset
+    if hasattr(dataset, "mpistrat_steps"):
+        iterator._num_batches = dataset.mpistrat_steps
+
+
+@replaces(keras.random.SeedGenerator, "next", "all ranks would drop the same units", "self.state.assign(")
+def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
+    seed = original(self, ordered)
+    strategy = strategy_here()
+    if strategy is None or not strategy.extended.random_per_rank:
+        return seed
+    rank = runtime.current().topology.rank
+    return seed + tf.cast(tf.constant([rank * 1_000_003, 0]), seed.dtype)
+
+
+# -- running statistics -----------------------------------------------------------------------------------------------
+
+
+@replaces(Trainer, "predict", "the ranks would predict by models with different running statistics",
+          "self.make_predict_function()")
+def predict(original: Function, self: keras.Model, *args: object, **kwargs: object) -> object:
+    strategy = strategy_of(self)
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        average(self)
+    return original(self, *args, **kwargs)
+
+
+def average(model: keras.Model) -> StrategyTraining:
+    """As average_statistics; returns the training of the model. Collective; outside of a replica."""
+    training = StrategyTraining(model)
+    average_statistics(training)
+    return training
+
+
+@replaces(keras.Variable, "assign_add", "Keras assigns old value + increment, and the ranks would sum both",
+          "self.assign(self + value)")
+def assign_add(original: Function, self: keras.Variable, value: TensorLike) -> object:
+    if self.aggregation != "sum" or strategy_here() is None or not isinstance(self.value, RankMirroredVariable):
+        return original(self, value)
+    self.value.assign_add(tf.cast(value, self.value.dtype))
+    return self.value
+
+
+def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> T:
+    """Run a step. On a rank without rows the running statistics of its rows keep their values."""
+    of_all_ranks = IdentitySet(
+        variable for layer in all_layers(model) for variable in layer.variables
+        if getattr(layer, "synchronized", False) or isinstance(layer, SyncBatchNormalization))
+    variables = [v for v in running_statistics(model) if v not in of_all_ranks] if state.rows is not None else []
+    if not variables:
+        return step()
+    before = [tf.identity(v.value) for v in variables]
+    outputs = step()
+
+    def restore() -> tf.Tensor:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+        return tf.constant(0)
+
+    tf.cond(state.rows == 0, restore, lambda: tf.constant(0))
+    return outputs

@@ -1,0 +1,166 @@
+"""MPIStrategy: tf.distribute's synchronous training with one replica per rank.
+
+For users; each method says whether it is collective.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from ..api import basics, runtime
+from ..api import ops as array_ops
+from ..core.errors import InvalidRequestError, MismatchError
+from ..core.topology import describe_by_rank
+from ..tensorflow import names
+from ..tensorflow.compression import Compression, Compressor
+from ..tensorflow.gradients import GradientGroups, GradientOptions
+from ..tensorflow.pin_gpu import pin_by_default
+from ..tensorflow.types import Structure, TensorLike
+from . import checkpoints
+from .extended import RankExtended
+from .options import CommunicationOptions, agreed
+from .replica_context import reduce_op_of
+from .seeds import seed_alike
+
+logger = logging.getLogger(__name__)
+
+# Called while a strategy is made: they raise if there is a version that they cannot adapt, and return the function that
+# adapts it, to be called when the strategy is there. The package appends that of Keras, which imports this module.
+integrations: list[Callable[[], Callable[[], None]]] = []
+
+
+class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """Trains one replica per rank: variables are equal on all ranks, gradients are averaged, input is sharded.
+
+        strategy = mpistrat.tensorflow.MPIStrategy()
+        with strategy.scope():
+            model = build_and_compile_model()
+        model.fit(dataset_of_global_batches, epochs=3)
+
+    It needs no TF_CONFIG: the ranks are those of mpirun, and under plain `python` there is one. It is a subclass of
+    MultiWorkerMirroredStrategy only because Keras checks for that class; it uses none of its code. Creating one is
+    collective, and calls mpistrat.init() if that has not been called. It sets TensorFlow's seed on all ranks to rank
+    0's, or to a random one if rank 0 has none, so that all ranks shuffle in the same order.
+
+    Differences from TensorFlow's strategies: a rank has one replica, so `run` returns tensors and no PerReplica;
+    `reduce` takes nested values, and ignores an axis for scalars; files (models, checkpoints, and those of Keras'
+    callbacks) are written by rank 0, in calls that all ranks make; optimizers and tapes must not be wrapped in
+    DistributedOptimizer and DistributedGradientTape. The docstrings of inherited methods are TensorFlow's; the API
+    reference says which of them are collective, and what they do here.
+
+    Several threads of a rank may use it at the same time, for example to read a metric. The ranks must be able to
+    distinguish the threads: by the name that a thread was given, or else by the function that it runs. Two threads that
+    the ranks cannot distinguish are an error.
+
+    Args:
+        communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks. `bytes_per_pack`
+            is the size of the buckets in which the tensors of one call are reduced; the default is 16 MiB, and 32 on
+            a GPU. `timeout_seconds` is the time after which a collective that only some ranks have called ends the
+            job; from then on it replaces MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. For `implementation`, NCCL logs a
+            warning where it is not available; RING and AUTO have no effect.
+        device: Where variables and computation are, for example "GPU:0". The default is the GPU that pin_gpu() assigns
+            to this rank (it is called here, under the same conditions as by init()), or the CPU if there is none.
+        random_per_rank: Whether Keras' layers (Dropout, augmentation) draw different numbers on each rank, as a single
+            process does for each row of the global batch.
+        variables: "mirrored", or "central" to save memory. With "central" the slots of Keras' optimizers (for Adam
+            twice the size of the model) are on rank 0 only. Rank 0 applies the sum of the gradients and broadcasts the
+            new values in one collective. The numbers are those of "mirrored". On the other ranks slots have no
+            elements, and an optimizer saved there has none either. Every rank still has a working copy of the model's
+            variables (BatchNormalization's statistics among them) and its own gradients, accumulated over steps where
+            an optimizer does so. The sum of the gradients comes from an all-reduce, so a step sends more than with
+            "mirrored", not less.
+        compression: One of Compression, for the gradients that a Keras optimizer applies.
+        sparse_as_dense: Convert tf.IndexedSlices of these gradients to dense tensors first.
+        groups: Which of these gradients are reduced together, all by default: a number of groups of about as many
+            gradients. (Lists of variables, as DistributedOptimizer has them, do not exist yet when the strategy is
+            made.)
+
+    Raises:
+        InvalidRequestError: `variables` or `groups` has another value; on this rank, before anything is sent.
+        MissingDependencyError: This version of TensorFlow or Keras is not supported; on this rank, before anything is
+            sent.
+        MismatchError: The ranks disagree on `variables`, `compression`, `sparse_as_dense` or `groups`; on every rank.
+    """
+
+    is_mpi_strategy = True  # by which mpistrat.keras, which this package imports, knows it
+
+    def __init__(self, communication_options: CommunicationOptions | None = None, device: str | None = None,
+                 random_per_rank: bool = True, variables: str = "mirrored",
+                 compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
+                 groups: int | None = None):
+        """Connect the ranks and agree on the options. Collective. The class describes the arguments and errors."""
+        if variables not in ("mirrored", "central"):
+            raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
+        if groups is not None and not isinstance(groups, int):
+            raise InvalidRequestError(f"groups is a number for MPIStrategy. Received: {groups!r}")
+        gradient_options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups))
+        adaptations = [integration() for integration in integrations]
+        runtime.init()
+        options = agreed(communication_options)
+        _require_equal({"variables": variables, "compression": compression.__name__,
+                        "sparse_as_dense": sparse_as_dense, "groups": groups})
+        extended = RankExtended(self, _full_name(device or _default_device()), options, random_per_rank,
+                                variables == "central", gradient_options)
+        # Not the constructor of MultiWorkerMirroredStrategy, which would read TF_CONFIG and start a server.
+        tf.distribute.Strategy.__init__(self, extended)
+        seed_alike()
+        checkpoints.patch()
+        for adapt in adaptations:
+            adapt()
+
+    def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
+               axis: int | Sequence[int] | None = None) -> Structure:
+        """Reduce over the replicas, after reducing each value over `axis`. Collective.
+
+        As tf.distribute.Strategy.reduce, with these differences: `value` may be nested and is reduced in one
+        collective, and an axis is ignored for scalars, because Keras reduces its logs in that way.
+
+        Args:
+            reduce_op: SUM or MEAN. With an axis, MEAN is the mean over all rows of all replicas.
+            value: The result of `run`, on all ranks.
+            axis: A number, a list of numbers, or None.
+        """
+        op = reduce_op_of(reduce_op)
+        if axis is None:
+            return super().reduce(op, value, None)
+        flat = [self.extended.local(v) for v in tf.nest.flatten(value)]
+        flat = [v if isinstance(v, float | int) else tf.convert_to_tensor(v) for v in flat]
+        sums = [tf.reduce_sum(v, axis) if _has_axes(v) else v for v in flat]
+        counts = [] if op == tf.distribute.ReduceOp.SUM else [
+            tf.reduce_prod(tf.gather(tf.shape(v, tf.int64), tf.math.floormod(axis, tf.rank(v))))
+            if _has_axes(v) else tf.constant(1, tf.int64) for v in flat]
+        total = super().reduce(tf.distribute.ReduceOp.SUM, [*sums, *counts], None)
+        if counts:
+            total = [tf.math.truediv(numerator, tf.cast(denominator, numerator.dtype))
+                     for numerator, denominator in zip(total[:len(sums)], total[len(sums):], strict=True)]
+        return tf.nest.pack_sequence_as(value, total)
+
+
+def _require_equal(arguments: dict[str, object]) -> None:
+    """Raise MismatchError on every rank unless all ranks have these arguments of the constructor. Collective."""
+    of_ranks = array_ops.allgather_object(arguments, names.eager("strategy/arguments"))
+    for name in arguments:
+        values = [other[name] for other in of_ranks]
+        if len(set(values)) > 1:
+            raise MismatchError(f"the ranks disagree on MPIStrategy({name}=): {describe_by_rank(values)}.")
+
+
+def _has_axes(value: TensorLike) -> bool:
+    return isinstance(value, tf.Tensor) and value.shape.rank != 0
+
+
+def _full_name(device: str) -> str:
+    """The full name of a device, such as "/job:localhost/replica:0/task:0/device:CPU:0" for "CPU:0"."""
+    name, = tf.distribute.OneDeviceStrategy(device).extended.worker_devices
+    return name
+
+
+def _default_device() -> str:
+    """This rank's GPU, the only one that TensorFlow sees unless the process has decided otherwise; else the CPU."""
+    try:
+        pin_by_default()
+    except InvalidRequestError as error:
+        logger.warning("rank %d: every rank of this host may take memory on all of its GPUs: %s", basics.rank(), error)
+    gpus = tf.config.list_logical_devices("GPU")
+    return gpus[basics.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"

@@ -1,0 +1,121 @@
+"""The variables of a strategy: TensorFlow's distributed variables, with one component here and rank 0's initial value.
+
+They differ from TensorFlow's where TensorFlow assumes that this process has all replicas. Made by extended.py.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute.distribute_utils import create_mirrored_variable
+from tensorflow.python.distribute.values import DistributedVariable, MirroredVariable, SyncOnReadVariable
+
+from ..tensorflow import files
+from ..tensorflow.types import TensorLike
+from . import collectives
+
+# The value of a variable, or a function that returns it.
+Initial: TypeAlias = TensorLike | Callable[[], TensorLike] | None
+
+
+class _Number:
+    """float(), int() and np.array() of a variable, which TensorFlow's distributed variables lack, or for a scalar."""
+
+    def __float__(self) -> float:
+        return float(self.numpy())  # type: ignore[attr-defined]
+
+    def __int__(self) -> int:
+        return int(self.numpy())  # type: ignore[attr-defined]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        # TensorFlow's returns a numpy scalar for a scalar, which numpy refuses.
+        array = np.asarray(self.numpy(), dtype)  # type: ignore[attr-defined]
+        return array.copy() if copy else array
+
+
+class RankMirroredVariable(_Number, MirroredVariable):
+    """A variable that is equal on all ranks, unless a replica assigns to it without aggregation.
+
+    Attributes:
+        is_in_lockstep: Whether all ranks assign equal values; see RankExtended.assigned_in_lockstep.
+    """
+
+    is_in_lockstep = False
+
+    def _update_replica(self, update_fn: Callable, value: TensorLike, **kwargs: Any) -> Any:
+        # TensorFlow does not aggregate Python numbers: when each rank adds 1, it would add 1 instead of the sum.
+        if self.aggregation == tf.VariableAggregation.SUM and not isinstance(value, tf.Tensor | tf.IndexedSlices):
+            value = tf.convert_to_tensor(value, dtype=self.dtype)
+        return super()._update_replica(update_fn, value, **kwargs)
+
+
+class RankSyncOnReadVariable(_Number, SyncOnReadVariable):
+    """A variable that each rank writes without the others. It is aggregated when it is read outside of a replica."""
+
+    def _get_cross_replica(self) -> tf.Tensor:
+        if files.in_alone():
+            known = files.known_value(self)  # Without the other ranks, this rank's value is all there is.
+            return self._get_replica(0).read_value() if known is None else known
+        if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            return collectives.broadcast_from_first(self._get_replica(0).read_value(), "read", self.name)
+        return super()._get_cross_replica()
+
+    def assign(self, value: TensorLike, use_locking: bool = False, name: str | None = None,
+               read_value: bool = True) -> Any:
+        """As SyncOnReadVariable.assign, but outside of a replica it does not read the value back.
+
+        That would be a collective, with an unused result, for each metric variable that Keras resets.
+        """
+        in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+        if tf.executing_eagerly() and not in_replica:
+            super().assign(value, use_locking, name, read_value=False)
+            return self if read_value else None
+        return super().assign(value, use_locking, name, read_value)
+
+
+CLASSES = {tf.VariableSynchronization.ON_WRITE: RankMirroredVariable,
+           tf.VariableSynchronization.ON_READ: RankSyncOnReadVariable}
+
+
+def create(strategy: tf.distribute.Strategy, device: str, next_creator: Callable, **kwargs: Any) -> DistributedVariable:
+    """Create a variable in the strategy's scope. Collective: every rank creates the same ones in the same order.
+
+    Not where one rank writes a file without the others. Keras creates an optimizer there, to list an optimizer's
+    attributes, and drops it.
+    """
+    if not files.in_alone():
+        kwargs["initial_value"] = _of_first_rank(kwargs["initial_value"], kwargs.get("dtype"), kwargs.get("name"))
+    return create_alone(strategy, device, next_creator, CLASSES, **kwargs)
+
+
+def create_alone(strategy: tf.distribute.Strategy, device: str, next_creator: Callable,
+                 classes: Mapping[tf.VariableSynchronization, type], **kwargs: Any) -> DistributedVariable:
+    """As `create`, but with this rank's own initial value, and of one of `classes`. Not collective."""
+    def component(**kwargs: Any) -> list[tf.Variable]:
+        with tf.device(device):
+            return [next_creator(**kwargs)]
+
+    return create_mirrored_variable(strategy, component, classes, {}, **kwargs)
+
+
+def _of_first_rank(initial: Initial, dtype: tf.DType | None, name: str | None) -> Initial:
+    """Rank 0's initial value: a function that broadcasts it; for a tensor of a graph, the broadcast tensor."""
+    if initial is None:  # A SavedModel is being loaded, and each variable gets its value later, from the file.
+        return None
+    if isinstance(initial, tf.Tensor) and not hasattr(initial, "numpy"):
+        return _broadcast(initial, name)
+
+    def fetch() -> tf.Tensor:
+        # In a function, the variable and its value are created once for all calls.
+        with tf.init_scope():
+            value = initial() if callable(initial) else initial
+            return _broadcast(tf.convert_to_tensor(value, dtype=dtype), name)
+
+    return fetch
+
+
+def _broadcast(value: tf.Tensor, name: str | None) -> tf.Tensor:
+    if not np.issubdtype(value.dtype.as_numpy_dtype, np.generic) or value.dtype in (tf.string, tf.resource, tf.variant):
+        return value
+    return collectives.broadcast_from_first(value, "variable", name or "")

@@ -1,0 +1,33 @@
+"""The variables in which Keras' optimizers sum gradients until an update, by the names that Keras gives them. Local.
+
+Each rank has sums of its own rows. Their mean, on all ranks, does not change the update.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+_ENDING = "_gradient_accumulator"  # of a name, after the path of the weight
+
+
+class Accumulating(Protocol):
+    """What an optimizer of Keras has for it."""
+
+    built: bool
+    gradient_accumulation_steps: int | None
+    _accumulated_gradients: list[Any]
+
+
+def is_accumulator(name: str) -> bool:
+    """Whether an optimizer's variable of that name sums gradients."""
+    return name.endswith(_ENDING)
+
+
+def accumulators_of(optimizer: Accumulating) -> list[Any]:
+    """The variables in which one optimizer, without those inside of it, sums gradients; [] before it is built."""
+    return list(optimizer._accumulated_gradients) if optimizer.built and optimizer.gradient_accumulation_steps else []
+
+
+def accumulators_among(variables: Iterable[Any], weights: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Each weight whose gradients one of the optimizers' variables sums, and that variable."""
+    named = {f"{weight.path.replace('/', '_')}{_ENDING}": weight for weight in weights}
+    return ((named[variable.name], variable) for variable in variables if variable.name in named)

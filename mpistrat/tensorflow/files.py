@@ -1,0 +1,231 @@
+"""Files under a strategy: a file that all ranks write is written once, and all ranks wait until it is there.
+
+All ranks call `write_once`, and the chief writes. Then the ranks exchange their paths and errors, so that an error is
+raised on all of them, whichever of these functions they have called. Ranks that name a different path write that file
+themselves. So does one rank of each host that does not see the chief's file: hosts need no common file system, as long
+as each finds the file under the same path.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from ..api import ops as array_ops
+from ..api import runtime
+from ..api.process_sets import ProcessSet, global_process_set
+from ..core.errors import CollectiveError, EngineError, ShutdownError
+from . import names
+
+T = TypeVar("T")
+# An attribute of exceptions that have been raised on all ranks.
+SHARED = "_mpistrat_shared"
+
+
+@dataclass(frozen=True)
+class FileStatus:
+    """The status of a file on one rank.
+
+    Attributes:
+        path: Its absolute path; "" if this is about no file.
+        error: The error there was: errno or None, whether it is an OSError, and the text.
+        stamp: Time of change and size of the file, as this rank sees it; None if there is none.
+        value: Anything else to send to the other ranks.
+    """
+
+    path: str = ""
+    error: tuple[int | None, bool, str] | None = None
+    stamp: tuple[int, int] | None = None
+    value: Any = None
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.alone = False
+        self.known: dict[Hashable, tf.Tensor] = {}
+
+
+_state = _State()
+
+
+def in_alone() -> bool:
+    return _state.alone
+
+
+def is_alone() -> bool:
+    """Whether this thread writes without the other ranks: inside `alone`, or because there is one rank."""
+    return _state.alone or not runtime.is_initialized() or runtime.current().topology.size == 1
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A context for what one rank does without the others: nothing in it is a collective of the strategy.
+
+    write_once and on_chief only call their function, new variables get this rank's initial value, and a variable that
+    is aggregated when it is read has the value that `known` was given, or else this rank's. Anything else that would
+    wait for the other ranks is an error.
+    """
+    before, _state.alone = _state.alone, True
+    try:
+        yield
+    finally:
+        _state.alone = before
+
+
+@contextlib.contextmanager
+def known(values: dict[Hashable, tf.Tensor]) -> Iterator[None]:
+    """A context in which `alone` code reads these values of variables, by their ref(), instead of aggregating."""
+    before, _state.known = _state.known, values
+    try:
+        yield
+    finally:
+        _state.known = before
+
+
+def known_value(variable: tf.Variable) -> tf.Tensor | None:
+    """The value that `known` was given for a variable, or None."""
+    return _state.known.get(variable.ref())
+
+
+def write_once(path: str, write: Callable[[], object], value: Callable[[], Any] = lambda: None) -> Any:
+    """Call `write` on the chief, and on each other rank that must write to have the file. Collective.
+
+    Args:
+        path: The file or directory, on this rank.
+        write: Writes it; must not be collective.
+        value: Called on the chief after the write.
+
+    Returns:
+        The chief's value.
+
+    Raises:
+        OSError: On every rank, when a rank could not write.
+        CollectiveError: On the other ranks, when a rank has had another error.
+    """
+    if is_alone():
+        write()
+        return value()
+    topology = runtime.current().topology
+    own = path if "://" in path else os.path.abspath(path)
+    _, error = attempt(write) if topology.rank == 0 else (None, None)
+    statuses = exchange_status(error, own, value() if topology.rank == 0 and error is None else None)
+    if statuses is None:
+        return value()
+    if len(topology.hosts) > 1 or any(status.path != own for status in statuses):
+        error = None
+        if writes_too(topology.rank, [status.path for status in statuses], topology.local_ranks,
+                      statuses[0].stamp == _stamp(own)):
+            _, error = attempt(write)
+        exchange_status(error, own)
+    return statuses[0].value
+
+
+def writes_too(rank: int, paths: Sequence[str], local_ranks: Sequence[int], sees_file: bool) -> bool:
+    """Whether a rank writes after the chief has, given every rank's path and the ranks of its host.
+
+    `sees_file` is for ranks with the chief's path: whether they see the file as the chief has written it.
+    """
+    if rank == 0:
+        return False
+    if paths[rank] != paths[0]:
+        return paths.index(paths[rank]) == rank
+    return not sees_file and 0 not in local_ranks and \
+        rank == min(other for other in local_ranks if paths[other] == paths[0])
+
+
+def on_chief(action: Callable[[], T]) -> T:
+    """Call `action` on rank 0 only, and return its result on all ranks. Collective; errors as in write_once."""
+    if is_alone():
+        return action()
+    result, error = attempt(action) if runtime.current().topology.rank == 0 else (None, None)
+    statuses = exchange_status(error, value=result)
+    return result if statuses is None else statuses[0].value  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def errors_shared() -> Iterator[None]:
+    """A context that raises on all ranks when one rank fails in it: at their next exchange, or at the end. Collective.
+
+    All ranks must enter it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not getattr(error, SHARED, False) and not isinstance(error, EngineError):
+            exchange_status(error)
+        raise
+    exchange_status(None)
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Call `action` in `alone`. Returns its result, or its error, to be raised once the other ranks have it too."""
+    try:
+        with alone():
+            return action(), None
+    except Exception as error:
+        return None, error
+
+
+def exchange_status(error: Exception | None = None, path: str = "", value: object = None, name: str | None = None,
+                    process_set: ProcessSet = global_process_set) -> list[FileStatus] | None:
+    """Exchange the status of a file with all ranks. Collective.
+
+    Args:
+        error, path, value: This rank's FileStatus.
+        name: The name of the collective; None for that of a strategy.
+        process_set: The ranks that take part.
+
+    Returns:
+        Every rank's status; None where the other ranks have ended, so that no rank waits for the file.
+
+    Raises:
+        Exception: `error`, if that is not None.
+        OSError, CollectiveError: Another rank had an error.
+    """
+    own = FileStatus(path, _description(error), _stamp(path) if path else None, value)
+    try:
+        statuses = array_ops.allgather_object(own, name or names.eager("strategy/files"), process_set)
+    except ShutdownError:
+        # Usual at the end of a script: the chief saves the model, and the other ranks have nothing left to do.
+        if error is not None:
+            raise error from None
+        return None
+    if error is not None:
+        setattr(error, SHARED, True)
+        raise error
+    for rank, other in zip(process_set.group("files").topology.job_ranks, statuses, strict=True):
+        if other.error is not None:
+            number, is_os_error, text = other.error
+            text = f"rank {rank}: {text}"
+            raised = (OSError(number, text) if number else OSError(text)) if is_os_error else CollectiveError(text)
+            setattr(raised, SHARED, True)
+            raise raised
+    return statuses
+
+
+
+
+def _description(error: Exception | None) -> tuple[int | None, bool, str] | None:
+    if error is None:
+        return None
+    return getattr(error, "errno", None), isinstance(error, OSError), f"{type(error).__name__}: {error}"
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    """The time of change and the size; for a URL, which all hosts see, a constant."""
+    if "://" in path:
+        return 0, 0
+    try:
+        # Opening a file makes network file systems query the server instead of their cache.
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(file)
+    finally:
+        os.close(file)
+    return found.st_mtime_ns, found.st_size

@@ -1,0 +1,117 @@
+"""What each rank reports of itself once a second, and what rank 0 makes of all reports: warnings, and the status file.
+
+Pure of threads: the tracer calls it.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..core.handle import Entry
+from ..core.topology import Topology
+from .reader import Reader
+from .ring import Operation
+from .spans import Span
+from .status import StatusFile, outstanding, rss_bytes, shares
+from .stragglers import ProcessorUse, StragglerWatch
+from .totals import Totals, line_of
+
+logger = logging.getLogger(__name__)
+
+
+class Reports:
+    """The reports of this rank, and on rank 0 those of all ranks.
+
+    Args:
+        topology: The ranks of the job.
+        place: Returns where in the script this rank is, for sentences on a rank that is slow.
+        status: Where rank 0 writes the reports; None: nowhere.
+
+    Attributes:
+        stragglers: On rank 0, knows which ranks it has named.
+    """
+
+    def __init__(self, topology: Topology, place: Callable[[], str], status: StatusFile | None):
+        self._topology, self._place, self._status = topology, place, status
+        self._use, self.stragglers = ProcessorUse(), StragglerWatch()
+        self._newest: dict[int, dict[str, Any]] = {}  # the report of each rank
+        self._totals: dict[int, Totals] = {topology.rank: Totals()}
+
+    def add_own(self, interval: Span, reader: Reader, recent: Sequence[Operation], in_flight: Iterable[Entry],
+                rows: int | None) -> bytes:
+        """Return the report of this rank on an interval, for rank 0.
+
+        Args:
+            interval: Since the last report.
+            reader: Has counted the operations and steps.
+            recent: The operations that were read since then.
+            in_flight: What is submitted and not complete.
+            rows: How many rows this rank has trained on; None: nobody counts them.
+        """
+        in_flight = list(in_flight)
+        computing, waiting, moving = shares(recent, in_flight, interval)
+        cores, delayed = self._use.since_last()
+        rank, steps = self._topology.rank, reader.steps.steps
+        self._totals[rank].add((interval[1] - interval[0]) / 1e9, waiting, moving, steps, reader.operations)
+        self._newest[rank] = {
+            "rank": rank, "host": self._topology.host, "pid": os.getpid(), "steps": steps or None, "rows": rows,
+            "operations": reader.operations, "bytes": reader.nbytes, "computing": round(computing, 4),
+            "waiting": round(waiting, 4), "moving": round(moving, 4), "cores": round(cores, 3),
+            "delayed": round(delayed, 3), "place": self._place(), "rss_bytes": rss_bytes(),
+            "outstanding": outstanding(in_flight, interval[1]), "written": time.time()}
+        return json.dumps(self._newest[rank]).encode()
+
+    def add(self, report: bytes) -> None:
+        """On rank 0: the report of another rank has arrived."""
+        found = json.loads(report)
+        self._newest[found["rank"]] = found
+
+    def publish(self) -> None:
+        """On rank 0: warn of a rank for which the others wait, and write the status file."""
+        straggler = self.stragglers.add(self._newest)
+        if straggler is not None:
+            logger.warning("mpistrat: %s", straggler)
+        if self._status is not None:
+            try:
+                self._status.write([self._newest[rank] for rank in sorted(self._newest)])
+            except OSError as error:
+                logger.warning("mpistrat: the status file cannot be written any more: %s", error)
+                self._status = None
+
+    @property
+    def own_totals(self) -> bytes:
+        """What this rank has done in all, for rank 0."""
+        return json.dumps([self._topology.rank, asdict(self._totals[self._topology.rank])]).encode()
+
+    def add_totals(self, totals: bytes) -> None:
+        """On rank 0: what another rank has done in all, which is its last report."""
+        rank, found = json.loads(totals)
+        self._totals[rank] = Totals(**found)
+
+    @property
+    def line(self) -> str:
+        """On rank 0, a sentence on the speed of the job, after the engines have ended; "" if there is none."""
+        if len(self._totals) < self._topology.size:
+            return ""
+        return line_of(self._totals, {rank: f"rank {rank} on {host}"
+                                      for rank, host in enumerate(self._topology.host_of)})
+
+    def close(self) -> None:
+        """Remove the status file. May be called twice."""
+        if self._status is not None:
+            self._status.remove()
+
+
+def status_file(topology: Topology, environ: Mapping[str, str]) -> StatusFile | None:
+    """The status file of the job, on rank 0; None on other ranks, and where none can be made, which is logged."""
+    if topology.rank:
+        return None
+    try:
+        return StatusFile(topology.size, environ)
+    except OSError as error:
+        logger.info("rank 0: there is no status file for mpistrat top: %s", error)
+        return None

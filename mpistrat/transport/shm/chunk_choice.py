@@ -1,0 +1,107 @@
+"""The bytes of a chunk of an all-reduce in shared memory, chosen by the times of the job's own all-reduces. Pure.
+
+Cores that share a cache pass small chunks to each other from cache to cache. Cores that share none (two sockets, two
+groups of cores of one processor) fetch a small chunk line by line from the writer's cache, and read a large one, which
+has gone to memory, ahead. What the kernel says of shared caches is wrong in a virtual machine, and a virtual machine
+moves. So the times decide. Used by the first rank of a host, in the engine's thread; the other ranks follow it.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from ...core.tuning import (
+    CHUNK_EARLIER,
+    CHUNK_GAIN,
+    CHUNK_KEPT_LEAST,
+    CHUNK_KEPT_MOST,
+    CHUNK_SPEED_FACTOR,
+    CHUNK_SPEED_TIMES,
+    CHUNK_TRIES,
+)
+
+
+class ChunkChoice:
+    """The choice for all-reduces of one dtype and of nearly the same size.
+
+    All candidates are tried in turn on a few all-reduces, and the best one is kept. After a number of all-reduces they
+    are tried again; after a part of that number, if the speed has changed. The number doubles when a trial changes
+    nothing. The speed alone does not tell: when cores come near each other, large chunks take as long as before.
+
+    Args:
+        candidates: Bytes of a chunk. The first one is used first.
+
+    Attributes:
+        chunk: The choice.
+        s_per_byte: Seconds per byte of the last trial, by candidate; empty before its end.
+    """
+
+    def __init__(self, candidates: Sequence[int]):
+        self._candidates, self.chunk = tuple(candidates), candidates[0]
+        self.s_per_byte: dict[int, float] = {}
+        self._tried: dict[int, list[float]] = {}
+        self._untried: deque[int] = deque()
+        self._keeps = CHUNK_KEPT_LEAST  # all-reduces between two trials
+        self._kept = 0  # all-reduces since the last trial
+        self._at_first: list[float] = []  # seconds per byte of the first of them
+        self._lately: deque[float] = deque(maxlen=CHUNK_SPEED_TIMES)
+        # The first time of each has page faults and the making of its layout in it.
+        self._try_all(1 + CHUNK_TRIES)
+
+    def __str__(self) -> str:
+        """The choice, and the times from which it was made."""
+        tried = ", ".join(f"{_size(chunk)} {s_per_byte * 2**20 * 1e6:.0f}" for chunk, s_per_byte in
+                          self.s_per_byte.items())
+        return f"{_size(self.chunk)} (us per MiB: {tried})" if tried else _size(self.chunk)
+
+    def upcoming(self) -> int:
+        """The chunk of the all-reduce after the one that begins now. Called once for each."""
+        return self._untried.popleft() if self._untried else self.chunk
+
+    def took(self, chunk: int, s_per_byte: float) -> bool:
+        """An all-reduce has ended. Returns whether a choice was made that is the first one, or another than before.
+
+        Args:
+            chunk: The bytes of its chunks.
+            s_per_byte: Its seconds per byte, without the wait for the last rank to begin.
+        """
+        if self._tried:
+            self._tried[chunk].append(s_per_byte)
+            return self._choose() if min(map(len, self._tried.values())) >= self._tries else False
+        if chunk != self.chunk:
+            return False  # It was announced before the trial ended.
+        self._kept += 1
+        if len(self._at_first) < CHUNK_SPEED_TIMES:
+            self._at_first.append(s_per_byte)
+            return False
+        self._lately.append(s_per_byte)
+        if self._kept >= self._keeps or (self._kept >= self._keeps // CHUNK_EARLIER and self._speed_has_changed()):
+            self._try_all(CHUNK_TRIES)
+        return False
+
+    def _speed_has_changed(self) -> bool:
+        ratio = statistics.median(self._lately) / statistics.median(self._at_first)
+        return max(ratio, 1 / ratio) > CHUNK_SPEED_FACTOR
+
+    def _try_all(self, tries: int) -> None:
+        self._tries, self._tried = tries, {chunk: [] for chunk in self._candidates}
+        self._untried.extend(self._candidates * tries)
+        self._kept = 0
+        self._at_first.clear()
+        self._lately.clear()
+
+    def _choose(self) -> bool:
+        is_first = not self.s_per_byte
+        self.s_per_byte = {chunk: min(times[is_first:]) for chunk, times in self._tried.items()}
+        self._tried.clear()
+        best = min(self.s_per_byte, key=self.s_per_byte.__getitem__)
+        is_other = self.s_per_byte[best] < CHUNK_GAIN * self.s_per_byte[self.chunk]
+        if is_other:
+            self.chunk, self._keeps = best, CHUNK_KEPT_LEAST
+        elif not is_first:
+            self._keeps = min(2 * self._keeps, CHUNK_KEPT_MOST)
+        return is_other or is_first
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"

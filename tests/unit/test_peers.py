@@ -1,0 +1,142 @@
+"""Peers: each side learns how the other ends. Both sides are in this process; a death is a socket that closes."""
+
+import contextlib
+import errno
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mpistrat.process.line import Line
+from mpistrat.process.peers import End, Invitation, Peers
+
+LIMIT_S = 10.0
+HERE = ["127.0.0.1"]
+
+
+class Star:
+    """A centre and two other ranks, 1 and 2; `ended` has what the centre notices."""
+
+    def __init__(self) -> None:
+        self.ended: queue.SimpleQueue[tuple[int, End]] = queue.SimpleQueue()
+        self.centre, self.others = Peers(0), {rank: Peers(rank) for rank in (1, 2)}
+        self.invitation = self.centre.listen([1, 2], HERE, is_local=True)
+        self.lines = {rank: other.connect(self.invitation, 0, LIMIT_S) for rank, other in self.others.items()}
+        self.centre.await_all(LIMIT_S)
+        self.centre.watch(lambda rank, end: self.ended.put((rank, end)))
+        for other in self.others.values():
+            other.watch()
+
+
+@pytest.fixture
+def star() -> Iterator[Star]:
+    made = Star()
+    yield made
+    for peers in (made.centre, *made.others.values()):
+        peers.stop()
+
+
+def test_nobody_hears_anything_while_all_live(star: Star) -> None:
+    assert star.others[1].end_of(0, 0.01) is None
+    assert star.ended.empty()
+
+
+def test_all_hear_that_the_centre_leaves_and_remember_it(star: Star) -> None:
+    star.centre.leave()
+    star.centre.stop()
+    for other in star.others.values():
+        assert [other.end_of(0, LIMIT_S), other.end_of(0, 0), other.died] == [End.LEFT, End.LEFT, set()]
+
+
+def test_the_centre_hears_of_a_death_at_once_and_tells_the_others_when_it_leaves(star: Star) -> None:
+    star.others[1].stop()
+    assert star.ended.get(timeout=LIMIT_S) == (1, End.DIED)
+    star.centre.leave()
+    assert star.others[2].end_of(0, LIMIT_S) is End.LEFT and star.others[2].died == {1}
+
+
+def test_a_death_just_before_the_centre_leaves_is_told_too() -> None:
+    centre, other = Peers(0), Peers(1)
+    other.connect(centre.listen([1], HERE), 0, LIMIT_S)
+    centre.await_all(LIMIT_S)
+    other.stop()
+    centre.leave()
+    assert centre.died == {1}
+    centre.stop()
+
+
+def test_a_rank_that_leaves_has_not_died_and_still_hears_that_the_centre_leaves(star: Star) -> None:
+    star.others[1].leave()
+    assert star.ended.get(timeout=LIMIT_S) == (1, End.LEFT)
+    star.centre.leave()
+    assert star.others[1].end_of(0, LIMIT_S) is End.LEFT and star.centre.died == set()
+
+
+def test_the_death_of_the_centre_is_noticed(star: Star) -> None:
+    star.centre.stop()
+    assert [other.end_of(0, LIMIT_S) for other in star.others.values()] == [End.DIED, End.DIED]
+
+
+def test_a_host_that_does_not_answer_is_lost(star: Star, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The kernel's answer to probes that are not answered, which is that of a read; hosts in namespaces prove the rest.
+    def receive(line: Line) -> None:
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(Line, "receive", receive)
+    star.others[2].stop()
+    assert star.ended.get(timeout=LIMIT_S) == (2, End.HOST_LOST)
+    assert star.centre.died == {2}
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    centre, other = Peers(0), Peers(1)
+    other.connect(centre.listen([1, 2], HERE), 0, LIMIT_S)
+    with pytest.raises(OSError, match=r"no connection of ranks \[2\] has arrived here"):
+        centre.await_all(0.2)
+    centre.stop()
+    other.stop()
+
+
+def test_a_centre_that_cannot_be_reached_is_an_error_with_all_addresses() -> None:
+    centre, other = Peers(0), Peers(1)
+    port = centre.listen([1], HERE).port
+    centre.stop()
+    with pytest.raises(OSError, match=rf"^127\.0\.0\.1:{port}: .*refused; no such name:{port}: "):
+        other.connect(Invitation(["127.0.0.1", "no such name"], port, b""), 0, LIMIT_S)
+    other.stop()
+
+
+def test_only_ranks_of_the_job_are_taken_and_none_when_all_are_there() -> None:
+    centre, other = Peers(0, (1, 5)), Peers(2, (1, 5))
+    invitation = centre.listen([2], HERE)
+    with socket.create_connection(("127.0.0.1", invitation.port)) as stranger:
+        stranger.sendall(b"x" * 36)
+        stranger.settimeout(LIMIT_S)
+        with contextlib.suppress(ConnectionResetError):  # There was something unread.
+            while stranger.recv(100):
+                pass
+    other.connect(invitation, 0, LIMIT_S)
+    centre.await_all(LIMIT_S)
+    with pytest.raises(ConnectionRefusedError):
+        for _ in range(int(LIMIT_S / 0.05)):
+            socket.create_connection(("127.0.0.1", invitation.port)).close()
+            threading.Event().wait(0.05)
+    other.stop()
+    centre.stop()
+
+
+def test_stopping_twice_and_in_the_callback_does_nothing_more() -> None:
+    centre, other, stopped = Peers(0), Peers(1), threading.Event()
+
+    def stop(rank: int, end: End) -> None:
+        other.stop()
+        stopped.set()
+
+    other.connect(centre.listen([1], HERE), 0, LIMIT_S)
+    other.watch(stop)
+    centre.stop()
+    assert stopped.wait(LIMIT_S)
+    other.stop()
+    centre.stop()
