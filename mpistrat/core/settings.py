@@ -8,7 +8,7 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -223,6 +223,31 @@ class Settings:
     def logging_level(self) -> int:
         """`log_level` as a level of the logging module."""
         return int(getattr(logging, self.log_level.upper()))
+
+
+def taken_from_horovod(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings, by their variables, that HOROVOD_ variables in `environ` stand for and that it does not set itself.
+
+    Variables without a counterpart, and values that it does not take, are left out.
+    """
+    taken = {}
+    for own in (PREFIX + f.metadata["env"] for f in fields(Settings)):
+        name = HOROVOD_PREFIX + own.removeprefix(PREFIX)
+        if name not in environ:
+            continue
+        try:
+            Settings.from_env({own: environ[name]})
+        except SettingsError:
+            continue
+        taken[own] = environ.get(own, environ[name])
+    return taken
+
+
+def take_horovods(environ: MutableMapping[str, str]) -> None:
+    """Give HOROVOD_ variables in `environ` the names of the settings that they stand for, as taken_from_horovod."""
+    for own, value in taken_from_horovod(environ).items():
+        environ[own] = value
+        del environ[HOROVOD_PREFIX + own.removeprefix(PREFIX)]
 
 
 def horovod_warning(environ: Mapping[str, str]) -> list[str]:

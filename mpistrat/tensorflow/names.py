@@ -110,8 +110,8 @@ def is_in_order(name: str) -> bool:
 
 
 def _title() -> str:
-    """What names say of the function that is being traced: `step()`, or `gradient of step()`."""
-    name = getattr(enclosing_function(), "name", "")  # A graph of a session has none.
+    """What names say of the function that is being traced: `step()`, `gradient of step()`, or `session()`."""
+    name = getattr(enclosing_function(), "name", "session")  # A graph of a session has none.
     gradient = _GRADIENT.fullmatch(name)
     return f"{_GRADIENT_OF}{gradient[1]}()" if gradient else f"{name}()"
 

@@ -188,7 +188,7 @@ def test_bash_blocks_have_a_correct_syntax(page: Path) -> None:
     for block in blocks(page, "bash"):
         checked = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True, check=False)
         assert checked.returncode == 0, f"line {block.line}: {checked.stderr}"
-        for command in re.findall(r"(?:^|[/ ])mpistrat ([a-z]+)", block.text, re.MULTILINE):
+        for command in re.findall(r"(?:^|[/ ])mpistrat ([a-z-]+)", block.text, re.MULTILINE):
             assert command in COMMANDS, f"line {block.line}: mpistrat {command}"
 
 

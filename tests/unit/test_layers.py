@@ -41,13 +41,14 @@ PACKAGES: dict[str, set[str]] = {
 # Modules of one package that stand in another's directory, because users import them from there.
 ELSEWHERE = {"tensorflow.keras": "keras", "tensorflow.data": "data"}
 # The imports that point up, as (module, function, imported module): mpistrat.tensorflow has DistributedOptimizer, as in
-# Horovod, MPIStrategy and MPIClusterResolver; the slices of a tape may go to an optimizer of Keras; and mpistrat.run
-# starts ranks with the launcher. Each is allowed inside of its function only, which runs after the import of the
-# modules; without a function ("") type checkers alone read it.
+# Horovod, MPIStrategy and MPIClusterResolver; the slices of a tape may go to an optimizer of Keras; programs that
+# import horovod may ask for words of Keras 2; and mpistrat.run starts ranks with the launcher. Each is allowed inside
+# of its function only, which runs after the import of the modules; without a function ("") type checkers alone read it.
 UPWARDS = {("tensorflow", "__getattr__", "keras"), ("api.run_function", "run", "cli.function"),
            ("tensorflow", "__getattr__", "strategy"), ("tensorflow", "", "strategy"),
            ("tensorflow", "__getattr__", "cluster.resolver"), ("tensorflow", "", "cluster.resolver"),
-           ("tensorflow.gradient_tape", "_adapt_keras", "keras.patches")}
+           ("tensorflow.gradient_tape", "_adapt_keras", "keras.patches"),
+           ("api.as_horovod", "exec_module", "keras.keras2_words")}
 MOST_FLOORS = 8
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
