@@ -13,32 +13,45 @@ from .interop.own_gpu import why_no_cupy
 
 
 @dataclass(frozen=True)
-class BackendStatus:
-    """Whether a backend can run here.
+class Row:
+    """A line of a table of `mpistrat doctor`.
 
     Attributes:
-        name: "local", "mpi", "shared_memory" or "nccl".
-        available: Whether it can run.
-        reason: Why it cannot, or what it is for.
+        label: What the line is about.
+        text: The version, or what is missing and how to install it; of a backend "yes" or "no", with the reason.
+        is_available: Whether it can be used.
+        needed: Whether training needs it.
     """
 
-    name: str
-    available: bool
-    reason: str = ""
+    label: str
+    text: str
+    is_available: bool = True
+    needed: bool = False
 
 
-def backends() -> list[BackendStatus]:
+def backends() -> list[Row]:
     """Check every known backend. Local. Loads mpi4py with its MPI library, and cupy if it is installed."""
+    return [_row("local", "", "one rank only"), _row("mpi", _why_no_mpi()),
+            _row("shared_memory", why_no_shared_memory(), "among the ranks of a host, of all sizes"),
+            _row("nccl", _why_no_nccl(), "tensors on GPUs")]
+
+
+def _row(name: str, problem: str, purpose: str = "") -> Row:
+    if problem:
+        return Row(name, f"no: {problem}", is_available=False)
+    return Row(name, f"yes ({purpose})" if purpose else "yes")
+
+
+def _why_no_mpi() -> str:
     try:
-        mpi = library.load_mpi()
-        library.require_thread_level(mpi)
-        status = BackendStatus("mpi", True)
+        library.require_thread_level(library.load_mpi())
     except MpistratError as error:
-        status = BackendStatus("mpi", False, str(error))
-    return [BackendStatus("local", True, "one rank only"), status, _shared_memory_status(), _nccl_status()]
+        return str(error)
+    return ""
 
 
-def _shared_memory_status() -> BackendStatus:
+def why_no_shared_memory() -> str:
+    """Why processes of this host cannot share memory; "" if they can. Local."""
     from ..transport.shm.memfd import HostFile
     try:
         file = HostFile.make()
@@ -47,17 +60,15 @@ def _shared_memory_status() -> BackendStatus:
         finally:
             file.close()
     except OSError as error:
-        return BackendStatus("shared_memory", False, str(error))
-    return BackendStatus("shared_memory", True, "among the ranks of a host, of all sizes")
+        return str(error)
+    return ""
 
 
-def _nccl_status() -> BackendStatus:
+def _why_no_nccl() -> str:
     problem = why_no_cupy()
     if problem:
-        return BackendStatus("nccl", False, f"cupy is missing: {problem}")
+        return f"cupy is missing: {problem}"
     from ..gpu.device import Device, gpu_count
     if not Device.nccl_version():
-        return BackendStatus("nccl", False, f"cupy finds no NCCL ({pip_extra('gpu')})")
-    if not gpu_count():
-        return BackendStatus("nccl", False, "no GPU is visible")
-    return BackendStatus("nccl", True, "tensors on GPUs")
+        return f"cupy finds no NCCL ({pip_extra('gpu')})"
+    return "" if gpu_count() else "no GPU is visible"

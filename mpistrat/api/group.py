@@ -67,7 +67,7 @@ class Group:
         # How often all ranks had joined when counting began, and the counters.
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
         self._requests: dict[str, tuple[object, Request]] = {}  # by name, with what they were made from
-        ring = OperationRing(RECORDED_OPERATIONS if settings.recorder else 0, tracer)
+        ring = OperationRing(RECORDED_OPERATIONS if settings.is_recorded else 0, tracer)
         self._device = GpuExecutor(topology, backends.data, settings, ring)
         self.finite = FiniteWatch(topology.job_rank) if settings.nan_warning else None
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring, self.finite)

@@ -1,4 +1,4 @@
-"""Runtime: what exists from init() to shutdown(): the settings, the group of all ranks, and the process sets.
+"""A job from the view of one rank, from init() to shutdown(): settings, the group of all ranks, and process sets.
 
 runtime.py makes and closes it, and gives it to the other modules. Any thread may read it; one thread at a time closes
 it.
@@ -36,7 +36,7 @@ _timelines = itertools.count()  # How many this process has begun because of MPI
 _LEAVE_S = 1.0  # A rank that leaves waits at most so long for its engines.
 
 
-class Runtime:
+class Job:
     """What exists from init() to shutdown().
 
     Attributes:

@@ -1,6 +1,6 @@
 """init() and shutdown(): settings, topology, backends and engine are wired together, and closed in reverse order.
 
-Between the two a `Runtime` holds them. `current()` returns it to all other modules. Any thread may call the functions
+Between the two a `Job` holds them. `current()` returns it to all other modules. Any thread may call the functions
 of this module; a lock makes init() and shutdown() exclude each other.
 """
 
@@ -36,7 +36,7 @@ from . import handshake, own_cores
 from .backends import Backends, backends_alone, backends_over
 from .elastic.losses import Losses
 from .group import Group
-from .job import Runtime, log_step
+from .job import Job, log_step
 from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _TELL_S = 0.5  # How long a rank that fails takes at most to tell its last operations.
 
-_runtime: Runtime | None = None
+_runtime: Job | None = None
 _watch: LauncherWatch | None = None
 _lock = threading.RLock()  # A signal handler may call shutdown() while this thread waits in it.
 
@@ -62,8 +62,8 @@ def _disown_in_child() -> None:
 os.register_at_fork(after_in_child=_disown_in_child)
 
 
-def current() -> Runtime:
-    """Return the Runtime that init() made. Local.
+def current() -> Job:
+    """Return the Job that init() made. Local.
 
     Raises:
         NotInitializedError: Before init() and after shutdown().
@@ -123,8 +123,8 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
     runtime.registry.add([each for each in process_sets if getattr(each, "process_set_id", None) is None])
 
 
-def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Runtime:
-    """Return the Runtime, after connecting to the other ranks if there is none. Collective then."""
+def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
+    """Return the Job, after connecting to the other ranks if there is none. Collective then."""
     global _runtime
     with _lock:
         if _runtime is not None:
@@ -195,7 +195,7 @@ def _shut_down_at_exit() -> None:
         shutdown()
 
 
-def replace(former: Runtime, runtime: Runtime) -> None:
+def replace(former: Job, runtime: Job) -> None:
     """Put `runtime` in the place of `former`, whose ranks were lost in part. Local.
 
     Raises:
@@ -228,8 +228,7 @@ def _stop_watch() -> None:
         _watch = None
 
 
-def _init_alone() -> Runtime:
-    """Start a job of one rank, without MPI."""
+def _init_alone() -> Job:
     settings = Settings.from_env(os.environ)
     _configure_logging(settings)
     _warn(horovod_warning(os.environ))
@@ -238,7 +237,7 @@ def _init_alone() -> Runtime:
     return _started(settings, topology, backends_alone(), None, Losses(topology))
 
 
-def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Runtime:
+def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Job:
     """Start a job over MPI. Collective."""
     mpi = library.load_mpi()
     # From here on the other ranks wait for this one, so an error on this rank must end the job.
@@ -252,11 +251,11 @@ def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: 
     return connected(base.Dup(), binds=comm is None)
 
 
-def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> Runtime:
+def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> Job:
     """Connect the ranks of a communicator and start their engines. Collective over it.
 
     Args:
-        own: The communicator, reserved for the Runtime.
+        own: The communicator, reserved for the Job.
         binds: Whether the ranks of a host share its cores out among them.
         hosts: As for handshake.exchange_info.
     """
@@ -282,7 +281,7 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> R
     if len(topology.hosts) > 1:
         losses.interruption.progress = library.load_mpi().COMM_SELF.Iprobe
     try:
-        losses.watch_hosts(settings[rank].heartbeat_s, settings[rank].lost_after_s)
+        losses.watch_hosts(settings[rank].probe_s, settings[rank].lost_after_s)
         backends = backends_over(own, topology, settings[rank], losses.interruption)
         return _started(settings[rank], topology, backends, own, losses)
     except BaseException:
@@ -291,18 +290,18 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> R
 
 
 def _started(settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
-             losses: Losses) -> Runtime:
+             losses: Losses) -> Job:
     """Start the engine, and the tracer if there is one. Collective over `comm`; None: this is the only rank."""
     tracer = None
-    if settings.recorder:
+    if settings.is_recorded:
         offsets = {} if comm is None else clocks.measure(comm)
         # Ranks of several jobs under one mpirun, and those that are left of an elastic job, have numbers of their own.
-        is_told = (settings.failure_timeline and report.mode(os.environ)
+        is_told = (settings.recorder == "all" and report.mode(os.environ)
                    and 1 < topology.size == launched_size(os.environ)[0])
-        tracer = Tracer(topology, offsets, settings.status_file, os.environ, stacks.main_line,
+        tracer = Tracer(topology, offsets, os.environ, stacks.main_line,
                         partial(report.tell_last, launched_rank(os.environ), environ=os.environ) if is_told else None)
     world = Group(settings, topology, backends, comm, losses.interruption, tracer, losses.processes)
-    return Runtime(settings, world, losses, tracer)
+    return Job(settings, world, losses, tracer)
 
 
 def _tell_last() -> bool:

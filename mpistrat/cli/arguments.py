@@ -27,7 +27,7 @@ _OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscrib
               "--grace-period": 1, "--elastic": 0, "--restart-failed": 0, "--min-np": 1, "--max-np": 1,
               "--host-discovery-script": 1, "--slots-per-host": 1, "--elastic-timeout": 1, "--reset-limit": 1,
               "--blacklist-cooldown-range": 2, "--elastic-checkpoint": 1, "--elastic-checkpoint-every": 1,
-              "--efficiency": 1}
+              "--efficiency": 1, "--as-horovod": 0}
 _NEAR = 0.85  # how like each other an option and its misspelling are, see difflib
 # Other names for them, from horovodrun and the different mpiruns.
 _ALIASES = {

@@ -10,10 +10,11 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
+from ..api.availability import Row
 from ..core.install import numbers, pip, pip_extra
 from ..core.version import __version__
 from ..process.launchers import STARTED
@@ -31,23 +32,6 @@ CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11")
 OLDEST_TENSORFLOW = (2, 16)
 OLDEST_KERAS = (3, 0)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table.
-
-    Attributes:
-        label: What the line is about.
-        text: The version, or what is missing and how to install it.
-        is_available: Whether it can be used.
-        needed: Whether training needs it.
-    """
-
-    label: str
-    text: str
-    is_available: bool = True
-    needed: bool = False
 
 
 def busy_cores(load: float, cores: int) -> str:
@@ -140,18 +124,11 @@ def nccl_version(code: int) -> str:
 
 
 def backend_rows(found: Findings, has_driver: bool = True) -> list[Row]:
-    """A row for each backend: "yes", or "no" with the reason. Without a driver for GPUs that is NCCL's reason."""
+    """A row for each backend. Without a driver for GPUs that is NCCL's reason."""
     if found.backends is None:
         # The probe ended before it could check the backends. The local one needs no library.
         return [Row("local", "yes (one rank only)"), Row("mpi", f"no: {found.failure}", is_available=False)]
-    rows = []
-    for backend in found.backends:
-        reason = backend["reason"] if has_driver or backend["name"] != "nccl" else "no GPU"
-        if backend["available"]:
-            rows.append(Row(backend["name"], f"yes ({reason})" if reason else "yes"))
-        else:
-            rows.append(Row(backend["name"], f"no: {reason}", is_available=False))
-    return rows
+    return [row if has_driver or row.label != "nccl" else replace(row, text="no: no GPU") for row in found.backends]
 
 
 def installed(names: tuple[str, ...]) -> tuple[str, str] | None:

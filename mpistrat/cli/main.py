@@ -19,10 +19,11 @@ COMMANDS = {
     "top": "show what the ranks of a running job do, and which is the slowest",
     "bench": "measure all-reduces, or synthetic training, on the ranks of a job",
     "timeline": "say what a timeline shows: where the time went, who came last, what was not fused",
+    "as-horovod": "for programs that import horovod and that you cannot edit, under mpirun or srun",
 }
 # `check` was the first name of doctor, and stands in scripts.
 _MODULES = {"run": "run", "doctor": "doctor.command", "check": "doctor.command", "top": "top.command",
-            "bench": "bench.command", "timeline": "timeline.command"}
+            "bench": "bench.command", "timeline": "timeline.command", "as-horovod": "as_horovod"}
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
@@ -73,7 +74,7 @@ def _open_missing_streams() -> None:
 def _help() -> str:
     lines = ["usage: mpistrat [--help] [--version] COMMAND ...", "", "Data-parallel training over MPI.", ""]
     lines += ["commands:"]
-    lines += [f"  {name:<8} {summary}" for name, summary in COMMANDS.items()]
+    lines += [f"  {name:<10} {summary}" for name, summary in COMMANDS.items()]
     lines += ["", "`mpistrat COMMAND --help` has the details. For example:", "", "  mpistrat run -np 2 python train.py"]
     return "\n".join(lines)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from ..core.errors import LaunchError
 from ..core.install import pip_extra
 from ..process.cores import own_cpus, physical_cores
-from ..process.launch_env import RUN_CORES, RUN_ELASTIC, RUN_REPORTS, RUN_STEPS
+from ..process.launch_env import RUN_CORES, RUN_ELASTIC, RUN_KERAS_2, RUN_REPORTS, RUN_STEPS
 from ..process.launchers import STARTED, Launcher
 from .arguments import counted
 from .hostfile import HostList, host_options
@@ -34,7 +34,7 @@ MOST_PER_SLOT = 100
 
 # Variables that each rank needs on every host, for a launcher that has an option to forward them.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "KERAS_BACKEND", "TF_CPP_MIN_LOG_LEVEL",
-             RUN_REPORTS, RUN_CORES, RUN_ELASTIC, RUN_STEPS)
+             RUN_REPORTS, RUN_CORES, RUN_ELASTIC, RUN_STEPS, RUN_KERAS_2)
 FORWARDED_PREFIXES = ("MPISTRAT_", "NCCL_")
 # Each is set inside an allocation of a batch system. mpirun then gets hosts and slots from that system.
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")

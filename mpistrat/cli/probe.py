@@ -9,9 +9,10 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..api.availability import Row, backends
 from .child import Child
 from .mpirun import with_home
 
@@ -26,13 +27,13 @@ class Findings:
     Attributes:
         mpi: "mpi4py" (version), and either "vendor", "version" and "threads" (thread level) or "error".
         cupy: Either "gpus" (number) and "nccl" (version code) or "error"; {} if cupy is not installed.
-        backends: "name", "available" and "reason" of each backend.
+        backends: A row for each backend.
         failure: Why the process ended early, or "".
     """
 
     mpi: dict[str, Any] | None = None
     cupy: dict[str, Any] | None = None
-    backends: list[dict[str, Any]] | None = None
+    backends: list[Row] | None = None
     failure: str = ""
 
 
@@ -47,6 +48,8 @@ def probe(timeout_s: float = TIMEOUT_S) -> Findings:
     for line in out.splitlines():
         if line.startswith(_MARK):
             parts |= json.loads(line[len(_MARK):])
+    if "backends" in parts:
+        parts["backends"] = [Row(**each) for each in parts["backends"]]
     return Findings(**parts, failure=failure)
 
 
@@ -56,7 +59,7 @@ def _describe_exit(returncode: int, err: str) -> str:
     return f"loading the libraries {how}" + (f": {lines[-1][:200]}" if lines else "")
 
 
-def _print_findings(**part: Any) -> None:
+def _print_findings(**part: object) -> None:
     print(_MARK + json.dumps(part), flush=True)
 
 
@@ -89,12 +92,7 @@ def _mpi() -> dict[str, Any]:
     return {**found, "vendor": vendor, "version": ".".join(map(str, version)), "threads": levels[MPI.Query_thread()]}
 
 
-def _backends() -> list[dict[str, Any]]:
-    from ..api.availability import backends
-    return [{"name": b.name, "available": b.available, "reason": b.reason} for b in backends()]
-
-
 if __name__ == "__main__":
     _print_findings(cupy=_cupy())
     _print_findings(mpi=_mpi())
-    _print_findings(backends=_backends())
+    _print_findings(backends=[asdict(row) for row in backends()])

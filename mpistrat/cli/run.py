@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NoReturn
 
@@ -12,7 +12,7 @@ from ..core.errors import LaunchError
 from ..core.install import numbers
 from ..process.launch_env import RUN_CORES
 from ..process.launchers import STARTED
-from . import efficiency, elastic, horovodrun
+from . import as_horovod, efficiency, elastic, horovodrun
 from .arguments import AUTO, Parser, add_launch_options, mpirun_options, read_hosts, seconds, split_arguments
 from .automatic import automatic
 from .doctor import command as doctor
@@ -55,7 +55,7 @@ prints the whole command. The ranks of a host get equal shares of its cores (MPI
 mpirun bind them.
 
 The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
-share it), the file with the last operations of the ranks (MPISTRAT_FAILURE_TIMELINE=0: none) and the exit code. Of
+share it), the file with the last operations of the ranks (MPISTRAT_RECORDER=status: none) and the exit code. Of
 TensorFlow's log lines only errors are printed, once for all ranks (TF_CPP_MIN_LOG_LEVEL=2, unless it is set).
 
 The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. Ctrl-C ends the job, a second Ctrl-C
@@ -80,6 +80,8 @@ def main(argv: list[str]) -> int:
     if options.check_build:
         return doctor.main([])
     command = with_text(command, sys.stdin)
+    if options.as_horovod is not None:
+        print(f"mpistrat run: {as_horovod.first_line()}", file=sys.stderr)
     if options.np is not None and not options.dry_run and asks_for_help(command := checked(command, os.environ)):
         return _run_once(command)
     if options.efficiency is not None and not options.dry_run:
@@ -116,7 +118,10 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
     if not options.all_output:
         environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if not _goes_elsewhere(job.options):  # What a rank says why it fails would not reach the summary.
-        environ |= variables(planned.command, is_here, os.environ, options.traceback)
+        own = variables(planned.command, is_here, {**os.environ, **planned.variables}, options.traceback)
+        environ |= own
+        both = {name: value for name, value in own.items() if name in planned.variables}
+        planned = replace(planned, variables={**planned.variables, **both})
 
     def why_not() -> str:
         needed = [planned.mpirun.path, *(word for word in planned.command[:1] if os.path.isabs(word))]
@@ -189,8 +194,8 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     is_announced = are_read and (bool(others) or elastic.is_asked_for(options))
     job = Job(options.np, in_shell(command, options.np, options.output_filename or None, is_announced), hosts,
               options.oversubscribe, passed)
-    return Plan(command, job, mpirun, machine, horovodrun.variables(options, mpirun.launcher), others,
-                check_count(job, machine, options.force))
+    named = {**as_horovod.variables(options.as_horovod, environ), **horovodrun.variables(options, mpirun.launcher)}
+    return Plan(command, job, mpirun, machine, named, others, check_count(job, machine, options.force))
 
 
 def _grace_s(mpirun: Mpirun, asked: float | None) -> float:
@@ -247,6 +252,7 @@ def _parser() -> Parser:
     parser.add_argument("--grace-period", type=seconds, metavar="S", help="how long ranks have to save after SIGTERM, "
                         f"which they get too, before they are ended (default {_GRACE_S:g}; not for --elastic)")
     elastic.add_options(parser)
+    as_horovod.add_option(parser)
     horovodrun.add_options(parser)
     parser.add_argument("--efficiency", type=int, metavar="N", help="run the first N steps of the script on one rank "
                         "and on all, say how many times as fast all of them train, and end")

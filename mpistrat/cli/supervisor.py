@@ -283,7 +283,6 @@ class _Run:
         return start + text + said.encode(errors="backslashreplace")
 
     def _next_signal(self, timeout_s: float) -> None:
-        """Wait for a signal and handle it."""
         info = signal.sigtimedwait(self._caught | {signal.SIGCHLD, ABORTED}, min(timeout_s, 3600.0))
         if info is None or info.si_signo == signal.SIGCHLD:
             return

@@ -49,7 +49,7 @@ class Interruption:
             raise self.error
 
     def await_error(self) -> None:
-        """Return when ranks are known to be lost, or when the watch has had the time to notice it."""
+        """Wait until `error` is set, but no longer than the watch takes to notice a loss: then there is none."""
         until = time.monotonic() + _SIGN_S
         while self.is_watched and self.error is None and time.monotonic() < until:
             time.sleep(_SIGN_POLL_S)

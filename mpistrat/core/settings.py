@@ -8,7 +8,7 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -26,6 +26,11 @@ _OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)
                         r"PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 _LEAST_CHUNK_BYTES = 4096  # A slice of a chunk for each of some ranks is then a few cache lines, at least.
 LOG_LEVELS = ("debug", "info", "warning", "error")
+# Names that were settings, and what to write now.
+_REPLACED = {"HEARTBEAT_S": "hosts are probed five times within MPISTRAT_LOST_AFTER_S",
+             "FAILURE_TIMELINE": "write MPISTRAT_RECORDER=status for no timeline of a failure",
+             "STATUS_FILE": "write MPISTRAT_RECORDER=0 for no status file"}
+_LEAST_PROBE_S = 1.0  # The kernel counts in seconds.
 
 
 def _setting(env: str, default: T, doc: str, *, low: float | None = None, high: float | None = None,
@@ -62,12 +67,10 @@ class Settings:
         "DEADLOCK_S", 10.0, "Seconds after which ranks that all wait for each other get an error: every rank has a "
         "collective outstanding, none is complete, and no rank has called another one. Raise it if a rank may call its "
         "next one later, in another thread or after long work. 0: never.", low=0, high=1e7)
-    heartbeat_s: float = _setting(
-        "HEARTBEAT_S", 1.0, "Seconds between two probes of each other host, which its kernel answers; whole seconds.",
-        low=1, high=1e4)
     lost_after_s: float = _setting(
         "LOST_AFTER_S", 5.0, "Seconds without an answer after which a host is lost, because it is down or the link to "
-        "it is cut. 0: hosts are not probed.", low=0, high=1e5)
+        "it is cut. Its kernel is probed five times within these, once a second at most. 0: hosts are not probed.",
+        low=0, high=1e5)
     stopped_limit_s: float = _setting(
         "STOPPED_LIMIT_S", 0.0, "Seconds after which a rank whose process is stopped (SIGSTOP) is killed, so that an "
         "elastic job goes on without it. It is reported after 5 s. 0: never.", low=0, high=1e7)
@@ -124,8 +127,11 @@ class Settings:
     bind: bool = _setting(
         "BIND", True, "0: do not bind. By default each rank of a host runs on an equal share of the cores that the job "
         "may use there, unless the launcher has bound the ranks.")
-    recorder: bool = _setting(
-        "RECORDER", True, "0: ranks do not record their operations. Then there is no status file, and no timeline.")
+    recorder: str = _setting(
+        "RECORDER", "all", "What is made of the operations that ranks record. all: rank 0 writes what all ranks do to "
+        "a file once a second, which mpistrat top reads, and mpistrat run writes what the ranks of a job that fails "
+        "did last to a timeline, in the directory .mpistrat of its directory. status: the file for mpistrat top alone. "
+        "0: nothing is recorded, and there is no timeline.", choices=("all", "status", "0"))
     timeline: str = _setting(
         "TIMELINE", "none", "File to which rank 0 writes the operations of all ranks, as start_timeline does: .json "
         "(Chrome's trace format) or .pftrace (Perfetto's). none, or DYNAMIC as in Horovod: no file "
@@ -135,12 +141,6 @@ class Settings:
     timeline_steps: str = _setting(
         "TIMELINE_STEPS", "all", "Steps of training that are in that file, as FIRST:END, from 0 and without END. all: "
         "everything.")
-    failure_timeline: bool = _setting(
-        "FAILURE_TIMELINE", True, "0: mpistrat run does not write what the ranks of a job that fails did last to a "
-        "timeline, in the directory .mpistrat of its directory.")
-    status_file: bool = _setting(
-        "STATUS_FILE", True, "0: rank 0 does not write what all ranks do to a file once a second, which mpistrat top "
-        "reads.")
     log_level: str = _setting(
         "LOG_LEVEL", "warning", "Least severity of the messages shown: debug, info, warning or error.",
         choices=LOG_LEVELS)
@@ -158,6 +158,9 @@ class Settings:
         problems: list[str] = []
         for name in sorted(n for n in environ if n.startswith(PREFIX)):
             if name not in by_env and _OF_OTHERS.fullmatch(name.removeprefix(PREFIX)):
+                continue
+            if why := _REPLACED.get(name.removeprefix(PREFIX)):
+                problems.append(f"{name} is no setting any more: {why}.")
                 continue
             if name not in by_env:
                 # Compared without the prefix, which makes all names similar.
@@ -201,6 +204,16 @@ class Settings:
         return 0.0 if self.stall_check_disable else self.stall_abort_s
 
     @property
+    def probe_s(self) -> float:
+        """Seconds between two probes of another host."""
+        return max(_LEAST_PROBE_S, self.lost_after_s / 5)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether ranks record their operations."""
+        return self.recorder != "0"
+
+    @property
     def timeline_window(self) -> tuple[int, int] | None:
         """`timeline_steps` as numbers; None for all of them, or if it has no such form."""
         found = re.fullmatch(r"(\d+):(\d+)", self.timeline_steps)
@@ -210,6 +223,31 @@ class Settings:
     def logging_level(self) -> int:
         """`log_level` as a level of the logging module."""
         return int(getattr(logging, self.log_level.upper()))
+
+
+def taken_from_horovod(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings, by their variables, that HOROVOD_ variables in `environ` stand for and that it does not set itself.
+
+    Variables without a counterpart, and values that it does not take, are left out.
+    """
+    taken = {}
+    for own in (PREFIX + f.metadata["env"] for f in fields(Settings)):
+        name = HOROVOD_PREFIX + own.removeprefix(PREFIX)
+        if name not in environ:
+            continue
+        try:
+            Settings.from_env({own: environ[name]})
+        except SettingsError:
+            continue
+        taken[own] = environ.get(own, environ[name])
+    return taken
+
+
+def take_horovods(environ: MutableMapping[str, str]) -> None:
+    """Give HOROVOD_ variables in `environ` the names of the settings that they stand for, as taken_from_horovod."""
+    for own, value in taken_from_horovod(environ).items():
+        environ[own] = value
+        del environ[HOROVOD_PREFIX + own.removeprefix(PREFIX)]
 
 
 def horovod_warning(environ: Mapping[str, str]) -> list[str]:

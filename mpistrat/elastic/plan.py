@@ -214,7 +214,7 @@ class Plan:
         return [*said, *(self._grow(now) if self._limits.restart_failed else [])]
 
     def preempted(self, host: str, generation: int, why: str, now: float) -> list[Action]:
-        """A host is to be taken away."""
+        """A rank of the host has received a signal by which the batch system announces that it takes the host away."""
         running = self._running
         if running is None or running.number != generation:
             return []
@@ -269,7 +269,6 @@ class Plan:
         return [*self._lose_hosts(0.0, now), *self._after(running, code, now)]
 
     def _after(self, running: Generation, code: int, now: float) -> list[Action]:
-        """What follows after a generation."""
         if running.is_done:
             return self._finish(Done(0, ""))
         if self._ending is not None:

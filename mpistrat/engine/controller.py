@@ -211,7 +211,6 @@ class Controller:
         return is_busy
 
     def _submit(self, entries: list[Entry], now: float) -> None:
-        """Give the coordinator what was taken from the queue."""
         for entry in entries:
             self._coordinator.submit(entry.request, now)
         self._has_sole_awaited = self.queue.outstanding == 1 and entries[0].is_awaited

@@ -285,5 +285,4 @@ _SINGLE: dict[CollectiveType, Callable[[Executor, Entry], list[np.ndarray]]] = {
 
 
 def _arrays(entry: Entry) -> Sequence[np.ndarray]:
-    """The arrays of an entry whose device is the CPU."""
     return cast("Sequence[np.ndarray]", entry.arrays)

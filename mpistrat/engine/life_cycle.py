@@ -22,7 +22,7 @@ from .queue import TensorQueue
 logger = logging.getLogger(__name__)
 
 _ERRORS: dict[EndReason, type[EngineError]] = {
-    EndReason.SHUTDOWN: ShutdownError, EndReason.RANK_ENDED: ShutdownError, EndReason.STALL: StallError,
+    EndReason.SHUTDOWN: ShutdownError, EndReason.RANK_LEFT: ShutdownError, EndReason.STALL: StallError,
     EndReason.DEADLOCK: DeadlockError, EndReason.FAILURE: EngineError, EndReason.MISMATCH: EngineError}
 SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt "
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")

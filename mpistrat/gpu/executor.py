@@ -162,7 +162,7 @@ class GpuExecutor(DeviceExecutor):
         """Note in the trace that a batch is over. For one whose handles were done before that is when it is seen."""
         ended = time.monotonic_ns()
         for work in batch.works:
-            if is_fused(work.entry.request):
+            if len(work.tensors) > 1 and is_fused(work.entry.request):
                 self._note_size(work)
             self._observer.add(work.entry, batch.works[0].entry.number, batch.began, ended)
 

@@ -27,10 +27,10 @@ from ..api.common import *  # noqa: F403
 from ..process.garbage import freeze_libraries as _freeze_libraries
 from ..tensorflow.compression import Compression
 from ..tensorflow.objects import allgather_object as allgather_object  # type: ignore[assignment]
-from ..tensorflow.objects import broadcast_global_variables
 from ..tensorflow.objects import broadcast_object as broadcast_object  # type: ignore[assignment]
 from ..tensorflow.ops import barrier, broadcast_variables
 from ..tensorflow.pin_gpu import init as init  # these three in place of those of api.common
+from ..tensorflow.sessions.broadcast import broadcast_global_variables
 from . import callbacks, elastic
 from .ops import allgather, allreduce, broadcast, load_model, reducescatter
 from .optimizer import DistributedOptimizer, PartialDistributedOptimizer

@@ -44,7 +44,7 @@ class KerasState(TensorFlowKerasState):
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commits the state after some batches, and after each epoch. Local.
+    """Commits the state after some batches, and after each epoch. Local, but collective in an elastic job.
 
     Args:
         state: The state. Put callbacks that change it before this one.

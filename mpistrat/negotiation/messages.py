@@ -92,7 +92,7 @@ class EndReason(str, Enum):
     """Why the engines of all ranks end."""
 
     SHUTDOWN = "shutdown"
-    RANK_ENDED = "rank ended"
+    RANK_LEFT = "rank left"
     STALL = "stall"
     DEADLOCK = "deadlock"
     MISMATCH = "mismatch in a graph"

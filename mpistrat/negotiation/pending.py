@@ -51,14 +51,14 @@ class Pending:
         return self._complete == len(self._node.ranks_under)
 
     def agreed(self) -> Request | None:
-        """The request that all sources have submitted alike, given that they are complete; None if they differ."""
+        """The request of all sources, given that they are complete; None if their requests differ."""
         if self._parts:
             return None
         first, *others = self._whole.values()
         return first if all(request is first or request == first for request in others) else None
 
     def agreed_by_present(self) -> Request | None:
-        """The request that all ranks which have submitted one have submitted alike; None if they differ."""
+        """The request of the ranks that have submitted one; None if their requests differ."""
         requests = self.by_request()
         return next(iter(requests)) if len(requests) == 1 else None
 

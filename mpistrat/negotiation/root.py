@@ -87,7 +87,7 @@ class Root:
             for name, pending in subtree.incomplete().items():
                 lost = sorted(set(pending.missing()) & ended.completed.keys())
                 if lost:
-                    return (EndReason.RANK_ENDED,
+                    return (EndReason.RANK_LEFT,
                             describe_ended(subtree.topology, name, pending, lost, ended.completed))
             if len(ended.completed) == subtree.node.size:
                 return EndReason.SHUTDOWN, "mpistrat has been shut down by all ranks."

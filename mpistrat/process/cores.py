@@ -53,7 +53,7 @@ def gpu_cpus(nvidia: Path = NVIDIA, pci: Path = PCI) -> list[frozenset[int]]:
 
 def share(cpus: frozenset[int], rank: int, size: int, near: Sequence[frozenset[int]] = (),
           system: Path = SYSTEM) -> frozenset[int] | None:
-    """The CPUs that a rank takes: as many cores as each other rank of its host, and no core of theirs.
+    """The CPUs that a rank takes: an equal number of cores for each rank of a host, and each core for one rank.
 
     Cores that are left when all ranks have as many stay free. If the ranks have a GPU each, the ranks whose GPUs are
     near the same CPUs share those.

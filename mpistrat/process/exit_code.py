@@ -27,7 +27,7 @@ class SystemExit(builtins.SystemExit):
         """The argument of sys.exit."""
         global _final
         status = _base_code.__get__(self)
-        if sys._getframe().f_back is None:
+        if sys._getframe().f_back is None:  # Python itself reads it, with no frame of a script around.
             _final = status
         return status
 

@@ -18,6 +18,9 @@ RUN_CORES = "_MPISTRAT_CORES"
 RUN_ELASTIC = "_MPISTRAT_ELASTIC"
 # `mpistrat run --efficiency` sets this for the ranks on all hosts: after how many steps the script ends. Not a setting.
 RUN_STEPS = "_MPISTRAT_STEPS"
+# `mpistrat run --as-horovod=keras2` sets this for the ranks on all hosts: Keras 3 takes three words of Keras 2. Not a
+# setting.
+RUN_KERAS_2 = "_MPISTRAT_KERAS_2"
 
 # The values of these variables together differ for every process that a launcher starts.
 _IDENTITY = tuple(dict.fromkeys(name for each in LAUNCHERS for name in (each.rank, *each.process)))

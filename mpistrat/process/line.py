@@ -80,7 +80,7 @@ class Line:
         """The descriptor, for `multiprocessing.connection.wait`."""
         return self._connection.fileno()
 
-    def send(self, **message: Any) -> bool:
+    def send(self, **message: object) -> bool:
         """Send a message. Returns whether the line is still open."""
         try:
             with self._lock:

@@ -30,10 +30,9 @@ _WRITE_BYTES = 4000  # A pipe takes up to 4096 bytes at once, and mpirun reads a
 _READ_S = 0.1  # How long mpirun may take to read what was written before.
 # A rank on another host, or of an elastic job, prints this before its command begins.
 STARTS = "[mpistrat] rank {rank} starts as process {pid} on {host}"
-# Of a rank that takes SIGURG for SIGTERM (process/hand_on.py).
-HANDS_ON = "hands SIGTERM on"
-# init() has been called.
-IN_INIT = "is in init()"
+# What a rank tells of itself in three words: init() has been called; it takes SIGURG for SIGTERM (process/hand_on.py);
+# it has ended without init() (cli/startup, which imports nothing, and has the text once more).
+IN_INIT, HANDS_ON, WITHOUT_INIT = "is in init()", "hands SIGTERM on", "has ended without init()"
 # What a rank has measured follows, as JSON (process/step_timer.py).
 MEASURES = "measures"
 # Its last operations follow, as lines of trace/last.py, of which the first one begins.
@@ -42,10 +41,9 @@ _BEGIN = "[mpistrat] rank {rank} on {host} fails with exit code {code}:\n"
 _LINE = "[mpistrat] rank {rank} {kind} {text}\n"
 _FRAMES, _MESSAGE = "|", ">"
 _BEGIN_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) on (\S+) fails with exit code (\d+):\s*$")
-_WITHOUT_INIT_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) has ended without init\(\)\s*$")  # cli/startup
+_STATE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) (%b)\s*$" % b"|".join(
+    re.escape(state).encode() for state in (IN_INIT, HANDS_ON, WITHOUT_INIT)))
 _STARTS_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) starts as process (\d+) on (\S+)\s*$")
-_HANDS_ON_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) hands SIGTERM on\s*$")
-_IN_INIT_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) is in init\(\)\s*$")
 _MEASURES_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) measures (\{.*\})\s*$")
 _LAST_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) (begins|has) (\S+)\s*$")
 _LINE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) ([|>]) ?(.*?)[\r\n]*$")
@@ -98,6 +96,7 @@ class ReportReader:
         self.in_init: set[int] = set()
         self.handing_on: set[int] = set()
         self.without_init: set[int] = set()
+        self._in_state = {IN_INIT: self.in_init, HANDS_ON: self.handing_on, WITHOUT_INIT: self.without_init}
         self.measured: dict[int, str] = {}
         self.last: dict[int, list[str]] = {}
         self._begun: list[tuple[int, str, int, dict[str, list[str]]]] = []
@@ -119,12 +118,8 @@ class ReportReader:
             return None
         if found := _STARTS_PATTERN.search(line):
             self.started[int(found[1])] = found[3].decode(errors="replace"), int(found[2])
-        elif found := _IN_INIT_PATTERN.search(line):
-            self.in_init.add(int(found[1]))
-        elif found := _HANDS_ON_PATTERN.search(line):
-            self.handing_on.add(int(found[1]))
-        elif found := _WITHOUT_INIT_PATTERN.search(line):
-            self.without_init.add(int(found[1]))
+        elif found := _STATE_PATTERN.search(line):
+            self._in_state[found[2].decode()].add(int(found[1]))
         elif found := _MEASURES_PATTERN.search(line):
             self.measured[int(found[1])] = found[2].decode(errors="replace")
         elif found := _LAST_PATTERN.search(line):

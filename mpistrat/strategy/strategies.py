@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from ..api import basics, runtime
+from ..cluster.resolver import MPIClusterResolver
 from ..core.errors import InvalidRequestError
-from ..tensorflow.cluster.resolver import MPIClusterResolver
 from .mpi_strategy import MPIStrategy
 
 logger = logging.getLogger(__name__)

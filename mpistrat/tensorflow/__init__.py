@@ -25,12 +25,11 @@ from ..process.garbage import freeze_libraries as _freeze_libraries
 from . import elastic, iterator_ends  # noqa: F401  (the second acts by its import)
 from .bridge._private import autograph_config as _autograph
 from .bridge._private import is_profiled as _is_profiled
-from .cluster.resolver import MPIClusterResolver
 from .compression import Compression
 from .gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
-from .objects import BroadcastGlobalVariablesHook, broadcast_global_variables, broadcast_object_fn
 from .objects import allgather_object as allgather_object  # type: ignore[assignment]
 from .objects import broadcast_object as broadcast_object  # type: ignore[assignment]
+from .objects import broadcast_object_fn
 from .ops import (
     allgather,
     allreduce,
@@ -46,8 +45,13 @@ from .pin_gpu import init as init  # as the two of objects, in place of that of 
 from .pin_gpu import pin_gpu
 from .query_ops import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
+from .sessions.broadcast import BroadcastGlobalVariablesHook, broadcast_global_variables
+from .sessions.graph import session_graph as _session_graph
+from .sessions.optimizer import DistributedOptimizer as _OfSessions
+from .sessions.optimizer import for_sessions_too as _for_sessions_too
 
 if TYPE_CHECKING:  # For __getattr__ below, type checkers would take Any.
+    from ..cluster.resolver import MPIClusterResolver
     from ..strategy import MPIStrategy, strategy
 
 __all__ = [
@@ -69,9 +73,15 @@ _absent = missing_names.explain(__name__, missing_names.TENSORFLOW)
 
 
 def __getattr__(name: str) -> Any:
-    # Horovod has these here too. They need Keras, which is imported on first access only.
+    # Horovod has these here too. They need Keras, which is imported on first access only, and not in the graph of a
+    # session: what Keras makes then would stay in that graph.
+    if name == "DistributedOptimizer" and _session_graph() is not None:
+        return _OfSessions
     if name in ("DistributedOptimizer", "PartialDistributedOptimizer", "SyncBatchNormalization"):
-        return getattr(_import_module("mpistrat.keras"), name)
+        found = getattr(_import_module("mpistrat.keras"), name)
+        return _for_sessions_too(found) if name == "DistributedOptimizer" else found
     if name in ("MPIStrategy", "strategy"):  # It needs Keras where there is Keras.
         return getattr(_import_module("mpistrat.strategy"), name)
+    if name == "MPIClusterResolver":
+        return _import_module("mpistrat.cluster.resolver").MPIClusterResolver
     return _absent(name)

@@ -17,7 +17,7 @@ Called by the gradient reducers, the callbacks and fit.
 import hashlib
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -88,11 +88,13 @@ class FirstSteps:
     Attributes:
         is_paused: The weights are going to be broadcast, and reductions before that do not count.
         is_done: There is nothing left to check.
+        digests_of: Returns the digest of each variable's value, or nothing if that is not known.
     """
 
     def __init__(self, name: str, process_set: ProcessSet = global_process_set, is_of_tapes: bool = False,
                  way_out: str = SHARD):
         self.is_paused = self.is_done = False
+        self.digests_of: Callable[[Sequence[Variable]], Digests] = digests_of_weights
         self._purpose, self._name = name, f"check/{name}"
         self._process_set, self._is_of_tapes, self._way_out = process_set, is_of_tapes, way_out
         self._count = 0  # of the reductions so far
@@ -150,7 +152,7 @@ class FirstSteps:
         digests = [_digest_of(gradients) if len(earlier) < _EXCHANGES else _NOTHING]
         if may_read and (not earlier or (len(earlier) == 1 and differing(self._received(earlier[0])))):
             found = [each for each in (variable() for variable in variables) if each is not None]
-            digests += digests_of_weights(found) if len(found) == len(variables) else []
+            digests += self.digests_of(found) if len(found) == len(variables) else []
         name = f"{self._name}/{self._count}"
         rows = [place.to_bytes(DIGEST_BYTES, "little"), *digests]
         self._exchanges.append(_Exchange(place, labels, _send(self._group, name, rows)))
@@ -287,7 +289,8 @@ def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of
     """The error of ranks that train different weights. The arguments are those of describe_differing."""
     return (f"the ranks train different weights: {describe_differing(labels, digests, ranks_of)}"
             " Broadcast them before training: add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks "
-            "of fit, or call hvd.broadcast_variables(model.weights, root_rank=0) before a loop of your own. A "
+            "of fit, or call hvd.broadcast_variables(model.weights, root_rank=0) before a loop of your own; in a "
+            "session add hvd.BroadcastGlobalVariablesHook(0), or run hvd.broadcast_global_variables(0). A "
             "variable that each rank has for itself is exempt with register_local_var (of the optimizer) or "
             "register_local_source (of the tape). If each rank adapts the weights on purpose before the gradient, as "
             "in MAML, give check_weights=False to DistributedGradientTape or DistributedOptimizer. "

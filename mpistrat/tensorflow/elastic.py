@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..api import missing_names, runtime
+from ..api import ops as array_ops
 from ..api.elastic.sampler import ElasticSampler
 from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, Snapshot, run
 from ..core.errors import ElasticError
@@ -30,7 +31,7 @@ from .bridge.reduce_spec import ReduceSpec
 from .equal_weights import require_equal_weights
 from .gradients import is_local_of_any
 from .ops import broadcast_variables
-from .types import Variable
+from .types import TensorLike, Variable
 
 __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -46,14 +47,20 @@ class TensorFlowState(ObjectState):
 
     Args:
         variables: tf.Variables or Keras variables, the same ones in the same order on all ranks.
-        session: Accepted for compatibility with Horovod, ignored.
+        session: The session of tf.compat.v1 that has the variables; default: that of the `with` block around, if any.
+            Their default is then all global variables of its graph. They are not compared.
         kwargs: Python objects, see ObjectState.
 
     Raises:
         ValueError: There are no variables.
     """
 
-    def __init__(self, variables: Sequence[Variable] | None = None, session: object = None, **kwargs: Any):
+    def __init__(self, variables: Sequence[Variable] | None = None,
+                 session: tf.compat.v1.Session | None = None, **kwargs: Any):
+        self._session = session or tf.compat.v1.get_default_session()
+        if not variables and self._session is not None:
+            with self._session.graph.as_default():
+                variables = tf.compat.v1.global_variables()
         if not variables:
             raise ValueError("TensorFlowState needs a list of variables, since TensorFlow 2 has no collection of all: "
                              "TensorFlowState([*model.variables, *optimizer.variables], epoch=0)")
@@ -63,7 +70,20 @@ class TensorFlowState(ObjectState):
     def _snapshot(self) -> Snapshot:
         # The tensors share the memory of the variables. TensorFlow copies it before it updates a variable whose tensor
         # is still referred to (PrepareToUpdateVariable in core/kernels/training_op_helpers.h).
-        return {**super()._snapshot(), "variables": [tf.convert_to_tensor(variable) for variable in self._variables]}
+        return {**super()._snapshot(), "variables": self._values()}
+
+    def _values(self) -> list[tf.Tensor] | list[np.ndarray]:
+        if self._session is not None:
+            return list(self._session.run(self._variables))
+        return [tf.convert_to_tensor(variable) for variable in self._variables]
+
+    def _assign(self, values: Sequence[TensorLike]) -> None:
+        variable: Any
+        for variable, value in zip(self._variables, values, strict=True):
+            if self._session is not None:
+                variable.load(value, self._session)
+            else:
+                variable.assign(value)
 
     def _portable(self, snapshot: Snapshot) -> Snapshot:
         return {**snapshot, "variables": [np.asarray(tensor) for tensor in snapshot["variables"]]}
@@ -74,12 +94,13 @@ class TensorFlowState(ObjectState):
         if shapes != [tuple(variable.shape) for variable in self._variables]:
             raise ElasticError(f"the commit has {len(values)} variables, which do not fit the {len(self._variables)} "
                                "of this state: the script has changed since it was made.")
-        for variable, value in zip(self._variables, values, strict=True):
-            variable.assign(value)
+        self._assign(values)
         super()._take(snapshot)
 
     def _compare(self, number: int) -> bool:
         settings = runtime.current().settings
+        if self._session is not None:
+            return False
         if not settings.check_every or number % settings.check_every or settings.consistency_check_disable:
             return False
         # Running statistics and random states may differ.
@@ -87,7 +108,10 @@ class TensorFlowState(ObjectState):
         return require_equal_weights(compared, "elastic.weights", f"in commit {number}", action=settings.check_action)
 
     def _broadcast(self, root: int) -> None:
-        broadcast_variables(self._variables, root)
+        if self._session is not None:
+            self._assign(array_ops.broadcast_object(self._values(), root))
+        else:
+            broadcast_variables(self._variables, root)
         super()._broadcast(root)
 
 

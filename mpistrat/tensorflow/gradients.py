@@ -22,6 +22,8 @@ from .consistency import FirstSteps
 from .identity_set import IdentitySet
 from .list_ops import all_true, number_of, place_in, reduce_dense, reduce_tensors
 from .overwritten import places_of, with_largest
+from .sessions.graph import session_graph
+from .sessions.weights import ReadingObserver, SessionWeights
 from .timed_steps import count_step
 from .types import OptionalGradient, Tensor, Variable
 from .xla import context as xla
@@ -249,7 +251,12 @@ class GradientReducer:
         if may_read and not tf.executing_eagerly():
             variables = consistency.read_alone(variables, purpose)
         label_by_id = dict(zip(map(id, sources), labels, strict=True))
-        return checks.observer(variables, [label_by_id[id(v)] for v in variables], may_read)
+        observer = checks.observer(variables, [label_by_id[id(v)] for v in variables], may_read)
+        if observer is None or not may_read or session_graph() is None:
+            return observer
+        weights = SessionWeights()
+        checks.digests_of = weights.digests
+        return ReadingObserver(observer, weights, variables)
 
     def _local_gradient(self, gradient: Tensor, process_set: int) -> Tensor:
         if not self._scale_local:

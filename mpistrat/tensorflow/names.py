@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from ..api import runtime
-from ..api.job import Runtime
+from ..api.job import Job
 from ..core.errors import InvalidRequestError
 from .bridge.program_order import enclosing_function
 
@@ -110,8 +110,8 @@ def is_in_order(name: str) -> bool:
 
 
 def _title() -> str:
-    """What names say of the function that is being traced: `step()`, or `gradient of step()`."""
-    name = getattr(enclosing_function(), "name", "")  # A graph of a session has none.
+    """What names say of the function that is being traced: `step()`, `gradient of step()`, or `session()`."""
+    name = getattr(enclosing_function(), "name", "session")  # A graph of a session has none.
     gradient = _GRADIENT.fullmatch(name)
     return f"{_GRADIENT_OF}{gradient[1]}()" if gradient else f"{name}()"
 
@@ -189,7 +189,7 @@ _by_place: "weakref.WeakValueDictionary[int, OptimizerName]" = weakref.WeakValue
 _naming = threading.RLock()  # The garbage collector may run any code.
 _places = itertools.count()
 _run_numbers = itertools.count(1)
-_runs: "weakref.WeakKeyDictionary[Runtime, int]" = weakref.WeakKeyDictionary()
+_runs: "weakref.WeakKeyDictionary[Job, int]" = weakref.WeakKeyDictionary()
 # By the thread that makes them, the process set and its run: the optimizers without a name, and the next number.
 _unnamed: defaultdict[tuple[str, int, int], "list[weakref.ref[OptimizerName]]"] = defaultdict(list)
 _numbers: defaultdict[tuple[str, int, int], itertools.count] = defaultdict(lambda: itertools.count(1))

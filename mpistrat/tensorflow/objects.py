@@ -1,10 +1,7 @@
-"""Names of horovod.tensorflow that have a session of TensorFlow 1: it is ignored, or they say what takes their place.
-
-For users; the functions of objects are collective.
-"""
+"""Collectives on Python objects, with the arguments of horovod.tensorflow. For users; collective."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from ..api import ops as array_ops
 from ..api.process_sets import ProcessSet, global_process_set
@@ -28,23 +25,3 @@ def allgather_object(obj: T, session: object = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> list[T]:
     """As mpistrat.allgather_object. Collective. `session` is accepted for compatibility with Horovod, and ignored."""
     return array_ops.allgather_object(obj, name, process_set)
-
-
-_TEXT = ("{name} is for TensorFlow 1's sessions, which mpistrat does not support. Call broadcast_variables(variables, "
-         "root_rank) after the variables have been created, or pass callbacks.BroadcastGlobalVariablesCallback("
-         "root_rank) of mpistrat.keras to fit().")
-
-
-def broadcast_global_variables(root_rank: int) -> NoReturn:
-    """Raise RuntimeError: there is no collection of all variables in TensorFlow 2. Use broadcast_variables. Local."""
-    raise RuntimeError(_TEXT.format(name="broadcast_global_variables()"))
-
-
-class BroadcastGlobalVariablesHook:
-    """Raises RuntimeError when it is made: TensorFlow 2 has no sessions to hook into.
-
-    Use broadcast_variables, or the callback BroadcastGlobalVariablesCallback of mpistrat.keras.
-    """
-
-    def __init__(self, root_rank: int, device: str = "", **_: object):
-        raise RuntimeError(_TEXT.format(name="BroadcastGlobalVariablesHook"))

@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -29,6 +30,7 @@ from .bridge.tf_errors import as_tf_error
 from .compression import Compression, Compressor
 from .list_ops import broadcast_list, gather, number_of, reduce_dense, reduce_tensors, topology_of
 from .names import given, made, of_gradient
+from .sessions.graph import session_graph
 from .types import Tensor, TensorLike, Variable
 
 Reducible: TypeAlias = TensorLike | tf.IndexedSlices
@@ -179,8 +181,10 @@ def join(process_set: ProcessSet = global_process_set) -> tf.Tensor:
 
 
 def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_set: ProcessSet = global_process_set,
-                        inplace: bool = False) -> None:
+                        inplace: bool = False) -> tf.Operation | None:
     """Assign root_rank's values to the variables of all ranks, in one collective, eager or in tf.function. Collective.
+
+    In the graph of a session it returns the operation that does it.
 
     Args:
         variables: tf.Variables or Keras variables; the same number, shapes and dtypes on all ranks.
@@ -188,26 +192,28 @@ def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_s
         process_set: The ranks that take part; `root_rank` is one of them.
         inplace: Accepted for compatibility with Horovod, ignored. Assignment is always in place.
     """
-    _assign_from(root_rank, list(variables), None, process_set)
+    assigned = _assign_from(root_rank, list(variables), None, process_set)
+    return None if session_graph() is None else tf.group(*assigned, name="broadcast_variables")
 
 
 def broadcast_(variables: Sequence[Variable], root_rank: int, name: str | None = None,
                process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
     """As broadcast_variables, but returns the values that the variables have then."""
     variables = list(variables)
-    _assign_from(root_rank, variables, name, process_set)
-    return [tf.convert_to_tensor(variable) for variable in variables]
+    assigned = _assign_from(root_rank, variables, name, process_set)
+    with nullcontext() if session_graph() is None else tf.control_dependencies(assigned):
+        return [tf.identity(variable) for variable in variables]
 
 
-def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None, process_set: ProcessSet) -> None:
+def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None,
+                 process_set: ProcessSet) -> list[object]:
     number = number_of(process_set, "Broadcast")
     if not variables:
-        return
+        return []
     name = name_of("broadcast_variables", name, number)
     labels = tuple(getattr(v, "path", v.name) for v in variables)
     values = broadcast_list([tf.convert_to_tensor(v) for v in variables], root_rank, name, labels, number)
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+    return [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
 
 
 def _count_call(tensor: object, process_set: int) -> None:
@@ -218,7 +224,7 @@ def _count_call(tensor: object, process_set: int) -> None:
     result in between, in a way that the graph does not show, would never end. A list that the user passes says that
     nothing does.
     """
-    if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor):
+    if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor) or session_graph() is not None:
         return
     elements = tensor.shape.num_elements()
     if elements is None or elements * tensor.dtype.size >= JOINED_TENSOR_BYTES:

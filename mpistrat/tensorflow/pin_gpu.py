@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from ..api import runtime
+from ..api.job import Job
 from ..api.process_sets import ProcessSet
 from ..core.errors import InvalidRequestError
 from ..gpu.assignment import Pin, choose
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_pinned: tuple[runtime.Runtime, Pin] | None = None
+_pinned: tuple[Job, Pin] | None = None
 
 
 def init(comm: "MPI.Comm | Iterable[int] | None" = None,

@@ -11,6 +11,7 @@ from ..core.errors import InvalidRequestError
 from ..process import step_timer
 from ..process.step_timer import StepTimer
 from .bridge._private import AtomicFunction
+from .sessions.graph import session_graph
 from .xla.context import is_compiled
 
 
@@ -21,7 +22,7 @@ def count_step(is_global: bool) -> None:
         is_global: Whether the script's batches are those of all ranks together.
 
     Raises:
-        InvalidRequestError: While a function is traced that XLA compiles.
+        InvalidRequestError: While a function is traced that XLA compiles, or in the graph of a session.
     """
     timer = step_timer.current()
     if timer is None or timer.is_in_fit:
@@ -30,6 +31,9 @@ def count_step(is_global: bool) -> None:
         timer.end_step(1, None, is_global)
         timer.end_script()
         return
+    if session_graph() is not None:
+        raise InvalidRequestError("mpistrat run --efficiency cannot count the steps of a session. Measure without it, "
+                                  "or put the step into a tf.function.")
     if is_compiled():
         raise InvalidRequestError("mpistrat run --efficiency cannot count the steps of a loop that XLA compiles. Leave "
                                   "out jit_compile=True while you measure, or train with fit.")

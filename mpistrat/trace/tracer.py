@@ -47,7 +47,6 @@ class Tracer(Observer):
     Args:
         topology: The ranks of the job.
         offsets: The offset of each rank's clock. Rank 0 uses it.
-        writes_status: Whether rank 0 writes the status file.
         environ: See StatusFile.
         place: Returns where in the script this rank is, for sentences on a rank that is slow.
         tell: Takes the lines of LastOperations when a rank fails; None: nobody reads them.
@@ -59,15 +58,14 @@ class Tracer(Observer):
         reports: What rank 0 knows of all ranks.
     """
 
-    def __init__(self, topology: Topology, offsets: Mapping[int, Offset], writes_status: bool,
-                 environ: Mapping[str, str], place: Callable[[], str] = str,
-                 tell: Callable[[list[str]], None] | None = None):
+    def __init__(self, topology: Topology, offsets: Mapping[int, Offset], environ: Mapping[str, str],
+                 place: Callable[[], str] = str, tell: Callable[[list[str]], None] | None = None):
         super().__init__()
         self._topology, self._offsets = topology, offsets
         self.rows: Callable[[], int] | None = None
         self.is_line_due = True
         self.reader = Reader()
-        self.reports = Reports(topology, place, status_file(topology, environ) if writes_status else None)
+        self.reports = Reports(topology, place, status_file(topology, environ))
         self._recording = Recording(topology, offsets, self._send, self.outgoing)
         self._teller = None if tell is None else Teller(topology, offsets, tell)
         self._recent: list[Operation] = []  # since the last report

@@ -68,7 +68,7 @@ def test_a_rank_that_is_stopped_for_too_long_is_left_out() -> None:
 
 def test_with_new_processes_after_each_loss() -> None:
     job = elastic("-np", "2", script=["--kill", "1:1:5:before", "2:0:3:after"], way="--elastic=restart",
-                  env={"MPISTRAT_FAILURE_TIMELINE": "1"})
+                  env={"MPISTRAT_RECORDER": "all"})
     assert_whole(job, ranks=2, generation=3, most_twice=0)
     assert "generation 2 starts with 2 ranks on localhost:2" in job.output
     assert "mpistrat timeline" not in job.output  # There is no file of a generation that was lost.

@@ -16,7 +16,7 @@ pytestmark = needs_mpirun
 TOLERANT = ["--with-ft", "ulfm"]
 # By kind: the number of ranks, and those that are killed.
 KINDS = {"eager": (3, "1"), "negotiated": (3, "0"), "gathered": (4, "0,2"), "sets": (4, "0,3"), "joined": (3, "0"),
-         "recovery": (4, "1,2"), "function": (3, "0"), "fit": (3, "2"), "strategy": (3, "1"),
+         "recovery": (4, "1,2"), "function": (3, "0"), "session": (3, "1"), "fit": (3, "2"), "strategy": (3, "1"),
          "compiled_function": (3, "0"), "compiled_fit": (3, "2"), "compiled_strategy": (3, "1")}
 
 

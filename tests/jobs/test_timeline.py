@@ -47,7 +47,7 @@ def test_a_job_that_is_killed_leaves_a_file_that_can_be_read(tmp_path: Path, end
 def fail(directory: Path, how: str, *settings: str) -> tuple[Finished, list[Path]]:
     """Run tests/scripts/failing_steps.py in a directory. Returns what the job left, and its files."""
     job = run_limited([
-        "env", "-C", str(directory), "MPISTRAT_FAILURE_TIMELINE=1", *settings, sys.executable, "-m", "mpistrat", "run",
+        "env", "-C", str(directory), "MPISTRAT_RECORDER=all", *settings, sys.executable, "-m", "mpistrat", "run",
         "-np", "4", "--oversubscribe", str(ROOT / "tests" / "scripts" / "failing_steps.py"), how], limit_s=90)
     return job, list(directory.glob(".mpistrat/*.json"))
 
@@ -77,7 +77,7 @@ def test_a_job_that_fails_leaves_what_its_ranks_did_last(
 
 
 def test_a_job_that_ends_well_or_may_not_leaves_no_file(tmp_path: Path) -> None:
-    for how, setting, code in ("none", "MPISTRAT_FAILURE_TIMELINE=1", 0), ("raised", "MPISTRAT_FAILURE_TIMELINE=0", 1):
+    for how, setting, code in ("none", "MPISTRAT_RECORDER=all", 0), ("raised", "MPISTRAT_RECORDER=status", 1):
         job, found = fail(tmp_path, how, setting)
         assert job.code == code and found == [], job.output
         assert "mpistrat timeline" not in job.output

@@ -260,7 +260,7 @@ def test_ranks_of_both_hosts_have_time_to_save_after_sigterm(hosts: Hosts) -> No
 def test_a_setting_that_mpirun_does_not_pass_on_is_an_error_on_every_rank(hosts: Hosts) -> None:
     first, second = hosts.names
     job = hosts.run_line([str(find_mpirun()), "--host", f"{first}:1,{second}:1", "--map-by", "slot", "-x", "PYTHONPATH",
-                          "-x", "MPISTRAT_FAILURE_TIMELINE", sys.executable, "tests/scripts/init_only.py"],
+                          "-x", "MPISTRAT_RECORDER", sys.executable, "tests/scripts/init_only.py"],
                          env={"MPISTRAT_CACHE_CAPACITY": "7"})
     for rank in range(2):
         line, = job.of_rank(rank)

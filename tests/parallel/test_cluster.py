@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 import mpistrat
+from mpistrat.cluster.cluster import Cluster
+from mpistrat.cluster.rendezvous import form
 from mpistrat.core.errors import ClusterError, InvalidRequestError
 from mpistrat.tensorflow import MPIClusterResolver
-from mpistrat.tensorflow.cluster.cluster import Cluster
-from mpistrat.tensorflow.cluster.rendezvous import form
 
 Form = Callable[..., Cluster]
 

@@ -8,7 +8,7 @@ import time
 from reporting import attempt, say
 
 import mpistrat
-from mpistrat.tensorflow.cluster.rendezvous import form
+from mpistrat.cluster.rendezvous import form
 
 
 def fail_on_purpose() -> None:

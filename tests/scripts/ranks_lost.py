@@ -96,6 +96,27 @@ def joined() -> Callable[[], float]:
     return step
 
 
+def session() -> Callable[[], float]:
+    """A session of tf.compat.v1 with several collectives and a gradient."""
+    import tensorflow as tf
+
+    import mpistrat.tensorflow as hvd
+    v1 = tf.compat.v1
+    with tf.Graph().as_default():
+        weights = v1.placeholder_with_default(tf.ones([1000]), [1000])
+        gradient, = tf.gradients(hvd.allreduce(weights * 2.0 ** RANK, op=hvd.Sum)[:1], weights)
+        mean = hvd.allreduce(tf.fill([300_000], 2.0 ** RANK))
+        total = hvd.allreduce(tf.constant(2.0 ** RANK), op=hvd.Sum)
+        fetched = [total, mean[0], gradient, hvd.allgather(tf.fill([3], 1.0))]
+        opened = v1.Session()
+
+    def step() -> float:
+        total, mean, *_ = opened.run(fetched)
+        assert np.isclose(mean * mpistrat.size(), total), (mean, total)
+        return float(total)
+    return step
+
+
 def function() -> Callable[[], float]:
     """A tf.function with several collectives and a tape."""
     import tensorflow as tf

@@ -48,7 +48,7 @@ entry = Entry(allreduce_request("x", specs_of([array]), ScaledOp(Sum)), [array],
 ring = OperationRing(4096)
 # The least of many short runs, so that other programs on the cores do not count.
 cost_s = min(timeit.repeat(recorded, number=1000, repeat=200)) / 1000
-found: dict[str, list[tuple[float, float]]] = {"1": [], "0": []}
+found: dict[str, list[tuple[float, float]]] = {"all": [], "0": []}
 for _ in range(RUNS):
     for setting, times in found.items():
         os.environ["MPISTRAT_RECORDER"] = setting
@@ -59,6 +59,6 @@ if mpistrat.rank() == 0:
           f"{STEP_S * 1e3:g} ms with {OPERATIONS_OF_STEP} operations")
     for setting, times in found.items():
         for what, figures in zip(("median", "mean"), zip(*times), strict=True):
-            print(f"allreduce of 1 KB, recorder {'on' if setting == '1' else 'off'}, {what} of each job: "
+            print(f"allreduce of 1 KB, recorder {'on' if setting == 'all' else 'off'}, {what} of each job: "
                   f"{', '.join(f'{each * 1e6:.1f}' for each in figures)}; their median "
                   f"{statistics.median(figures) * 1e6:.1f} us")

@@ -209,7 +209,7 @@ class Hosts:
         mpirun = find_mpirun()
         assert mpirun is not None
         passed = [name for name in ("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL",
-                                    "CUDA_VISIBLE_DEVICES", "MPISTRAT_FAILURE_TIMELINE", *env)
+                                    "CUDA_VISIBLE_DEVICES", "MPISTRAT_RECORDER", *env)
                   if not name.startswith(("OMPI_", "PRTE_"))]
         slots = ",".join(f"{name}:{ranks}" for name, ranks in zip(self.names, ranks_per_host) if ranks)
         return [mpirun, "--host", slots, "--map-by", map_by, "--bind-to", "none", "-np", str(sum(ranks_per_host)),

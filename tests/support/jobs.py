@@ -162,7 +162,7 @@ def job_environment(job: str, env: Mapping[str, str]) -> dict[str, str]:
               if not name.startswith(("MPISTRAT_", "HOROVOD_", "OMPI_", "PMI", "PRTE_"))}
     result.update({
         JOB_VARIABLE: job, "TMPDIR": tempfile.mkdtemp(dir=_temporary_directories().name),
-        "PYTHONPATH": str(ROOT), "MPISTRAT_FAILURE_TIMELINE": "0", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": str(ROOT), "MPISTRAT_RECORDER": "status", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_osc": "^ucx"})

@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "transcript.md"
 LINES, COLUMNS = 30, 100  # of a screen
 _LIMIT_S = 240  # for one scene; it takes some seconds on a machine that is not busy
 # What job_environment sets for other tests, and a user does not have.
-_FOR_TESTS = ("MPISTRAT_FAILURE_TIMELINE", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL",
+_FOR_TESTS = ("MPISTRAT_RECORDER", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL",
               "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_mpi_yield_when_idle",
               "OMPI_MCA_osc")
 

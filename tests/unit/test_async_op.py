@@ -267,7 +267,7 @@ def test_a_graph_whose_target_is_gone_says_so() -> None:
     step(tf.ones([1]))
     number, = [number for number, known in kernel._targets.items() if known is target]
     del kernel._targets[number]
-    with pytest.raises(tf.errors.UnknownError, match="after it was deleted, or in another process"):
+    with pytest.raises(tf.errors.UnknownError, match="was deleted, or in another process"):
         step(tf.ones([1]))
 
 

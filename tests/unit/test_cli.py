@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import mpistrat
+from mpistrat.api.availability import Row
 from mpistrat.cli import inventory, startup
 from mpistrat.cli.arguments import split_arguments
 from mpistrat.cli.automatic import automatic
 from mpistrat.cli.doctor import command as doctor
-from mpistrat.cli.inventory import Row, backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
+from mpistrat.cli.inventory import backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
 from mpistrat.cli.main import COMMANDS, main
 from mpistrat.cli.mpirun import Machine, Mpirun
 from mpistrat.cli.probe import Findings, probe
@@ -423,9 +424,9 @@ def test_without_a_driver_nothing_for_gpus_is_missing(monkeypatch) -> None:
     monkeypatch.setattr(inventory, "installed", lambda names: None)
     rows = gpu_rows(Findings(cupy={}), [], has_driver=False)
     assert [row.text for row in rows[:2]] == ["not needed: no GPU"] * 2
-    nccl = {"name": "nccl", "available": False, "reason": "cupy cannot be imported (pip install cupy)"}
+    nccl = Row("nccl", "no: cupy cannot be imported (pip install cupy)", is_available=False)
     assert texts(backend_rows(Findings(backends=[nccl]), has_driver=False)) == {"nccl": "no: no GPU"}
-    assert texts(backend_rows(Findings(backends=[nccl]))) == {"nccl": f"no: {nccl['reason']}"}
+    assert backend_rows(Findings(backends=[nccl])) == [nccl]
 
 
 def test_gpu_rows(monkeypatch) -> None:
@@ -443,16 +444,10 @@ def test_nccl_version(code, version) -> None:
     assert nccl_version(code) == version
 
 
-def test_backend_rows() -> None:
-    rows = texts(backend_rows(Findings(backends=[{"name": "mpi", "available": True, "reason": ""},
-                                                 {"name": "nccl", "available": False, "reason": "no GPU"}])))
-    assert rows == {"mpi": "yes", "nccl": "no: no GPU"}
-
-
 @pytest.fixture
 def machine(monkeypatch):
     """Return a function that replaces what `doctor` finds on this machine."""
-    def make(*, rows: list[Row], backends: list[dict]) -> None:
+    def make(*, rows: list[Row], backends: list[Row]) -> None:
         monkeypatch.setattr(doctor, "software", lambda: rows)
         monkeypatch.setattr(doctor, "probe", lambda: Findings(mpi=GOOD_MPI, cupy={}, backends=backends))
         monkeypatch.setattr(doctor, "nvidia_gpus", lambda environ: [])
@@ -460,7 +455,7 @@ def machine(monkeypatch):
     return make
 
 
-LOCAL = {"name": "local", "available": True, "reason": ""}
+LOCAL = Row("local", "yes")
 
 
 @pytest.mark.parametrize("name", ["doctor", "check"])
@@ -474,7 +469,7 @@ def test_doctor_ends_with_0_when_the_machine_can_train(machine, capsys, name) ->
 
 @pytest.mark.parametrize("is_available, backends, complaint", [
     (False, [LOCAL], "cannot train: TensorFlow missing.\n  pip install tensorflow\n"), (True, [], "no backend can run"),
-    (True, [{**LOCAL, "available": False}], "no backend can run"),
+    (True, [Row("local", "no", is_available=False)], "no backend can run"),
 ])
 def test_doctor_ends_with_1_when_it_cannot(machine, capsys, is_available, backends, complaint) -> None:
     machine(rows=[Row("TensorFlow", "missing: pip install tensorflow", is_available=is_available, needed=True)],

@@ -901,7 +901,7 @@ def test_work_that_waits_for_a_rank_that_has_ended_ends_all(size: int, ended: in
     job.submit(waiting, allreduce("a"))
     job.settle()
     end, text = job.end()
-    assert end is EndReason.RANK_ENDED
+    assert end is EndReason.RANK_LEFT
     assert text.startswith(f"a: ranks [{waiting}] wait for ranks [{ended}], which have already shut down "
                            "(after 12 operations).")
     assert "give every rank the same number" in text
@@ -914,7 +914,7 @@ def test_a_rank_that_ends_while_others_wait_for_it_ends_all(size: int, ended: in
     job.settle()
     job.nodes[ended].end(completed=1)
     job.settle()
-    assert job.end()[0] is EndReason.RANK_ENDED
+    assert job.end()[0] is EndReason.RANK_LEFT
     assert f"wait for ranks [{ended}], which have already shut down (after 1 operations)" in job.end()[1]
 
 
@@ -1110,7 +1110,7 @@ def test_a_rank_that_ends_while_others_wait_in_join_is_an_error() -> None:
     job.nodes[2].end(5)
     job.settle()
     reason, text = job.end()
-    assert reason is EndReason.RANK_ENDED
+    assert reason is EndReason.RANK_LEFT
     assert "join(): ranks [1] wait for ranks [2]" in text
 
 

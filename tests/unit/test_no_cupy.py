@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mpistrat
-from mpistrat.api.availability import _nccl_status
+from mpistrat.api.availability import _why_no_nccl
 from mpistrat.api.interop import own_gpu, tensors
 from mpistrat.core.errors import InvalidRequestError, MissingDependencyError
 from mpistrat.core.install import pip_extra
@@ -47,7 +47,7 @@ def test_what_is_built_can_be_asked_where_cupy_ends_in_any_error(cupy_says: Path
     reason = "cupy is missing: it cannot be imported: RuntimeError: numpy is too new"
     assert (mpistrat.cuda_built(), mpistrat.nccl_built(), mpistrat.gpu_available(verbose=True)) == (False, 0, False)
     assert capsys.readouterr().out == f"gpu_available: {reason}\n"
-    assert _nccl_status().reason == reason
+    assert _why_no_nccl() == reason
 
 
 @pytest.mark.parametrize("cuda, extra", [(12, "gpu"), (13, "gpu13")])

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
+from mpistrat.cluster.cluster import ReservedPort
 from mpistrat.process.addresses import local_addresses
-from mpistrat.tensorflow.cluster.cluster import ReservedPort
 
 
 @pytest.fixture

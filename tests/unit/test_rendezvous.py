@@ -1,7 +1,7 @@
 """The addresses of ranks, from the connections that they made."""
 
+from mpistrat.cluster.rendezvous import Link, addresses_of
 from mpistrat.core.topology import Topology
-from mpistrat.tensorflow.cluster.rendezvous import Link, addresses_of
 
 
 def test_ranks_of_one_host_need_no_addresses() -> None:

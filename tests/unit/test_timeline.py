@@ -357,6 +357,9 @@ def test_the_page_needs_nothing_else_and_a_browser_shows_its_charts(tmp_path: Pa
 # -- who writes it ----------------------------------------------------------------------------------------------------
 
 
+NO_STATUS = {"XDG_RUNTIME_DIR": "/nonexistent"}
+
+
 class Job:
     """The tracers of two ranks, whose messages travel at once, and what rank 0 warns of."""
 
@@ -365,7 +368,7 @@ class Job:
         monkeypatch.setattr("mpistrat.trace.tracer._INTERVAL_S", 0.05)
         self._caplog = caplog
         self.told: list[list[list[str]]] = [[], []]
-        self.tracers = [Tracer(Topology(rank, ("here", "there")), {1: Offset(0, 0, is_shared=True)}, False, {},
+        self.tracers = [Tracer(Topology(rank, ("here", "there")), {1: Offset(0, 0, is_shared=True)}, NO_STATUS,
                                tell=self.told[rank].append) for rank in range(2)]
         self._carrying = threading.RLock()
         self.rings = [OperationRing(1000) for _ in range(2)]
@@ -441,7 +444,7 @@ def test_a_timeline_has_all_ranks_from_its_start_to_its_stop(job: Job, tmp_path:
 
 
 def test_times_are_on_the_clock_of_rank_0(tmp_path: Path) -> None:
-    tracer = Tracer(Topology(0, ("", "")), {1: Offset(5 * MS, time.monotonic_ns(), is_shared=False)}, False, {})
+    tracer = Tracer(Topology(0, ("", "")), {1: Offset(5 * MS, time.monotonic_ns(), is_shared=False)}, NO_STATUS)
     tracer.start_timeline(str(tmp_path / "f.json"), False)
     message, = records.to_messages([record(1, submitted=7)])
     tracer.receive(b"R" + message)
@@ -628,7 +631,7 @@ def test_rank_0_knows_at_the_end_what_all_ranks_have_done(job: Job, monkeypatch:
 
 
 def test_without_a_reader_nothing_is_told() -> None:
-    tracer = Tracer(Topology(0, ("", "")), {}, False, {})
+    tracer = Tracer(Topology(0, ("", "")), {}, NO_STATUS)
     tracer.start(dict, lambda: None)
     tracer.fail()
     assert not tracer.fail_all(0.0)

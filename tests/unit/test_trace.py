@@ -236,7 +236,7 @@ def test_a_tracer_writes_what_the_engine_does_until_it_is_stopped(tmp_path: Path
     written = threading.Event()
     original = status.StatusFile.write
     monkeypatch.setattr(status.StatusFile, "write", lambda self, ranks: (original(self, ranks), written.set()))
-    tracer = Tracer(Topology(0, ("here",)), {}, True, {"XDG_RUNTIME_DIR": str(tmp_path)})
+    tracer = Tracer(Topology(0, ("here",)), {}, {"XDG_RUNTIME_DIR": str(tmp_path)})
     ring = OperationRing(4)
     ring.add(entry("x", np.ones(4)), 0, 0, 0)
     tracer.start(lambda: {0: Traced(ring, 1, "local", lambda: [])}, lambda: None)

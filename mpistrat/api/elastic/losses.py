@@ -1,7 +1,7 @@
-"""Losses: what a rank knows of ranks that have ended in the middle of the job, and what follows from it.
+"""Losses: what a rank knows of ranks that have died, or whose host is lost, and what follows from it.
 
-If the MPI library can go on without them, all engines of this rank end with RanksLostError, and the script may call
-`recover`. Otherwise mpirun ends the job. If it has not done so after a moment, this rank does.
+If the MPI library can go on without them, all engines of this rank end with RanksLostError, and `elastic.run` connects
+the others anew (recovery.py). Otherwise mpirun ends the job. If it has not done so after a moment, this rank does.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class Losses:
             others = [rank for rank in range(topology.size) if rank != topology.rank]
             self._neighbours = Neighbours(self.processes, others, self._have_died,
                                           self._failed_ranks if self.is_tolerant else None, self._beside(),
-                                          self._is_stopped)
+                                          self._note_stopped)
 
     def _beside(self) -> int | None:
         """The next rank of this host, in a circle, so that each is looked at by one other."""
@@ -77,7 +77,7 @@ class Losses:
         following = here[(here.index(self._topology.rank) + 1) % len(here)]
         return following if following in self.processes else None
 
-    def _is_stopped(self, rank: int, seconds: float) -> None:
+    def _note_stopped(self, rank: int, seconds: float) -> None:
         """A rank of this host has been stopped for so long; 0.0: it goes on."""
         pid, host = self.processes[rank].pid, self._topology.host_of[rank]
         if not seconds:
@@ -106,7 +106,7 @@ class Losses:
         """The ranks that are known to be lost."""
         return () if self.interruption.error is None else self.interruption.error.lost
 
-    def watch_hosts(self, heartbeat_s: float, limit_s: float) -> None:
+    def watch_hosts(self, probe_s: float, limit_s: float) -> None:
         """Notice that another host does not answer for `limit_s`. Collective.
 
         The first rank of each host connects to rank 0. If it cannot, that is only logged.
@@ -116,7 +116,7 @@ class Losses:
         if self._comm is None or len(firsts) == 1 or not limit_s:
             return
         if topology.rank in firsts:
-            self._hosts = Peers(topology.rank, (heartbeat_s, limit_s))
+            self._hosts = Peers(topology.rank, (probe_s, limit_s))
             # The end of a process tells nothing here: mpirun, or the ranks of its host, know why it has ended.
             self._hosts.watch(lambda first, end: self._lose_host(first, limit_s) if end is End.HOST_LOST else None)
         if topology.rank == 0 and self._hosts is not None:

@@ -15,7 +15,7 @@ from ...core.errors import RecoveryError
 from ...core.handle import require_no_driver
 from ...transport.mpi import library
 from .. import runtime
-from ..job import Runtime
+from ..job import Job
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -70,14 +70,14 @@ class _Attempt:
 
     Attributes:
         stage: What this rank does now.
-        made: The new Runtime; None before it is made.
+        made: The new Job; None before it is made.
         problem: Why there is none.
     """
 
-    def __init__(self, former: Runtime, deadline: float):
+    def __init__(self, former: Job, deadline: float):
         self._former, self._deadline = former, deadline
         self.stage = "ends its engines"
-        self.made: Runtime | None = None
+        self.made: Job | None = None
         self.problem: Exception | None = None
 
     def run(self) -> None:
@@ -88,7 +88,7 @@ class _Attempt:
             logger.debug("rank %d: the recovery failed", self._former.topology.rank, exc_info=True)
             self.problem = error
 
-    def _recovered(self) -> Runtime:
+    def _recovered(self) -> Job:
         from ...transport.mpi import ulfm
         base = self._former.comm
         assert base is not None  # The job is tolerant.
@@ -118,8 +118,8 @@ class _Attempt:
                 raise problem
             logger.debug("rank %d: ranks were lost during the recovery, which begins again", self._former.topology.rank)
 
-    def _connected(self, comm: "MPI.Intracomm", base: "MPI.Intracomm") -> tuple[Runtime | None, Exception | None]:
-        """The new Runtime over `comm`, as far as it was made, and why it is not complete. Collective."""
+    def _connected(self, comm: "MPI.Intracomm", base: "MPI.Intracomm") -> tuple[Job | None, Exception | None]:
+        """The new Job over `comm`, as far as it was made, and why it is not complete. Collective."""
         made = None
         try:
             former_ranks = library.ranks_in(comm, base)

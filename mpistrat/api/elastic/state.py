@@ -225,7 +225,6 @@ class ObjectState:
         return ", ".join(numbers[:3])
 
     def _samplers(self) -> list[str]:
-        """The names of the samplers."""
         return [name for name in self._names if isinstance(getattr(self, name), ElasticSampler)]
 
     def _values_but_samplers(self) -> dict[str, Any]:

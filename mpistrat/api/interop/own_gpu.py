@@ -17,16 +17,17 @@ from ...core.install import pip_extra
 from ...gpu.arrays import GpuArray, GpuDevice, GpuTensors
 from ...gpu.backend import await_on_host
 from .. import runtime
+from ..job import Job
 
 if TYPE_CHECKING:
     from ...gpu.device import Device  # It imports cupy.
 
 logger = logging.getLogger(__name__)
 
-_devices: "WeakKeyDictionary[runtime.Runtime, Device]" = WeakKeyDictionary()
+_devices: "WeakKeyDictionary[Job, Device]" = WeakKeyDictionary()
 # By runtime, whose GPU is one: it refers to its Device, which as a weak key would never be freed.
-_copies: "WeakKeyDictionary[runtime.Runtime, HostCopies]" = WeakKeyDictionary()
-_logged: WeakSet[runtime.Runtime] = WeakSet()
+_copies: "WeakKeyDictionary[Job, HostCopies]" = WeakKeyDictionary()
+_logged: WeakSet[Job] = WeakSet()
 _lock = threading.Lock()
 
 

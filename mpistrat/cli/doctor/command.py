@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ...api.availability import Row
 from ...core.errors import LaunchError
 from ..arguments import AUTO, Parser, add_launch_options, counted, positive_seconds, read_hosts
 from ..automatic import automatic
-from ..inventory import Row, backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
+from ..inventory import backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
 from ..mpirun import Job, LaunchCommand, Mpirun, check_count, compose, find_mpirun, identify, this_machine, with_home
 from ..probe import probe
 from ..rank_shell import in_shell

@@ -59,9 +59,8 @@ def main(expected: int) -> int:
     from mpi4py import MPI
     comm = MPI.COMM_WORLD
     vendor, version = MPI.get_vendor()
-    shared = next(status for status in availability.backends() if status.name == "shared_memory")
     say("mpi", rank=rank, size=comm.Get_size(), vendor=vendor, version=".".join(map(str, version)),
-        shared_memory="" if shared.available else shared.reason)
+        shared_memory=availability.why_no_shared_memory())
     if comm.Get_size() != expected:
         return 1
     try:

@@ -94,7 +94,6 @@ class Output:
         return data
 
     def _line(self, line: bytes, now: float) -> bytes:
-        """Take a line, and return what is to be shown."""
         is_start, self._is_inside_line = not self._is_inside_line, False
         if is_start:
             line = self._without_null(line)

@@ -45,7 +45,7 @@ class Summary:
     """A job.
 
     Attributes:
-        job, script, size, hosts: Which it is.
+        job, script, size, hosts: Its name, its script, and how many ranks it has on which hosts.
         age_s: Since its start.
         silent_s: Since its file was written; 0 if that is less than SILENT_S ago.
         steps_per_s: Of the job: a step is one of all ranks.
@@ -53,7 +53,8 @@ class Summary:
         communication: The share of the last interval that the ranks waited for collectives, a mean.
         slowest: The rank that the others wait for; None if there is none.
         why: What is known of it, or why there is none.
-        ranks, stalls: See above.
+        ranks: What each rank does.
+        stalls: What ranks wait for.
     """
 
     job: str

@@ -7,7 +7,7 @@ beside it.
 
 import ctypes
 import os
-from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -36,7 +36,11 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "TF_Dim": (c_int64, (c_void_p, c_int)),
     "TF_TensorData": (c_void_p, (c_void_p,)),
     "TF_DeleteTensor": (None, (c_void_p,)),
+    "TF_NewTensor": (c_void_p, (c_int, POINTER(c_int64), c_int, c_void_p, c_size_t, c_void_p, c_void_p)),
+    "TF_SetOutput": (None, (c_void_p, c_int, c_void_p, c_void_p)),
     "TF_OpKernelContext_Failure": (None, (c_void_p, c_void_p)),
+    "TF_GetFrameId": (c_uint64, (c_void_p,)),
+    "TF_GetIterId": (c_int64, (c_void_p,)),
 }
 # Python's lock is released in these: an allocation waits for memory that others free, and the last executes what
 # TensorFlow does at the end of an operation. A release costs a change of threads, so the others keep the lock.

@@ -16,6 +16,7 @@ when the engine fails them, because the other ranks have not submitted them for 
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from weakref import WeakValueDictionary
 
@@ -31,8 +32,12 @@ from ..bridge import execution_ids, gpu_device
 from ..bridge.execution_ids import Execution
 from ..bridge.gpu_device import device_at
 from ..bridge.program_order import after_completed, anonymous_variable, capture_in_order, in_gradient
-from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer, require_function
+from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer
 from ..bridge.tf_errors import described
+from ..sessions import runs
+from ..sessions.executions import Executions
+from ..sessions.graph import session_graph
+from ..sessions.node import number_of_execution
 from ..xla import context as xla
 from . import kernel, streams
 from .kernel import Memory
@@ -101,15 +106,20 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
         keeps_shapes: Whether each result has the shape of its tensor.
         observer: Called with copies on the host before the submit.
     """
-    require_function()
+    in_session = None if session_graph() is None else Executions()
     execution = execution_ids.current.get() or Execution()
-    past, counts = [execution.number] if execution.is_past else [], execution.number is None
-    orders = [] if in_gradient() else [capture_in_order(_order(where, name))]
-    site = _GpuCallSite(name, process_set, make_request, execution, observer, where, tensors,
+    if in_session is None:
+        past, counts = [execution.number] if execution.is_past else [], execution.number is None
+        orders = [] if in_gradient() else [capture_in_order(_order(where, name))]
+    else:
+        past, counts, orders = number_of_execution(), False, []
+    site = _GpuCallSite(name, process_set, make_request, execution, observer, in_session, where, tensors,
                         1 + len(past) + len(orders), keeps_shapes)
-    with after_completed(), tf.device(where):
+    with after_completed() if in_session is None else nullcontext(), tf.device(where):
         outputs = kernel.node(site, tensors, past, orders, int(counts))
     site.belongs_to(outputs[0].op)
+    if in_session is not None:
+        runs.watch()
     if counts:
         execution.number = outputs.pop()
         execution.number.set_shape([])
@@ -200,8 +210,10 @@ class _GpuCallSite(CollectiveCallSite):
     """
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution,
-                 observer: Observer | None, where: str, tensors: Sequence[tf.Tensor], first: int, keeps_shapes: bool):
-        super().__init__(name, process_set, lambda arrays: on_gpu(make_request(arrays)), execution, observer)
+                 observer: Observer | None, in_session: Executions | None, where: str, tensors: Sequence[tf.Tensor],
+                 first: int, keeps_shapes: bool):
+        super().__init__(name, process_set, lambda arrays: on_gpu(make_request(arrays)),
+                         execution if in_session is None else None, observer, in_session)
         self._where, self._first, self._keeps_shapes = where, first, keeps_shapes
         self._dtypes, self._nothing = _numpy_dtypes(tensors), [None] * len(tensors)
         self._dims = [kernel.Dims(tuple(tensor.shape)) if tensor.shape.is_fully_defined() else None
@@ -214,9 +226,14 @@ class _GpuCallSite(CollectiveCallSite):
                 return Memory([], [], [call.output(i, shape) for i, shape in enumerate(shapes)], self._nothing)
             return Memory(*call.exchange(self._first, self._dims, shapes is None), self._nothing)
 
+        def fetched() -> Sequence[np.ndarray]:
+            return host_copies_of(device_at(self._where)).fetched(arrays)
+
         arrays = _on_gpu(self._where, self.process_set, self._dtypes, call, memory, self._keeps_shapes)
-        its = self.submission(arrays, call.number(1) if self._has_past else None,
-                              lambda: host_copies_of(device_at(self._where)).fetched(arrays))
+        if self.is_in_order:
+            its = self.submission(arrays, call.number(1) if self._has_past else None, fetched)
+        else:
+            its = self.session_submission(arrays, call, fetched)
         if self._counts:
             call.write_number(len(arrays), its.number)
         handle = its.group.engine.submit(its.request, its.arrays, self.origin)

@@ -11,16 +11,19 @@ it only among the nodes with the same resource.
 """
 
 import ctypes
+import itertools
 import threading
 from collections.abc import Sequence
-from ctypes import c_int, c_int32, c_int64, c_void_p
+from ctypes import c_int, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from ...core.errors import EngineError
-from ..bridge._private import apply_op, context, execute_eagerly, set_node_attribute
+from ...core.memory import ALIGNMENT
+from ..bridge._private import apply_op, context, eager_mode, execute_eagerly, set_node_attribute
 from ..bridge.calls import SITE_ATTRIBUTE
 from ..bridge.python_op import keep_in_graph, keep_thread_state
 from ..bridge.sync_execution import SynchronousExecution
@@ -29,12 +32,27 @@ from ..bridge.tf_errors import described
 from .c_api import Status, api, require_api
 from .done import Done, is_deleted_by_tensorflow
 
-_NAME = "MpistratAsyncCollective"
+NAME = "MpistratAsyncCollective"
 _DEVICES = (b"CPU", b"GPU")
 _ON_HOST = (b"target", b"past", b"order", b"numbers")
 _PROBE_S = 10.0
+_LEAST_GIVEN = 32 * 1024  # Smaller arrays are copied faster than they are handed over.
 
 _Compute = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)
+
+
+# What TensorFlow has as outputs, by the keys that it gives back.
+_given: dict[int, np.ndarray] = {}
+_keys = itertools.count(1)
+
+
+@ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_void_p)
+def _take_back(data: int, nbytes: int, key: int) -> None:
+    keep_thread_state()
+    del _given[key]
+
+
+_take_back_pointer = ctypes.cast(_take_back, c_void_p)
 
 
 class Dims:
@@ -134,6 +152,32 @@ class Call:
         own.TF_DeleteTensor(made)
         return address
 
+    def give(self, place: int, array: np.ndarray, kind: int) -> None:
+        """Make an output, on the host, this array, which must not change any more. Large ones are not copied.
+
+        Args:
+            place: The place of the output.
+            array: C-contiguous.
+            kind: TensorFlow's number of its dtype.
+        """
+        nbytes = array.nbytes
+        if nbytes < _LEAST_GIVEN or array.ctypes.data % ALIGNMENT:
+            address = self.output(place, array.shape)
+            if nbytes:
+                ctypes.memmove(address, array.ctypes.data, nbytes)
+            return
+        own, dims, key = self._api, Dims(array.shape), next(_keys)
+        _given[key] = array
+        made = own.TF_NewTensor(kind, dims.values, dims.rank, array.ctypes.data, nbytes, _take_back_pointer, key)
+        own.TF_SetOutput(self._context, place, made, self._status.pointer)
+        own.TF_DeleteTensor(made)
+        self._status.check()
+
+    @property
+    def iteration(self) -> tuple[int, int]:
+        """The loop around the node, a number that depends on names and iterations only, 0: none; and its iteration."""
+        return self._api.TF_GetFrameId(self._context), self._api.TF_GetIterId(self._context)
+
     def write_number(self, place: int, value: int) -> None:
         """Make an output, on the host, this int64 scalar."""
         c_int64.from_address(self.output(place, ())).value = value
@@ -176,7 +220,7 @@ def node(target: Target, tensors: Sequence[tf.Tensor], past: Sequence[tf.Tensor]
     number = _targets.add(target)
     keep_in_graph(target)
     constant = tf.constant(number, tf.int32)  # A constant int32 on a GPU is in host memory.
-    results, scalars = apply_op(_NAME, target=constant, past=list(past), order=list(order), tensors=list(tensors),
+    results, scalars = apply_op(NAME, target=constant, past=list(past), order=list(order), tensors=list(tensors),
                                 K=numbers)
     set_node_attribute((list(results) + list(scalars))[0].op, SITE_ATTRIBUTE,
                        tf.compat.v1.AttrValue(s=str(number).encode()))
@@ -191,7 +235,7 @@ def execute(target: Target, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             constant = tf.constant(number, tf.int32)
         with tf.device(tensors[0].backing_device):
             kinds = [tensor.dtype.as_datatype_enum for tensor in tensors]
-            return list(execute_eagerly(_NAME, len(tensors), [constant, *tensors], ("N", 0, "M", 0, "T", kinds, "K", 0),
+            return list(execute_eagerly(NAME, len(tensors), [constant, *tensors], ("N", 0, "M", 0, "T", kinds, "K", 0),
                                         context()))
 
 
@@ -202,16 +246,15 @@ def _compute(kernel: int | None, of_kernel: int, done: int) -> None:
     try:
         target = call.target
         if target is None:
-            raise EngineError("a tf.function with a collective was called after it was deleted, or in another process "
-                              "than the one that has traced it.")
+            raise EngineError("a collective was called after its tf.function or graph was deleted, or in another "
+                              "process than the one that has made it.")
         target.compute(call)
     except BaseException as error:
         call.fail(*described(error))
 
 
 def _register() -> None:
-    """Register the operation and its kernels."""
-    own, status, name = require_api(), Status(), _NAME.encode()
+    own, status, name = require_api(), Status(), NAME.encode()
     builder = own.TF_NewOpDefinitionBuilder(name)
     for attribute in (b"N: int >= 0", b"M: int >= 0", b"K: int >= 0", b"T: list(type) >= 1"):
         own.TF_OpDefinitionBuilderAddAttr(builder, attribute)
@@ -234,7 +277,9 @@ def _register() -> None:
 
 
 _targets = Targets[Target](30, _register)
-tf.no_gradient(_NAME)
+if api() is not None:
+    _targets.prepare()  # A MetaGraph with such nodes can be read in a process that makes none.
+tf.no_gradient(NAME)
 
 
 class _Lending:
@@ -287,7 +332,7 @@ def why_not() -> str:
 
     def go() -> None:
         try:
-            with tf.device("CPU:0"):
+            with eager_mode(), tf.device("CPU:0"):  # A thread is not eager after tf.compat.v1.disable_eager_execution.
                 results.extend(float(result) for result in execute(_RoundTrip(), [tf.constant(1.5)]))
         except Exception as error:
             results.append(error)

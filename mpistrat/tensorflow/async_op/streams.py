@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 
 from ...api import runtime
+from ...api.job import Job
 from ...core.errors import EngineError
 from ...gpu import driver
 from ...gpu.arrays import CudaEvent, RecordedStream
@@ -96,7 +97,7 @@ class Found(NamedTuple):
 
 # By runtime, whose GPU is one: for collectives of all ranks, and for those of process sets. A stream may refer to its
 # Device, which a weak key would then never be freed from.
-_found: "WeakKeyDictionary[runtime.Runtime, tuple[Found | None, Found | None]]" = WeakKeyDictionary()
+_found: "WeakKeyDictionary[Job, tuple[Found | None, Found | None]]" = WeakKeyDictionary()
 _finding = threading.Lock()
 
 

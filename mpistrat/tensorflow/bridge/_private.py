@@ -3,28 +3,49 @@
 They were run with all versions of TensorFlow that `import mpistrat.tensorflow` accepts.
 """
 
+from collections.abc import Callable
+
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops.gen_xla_ops import xla_call_module
+from tensorflow.core.function import trace_type
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import config as autograph_config
-from tensorflow.python.eager.context import context
+from tensorflow.python.client.session import BaseSession
+from tensorflow.python.eager.context import context, eager_mode
 from tensorflow.python.eager.execute import quick_execute as execute_eagerly
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.eager.record import could_possibly_record, record_operation, stop_recording
 from tensorflow.python.framework.op_def_library import apply_op
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext, InXlaContext
+from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph, WhileCondFuncGraph
 from tensorflow.python.ops.script_ops import EagerFunc, _py_funcs
 from tensorflow.python.profiler import trace
 
 in_xla_context = InXlaContext
 is_compiled_by_xla = GraphOrParentsInXlaContext
+
+
+def at_each_call(function: tf.Graph, value: Callable[[], tf.Tensor], spec: tf.TensorSpec) -> tf.Tensor:
+    """A tensor in a function that has the `value()` of each call, which is called where the call is added to a graph.
+
+    It is what FuncGraph.capture_call_time_value does for functions that Python calls.
+    """
+    placeholder: tf.Tensor = spec.placeholder_value(trace_type.InternalPlaceholderContext(function))
+    value.output_spec = spec  # type: ignore[attr-defined]
+    function._function_captures.add_or_replace(key=object(), external=value, internal=placeholder, tracetype=spec,
+                                               is_by_ref=True)
+    return placeholder
+
+
+WHILE_GRAPHS = (WhileBodyFuncGraph, WhileCondFuncGraph)
 insert_function = _py_funcs.insert
 set_node_attribute = tf.Operation._set_attr
 # A function, or in older versions a variable that the profiler sets.
 is_profiled = trace.enabled if callable(trace.enabled) else lambda: trace.enabled
 
 __all__ = [
-    "AtomicFunction", "EagerFunc", "apply_op", "autograph_config", "context", "could_possibly_record",
-    "execute_eagerly", "in_xla_context", "insert_function", "is_compiled_by_xla", "is_profiled", "pywrap_tfe",
-    "record_operation", "set_node_attribute", "stop_recording", "xla_call_module",
+    "WHILE_GRAPHS", "AtomicFunction", "BaseSession", "EagerFunc", "apply_op", "at_each_call", "autograph_config",
+    "context", "could_possibly_record", "eager_mode", "execute_eagerly", "in_xla_context", "insert_function",
+    "is_compiled_by_xla", "is_profiled", "pywrap_tfe", "record_operation", "set_node_attribute", "stop_recording",
+    "xla_call_module",
 ]

@@ -46,11 +46,13 @@ class CallSite:
         thread: What the name begins with: the part that stands for the thread that runs the function, if `names` has
             made the name.
         origin: The node.
+        is_in_order: Whether executions of the graph are in the order of the program.
         running: The threads that run a function with this node now.
         raised: What a signal handler has raised while the node ran in the main thread; the call raises it at its end.
     """
 
     origin: Origin
+    is_in_order = True
     raised: BaseException | None = None
 
     def __init__(self, name: str, process_set: int):
@@ -62,8 +64,17 @@ class CallSite:
     def belongs_to(self, submit: tf.Operation) -> None:
         """Note the node, which is a callback, or a custom call of XLA's."""
         graph = weakref.ref(tf.compat.v1.get_default_graph())
-        self.origin = Origin(functools.partial(_place_of, submit.name, graph), names.is_in_order(self.name))
+        self.origin = Origin(functools.partial(_place_of, submit.name, graph),
+                             self.is_in_order and names.is_in_order(self.name))
         _sites[_key_of(submit.node_def)] = self
+
+
+    def before_run(self, session: object) -> None:
+        """Called before a session runs the node."""
+
+    def all_names(self) -> set[str]:
+        """The names of what executions of the node in the latest call may have submitted."""
+        return {self.thread + self.name}
 
 
 # The attribute by which a custom call of XLA's is known; a callback has its token.
@@ -95,9 +106,9 @@ def _sites_in(function: AtomicFunction) -> tuple[CallSite, ...]:
     todo, seen = [function.cached_definition], {""}
     while todo:
         for node in todo.pop().node_def:
-            if (site := _sites.get(_key_of(node))) is not None:
+            if (site := site_of(node)) is not None:
                 found[site] = None
-            for name in _functions_of(node):
+            for name in functions_of(node):
                 if name not in seen:
                     seen.add(name)
                     with suppress(tf.errors.NotFoundError):  # A function of a dataset that the runtime has made.
@@ -105,7 +116,13 @@ def _sites_in(function: AtomicFunction) -> tuple[CallSite, ...]:
     return tuple(found)
 
 
-def _functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
+def site_of(node: tf.compat.v1.NodeDef) -> CallSite | None:
+    """The site of a node, if it has one."""
+    return _sites.get(_key_of(node))
+
+
+def functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
+    """The names of the functions that a node calls, and more "" than that."""
     for value in node.attr.values():
         yield value.func.name
         for each in value.list.func:
@@ -123,18 +140,27 @@ def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
             sites = known["_mpistrat_sites"] = _sites_in(function)
             if not sites:
                 return call(function, *args)
-        try:
-            _enter(sites)
-            return call(function, *args)
-        except tf.errors.OpError as error:  # Others come from this thread: of a signal handler, after the graph.
-            _end_failed(sites)
-            lost = _loss_behind(error)
-            if lost is not None:
-                raise as_tf_error(lost) from None  # Its text is in `error`, between all that TensorFlow knows of.
-            raise
-        finally:
-            _leave(sites)
+        return observed_call(sites, call, function, *args)
     return observed
+
+
+def observed_call(sites: Sequence[CallSite], call: Callable[..., Any], *args: object) -> Any:
+    """Return `call(*args)`, which runs a graph with these sites in this thread.
+
+    Raises:
+        RanksLostError: Ranks were lost meanwhile.
+    """
+    try:
+        _enter(sites)
+        return call(*args)
+    except tf.errors.OpError as error:  # Others come from this thread: of a signal handler, after the graph.
+        _end_failed(sites)
+        lost = _loss_behind(error)
+        if lost is not None:
+            raise as_tf_error(lost) from None  # Its text is in `error`, between all that TensorFlow knows of.
+        raise
+    finally:
+        _leave(sites)
 
 
 def _enter(sites: Sequence[CallSite]) -> None:
@@ -171,9 +197,10 @@ def _leave(sites: Sequence[CallSite]) -> None:
 
 
 def _refuse(site: CallSite) -> None:
-    problem = (f"{site.name}: two threads run one tf.function with this collective at the same time, one of them "
+    problem = (f"{site.name}: two threads run one graph with this collective at the same time, one of them "
                f"{threading.current_thread().name!r}. The ranks cannot tell the two apart, and would mix up what they "
-               f"reduce. Give each thread a tf.function of its own. The collective is made by {site.origin.place()}.")
+               f"reduce. Give each thread a function or a graph of its own. The collective is made by "
+               f"{site.origin.place()}.")
     # On all ranks: which one of the threads comes first is another one on each.
     runtime.group_of(site.name, site.process_set).engine.break_off(problem)
     raise InvalidRequestError(problem)
@@ -187,7 +214,7 @@ def _end_failed(sites: Sequence[CallSite]) -> None:
     for number, its in by_set.items():
         with suppress(NotInitializedError, InvalidRequestError):  # shutdown(), or a process set that was removed.
             runtime.group_of(its[0].name, number).engine.end_failed_execution(
-                {site.thread + site.name for site in its}, {site.origin for site in its})
+                {name for site in its for name in site.all_names()}, {site.origin for site in its})
 
 
 def _loss_behind(error: tf.errors.OpError) -> RanksLostError | None:

@@ -114,7 +114,7 @@ class CompletionQueues:
             self._done = [np.array(0, np.int32), self._slots[0].serialized]  # to read no elements
 
     def done_ticket(self, execution: int) -> Arrays:
-        """The ticket of a collective that is already complete, a negative number. Nothing is read from its queue."""
+        """The ticket of a collective that is already complete: its number is negative, and has no queue to read."""
         return [np.array(~execution), *self._done]
 
     def _grow(self) -> None:

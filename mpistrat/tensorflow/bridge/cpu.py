@@ -29,6 +29,8 @@ from ...core.errors import MpistratError
 from ...core.memory import ALIGNMENT
 from ...core.tuning import SUBMIT_WAIT_S
 from ..async_op import call_site
+from ..sessions import node
+from ..sessions.graph import session_graph
 from ..types import Arrays
 from ..xla import collective as compiled
 from ..xla import context as xla
@@ -37,7 +39,7 @@ from .completion import COMPLETIONS, TICKET, awaited, execution_of
 from .execution_ids import Execution
 from .program_order import in_order
 from .python_op import host_call
-from .submission import CollectiveCallSite, MakeRequest, Observer, require_function
+from .submission import CollectiveCallSite, MakeRequest, Observer
 from .tf_errors import as_tf_error
 
 
@@ -80,9 +82,10 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     """
     if tf.executing_eagerly():
         return _run_eagerly(make_request, tensors, shapes, process_set)
+    if session_graph() is not None:
+        return node.run(name, make_request, tensors, shapes, process_set, observer)
     if xla.is_compiled():
         return compiled.run(name, make_request, tensors, shapes, process_set, observer, times_rows)
-    require_function()
     dtypes = [t.dtype for t in tensors]
     counter = _counters.setdefault(tf.compat.v1.get_default_graph(), _CollectiveCounter())
     execution = execution_ids.current.get() or Execution()
@@ -115,7 +118,6 @@ def read_in_graph(read: Callable[[], Sequence[int]], count: int) -> list[tf.Tens
     """Call `read` when the graph runs, and return its results as int32 scalars. Local."""
     if xla.is_compiled():
         return compiled.read_in_graph(read, count)
-    require_function()
 
     def call() -> Arrays:
         return [np.array(value, np.int32) for value in read()]

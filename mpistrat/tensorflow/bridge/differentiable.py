@@ -114,7 +114,6 @@ def _registered(node: tf.Operation, *upstream: tf.Tensor) -> list[OptionalGradie
 
 def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor],
                execution: Execution) -> list[tf.Tensor]:
-    """The gradients of this execution."""
     number = execution.number
     if number is None or (enclosing_function(number.graph) is enclosing_function() and not execution.is_past):
         return _weighted(gradient, values, upstream)

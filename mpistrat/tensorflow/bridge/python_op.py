@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from ..sessions.graph import session_graph
 from ..types import Arrays
 from ._private import EagerFunc, insert_function
 from .sync_execution import is_asynchronous
@@ -71,6 +72,8 @@ def keep_in_graph(called: object) -> None:
     while graph is not None and graph.building_function:
         _called.setdefault(graph, []).append(called)
         graph = graph.outer_graph
+    if session_graph() is not None:
+        _called.setdefault(graph, []).append(called)
 
 
 def keep_thread_state() -> None:

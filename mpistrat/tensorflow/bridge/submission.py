@@ -3,18 +3,20 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
-import tensorflow as tf
 
 from ...api import runtime
 from ...api.group import Group
-from ...core.errors import InvalidRequestError
 from ...core.request import Request
 from ...gpu.arrays import GpuTensors
+from ..sessions.executions import Executions
 from .calls import CallSite
 from .execution_ids import Execution
+
+if TYPE_CHECKING:
+    from ..async_op.kernel import Call
 
 # This rank's tensors, on the host or on its GPU.
 Submitted = Sequence[np.ndarray] | GpuTensors
@@ -26,13 +28,6 @@ MakeRequest = Callable[[Submitted], Request]
 Observer = Callable[[Sequence[np.ndarray], str], bool]
 
 _SHAPE = attrgetter("shape")
-
-
-def require_function() -> None:
-    """Raise InvalidRequestError if the current graph cannot contain a collective."""
-    if not tf.inside_function():
-        raise InvalidRequestError("collectives work eagerly and in tf.function, not in a tf.compat.v1 graph that a "
-                                  "session runs. Put the step into a tf.function.")
 
 
 class Submission(NamedTuple):
@@ -56,28 +51,47 @@ class CollectiveCallSite(CallSite):
         make_request: Makes the request. It must not refer to the graph.
         execution: The execution that the collective belongs to; None: its number is not needed.
         observer: Called before the collective is submitted.
+        in_session: What tells the executions in a graph of a session apart; None: it is in no such graph.
     """
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest,
-                 execution: Execution | None, observer: Observer | None):
+                 execution: Execution | None, observer: Observer | None, in_session: Executions | None = None):
         super().__init__(name, process_set)
+        self._in_session, self.is_in_order = in_session, in_session is None
         self._make_request, self._observer = make_request, observer
         self._has_past = execution is not None and execution.is_past
         self._counts = execution is not None and execution.number is None
         self._latest: tuple[list[tuple[int, ...]], str, Request] | None = None
+
+    def all_names(self) -> set[str]:
+        """See CallSite."""
+        own = self.thread + self.name
+        return {own, *(f"{own}#{suffix}" for suffix in self._in_session.seen)} if self._in_session else {own}
 
     def host_submission(self, inputs: Sequence[np.ndarray]) -> Submission:
         """As `submission`, for what the node has got on the host: the arrays, and in a gradient also the number."""
         arrays = list(map(np.asarray, inputs))  # TensorFlow passes scalars of numpy too.
         return self.submission(arrays, int(arrays.pop()) if self._has_past else None)
 
-    def submission(self, arrays: Submitted, past: int | None,
+    def before_run(self, session: object) -> None:
+        """See CallSite."""
+        prepare = getattr(self._observer, "before_run", None)
+        if prepare is not None:
+            prepare(session)
+
+    def session_submission(self, arrays: Submitted, call: "Call",
+                           fetched: Callable[[], Sequence[np.ndarray]] | None = None) -> Submission:
+        """As `submission`, for a call in a graph of a session."""
+        assert self._in_session is not None
+        return self.submission(arrays, self._in_session.suffix(call) or None, fetched)
+
+    def submission(self, arrays: Submitted, past: int | str | None,
                    fetched: Callable[[], Sequence[np.ndarray]] | None = None) -> Submission:
         """What to submit.
 
         Args:
             arrays: This rank's tensors.
-            past: In a gradient, the number of the execution that it belongs to.
+            past: In a gradient, the number of the execution that it belongs to; in a session, the suffix of this one.
             fetched: Returns the tensors on the host; None: they are there.
         """
         thread = self.thread

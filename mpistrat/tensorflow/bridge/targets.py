@@ -24,12 +24,16 @@ class Targets(weakref.WeakValueDictionary[int, T]):
         self._numbers = itertools.count(secrets.randbits(bits))
         self._lock, self._register, self._is_registered = threading.Lock(), register, False
 
-    def add(self, target: T) -> int:
-        """Add a target; return its number. Any thread may call it."""
+    def prepare(self) -> None:
+        """Register what calls the targets, if that has not been done. Any thread may call it."""
         with self._lock:
             if not self._is_registered:
                 self._register()
                 self._is_registered = True
+
+    def add(self, target: T) -> int:
+        """Add a target; return its number. Any thread may call it."""
+        self.prepare()
         number = next(self._numbers)
         self[number] = target
         return number

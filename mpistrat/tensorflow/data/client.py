@@ -130,7 +130,6 @@ class ComputeClient:
         return line
 
     def _candidates(self) -> list[tuple[str, int]]:
-        """The addresses to try."""
         found = []
         for host, pairs in self._addresses.items():
             ports = dict(pairs)

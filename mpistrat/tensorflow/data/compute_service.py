@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from ...api import missing_names, runtime
 from ...api.ops import allgather_object, barrier, broadcast_object
+from ...cluster.rendezvous import Link, addresses_of
 from ...core.errors import InvalidRequestError
-from ..cluster.rendezvous import Link, addresses_of
 from .client import ComputeClient, address_of_host
 from .config import TfDataServiceConfig
 from .registry import ComputeService

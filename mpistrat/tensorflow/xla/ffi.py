@@ -86,7 +86,7 @@ class Bundle(Structure):
     _fields_ = (("instantiate", c_void_p), ("prepare", c_void_p), ("initialize", c_void_p), ("execute", c_void_p))
 
 
-def _arguments(**fields: Any) -> type[Structure]:
+def _arguments(**fields: object) -> type[Structure]:
     """The structure with the arguments of a function of the API."""
     head = ("struct_size", c_size_t), ("extension_start", c_void_p)
     return type("Arguments", (Structure,), {"_fields_": (*head, *fields.items())})

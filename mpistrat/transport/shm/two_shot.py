@@ -176,7 +176,7 @@ class TwoShotData(DataPlane):
         return cls.slots * (count + 1) * chunk
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
-        # Not `prepare` of a subclass, which falls back on this method.
+        # Not self.prepare: a subclass that cannot prepare calls this method in its place.
         TwoShotData.prepare(self, sources, targets, reduction).finish(all_packed=False)
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from ...core.errors import InvalidRequestError
-from ...core.roles import Role
-from ...process.cores import own_cpus
+from ..core.errors import InvalidRequestError
+from ..core.roles import Role
+from ..process.cores import own_cpus
 from .rendezvous import form
 
 # TensorFlow reads these when it starts its first server.

@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...api import runtime
-from ...api.ops import allgather_object
-from ...core.errors import ClusterError
-from ...core.roles import assign_roles, cluster_spec
-from ...core.topology import Topology, ranks_by_value
-from ...process.addresses import elsewhere, local_addresses
-from ...process.peers import Invitation, Peers
+from ..api import runtime
+from ..api.ops import allgather_object
+from ..core.errors import ClusterError
+from ..core.roles import assign_roles, cluster_spec
+from ..core.topology import Topology, ranks_by_value
+from ..process.addresses import elsewhere, local_addresses
+from ..process.peers import Invitation, Peers
 from .cluster import Cluster, ReservedPort
 
 _CONNECT_LIMIT_S = 30.0  # for all addresses of the chief
@@ -69,7 +69,7 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
         peers = Peers(topology.rank)
         on_failure.callback(peers.stop)
         port, offer = _offer(jobs, topology, peers, on_failure)
-        offers: list[Offer] = allgather_object(offer, name="mpistrat.tensorflow.cluster.cluster.offer")
+        offers: list[Offer] = allgather_object(offer, name="mpistrat.cluster.cluster.offer")
         _raise_together([each.problem for each in offers])
         jobs = offers[0].jobs  # On another rank they may be in another order.
         for rank, each in enumerate(offers):
@@ -83,7 +83,7 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
                 peers.await_all(_ACCEPT_LIMIT_S)
             except OSError as error:
                 link = Link(problem=str(error))
-        links: list[Link] = allgather_object(link, name="mpistrat.tensorflow.cluster.cluster.link")
+        links: list[Link] = allgather_object(link, name="mpistrat.cluster.cluster.link")
         _raise_together([each.problem for each in links])
         on_failure.pop_all()
     assert port is not None  # Otherwise _raise_together has raised.

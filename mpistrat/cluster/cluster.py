@@ -10,13 +10,13 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from ...api.runtime import Runtime
-from ...core import forked
-from ...core.errors import InvalidRequestError, RankDiedError
-from ...core.roles import Role
-from ...core.topology import Topology
-from ...process import abort
-from ...process.peers import End, Peers
+from ..api.job import Job
+from ..core import forked
+from ..core.errors import InvalidRequestError, RankDiedError
+from ..core.roles import Role
+from ..core.topology import Topology
+from ..process import abort
+from ..process.peers import End, Peers
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Cluster:
     """
 
     def __init__(self, topology: Topology, roles: Sequence[tuple[Role, int]], spec: Mapping[str, list[str]],
-                 port: ReservedPort, peers: Peers, current: Runtime):
+                 port: ReservedPort, peers: Peers, current: Job):
         self.spec = spec
         self.role, self.index = roles[topology.rank]
         self._topology, self._roles = topology, roles

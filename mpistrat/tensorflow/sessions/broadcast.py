@@ -1,0 +1,51 @@
+"""Horovod's names for giving all ranks the variables of one, in the graph of a session. For users."""
+
+import tensorflow as tf
+
+from ...api.process_sets import ProcessSet, global_process_set
+from ..ops import broadcast_variables
+from .graph import session_graph
+
+_TEXT = ("{name} is for the graph of a session of tf.compat.v1, whose variables it finds. Call broadcast_variables("
+         "variables, root_rank) after the variables have been created, or pass callbacks."
+         "BroadcastGlobalVariablesCallback(root_rank) of mpistrat.keras to fit().")
+
+
+def broadcast_global_variables(root_rank: int) -> tf.Operation:
+    """Return the operation that assigns root_rank's values to all global variables of the graph. Collective when run.
+
+    Raises:
+        RuntimeError: There is no graph of a session here. Use broadcast_variables.
+    """
+    if session_graph() is None:
+        raise RuntimeError(_TEXT.format(name="broadcast_global_variables()"))
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
+    """Broadcasts all global variables when a MonitoredSession has initialized or restored them. Collective.
+
+    Args:
+        root_rank: The rank whose values all ranks get.
+        device: Accepted for compatibility with Horovod, ignored.
+        process_set: The ranks that take part; `root_rank` is one of them.
+
+    Raises:
+        RuntimeError: When the hook begins: there is no graph of a session.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", process_set: ProcessSet = global_process_set):
+        self._root_rank, self._process_set = root_rank, process_set
+        self._broadcast: tf.Operation | None = None
+
+    def begin(self) -> None:
+        """Make the operation, in the graph of the session."""
+        if session_graph() is None:
+            raise RuntimeError(_TEXT.format(name="BroadcastGlobalVariablesHook"))
+        graph = tf.compat.v1.get_default_graph()
+        if self._broadcast is None or self._broadcast.graph is not graph:
+            self._broadcast = broadcast_variables(tf.compat.v1.global_variables(), self._root_rank, self._process_set)
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: object) -> None:
+        """Run it."""
+        session.run(self._broadcast)

@@ -1,0 +1,241 @@
+"""DistributedOptimizer of an optimizer of tf.compat.v1: its gradients are averaged in the graph of a session.
+
+For users, as mpistrat.tensorflow.DistributedOptimizer; making it is local, and running its train operation collective.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from ...api.process_sets import ProcessSet, global_process_set, resolved
+from ...core.errors import InvalidRequestError
+from ...core.request import Adasum, Average, ReduceOp, ScaledOp, resolve_op
+from .. import names
+from ..bridge.reduce_spec import ReduceSpec
+from ..compression import Compression, Compressor
+from ..gradients import GradientGroups, GradientOptions, GradientReducer, Groups, label_of
+from ..list_ops import reduce_tensors
+from ..types import OptionalGradient, Variable
+
+v1 = tf.compat.v1
+_Pairs = list[tuple[OptionalGradient, Variable]]
+
+
+class V1Optimizer(Protocol):
+    """What an optimizer of tf.compat.v1 has, and one of the user's own."""
+
+    def compute_gradients(self, *args: object, **kwargs: object) -> _Pairs:
+        """Pairs of a gradient and its variable."""
+
+    def apply_gradients(self, grads_and_vars: _Pairs, global_step: Variable | None = None,
+                        name: str | None = None) -> tf.Operation:
+        """The operation that changes the variables."""
+
+
+def for_sessions_too(of_keras: Callable[..., Any]) -> Callable[..., Any]:
+    """The DistributedOptimizer of either kind of optimizer: `of_keras`, or the one for sessions."""
+    @wraps(of_keras)
+    def distributed(optimizer: object, *args: object, **kwargs: object) -> Any:
+        is_of_v1 = isinstance(optimizer, v1.train.Optimizer) or (
+            hasattr(optimizer, "compute_gradients") and not hasattr(optimizer, "get_config"))
+        made: Callable[..., Any] = DistributedOptimizer if is_of_v1 else of_keras
+        return made(optimizer, *args, **kwargs)
+    return distributed
+
+
+class DistributedOptimizer(tf.compat.v1.train.Optimizer):
+    """An optimizer whose compute_gradients returns gradients that are averaged over the ranks.
+
+    All ranks must make their optimizers in the same order.
+
+    Args:
+        optimizer: An optimizer of tf.compat.v1, or another object with its compute_gradients and apply_gradients.
+        name: The name of the new optimizer; default: "Distributed" and the class of the old one.
+        use_locking: As for optimizers of tf.compat.v1.
+        device_dense, device_sparse: Accepted for compatibility with Horovod, ignored.
+        compression: One of Compression.
+        sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
+        backward_passes_per_step: k > 1 sums k gradients before they are averaged and applied.
+        op: Average, Sum or Adasum. Adasum combines the changes that each rank's optimizer makes of its own gradients.
+        gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
+            N / factor after it. Average only.
+        average_aggregated_gradients: Divide the sum of k gradients by k.
+        num_groups: Deprecated form of `groups`.
+        groups: Which gradients are reduced together; as for the optimizers of Keras.
+        process_set: The ranks that take part. On other ranks gradients do not change.
+        scale_local_gradients: Whether gradients that are excluded by `register_local_var` are divided by N.
+        check_weights: Whether the first reductions check that the ranks train the same weights.
+
+    Raises:
+        ValueError: `optimizer` is distributed already or has no compute_gradients, or an argument is out of range.
+    """
+
+    def __init__(self, optimizer: V1Optimizer, name: str | None = None, use_locking: bool = False,
+                 device_dense: str = "", device_sparse: str = "", compression: type[Compressor] = Compression.none,
+                 sparse_as_dense: bool = False, backward_passes_per_step: int = 1, op: ReduceOp = Average,
+                 gradient_predivide_factor: float = 1.0, average_aggregated_gradients: bool = False,
+                 num_groups: int = 0, groups: Groups = None, process_set: ProcessSet = global_process_set,
+                 scale_local_gradients: bool = True, check_weights: bool = True):
+        super().__init__(use_locking, name or f"Distributed{type(optimizer).__name__}")
+        if isinstance(optimizer, DistributedOptimizer):
+            raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice.")
+        if not hasattr(optimizer, "compute_gradients"):
+            raise InvalidRequestError("in the graph of a session DistributedOptimizer takes an optimizer of "
+                                      f"tf.compat.v1.train. Received: {optimizer!r}")
+        if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+            raise InvalidRequestError("backward_passes_per_step must be a number of passes, at least 1. Received: "
+                                      f"{backward_passes_per_step!r}")
+        self._is_adasum = resolve_op(op, None) is Adasum
+        if self._is_adasum and backward_passes_per_step > 1:
+            raise InvalidRequestError("op=Adasum does not go with backward_passes_per_step. Give one of them.")
+        self._optimizer: Any = optimizer
+        self._compression = compression
+        options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
+        process_set = resolved(process_set)
+        self._reducer = GradientReducer(names.OptimizerName(process_set.process_set_id or 0), options,
+                                        Average if self._is_adasum else op, gradient_predivide_factor,
+                                        scale_local_gradients, process_set)
+        self._reducer.checks_weights = check_weights
+        self._passes = None if backward_passes_per_step == 1 else _Passes(
+            backward_passes_per_step, average_aggregated_gradients, sparse_as_dense)
+
+    def register_local_var(self, variable: Variable) -> None:
+        """Exclude this variable's gradients from the averaging."""
+        self._reducer.register_local(variable)
+
+    def compute_gradients(self, *args: object, **kwargs: object) -> _Pairs:
+        """As that of the optimizer, with averaged gradients. Collective when it runs."""
+        pairs: _Pairs = self._optimizer.compute_gradients(*args, **kwargs)
+        if self._is_adasum or not pairs:
+            return pairs
+        gradients, variables = map(list, zip(*pairs, strict=True))
+
+        def reduce(own: Sequence[OptionalGradient]) -> list[OptionalGradient]:
+            return self._reducer.reduce(own, variables)
+
+        reduced = reduce(gradients) if self._passes is None else self._passes.reduced(gradients, reduce)
+        return list(zip(reduced, variables, strict=True))
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, Variable]],
+                        global_step: Variable | None = None, name: str | None = None) -> tf.Operation:
+        """As that of the optimizer. With Adasum collective when it runs."""
+        pairs: _Pairs = list(grads_and_vars)
+        if self._is_adasum:
+            return self._apply_adasum(pairs, global_step, name)
+
+        def apply() -> Any:
+            return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
+
+        return apply() if self._passes is None else self._passes.applied(apply, global_step)
+
+    def _apply_adasum(self, pairs: _Pairs, global_step: Variable | None, name: str | None) -> tf.Operation:
+        """Apply this rank's gradients, and give all ranks the Adasum of the changes."""
+        changed = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        number = self._reducer.process_set.process_set_id or 0
+        if not self._reducer.process_set.has_others() or not changed:
+            return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
+        variables: list[tf.Variable] = [variable for _, variable in changed]
+        with tf.init_scope():
+            before = [self._zeros_slot(variable, "before", self._name) for variable in variables]
+        with tf.control_dependencies([gradient for gradient, _ in changed]):
+            kept = [v1.assign(start, variable) for start, variable in zip(before, variables, strict=True)]
+        with tf.control_dependencies(kept):
+            applied = self._optimizer.apply_gradients(pairs, global_step=global_step)
+        with tf.control_dependencies([applied]):
+            starts = [start.read_value() for start in before]
+            changes = [variable.read_value() - start for start, variable in zip(starts, variables, strict=True)]
+        spec = ReduceSpec(names.of(self._reducer.name, number), ScaledOp(Adasum), list(map(label_of, variables)),
+                          process_set=number)
+        reduced = reduce_tensors(changes, spec, self._compression)
+        return tf.group(*[v1.assign(variable, start + change) for variable, start, change in
+                          zip(variables, starts, reduced, strict=True)], name=name)
+
+    def get_slot(self, var: Variable, name: str) -> Any:
+        """As that of the optimizer."""
+        return self._optimizer.get_slot(var, name)
+
+    def get_slot_names(self) -> Any:
+        """As that of the optimizer."""
+        return self._optimizer.get_slot_names()
+
+    def variables(self) -> Any:
+        """As that of the optimizer."""
+        return self._optimizer.variables()
+
+
+class _Passes:
+    """Sums gradients of several passes, and lets every k-th one of them reduce and apply the sum.
+
+    The sums are local variables, as in Horovod: a MonitoredSession initializes them, or local_variables_initializer().
+
+    Args:
+        passes: The number k.
+        is_averaged: Whether the sum is divided by k.
+        is_dense: Whether slices are made dense.
+    """
+
+    def __init__(self, passes: int, is_averaged: bool, is_dense: bool):
+        self._passes, self._is_averaged, self._is_dense = passes, is_averaged, is_dense
+        self._is_last: tf.Tensor | None = None
+
+    def reduced(self, gradients: Sequence[OptionalGradient],
+                reduce: Callable[[Sequence[OptionalGradient]], list[OptionalGradient]]) -> list[OptionalGradient]:
+        """The reduced sums, in every k-th pass; in other passes the sums so far, which are not to be applied.
+
+        Raises:
+            InvalidRequestError: A gradient is sparse, and slices are not made dense.
+        """
+        if not self._is_dense and any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+            raise InvalidRequestError("backward_passes_per_step sums dense gradients: give sparse_as_dense=True too.")
+        places = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        dense = [tf.convert_to_tensor(gradients[i]) for i in places]
+        count = _local_variable(tf.zeros([], tf.int32), "passes")
+        sums = [_local_variable(tf.zeros(gradient.shape, gradient.dtype), "sum") for gradient in dense]
+        added = [total.assign_add(gradient) for total, gradient in zip(sums, dense, strict=True)]
+        with tf.control_dependencies(added):
+            self._is_last = tf.equal(count.assign_add(1) % self._passes, 0)
+
+        def end() -> list[tf.Tensor]:
+            values = [total.read_value() for total in sums]
+            if self._is_averaged:
+                values = [value / self._passes for value in values]
+            whole = list(gradients)
+            for i, value in zip(places, values, strict=True):
+                whole[i] = value
+            reduced = reduce(whole)
+            results = [reduced[i] for i in places]
+            with tf.control_dependencies(results):
+                cleared = [total.assign(tf.zeros_like(total)) for total in sums]
+            with tf.control_dependencies(cleared):
+                return [tf.identity(result) for result in results]
+
+        results = tf.nest.flatten(tf.cond(self._is_last, end, lambda: [tf.identity(total) for total in added]))
+        found = list(gradients)
+        for i, result in zip(places, results, strict=True):
+            found[i] = result
+        return found
+
+    def applied(self, apply: Callable[[], tf.Operation], global_step: Variable | None) -> tf.Operation:
+        """The operation that applies in every k-th pass, and counts a step in the others.
+
+        Raises:
+            InvalidRequestError: compute_gradients was not called before.
+        """
+        if self._is_last is None:
+            raise InvalidRequestError("with backward_passes_per_step, call compute_gradients before apply_gradients.")
+
+        def count() -> Any:
+            return tf.no_op() if global_step is None else v1.assign_add(global_step, 1)
+
+        def after(made: tf.Operation) -> tf.Tensor:
+            with tf.control_dependencies([made]):
+                return tf.constant(True)
+
+        return tf.cond(self._is_last, lambda: after(apply()), lambda: after(count())).op
+
+
+def _local_variable(initial: tf.Tensor, name: str) -> Any:
+    return v1.Variable(initial, trainable=False, name=name, use_resource=True,
+                       collections=[v1.GraphKeys.LOCAL_VARIABLES])
