@@ -15,10 +15,10 @@ def test_a_script_of_tensorflow_1(ranks: int) -> None:
     assert job.left == (), job.output
 
 
-@pytest.mark.parametrize(("ranks", "first"), [(2, 0), (3, 1000)])
-def test_random_graphs(ranks: int, first: int) -> None:
-    """More of them are run by hand: 200 from 0 and from 1000 on were right."""
-    job = run_job(ranks, ["python", "tests/scripts/random_sessions.py", "12", str(first)], limit_s=400)
+@pytest.mark.parametrize(("ranks", "options"), [(2, ["0"]), (3, ["1000"]), (2, ["2000", "gpu"])], ids=str)
+def test_random_graphs(ranks: int, options: list[str]) -> None:
+    """Any number of them is run by hand."""
+    job = run_job(ranks, ["python", "tests/scripts/random_sessions.py", "12", *options], limit_s=400)
     assert job.code == 0, job.output
     for rank in range(ranks):
         assert f"rank {rank}: 12 programs are right" in job.output, job.output

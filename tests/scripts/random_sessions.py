@@ -4,7 +4,9 @@ Each graph has reductions, gathers and broadcasts, in branches, loops whose iter
 called at several places. A program has several graphs, with the control flow of TensorFlow 1 or 2, some of them in
 threads of their own; its runs fetch results in another order on each rank. There is one inter-op thread.
 
-usage: random_sessions.py PROGRAMS [FIRST]
+With "gpu" the tensors go the way of GPU tensors, on a stand-in.
+
+usage: random_sessions.py PROGRAMS [FIRST] [gpu]
 """
 
 import random
@@ -20,6 +22,9 @@ import mpistrat.tensorflow as hvd
 v1 = tf.compat.v1
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
+if "gpu" in sys.argv:
+    from tests.support import tensorflow_stand_in
+    tensorflow_stand_in.install(rank)
 WIDTH, RESULTS, RUNS = 3, 4, 2
 # A piece of a graph: what it does to this rank's tensor, and to all ranks' rows in numpy.
 Piece = tuple[Callable[[tf.Tensor], tf.Tensor], Callable[[np.ndarray], np.ndarray]]
@@ -165,7 +170,7 @@ def check(number: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    count, first = int(arguments[0]), int(arguments[1]) if len(arguments) > 1 else 0
+    count, first = (int(argument) for argument in [*arguments, "0"][:2])
     for number in range(first, first + count):
         check(number)
     hvd.shutdown()
