@@ -49,7 +49,7 @@ def assert_same_in_all_legs(name: str, with_xla: bool = True) -> None:
         assert_near_in_both(trained[MPI].course, trained[COMPILED].course,
                             dict(zip(("losses", "moved"), ROUNDING[recipe.policy], strict=True)),
                             f"{name}, legs {MPI.name!r} and {COMPILED.name!r}")
-    is_exact = size & (size - 1) == 0 and not recipe.adds_several
+    is_exact = size & (size - 1) == 0 and not recipe.rounds_by_door
     if OTHER_DOOR in trained and not is_exact and trained[DEFAULT].is_near:
         assert_near_in_both(trained[DEFAULT].course, trained[OTHER_DOOR].course,
                             {"moved": ROUNDING[recipe.policy][1]}, f"{name}, both doors")

@@ -106,6 +106,10 @@ def _looked_up(optimizer: Callable[[], Any], way: str = "fit", **distribute: Any
     return Recipe(looked_up, optimizer, way=way, tokens=300, steps=8, takes_turns=False, distribute=distribute)
 
 
+def _overwritten(optimizer: Callable[[], Any], way: str = "fit") -> Recipe:
+    return Recipe(overwritten, optimizer, way=way, rounds_by_door=True)
+
+
 _ADAM = Recipe(dense(), _adam())
 _MOMENTUM = Recipe(dense(), _momentum())
 
@@ -158,12 +162,12 @@ _LIST = [
     Program("repeated rows, accumulated", _looked_up(lambda: SGD(0.1, gradient_accumulation_steps=2))),
     Program("repeated rows, loss scale", _looked_up(lambda: LossScaleOptimizer(SGD(0.1), initial_scale=64.0))),
     Program("repeated rows, made dense", _looked_up(lambda: SGD(0.1), sparse_as_dense=True)),
-    Program("overwritten weights", Recipe(overwritten, _adam())),
-    Program("overwritten weights, tape", Recipe(overwritten, _momentum(), way="tape")),
-    Program("overwritten weights, accumulation", Recipe(overwritten, _momentum(gradient_accumulation_steps=2))),
-    Program("overwritten weights, strategy", Recipe(overwritten, _momentum(), way="strategy fit")),
-    Program("overwritten weights, strategy loop, accumulation", Recipe(
-        overwritten, _momentum(gradient_accumulation_steps=2), way="strategy loop")),
+    Program("overwritten weights", _overwritten(_adam())),
+    Program("overwritten weights, tape", _overwritten(_momentum(), "tape")),
+    Program("overwritten weights, accumulation", _overwritten(_momentum(gradient_accumulation_steps=2))),
+    Program("overwritten weights, strategy", _overwritten(_momentum(), "strategy fit")),
+    Program("overwritten weights, strategy loop, accumulation", _overwritten(
+        _momentum(gradient_accumulation_steps=2), "strategy loop")),
     Program("widths of 16", Recipe(dense(96, 15, bias=True), _momentum())),
     Program("widths of no power", Recipe(dense(97, 15, bias=True), _momentum())),
     Program("twenty layers of 96", Recipe(dense(96, 20, bias=True), _adam())),
@@ -175,7 +179,7 @@ _LIST = [
     Program("several buckets", Recipe(dense(1024, 9), _momentum(), takes_turns=False, steps=3)),
     Program("a network like ResNet", Recipe(residual(), _momentum())),
     Program("a small network like ResNet", Recipe(residual(2, 16), _momentum()), is_quick=True),
-    Program("a transformer", Recipe(transformer, _adam(), tokens=40, adds_several=True), is_quick=True),
+    Program("a transformer", Recipe(transformer, _adam(), tokens=40, rounds_by_door=True), is_quick=True),
     Program("resnet50", Recipe(resnet50, _momentum(), steps=8, batch=2, is_repeatable=False)),
     Program("resnet50, at the same time", Recipe(resnet50, _adam(), steps=12, batch=2, takes_turns=False,
                                                  is_repeatable=False)),

@@ -39,8 +39,8 @@ class Recipe:
         is_repeatable: Whether TensorFlow computes the same bits in each run, with several inter-op threads. An AddN of
             three tensors, which the gradient of a BatchNormalization ends with, adds first to the one whose memory no
             other operation reads any more, and that depends on the order in which threads execute operations.
-        adds_several: Whether a gradient is an AddN of three tensors or more, whose order depends on the graph around
-            it: the doors are then compared within rounding.
+        rounds_by_door: Whether the doors round differently, and are compared within rounding: a gradient is an AddN of
+            three tensors or more, whose order depends on the graph around it, or is quantised by its largest value.
         distribute: More arguments for DistributedOptimizer or DistributedGradientTape.
         compile: More arguments for Model.compile.
         jit_compile: Whether XLA compiles the step.
@@ -56,7 +56,7 @@ class Recipe:
     policy: str = "float32"
     takes_turns: bool = True
     is_repeatable: bool = True
-    adds_several: bool = False
+    rounds_by_door: bool = False
     distribute: Mapping[str, Any] = field(default_factory=dict)
     compile: Mapping[str, Any] = field(default_factory=dict)
     jit_compile: bool = False

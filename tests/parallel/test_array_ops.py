@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.api import ops as array_ops
+from mpistrat.core.request import Request
+from mpistrat.engine.engine import Engine
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INTEGERS = [np.dtype(name) for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")]
@@ -433,6 +436,23 @@ def test_broadcast_object_from_every_root(rank: int, size: int) -> None:
     for root in range(size):
         received = mpistrat.broadcast_object({"rank": rank, "list": [1, "two", None]} if rank == root else None, root)
         assert received == {"rank": root, "list": [1, "two", None]}
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_objects_that_are_equal_on_all_ranks_are_exchanged_in_one_operation(
+        differs: bool, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, run = [], Engine.run
+
+    def counted(self: Engine, request: Request, *others: Any) -> Any:
+        names.append(request.name)
+        return run(self, request, *others)
+
+    monkeypatch.setattr(Engine, "run", counted)
+    own = {"a": [1, rank * differs]}
+    objects, marks = array_ops.exchange(own, (rank, -1), "exchanged", mpistrat.global_process_set)
+    assert objects == [{"a": [1, r * differs]} for r in range(size)]
+    assert marks == [[r, -1] for r in range(size)]
+    assert names == ["exchanged.heads", "exchanged.payloads"][:2 if differs and size > 1 else 1]
 
 
 def test_allgather_object_of_different_sizes(rank: int, size: int) -> None:

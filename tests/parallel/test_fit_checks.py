@@ -1,5 +1,6 @@
 """Ranks that train differently in fit: an error on every rank, or what makes them alike."""
 
+import contextlib
 import dataclasses
 import logging
 import weakref
@@ -12,6 +13,8 @@ import pytest
 
 import mpistrat
 from mpistrat.api import runtime
+from mpistrat.core.handle import Entry
+from mpistrat.engine.queue import TensorQueue
 
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
@@ -92,6 +95,44 @@ def without_checks() -> Iterator[None]:
     runtime.current().settings = dataclasses.replace(before, consistency_check_disable=True)
     yield
     runtime.current().settings = before
+
+
+# -- how many operations there are ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the operations that this rank submits."""
+    names: list[str] = []
+    put = TensorQueue.put
+
+    def spy(self: TensorQueue, entry: Entry, is_driver: bool = False) -> bool:
+        names.append(entry.request.name)
+        return put(self, entry, is_driver)
+
+    monkeypatch.setattr(TensorQueue, "put", spy)
+    return names
+
+
+@pytest.mark.parametrize("is_under_strategy", [False, True], ids=["optimizer", "strategy"])
+@pytest.mark.parametrize("verbose", [0, 2])
+def test_fit_of_two_batches_makes_few_operations(is_under_strategy: bool, verbose: int, rank: int,
+                                                 operations: list[str]) -> None:
+    keras.utils.set_random_seed(1)
+    strategy = hvd_tf.MPIStrategy() if is_under_strategy else None
+    with strategy.scope() if strategy is not None else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        model.compile(optimizer if is_under_strategy else hvd.DistributedOptimizer(optimizer), loss="mse")
+    operations.clear()
+    model.fit(*data_of(0 if is_under_strategy else rank, 16), batch_size=8, verbose=verbose, callbacks=[
+        BroadcastCallback(0)] if strategy is None else [])
+    found = [name for name in operations if not name.startswith("check/")]
+    steps = [place for place, name in enumerate(found) if name.endswith("/gradients") or "/" not in name]
+    assert len(steps) == (2 if mpistrat.size() > 1 else 0), found
+    if steps:
+        metrics = [name for name in found[steps[-1] + 1:] if name == "strategy/reduce"]
+        assert steps[0] <= 3 and len(found) - 1 - steps[-1] - len(metrics) <= 3, found
 
 
 # -- the beginning ----------------------------------------------------------------------------------------------------
