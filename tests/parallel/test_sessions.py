@@ -388,6 +388,18 @@ def test_the_average_is_that_of_one_process(session: Any, rank: int, size: int) 
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def test_repeated_rows_have_the_same_bits(session: Any, rank: int, size: int) -> None:
+    table = v1.get_variable("table", [5, 16], initializer=v1.zeros_initializer())
+    ids, weights = v1.placeholder(tf.int32, [None]), v1.placeholder(tf.float32, [None, 16])
+    loss = tf.reduce_sum(tf.gather(table, ids) * weights)
+    train = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.1)).minimize(loss)
+    initialized(session)
+    rng = np.random.default_rng(rank)
+    for _ in range(3):
+        session.run(train, {ids: rng.integers(0, 5, 5000), weights: rng.normal(size=(5000, 16))})
+    assert_equal_on_all_ranks([session.run(table)])
+
+
 def test_a_step_is_every_third_pass(session: Any, rank: int, size: int) -> None:
     w = v1.get_variable("w", [], initializer=v1.zeros_initializer())
     x = v1.placeholder(tf.float32, [])

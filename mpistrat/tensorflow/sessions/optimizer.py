@@ -116,7 +116,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
             return self._reducer.reduce(own, variables)
 
         reduced = reduce(gradients) if self._passes is None else self._passes.reduced(gradients, reduce)
-        return list(zip(reduced, variables, strict=True))
+        return list(zip(map(_with_unique_rows, reduced), variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, Variable]],
                         global_step: Variable | None = None, name: str | None = None) -> tf.Operation:
@@ -163,6 +163,18 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
     def variables(self) -> Any:
         """As that of the optimizer."""
         return self._optimizer.variables()
+
+
+def _with_unique_rows(gradient: OptionalGradient) -> OptionalGradient:
+    """The gradient; of slices those with the same index as one row, which is their sum.
+
+    TensorFlow's gradient descent adds repeated rows to a variable in several threads, in another order on each rank.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    indices, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 class _Passes:
