@@ -26,6 +26,8 @@ TENSORFLOW = {
     "a_graph_and_an_eager_call": "in_a_graph: ranks [0] wait for ranks [1], which wait for eager instead.",
     "compiled_functions_of_other_orders": CROSSED,
     "runs_of_other_orders": CROSSED,
+    "a_graph_with_one_collective_more": "session()/allreduce of extra: ranks [0] wait for ranks [1], which wait for "
+                                        "session()/allreduce of wanted",
     "a_graph_that_computes": "returned 4.0",
     "a_graph_that_waits_for_a_file": "returned 4.0",
     "a_graph_that_calls_python": "returned 4.0",

@@ -499,7 +499,8 @@ def test_graphs_that_differ(session: Any, rank: int, size: int, restart: Callabl
     if size == 1:
         pytest.skip("one rank")
     total = hvd.allreduce(tf.ones([2 + (rank == 0)]), op=hvd.Sum)
-    with pytest.raises(tf.errors.FailedPreconditionError, match=r"session\(\)/allreduce: the ranks disagree on shape"):
+    with pytest.raises(tf.errors.FailedPreconditionError,
+                       match=r"session\(\)/allreduce of ones: the ranks disagree on shape"):
         session.run(total)
     restart()
 

@@ -141,7 +141,7 @@ def ranks_that_have_ended_and_one_that_works() -> str:
 
 DEADLOCKS = ("crossed_names", "crossed_names_with_idle_threads", "crossed_handles", "uneven_parts_of_the_data",
              "a_graph_and_an_eager_call", "compiled_functions_of_other_orders",
-             "runs_of_other_orders")
+             "runs_of_other_orders", "a_graph_with_one_collective_more")
 PATIENT = ("a_rank_with_nothing_in_flight", "ranks_that_have_ended_and_one_that_works", "evaluation_on_rank_0_only")
 ARRAYS = [crossed_names, crossed_names_with_idle_threads, crossed_handles, a_rank_that_sleeps,
           a_rank_with_nothing_in_flight, orders_of_their_own, a_thread_that_sleeps_first,
@@ -184,6 +184,12 @@ def tensorflow_cases() -> list[Callable[[], object]]:
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
             sums = {name: graph_total(tf.ones([]), name) for name in ("left", "right")}
             return [float(session.run(sums[name])) for name in own_order("left", "right")]
+
+    def a_graph_with_one_collective_more() -> float:
+        """On rank 0, of the same kind and shape as the others. Each rank runs as many."""
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            mine = ("extra", "wanted") if hvd.rank() == 0 else ("wanted", "next")
+            return float(sum(session.run([hvd.allreduce(tf.ones([], name=name)) for name in mine])))
 
     def crossed(slow: Callable[[], tf.Tensor]) -> float:
         """In a graph on even ranks, with something slow before the second collective. Odd ranks begin with that."""
@@ -259,8 +265,9 @@ def tensorflow_cases() -> list[Callable[[], object]]:
         return total("late") + total("early")
 
     return [uneven_parts_of_the_data, a_graph_and_an_eager_call, compiled_functions_of_other_orders,
-            runs_of_other_orders, a_graph_that_computes, a_graph_that_waits_for_a_file, a_graph_that_calls_python,
-            a_graph_that_reads_data, graphs_of_other_orders, evaluation_on_rank_0_only]
+            runs_of_other_orders, a_graph_with_one_collective_more, a_graph_that_computes,
+            a_graph_that_waits_for_a_file, a_graph_that_calls_python, a_graph_that_reads_data, graphs_of_other_orders,
+            evaluation_on_rank_0_only]
 
 
 def main() -> None:

@@ -5,9 +5,9 @@ token nor the queues, and a graph that is no function cannot capture what is eag
 blocks no thread until other ranks are ready, and it allocates its results when it knows their sizes.
 
 Ranks match the collectives by their names alone. A session runs any part of a graph, so a chain in program order would
-run collectives that nobody has asked for. A name is numbered as the graph is built, so the ranks must build the same
-collectives in the same order. What one run executes
-several times has more in its name, see executions.py.
+run collectives that nobody has asked for. A name is numbered as the graph is built, and has the name of the tensor, as
+Horovod's have. So ranks that build other collectives, or other graphs before them, wait for each other, and are told
+so. What one run executes several times has more in its name, see executions.py.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from ...core.errors import InvalidRequestError
 from ...core.handle import Handle
+from .. import names
 from ..async_op import kernel
 from ..bridge import execution_ids
 from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer
@@ -47,6 +48,8 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     if reason:
         raise InvalidRequestError(f"{name}: a session cannot run collectives: {reason}. Put the step into a "
                                   "tf.function.")
+    if names.is_made(name):
+        name = f"{name} of {tensors[0].op.name}" if tensors else name
     past = number_of_execution()
     site = _SessionCallSite(name, process_set, make_request, tensors, observer, 1 + len(past))
     with tf.device(_HOST):
