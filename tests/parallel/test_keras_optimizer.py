@@ -1,6 +1,7 @@
 """DistributedOptimizer on every rank: what it does to gradients, and how it gets on with the rest of Keras."""
 
 import copy
+import inspect
 import json
 import os
 import pickle
@@ -862,8 +863,9 @@ def test_wrapping_does_not_tie_the_two_optimizers_together(rank: int, size: int)
 def test_it_is_found_in_every_place_where_horovod_has_it() -> None:
     import mpistrat.tensorflow
     import mpistrat.tensorflow.keras
-    assert mpistrat.tensorflow.DistributedOptimizer is mpistrat.tensorflow.keras.DistributedOptimizer \
-        is hvd.DistributedOptimizer
+    assert mpistrat.tensorflow.keras.DistributedOptimizer is hvd.DistributedOptimizer
+    # This one takes optimizers of tf.compat.v1 too.
+    assert inspect.unwrap(mpistrat.tensorflow.DistributedOptimizer) is hvd.DistributedOptimizer
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

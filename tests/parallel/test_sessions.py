@@ -505,6 +505,19 @@ def test_graphs_that_differ(session: Any, rank: int, size: int, restart: Callabl
     restart()
 
 
+@pytest.mark.horovod("optimizer-old")
+def test_an_optimizer_averages_without_a_session_too(rank: int, size: int) -> None:
+    variable = tf.Variable([2.0])
+    sgd = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.5))
+    mean = (size + 1) / 2
+    sgd.minimize(lambda: variable * (rank + 1.0))
+    assert variable.numpy() == pytest.approx([2.0 - 0.5 * mean])
+    step = tf.function(lambda: sgd.minimize(lambda: variable * (rank + 1.0)), autograph=False)
+    for _ in range(2):
+        step()
+    assert variable.numpy() == pytest.approx([2.0 - 1.5 * mean])
+
+
 def test_what_is_refused(session: Any, rank: int) -> None:
     compiled = tf.function(lambda x: hvd.allreduce(x), jit_compile=True, autograph=False)
     with pytest.raises(ValueError, match="XLA cannot compile a collective in a graph of a session"):

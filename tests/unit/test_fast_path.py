@@ -387,7 +387,8 @@ def test_a_tensor_that_becomes_another_on_one_rank_is_an_error_on_all_and_no_mor
 
 
 def shared_memory(group: ThreadGroup) -> list[SharedMemoryData]:
-    return shared_memory_planes(list(range(group.size)), 4096, [group.data(rank) for rank in range(group.size)], LONG_S)
+    others = [group.data(rank) for rank in range(group.size)]
+    return shared_memory_planes(list(range(group.size)), [4096], others, LONG_S)
 
 
 @pytest.mark.parametrize("data", [None, shared_memory])
