@@ -347,7 +347,7 @@ def test_one_function_in_two_threads_at_once_is_refused(rank: int, restart: Call
             step(tf.constant(1.0), tf.constant(DELAY_S))
 
     for error in in_threads(train, ["first member", "second member"]):
-        assert "two threads run one tf.function with this collective at the same time" in str(error), error
+        assert "two threads run one graph with this collective at the same time" in str(error), error
         assert "The ranks cannot tell the two apart" in str(error) and "test_names.py" in str(error), error
     restart()
 
