@@ -512,7 +512,11 @@ def test_an_optimizer_averages_without_a_session_too(rank: int, size: int) -> No
     mean = (size + 1) / 2
     sgd.minimize(lambda: variable * (rank + 1.0))
     assert variable.numpy() == pytest.approx([2.0 - 0.5 * mean])
-    step = tf.function(lambda: sgd.minimize(lambda: variable * (rank + 1.0)), autograph=False)
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        sgd.minimize(lambda: variable * (rank + 1.0))
+
     for _ in range(2):
         step()
     assert variable.numpy() == pytest.approx([2.0 - 1.5 * mean])
