@@ -132,17 +132,16 @@ def _build_for_one_host(setup: _Setup) -> _Parts | None:
     local_ranks, settings = setup.topology.local_ranks, setup.settings
     edges, count = edges_among(local_ranks), len(local_ranks)
     chunks = (settings.chunk_bytes,) if settings.chunk_bytes else SharedMemoryData.chunks_for(count)
-    while True:
-        regions = Regions(plane=SharedMemoryData.memory_bytes(count, chunks[-1]), channel=ring_bytes(edges))
-        memory = _shared_memory(setup, regions.nbytes, is_last=len(chunks) == 1)
+    for tried in range(len(chunks), 0, -1):
+        regions = Regions(plane=SharedMemoryData.memory_bytes(count, chunks[tried - 1]), channel=ring_bytes(edges))
+        memory = _shared_memory(setup, regions.nbytes, is_last=tried == 1)
         if memory is not None:
             break
-        if len(chunks) == 1:
-            return None
-        chunks = chunks[:-1]
+    else:
+        return None
     channel = ShmRing(memory, regions.start_of["channel"], edges, setup.channel)
     agreement = SharedMemoryAgreement(memory, channel.wake_rank) if settings.fast_path else None
-    data = SharedMemoryData(memory, chunks, setup.mpi)
+    data = SharedMemoryData(memory, chunks[:tried], setup.mpi)
     data.on_choice = partial(logger.info, "rank %d: %s", setup.topology.job_rank)
     return data, channel, agreement
 

@@ -226,7 +226,7 @@ class Settings:
 
 
 def taken_from_horovod(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings, by their variables, that HOROVOD_ variables in `environ` stand for and that it does not set itself.
+    """The settings, by their variables, that HOROVOD_ variables in `environ` stand for. Those that it sets itself stay.
 
     Variables without a counterpart, and values that it does not take, are left out.
     """

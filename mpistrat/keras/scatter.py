@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
+from ..tensorflow.list_ops import with_unique_rows
 from ..tensorflow.xla.context import is_compiled
 from .patches import Function, replaces
 
@@ -45,13 +46,12 @@ def assign_sub(original: Function, self: Optimizer, variable: keras.Variable | t
 
 def _scatter(operation: Callable, variable: keras.Variable | tf.Variable, slices: tf.IndexedSlices) -> None:
     resource = variable.value if isinstance(variable, keras.Variable) else variable
-    values, indices = tf.cast(slices.values, resource.dtype), slices.indices
+    rows = tf.IndexedSlices(tf.cast(slices.values, resource.dtype), slices.indices)
     if _adds_atomically(resource):
-        indices, place = tf.unique(indices)
-        values = tf.math.unsorted_segment_sum(values, place, tf.size(indices))
-    operation(ref=resource.handle, indices=indices[:, tf.newaxis], updates=values)
+        rows = with_unique_rows(rows)
+    operation(ref=resource.handle, indices=rows.indices[:, tf.newaxis], updates=rows.values)
 
 
 def _adds_atomically(resource: tf.Variable) -> bool:
-    """Whether rows are added to a variable in any order. XLA knows no tf.unique."""
+    """Whether rows are added to a variable in any order, and can be summed before."""
     return "GPU" in resource.device and not is_compiled()

@@ -164,6 +164,13 @@ def reduce_slices(slices: tf.IndexedSlices, spec: ReduceSpec) -> tf.IndexedSlice
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
+def with_unique_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The slices with one row for each index, the sum of its rows. Local. XLA knows no tf.unique."""
+    indices, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
 def gather(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, observer: Observer | None = None,
            shapes: Sequence[tf.TensorShape] = ()) -> list[tf.Tensor]:
     """As gather_list, but differentiable."""

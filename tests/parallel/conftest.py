@@ -8,10 +8,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from mpistrat.process.launch_env import launched_size
+
+if TYPE_CHECKING:  # Ranks import it when they have begun.
+    from mpistrat.core.handle import Entry
 
 collect_ignore_glob = [] if launched_size(os.environ)[0] > 1 else ["*.py"]
 
@@ -69,6 +73,22 @@ def shared_dir() -> Iterator[str]:
     mpistrat.barrier()
     if own:
         own.cleanup()
+
+
+@pytest.fixture
+def on_submit(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[["Entry"], object]], None]:
+    """Has a function called with each entry that this rank submits in the test, before the engine gets it."""
+    from mpistrat.engine.queue import TensorQueue
+    put = TensorQueue.put
+
+    def spy_with(see: Callable[["Entry"], object]) -> None:
+        def spy(self: TensorQueue, entry: "Entry", is_driver: bool = False) -> bool:
+            see(entry)
+            return put(self, entry, is_driver)
+
+        monkeypatch.setattr(TensorQueue, "put", spy)
+
+    return spy_with
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ import pytest
 
 import mpistrat
 from mpistrat.api import runtime
-from mpistrat.core.handle import Entry
-from mpistrat.engine.queue import TensorQueue
 
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
@@ -101,16 +99,10 @@ def without_checks() -> Iterator[None]:
 
 
 @pytest.fixture
-def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def operations(on_submit: Callable) -> list[str]:
     """The names of the operations that this rank submits."""
     names: list[str] = []
-    put = TensorQueue.put
-
-    def spy(self: TensorQueue, entry: Entry, is_driver: bool = False) -> bool:
-        names.append(entry.request.name)
-        return put(self, entry, is_driver)
-
-    monkeypatch.setattr(TensorQueue, "put", spy)
+    on_submit(lambda entry: names.append(entry.request.name))
     return names
 
 

@@ -1,6 +1,6 @@
 """Horovod's conventions for names, errors and dtypes that hold for every collective on tensors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,8 +9,6 @@ import tensorflow as tf
 
 import mpistrat
 import mpistrat.tensorflow as hvd
-from mpistrat.core.handle import Entry
-from mpistrat.engine.queue import TensorQueue
 
 from .helpers import in_graph
 
@@ -34,17 +32,11 @@ each_collective = pytest.mark.parametrize("collective", COLLECTIVES)
 
 
 @pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def names(on_submit: Callable) -> list[str]:
     """The names of the collectives that this rank submits."""
     seen: list[str] = []
-    put = TensorQueue.put
-
-    def spy(self: TensorQueue, entry: Entry, is_driver: bool = False) -> bool:
-        seen.append(entry.request.name)
-        return put(self, entry, is_driver)
-
-    monkeypatch.setattr(TensorQueue, "put", spy)
-    yield seen
+    on_submit(lambda entry: seen.append(entry.request.name))
+    return seen
 
 
 @pytest.mark.horovod("names-graph", "ignore-name-scope")

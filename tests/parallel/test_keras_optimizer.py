@@ -20,7 +20,6 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.core.handle import Entry  # noqa: E402
-from mpistrat.engine.queue import TensorQueue  # noqa: E402
 from mpistrat.keras.nested_optimizers import distributed_in  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
@@ -69,18 +68,11 @@ def assert_like_one_process(make: Callable, rank: int, size: int, way: Callable 
 
 
 @pytest.fixture
-def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Entry]]:
+def reduced(on_submit: Callable) -> list[Entry]:
     """The gradients that this process hands to the engine."""
     seen: list[Entry] = []
-    put = TensorQueue.put
-
-    def spy(self: TensorQueue, entry: Entry, is_driver: bool = False) -> bool:
-        if entry.request.name.startswith("optimizer"):
-            seen.append(entry)
-        return put(self, entry, is_driver)
-
-    monkeypatch.setattr(TensorQueue, "put", spy)
-    yield seen
+    on_submit(lambda entry: entry.request.name.startswith("optimizer") and seen.append(entry))
+    return seen
 
 
 # -- what becomes of gradients ----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
 import mpistrat.keras  # noqa: E402
-from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.core.request import Request  # noqa: E402
-from mpistrat.engine.queue import TensorQueue  # noqa: E402
 from mpistrat.tensorflow import Compression, MPIStrategy, consistency  # noqa: E402
 from mpistrat.tensorflow.xla import context  # noqa: E402
 
@@ -55,18 +53,11 @@ def test_a_step_of_fit_is_one_collective(strategy: MPIStrategy, rank: int) -> No
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Request]]:
+def sent(on_submit: Callable) -> list[Request]:
     """The requests of this rank that reduce gradients."""
     seen: list[Request] = []
-    put = TensorQueue.put
-
-    def spy(self: TensorQueue, entry: Entry, is_driver: bool = False) -> bool:
-        if "strategy/gradients" in entry.request.name:
-            seen.append(entry.request)
-        return put(self, entry, is_driver)
-
-    monkeypatch.setattr(TensorQueue, "put", spy)
-    yield seen
+    on_submit(lambda entry: "strategy/gradients" in entry.request.name and seen.append(entry.request))
+    return seen
 
 
 @pytest.mark.parametrize("clips", [{}, {"global_clipnorm": 0.5}], ids=str)

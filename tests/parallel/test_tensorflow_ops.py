@@ -1,7 +1,7 @@
 """mpistrat.tensorflow's collectives on every rank: eager and in tf.function, their gradients, and their errors."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,8 @@ import mpistrat
 tf = pytest.importorskip("tensorflow")
 hvd = pytest.importorskip("mpistrat.tensorflow")
 
-from mpistrat.core.handle import Entry, Handle  # noqa: E402
+from mpistrat.core.handle import Handle  # noqa: E402
 from mpistrat.core.request import Request  # noqa: E402
-from mpistrat.engine.queue import TensorQueue  # noqa: E402
 from mpistrat.tensorflow import ops as tensor_ops  # noqa: E402
 
 from .helpers import both_ways, eagerly, in_graph  # noqa: E402
@@ -34,17 +33,11 @@ def of_rank(rank: int, dtype: Any) -> Any:
 
 
 @pytest.fixture
-def submitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Request, Sequence[np.ndarray], Handle]]]:
+def submitted(on_submit: Callable) -> list[tuple[Request, Sequence[np.ndarray], Handle]]:
     """What this process hands to the engine, as (request, arrays, handle)."""
-    seen = []
-    put = TensorQueue.put
-
-    def spy(self: TensorQueue, entry: Entry, is_driver: bool = False) -> bool:
-        seen.append((entry.request, entry.arrays, entry.handle))
-        return put(self, entry, is_driver)
-
-    monkeypatch.setattr(TensorQueue, "put", spy)
-    yield seen
+    seen: list[tuple[Request, Sequence[np.ndarray], Handle]] = []
+    on_submit(lambda entry: seen.append((entry.request, entry.arrays, entry.handle)))
+    return seen
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import functools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -68,7 +68,6 @@ class CallSite:
                              self.is_in_order and names.is_in_order(self.name))
         _sites[_key_of(submit.node_def)] = self
 
-
     def before_run(self, session: object) -> None:
         """Called before a session runs the node."""
 
@@ -102,26 +101,31 @@ def _place_of(node: str, graph: "weakref.ref[tf.Graph]") -> str:
 
 def _sites_in(function: AtomicFunction) -> tuple[CallSite, ...]:
     """The sites in a function and in all functions that it calls."""
+    def nodes_of(name: str) -> Iterable[tf.compat.v1.NodeDef]:
+        with suppress(tf.errors.NotFoundError):  # A function of a dataset that the runtime has made.
+            return function._bound_context.get_function_def(name).node_def
+        return ()
+
+    return sites_among(function.cached_definition.node_def, nodes_of)
+
+
+def sites_among(nodes: Iterable[tf.compat.v1.NodeDef], nodes_of: Callable[[str], Iterable[tf.compat.v1.NodeDef]]
+                ) -> tuple[CallSite, ...]:
+    """The sites of nodes and of all functions that they call. `nodes_of` returns the nodes of a function, if any."""
     found: dict[CallSite, None] = {}
-    todo, seen = [function.cached_definition], {""}
+    todo, seen = [nodes], {""}
     while todo:
-        for node in todo.pop().node_def:
-            if (site := site_of(node)) is not None:
+        for node in todo.pop():
+            if (site := _sites.get(_key_of(node))) is not None:
                 found[site] = None
-            for name in functions_of(node):
+            for name in _functions_of(node):
                 if name not in seen:
                     seen.add(name)
-                    with suppress(tf.errors.NotFoundError):  # A function of a dataset that the runtime has made.
-                        todo.append(function._bound_context.get_function_def(name))
+                    todo.append(nodes_of(name))
     return tuple(found)
 
 
-def site_of(node: tf.compat.v1.NodeDef) -> CallSite | None:
-    """The site of a node, if it has one."""
-    return _sites.get(_key_of(node))
-
-
-def functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
+def _functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
     """The names of the functions that a node calls, and more "" than that."""
     for value in node.attr.values():
         yield value.func.name

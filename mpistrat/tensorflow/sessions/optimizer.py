@@ -16,7 +16,7 @@ from .. import names
 from ..bridge.reduce_spec import ReduceSpec
 from ..compression import Compression, Compressor
 from ..gradients import GradientGroups, GradientOptions, GradientReducer, Groups, label_of
-from ..list_ops import reduce_tensors
+from ..list_ops import reduce_tensors, with_unique_rows
 from ..types import OptionalGradient, Variable
 
 v1 = tf.compat.v1
@@ -116,7 +116,9 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
             return self._reducer.reduce(own, variables)
 
         reduced = reduce(gradients) if self._passes is None else self._passes.reduced(gradients, reduce)
-        return list(zip(map(_with_unique_rows, reduced), variables, strict=True))
+        # TensorFlow's gradient descent adds repeated rows in several threads, in another order on each rank.
+        unique = [with_unique_rows(each) if isinstance(each, tf.IndexedSlices) else each for each in reduced]
+        return list(zip(unique, variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, Variable]],
                         global_step: Variable | None = None, name: str | None = None) -> tf.Operation:
@@ -163,18 +165,6 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
     def variables(self) -> Any:
         """As that of the optimizer."""
         return self._optimizer.variables()
-
-
-def _with_unique_rows(gradient: OptionalGradient) -> OptionalGradient:
-    """The gradient; of slices those with the same index as one row, which is their sum.
-
-    TensorFlow's gradient descent adds repeated rows to a variable in several threads, in another order on each rank.
-    """
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    indices, places = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
-    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 class _Passes:

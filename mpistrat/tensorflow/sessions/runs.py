@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ..async_op.kernel import NAME
 from ..bridge._private import BaseSession
-from ..bridge.calls import CallSite, functions_of, observed_call, site_of
+from ..bridge.calls import CallSite, observed_call, sites_among
 
 Sites = tuple[CallSite, ...]
 
@@ -71,31 +71,21 @@ def sites_of(graph: tf.Graph, fetched: Iterable[tf.Operation]) -> Sites:
 
 
 def _found(graph: tf.Graph, todo: list[tf.Operation]) -> Sites:
-    seen, sites = set(todo), dict[CallSite, None]()
-    functions, known = list[str](), {""}
-
-    def note(node: tf.compat.v1.NodeDef) -> None:
-        site = site_of(node)
-        if site is not None:
-            sites[site] = None
-        functions.extend(functions_of(node))
-
+    seen, nodes = set(todo), []
     while todo:
         operation = todo.pop()
         if _may_have_sites(operation):
-            note(operation.node_def)
+            nodes.append(operation.node_def)
         before = [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
         todo += [each for each in before if each not in seen]
         seen.update(before)
-    while functions:
-        name = functions.pop()
-        function = None if name in known else graph._get_function(name)
-        known.add(name)
-        if function is not None:
-            # A Defun of TensorFlow 1 has no cached definition.
-            for node in getattr(function, "cached_definition", function.definition).node_def:
-                note(node)
-    return tuple(sites)
+
+    def nodes_of(name: str) -> Iterable[tf.compat.v1.NodeDef]:
+        function = graph._get_function(name)
+        # A Defun of TensorFlow 1 has no cached definition.
+        return () if function is None else getattr(function, "cached_definition", function.definition).node_def
+
+    return sites_among(nodes, nodes_of)
 
 
 def _may_have_sites(operation: tf.Operation) -> bool:
