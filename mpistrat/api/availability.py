@@ -56,7 +56,7 @@ def why_no_shared_memory() -> str:
     try:
         file = HostFile.make()
         try:
-            file.take(4096)
+            file.map(4096)
         finally:
             file.close()
     except OSError as error:

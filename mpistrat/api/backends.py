@@ -111,12 +111,12 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
     wait = PeerWait(topology, range(topology.size), settings.limit_s, interruption)
     setup = _Setup(comm, topology, settings, link, sockets, MpiData(comm.Dup(), wait), interruption)
     parts: _Parts | None = None
-    if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
-        parts = _build_for_hosts(setup) if setup.remote_ranks else _build_for_one_host(setup)
-    elif max(topology.local_sizes) == 1 and settings.fast_path:
-        parts = _build_for_single_rank_hosts(setup)
+    with contextlib.closing(link):
+        if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
+            parts = _build_for_hosts(setup) if setup.remote_ranks else _build_for_one_host(setup)
+        elif max(topology.local_sizes) == 1 and settings.fast_path:
+            parts = _build_for_single_rank_hosts(setup)
     data, channel, agreement = parts or (setup.mpi, sockets, None)
-    link.close()
     if agreement is not None:
         channel.watch(agreement.has_news)
     leads = agreement is not None and rank == local_ranks[0] and bool(setup.remote_ranks)
@@ -249,9 +249,8 @@ def _shared_memory(setup: _Setup, data_bytes: int, is_last: bool = True) -> Host
         problem = ""
         if is_due and not problems:
             try:
-                with contextlib.closing(setup.link.share()) as file:
-                    memory = HostMemory(file.take(nbytes), topology.local_rank, topology.local_ranks, limit_s, topology,
-                                        setup.interruption)
+                memory = HostMemory(setup.link.file().map(nbytes), topology.local_rank, topology.local_ranks, limit_s,
+                                    topology, setup.interruption)
             except OSError as error:
                 problem = (f"{nbytes / 2**20:.1f} MiB of memory cannot be shared among the ranks of {topology.host}: "
                            f"{error}")

@@ -286,8 +286,7 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
         # A MultiOptimizer that chooses by a function has no parts yet.
         part.weight_decay or getattr(part, "optimizers", None) == [] for part in parts_of(distributed))
     vars(distributed)["_mpistrat"] = OptimizerState(type(distributed).__name__, reducer, its)
-    if optimizer.built:
-        _take_over(distributed, optimizer, passes)
+    _take_over(distributed, optimizer, passes)
     keep_marks(original_class(type(optimizer)))
     patches.apply()
     return distributed
@@ -303,15 +302,15 @@ def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
         copy = _distribute(optimizer, its, names.OptimizerName(process_set.process_set_id or 0, its.name), {}, 1)
     else:
         copy = copy_of(optimizer, _distributed_class(type(optimizer)))
-        if optimizer.built:
-            _take_over(copy, optimizer, 1)
+        _take_over(copy, optimizer, 1)
     copy._mpistrat.is_copy = True
     return copy
 
 
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
-    """Copy the state of `old` to `new`: the optimizer of a loaded model has slots with values."""
-    new.build(trained_by(old))
+    """Copy the state of `old` to `new`: slots that were loaded, and the iterations where there are no slots yet."""
+    if old.built:
+        new.build(trained_by(old))
     accumulators = IdentitySet(accumulators_of(new) if passes > 1 else ())
     variables = [v for v in new.variables if v not in accumulators]
     for variable, value in zip(variables, old.variables, strict=True):

@@ -93,19 +93,18 @@ class HostLink:
                 self._no_file = error
         return sockets
 
-    def share(self) -> HostFile:
-        """Return the file of shared memory, which the caller closes. Local. To be called once, after `connect`.
+    def file(self) -> HostFile:
+        """Return the file of shared memory, which is open until `close`. Local.
 
         Raises:
             OSError: This rank has no file. Other ranks may have it.
         """
         if self._file is None:
             raise self._no_file
-        file, self._file = self._file, None
-        return file
+        return self._file
 
     def close(self) -> None:
-        """Stop listening, and close the file if `share` was not called. May be called twice."""
+        """Stop listening, and close the file; memory that was mapped stays mapped. May be called twice."""
         self._exchange.close()
         if self._file is not None:
             self._file.close()

@@ -667,6 +667,14 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("name", ["deepcopy", "pickle"])
+def test_copies_have_the_iterations_where_keras_copies_them(name: str) -> None:
+    plain = keras.optimizers.SGD(0.5)  # Keras copies no slots, and the iterations if there are no slots.
+    plain.iterations.assign(3)
+    assert int(hvd.DistributedOptimizer(plain).iterations) == 3
+    assert int(COPIES[name](hvd.DistributedOptimizer(plain)).iterations) == int(COPIES[name](plain).iterations) == 3
+
+
 @pytest.mark.horovod("optimizer-from-config")
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_have_the_arguments_of_the_original(name: str, rank: int, size: int) -> None:

@@ -9,21 +9,19 @@ import fcntl
 import mmap
 import os
 
-from ...core.memory import rounded_up
-
 # The file may grow, but not shrink: a rank that touches memory beyond the end is killed (SIGBUS).
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 class HostFile:
-    """The file. Calls of `take` in the same order return the same memory on all ranks of the host.
+    """The file. Its memory is zero at first.
 
     Args:
         descriptor: The descriptor of the file. `close` closes it.
     """
 
     def __init__(self, descriptor: int):
-        self._descriptor, self._end = descriptor, 0
+        self._descriptor = descriptor
 
     @classmethod
     def make(cls) -> "HostFile":
@@ -61,20 +59,18 @@ class HostFile:
         """The descriptor; -1 after `close`."""
         return self._descriptor
 
-    def take(self, nbytes: int) -> mmap.mmap:
-        """Map the next `nbytes` of the file, at least one, which are zero at first. Local.
+    def map(self, nbytes: int) -> mmap.mmap:
+        """Map the first `nbytes` of the file, at least one. Local.
 
         Raises:
-            OSError: There is not enough memory. A later, smaller `take` may succeed.
+            OSError: There is not enough memory. There may be enough for less.
         """
-        start = self._end
-        self._end += rounded_up(nbytes, mmap.ALLOCATIONGRANULARITY)
         # Allocates now. Otherwise the kernel would kill this rank in a reduction, if there is not enough memory.
-        os.posix_fallocate(self._descriptor, start, nbytes)
-        return mmap.mmap(self._descriptor, nbytes, offset=start)
+        os.posix_fallocate(self._descriptor, 0, nbytes)
+        return mmap.mmap(self._descriptor, nbytes)
 
     def close(self) -> None:
-        """Close the descriptor. Memory that was taken stays mapped."""
+        """Close the descriptor. Memory that was mapped stays mapped."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
