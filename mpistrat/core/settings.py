@@ -27,7 +27,8 @@ _OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)
 _LEAST_CHUNK_BYTES = 4096  # A slice of a chunk for each of some ranks is then a few cache lines, at least.
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Names that were settings, and what to write now.
-_REPLACED = {"HEARTBEAT_S": "hosts are probed five times within MPISTRAT_LOST_AFTER_S",
+_REPLACED = {"CONSISTENCY_CHECK_DISABLE": "write MPISTRAT_CHECK_ACTION=off for no checks",
+             "HEARTBEAT_S": "hosts are probed five times within MPISTRAT_LOST_AFTER_S",
              "FAILURE_TIMELINE": "write MPISTRAT_RECORDER=status for no timeline of a failure",
              "STATUS_FILE": "write MPISTRAT_RECORDER=0 for no status file"}
 _LEAST_PROBE_S = 1.0  # The kernel counts in seconds.
@@ -77,10 +78,6 @@ class Settings:
     launcher_check_disable: bool = _setting(
         "LAUNCHER_CHECK_DISABLE", False, "1: a rank goes on when the process that launched it (of mpirun or srun) has "
         "ended. By default it ends within seconds, with the processes that it started.")
-    consistency_check_disable: bool = _setting(
-        "CONSISTENCY_CHECK_DISABLE", False, "1: do not check that the ranks train the same weights, not all on the "
-        "same data, and in fit with as many steps, the same callbacks and learning rates; and do not average the "
-        "metrics that callbacks such as EarlyStopping read.")
     check_every: int = _setting(
         "CHECK_EVERY", 1000, "Batches after which, within an epoch, fit compares the weights of the ranks and the "
         "state of their optimizers, and commits after which an elastic state compares the weights that are trained. 0: "
@@ -88,7 +85,10 @@ class Settings:
     check_action: str = _setting(
         "CHECK_ACTION", "abort", "What happens when these differ by more than rounding. abort: an error on every rank. "
         "warn: a warning. repair: a warning, and all ranks get the values of the largest group of ranks with the same "
-        "ones; of groups of that size the one with the lowest rank.", choices=("abort", "warn", "repair"))
+        "ones; of groups of that size the one with the lowest rank. off: the ranks do not check that they train the "
+        "same weights, not all on the same data, and in fit with as many steps, the same callbacks and learning rates; "
+        "and the metrics that callbacks such as EarlyStopping read are not averaged.",
+        choices=("abort", "warn", "repair", "off"))
     nan_warning: bool = _setting(
         "NAN_WARNING", True, "0: no warning names the rank whose gradients are the first with Inf or NaN, and the "
         "tensors. It is for gradients that are reduced on the CPU, dense ones.")
@@ -207,6 +207,11 @@ class Settings:
     def probe_s(self) -> float:
         """Seconds between two probes of another host."""
         return max(_LEAST_PROBE_S, self.lost_after_s / 5)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the ranks check that they train one model."""
+        return self.check_action != "off"
 
     @property
     def is_recorded(self) -> bool:

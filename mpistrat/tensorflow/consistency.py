@@ -110,7 +110,7 @@ class FirstSteps:
         It raises MismatchError, on every rank, when the ranks train different weights. `may_read`: no variable changes
         before its gradient is reduced. Otherwise weights are not compared.
         """
-        if self.is_done or runtime.current().settings.consistency_check_disable:
+        if self.is_done or not runtime.current().settings.is_checked:
             return None
         in_graph = not tf.executing_eagerly()
         if self._is_of_tapes and not in_graph and not _is_due(self._count):
@@ -294,7 +294,7 @@ def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of
             "variable that each rank has for itself is exempt with register_local_var (of the optimizer) or "
             "register_local_source (of the tape). If each rank adapts the weights on purpose before the gradient, as "
             "in MAML, give check_weights=False to DistributedGradientTape or DistributedOptimizer. "
-            "MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves out this check.")
+            "MPISTRAT_CHECK_ACTION=off leaves out this check.")
 
 
 def by_rank(rows: np.ndarray) -> list[Digests]:

@@ -96,7 +96,7 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     problem = f"{place} the ranks have different weights, so they no longer train one model: {where} " \
         f"{suspects}{' ' if suspects else ''}Usual causes: {causes}"
     if action == "abort" or not have_same_shapes:
-        raise MismatchError(f"{problem} MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves out this check.")
+        raise MismatchError(f"{problem} MPISTRAT_CHECK_ACTION=off leaves out this check.")
     majority = largest_group([of_rank for of_rank, _ in of_ranks])
     consequence = "Training goes on with them, because MPISTRAT_CHECK_ACTION is warn."
     if action == "repair":
