@@ -28,26 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank sends to all others in init().
+    """What a rank sends to all others in init()."""
 
-    Attributes:
-        host: The name of its host.
-        memory_group: The lowest of the ranks that share memory with it.
-        settings: Its settings; None if they are not valid.
-        problem: What is wrong with its settings, or "".
-        versions: Python's version and those of packages, by name; "none" for a package that is not installed.
-        script: A digest of the script.
-        cpus: The CPUs that it may use.
-        process: Its process, as the first four fields of procfs.Process; None where /proc does not show it.
-    """
-
-    host: str
-    memory_group: int
-    settings: Settings | None
-    problem: str
+    host: str  # The name of its host.
+    memory_group: int  # The lowest of the ranks that share memory with it.
+    settings: Settings | None  # Its settings; None if they are not valid.
+    problem: str  # What is wrong with its settings, or "".
+    # Python's version and those of packages, by name; "none" for a package that is not installed.
     versions: dict[str, str]
-    script: str
-    cpus: list[int]
+    script: str  # A digest of the script.
+    cpus: list[int]  # The CPUs that it may use.
+    # Its process, as the first four fields of procfs.Process; None where /proc does not show it.
     process: tuple[int, int, int, int] | None
 
 

@@ -23,17 +23,11 @@ from .supervisor import Outcome
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a job has trained.
+    """How fast a job has trained."""
 
-    Attributes:
-        steps_per_s: A step is one of all ranks.
-        rows_per_s: Of all ranks; None where a rank does not know its rows.
-        is_global: Whether a step has as many rows for any number of ranks.
-    """
-
-    steps_per_s: float
-    rows_per_s: float | None
-    is_global: bool
+    steps_per_s: float  # A step is one of all ranks.
+    rows_per_s: float | None  # Of all ranks; None where a rank does not know its rows.
+    is_global: bool  # Whether a step has as many rows for any number of ranks.
 
 
 def run(options: argparse.Namespace, launched: Callable[[int, Mapping[str, str]], Outcome]) -> int:

@@ -37,21 +37,13 @@ Call = tuple[Any, Sequence[Any], dict[str, Any]]  # a function, its arguments an
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank has done.
+    """What one rank has done."""
 
-    Attributes:
-        result: The pickled result; None if there is an error.
-        error: The traceback of the exception, as text.
-        exception: The pickled exception; None if it cannot be pickled.
-        is_consequence: Whether other ranks have probably caused the exception.
-        host: Where the rank ran.
-    """
-
-    result: bytes | None = None
-    error: str = ""
-    exception: bytes | None = None
-    is_consequence: bool = False
-    host: str = ""
+    result: bytes | None = None  # The pickled result; None if there is an error.
+    error: str = ""  # The traceback of the exception, as text.
+    exception: bytes | None = None  # The pickled exception; None if it cannot be pickled.
+    is_consequence: bool = False  # Whether other ranks have probably caused the exception.
+    host: str = ""  # Where the rank ran.
 
 
 def file_of(rank: int) -> str:

@@ -20,21 +20,14 @@ _READERS = frozenset(launcher for launcher in STARTED if launcher.hostfile)
 
 @dataclass(frozen=True)
 class Host:
-    """One entry of a host list.
+    """One entry of a host list."""
 
-    Attributes:
-        name: Of the host, possibly with a user (`user@host`).
-        slots: Number of ranks. None if a hostfile has no number: the number of cores (Open MPI), or one (MPICH).
-        readers: The launchers that accept the line unchanged.
-        extras: Other keys of the line, with their values.
-        where: File and line number, for errors.
-    """
-
-    name: str
+    name: str  # Of the host, possibly with a user (`user@host`).
+    # Number of ranks. None if a hostfile has no number: the number of cores (Open MPI), or one (MPICH).
     slots: int | None
-    readers: frozenset[Launcher] = _READERS
-    extras: tuple[str, ...] = ()
-    where: str = "-H"
+    readers: frozenset[Launcher] = _READERS  # The launchers that accept the line unchanged.
+    extras: tuple[str, ...] = ()  # Other keys of the line, with their values.
+    where: str = "-H"  # File and line number, for errors.
 
 
 @dataclass(frozen=True)

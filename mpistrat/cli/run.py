@@ -141,24 +141,16 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
 
 @dataclass(frozen=True)
 class Plan:
-    """A job that mpirun is to start.
+    """A job that mpirun is to start."""
 
-    Attributes:
-        command: What the user wants to run.
-        job: The job, with what runs in place of `command`.
-        mpirun, machine: What starts it, and where.
-        variables: Set by options, for mpirun and the ranks.
-        others: The hosts where mpirun starts ranks by ssh.
-        warning: On the number of ranks; or "".
-    """
-
-    command: tuple[str, ...]
-    job: Job
+    command: tuple[str, ...]  # What the user wants to run.
+    job: Job  # The job, with what runs in place of `command`.
+    # mpirun, machine: What starts it, and where.
     mpirun: Mpirun
     machine: Machine
-    variables: dict[str, str]
-    others: list[str]
-    warning: str
+    variables: dict[str, str]  # Set by options, for mpirun and the ranks.
+    others: list[str]  # The hosts where mpirun starts ranks by ssh.
+    warning: str  # On the number of ranks; or "".
 
     def composed(self, environ: Mapping[str, str]) -> LaunchCommand:
         """The command that starts the job. `environ` is the environment of mpirun."""

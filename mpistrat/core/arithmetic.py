@@ -45,13 +45,9 @@ IDENTITY = Scale()
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reduction:
-    """The arithmetic of an all-reduce: multiply by `prescale`, combine over the ranks with `op`, apply `scale`.
+    """The arithmetic of an all-reduce: multiply by `prescale`, combine over the ranks with `op`, apply `scale`."""
 
-    Attributes:
-        op: SUM, MIN, MAX or PRODUCT. An average is a sum whose scale divides.
-    """
-
-    op: ReduceOp
+    op: ReduceOp  # SUM, MIN, MAX or PRODUCT. An average is a sum whose scale divides.
     prescale: float = 1.0
     scale: Scale = IDENTITY
 

@@ -162,38 +162,24 @@ def _call(calls: list[_Call]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """The node of a graph that submits requests of one name.
+    """The node of a graph that submits requests of one name."""
 
-    Attributes:
-        place: Returns where the user's code makes the node. It takes milliseconds.
-        is_in_order: Whether the nodes of this name run in the order of the program, the same on all ranks.
-    """
-
-    place: Callable[[], str]
-    is_in_order: bool
+    place: Callable[[], str]  # Returns where the user's code makes the node. It takes milliseconds.
+    is_in_order: bool  # Whether the nodes of this name run in the order of the program, the same on all ranks.
 
 
 @dataclass
 class Entry:
-    """A submitted request with this rank's tensors, which stay unchanged until it is complete.
-
-    Attributes:
-        arrays: C-contiguous numpy arrays, or GpuTensors if the request's device is a GPU.
-        is_awaited: Whether the submitting thread blocks until the request is complete.
-        origin: The node that has submitted it; None: no graph has.
-        submitted: When it was submitted, as time.monotonic_ns(); 0: this rank has joined, and another one has.
-        agreed: When this rank learned that all ranks had submitted it.
-        number: Its place in the order in which the ranks of its process set execute, the same on all of them.
-    """
+    """A submitted request with this rank's tensors, which stay unchanged until it is complete."""
 
     request: Request
-    arrays: Sequence[Array]
+    arrays: Sequence[Array]  # C-contiguous numpy arrays, or GpuTensors if the request's device is a GPU.
     handle: Handle
-    is_awaited: bool = False
-    origin: Origin | None = None
-    submitted: int = 0
-    agreed: int = 0
-    number: int = 0
+    is_awaited: bool = False  # Whether the submitting thread blocks until the request is complete.
+    origin: Origin | None = None  # The node that has submitted it; None: no graph has.
+    submitted: int = 0  # When it was submitted, as time.monotonic_ns(); 0: this rank has joined, and another one has.
+    agreed: int = 0  # When this rank learned that all ranks had submitted it.
+    number: int = 0  # Its place in the order in which the ranks of its process set execute, the same on all of them.
 
     @property
     def nbytes(self) -> int:

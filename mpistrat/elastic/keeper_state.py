@@ -31,17 +31,11 @@ STAY_S = 300.0
 
 @dataclass(frozen=True)
 class Slot:
-    """A commit in the memory of a keeper.
+    """A commit in the memory of a keeper."""
 
-    Attributes:
-        id: Which one.
-        index: The number of the memory file, 0 or 1.
-        nbytes: Its size.
-    """
-
-    id: CommitId
-    index: int
-    nbytes: int
+    id: CommitId  # Which one.
+    index: int  # The number of the memory file, 0 or 1.
+    nbytes: int  # Its size.
 
 
 @dataclass(frozen=True)

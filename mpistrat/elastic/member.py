@@ -36,17 +36,11 @@ _CHECKPOINT = "commit.mpistrat"
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit of this process, or one that it has restored.
+    """A commit of this process, or one that it has restored."""
 
-    Attributes:
-        id: Which one.
-        snapshot: Returns the value, which no longer changes. Called in another thread.
-        step: Where the training is, for people.
-    """
-
-    id: CommitId
-    snapshot: Callable[[], Any]
-    step: str
+    id: CommitId  # Which one.
+    snapshot: Callable[[], Any]  # Returns the value, which no longer changes. Called in another thread.
+    step: str  # Where the training is, for people.
 
     def packed(self) -> Packed:
         """The commit, ready to be written."""

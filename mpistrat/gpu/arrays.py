@@ -19,17 +19,12 @@ from .nccl.types import NcclCommunicator
 
 @dataclass(frozen=True, eq=False)
 class GpuArray:
-    """C-contiguous elements in the memory of this rank's GPU.
+    """C-contiguous elements in the memory of this rank's GPU."""
 
-    Attributes:
-        address: The GPU's address of the first element.
-        owner: What keeps the memory alive.
-    """
-
-    address: int
+    address: int  # The GPU's address of the first element.
     shape: tuple[int, ...]
     dtype: np.dtype
-    owner: Any
+    owner: Any  # What keeps the memory alive.
 
     @property
     def size(self) -> int:
@@ -124,17 +119,11 @@ class GpuDevice(Protocol):
 
 
 class Allocated(NamedTuple):
-    """Memory for the results of a request.
+    """Memory for the results of a request."""
 
-    Attributes:
-        addresses: Of each result.
-        results: What the caller gets of each. It keeps the memory alive.
-        stream: Its work so far may still use the memory; None: no work uses it, or an event of the request comes after
-            that work.
-    """
-
-    addresses: Sequence[int]
-    results: list[Any]
+    addresses: Sequence[int]  # Of each result.
+    results: list[Any]  # What the caller gets of each. It keeps the memory alive.
+    # Its work so far may still use the memory; None: no work uses it, or an event of the request comes after that work.
     stream: RecordedStream | None
 
 

@@ -17,21 +17,16 @@ from .tree import Node
 
 @dataclass
 class EndedRanks:
-    """Ranks that have called shutdown(), and an engine that has failed.
+    """Ranks that have called shutdown(), and an engine that has failed."""
 
-    Attributes:
-        news: Each rank that has shut down since the last message, with the number of operations that it had completed.
-        completed: On rank 0, these numbers of all ranks that have shut down.
-        are_any: Whether some rank of the job has shut down.
-        failure: What went wrong in the engine of some rank, in words; None: nothing, or it has been passed on.
-        is_stall: Whether that was a stall.
-    """
-
+    # Each rank that has shut down since the last message, with the number of operations that it had completed.
     news: list[tuple[int, int]] = field(default_factory=list)
+    # On rank 0, these numbers of all ranks that have shut down.
     completed: dict[int, int] = field(default_factory=dict)
-    are_any: bool = False
+    are_any: bool = False  # Whether some rank of the job has shut down.
+    # What went wrong in the engine of some rank, in words; None: nothing, or it has been passed on.
     failure: str | None = None
-    is_stall: bool = False
+    is_stall: bool = False  # Whether that was a stall.
 
     def note(self, ended: tuple[tuple[int, int], ...]) -> None:
         """These ranks have shut down: (rank, completed operations)."""

@@ -55,15 +55,10 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class ErrorText:
-    """What to print of an exception.
+    """What to print of an exception."""
 
-    Attributes:
-        frames: The last frames of the user's code, outermost first, as Python prints them.
-        message: The whole message, with the class of the exception in front; no stacks of frameworks in it.
-    """
-
-    frames: str
-    message: str
+    frames: str  # The last frames of the user's code, outermost first, as Python prints them.
+    message: str  # The whole message, with the class of the exception in front; no stacks of frameworks in it.
 
     def __str__(self) -> str:
         return f"{self.frames}\n{self.message}" if self.frames else self.message

@@ -36,17 +36,11 @@ class End(enum.Enum):
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where the centre listens.
+    """Where the centre listens."""
 
-    Attributes:
-        addresses: The addresses of its host.
-        port: The port.
-        secret: Random bytes, which the others must know.
-    """
-
-    addresses: Sequence[str]
-    port: int
-    secret: bytes
+    addresses: Sequence[str]  # The addresses of its host.
+    port: int  # The port.
+    secret: bytes  # Random bytes, which the others must know.
 
 
 class Peers:

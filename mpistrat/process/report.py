@@ -54,19 +54,12 @@ _descriptor: int | None = None  # where mpirun reads, if stderr goes to a file
 
 @dataclass(frozen=True)
 class Report:
-    """Why a rank has failed.
+    """Why a rank has failed."""
 
-    Attributes:
-        rank: Its rank in MPI_COMM_WORLD.
-        host: The name of its host.
-        code: The exit code that it gives the job.
-        text: The user's frames and the message.
-    """
-
-    rank: int
-    host: str
-    code: int
-    text: ErrorText
+    rank: int  # Its rank in MPI_COMM_WORLD.
+    host: str  # The name of its host.
+    code: int  # The exit code that it gives the job.
+    text: ErrorText  # The user's frames and the message.
 
     def lines(self) -> list[str]:
         """The lines to print, each with its end."""

@@ -62,17 +62,12 @@ _all: "weakref.WeakSet[FirstSteps]" = weakref.WeakSet()
 
 @dataclass
 class _Exchange:
-    """The digests of all ranks.
+    """The digests of all ranks."""
 
-    Attributes:
-        place: Which of the lists of variables it is for. On other ranks it is the same, unless their programs differ.
-        labels: What users call the variables.
-        handle: Of the exchange, whose rows begin with the place.
-    """
-
+    # Which of the lists of variables it is for. On other ranks it is the same, unless their programs differ.
     place: int
-    labels: Sequence[str]
-    handle: Handle
+    labels: Sequence[str]  # What users call the variables.
+    handle: Handle  # Of the exchange, whose rows begin with the place.
 
 
 class FirstSteps:

@@ -28,19 +28,14 @@ SHARED = "_mpistrat_shared"
 
 @dataclass(frozen=True)
 class FileStatus:
-    """The status of a file on one rank.
+    """The status of a file on one rank."""
 
-    Attributes:
-        path: Its absolute path; "" if this is about no file.
-        error: The error there was: errno or None, whether it is an OSError, and the text.
-        stamp: Time of change and size of the file, as this rank sees it; None if there is none.
-        value: Anything else to send to the other ranks.
-    """
-
-    path: str = ""
+    path: str = ""  # Its absolute path; "" if this is about no file.
+    # The error there was: errno or None, whether it is an OSError, and the text.
     error: tuple[int | None, bool, str] | None = None
+    # Time of change and size of the file, as this rank sees it; None if there is none.
     stamp: tuple[int, int] | None = None
-    value: Any = None
+    value: Any = None  # Anything else to send to the other ranks.
 
 
 class _State(threading.local):

@@ -79,22 +79,15 @@ class Teller:
 
 @dataclass(frozen=True)
 class LastOperations:
-    """The last operations of one rank, and what it had submitted and the ranks had not agreed on.
+    """The last operations of one rank, and what it had submitted and the ranks had not agreed on."""
 
-    Attributes:
-        rank: Its rank in the job.
-        size: How many ranks the job has.
-        host: The name of its host.
-        offsets: How many nanoseconds the clocks of ranks are ahead of rank 0's, as far as this rank knows. Those that
-            are not in it are equal.
-        records: In order, with times of its own clock.
-    """
-
-    rank: int
-    size: int
-    host: str
+    rank: int  # Its rank in the job.
+    size: int  # How many ranks the job has.
+    host: str  # The name of its host.
+    # How many nanoseconds the clocks of ranks are ahead of rank 0's, as far as this rank knows. Those that are not in
+    # it are equal.
     offsets: Mapping[int, int] = field(default_factory=dict)
-    records: Sequence[Record] = ()
+    records: Sequence[Record] = ()  # In order, with times of its own clock.
 
     def lines(self) -> list[str]:
         """Lines of printable ASCII, which `from_lines` reads."""

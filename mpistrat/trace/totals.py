@@ -42,20 +42,14 @@ class StepCounter:
 
 @dataclass
 class Totals:
-    """The sums of a rank over the intervals in which it had collectives, without the first one, in which it starts.
+    """The sums of a rank over the intervals in which it had collectives, without the first one, in which it starts."""
 
-    Attributes:
-        seconds: The length of these intervals.
-        waiting_s, moving_s: The parts of it in which it waited for other ranks, and for the bytes.
-        steps: Steps of training in them; 0 where nothing counts them.
-        operations: Collectives in them.
-    """
-
-    seconds: float = 0.0
+    seconds: float = 0.0  # The length of these intervals.
+    # waiting_s, moving_s: The parts of it in which it waited for other ranks, and for the bytes.
     waiting_s: float = 0.0
     moving_s: float = 0.0
-    steps: int = 0
-    operations: int = 0
+    steps: int = 0  # Steps of training in them; 0 where nothing counts them.
+    operations: int = 0  # Collectives in them.
 
     def __post_init__(self) -> None:
         self._before: tuple[int, int] | None = None

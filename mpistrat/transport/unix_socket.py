@@ -26,14 +26,10 @@ _GONE = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE)
 
 @dataclass(frozen=True)
 class ChannelSockets:
-    """The sockets of one rank.
+    """The sockets of one rank."""
 
-    Attributes:
-        inbox: Receives the messages to this rank. No other rank has it.
-        outboxes: For each rank of the host, including this one, the socket to write to its inbox. All ranks have them.
-    """
-
-    inbox: socket.socket
+    inbox: socket.socket  # Receives the messages to this rank. No other rank has it.
+    # For each rank of the host, including this one, the socket to write to its inbox. All ranks have them.
     outboxes: Mapping[int, socket.socket]
 
     @staticmethod

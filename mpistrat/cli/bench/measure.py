@@ -24,27 +24,16 @@ _WARM_UP = 3
 
 @dataclass(frozen=True)
 class Point:
-    """The measurement of one case. Times are medians over the repetitions, each the time of the slowest rank.
+    """The measurement of one case. Times are medians over the repetitions, each the time of the slowest rank."""
 
-    Attributes:
-        case: Its name.
-        operation: The collective, a key of cases.OPERATIONS.
-        tensors: Number of arrays: of the group in an all-reduce, else 1.
-        nbytes: Bytes on each rank, before the collective.
-        ranks: Number of ranks.
-        mpistrat_s: Of mpistrat's collective, grouped in an all-reduce.
-        mpi_s: Of MPI's own collective on the same number of bytes; None with one rank.
-        memcpy_s: Of one memcpy of the same number of bytes, on all ranks at the same time.
-    """
-
-    case: str
-    operation: str
-    tensors: int
-    nbytes: int
-    ranks: int
-    mpistrat_s: float
-    mpi_s: float | None
-    memcpy_s: float
+    case: str  # Its name.
+    operation: str  # The collective, a key of cases.OPERATIONS.
+    tensors: int  # Number of arrays: of the group in an all-reduce, else 1.
+    nbytes: int  # Bytes on each rank, before the collective.
+    ranks: int  # Number of ranks.
+    mpistrat_s: float  # Of mpistrat's collective, grouped in an all-reduce.
+    mpi_s: float | None  # Of MPI's own collective on the same number of bytes; None with one rank.
+    memcpy_s: float  # Of one memcpy of the same number of bytes, on all ranks at the same time.
 
     @property
     def bus_bytes_per_s(self) -> float:
