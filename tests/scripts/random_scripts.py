@@ -297,6 +297,14 @@ def model_of(kind: str, way: Alone) -> tuple[Any, list[Any]]:
     return model, [hidden] if kind == "local" else []
 
 
+def set_weights(model: Any, values: Sequence[np.ndarray]) -> None:
+    """Set the weights, also those that a Normalization layer of Keras uses: they follow its own only after a load."""
+    model.set_weights(values)
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
+
+
 def data_of(draw: random.Random, rows: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Inputs, and a smooth function of them. The same on all ranks."""
     generator = np.random.default_rng(draw.randrange(10**9))
@@ -516,7 +524,7 @@ class Run:
             if how == "checkpoint":
                 tf.train.Checkpoint(model=self.model, optimizer=self.optimizer).restore(f"{path}-1").expect_partial()
             elif how == "arrays":
-                self.model.set_weights(saved)
+                set_weights(self.model, saved)
             else:
                 self.model.load_weights(path + ".weights.h5")
         if not on_all:
@@ -538,7 +546,7 @@ class Run:
                 self._own.build(self.model.trainable_variables)
             elif how in ("clone", "optimizer", "deserialized"):
                 optimizer, clone = self.optimizer, keras.models.clone_model(self.model)
-                clone.set_weights(self.model.get_weights())
+                set_weights(clone, self.model.get_weights())
                 if how == "clone":
                     clone.compile_from_config(self.model.get_compile_config())
                 else:
