@@ -187,8 +187,7 @@ def _connect_host(comm: "MPI.Intracomm", topology: Topology,
                   interruption: Interruption) -> tuple[HostLink, UnixSocketChannel]:
     """Connect the ranks of each host. Collective. The caller closes the HostLink.
 
-    Raises:
-        MpistratError: On all ranks, if the ranks of some host cannot be connected.
+    Raises MpistratError: On all ranks, if the ranks of some host cannot be connected.
     """
     link, channel, problem = None, None, ""
     try:
@@ -217,7 +216,6 @@ def _shared_memory(setup: _Setup, data_bytes: int, is_last: bool = True) -> Host
     """Allocate and map memory that the ranks of a host share. None on all ranks if any rank cannot. Collective.
 
     Args:
-        setup: See there.
         data_bytes: The bytes, without those of the counters.
         is_last: The caller does not try with less memory.
 

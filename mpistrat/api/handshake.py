@@ -45,10 +45,7 @@ class RankInfo:
 def exchange_info(mpi: ModuleType, comm: "MPI.Comm", hosts: Sequence[str] = ()) -> list[RankInfo]:
     """Return the RankInfo of every rank, in rank order. Collective over `comm`. It raises the errors of from_texts.
 
-    Args:
-        mpi: The module mpi4py.MPI.
-        comm: The ranks.
-        hosts: The host of each rank, if it is known: equal for those that share memory.
+    `hosts`: The host of each rank, if it is known: equal for those that share memory.
     """
     if hosts:
         memory_group = hosts.index(hosts[comm.Get_rank()])
@@ -75,8 +72,7 @@ def to_text(info: RankInfo) -> str:
 def from_texts(texts: Sequence[str]) -> list[RankInfo]:
     """The inverse of to_text, for the texts of all ranks.
 
-    Raises:
-        SettingsError: On all ranks, if they have different versions of mpistrat; names the versions.
+    Raises SettingsError: On all ranks, if they have different versions of mpistrat; names the versions.
     """
     received = [json.loads(text) for text in texts]
     versions = [each.get("versions", {}).get("mpistrat", "unknown") for each in received]

@@ -19,7 +19,6 @@ def bind(topology: Topology, cpus_of: Sequence[Sequence[int]], is_enabled: bool)
     CPUs; TensorFlow makes as many threads as there are CPUs when it runs its first operation.
 
     Args:
-        topology: Of all ranks of the job.
         cpus_of: The CPUs that each rank of the job may use.
         is_enabled: MPISTRAT_BIND.
     """

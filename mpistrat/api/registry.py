@@ -144,8 +144,7 @@ class Registry:
     def _exchange(self, value: object, name: str) -> list[Any]:
         """The values of all ranks of the job, by rank. Tuples arrive as lists. Collective.
 
-        Raises:
-            InvalidRequestError: On all ranks that call it. Ranks that wait in join() send none.
+        Raises InvalidRequestError: On all ranks that call it. Ranks that wait in join() send none.
         """
         received = [json.loads(text) for text in self._world.allgather_bytes(json.dumps(value).encode(), name)]
         if len(received) < self._world.topology.size:
@@ -180,8 +179,7 @@ class Registry:
     def _connect_all(self, sets: Sequence[Ranks]) -> list[Group | None]:
         """This rank's groups for sets, None for those that it is not in. Collective over all ranks of the job.
 
-        Raises:
-            MpistratError: On all ranks, if some rank cannot be connected. Then no group is left.
+        Raises MpistratError: On all ranks, if some rank cannot be connected. Then no group is left.
         """
         groups: list[Group | None] = []
         for ranks in sets:

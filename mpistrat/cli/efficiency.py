@@ -63,11 +63,7 @@ def run(options: argparse.Namespace, launched: Callable[[int, Mapping[str, str]]
 
 
 def speed_of(times: list[StepTimes], ranks: int, wanted: int) -> Speed:
-    """The speed of a job, given what its ranks have measured.
-
-    Raises:
-        LaunchError: They have measured nothing.
-    """
+    """The speed of a job, given what its ranks have measured. Raises LaunchError: They have measured nothing."""
     few = min((each.counted for each in times if not each.steps), default=0 if len(times) < ranks else None)
     if few is not None:
         what = f"{counted(few, 'step')}" if few else "a step that averages gradients"

@@ -64,7 +64,6 @@ def run_function(call: Call, options: Sequence[str], executable: str, start_time
 
     Args:
         call: The function with its arguments.
-        options: Of `mpistrat run`.
         executable: The Python of the ranks.
         start_timeout_s: Seconds within which the function must begin on the ranks.
         is_printed: Print the command of mpirun.
@@ -102,8 +101,7 @@ def _pickled(call: Call) -> bytes:
 def _launched(argv: Sequence[str], environ: dict[str, str], started: Path, start_timeout_s: float) -> int:
     """Do what `mpistrat run` does in a child process, which has ended when this returns. Returns its exit code.
 
-    Raises:
-        RunError: The ranks have not started in time.
+    Raises RunError: The ranks have not started in time.
     """
     process = subprocess.Popen([sys.executable, "-m", __name__, str(os.getpid()), *argv], env=environ,
                                stdin=subprocess.DEVNULL)

@@ -54,8 +54,7 @@ class HostList:
 def parse_list(text: str) -> HostList:
     """Parse `node1:4,node2:4`, the value of -H. A host without a number gets one rank, as with mpirun.
 
-    Raises:
-        LaunchError: An entry is not `host:slots`.
+    Raises LaunchError: An entry is not `host:slots`.
     """
     hosts = []
     for entry in text.split(","):
@@ -69,8 +68,7 @@ def parse_list(text: str) -> HostList:
 def read_hostfile(path: str) -> HostList:
     """Read a hostfile of either syntax.
 
-    Raises:
-        LaunchError: The file cannot be read, has no host, or has a line that neither MPI accepts (names the line).
+    Raises LaunchError: The file cannot be read, has no host, or has a line that neither MPI accepts (names the line).
     """
     try:
         path = os.path.expanduser(path)
@@ -119,9 +117,8 @@ def _parse_line(line: str, where: str) -> Host:
 def host_options(hosts: HostList, launcher: Launcher) -> tuple[str, ...]:
     """Return the options by which a launcher gets the hosts: the hostfile, or a list.
 
-    Raises:
-        LaunchError: A line of the hostfile has a key that a list cannot express, or lacks a number that this launcher
-            needs; or the numbers differ, and the launcher takes one for all hosts.
+    Raises LaunchError: A line of the hostfile has a key that a list cannot express, or lacks a number that this
+    launcher needs; or the numbers differ, and the launcher takes one for all hosts.
     """
     if hosts.readable_by(launcher):
         return launcher.hostfile, hosts.path

@@ -214,8 +214,7 @@ def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
 def identify(path: str) -> Mpirun:
     """Run `mpirun --version` to find which launcher it is, and its version.
 
-    Raises:
-        LaunchError: It fails, or the launcher is not known.
+    Raises LaunchError: It fails, or the launcher is not known.
     """
     try:
         done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -73,8 +73,7 @@ examples:
 def main(argv: list[str]) -> int:
     """Run the subcommand and return the exit code of the job.
 
-    Raises:
-        LaunchError: The input is wrong, or no mpirun is found.
+    Raises LaunchError: The input is wrong, or no mpirun is found.
     """
     options, passed, command = parse(argv)
     if options.check_build:
@@ -171,8 +170,7 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
          environ: Mapping[str, str], mpirun: Mpirun | None = None) -> Plan:
     """Decide how the job is started, given what `parse` returns, and the mpirun if it is known already.
 
-    Raises:
-        LaunchError: The input is wrong, or no mpirun is found.
+    Raises LaunchError: The input is wrong, or no mpirun is found.
     """
     if options.np is None:
         raise LaunchError(f"how many ranks? Say it with -np, for example: {EXAMPLE}")

@@ -122,7 +122,6 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
     Args:
         command: mpirun with its arguments.
         environ: The environment of this process, or what is to be in its place.
-        limits: Time limits.
         output: What is shown of mpirun's stderr.
         start: How the ranks start; None: they do not say that they start.
         speaker: The command that prints the last lines.

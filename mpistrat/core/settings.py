@@ -149,9 +149,8 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str]) -> "Settings":
         """Read the settings from `environ`.
 
-        Raises:
-            SettingsError: Unknown MPISTRAT_ names that are none of other programs, and values that are malformed or
-                out of range; names all of them.
+        Raises SettingsError: Unknown MPISTRAT_ names that are none of other programs, and values that are malformed or
+        out of range; names all of them.
         """
         by_env = {PREFIX + f.metadata["env"]: f for f in fields(cls)}
         values: dict[str, Any] = {}

@@ -157,11 +157,7 @@ class KeeperState:
     def asked_to_write(self, line: Hashable, commit: CommitId, is_copy: bool, now: float) -> list[Action]:
         """A rank has a commit to write. It gets the memory file that does not have the newest one.
 
-        Args:
-            line: Of the rank.
-            commit: Which one.
-            is_copy: Whether it was committed before, so that the keeper may have it.
-            now: The time.
+        `is_copy`: Whether it was committed before, so that the keeper may have it.
         """
         if line in self._ranks and not self._is_ending:
             self._writes.append(_Write(line, commit, is_copy))

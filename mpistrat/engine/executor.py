@@ -54,7 +54,6 @@ class Executor:
 
     Args:
         data: The collectives.
-        topology: The ranks.
         fusion_bytes: Size limit of a fusion buffer; 0: nothing is fused.
         device: Executes the entries of tensors on a GPU.
         observer: Gets the entries of tensors on the CPU that are complete.
@@ -80,7 +79,6 @@ class Executor:
         The device completes the handles of GPU tensors later.
 
         Args:
-            entries: The entries.
             all_ready: All ranks have agreed on the one entry knowing that `prepare` has returned True on each of them.
             divisor: What an average divides by; None: the number of ranks.
 

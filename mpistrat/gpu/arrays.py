@@ -38,11 +38,7 @@ class GpuArray:
 
 
 class CudaEvent(Protocol):
-    """An event of cupy: a GpuEvent without the stream.
-
-    Attributes:
-        ptr: The address of CUDA's event.
-    """
+    """An event of cupy: a GpuEvent without the stream. `ptr`: The address of CUDA's event."""
 
     ptr: int
 
@@ -135,7 +131,6 @@ class GpuTensors(Sequence[GpuArray]):
     its memory reused by work that the caller enqueues later, like any memory of that library.
 
     Attributes:
-        device: This rank's GPU.
         addresses, shapes, dtypes: Of each tensor.
         owner: What keeps their memory alive.
         streams: The contents are complete when these have done their work so far, and the memory of results is free.
@@ -171,9 +166,8 @@ class GpuTensors(Sequence[GpuArray]):
     def prepare(self, keeps_shapes: bool) -> None:
         """Record `ready`. Called once, before the request is submitted, by the thread that has made the tensors.
 
-        Args:
-            keeps_shapes: The results have the shapes of the tensors. They are allocated before the events, which so
-                come after all work that may still use their memory.
+        `keeps_shapes`: The results have the shapes of the tensors. They are allocated before the events, which so come
+        after all work that may still use their memory.
         """
         with self.device.current():
             if keeps_shapes:

@@ -40,7 +40,6 @@ class GpuExecutor(DeviceExecutor):
     """Executes lists of entries that are the same on all ranks. See interfaces.DeviceExecutor. One thread at a time.
 
     Args:
-        topology: The ranks.
         host: The data plane for CPU tensors of these ranks.
         settings: The same on all ranks.
         observer: Gets the entries that are complete.

@@ -187,8 +187,7 @@ class AnswerWatch:
     def check(self, now: float, limit_s: float) -> None:
         """To be called in every cycle, once the messages that have come are read.
 
-        Raises:
-            StallError: Rank 0 has not decided within `limit_s` and the time that its answer may take.
+        Raises StallError: Rank 0 has not decided within `limit_s` and the time that its answer may take.
         """
         if not self._since:
             return

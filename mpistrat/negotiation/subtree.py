@@ -98,7 +98,6 @@ class Subtree:
     A *source* is this rank itself, or a child with all ranks under it.
 
     Args:
-        topology: Where the ranks are.
         cache_capacity: How many requests get a number.
 
     Attributes:
@@ -150,11 +149,7 @@ class Subtree:
         return self.pending if self.joined.pending is None else {**self.pending, JOIN.name: self.joined.pending}
 
     def request_of(self, number: int, sender: int) -> Request:
-        """The request for which `sender` has sent `number`.
-
-        Raises:
-            MessageError: The number stands for no request.
-        """
+        """The request for which `sender` has sent `number`. Raises MessageError: The number stands for no request."""
         request = self.numbers.request_of.get(number)
         if request is None:
             raise MessageError(f"rank {self.topology.job_ranks[sender]} sent the number {number}, which stands for no "

@@ -89,8 +89,7 @@ class Peers:
     def await_all(self, limit_s: float) -> None:
         """On the centre: wait until the lines of all ranks are there.
 
-        Raises:
-            OSError: None of those that are missing has arrived for `limit_s`.
+        Raises OSError: None of those that are missing has arrived for `limit_s`.
         """
         with self._changed:
             while missing := len(self._missing):
@@ -100,8 +99,7 @@ class Peers:
     def connect(self, invitation: Invitation, rank: int, limit_s: float) -> Line:
         """On another rank: connect to rank `rank`, and return the line, whose reader this object is.
 
-        Raises:
-            OSError: It cannot be reached within `limit_s`; with a problem for each address.
+        Raises OSError: It cannot be reached within `limit_s`; with a problem for each address.
         """
         line = connect([(address, invitation.port) for address in invitation.addresses], invitation.secret, limit_s)
         line.send(rank=self._rank)
@@ -111,8 +109,7 @@ class Peers:
     def watch(self, when_ended: Callable[[int, End], None] = lambda *_: None) -> None:
         """Notice the ends of peers from now on.
 
-        Args:
-            when_ended: Called with each peer that ends, and how it has ended, in a thread of this object.
+        `when_ended`: Called with each peer that ends, and how it has ended, in a thread of this object.
         """
         self._thread = threading.Thread(target=self._run, args=(when_ended,), name="mpistrat-peers", daemon=True)
         self._thread.start()

@@ -33,8 +33,7 @@ class StepTimes:
 class StepTimer:
     """Times the steps of this rank until there were `last`.
 
-    Attributes:
-        is_in_fit: Whether fit counts the steps, so that averagings of gradients do not.
+    `is_in_fit`: Whether fit counts the steps, so that averagings of gradients do not.
     """
 
     def __init__(self, last: int, rank: int):

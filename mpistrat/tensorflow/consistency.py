@@ -75,7 +75,6 @@ class FirstSteps:
 
     Args:
         name: The same on all ranks.
-        process_set: The ranks that reduce.
         is_of_tapes: There may be several in a step, or a new one in each step. Reductions for other variables are
             looked at on their own.
         way_out: How each rank gets data of its own, for the warning.
@@ -116,8 +115,7 @@ class FirstSteps:
     def conclude(self) -> None:
         """Decide now, if an epoch ends after two or three steps. All ranks call it, after as many reductions.
 
-        Raises:
-            MismatchError: On every rank, when the ranks train different weights.
+        Raises MismatchError: On every rank, when the ranks train different weights.
         """
         if not self._has_joined and not self.is_done:
             self._require_equal_weights()

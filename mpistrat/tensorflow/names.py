@@ -152,9 +152,8 @@ class OptimizerName:
     def __call__(self) -> str:
         """The name. The optimizer begins to average.
 
-        Raises:
-            InvalidRequestError: The optimizer was not made in the main thread, and another thread, which the ranks
-                cannot distinguish from this one, may have made it.
+        Raises InvalidRequestError: The optimizer was not made in the main thread, and another thread, which the ranks
+        cannot distinguish from this one, may have made it.
         """
         if self._original is not None:
             return f"{self._original()}/copy{self._number}"

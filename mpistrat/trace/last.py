@@ -35,7 +35,6 @@ class Teller:
     """Keeps the last operations of this rank, and tells them. The tracer calls it.
 
     Args:
-        topology: The ranks of the job.
         offsets: See Tracer.
         tell: Takes the lines of LastOperations.
 
@@ -96,11 +95,7 @@ class LastOperations:
 
 
 def from_lines(lines: Sequence[str]) -> LastOperations:
-    """The inverse of LastOperations.lines.
-
-    Raises:
-        ValueError: A line was cut, or is of another version.
-    """
+    """The inverse of LastOperations.lines. Raises ValueError: A line was cut, or is of another version."""
     try:
         head, *messages = (zlib.decompress(b64decode(line, validate=True)) for line in lines)
         rank, size, host, offsets = json.loads(head)
@@ -117,8 +112,7 @@ def _encode(message: bytes) -> bytes:
 def save(told: Iterable[Sequence[str]]) -> str:
     """Write a timeline to a new file of FAILURES, in the current directory. Returns a sentence on it; "" without one.
 
-    Args:
-        told: The lines of each rank. A rank whose lines were cut is left out.
+    `told`: The lines of each rank. A rank whose lines were cut is left out.
     """
     ranks = []
     for lines in told:

@@ -27,8 +27,7 @@ class StepCounter:
     def add(self, request: Request) -> int:
         """The step that a request belongs to, from 0; NO_STEP before the first one.
 
-        Args:
-            request: They come in the order in which they were executed.
+        `request`: They come in the order in which they were executed.
         """
         # Gradients are the only reductions that have the user's names of the tensors.
         if request.labels and request.kind is CollectiveType.ALLREDUCE:

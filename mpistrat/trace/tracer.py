@@ -45,7 +45,6 @@ class Tracer(Observer):
     """Reads the rings of this rank's engines. `start` begins, `stop` and then `close` end.
 
     Args:
-        topology: The ranks of the job.
         offsets: The offset of each rank's clock. Rank 0 uses it.
         environ: See StatusFile.
         place: Returns where in the script this rank is, for sentences on a rank that is slow.

@@ -44,7 +44,6 @@ class FdExchange:
     """One rank's side of the exchange. The first rank of the host calls `give`, the others `take`; then all `close`.
 
     Args:
-        rank: This rank.
         local_ranks: The ranks of this host.
         interruption: Ends `give`; None: nothing does.
 
@@ -138,8 +137,7 @@ class FdExchange:
     def take(self, invitation: Invitation) -> list[int]:
         """Receive this rank's descriptors from the first rank of the host, in order. They are close-on-exec.
 
-        Raises:
-            OSError: The first rank sends nothing, or another process answers in its place.
+        Raises OSError: The first rank sends nothing, or another process answers in its place.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             # Unlike settimeout, this limit makes connect wait while the backlog of the listener is full.

@@ -58,8 +58,7 @@ class ChannelSockets:
     def over(descriptors: Sequence[int], ranks: Sequence[int]) -> "ChannelSockets":
         """Wrap received descriptors: the inbox, and the outboxes in the order of `ranks`.
 
-        Raises:
-            OSError: A descriptor is not such a socket. All descriptors are still open.
+        Raises OSError: A descriptor is not such a socket. All descriptors are still open.
         """
         made: list[socket.socket] = []
         try:
@@ -151,8 +150,7 @@ class UnixSocketChannel:
     def receive(self) -> list[tuple[int, bytes]]:
         """The messages that have arrived, as (sender, message). Does not wait.
 
-        Raises:
-            MessageError: A malformed datagram has arrived.
+        Raises MessageError: A malformed datagram has arrived.
         """
         messages: list[tuple[int, bytes]] = []
         while True:

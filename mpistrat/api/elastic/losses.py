@@ -38,7 +38,6 @@ class Losses:
     """Watches the other ranks from its construction until `stop` is called.
 
     Args:
-        topology: All ranks of the job.
         comm: These ranks; None for one rank.
         processes: Those of the other ranks of this host, by rank.
         stopped_limit_s: Seconds after which a rank that is stopped is killed; 0: never.

@@ -77,8 +77,6 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
     """Measure one case. Collective.
 
     Args:
-        name: Its name.
-        case: The case.
         comm: All ranks, for MPI's own collective only; None with one rank.
         repeats: Number of repetitions; the default depends on the bytes.
         begin: Called before each of `measurements`, with its name and that of the case. Nothing is measured meanwhile.
@@ -112,10 +110,7 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
 def _median(action: Callable[[], object], repeats: int | None, nbytes: int) -> float:
     """Return the median seconds of the calls, each the time of the slowest rank. Collective.
 
-    Args:
-        action: What is called.
-        repeats: How often; None: by the bytes, and no longer than LIMIT_S.
-        nbytes: Of the case.
+    `repeats`: How often; None: by the bytes, and no longer than LIMIT_S.
     """
     warm = min(_seconds(action, _WARM_UP))
     if repeats is None:

@@ -91,11 +91,7 @@ def has_terminal(environ: Mapping[str, str]) -> bool:
 
 
 class Table:
-    """A table with aligned columns, of which each row can be printed as soon as its case is measured.
-
-    Args:
-        cases: The cases that will have a row.
-    """
+    """A table with aligned columns, of which each row can be printed as soon as its case is measured."""
 
     def __init__(self, cases: Mapping[str, Case]):
         names = ["case", *cases]

@@ -37,8 +37,7 @@ class Words:
 def understand(text: bytes) -> Words | None:
     """Return a text of mpirun as Words, or None if it is not about the end of a process.
 
-    Args:
-        text: A line, or the lines from a rule to the next rule, with both.
+    `text`: A line, or the lines from a rule to the next rule, with both.
     """
     flat = b" ".join(text.split())
     for launcher in STARTED:

@@ -72,8 +72,7 @@ def block_count(table: np.ndarray) -> int:
 class KeptCopies:
     """The tables of launches that copy arrays of the same sizes again and again, between other addresses.
 
-    Args:
-        counts: Elements of each array.
+    `counts`: Elements of each array.
     """
 
     def __init__(self, counts: Sequence[int]):

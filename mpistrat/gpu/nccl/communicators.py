@@ -37,8 +37,6 @@ def make_communicators(make: Callable[[], Iterable[NcclCommunicator]], device: G
 
     Args:
         make: Makes this rank's communicators, and may wait for the other ranks. Called in another thread.
-        device: This rank's GPU.
-        rank: This rank.
         exchange: An exchange among the same ranks, which must not depend on `make`.
         limit_s: Seconds after which it fails; 0: never.
         clock: Seconds, from any origin.

@@ -100,7 +100,6 @@ def stream_for(device: "Device", where: str, process_set: int = 0) -> Found | No
     """What stands for TensorFlow's compute stream; None if no way works, which is warned about once.
 
     Args:
-        device: This rank's GPU.
         where: TensorFlow's name of it.
         process_set: The id of the process set of the collective.
     """

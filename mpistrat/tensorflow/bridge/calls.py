@@ -39,7 +39,6 @@ class CallSite:
 
     Args:
         name: The name of the collective, without the thread.
-        process_set: The id of the process set.
 
     Attributes:
         needs_name: Whether the ranks must be able to distinguish the thread from all others.
@@ -151,8 +150,7 @@ def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
 def observed_call(sites: Sequence[CallSite], call: Callable[..., Any], *args: object) -> Any:
     """Return `call(*args)`, which runs a graph with these sites in this thread.
 
-    Raises:
-        RanksLostError: Ranks were lost meanwhile.
+    Raises RanksLostError: Ranks were lost meanwhile.
     """
     try:
         _enter(sites)
@@ -170,8 +168,7 @@ def observed_call(sites: Sequence[CallSite], call: Callable[..., Any], *args: ob
 def _enter(sites: Sequence[CallSite]) -> None:
     """A call of this thread begins.
 
-    Raises:
-        InvalidRequestError: Another thread runs one of the nodes; or as names.prefix.
+    Raises InvalidRequestError: Another thread runs one of the nodes; or as names.prefix.
     """
     needs_name = False
     for site in sites:

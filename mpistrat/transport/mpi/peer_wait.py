@@ -29,7 +29,6 @@ class PeerWait:
     """Waits of one rank for others.
 
     Args:
-        topology: Where the ranks are.
         peers: The ranks that it may wait for.
         limit_s: Seconds after which a wait fails; 0: never.
         interruption: Ends waits; None: nothing does.

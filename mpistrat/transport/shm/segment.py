@@ -50,9 +50,7 @@ class HostMemory:
     """A block of zeroed memory that the ranks of a host share.
 
     Args:
-        memory: The block.
         index: This rank's position among the ranks of the host.
-        ranks: The ranks of the host.
         limit_s: Seconds after which a wait for another rank fails; 0: never.
         topology: Where all ranks are; None: all ranks are on this host.
         interruption: Ends waits; None: nothing does.
@@ -128,8 +126,7 @@ class HostMemory:
     def abandon(self, is_stalled: bool = False) -> None:
         """Make waits of other ranks for this one fail, now and later. Only the first call has an effect.
 
-        Args:
-            is_stalled: This rank leaves because it has waited too long for others.
+        `is_stalled`: This rank leaves because it has waited too long for others.
         """
         self._acquire(False)  # A Ctrl-C inside of a fence may have left the lock released.
         if not self.words[self._first + _ABANDONED]:
