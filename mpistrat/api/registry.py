@@ -35,17 +35,13 @@ class Registry:
         world: All ranks of the job.
         settings: The same on all ranks.
         interruption: Ends the waits of all groups.
-
-    Attributes:
-        groups: The groups of the sets that this rank is in, by id; 0 is `world`.
-        ranks_of: The ranks of each set but that of all ranks, by id.
     """
 
     def __init__(self, world: Group, settings: Settings, interruption: Interruption):
-        self.groups: dict[int, Group] = {0: world}
+        self.groups: dict[int, Group] = {0: world}  # The groups of the sets that this rank is in, by id; 0 is `world`.
         self._world, self._settings, self._interruption = world, settings, interruption
         self._sets: dict[int, ProcessSet] = {0: global_process_set}
-        self.ranks_of: dict[int, Ranks] = {}
+        self.ranks_of: dict[int, Ranks] = {}  # The ranks of each set but that of all ranks, by id.
         self._ids = itertools.count(1)
         global_process_set.bind(0, group=world)
 

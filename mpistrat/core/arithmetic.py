@@ -18,14 +18,11 @@ class Scale:
     """Multiplies a reduced value by `factor` and divides it by `divisor` (a number of ranks), before it is rounded.
 
     Integers are divided exactly and truncated toward zero.
-
-    Attributes:
-        is_identity: Whether `apply` leaves values unchanged.
     """
 
     def __init__(self, factor: float = 1.0, divisor: int = 1):
         self.factor, self.divisor = factor, divisor
-        self.is_identity = factor == 1.0 and divisor == 1
+        self.is_identity = factor == 1.0 and divisor == 1  # Whether `apply` leaves values unchanged.
 
     def apply(self, source: np.ndarray, target: np.ndarray) -> None:
         """Write the scaled `source` to `target`. Both have the same shape, and may be the same memory.

@@ -50,17 +50,13 @@ class Handle:
     It has no lock: a signal handler may interrupt any statement, and wait for another handle while the lock is held.
     Operations on lists are atomic, and what waits is added before `is_done` is read, which is set before what waits is
     read.
-
-    Attributes:
-        name: The name of the collective.
-        is_done: Whether the collective has a result or an error.
     """
 
     __slots__ = ("_arrays", "_callbacks", "_error", "_waiters", "is_done", "name")
 
     def __init__(self, name: str):
-        self.name = name
-        self.is_done = False
+        self.name = name  # The name of the collective.
+        self.is_done = False  # Whether the collective has a result or an error.
         # One lock per waiting thread, held until the handle is done. Takes a third of the time of a threading.Event.
         self._waiters: list[threading.Lock] = []
         self._arrays: list[Any] = []

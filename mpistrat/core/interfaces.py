@@ -233,13 +233,11 @@ class Observer:
 
     This base class is for an engine that nobody watches. The messages travel over the control plane of all ranks, along
     the tree of negotiation: from rank 0 to all other ranks, from another rank to rank 0.
-
-    Attributes:
-        outgoing: What the engine is to send, in order. Any thread may append, and then wakes the engine. The engine
-            sends one after the other, so that the messages of the negotiation need not wait for many of them.
     """
 
     def __init__(self) -> None:
+        # What the engine is to send, in order. Any thread may append, and then wakes the engine. The engine sends one
+        # after the other, so that the messages of the negotiation need not wait for many of them.
         self.outgoing: deque[bytes] = deque()
 
     def add(self, entry: Entry, bucket: int, began: int, ended: int) -> None:

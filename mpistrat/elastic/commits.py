@@ -32,9 +32,6 @@ class Packed:
 
     Args:
         value: Anything that can be encoded.
-
-    Attributes:
-        nbytes: The size of the commit.
     """
 
     def __init__(self, value: object):
@@ -46,7 +43,7 @@ class Packed:
             start += -start % _ALIGNMENT
             self._parts.append((start, part))
             start += part.nbytes
-        self.nbytes = start
+        self.nbytes = start  # The size of the commit.
 
     def write(self, memory: memoryview) -> None:
         """Write the commit to the first `nbytes` bytes of `memory`."""

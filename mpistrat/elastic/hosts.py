@@ -10,18 +10,14 @@ class Hosts:
     Args:
         cooldown_s: How long a lost host is left out, the first time and at most; each loss doubles the time.
         own: Names of the supervisor's host, which is there as long as the job.
-
-    Attributes:
-        slots: The number of ranks for each host that discovery has found.
-        kept: Those with a keeper.
     """
 
     def __init__(self, cooldown_s: tuple[float, float], own: Collection[str] = ()):
         self._cooldown_s, self._own = cooldown_s, own
         self._cooled: dict[str, tuple[float, int]] = {}  # until when a host is left out, and how often it was
         self._gone: dict[str, tuple[float, str]] = {}  # whose keeper is gone: since when, and why
-        self.slots: dict[str, int] = {}
-        self.kept: set[str] = set()
+        self.slots: dict[str, int] = {}  # The number of ranks for each host that discovery has found.
+        self.kept: set[str] = set()  # Those with a keeper.
 
     def usable(self, least: int, now: float) -> dict[str, int]:
         """The number of ranks for each host where they may start.

@@ -58,9 +58,6 @@ class Executor:
         device: Executes the entries of tensors on a GPU.
         observer: Gets the entries of tensors on the CPU that are complete.
         finite: Looks at the gradients among the results; None: nobody does.
-
-    Attributes:
-        data, device: The arguments.
     """
 
     def __init__(self, data: DataPlane, topology: Topology, fusion_bytes: int, device: DeviceExecutor,

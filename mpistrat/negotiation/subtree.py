@@ -53,15 +53,12 @@ class RequestNumbers:
 
     Args:
         capacity: How many requests get a number.
-
-    Attributes:
-        request_of: The request that each number stands for.
     """
 
     def __init__(self, capacity: int):
         self._capacity = capacity
         self._number_of: dict[tuple[Request, bool], int] = {}
-        self.request_of: dict[int, Request] = {}
+        self.request_of: dict[int, Request] = {}  # The request that each number stands for.
         self._seen_once: OrderedDict[tuple[Request, bool], None] = OrderedDict()  # on rank 0
 
     def number_of(self, request: Request) -> int | None:

@@ -51,9 +51,6 @@ class Line:
         connection: Both ends of it have proved that they know the secret.
         own: The address of this end: IP address and port, or of a Unix socket its name.
         peer: That of the other end.
-
-    Attributes:
-        own, peer: The arguments.
     """
 
     def __init__(self, connection: "Connection[bytes, bytes]", own: Address, peer: Address):

@@ -50,13 +50,11 @@ class Peers:
         rank: This rank.
         probes: Seconds between two probes, at least 1, and seconds without an answer after which a host is lost; None:
             those of a line.
-
-    Attributes:
-        died: Ranks that have died, or whose host is lost, as far as this rank, or a peer that has left, knows.
     """
 
     def __init__(self, rank: int, probes: tuple[float, float] | None = None):
         self._rank, self._probes = rank, probes
+        # Ranks that have died, or whose host is lost, as far as this rank, or a peer that has left, knows.
         self.died: set[int] = set()
         self._lines: dict[Line, int] = {}  # of peers that have not ended
         self._left: list[Line] = []  # of peers that have left, and still want to know when this rank leaves

@@ -37,10 +37,6 @@ class Teller:
     Args:
         offsets: See Tracer.
         tell: Takes the lines of LastOperations.
-
-    Attributes:
-        has_failed: A rank has failed.
-        has_told: Set when the lines were told.
     """
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], tell: Callable[[list[str]], None]):
@@ -48,8 +44,8 @@ class Teller:
         self._last: deque[_Kept] = deque(
             maxlen=max(TOLD_OPERATIONS_LEAST, min(TOLD_OPERATIONS, TOLD_OPERATIONS_OF_ALL // topology.size)))
         self._in_flight: list[_Kept] = []
-        self.has_failed = False
-        self.has_told = threading.Event()
+        self.has_failed = False  # A rank has failed.
+        self.has_told = threading.Event()  # Set when the lines were told.
 
     def keep(self, operation: Operation, traced: Traced, step: int) -> None:
         """An operation is complete. In the order in which they were."""

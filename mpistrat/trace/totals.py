@@ -15,13 +15,10 @@ class StepCounter:
 
     So it is a step of the distributed optimizer, of the tape or of the strategy. Two optimizers with names of their own
     that take turns make one step.
-
-    Attributes:
-        steps: How many have begun.
     """
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = 0  # How many have begun.
         self._names: set[tuple[int, str]] = set()
 
     def add(self, request: Request) -> int:

@@ -47,9 +47,6 @@ class FdExchange:
         local_ranks: The ranks of this host.
         interruption: Ends `give`; None: nothing does.
 
-    Attributes:
-        invitation: For the other ranks of the host; None on these, and if there are none.
-
     Raises:
         OSError: This rank cannot listen.
     """
@@ -57,6 +54,7 @@ class FdExchange:
     def __init__(self, rank: int, local_ranks: Sequence[int], interruption: Interruption | None = None):
         self._rank, self._giver, self._interruption = rank, local_ranks[0], interruption or Interruption()
         self._listener: socket.socket | None = None
+        # For the other ranks of the host; None on these, and if there are none.
         self.invitation: Invitation | None = None
         if rank == self._giver and len(local_ranks) > 1:
             # The name is random, so no other process can have bound it.

@@ -31,15 +31,12 @@ class Output:
     Args:
         steps: The number of measurements.
         is_chief: Whether this is rank 0.
-
-    Attributes:
-        bar: The bar, if there is one.
     """
 
     def __init__(self, steps: int, is_chief: bool):
         self._is_chief = is_chief
         self._begun = 0
-        self.bar: rich.progress.Progress | None = None
+        self.bar: rich.progress.Progress | None = None  # The bar, if there is one.
         if is_chief and has_terminal(os.environ) and find_spec("rich") is not None:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
