@@ -74,7 +74,6 @@ class _Setup:
 
     @property
     def remote_ranks(self) -> list[int]:
-        """The ranks of other hosts."""
         return [rank for rank in range(self.topology.size) if rank not in self.topology.local_ranks]
 
 

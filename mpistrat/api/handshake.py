@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class RankInfo:
     """What a rank sends to all others in init()."""
 
-    host: str  # The name of its host.
+    host: str
     memory_group: int  # The lowest of the ranks that share memory with it.
     settings: Settings | None  # Its settings; None if they are not valid.
     problem: str  # What is wrong with its settings, or "".

@@ -55,7 +55,7 @@ class Handle:
     __slots__ = ("_arrays", "_callbacks", "_error", "_waiters", "is_done", "name")
 
     def __init__(self, name: str):
-        self.name = name  # The name of the collective.
+        self.name = name
         self.is_done = False  # Whether the collective has a result or an error.
         # One lock per waiting thread, held until the handle is done. Takes a third of the time of a threading.Event.
         self._waiters: list[threading.Lock] = []

@@ -68,7 +68,7 @@ class ResultPool:
     def __init__(self, spare_bytes: int = SPARE_RESULT_BYTES):
         self._blocks: dict[int, deque[_Block]] = {}  # by size; least recently taken, or seen in use, first
         self._spare_bytes = self._limit = spare_bytes
-        self.nbytes = 0  # Bytes of all blocks.
+        self.nbytes = 0
         self._round = 0
         self._next_drop_at = IDLE_RESULT_ROUNDS
 

@@ -22,7 +22,7 @@ class Process:
 class Generation:
     """The generation that runs."""
 
-    number: int  # Its number.
+    number: int
     ranks: int  # How many it has started with.
     hosts: dict[str, int]  # The number of ranks for each host.
     processes: dict[tuple[str, int], Process] = field(default_factory=dict)  # By host and process number.

@@ -1,6 +1,5 @@
 """The hosts of an elastic job: where a generation may start, and which hosts are left out for a while. Pure."""
 
-import math
 from collections.abc import Collection
 
 
@@ -26,13 +25,10 @@ class Hosts:
         to wait would help nobody.
         """
         there = {host: slots for host, slots in self.slots.items() if slots > 0}
-        found = {host: slots for host, slots in there.items() if not self._is_cooled(host, now)}
+        found = {host: slots for host, slots in there.items() if self._cooled.get(host, (now, 0))[0] <= now}
         if sum(found.values()) >= least:
             return found
         return {host: slots for host, slots in there.items() if host in found or host in self.kept or host in self._own}
-
-    def _is_cooled(self, host: str, now: float) -> bool:
-        return self._cooled.get(host, (-math.inf, 0))[0] > now
 
     def cool(self, host: str, now: float) -> None:
         """Leave a host out for a while."""

@@ -78,7 +78,6 @@ class _Rank:
     has_ended: bool = False
 
     def hello(self) -> Tell:
-        """What the supervisor is told of it."""
         return Tell(None, {"kind": "hello", "rank": self.rank, "pid": self.pid, "generation": self.generation,
                            "connected": self.is_connected})
 

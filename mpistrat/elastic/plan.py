@@ -158,7 +158,6 @@ class Plan:
         return None if process is None or process.state != "runs" else (running, process)
 
     def _note_end(self, host: str, pid: int) -> None:
-        """Note how a process has ended of a generation that is over."""
         if pid in self._awaited.get(host, ()):
             self._awaited[host].discard(pid)
             if not self._awaited[host]:

@@ -166,7 +166,7 @@ class Coordinator:
         requests += self._incomplete_to_pass_on(now)
         failure, ended.failure = ended.failure, None
         new_ended, new_joined, ends_vote = ended.take_news(), subtree.joined.take_news(), subtree.take_vote_end()
-        places = subtree.take_places()
+        places, subtree.places = tuple(subtree.places.items()), {}
         if not (ids or requests or new_ended or failure or ends_vote or new_joined or places):
             return None
         return Announcement(tuple(ids), tuple(requests), new_ended, failure, ends_vote,

@@ -41,11 +41,6 @@ class JoinedRanks:
         news, self._news = tuple(self._news), []
         return news
 
-    def note_progress(self, now: float) -> None:
-        """Restart the age of the join, for reports of stalls: the other ranks make progress."""
-        if self.pending is not None:
-            self.pending.since = now
-
     def clear(self) -> None:
         """All ranks have joined."""
         self._news, self.ranks, self.pending = [], [], None

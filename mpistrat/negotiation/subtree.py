@@ -136,11 +136,6 @@ class Subtree:
         asked, self.must_end_vote = self.must_end_vote, False
         return asked
 
-    def take_places(self) -> tuple[tuple[int, str], ...]:
-        """What ranks have answered since the last call."""
-        places, self.places = tuple(self.places.items()), {}
-        return places
-
     def incomplete(self) -> dict[str, Pending]:
         """What some ranks miss, by name, with the join if some ranks have joined."""
         return self.pending if self.joined.pending is None else {**self.pending, JOIN.name: self.joined.pending}

@@ -66,7 +66,7 @@ class ErrorText:
 
 def describe(error: BaseException, trace: TracebackType | None) -> ErrorText:
     """Return what to print of an exception."""
-    every = frames_of(traceback.extract_tb(trace))
+    every = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(trace)]
     frames = [frame for frame in every if is_users(frame.file)]
     inner, message = split_message(error)
     frames += [frame for frame in inner if is_users(frame.file) and frame not in frames]
@@ -74,11 +74,6 @@ def describe(error: BaseException, trace: TracebackType | None) -> ErrorText:
     shown = (frames or every)[-MOST_FRAMES:]
     advice = [line for part, line in _ADVICE.items() if part in message]
     return ErrorText("\n".join(map(str, shown)), "\n".join([message, *advice, *_causes(error)]))
-
-
-def frames_of(stack: Iterable[traceback.FrameSummary]) -> list[Frame]:
-    """The frames that the module traceback has extracted."""
-    return [Frame(each.filename, each.lineno or 0, each.name) for each in stack]
 
 
 def is_users(file: str) -> bool:

@@ -140,7 +140,6 @@ class Peers:
         self._woken.close()
 
     def _greet(self, line: Line) -> None:
-        """Take the line of a missing rank, in a thread of its own."""
         try:
             rank = line.receive()["rank"]
         except OSError:

@@ -57,7 +57,7 @@ class Report:
     """Why a rank has failed."""
 
     rank: int  # Its rank in MPI_COMM_WORLD.
-    host: str  # The name of its host.
+    host: str
     code: int  # The exit code that it gives the job.
     text: ErrorText  # The user's frames and the message.
 

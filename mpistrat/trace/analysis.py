@@ -19,7 +19,7 @@ _OWN = re.compile(r"check/|elastic\.|(?:.*/)?optimizer\d+/(?:fit|callbacks|weigh
 class RankTime:
     """Where the time of one rank went, as shares of the whole timeline. The first four add up to 1."""
 
-    rank: int  # The rank.
+    rank: int
     computing: float  # No operation was outstanding.
     waiting: float  # An operation was outstanding, which some rank had not submitted.
     agreeing: float  # All ranks had submitted what was outstanding, and nothing was reduced: negotiation and queue.
@@ -32,7 +32,7 @@ class RankTime:
 class Straggler:
     """A rank that came last."""
 
-    rank: int  # The rank.
+    rank: int
     operations: int  # In how many operations it was the last.
     late_s: float  # How late it was in them after the first rank, the median.
     cost_s: float  # For how long some rank has waited for it.
@@ -51,7 +51,7 @@ class Unfused:
 class Unfinished:
     """An operation on which the ranks had not agreed when the job failed."""
 
-    name: str  # Its name.
+    name: str
     waiting: tuple[int, ...]  # The ranks that had submitted it.
     missing: tuple[int, ...]  # Those that had not.
     absent: int  # How many more take part, of which the timeline has nothing.
@@ -71,7 +71,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Analysis:
-    """See above."""
+    """What the records of a timeline say."""
 
     seconds: float  # From the first submission to the last result.
     steps: int  # How many steps of training the timeline has.

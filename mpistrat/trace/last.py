@@ -78,7 +78,7 @@ class LastOperations:
 
     rank: int  # Its rank in the job.
     size: int  # How many ranks the job has.
-    host: str  # The name of its host.
+    host: str
     # How many nanoseconds the clocks of ranks are ahead of rank 0's, as far as this rank knows. Those that are not in
     # it are equal.
     offsets: Mapping[int, int] = field(default_factory=dict)

@@ -23,10 +23,10 @@ class Record(NamedTuple):
     """An operation of one rank. Times are nanoseconds, in a message of that rank's clock, in a timeline of rank 0's."""
 
     rank: int  # The rank of the job.
-    process_set: int  # The id of the process set.
+    process_set: int
     ranks: int  # How many ranks the set has.
     backend: str  # What reduces tensors on CPUs.
-    name: str  # The name of the operation.
+    name: str
     kind: str  # "allreduce" and so on, a value of CollectiveType.
     op: str  # The reduction; "" for an operation that does not reduce.
     dtype: str  # That of the tensors; joined by "+" if there are several.

@@ -132,7 +132,6 @@ class Losses:
                          self._topology.rank, error)
 
     def _lose_host(self, first: int, limit_s: float) -> None:
-        """The host of rank `first` is lost."""
         host = self._topology.host_of[first]
         lost = [LostRank(rank, host, f"its host is lost: no answer for {limit_s:g} s")
                 for rank in self._topology.ranks_on(host)]

@@ -75,7 +75,6 @@ class _Attempt:
         self.problem: Exception | None = None  # Why there is none.
 
     def run(self) -> None:
-        """Recover; see above."""
         try:
             self.made = self._recovered()
         except Exception as error:  # Of any kind: `recover` raises it.

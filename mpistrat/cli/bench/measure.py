@@ -26,11 +26,11 @@ _WARM_UP = 3
 class Point:
     """The measurement of one case. Times are medians over the repetitions, each the time of the slowest rank."""
 
-    case: str  # Its name.
+    case: str
     operation: str  # The collective, a key of cases.OPERATIONS.
     tensors: int  # Number of arrays: of the group in an all-reduce, else 1.
     nbytes: int  # Bytes on each rank, before the collective.
-    ranks: int  # Number of ranks.
+    ranks: int
     mpistrat_s: float  # Of mpistrat's collective, grouped in an all-reduce.
     mpi_s: float | None  # Of MPI's own collective on the same number of bytes; None with one rank.
     memcpy_s: float  # Of one memcpy of the same number of bytes, on all ranks at the same time.

@@ -36,7 +36,7 @@ class Output:
     def __init__(self, steps: int, is_chief: bool):
         self._is_chief = is_chief
         self._begun = 0
-        self.bar: rich.progress.Progress | None = None  # The bar, if there is one.
+        self.bar: rich.progress.Progress | None = None
         if is_chief and has_terminal(os.environ) and find_spec("rich") is not None:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -29,7 +29,7 @@ class Facts:
     """The facts of one process. Bytes, seconds."""
 
     rank: int = 0  # As the launcher says it; 0 without one.
-    host: str = ""  # The name of the host.
+    host: str = ""
     # Of Python and packages, by name; "none" for one that is not installed.
     versions: dict[str, str] = field(default_factory=dict)
     cores: int = 0  # The physical cores of the CPUs that the process may use; 0 if the system does not say.

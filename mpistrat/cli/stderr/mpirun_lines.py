@@ -18,7 +18,7 @@ LINE_STARTS = tuple(start for launcher in STARTED for start in launcher.line_sta
 class Ending:
     """How a rank has ended."""
 
-    rank: int  # Its rank.
+    rank: int
     host: str = ""  # Its host, or "" if mpirun does not name it.
     code: int | None = None  # Its exit code; None if a signal has ended it, or if mpirun does not say it.
     signal: int | None = None  # The number of the signal that has ended it, or None.

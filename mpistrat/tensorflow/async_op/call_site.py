@@ -216,7 +216,6 @@ class _GpuCallSite(CollectiveCallSite):
                       for tensor in tensors]
 
     def compute(self, call: kernel.Call) -> None:
-        """Submit the collective. See kernel.Target."""
         def memory(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
             if shapes:
                 return Memory([], [], [call.output(i, shape) for i, shape in enumerate(shapes)], self._nothing)

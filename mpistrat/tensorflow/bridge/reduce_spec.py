@@ -16,7 +16,7 @@ class ReduceSpec:
     labels: Sequence[str] = ()  # Users' names of the tensors, for error messages; may be empty.
     # The place of each tensor in the caller's list, if some are left out of that (gradients that are None).
     places: Sequence[int] = ()
-    process_set: int = 0  # The id of the process set.
+    process_set: int = 0
     # Whether the submit of the last bucket waits, if the bucket is small. False: only if it is the last collective of
     # the graph.
     may_wait: bool = True

@@ -133,7 +133,6 @@ class _Reading:
         self._read = read
 
     def execute(self, call: ffi.Call) -> None:
-        """Write the numbers."""
         values = [np.int64(0), *map(np.int32, self._read())]
         dtypes = [value.dtype for value in values]
         if gpu_memory.is_used():
