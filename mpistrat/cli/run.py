@@ -51,7 +51,7 @@ that mpistrat does not know, write -- before the command.
 
 mpistrat adds the options that root, hosts and oversubscription need, and forwards these variables to all hosts:
 MPISTRAT_*, NCCL_*, PATH, PYTHONPATH, LD_LIBRARY_PATH, VIRTUAL_ENV, KERAS_BACKEND, TF_CPP_MIN_LOG_LEVEL. --dry-run
-prints the whole command. The ranks of a host get equal shares of its cores (MPISTRAT_BIND=0: not), unless options of
+prints the whole command. The ranks of a host get equal shares of its cores (MPISTRAT_BIND=gpu: not), unless options of
 mpirun bind them.
 
 The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
@@ -224,7 +224,7 @@ def _goes_elsewhere(options: Sequence[str]) -> bool:
 def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
     """Variables by which ranks share the cores of their host, unless mpirun binds them; what the user wrote wins."""
     if sets_binding(job.options):
-        return {"MPISTRAT_BIND": "0"}
+        return {"MPISTRAT_BIND": "none" if os.environ.get("MPISTRAT_BIND", "").lower() in ("cores", "none") else "gpu"}
     # mpirun itself says that it has bound nothing.
     says_which = any(option.lstrip("-") == "report-bindings" for option in job.options)
     return {} if mpirun.launcher.is_binding else {RUN_CORES: "report" if says_which else "1"}

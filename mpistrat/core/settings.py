@@ -30,6 +30,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _REPLACED = {"CONSISTENCY_CHECK_DISABLE": "write MPISTRAT_CHECK_ACTION=off for no checks",
              "HEARTBEAT_S": "hosts are probed five times within MPISTRAT_LOST_AFTER_S",
              "FAILURE_TIMELINE": "write MPISTRAT_RECORDER=status for no timeline of a failure",
+             "PIN_GPU": "write MPISTRAT_BIND=cores to assign no GPU",
              "STATUS_FILE": "write MPISTRAT_RECORDER=0 for no status file"}
 _LEAST_PROBE_S = 1.0  # The kernel counts in seconds.
 
@@ -118,15 +119,14 @@ class Settings:
     nccl_streams: int = _setting(
         "NUM_NCCL_STREAMS", 1, "Number of NCCL communicators, each with its own streams. They reduce buckets of GPU "
         "tensors in turn.", low=1, high=16)
-    pin_gpu: bool = _setting(
-        "PIN_GPU", True, "0: init() of mpistrat.tensorflow and mpistrat.keras, and MPIStrategy, do not assign a GPU to "
-        "each rank as pin_gpu() does.")
     xla: bool = _setting(
         "XLA", True, "0: collectives are an error in a function with jit_compile=True, and Keras models are trained "
         "without XLA. By default XLA compiles them, with TensorFlow 2.21 and later.")
-    bind: bool = _setting(
-        "BIND", True, "0: do not bind. By default each rank of a host runs on an equal share of the cores that the job "
-        "may use there, unless the launcher has bound the ranks.")
+    bind: str = _setting(
+        "BIND", "all", "What each rank of a host gets for itself. cores: an equal share of the cores that the job may "
+        "use there, unless the launcher has bound the ranks. gpu: a GPU, which init() of mpistrat.tensorflow and "
+        "mpistrat.keras, and MPIStrategy, assign as pin_gpu() does. all: both. none: neither.",
+        choices=("all", "cores", "gpu", "none"))
     recorder: str = _setting(
         "RECORDER", "all", "What is made of the operations that ranks record. all: rank 0 writes what all ranks do to "
         "a file once a second, which mpistrat top reads, and mpistrat run writes what the ranks of a job that fails "

@@ -77,5 +77,5 @@ def test_compiled_functions_touch_no_variable_of_another_device() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_that_repeat_are_added_in_one_order_by_all_ranks(ranks: int) -> None:
     job = run_job(ranks, ["python", "tests/scripts/repeated_rows.py", "10"], limit_s=300,
-                  env={"TF_NUM_INTRAOP_THREADS": "4", "MPISTRAT_BIND": "0"})
+                  env={"TF_NUM_INTRAOP_THREADS": "4", "MPISTRAT_BIND": "gpu"})
     job.assert_each_says(ranks, lambda rank: f"rank {rank}: 36 trainings of 10 steps have the same bits")
