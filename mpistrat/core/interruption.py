@@ -17,9 +17,8 @@ _SIGN_POLL_S = 0.005
 class Interruption:
     """Which ranks are lost, as far as this rank knows.
 
-    Args:
-        is_watched: Whether something watches for lost ranks. Then an error of any kind may be the first sign of one,
-            and `await_error` waits for the watch to name it.
+    `is_watched`: Whether something watches for lost ranks. Then an error of any kind may be the first sign of one, and
+    `await_error` waits for the watch to name it.
     """
 
     def __init__(self, is_watched: bool = False):

@@ -30,8 +30,7 @@ class DamagedCommitError(Exception):
 class Packed:
     """A value that is ready to be written. It refers to the arrays of the value, which must not change until then.
 
-    Args:
-        value: Anything that can be encoded.
+    `value`: Anything that can be encoded.
     """
 
     def __init__(self, value: object):

@@ -46,10 +46,8 @@ class Invitation:
 class Peers:
     """The lines of one rank, until `stop` is called.
 
-    Args:
-        rank: This rank.
-        probes: Seconds between two probes, at least 1, and seconds without an answer after which a host is lost; None:
-            those of a line.
+    `probes`: Seconds between two probes, at least 1, and seconds without an answer after which a host is lost; None:
+    those of a line.
     """
 
     def __init__(self, rank: int, probes: tuple[float, float] | None = None):

@@ -27,10 +27,6 @@ class Output:
     """The output of one rank: lines on rank 0, with a bar where it has a terminal, and nothing on others.
 
     The bar is drawn only when a measurement begins. A thread that refreshes it would take time from what is measured.
-
-    Args:
-        steps: The number of measurements.
-        is_chief: Whether this is rank 0.
     """
 
     def __init__(self, steps: int, is_chief: bool):

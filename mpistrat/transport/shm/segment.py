@@ -31,11 +31,7 @@ _HAS_LEFT, _HAS_STALLED = 1, 2
 
 
 class Regions:
-    """Named regions of a block of memory, one after the other.
-
-    Args:
-        sizes: The bytes of each region.
-    """
+    """Named regions of a block of memory, one after the other. `sizes`: The bytes of each region."""
 
     def __init__(self, **sizes: int):
         # The offset of each region in the block.
