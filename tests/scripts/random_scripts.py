@@ -65,33 +65,19 @@ WRONG_IN_FIT = ("wrong_load", "wrong_rate", "wrong_copy", "wrong_assignment", "w
 
 @dataclass(frozen=True)
 class Script:
-    """What a script does. The details of each stage are drawn when it runs, from the number and the place.
+    """What a script does. The details of each stage are drawn when it runs, from the number and the place."""
 
-    Attributes:
-        number: Its number, from which all of it is drawn.
-        door: HOROVOD or STRATEGY.
-        is_for_both: It runs through both doors, and draws what both have.
-        loop: fit; tape or optimizer, which say what averages; or strategy, a loop under the strategy.
-        model: One of MODELS or NOT_LIKE_ONE_PROCESS.
-        optimizer: One of OPTIMIZERS.
-        stages: Names of methods of Run.
-        seeds_differ: Each rank draws other initial weights, and gets those of rank 0 by a broadcast.
-        joins: The ranks have different numbers of batches.
-        is_eager: fit runs without graphs, and the loop makes its steps eagerly. One process always does.
-        execution: The steps of fit in one execution.
-    """
-
-    number: int
-    door: str
-    loop: str
-    model: str
-    optimizer: str
-    stages: tuple[str, ...]
-    seeds_differ: bool
-    joins: bool
-    is_eager: bool
-    execution: int
-    is_for_both: bool = False
+    number: int  # Its number, from which all of it is drawn.
+    door: str  # HOROVOD or STRATEGY.
+    loop: str  # fit; tape or optimizer, which say what averages; or strategy, a loop under the strategy.
+    model: str  # One of MODELS or NOT_LIKE_ONE_PROCESS.
+    optimizer: str  # One of OPTIMIZERS.
+    stages: tuple[str, ...]  # Names of methods of Run.
+    seeds_differ: bool  # Each rank draws other initial weights, and gets those of rank 0 by a broadcast.
+    joins: bool  # The ranks have different numbers of batches.
+    is_eager: bool  # fit runs without graphs, and the loop makes its steps eagerly. One process always does.
+    execution: int  # The steps of fit in one execution.
+    is_for_both: bool = False  # It runs through both doors, and draws what both have.
 
     def through(self, door: str) -> "Script":
         """The same script through a door."""
