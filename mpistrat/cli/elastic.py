@@ -141,21 +141,16 @@ def _for_generation(options: argparse.Namespace, order: Start) -> argparse.Names
 
 
 class _Control(Interference):
-    """Signals for the supervisor, and its orders to end the mpirun that runs. Also a context: handlers of signals.
-
-    Attributes:
-        generation: The one that runs, or starts.
-        service: Gets the signals.
-        told: What the ranks of that generation did last, if it has failed.
-    """
+    """Signals for the supervisor, and its orders to end the mpirun that runs. Also a context: handlers of signals."""
 
     ends_all = True
 
     def __init__(self) -> None:
+        # generation: The one that runs, or starts.
         self.generation, self.is_done = 0, False
-        self.told: Collection[Sequence[str]] = ()
+        self.told: Collection[Sequence[str]] = ()  # What the ranks of that generation did last, if it has failed.
         self._stop = 0, "", False  # a generation, why it is to end, and whether its ranks have ended well
-        self.service: Service | None = None
+        self.service: Service | None = None  # Gets the signals.
         self._planned_at = math.inf
         self._before: dict[int, object] = {}
 

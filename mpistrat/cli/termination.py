@@ -26,19 +26,15 @@ USUAL = TimeLimits()
 
 
 class Termination:
-    """Decides when to terminate or kill mpirun. Times are arguments, in seconds from any origin.
-
-    Attributes:
-        reason: Why mpirun is terminated or killed, for the user.
-        is_late: Whether not all ranks have started in time.
-        is_urgent: Whether there was a second signal, so that the remaining processes are killed at once.
-    """
+    """Decides when to terminate or kill mpirun. Times are arguments, in seconds from any origin."""
 
     def __init__(self, limits: TimeLimits, now: float):
         self._limits = limits
         self._terminate_at, self._kill_at = now + limits.total_s, math.inf
         self._signalled_at: float | None = None
-        self.reason = ""
+        self.reason = ""  # Why mpirun is terminated or killed, for the user.
+        # is_late: Whether not all ranks have started in time.
+        # is_urgent: Whether there was a second signal, so that the remaining processes are killed at once.
         self.is_late = self.is_urgent = False
 
     def note_abort(self, now: float) -> None:

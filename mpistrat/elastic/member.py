@@ -48,14 +48,10 @@ class Commit:
 
 
 class Member:
-    """One rank's part in an elastic job.
-
-    Attributes:
-        why_leave: Why this generation ends at the next commit; "" if it goes on.
-        number: Of the last commit of this process. All states of a script count together.
-    """
+    """One rank's part in an elastic job."""
 
     def __init__(self, job: ElasticJob, rank: int):
+        # why_leave: Why this generation ends at the next commit; "" if it goes on.
         self.job, self.why_leave = job, ""
         self._rank, self._size, self._is_connected = rank, 0, False  # The size is told after a loss only.
         self._held: Commit | None = None  # the last one, for another keeper
@@ -63,7 +59,7 @@ class Member:
         self._is_written = threading.Event()  # The last commit, or the attempt to write it, is over.
         self._is_written.set()
         self._failure = ""
-        self.number = 0
+        self.number = 0  # Of the last commit of this process. All states of a script count together.
         self._has_said_end, self._leaves = False, ""
         launcher = launcher_here(os.environ)
         self._launcher = 0 if launcher is None else launcher.pid

@@ -43,10 +43,6 @@ class Plan:
         now: The time, in seconds from any origin, as in all methods.
         saves: Whether commits are saved, for a job that goes on later.
         own: Names of the supervisor's host.
-
-    Attributes:
-        generation: The number of the newest generation; 0 before the first one.
-        newest: The newest commit that a keeper has kept.
     """
 
     def __init__(self, limits: Limits, now: float, saves: bool = False, own: Collection[str] = ()):
@@ -62,6 +58,8 @@ class Plan:
         self._preempted = ""  # the signal by which the job ends at the next commit
         self._is_done = False
         self._step = ""  # of the newest commit
+        # generation: The number of the newest generation; 0 before the first one.
+        # newest: The newest commit that a keeper has kept.
         self.generation, self.newest = 0, CommitId(0, 0)
 
     # -- hosts ---------------------------------------------------------------------------------------------------------

@@ -64,21 +64,16 @@ class Parts:
 
 
 class LifeCycle:
-    """Ends the engine of one rank.
-
-    Attributes:
-        ended: Set when there are no more cycles.
-        error: What ended them; None after a shutdown on all ranks.
-        is_end_requested: This rank submits no more. Any thread may set it; the next cycle announces it.
-        is_end_announced: The coordinator knows that.
-    """
+    """Ends the engine of one rank."""
 
     def __init__(self, parts: Parts):
         self._parts = parts
         self._abandoned: EngineError | None = None
         self._broken_off: BrokenOffError | None = None
-        self.ended = threading.Event()
-        self.error: Exception | None = None
+        self.ended = threading.Event()  # Set when there are no more cycles.
+        self.error: Exception | None = None  # What ended them; None after a shutdown on all ranks.
+        # is_end_requested: This rank submits no more. Any thread may set it; the next cycle announces it.
+        # is_end_announced: The coordinator knows that.
         self.is_end_requested = self.is_end_announced = False
 
     # -- from any thread ----------------------------------------------------------------------------------------------

@@ -129,27 +129,23 @@ class GpuTensors(Sequence[GpuArray]):
     A step has hundreds of them, so what a step needs of them are lists, and objects are made only for what indexes it.
     The library of the tensors allocates the results, in the order of the caller's stream. So a result may be freed, and
     its memory reused by work that the caller enqueues later, like any memory of that library.
-
-    Attributes:
-        addresses, shapes, dtypes: Of each tensor.
-        owner: What keeps their memory alive.
-        streams: The contents are complete when these have done their work so far, and the memory of results is free.
-        readers: Those in whose order the caller reads the results. The caller waits for nothing but them. None: it
-            reads as soon as the request is complete, in any order.
-        allocate: Allocates results of the given shapes, of the same dtypes.
-        ready: Events of `streams`.
-        made: The results, if their shapes are known when the request is submitted.
-        ends: Events after which the results are there, if the request was complete before.
     """
 
     def __init__(self, device: GpuDevice, addresses: Sequence[int], shapes: Sequence[tuple[int, ...]],
                  dtypes: Sequence[np.dtype], owner: object, streams: Sequence[RecordedStream],
                  readers: Sequence[RecordedStream] | None,
                  allocate: Callable[[Sequence[tuple[int, ...]]], Allocated]):
+        # addresses, shapes, dtypes: Of each tensor.
+        # owner: What keeps their memory alive.
         self.device, self.addresses, self.shapes, self.dtypes, self.owner = device, addresses, shapes, dtypes, owner
+        # streams: The contents are complete when these have done their work so far, and the memory of results is free.
+        # readers: Those in whose order the caller reads the results. The caller waits for nothing but them. None: it
+        # reads as soon as the request is complete, in any order.
+        # allocate: Allocates results of the given shapes, of the same dtypes.
         self.streams, self.readers, self.allocate = streams, readers, allocate
-        self.ready: Sequence[GpuEvent] = ()
-        self.made: Allocated | None = None
+        self.ready: Sequence[GpuEvent] = ()  # Events of `streams`.
+        self.made: Allocated | None = None  # The results, if their shapes are known when the request is submitted.
+        # Events after which the results are there, if the request was complete before.
         self.ends: Sequence[GpuEvent] = ()
 
     def __len__(self) -> int:

@@ -35,17 +35,15 @@ class Coordinator:
         stall_warning_s: Age in seconds at which an incomplete request is reported; None: never.
         stall_abort_s: Age in seconds at which it ends the engines; None: never.
         deadlock_s: Seconds without news after which ranks that all wait end the engines; None: never.
-
-    Attributes:
-        rank, parent, children, neighbours: As in tree.Node.
-        stalls: The incomplete requests of the subtree that are too old.
     """
 
     def __init__(self, topology: Topology, cache_capacity: int, stall_warning_s: float | None = None,
                  stall_abort_s: float | None = None, deadlock_s: float | None = None):
         self._subtree = Subtree(topology, cache_capacity)
         node = self._subtree.node
+        # rank, parent, children, neighbours: As in tree.Node.
         self.rank, self.parent, self.children, self.neighbours = node.rank, node.parent, node.children, node.neighbours
+        # The incomplete requests of the subtree that are too old.
         self.stalls = StallWatch(self._subtree, stall_warning_s, stall_abort_s, deadlock_s)
         self._unanswered = AnswerWatch(topology, stall_warning_s)
         self._root = Root(self._subtree, self.stalls) if self.rank == 0 else None

@@ -96,24 +96,18 @@ class Subtree:
 
     Args:
         cache_capacity: How many requests get a number.
-
-    Attributes:
-        topology: The argument.
-        node: This rank's place in the tree.
-        numbers: The numbers that stand for requests.
-        pending: The incomplete requests, by name.
-        joined, ended: The ranks in these states.
-        places: What ranks have answered that were asked where they are, since it was passed on, or asked again.
-        must_end_vote: Some rank has asked for a decision, which ends an open vote.
     """
 
     def __init__(self, topology: Topology, cache_capacity: int):
+        # node: This rank's place in the tree.
         self.topology, self.node = topology, Node(topology.rank, topology.size)
-        self.numbers = RequestNumbers(cache_capacity)
-        self.pending: dict[str, Pending] = {}
+        self.numbers = RequestNumbers(cache_capacity)  # The numbers that stand for requests.
+        self.pending: dict[str, Pending] = {}  # The incomplete requests, by name.
+        # joined, ended: The ranks in these states.
         self.joined, self.ended = JoinedRanks(self.node), EndedRanks()
+        # What ranks have answered that were asked where they are, since it was passed on, or asked again.
         self.places: dict[int, str] = {}
-        self.must_end_vote = False
+        self.must_end_vote = False  # Some rank has asked for a decision, which ends an open vote.
         self._ready: list[Pending] = []  # complete since the last take_ready, in order
 
     def note(self, source: int, request: Request, ranks: set[int] | None, now: float) -> None:

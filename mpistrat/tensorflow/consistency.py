@@ -78,16 +78,14 @@ class FirstSteps:
         is_of_tapes: There may be several in a step, or a new one in each step. Reductions for other variables are
             looked at on their own.
         way_out: How each rank gets data of its own, for the warning.
-
-    Attributes:
-        is_paused: The weights are going to be broadcast, and reductions before that do not count.
-        is_done: There is nothing left to check.
-        digests_of: Returns the digest of each variable's value, or nothing if that is not known.
     """
 
     def __init__(self, name: str, process_set: ProcessSet = global_process_set, is_of_tapes: bool = False,
                  way_out: str = SHARD):
+        # is_paused: The weights are going to be broadcast, and reductions before that do not count.
+        # is_done: There is nothing left to check.
         self.is_paused = self.is_done = False
+        # Returns the digest of each variable's value, or nothing if that is not known.
         self.digests_of: Callable[[Sequence[Variable]], Digests] = digests_of_weights
         self._purpose, self._name = name, f"check/{name}"
         self._process_set, self._is_of_tapes, self._way_out = process_set, is_of_tapes, way_out

@@ -26,10 +26,6 @@ class Timeline:
     Args:
         hosts: The host of each rank.
         mark_cycles: Whether to mark when each rank begins to execute what was agreed on together.
-
-    Attributes:
-        operations: How many were written.
-        lost: How many were not, because they came faster than they could be read.
     """
 
     def __init__(self, file: TraceFile, hosts: Sequence[str], mark_cycles: bool):
@@ -43,6 +39,8 @@ class Timeline:
         self._cycles: dict[int, int] = {}
         self._choices: set[str] = set()
         self._now = 0  # the end of the last operation of rank 0
+        # operations: How many were written.
+        # lost: How many were not, because they came faster than they could be read.
         self.operations = self.lost = 0
 
     def add(self, records: Iterable[Record]) -> None:

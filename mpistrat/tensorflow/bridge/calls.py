@@ -39,25 +39,21 @@ class CallSite:
 
     Args:
         name: The name of the collective, without the thread.
-
-    Attributes:
-        needs_name: Whether the ranks must be able to distinguish the thread from all others.
-        thread: What the name begins with: the part that stands for the thread that runs the function, if `names` has
-            made the name.
-        origin: The node.
-        is_in_order: Whether executions of the graph are in the order of the program.
-        running: The threads that run a function with this node now.
-        raised: What a signal handler has raised while the node ran in the main thread; the call raises it at its end.
     """
 
-    origin: Origin
-    is_in_order = True
+    origin: Origin  # The node.
+    is_in_order = True  # Whether executions of the graph are in the order of the program.
+    # What a signal handler has raised while the node ran in the main thread; the call raises it at its end.
     raised: BaseException | None = None
 
     def __init__(self, name: str, process_set: int):
         self.name, self.process_set, self.is_made = name, process_set, names.is_made(name)
+        # Whether the ranks must be able to distinguish the thread from all others.
         self.needs_name = self.is_made and not process_set
+        # What the name begins with: the part that stands for the thread that runs the function, if `names` has made the
+        # name.
         self.thread = ""
+        # The threads that run a function with this node now.
         self.running: list[int] = []  # Operations on lists are atomic.
 
     def belongs_to(self, submit: tf.Operation) -> None:
