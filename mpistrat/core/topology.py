@@ -53,7 +53,6 @@ class Topology:
 
     @cached_property
     def host(self) -> str:
-        """The host of this rank."""
         return self.host_of[self.rank]
 
     @cached_property

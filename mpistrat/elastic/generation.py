@@ -38,7 +38,6 @@ class Generation:
 
     @property
     def states(self) -> list[str]:
-        """The state of each process."""
         return [process.state for process in self.processes.values()]
 
     @property

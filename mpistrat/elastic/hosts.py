@@ -37,7 +37,6 @@ class Hosts:
         self._cooled[host] = now + min(first_s * 2 ** times, longest_s), times + 1
 
     def keeper_found(self, host: str) -> None:
-        """The keeper of a host has connected."""
         self.kept.add(host)
         self._gone.pop(host, None)
 

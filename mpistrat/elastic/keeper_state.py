@@ -116,7 +116,6 @@ class KeeperState:
 
     @property
     def newest(self) -> Slot | None:
-        """The newest commit."""
         return self._slots[-1] if self._slots else None
 
     @property

@@ -19,8 +19,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Start:
-    """Start a generation."""
-
     generation: int
     ranks: int
     hosts: tuple[tuple[str, int], ...]

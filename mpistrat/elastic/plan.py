@@ -105,7 +105,6 @@ class Plan:
         return Leave(running.number, running.leaves) if running is not None and running.leaves else None
 
     def keeper_found(self, host: str) -> None:
-        """The keeper of a host has connected."""
         self._hosts.keeper_found(host)
 
     def keeper_gone(self, host: str, why: str, now: float) -> list[Action]:

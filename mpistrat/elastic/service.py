@@ -99,7 +99,6 @@ class Service:
         self._put(kind="over", generation=generation, code=code, has_started=has_started)
 
     def signalled(self, name: str, code: int, is_urgent: bool) -> None:
-        """A signal has arrived."""
         self._put(kind="signal", name=name, code=code, is_urgent=is_urgent)
 
     def close(self) -> None:

@@ -66,7 +66,6 @@ class Announcement(NamedTuple):
     places: tuple[tuple[int, str], ...] = ()
 
     def to_bytes(self) -> bytes:
-        """The byte form."""
         if not any(self[1:]):
             return _numbers_to_bytes(self.ids)
         requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
@@ -114,7 +113,6 @@ class Decision(NamedTuple):
         return any(self[:-1])
 
     def to_bytes(self) -> bytes:
-        """The byte form."""
         if not any(self[1:]) and all(type(a) is int for a in self.agreed):
             return _numbers_to_bytes(self.agreed)  # type: ignore[arg-type]
         agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)

@@ -192,6 +192,5 @@ def _peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close all descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)

@@ -43,7 +43,6 @@ class Output:
             self.bar.add_task("", total=steps)
 
     def line(self, text: str) -> None:
-        """Print a line."""
         if self.bar is not None:
             self.bar.console.out(text, highlight=False)
         elif self._is_chief:

@@ -60,7 +60,6 @@ class CollectiveCallSite(CallSite):
         self._latest: tuple[list[tuple[int, ...]], str, Request] | None = None
 
     def all_names(self) -> set[str]:
-        """See CallSite."""
         own = self.thread + self.name
         return {own, *(f"{own}#{suffix}" for suffix in self._in_session.seen)} if self._in_session else {own}
 
@@ -70,7 +69,6 @@ class CollectiveCallSite(CallSite):
         return self.submission(arrays, int(arrays.pop()) if self._has_past else None)
 
     def before_run(self, session: object) -> None:
-        """See CallSite."""
         prepare = getattr(self._observer, "before_run", None)
         if prepare is not None:
             prepare(session)

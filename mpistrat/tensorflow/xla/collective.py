@@ -212,8 +212,6 @@ class _CompiledCallSite(CollectiveCallSite):
 
 @dataclasses.dataclass(frozen=True)
 class _Outcome:
-    """What becomes of a collective."""
-
     handle: Handle
     shapes: Sequence[tuple[int, ...]]  # Of the results, as XLA has compiled them.
     ranks: int  # How many there were then.
