@@ -37,9 +37,7 @@ def test_random_programs_under_a_strategy() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_wait_in_all_ways_get_what_they_wait_for(ranks: int) -> None:
     job = run_job(ranks, ["python", "tests/scripts/waits_of_all_kinds.py", "300", "3"])
-    assert job.code == 0, job.output
-    for rank in range(ranks):
-        assert f"rank {rank}: 300 steps in one thread, and in 3" in job.output
+    job.assert_each_says(ranks, lambda rank: f"rank {rank}: 300 steps in one thread, and in 3")
 
 
 @needs_mpirun
