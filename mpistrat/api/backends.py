@@ -109,7 +109,8 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
     rank, local_ranks = topology.rank, topology.local_ranks
     link, sockets = _connect_host(comm, topology, interruption)
     wait = PeerWait(topology, range(topology.size), settings.limit_s, interruption)
-    setup = _Setup(comm, topology, settings, link, sockets, MpiData(comm.Dup(), wait), interruption)
+    setup = _Setup(comm, topology, settings, link, sockets,
+                   MpiData(comm.Dup(), wait, is_between_hosts=max(topology.local_sizes) == 1), interruption)
     parts: _Parts | None = None
     with contextlib.closing(link):
         if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:

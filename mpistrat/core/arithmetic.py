@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from .dtypes import is_half
+from .quantised import Quantised
 from .request import ReduceOp
 
 
@@ -49,11 +50,13 @@ class Reduction:
 
     Attributes:
         op: SUM, MIN, MAX or PRODUCT. An average is a sum whose scale divides.
+        quantised: How hosts send each other their sums; None: as they are.
     """
 
     op: ReduceOp
     prescale: float = 1.0
     scale: Scale = IDENTITY
+    quantised: Quantised | None = None
 
 
 @lru_cache

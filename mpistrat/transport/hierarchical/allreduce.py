@@ -12,6 +12,7 @@ from mpi4py import MPI
 from ...core.arithmetic import IDENTITY, Reduction, combine
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
+from ...core.quantised import ErrorFeedback, formats
 from ...core.topology import Topology
 from ...core.tuning import (
     HIERARCHICAL_ALLGATHER_BYTES,
@@ -20,6 +21,7 @@ from ...core.tuning import (
     HIERARCHICAL_SLICE_BYTES,
 )
 from ..mpi.peer_wait import PeerWait
+from ..mpi.quantised import QuantisedExchange
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from ..shm.two_shot import Stage, TwoShotData, TwoShotReduce
 from .piggyback import Piggyback
@@ -41,6 +43,8 @@ class HierarchicalData(TwoShotData):
     the slice over its cross_comm, all of them at the same time. All ranks unpack all slices. The exchange of a slice is
     that of MpiData; two hosts exchange whole slices. Between H hosts, 2 (H-1)/H of a host's bytes cross the wire.
     Several chunks are at different stages at a time, so that the wire and the memory work in parallel.
+
+    A quantised reduction (Reduction.quantised) exchanges 8-bit numbers, as QuantisedExchange does.
 
     An element is summed over the ranks of each host in their order, and then over the hosts in theirs. Half precision
     is summed in float32 both times, and rounded before it is sent.
@@ -69,12 +73,25 @@ class HierarchicalData(TwoShotData):
         self._partial = [FusionBuffer() for _ in range(self.slots)]
         self._rows = [FusionBuffer() for _ in range(self.slots)]
         self._underway: dict[int, tuple[list[MPI.Request], list[np.ndarray]]] = {}
+        self._feedback, kept = ErrorFeedback(), formats()
+        self._exchanges = [QuantisedExchange(cross, kept) for _ in range(self.slots)]
+
+    def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
+        self._in_chunks(sources, targets, reduction).finish(all_packed=False)
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
         elements = sum([source.size for source in sources])
-        if self._piggyback is None or elements * sources[0].itemsize > self._piggyback.slot_bytes:
-            return super().prepare(sources, targets, reduction)
+        if (self._piggyback is None or elements * sources[0].itemsize > self._piggyback.slot_bytes
+                or reduction.quantised is not None):
+            return self._in_chunks(sources, targets, reduction)
         return self._piggyback.pack(self, sources, targets, reduction, elements)
+
+    def _in_chunks(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
+                   reduction: Reduction) -> Prepared:
+        work = super().prepare(sources, targets, reduction)
+        if reduction.quantised is not None and isinstance(work, TwoShotReduce):
+            work.errors = self._feedback.of(reduction.quantised, sum([source.size for source in sources]))
+        return work
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -91,7 +108,12 @@ class HierarchicalData(TwoShotData):
             slot = number % self.slots
             partial = self._partial[slot].view(chunk.result.size, chunk.result.dtype)
             self._reduce_slice(work, chunk, partial, IDENTITY)
-            self._underway[number] = self._exchange(partial, self._rows[slot])
+            if work.reduction.quantised is None:
+                self._underway[number] = self._exchange(partial, self._rows[slot])
+            else:
+                first = k * (work.chunk_bytes // partial.itemsize) + chunk.own.start
+                errors = None if work.errors is None else work.errors[first:first + partial.size]
+                self._underway[number] = self._exchanges[slot].send(work.reduction.quantised.format, partial, errors), []
         self.memory.post(number, CONSUMED)
 
     def _exchange(self, partial: np.ndarray, buffer: FusionBuffer) -> tuple[list[MPI.Request], list[np.ndarray]]:
@@ -130,6 +152,10 @@ class HierarchicalData(TwoShotData):
         requests, rows = self._underway.pop(number)
         self._wait.complete(requests)
         self.memory.await_all(self._room_for(work, k), UNPACKED)
+        if work.reduction.quantised is not None:
+            requests = self._exchanges[number % self.slots].combine(result, work.reduction.scale)
+            self._underway[number] = requests, []
+            return
         if rows[0].size == result.size:
             combine(rows, work.reduction.op, result, work.reduction.scale)
             return
@@ -144,6 +170,8 @@ class HierarchicalData(TwoShotData):
         number = work.first + k
         if number in self._underway:
             self._wait.complete(self._underway.pop(number)[0])
+            if work.reduction.quantised is not None:
+                self._exchanges[number % self.slots].finish(work.chunks[k].result, work.reduction.scale)
         work.copy_out(work.chunks[k].own_copies)
         self.memory.post(work.first + k, READY)
 
