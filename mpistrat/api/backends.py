@@ -110,7 +110,7 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
     link, sockets = _connect_host(comm, topology, interruption)
     wait = PeerWait(topology, range(topology.size), settings.limit_s, interruption)
     setup = _Setup(comm, topology, settings, link, sockets,
-                   MpiData(comm.Dup(), wait, is_between_hosts=max(topology.local_sizes) == 1), interruption)
+                   MpiData(comm.Dup(), wait, topology if max(topology.local_sizes) == 1 else None), interruption)
     parts: _Parts | None = None
     with contextlib.closing(link):
         if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
@@ -154,6 +154,7 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
     from ..transport.hierarchical.leader_exchange import leader_exchange
     from ..transport.hierarchical.piggyback import Piggyback
     from ..transport.mpi.peer_wait import PeerWait
+    from ..transport.mpi.quantised import ErrorFeedback
     topology, settings = setup.topology, setup.settings
     chunk = settings.chunk_bytes or HierarchicalData.chunk_bytes
     count, edges = topology.local_size, edges_among(topology.local_ranks)
@@ -171,7 +172,7 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
                                           setup.remote_ranks)
     cross_wait = PeerWait(topology, topology.cross_ranks, settings.limit_s, setup.interruption)
     data = HierarchicalData(memory, chunk, setup.mpi, cross_comm(setup.comm, topology), min(topology.local_sizes),
-                            cross_wait, piggyback)
+                            cross_wait, ErrorFeedback(setup.mpi, topology), piggyback)
     return data, channel, agreement
 
 

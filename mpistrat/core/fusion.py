@@ -153,5 +153,6 @@ def _quantised(request: Request, arrays: Sequence[Array], first: int) -> Quantis
     if not (is_half(dtype) or dtype.kind == "f") or sum(array.nbytes for array in arrays) < QUANTISED_LEAST_BYTES:
         return None
     # Only gradients have labels, and come again and again. An error of other tensors would be added to unrelated ones.
-    return Quantised(request.wire_dtype, *((f"{request.name}[{first}]", (request, request.labels))
-                                           if request.labels else ()))
+    if not request.labels:
+        return Quantised(request.wire_dtype)
+    return Quantised(request.wire_dtype, f"{request.name}[{first}]", request, request.labels)

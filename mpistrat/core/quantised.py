@@ -7,7 +7,7 @@ added to the next values of the same tensor (error feedback: Seide et al., 1-bit
 
 A block with a NaN or an infinity has a scale that is neither finite, and so no value of it is finite where it is read.
 
-Pure, but for the memory of what was rounded off. Used by the engine's thread.
+Pure. Used by the engine's thread.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .errors import EngineError
 from .memory import rounded_up
 from .tuning import QUANTISED_BATCH_BLOCKS
 
@@ -34,45 +33,19 @@ class Quantised:
     Attributes:
         format: A key of FORMATS.
         name: What the error feedback of the bucket is kept by; "": there is none.
-        tensors: The tensors of the bucket, as far as they can be told apart. Other ones begin without an error.
+        request: Something that all ranks have in common. It takes new memory when it changes.
+        labels: This rank's names of the tensors. Other tensors begin without an error.
     """
 
     format: str
     name: str = ""
-    tensors: Hashable = None
+    request: Hashable = None
+    labels: tuple[str, ...] = ()
 
 
 def wire_bytes(count: int) -> int:
     """The bytes of `count` values: the scales of the blocks, the values, and what is missing to a multiple of 4."""
     return -(-count // BLOCK) * _SCALE_BYTES + rounded_up(count, _SCALE_BYTES)
-
-
-class ErrorFeedback:
-    """What was rounded off the tensors of one engine, by the names of their buckets."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, tuple[Hashable, np.ndarray]] = {}
-
-    def of(self, quantised: Quantised, count: int) -> np.ndarray | None:
-        """The errors of a bucket of `count` values: float32, zeros at first; None: none are kept. Local.
-
-        Memory that is not written to is not taken, and each rank writes only where it sends.
-
-        Raises:
-            EngineError: This rank has no memory for them.
-        """
-        if not quantised.name:
-            return None
-        tensors, errors = self._kept.get(quantised.name, (None, None))
-        if errors is None or tensors != quantised.tensors or errors.size != count:
-            try:
-                errors = np.zeros(count, np.float32)
-            except MemoryError:
-                raise EngineError(f"{quantised.name}: this rank has no memory for the error feedback of "
-                                  f"Compression.{quantised.format}, {4 * count} bytes. Take Compression.bf16, which "
-                                  "keeps none.") from None
-            self._kept[quantised.name] = quantised.tensors, errors
-        return errors
 
 
 class Format(ABC):
@@ -96,6 +69,7 @@ class Format(ABC):
             wire: As many bytes as wire_bytes says.
         """
         scales, codes = _parts(wire, values.size)
+        wire[codes.size + scales.nbytes:] = 0
         with np.errstate(all="ignore"):
             for elements, blocks, shape in _batches(values.size):
                 wanted, work, *spare = self._work[:, :elements.stop - elements.start].reshape(4, *shape)
@@ -199,7 +173,7 @@ class Float8(Format):
         np.take(self._numbers, codes, out=numbers, mode="clip")  # Other modes copy `numbers`; no index is too large.
 
 
-FORMATS: dict[str, type[Format]] = {"int8": Int8, "fp8": Float8}
+FORMATS: dict[str, type[Int8] | type[Float8]] = {"int8": Int8, "fp8": Float8}
 
 
 def formats() -> dict[str, Format]:

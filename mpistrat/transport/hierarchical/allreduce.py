@@ -12,7 +12,7 @@ from mpi4py import MPI
 from ...core.arithmetic import IDENTITY, Reduction, combine
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
-from ...core.quantised import ErrorFeedback, formats
+from ...core.quantised import formats
 from ...core.topology import Topology
 from ...core.tuning import (
     HIERARCHICAL_ALLGATHER_BYTES,
@@ -21,9 +21,9 @@ from ...core.tuning import (
     HIERARCHICAL_SLICE_BYTES,
 )
 from ..mpi.peer_wait import PeerWait
-from ..mpi.quantised import QuantisedExchange
+from ..mpi.quantised import ErrorFeedback, QuantisedExchange
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
-from ..shm.two_shot import Stage, TwoShotData, TwoShotReduce
+from ..shm.two_shot import Chunked, Stage, TwoShotData, TwoShotReduce
 from .piggyback import Piggyback
 
 
@@ -56,6 +56,7 @@ class HierarchicalData(TwoShotData):
         cross: The result of `cross_comm`, reserved for this object. `close` frees it.
         senders: The least number of ranks that a host has.
         wait: Waits for the ranks of `cross`.
+        feedback: Of all ranks.
         piggyback: Sends small all-reduces together with votes; None: votes are sent alone.
     """
 
@@ -65,7 +66,7 @@ class HierarchicalData(TwoShotData):
     one_shot_bytes = -1  # never
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int, wait: PeerWait,
-                 piggyback: Piggyback | None = None):
+                 feedback: ErrorFeedback, piggyback: Piggyback | None = None):
         super().__init__(memory, [chunk], others)
         self._piggyback = piggyback
         self._cross, self._senders, self._wait = cross, senders, wait
@@ -73,25 +74,20 @@ class HierarchicalData(TwoShotData):
         self._partial = [FusionBuffer() for _ in range(self.slots)]
         self._rows = [FusionBuffer() for _ in range(self.slots)]
         self._underway: dict[int, tuple[list[MPI.Request], list[np.ndarray]]] = {}
-        self._feedback, kept = ErrorFeedback(), formats()
+        self._feedback, kept = feedback, formats()
         self._exchanges = [QuantisedExchange(cross, kept) for _ in range(self.slots)]
-
-    def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
-        self._in_chunks(sources, targets, reduction).finish(all_packed=False)
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
         elements = sum([source.size for source in sources])
         if (self._piggyback is None or elements * sources[0].itemsize > self._piggyback.slot_bytes
                 or reduction.quantised is not None):
-            return self._in_chunks(sources, targets, reduction)
+            return super().prepare(sources, targets, reduction)
         return self._piggyback.pack(self, sources, targets, reduction, elements)
 
-    def _in_chunks(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
-                   reduction: Reduction) -> Prepared:
-        work = super().prepare(sources, targets, reduction)
-        if reduction.quantised is not None and isinstance(work, TwoShotReduce):
-            work.errors = self._feedback.of(reduction.quantised, sum([source.size for source in sources]))
-        return work
+    def run(self, work: Chunked, stages: Sequence[Stage]) -> None:
+        if isinstance(work, TwoShotReduce) and work.reduction.quantised is not None and len(work.chunks):
+            work.errors = self._feedback.of(work.reduction.quantised, sum([source.size for source in work.inputs]))
+        super().run(work, stages)
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -108,12 +104,13 @@ class HierarchicalData(TwoShotData):
             slot = number % self.slots
             partial = self._partial[slot].view(chunk.result.size, chunk.result.dtype)
             self._reduce_slice(work, chunk, partial, IDENTITY)
-            if work.reduction.quantised is None:
+            quantised = work.reduction.quantised
+            if quantised is None:
                 self._underway[number] = self._exchange(partial, self._rows[slot])
             else:
                 first = k * (work.chunk_bytes // partial.itemsize) + chunk.own.start
                 errors = None if work.errors is None else work.errors[first:first + partial.size]
-                self._underway[number] = self._exchanges[slot].send(work.reduction.quantised.format, partial, errors), []
+                self._underway[number] = self._exchanges[slot].send(quantised.format, partial, errors), []
         self.memory.post(number, CONSUMED)
 
     def _exchange(self, partial: np.ndarray, buffer: FusionBuffer) -> tuple[list[MPI.Request], list[np.ndarray]]:

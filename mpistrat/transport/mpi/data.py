@@ -15,11 +15,12 @@ from ...core.arithmetic import Reduction, Scale, combine
 from ...core.interfaces import DataPlane
 from ...core.memory import FusionBuffer
 from ...core.packing import pack, unpack
-from ...core.quantised import ErrorFeedback, Quantised, formats
+from ...core.quantised import Quantised, formats
 from ...core.request import ReduceOp
+from ...core.topology import Topology
 from ...core.tuning import MPI_ALLGATHER_BYTES, MPI_CHUNK_BYTES, MPI_PIECE_BYTES
 from .peer_wait import PeerWait
-from .quantised import QuantisedExchange
+from .quantised import ErrorFeedback, QuantisedExchange
 
 # MPI's counts and displacements are C ints. Above this, an allgather is a broadcast by each rank in turn, and an
 # all-to-all consists of messages between two ranks each.
@@ -40,21 +41,20 @@ class MpiData(DataPlane):
     Args:
         comm: The communicator. `close` frees it.
         wait: Waits for its ranks.
-        is_between_hosts: Each rank is on a host of its own, so that it may send 8-bit numbers (Reduction.quantised).
+        hosts: The ranks, if each is on a host of its own, and sends 8-bit numbers where Reduction.quantised says so.
     """
 
     name = "mpi"
 
-    def __init__(self, comm: MPI.Comm, wait: PeerWait, is_between_hosts: bool = False):
+    def __init__(self, comm: MPI.Comm, wait: PeerWait, hosts: Topology | None = None):
         self._comm, self._wait = comm, wait
         self._size, self._rank = comm.Get_size(), comm.Get_rank()
         self._parts, self._packed = FusionBuffer(), FusionBuffer()
-        self._exchange = QuantisedExchange(comm, formats()) if is_between_hosts and self._size > 1 else None
-        self._feedback = ErrorFeedback()
+        self._quantised = None if hosts is None else (QuantisedExchange(comm, formats()), ErrorFeedback(self, hosts))
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
-        if reduction.quantised is not None and self._exchange is not None:
-            self._allreduce_quantised(sources, targets, reduction, reduction.quantised, self._exchange)
+        if reduction.quantised is not None and self._quantised is not None:
+            self._allreduce_quantised(sources, targets, reduction, reduction.quantised, *self._quantised)
             return
         if len(sources) == 1 and reduction.prescale == 1.0:
             # A single tensor needs no fusion buffer: MPI reads and writes the tensors themselves.
@@ -96,9 +96,9 @@ class MpiData(DataPlane):
                        target.nbytes)
 
     def _allreduce_quantised(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction,
-                             quantised: Quantised, exchange: QuantisedExchange) -> None:
+                             quantised: Quantised, exchange: QuantisedExchange, feedback: ErrorFeedback) -> None:
         packed = self._packed.view(sum(source.size for source in sources), sources[0].dtype)
-        errors = self._feedback.of(quantised, packed.size)
+        errors = feedback.of(quantised, packed.size)
         pack(sources, packed, reduction.prescale)
         step = MPI_CHUNK_BYTES // packed.itemsize
         for start in range(0, packed.size, step):

@@ -1,19 +1,67 @@
-"""All-reduces between hosts that send 8-bit numbers: a slice's way over MPI.
+"""All-reduces between hosts that send 8-bit numbers: a slice's way over MPI, and what was rounded off.
 
 Used by the engine's thread.
 """
 
+import itertools
 from collections.abc import Mapping
+from contextlib import suppress
 
 import numpy as np
 from mpi4py import MPI
 
 from ...core.arithmetic import Scale
+from ...core.errors import EngineError
+from ...core.interfaces import DataPlane
 from ...core.memory import FusionBuffer
-from ...core.quantised import BLOCK, Format, wire_bytes
+from ...core.quantised import BLOCK, Format, Quantised, wire_bytes
+from ...core.topology import Topology
 from ...core.tuning import HIERARCHICAL_ALLGATHER_BYTES
 
 _BYTE, _FLOAT = np.dtype(np.uint8), np.dtype(np.float32)
+
+
+class ErrorFeedback:
+    """What was rounded off, by the names of buckets, as long as the plane exists.
+
+    Args:
+        plane: Tells the ranks whether all have the memory.
+        topology: Its ranks.
+    """
+
+    def __init__(self, plane: DataPlane, topology: Topology):
+        self._plane, self._topology = plane, topology
+        self._kept: dict[str, tuple[Quantised, np.ndarray]] = {}
+
+    def of(self, quantised: Quantised, count: int) -> np.ndarray | None:
+        """The errors of a bucket of `count` values: float32, zeros at first; None: none are kept. Collective.
+
+        Raises:
+            EngineError: Some ranks have no memory for them; on all ranks.
+        """
+        if not quantised.name:
+            return None
+        before, errors = self._kept.get(quantised.name, (quantised, None))
+        if errors is None or before.request != quantised.request or errors.size != count:
+            errors = self._allocated(quantised, count)
+        elif before.labels != quantised.labels:
+            errors.fill(0.0)
+        self._kept[quantised.name] = quantised, errors
+        return errors
+
+    def _allocated(self, quantised: Quantised, count: int) -> np.ndarray:
+        """Zeros. Memory that is not written to is not taken, and a rank writes only where it sends. Collective."""
+        self._kept.pop(quantised.name, None)
+        errors, size = None, self._topology.size
+        with suppress(MemoryError):
+            errors = np.zeros(count, np.float32)
+        missing = np.empty(size, np.uint8)
+        self._plane.allgather(np.array([errors is None], np.uint8), missing, [1] * size)
+        if errors is None or missing.any():
+            raise EngineError(f"{quantised.name}: ranks {self._topology.listed(np.flatnonzero(missing).tolist())} have "
+                              f"no memory for the error feedback of Compression.{quantised.format}, "
+                              f"{4 * count} bytes. Take Compression.bf16, which keeps none.")
+        return errors
 
 
 class QuantisedExchange:
@@ -51,7 +99,7 @@ class QuantisedExchange:
             return [self._comm.Iallgather([sent, MPI.BYTE], [rows, MPI.BYTE])]
         blocks = -(-count // BLOCK)
         bounds = [min(blocks * h // self._hosts * BLOCK, count) for h in range(self._hosts + 1)]
-        self._bounds = [slice(*pair) for pair in zip(bounds, bounds[1:])]
+        self._bounds = [slice(*pair) for pair in itertools.pairwise(bounds)]
         self._sizes = [wire_bytes(part.stop - part.start) for part in self._bounds]
         self._starts = [sum(self._sizes[:h]) for h in range(self._hosts)]
         sent = self._sent.view(sum(self._sizes), _BYTE)
@@ -101,4 +149,3 @@ class QuantisedExchange:
 
     def _part_of(self, wire: np.ndarray, host: int) -> np.ndarray:
         return wire[self._starts[host]:self._starts[host] + self._sizes[host]]
-

@@ -50,7 +50,7 @@ class TwoShotReduce(Prepared):
         kind: What has one choice of the chunk; None: this all-reduce is not timed.
         chunk_bytes: Bytes of a chunk.
         ahead_s, wait_s: Seconds of packing ahead, and of the wait for the last rank to begin.
-        errors: The error feedback, as ErrorFeedback.of returns it, if hosts send each other 8-bit numbers.
+        errors: As ErrorFeedback.of returns them, if hosts send each other 8-bit numbers.
     """
 
     __slots__ = ("ahead_s", "chunk_bytes", "chunks", "errors", "first", "inputs", "kind", "outputs", "packed", "wait_s")
