@@ -30,7 +30,8 @@ class Record(NamedTuple):
         name: The name of the operation.
         kind: "allreduce" and so on, a value of CollectiveType.
         op: The reduction; "" for an operation that does not reduce.
-        dtype: That of the tensors; joined by "+" if there are several.
+        dtype: That of the tensors, joined by "+" if there are several; and " as " what they are sent as, if that is
+            another one.
         device: "cpu" or "gpu".
         number, bucket, nbytes, submitted, agreed, began, ended, delivered: As in Operation. The number is negative if
             the ranks had not agreed on the operation when this rank failed; the later times are that moment.
@@ -102,9 +103,10 @@ def record_of(rank: int, operation: Operation, ranks: int, backend: str, step: i
     """The record of an operation of a rank; `ranks` and `backend` as in Traced."""
     request = operation.request
     is_reduced = request.kind in (CollectiveType.ALLREDUCE, CollectiveType.REDUCESCATTER)
+    dtype = "+".join(sorted({tensor.dtype for tensor in request.tensors}))
     return Record(rank, request.process_set, ranks, backend, request.name[:_MOST_CHARACTERS],
                   request.kind.value, request.scaled.op.name.lower() if is_reduced else "",
-                  "+".join(sorted({tensor.dtype for tensor in request.tensors})), request.device, operation.number,
+                  f"{dtype} as {request.wire_dtype}" if request.wire_dtype else dtype, request.device, operation.number,
                   operation.bucket, operation.nbytes, step, *operation[5:])
 
 
