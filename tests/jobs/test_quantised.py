@@ -7,7 +7,7 @@ from ..support.jobs import needs_mpirun, run_job
 
 @needs_mpirun
 def test_three_models_learn_as_well_with_8_bit_numbers_between_hosts() -> None:
-    job = run_job(4, ["python", "tests/scripts/quantised_convergence.py"], limit_s=240)
+    job = run_job(4, ["python", "tests/scripts/quantised_convergence.py"], limit_s=400)
     assert job.code == 0, job.output
     models = [json.loads(line) for line in job.output.splitlines() if line.startswith('{"model"')]
     assert [model["model"] for model in models] == ["dense", "convolutional", "text"], job.output
