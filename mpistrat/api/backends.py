@@ -35,17 +35,11 @@ _EXTRA_WAIT_S = 1.0
 
 @dataclass(frozen=True)
 class Backends:
-    """The backends of one rank.
+    """The backends of one rank."""
 
-    Attributes:
-        control: Sends and receives control messages.
-        data: Reduces, gathers and broadcasts CPU arrays.
-        agreement: Agreement rounds for the fast path; None if the fast path is off.
-    """
-
-    control: ControlPlane
-    data: DataPlane
-    agreement: AgreementRound | None = None
+    control: ControlPlane  # Sends and receives control messages.
+    data: DataPlane  # Reduces, gathers and broadcasts CPU arrays.
+    agreement: AgreementRound | None = None  # Agreement rounds for the fast path; None if the fast path is off.
 
     def surrender(self) -> list[Any]:
         """Give up all resources: ranks are lost. Local; after the engine has ended. Returns as DataPlane's method."""
@@ -68,27 +62,18 @@ def backends_alone() -> Backends:
 
 @dataclass(frozen=True)
 class _Setup:
-    """What all functions that build backends need.
+    """What all functions that build backends need."""
 
-    Attributes:
-        comm: All ranks.
-        link: Shares memory among the ranks of this host.
-        channel: Messages among the ranks of this host, over sockets.
-        mpi: Collectives over MPI, for operations that shared memory does not support.
-        interruption: Ends waits for other ranks.
-    """
-
-    comm: "MPI.Intracomm"
+    comm: "MPI.Intracomm"  # All ranks.
     topology: Topology
     settings: Settings
-    link: HostLink
-    channel: UnixSocketChannel
-    mpi: DataPlane
-    interruption: Interruption
+    link: HostLink  # Shares memory among the ranks of this host.
+    channel: UnixSocketChannel  # Messages among the ranks of this host, over sockets.
+    mpi: DataPlane  # Collectives over MPI, for operations that shared memory does not support.
+    interruption: Interruption  # Ends waits for other ranks.
 
     @property
     def remote_ranks(self) -> list[int]:
-        """The ranks of other hosts."""
         return [rank for rank in range(self.topology.size) if rank not in self.topology.local_ranks]
 
 
@@ -203,8 +188,7 @@ def _connect_host(comm: "MPI.Intracomm", topology: Topology,
                   interruption: Interruption) -> tuple[HostLink, UnixSocketChannel]:
     """Connect the ranks of each host. Collective. The caller closes the HostLink.
 
-    Raises:
-        MpistratError: On all ranks, if the ranks of some host cannot be connected.
+    Raises MpistratError: On all ranks, if the ranks of some host cannot be connected.
     """
     link, channel, problem = None, None, ""
     try:
@@ -233,7 +217,6 @@ def _shared_memory(setup: _Setup, data_bytes: int, is_last: bool = True) -> Host
     """Allocate and map memory that the ranks of a host share. None on all ranks if any rank cannot. Collective.
 
     Args:
-        setup: See there.
         data_bytes: The bytes, without those of the counters.
         is_last: The caller does not try with less memory.
 

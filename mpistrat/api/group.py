@@ -45,7 +45,6 @@ class Group:
 
     Args:
         settings: The same on all ranks.
-        topology: The ranks of the group, and their hosts.
         backends: Of these ranks.
         comm: These ranks; None for one rank.
         interruption: Ends the engine, and the waits of the backends, which have it too.
@@ -82,8 +81,7 @@ class Group:
     def request_on_gpu(self, name: str, tensors: GpuTensors, make_request: "partial[Request]") -> Request:
         """The request for tensors on a GPU, kept for later calls with the same arguments. Any thread may call it.
 
-        Args:
-            make_request: Takes the name, the specs of the tensors, and `device=`.
+        `make_request`: Takes the name, the specs of the tensors, and `device=`.
         """
         known = self._requests.get(name)
         kind = make_request.func, make_request.keywords, list(tensors.shapes), tensors.dtypes

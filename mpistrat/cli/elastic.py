@@ -209,11 +209,7 @@ class _Control(Interference):
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
-    """The limits that the options give.
-
-    Raises:
-        LaunchError: They contradict each other.
-    """
+    """The limits that the options give. Raises LaunchError: They contradict each other."""
     if options.np is None and options.max_np is None:
         raise LaunchError("how many ranks? Say it with -np, for example: mpistrat run --elastic -np 4 python train.py")
     max_np = options.np if options.max_np is None else options.max_np
@@ -243,8 +239,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
 class HostFinder:
     """Returns the hosts that there are now, when it is called: a script's, a hostfile's, or a list's.
 
-    Attributes:
-        problem: Why the last call has returned None; "" if it has not.
+    `problem`: Why the last call has returned None; "" if it has not.
     """
 
     def __init__(self, options: argparse.Namespace):
@@ -292,8 +287,7 @@ def _slots(hosts: HostList, default: int) -> dict[str, int]:
 def allocation(environ: Mapping[str, str]) -> dict[str, int] | None:
     """The hosts of a Slurm or PBS allocation, with the number of ranks for each; None outside of one.
 
-    Raises:
-        LaunchError: Slurm does not say which hosts they are.
+    Raises LaunchError: Slurm does not say which hosts they are.
     """
     if "SLURM_JOB_NODELIST" in environ:
         done = subprocess.run(["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]], capture_output=True,

@@ -72,19 +72,12 @@ class Submitted(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FusionBucket:
-    """Arrays that are reduced, or broadcast, as one. A key for what is kept with it.
+    """Arrays that are reduced, or broadcast, as one. A key for what is kept with it."""
 
-    Attributes:
-        request: Of the first member. All members agree in what the fusion key has of it.
-        members: (index of the entry, index of the array in the entry) of each array.
-        whole: The index of the entry, if the bucket has exactly the arrays of one entry; else None.
-        reduction: The same for all members.
-    """
-
-    request: Request
-    members: tuple[tuple[int, int], ...]
-    whole: int | None
-    reduction: Reduction
+    request: Request  # Of the first member. All members agree in what the fusion key has of it.
+    members: tuple[tuple[int, int], ...]  # (index of the entry, index of the array in the entry) of each array.
+    whole: int | None  # The index of the entry, if the bucket has exactly the arrays of one entry; else None.
+    reduction: Reduction  # The same for all members.
 
 
 class BucketPlans:

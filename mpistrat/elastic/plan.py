@@ -40,7 +40,6 @@ class Plan:
     """The decisions of the supervisor. Each method returns the actions to take, in order.
 
     Args:
-        limits: Limits of the job.
         now: The time, in seconds from any origin, as in all methods.
         saves: Whether commits are saved, for a job that goes on later.
         own: Names of the supervisor's host.
@@ -159,7 +158,6 @@ class Plan:
         return None if process is None or process.state != "runs" else (running, process)
 
     def _note_end(self, host: str, pid: int) -> None:
-        """Note how a process has ended of a generation that is over."""
         if pid in self._awaited.get(host, ()):
             self._awaited[host].discard(pid)
             if not self._awaited[host]:
@@ -227,7 +225,6 @@ class Plan:
         """The supervisor has received a signal.
 
         Args:
-            name: Of the signal.
             code: The exit code, if `is_urgent`.
             is_urgent: Whether the job ends at once, as by Ctrl-C; else at the next commit.
         """
@@ -246,9 +243,7 @@ class Plan:
         """The mpirun of the generation has ended.
 
         Args:
-            generation: Its number.
             code: mpirun's exit code, for people.
-            now: The time.
             has_started: Whether processes have started on all hosts.
             silent: The hosts whose keepers have not been heard for longer than usual, but are not given up yet.
         """

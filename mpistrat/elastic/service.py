@@ -32,7 +32,6 @@ class Service:
     """Drives the Plan in a thread of its own.
 
     Args:
-        limits: Of the job.
         hosts: Those that there are at first.
         find_hosts: Returns the hosts and the number of ranks for each, or None if they cannot be found now.
         addresses: Names and addresses of this host, for the keepers.

@@ -53,7 +53,6 @@ class Controller:
     """One rank's part in the cycles.
 
     Args:
-        topology: Where the ranks are.
         control: Messages among the ranks.
         executor: Executes what the ranks have agreed on. Its observer exchanges messages over `control`.
         settings: The same on all ranks.

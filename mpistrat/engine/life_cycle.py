@@ -51,22 +51,16 @@ class BrokenOffError(EngineError):
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of: its controller makes them, and its life cycle ends them.
+    """What an engine is made of: its controller makes them, and its life cycle ends them."""
 
-    Attributes:
-        rank: This rank in the job.
-        clock: Seconds, from any origin.
-        interruption: Ends the cycles because ranks are lost.
-    """
-
-    rank: int
+    rank: int  # This rank in the job.
     control: ControlPlane
     coordinator: Coordinator
     fast_path: FastPath
     executor: Executor
     queue: TensorQueue
-    clock: Callable[[], float]
-    interruption: Interruption
+    clock: Callable[[], float]  # Seconds, from any origin.
+    interruption: Interruption  # Ends the cycles because ranks are lost.
 
 
 class LifeCycle:

@@ -56,7 +56,6 @@ class TensorQueue:
         that has two in flight runs in two executions at the same time, whose order is random.
 
         Args:
-            entry: The entry.
             is_driver: The caller drives the engine, and takes the entry at once if no other one is new.
 
         Returns:

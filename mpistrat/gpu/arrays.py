@@ -19,17 +19,12 @@ from .nccl.types import NcclCommunicator
 
 @dataclass(frozen=True, eq=False)
 class GpuArray:
-    """C-contiguous elements in the memory of this rank's GPU.
+    """C-contiguous elements in the memory of this rank's GPU."""
 
-    Attributes:
-        address: The GPU's address of the first element.
-        owner: What keeps the memory alive.
-    """
-
-    address: int
+    address: int  # The GPU's address of the first element.
     shape: tuple[int, ...]
     dtype: np.dtype
-    owner: Any
+    owner: Any  # What keeps the memory alive.
 
     @property
     def size(self) -> int:
@@ -43,11 +38,7 @@ class GpuArray:
 
 
 class CudaEvent(Protocol):
-    """An event of cupy: a GpuEvent without the stream.
-
-    Attributes:
-        ptr: The address of CUDA's event.
-    """
+    """An event of cupy: a GpuEvent without the stream. `ptr`: The address of CUDA's event."""
 
     ptr: int
 
@@ -124,17 +115,11 @@ class GpuDevice(Protocol):
 
 
 class Allocated(NamedTuple):
-    """Memory for the results of a request.
+    """Memory for the results of a request."""
 
-    Attributes:
-        addresses: Of each result.
-        results: What the caller gets of each. It keeps the memory alive.
-        stream: Its work so far may still use the memory; None: no work uses it, or an event of the request comes after
-            that work.
-    """
-
-    addresses: Sequence[int]
-    results: list[Any]
+    addresses: Sequence[int]  # Of each result.
+    results: list[Any]  # What the caller gets of each. It keeps the memory alive.
+    # Its work so far may still use the memory; None: no work uses it, or an event of the request comes after that work.
     stream: RecordedStream | None
 
 
@@ -146,7 +131,6 @@ class GpuTensors(Sequence[GpuArray]):
     its memory reused by work that the caller enqueues later, like any memory of that library.
 
     Attributes:
-        device: This rank's GPU.
         addresses, shapes, dtypes: Of each tensor.
         owner: What keeps their memory alive.
         streams: The contents are complete when these have done their work so far, and the memory of results is free.
@@ -182,9 +166,8 @@ class GpuTensors(Sequence[GpuArray]):
     def prepare(self, keeps_shapes: bool) -> None:
         """Record `ready`. Called once, before the request is submitted, by the thread that has made the tensors.
 
-        Args:
-            keeps_shapes: The results have the shapes of the tensors. They are allocated before the events, which so
-                come after all work that may still use their memory.
+        `keeps_shapes`: The results have the shapes of the tensors. They are allocated before the events, which so come
+        after all work that may still use their memory.
         """
         with self.device.current():
             if keeps_shapes:

@@ -40,8 +40,7 @@ _PLAIN = CopyJob("float32", "float32")
 class Event:
     """A point in a stream, see arrays.GpuEvent. Device.record makes it. Any thread may use it.
 
-    Args:
-        spare: Gets cupy's event back, to be recorded again. What waits for it does not wait for the next record.
+    `spare`: Gets cupy's event back, to be recorded again. What waits for it does not wait for the next record.
     """
 
     def __init__(self, cupy_event: cupy.cuda.Event, stream: RecordedStream, number: int, spare: list[Any]):

@@ -41,7 +41,6 @@ class GpuExecutor(DeviceExecutor):
     """Executes lists of entries that are the same on all ranks. See interfaces.DeviceExecutor. One thread at a time.
 
     Args:
-        topology: The ranks.
         host: The data plane for CPU tensors of these ranks.
         settings: The same on all ranks.
         observer: Gets the entries that are complete.
@@ -292,7 +291,6 @@ class GpuExecutor(DeviceExecutor):
                               "another rank may have died, or never begun")
 
     def _log_once(self, text: str) -> None:
-        """Log a text once, on rank 0."""
         if self._rank == 0 and text not in self._logged:
             self._logged.add(text)
             logger.info("rank 0: %s", text)

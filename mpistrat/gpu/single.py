@@ -27,7 +27,6 @@ class SingleCollectives:
     """What is exchanged before each of them, and what is enqueued then.
 
     Args:
-        topology: The ranks.
         exchange: An exchange among them.
         reduction: The arithmetic that a request asks for.
 

@@ -31,7 +31,6 @@ class Coordinator:
     calls `advance`, and sends what `advance` returns.
 
     Args:
-        topology: Where the ranks are.
         cache_capacity: How many requests get a number.
         stall_warning_s: Age in seconds at which an incomplete request is reported; None: never.
         stall_abort_s: Age in seconds at which it ends the engines; None: never.
@@ -80,8 +79,7 @@ class Coordinator:
     def receive(self, source: int, data: bytes, now: float) -> bool:
         """Take the Announcement of a child. Returns whether it has more than answers.
 
-        Raises:
-            MessageError: `data` is not an announcement, or is not for this rank.
+        Raises MessageError: `data` is not an announcement, or is not for this rank.
         """
         subtree = self._subtree
         if source not in self.children:
@@ -104,8 +102,7 @@ class Coordinator:
     def learn(self, decision: Decision) -> tuple[Request, ...]:
         """Take a decision of rank 0. Returns the requests to execute, in order.
 
-        Raises:
-            MessageError: The decision has a number that stands for no request.
+        Raises MessageError: The decision has a number that stands for no request.
         """
         subtree = self._subtree
         requests = []
@@ -147,8 +144,7 @@ class Coordinator:
     def check(self, now: float) -> None:
         """Check that rank 0 answers: AnswerWatch.check, with the limit on stalls. To be called in every cycle.
 
-        Raises:
-            StallError: Rank 0 does not answer.
+        Raises StallError: Rank 0 does not answer.
         """
         if self.stalls.abort_s is not None:
             self._unanswered.check(now, self.stalls.abort_s)
@@ -170,7 +166,7 @@ class Coordinator:
         requests += self._incomplete_to_pass_on(now)
         failure, ended.failure = ended.failure, None
         new_ended, new_joined, ends_vote = ended.take_news(), subtree.joined.take_news(), subtree.take_vote_end()
-        places = subtree.take_places()
+        places, subtree.places = tuple(subtree.places.items()), {}
         if not (ids or requests or new_ended or failure or ends_vote or new_joined or places):
             return None
         return Announcement(tuple(ids), tuple(requests), new_ended, failure, ends_vote,

@@ -41,7 +41,6 @@ class FastPath:
 
     Args:
         agreement: How the ranks vote; None: they cannot, and no vote is ever called.
-        topology: Where the ranks are.
         warning_s: Seconds after which a round that is not complete is reported; None: never.
         abort_s: Seconds after which such a round is an error; None: never.
 
@@ -130,8 +129,7 @@ class FastPath:
     def check(self, now: float) -> None:
         """Report ranks that have not voted. Their engines do not run, or the network does not work.
 
-        Raises:
-            StallError: After `abort_s`.
+        Raises StallError: After `abort_s`.
         """
         if self._agreement is None or not self.has_voted:
             return

@@ -27,7 +27,6 @@ class Reports:
     """The reports of this rank, and on rank 0 those of all ranks.
 
     Args:
-        topology: The ranks of the job.
         place: Returns where in the script this rank is, for sentences on a rank that is slow.
         status: Where rank 0 writes the reports; None: nowhere.
 

@@ -24,7 +24,6 @@ class Timeline:
     """Writes the records of all ranks to a file.
 
     Args:
-        file: The file.
         hosts: The host of each rank.
         mark_cycles: Whether to mark when each rank begins to execute what was agreed on together.
 
@@ -47,11 +46,7 @@ class Timeline:
         self.operations = self.lost = 0
 
     def add(self, records: Iterable[Record]) -> None:
-        """Write records, whose times are of rank 0's clock.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Write records, whose times are of rank 0's clock. Raises OSError: The file cannot be written."""
         for record in records:
             self.operations += 1
             self._write(record)
@@ -132,8 +127,7 @@ def label(record: Record) -> str:
 def records_in(spans: Iterable[tuple[str, int, Values]]) -> list[Record]:
     """The records that a file has, from files.spans_in.
 
-    Raises:
-        ValueError: A field is missing, or is of another type: another version of mpistrat has written the file.
+    Raises ValueError: A field is missing, or is of another type: another version of mpistrat has written the file.
     """
     records = []
     for name, begin, values in spans:

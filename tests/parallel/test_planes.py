@@ -323,14 +323,10 @@ def channel(rank: int) -> Iterator[UnixSocketChannel]:
 
 
 class AnnouncedOnly(MPI.Intracomm):
-    """A communicator on which a large message of the next rank is announced, and never arrives.
-
-    Attributes:
-        pending: The receives of this rank.
-    """
+    """A communicator on which a large message of the next rank is announced, and never arrives."""
 
     def __init__(self, comm: MPI.Intracomm):
-        self.pending: list[MPI.Request] = []
+        self.pending: list[MPI.Request] = []  # The receives of this rank.
 
     def Iprobe(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG,  # noqa: N802
                status: MPI.Status | None = None) -> bool:

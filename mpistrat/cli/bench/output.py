@@ -31,9 +31,6 @@ class Output:
     Args:
         steps: The number of measurements.
         is_chief: Whether this is rank 0.
-
-    Attributes:
-        bar: The bar, if there is one.
     """
 
     def __init__(self, steps: int, is_chief: bool):
@@ -91,11 +88,7 @@ def has_terminal(environ: Mapping[str, str]) -> bool:
 
 
 class Table:
-    """A table with aligned columns, of which each row can be printed as soon as its case is measured.
-
-    Args:
-        cases: The cases that will have a row.
-    """
+    """A table with aligned columns, of which each row can be printed as soon as its case is measured."""
 
     def __init__(self, cases: Mapping[str, Case]):
         names = ["case", *cases]

@@ -29,11 +29,9 @@ class CopyJob:
 
     As in arithmetic.Scale: half precision is scaled in float32. Integers are divided exactly and truncated if the
     factor is 1, and scaled in float64 otherwise.
-
-    Attributes:
-        source, target: Names of dtypes in copy.kernel.TYPES.
     """
 
+    # source, target: Names of dtypes in copy.kernel.TYPES.
     source: str
     target: str
     factor: float = 1.0
@@ -74,8 +72,7 @@ def block_count(table: np.ndarray) -> int:
 class KeptCopies:
     """The tables of launches that copy arrays of the same sizes again and again, between other addresses.
 
-    Args:
-        counts: Elements of each array.
+    `counts`: Elements of each array.
     """
 
     def __init__(self, counts: Sequence[int]):

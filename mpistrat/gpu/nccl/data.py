@@ -27,9 +27,6 @@ class NcclData(GpuBackend):
     all ranks.
 
     Args:
-        device: This rank's GPU.
-        rank: This rank in the communicators.
-        size: The number of their ranks.
         communicators: One for each NcclStream. `close` destroys them.
         buffers: Two fusion buffers of `buffer_bytes` for each NcclStream.
         buffer_bytes: Bytes of a fusion buffer.

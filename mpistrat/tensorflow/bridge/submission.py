@@ -31,16 +31,12 @@ _SHAPE = attrgetter("shape")
 
 
 class Submission(NamedTuple):
-    """A collective that is ready to be submitted.
-
-    Attributes:
-        number: That of the execution of the graph, 0 if it is not needed.
-    """
+    """A collective that is ready to be submitted."""
 
     group: Group
     request: Request
     arrays: Submitted
-    number: int
+    number: int  # That of the execution of the graph, 0 if it is not needed.
 
 
 class CollectiveCallSite(CallSite):

@@ -38,7 +38,6 @@ class GpuMemory:
     """The arguments and results of one call; valid until the handler returns.
 
     Args:
-        call: The call.
         given: The dtypes of the arguments.
         returned: The dtypes of the results.
 
