@@ -56,13 +56,14 @@ class Group:
         engine: Executes the collectives of the group.
         traced: What is recorded of it.
         finite: What looks for Inf and NaN in gradients; None: nothing does.
+        feedback: As in Backends.
     """
 
     def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
                  interruption: Interruption, tracer: Observer | None = None,
                  processes: Mapping[int, Process] = MappingProxyType({})):
         self.topology, self.comm = topology, comm
-        self._backends = backends
+        self._backends, self.feedback = backends, backends.feedback
         # How often all ranks had joined when counting began, and the counters.
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
         self._requests: dict[str, tuple[object, Request]] = {}  # by name, with what they were made from

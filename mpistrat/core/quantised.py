@@ -28,19 +28,12 @@ _MOST = np.float32(3e38)  # and from here on the product with the scale may over
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """How the sum of a bucket goes between hosts.
+    """How the sum of a bucket goes between hosts."""
 
-    Attributes:
-        format: A key of FORMATS.
-        name: What the error feedback of the bucket is kept by; "": there is none.
-        request: Something that all ranks have in common. It takes new memory when it changes.
-        labels: This rank's names of the tensors. Other tensors begin without an error.
-    """
-
-    format: str
-    name: str = ""
-    request: Hashable = None
-    labels: tuple[str, ...] = ()
+    format: str  # A key of FORMATS.
+    name: str = ""  # What the error feedback of the bucket is kept by; "": there is none.
+    request: Hashable = None  # Something that all ranks have in common. Another one takes new memory.
+    labels: tuple[str, ...] = ()  # This rank's names of the tensors. Other tensors begin without an error.
 
 
 def wire_bytes(count: int) -> int:

@@ -1,10 +1,14 @@
 """Compression: the dtype in which gradients are sent. Users may pass any class with the two methods of Compressor."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from ..api import ops
+from ..api.process_sets import ProcessSet, global_process_set, resolved
+from ..core.request import Sum
 from .async_op import call_site
 
 
@@ -97,6 +101,27 @@ class Compression:
     bf16 = BF16Compressor
     int8 = Int8Compressor
     fp8 = FP8Compressor
+
+    @staticmethod
+    def error_feedback(process_set: ProcessSet = global_process_set) -> dict[str, np.ndarray]:
+        """What int8 and fp8 have rounded off the gradients of all ranks so far: for a checkpoint. Collective.
+
+        Call it between two steps. Nothing else keeps it: not the model's files, and no commit.
+
+        Returns:
+            Flat float32 arrays by the names of collectives, the same on all ranks; none on one host.
+        """
+        feedback = resolved(process_set).group("error_feedback").feedback
+        return {name: ops.allreduce(own, op=Sum, name=f"error feedback of {name}", process_set=process_set)
+                for name, own in (feedback.own() if feedback is not None else {}).items()}
+
+    @staticmethod
+    def restore_error_feedback(errors: Mapping[str, np.ndarray],
+                               process_set: ProcessSet = global_process_set) -> None:
+        """Begin the next step with what `error_feedback` has returned; on all ranks, of which there may be others."""
+        feedback = resolved(process_set).group("restore_error_feedback").feedback
+        if feedback is not None:
+            feedback.restore(errors)
 
 
 class Compressed:

@@ -100,6 +100,37 @@ def test_tensors_with_other_labels_have_other_errors(size: int) -> None:
                                            atol=2 * most / 127)
 
 
+def test_what_is_rounded_off_goes_on_in_another_job(size: int) -> None:
+    values = np.full([100, 100], 0.001, np.float32)  # a quarter of a quantum
+    values[:, ::25] = 1.0
+    variable = tf.Variable(tf.ones([100, 100]), name="kernel")
+
+    def total_of(steps: int) -> np.ndarray:
+        total = np.zeros([100, 100])
+        for _ in range(steps):
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=hvd.Compression.int8, op=hvd.Sum) as tape:
+                loss = tf.reduce_sum(variable * values)
+            total += tape.gradient(loss, variable).numpy()
+        return total
+
+    before, after = (TWO_HOSTS, HOST_EACH) if size > 2 else (HOST_EACH, HOST_EACH)
+    with under(before):
+        total = total_of(3)
+        errors = hvd.Compression.error_feedback()
+        assert len({*mpistrat.allgather_object(errors["tape[0]"].tobytes())}) == 1 and [*errors] == ["tape[0]"]
+        np.testing.assert_allclose(errors["tape[0]"].reshape(100, 100), 3 * size * values - total, atol=1e-5)
+        assert np.abs(errors["tape[0]"]).max() > 0.001
+    with under(after):
+        hvd.Compression.restore_error_feedback(errors)
+        total += total_of(2)
+        rest = hvd.Compression.error_feedback()["tape[0]"].reshape(100, 100)
+        np.testing.assert_allclose(rest, 5 * size * values - total, atol=1e-5)
+    with under(DEFAULT):
+        hvd.Compression.restore_error_feedback(errors)
+        np.testing.assert_array_equal(total_of(1), np.float32(size) * values)
+        assert hvd.Compression.error_feedback() == {}
+
+
 def test_a_rank_without_memory_for_the_errors_tells_all(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from mpistrat.core import quantised
 

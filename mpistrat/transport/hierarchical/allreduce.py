@@ -21,7 +21,7 @@ from ...core.tuning import (
     HIERARCHICAL_SLICE_BYTES,
 )
 from ..mpi.peer_wait import PeerWait
-from ..mpi.quantised import ErrorFeedback, QuantisedExchange
+from ..mpi.quantised import ErrorFeedback, Errors, QuantisedExchange
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from ..shm.two_shot import Chunked, Stage, TwoShotData, TwoShotReduce
 from .piggyback import Piggyback
@@ -56,7 +56,7 @@ class HierarchicalData(TwoShotData):
         cross: The result of `cross_comm`, reserved for this object. `close` frees it.
         senders: The least number of ranks that a host has.
         wait: Waits for the ranks of `cross`.
-        feedback: Of all ranks.
+        feedback: Of all ranks; None: what is rounded off is lost.
         piggyback: Sends small all-reduces together with votes; None: votes are sent alone.
     """
 
@@ -66,7 +66,7 @@ class HierarchicalData(TwoShotData):
     one_shot_bytes = -1  # never
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int, wait: PeerWait,
-                 feedback: ErrorFeedback, piggyback: Piggyback | None = None):
+                 feedback: ErrorFeedback | None, piggyback: Piggyback | None = None):
         super().__init__(memory, [chunk], others)
         self._piggyback = piggyback
         self._cross, self._senders, self._wait = cross, senders, wait
@@ -75,6 +75,7 @@ class HierarchicalData(TwoShotData):
         self._rows = [FusionBuffer() for _ in range(self.slots)]
         self._underway: dict[int, tuple[list[MPI.Request], list[np.ndarray]]] = {}
         self._feedback, kept = feedback, formats()
+        self._errors: Errors | None = None  # of what is under way
         self._exchanges = [QuantisedExchange(cross, kept) for _ in range(self.slots)]
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
@@ -85,8 +86,8 @@ class HierarchicalData(TwoShotData):
         return self._piggyback.pack(self, sources, targets, reduction, elements)
 
     def run(self, work: Chunked, stages: Sequence[Stage]) -> None:
-        if isinstance(work, TwoShotReduce) and work.reduction.quantised is not None and len(work.chunks):
-            work.errors = self._feedback.of(work.reduction.quantised, sum([source.size for source in work.inputs]))
+        if isinstance(work, TwoShotReduce) and work.reduction.quantised is not None and self._feedback is not None:
+            self._errors = self._feedback.of(work.reduction.quantised, sum([source.size for source in work.inputs]))
         super().run(work, stages)
 
     @property
@@ -104,13 +105,13 @@ class HierarchicalData(TwoShotData):
             slot = number % self.slots
             partial = self._partial[slot].view(chunk.result.size, chunk.result.dtype)
             self._reduce_slice(work, chunk, partial, IDENTITY)
-            quantised = work.reduction.quantised
+            quantised, errors = work.reduction.quantised, self._errors
             if quantised is None:
                 self._underway[number] = self._exchange(partial, self._rows[slot])
             else:
                 first = k * (work.chunk_bytes // partial.itemsize) + chunk.own.start
-                errors = None if work.errors is None else work.errors[first:first + partial.size]
-                self._underway[number] = self._exchanges[slot].send(quantised.format, partial, errors), []
+                part = None if errors is None else errors.part(first, partial.size)
+                self._underway[number] = self._exchanges[slot].send(quantised.format, partial, part), []
         self.memory.post(number, CONSUMED)
 
     def _exchange(self, partial: np.ndarray, buffer: FusionBuffer) -> tuple[list[MPI.Request], list[np.ndarray]]:

@@ -41,20 +41,22 @@ class MpiData(DataPlane):
     Args:
         comm: The communicator. `close` frees it.
         wait: Waits for its ranks.
-        hosts: The ranks, if each is on a host of its own, and sends 8-bit numbers where Reduction.quantised says so.
+        topology: The ranks. If each is on a host of its own, they send 8-bit numbers where Reduction.quantised says so.
     """
 
     name = "mpi"
 
-    def __init__(self, comm: MPI.Comm, wait: PeerWait, hosts: Topology | None = None):
+    def __init__(self, comm: MPI.Comm, wait: PeerWait, topology: Topology | None = None):
         self._comm, self._wait = comm, wait
         self._size, self._rank = comm.Get_size(), comm.Get_rank()
         self._parts, self._packed = FusionBuffer(), FusionBuffer()
-        self._quantised = None if hosts is None else (QuantisedExchange(comm, formats()), ErrorFeedback(self, hosts))
+        self.feedback = None if topology is None else ErrorFeedback(self, topology)
+        self._exchange = None if topology is None or max(topology.local_sizes) > 1 else QuantisedExchange(
+            comm, formats())
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
-        if reduction.quantised is not None and self._quantised is not None:
-            self._allreduce_quantised(sources, targets, reduction, reduction.quantised, *self._quantised)
+        if reduction.quantised is not None and self._exchange is not None and self.feedback is not None:
+            self._allreduce_quantised(sources, targets, reduction, reduction.quantised, self._exchange, self.feedback)
             return
         if len(sources) == 1 and reduction.prescale == 1.0:
             # A single tensor needs no fusion buffer: MPI reads and writes the tensors themselves.
@@ -103,7 +105,7 @@ class MpiData(DataPlane):
         step = MPI_CHUNK_BYTES // packed.itemsize
         for start in range(0, packed.size, step):
             piece = packed[start:start + step]
-            sent = exchange.send(quantised.format, piece, None if errors is None else errors[start:start + step])
+            sent = exchange.send(quantised.format, piece, None if errors is None else errors.part(start, piece.size))
             self._wait.complete(sent, piece.size)
             self._wait.complete(exchange.combine(piece, reduction.scale), piece.size)
             exchange.finish(piece, reduction.scale)

@@ -50,10 +50,9 @@ class TwoShotReduce(Prepared):
         kind: What has one choice of the chunk; None: this all-reduce is not timed.
         chunk_bytes: Bytes of a chunk.
         ahead_s, wait_s: Seconds of packing ahead, and of the wait for the last rank to begin.
-        errors: As ErrorFeedback.of returns them, if hosts send each other 8-bit numbers.
     """
 
-    __slots__ = ("ahead_s", "chunk_bytes", "chunks", "errors", "first", "inputs", "kind", "outputs", "packed", "wait_s")
+    __slots__ = ("ahead_s", "chunk_bytes", "chunks", "first", "inputs", "kind", "outputs", "packed", "wait_s")
 
     plane: "TwoShotData"
 
@@ -66,7 +65,6 @@ class TwoShotReduce(Prepared):
         self.first, self.packed = first, 0
         self.kind: Kind | None = None
         self.chunk_bytes, self.ahead_s, self.wait_s = 0, 0.0, 0.0
-        self.errors: np.ndarray | None = None
 
     def pack_ahead(self) -> None:
         """Pack the first chunks, whose memory is free. Local; never waits."""
