@@ -56,7 +56,7 @@ class Group:
                  interruption: Interruption, tracer: Observer | None = None,
                  processes: Mapping[int, Process] = MappingProxyType({})):
         self.topology, self.comm = topology, comm
-        self._backends = backends
+        self._backends, self.feedback = backends, backends.feedback
         # How often all ranks had joined when counting began, and the counters.
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
         self._requests: dict[str, tuple[object, Request]] = {}  # by name, with what they were made from

@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from .dtypes import is_half
+from .quantised import Quantised
 from .request import ReduceOp
 
 
@@ -47,6 +48,7 @@ class Reduction:
     op: ReduceOp  # SUM, MIN, MAX or PRODUCT. An average is a sum whose scale divides.
     prescale: float = 1.0
     scale: Scale = IDENTITY
+    quantised: Quantised | None = None  # How hosts send each other their sums; None: as they are.
 
 
 @lru_cache

@@ -29,7 +29,7 @@ class Record(NamedTuple):
     name: str
     kind: str  # "allreduce" and so on, a value of CollectiveType.
     op: str  # The reduction; "" for an operation that does not reduce.
-    dtype: str  # That of the tensors; joined by "+" if there are several.
+    dtype: str  # That of the tensors, joined by "+"; and " as " what they are sent as, if that is another one.
     device: str  # "cpu" or "gpu".
     # number, bucket, nbytes, submitted, agreed, began, ended, delivered: As in Operation. The number is negative if the
     # ranks had not agreed on the operation when this rank failed; the later times are that moment.
@@ -83,9 +83,10 @@ def record_of(rank: int, operation: Operation, ranks: int, backend: str, step: i
     """The record of an operation of a rank; `ranks` and `backend` as in Traced."""
     request = operation.request
     is_reduced = request.kind in (CollectiveType.ALLREDUCE, CollectiveType.REDUCESCATTER)
+    dtype = "+".join(sorted({tensor.dtype for tensor in request.tensors}))
     return Record(rank, request.process_set, ranks, backend, request.name[:_MOST_CHARACTERS],
                   request.kind.value, request.scaled.op.name.lower() if is_reduced else "",
-                  "+".join(sorted({tensor.dtype for tensor in request.tensors})), request.device, operation.number,
+                  f"{dtype} as {request.wire_dtype}" if request.wire_dtype else dtype, request.device, operation.number,
                   operation.bucket, operation.nbytes, step, *operation[5:])
 
 

@@ -144,7 +144,8 @@ def _own_data(recipe: Recipe, model: keras.Model, seed: int) -> tuple[np.ndarray
 
 def _strategy(recipe: Recipe) -> MPIStrategy:
     # Layers draw the same numbers on all ranks, as they do in Horovod's way from the same seed.
-    return MPIStrategy(random_per_rank=False, sparse_as_dense=recipe.distribute.get("sparse_as_dense", False))
+    options = {name: value for name, value in recipe.distribute.items() if name in ("sparse_as_dense", "compression")}
+    return MPIStrategy(random_per_rank=False, **options)
 
 
 def _by_fit(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
