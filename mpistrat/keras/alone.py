@@ -10,7 +10,7 @@ import keras
 
 from ..api import runtime
 from ..api.process_sets import ProcessSet
-from .fit.training import training_of
+from .fit.training import in_fit, training_of
 from .nested_optimizers import parts_of
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Alone:
     def begin(self, model: keras.Model) -> None:
         """Warn if the step and the optimizer are Keras' own, which average nothing. Otherwise the first epoch tells."""
         self._why, self._executed = "", None
-        if not self._process_set.has_others() or training_of(model) is not None:
+        if not self._process_set.has_others() or training_of(model) is not None or model in in_fit:
             return
         optimizer = model.optimizer
         is_known = type(model).train_step is keras.Model.train_step and optimizer is not None \

@@ -24,10 +24,13 @@ from .fit.rates import number
 from .fit.row_counts import UNKNOWN, RowCount
 from .fit.throughput import Throughput
 from .fit.training import is_under_strategy, name_in_fit, optimizers_of
+from .local_sgd.averaging import LocalSGD
+from .local_sgd.diloco import DiLoCo
 from .nested_optimizers import parts_of
 
-__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "Elastic", "LearningRateScheduleCallback",
-           "LearningRateWarmupCallback", "MetricAverageCallback", "Throughput"]
+__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", "Elastic",
+           "LearningRateScheduleCallback", "LearningRateWarmupCallback", "LocalSGD", "MetricAverageCallback",
+           "Throughput"]
 
 Logs = dict[str, Any] | None
 __getattr__ = missing_names.explain(__name__)

@@ -120,7 +120,7 @@ class FitChecks(Callback):
             tuple(sorted({cls.__name__ for cls in COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
             tuple(readers(self._callbacks)), training.averages_statistics, self._joins, training.accumulates,
             training.leaves_weights_uncompared, saves, self._adapted() if self._is_checked else (), training.has_local,
-            entries)
+            entries, settings=training.settings)
 
     def _trained(self) -> list[Variable]:
         return self._training.shared(self.model.trainable_variables)
@@ -308,17 +308,18 @@ class ChecksWithinEpochs(Callback):
     Args:
         check: Gets the place for messages: "fit: before batch 1001 of epoch 3".
         every: The number of batches.
+        training: If its ranks train weights of their own, the next batch counts before which they have the same ones.
     """
 
-    def __init__(self, check: Callable[[str], None], every: int):
+    def __init__(self, check: Callable[[str], None], every: int, training: Training):
         super().__init__()
-        self._check, self._every = check, every
+        self._check, self._every, self._training = check, every, training
         self._epoch, self._next = 0, every
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._epoch, self._next = epoch, self._every
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        if batch >= self._next:
+        if batch >= self._next and self._training.is_synchronised:
             self._next = batch + self._every
             self._check(f"fit: before batch {batch + 1} of epoch {self._epoch + 1}")
