@@ -21,6 +21,7 @@ from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.gradients import label_of
 from .. import patches
 from ..fit.running_statistics import average_statistics
+from ..fit.training import optimizers_of
 from .local_training import LocalTraining
 from .scope import Scope, process_set_of
 
@@ -92,7 +93,7 @@ class PeriodicAveraging(Callback):
             raise InvalidRequestError("the model has no weights yet: call model.build(input_shape), or give it an "
                                       f"Input layer, before {type(self).__name__}.begin(model).")
         self.set_model(model)
-        training = LocalTraining(model, self, [optimizer] if optimizer is not None else ())
+        training = LocalTraining(model, self, optimizers_of(model) if optimizer is None else [optimizer])
         problem = problem_of_settings(array_ops.allgather_object(str(self), f"{training.name}/begin"))
         if problem:
             raise MismatchError(problem)

@@ -48,7 +48,7 @@ class LocalTraining(Training):
     Args:
         model: The model.
         averaging: What averages its weights.
-        optimizers: Those of a loop of the user's own; default: those of the model.
+        optimizers: Those of a loop of the user's own, where a tape may average; (): fit trains by those of the model.
 
     Raises:
         InvalidRequestError: The model is one of a strategy, or its optimizers average gradients among other ranks than
@@ -62,7 +62,8 @@ class LocalTraining(Training):
     def __init__(self, model: keras.Model, averaging: Averaging, optimizers: Sequence[Optimizer] = ()):
         super().__init__(model)
         self._averaging, self._optimizers = averaging, list(optimizers) or optimizers_of(model)
-        _require_scope(model, averaging.process_set, self._optimizers, type(averaging).__name__)
+        is_step_known = not optimizers and type(model).train_step is keras.Model.train_step
+        _require_scope(model, averaging.process_set, self._optimizers, type(averaging).__name__, is_step_known)
         self.name, self.process_set, self.joins = eager("local_sgd"), global_process_set, averaging.joins
         self._within = training_of(model)  # by the ranks of the scope
         self.averages_statistics = self._within is None or self._within.averages_statistics
@@ -125,8 +126,12 @@ class LocalTraining(Training):
         self._averaging.average_weights()
 
 
-def _require_scope(model: keras.Model, scope: ProcessSet | None, optimizers: Sequence[Optimizer], kind: str) -> None:
-    """Raise InvalidRequestError unless gradients are averaged within the scope, and nowhere else."""
+def _require_scope(model: keras.Model, scope: ProcessSet | None, optimizers: Sequence[Optimizer], kind: str,
+                   is_step_known: bool) -> None:
+    """Raise InvalidRequestError unless gradients are averaged within the scope, and nowhere else.
+
+    In steps that are not known it may be done by a tape.
+    """
     if is_under_strategy(model):
         raise InvalidRequestError(f"{kind} is for models that are made outside of strategy.scope(): MPIStrategy keeps "
                                   "one set of weights for all ranks, and each rank needs its own.")
@@ -144,7 +149,7 @@ def _require_scope(model: keras.Model, scope: ProcessSet | None, optimizers: Seq
                 f"{kind} has a scope, and the optimizer averages gradients among other ranks: write "
                 f"hvd.DistributedOptimizer(keras.optimizers.{name}(...), process_set=local.process_set), where local "
                 f"is the {kind}.")
-    if scope is not None and not distributed and optimizers and type(model).train_step is keras.Model.train_step:
+    if scope is not None and not distributed and optimizers and is_step_known:
         name = type(optimizers[0]).__name__
         raise InvalidRequestError(
             f"{kind} has a scope, and the optimizer does not average gradients in it: write hvd.DistributedOptimizer("
