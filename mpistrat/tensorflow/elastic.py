@@ -13,7 +13,7 @@ Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. For
 so is `commit` in such a job.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -121,7 +121,8 @@ class Averaging(Protocol):
     @property
     def variables(self) -> list[Any]: ...
 
-    def prepare(self, model: Any) -> None: ...
+    @property
+    def prepare(self) -> Callable[[Any], None]: ...
 
     def before_commit(self) -> bool: ...
 

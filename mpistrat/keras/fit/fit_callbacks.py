@@ -26,7 +26,7 @@ from ...process.step_timer import StepTimer
 from ...tensorflow.same_data import some_rows
 from .. import xla
 from .._private import trainer
-from ..callbacks import Logs
+from ..callbacks import BroadcastGlobalVariablesCallback, Logs
 from ..keras2_arguments import bound
 from ..local_sgd.averaging import averaging_among
 from ..local_sgd.local_training import LocalTraining
@@ -63,6 +63,10 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
 def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
     given = call.arguments.get("callbacks")
     users, timer = users_callbacks(given), step_timer.current()
+    has_own = any(type(each).__module__.partition(".")[0] not in ("keras", "mpistrat") for each in users)
+    for callback in users:
+        if isinstance(callback, BroadcastGlobalVariablesCallback):
+            callback.has_users_own = has_own
     averaging = averaging_among(users)
     training: Training | None = training_of(model)
     if averaging is not None:
