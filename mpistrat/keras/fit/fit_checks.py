@@ -160,6 +160,8 @@ class FitChecks(Callback):
         # With "join" the ranks may have different steps.
         if any(begin.compares_weights for begin in begins) and not self._joins:
             self._weights_to_compare = _COMPARED_STEPS
+            if self._training.settings:  # After the first step they differ in any case.
+                self._differed = {"weights"}
         self._names_steps = not self._joins and any(begin.steps is None for begin in begins) \
             and not any(begin.accumulates for begin in begins) and not self._training.is_under_strategy
 
@@ -251,7 +253,7 @@ class FitChecks(Callback):
 
     def _compare(self, batch: int) -> None:
         """Raise MismatchError if weights or rates differ before two steps. They may be broadcast after the first."""
-        variables = self._trained() if self._weights_to_compare else []
+        variables = self._trained() if self._weights_to_compare and self._training.is_synchronised else []
         states: list[Step] = self._require_together(
             Step(self._epochs or 0, batch + 1, tuple(digests_of_weights(variables)),
                  rates_of(self._training.parts), setters(self._callbacks)))

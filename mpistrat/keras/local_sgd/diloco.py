@@ -104,7 +104,10 @@ class DiLoCo(PeriodicAveraging):
         self._has_point = False  # Callbacks may have assigned weights.
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, object] | None = None) -> None:
-        if not self._has_point and self._begun.weights:
+        training = self._begun
+        if not self._has_point and training.weights:
+            if self.steps_apart:  # The first batch has made the weights.
+                assign_means(training.weights, f"{training.name}/weights")
             self._remember()
 
     def _remember(self) -> None:
@@ -123,7 +126,7 @@ class DiLoCo(PeriodicAveraging):
         return super()._is_settled and self._under_way is None
 
     def _average(self, training: LocalTraining, is_round: bool) -> None:
-        if not self._has_point:  # The first batch has made the weights, which are broadcast after it.
+        if not self._has_point:  # The first batch has made the weights.
             return
         progress = [to_array(tf.convert_to_tensor(p) - tf.convert_to_tensor(w))
                     for p, w in zip(self._point, training.weights, strict=True)] if self.steps_apart else []
