@@ -16,7 +16,6 @@ from ..tensorflow.consistency import FirstSteps
 from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.ops import broadcast_
 from ..tensorflow.types import Variable
-from . import patches
 from ._private import all_layers
 from .alone import Alone, uncounted
 from .fit.elastic_fit import Elastic
@@ -70,7 +69,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.local = IdentitySet(local_variables or ())
         self._sent, self._is_first_batch = 0, True
         self._alone = Alone(self._process_set)
-        patches.apply()
 
     def register_local_var(self, variable: Variable) -> None:
         """Exclude this variable from the broadcast."""
