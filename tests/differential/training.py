@@ -46,6 +46,8 @@ class Recipe:
     distribute: Mapping[str, Any] = field(default_factory=dict)
     compile: Mapping[str, Any] = field(default_factory=dict)  # More arguments for Model.compile.
     jit_compile: bool = False  # Whether XLA compiles the step.
+    # Makes the callback of fit by which the ranks average weights, in place of gradients.
+    averaging: Callable[[], Any] | None = None
 
     @property
     def can_be_compiled(self) -> bool:
@@ -63,6 +65,8 @@ class Recipe:
         MPIStrategy divides the loss, and Horovod's way the sum of the gradients. In float16 a part may be too small.
         Turns in clipping, which the strategy does not take, have TensorFlow compute the norm in another order.
         """
+        if self.averaging is not None:
+            return False
         optimizer = self.optimizer()
         clips = any(getattr(optimizer, name) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
         return set(self.distribute) <= _OF_BOTH_DOORS and self.policy != "mixed_float16" \
@@ -150,12 +154,15 @@ def _strategy(recipe: Recipe) -> MPIStrategy:
 
 def _by_fit(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
     model = recipe.model()
-    optimizer = hvd.DistributedOptimizer(_optimizer(recipe, turns), **recipe.distribute)
+    optimizer = _optimizer(recipe, turns)
+    if recipe.averaging is None:
+        optimizer = hvd.DistributedOptimizer(optimizer, **recipe.distribute)
     optimizer.build(model.trainable_variables)  # or else Keras traces every step twice
     model.compile(optimizer, _loss(), jit_compile=recipe.jit_compile or "auto", **recipe.compile)
     x, y = _own_data(recipe, model, seed)
     before = _weights(model)
-    history = model.fit(x, y, batch_size=recipe.batch, epochs=1, shuffle=False, verbose=0)
+    history = model.fit(x, y, batch_size=recipe.batch, epochs=1, shuffle=False, verbose=0,
+                        callbacks=[recipe.averaging()] if recipe.averaging is not None else [])
     return _trained(model, optimizer, before, history.history["loss"])
 
 

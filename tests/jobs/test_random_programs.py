@@ -42,8 +42,8 @@ def test_programs_that_xla_compiles(options: list[str]) -> None:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("ranks, first", [(2, "0"), (3, "200")])
-def test_whole_scripts(ranks: int, first: str) -> None:
-    job = run_job(ranks, ["python", "tests/scripts/random_scripts.py", "6", first], limit_s=600)
+@pytest.mark.parametrize("ranks, options", [(2, ["0"]), (3, ["200"]), (3, ["400", "local"])])
+def test_whole_scripts(ranks: int, options: list[str]) -> None:
+    job = run_job(ranks, ["python", "tests/scripts/random_scripts.py", "6", *options], limit_s=600)
     assert job.code == 0, job.output
     assert job.output.count("6 of 6 scripts are right") == ranks, job.output

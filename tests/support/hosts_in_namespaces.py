@@ -175,6 +175,12 @@ class Hosts:
             subprocess.run(self._on(0, ["ip", "link", "set", _CABLE, state]), check=True)
             time.sleep(seconds if state == "down" else 0)
 
+    def limit(self, megabits_per_s: int) -> None:
+        """Let so many bits through in each direction, by the token bucket of the kernel's traffic control."""
+        for host in range(len(self.names)):
+            subprocess.run(self._on(host, ["tc", "qdisc", "replace", "dev", _CABLE, "root", "tbf", "rate",
+                                           f"{megabits_per_s}mbit", "burst", "128kb", "latency", "100ms"]), check=True)
+
     @contextlib.contextmanager
     def mended_after(self) -> Iterator[None]:
         """A job within it may cut the first host's end of the cable."""
