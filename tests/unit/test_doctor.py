@@ -84,7 +84,7 @@ def links_of(*rates: float) -> list[Link]:
     (job(healthy(0, resolve_s=2.5)), "names", WARNING, "node1 needs 2.5 s to resolve its own name", "/etc/hosts"),
     (job(healthy(0, resolve_problem="Name unknown")), "names", WARNING, "own name: Name unknown", "getent hosts node1"),
     (job(links=[dataclasses.replace(LINK, bytes_per_s=10e6)]), "links", WARNING,
-     "10 MB per second between node1 and node2: the 102 MB of gradients of ResNet-50 need 10 s", "fp16"),
+     "10 MB per second between node1 and node2: the 102 MB of gradients of ResNet-50 need 10 s", "int8"),
     (job(links=links_of(1e9, 1e9, 1.1e9, 2e8)), "links", WARNING,
      "200 MB per second between node1 and node5, and 1e+03 between most hosts", "iperf3 -c node5"),
     (job(links=[dataclasses.replace(LINK, latency_s=0.03)]), "links", WARNING, "a message needs 30 ms", "one network"),
