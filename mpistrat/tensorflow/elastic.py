@@ -101,7 +101,7 @@ class TensorFlowState(ObjectState):
         settings = runtime.current().settings
         if self._session is not None:
             return False
-        if not settings.check_every or number % settings.check_every or settings.consistency_check_disable:
+        if not settings.check_every or number % settings.check_every or not settings.is_checked:
             return False
         # Running statistics and random states may differ.
         compared = [v for v in self._variables if getattr(v, "trainable", True) and not is_local_of_any(v)]

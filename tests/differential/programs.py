@@ -84,15 +84,11 @@ def resnet50() -> keras.Model:
 
 @dataclass(frozen=True)
 class Program:
-    """A recipe with a name.
-
-    Attributes:
-        is_quick: The tests run it, too; otherwise only `python -m tests.differential` does.
-    """
+    """A recipe with a name."""
 
     name: str
     recipe: Recipe
-    is_quick: bool = False
+    is_quick: bool = False  # The tests run it, too; otherwise only `python -m tests.differential` does.
 
 
 def _adam(**arguments: Any) -> Callable[[], Adam]:

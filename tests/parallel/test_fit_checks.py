@@ -88,9 +88,9 @@ class SeenByBatch(keras.callbacks.Callback):
 
 @pytest.fixture
 def without_checks() -> Iterator[None]:
-    """As with MPISTRAT_CONSISTENCY_CHECK_DISABLE=1."""
+    """As with MPISTRAT_CHECK_ACTION=off."""
     before = runtime.current().settings
-    runtime.current().settings = dataclasses.replace(before, consistency_check_disable=True)
+    runtime.current().settings = dataclasses.replace(before, check_action="off")
     yield
     runtime.current().settings = before
 

@@ -66,35 +66,20 @@ WRONG_IN_FIT = ("wrong_load", "wrong_rate", "wrong_copy", "wrong_assignment", "w
 
 @dataclass(frozen=True)
 class Script:
-    """What a script does. The details of each stage are drawn when it runs, from the number and the place.
+    """What a script does. The details of each stage are drawn when it runs, from the number and the place."""
 
-    Attributes:
-        number: Its number, from which all of it is drawn.
-        door: HOROVOD or STRATEGY.
-        is_for_both: It runs through both doors, and draws what both have.
-        loop: fit; tape or optimizer, which say what averages; or strategy, a loop under the strategy.
-        model: One of MODELS or NOT_LIKE_ONE_PROCESS.
-        optimizer: One of OPTIMIZERS.
-        stages: Names of methods of Run.
-        seeds_differ: Each rank draws other initial weights, and gets those of rank 0 by a broadcast.
-        joins: The ranks have different numbers of batches.
-        is_eager: fit runs without graphs, and the loop makes its steps eagerly. One process always does.
-        execution: The steps of fit in one execution.
-        is_local: Weights are averaged, and not gradients.
-    """
-
-    number: int
-    door: str
-    loop: str
-    model: str
-    optimizer: str
-    stages: tuple[str, ...]
-    seeds_differ: bool
-    joins: bool
-    is_eager: bool
-    execution: int
-    is_for_both: bool = False
-    is_local: bool = False
+    number: int  # Its number, from which all of it is drawn.
+    door: str  # HOROVOD or STRATEGY.
+    loop: str  # fit; tape or optimizer, which say what averages; or strategy, a loop under the strategy.
+    model: str  # One of MODELS or NOT_LIKE_ONE_PROCESS.
+    optimizer: str  # One of OPTIMIZERS.
+    stages: tuple[str, ...]  # Names of methods of Run.
+    seeds_differ: bool  # Each rank draws other initial weights, and gets those of rank 0 by a broadcast.
+    joins: bool  # The ranks have different numbers of batches.
+    is_eager: bool  # fit runs without graphs, and the loop makes its steps eagerly. One process always does.
+    execution: int  # The steps of fit in one execution.
+    is_for_both: bool = False  # It runs through both doors, and draws what both have.
+    is_local: bool = False  # Weights are averaged, and not gradients.
 
     def by_local_sgd(self) -> "Script":
         """The script in which the ranks average weights."""
@@ -327,6 +312,14 @@ def model_of(kind: str, way: Alone) -> tuple[Any, list[Any]]:
     return model, [hidden] if kind == "local" else []
 
 
+def set_weights(model: Any, values: Sequence[np.ndarray]) -> None:
+    """Set the weights, also those that a Normalization layer of Keras uses: they follow its own only after a load."""
+    model.set_weights(values)
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
+
+
 def data_of(draw: random.Random, rows: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Inputs, and a smooth function of them. The same on all ranks."""
     generator = np.random.default_rng(draw.randrange(10**9))
@@ -546,7 +539,7 @@ class Run:
             if how == "checkpoint":
                 tf.train.Checkpoint(model=self.model, optimizer=self.optimizer).restore(f"{path}-1").expect_partial()
             elif how == "arrays":
-                self.model.set_weights(saved)
+                set_weights(self.model, saved)
             else:
                 self.model.load_weights(path + ".weights.h5")
         if not on_all:
@@ -568,7 +561,7 @@ class Run:
                 self._own.build(self.model.trainable_variables)
             elif how in ("clone", "optimizer", "deserialized"):
                 optimizer, clone = self.optimizer, keras.models.clone_model(self.model)
-                clone.set_weights(self.model.get_weights())
+                set_weights(clone, self.model.get_weights())
                 if how == "clone":
                     clone.compile_from_config(self.model.get_compile_config())
                 else:

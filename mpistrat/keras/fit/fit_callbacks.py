@@ -122,7 +122,7 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
     if isinstance(training, DistributedTraining | LocalTraining) and training.joins:
         own.append(JoinEpochs(training))
     settings = runtime.current().settings
-    is_checked = not settings.consistency_check_disable
+    is_checked = settings.is_checked
     statistics = AverageStatistics(training, callbacks) if training.averages_statistics else None
     has_own_rows = is_checked and not training.is_under_strategy
     if has_own_rows and training.process_set.rank() == 0 and any(map(is_sharded_in_own_order, tf.nest.flatten(inputs))):

@@ -77,7 +77,7 @@ class FitChecks(Callback):
         self._layers, self._wrapped = layers, wrapped
         self._training, self._callbacks, self._rows, self._statistics = training, callbacks, rows, statistics
         self._name, self._process_set, self._joins = training.name, training.process_set, training.joins
-        self._is_checked = not runtime.current().settings.consistency_check_disable
+        self._is_checked = runtime.current().settings.is_checked
         self._averages_metrics = self._names_steps = self._compares_rates = False
         self._means = MetricMeans(self._process_set)
         self._weights_to_compare = 0  # in so many steps
