@@ -124,8 +124,8 @@ def test_diloco_is_its_algorithm(overlap: bool, rank: int) -> None:
 
     right = by_hand(values_of(inner.trainable_variables), 3, progress, overlap)
     model, watch = model_of(), Watch()
-    fit(model, keras.optimizers.SGD(0.1), rank, [hvd.callbacks.DiLoCo(every=2, overlap=overlap), watch], steps=6,
-        epochs=1)
+    fit(model, keras.optimizers.SGD(0.1), rank, [hvd.callbacks.DiLoCo(
+        2, keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True), overlap), watch], steps=6, epochs=1)
     for value, wanted in zip(values_of(model.trainable_variables), right, strict=True):
         np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-6)
     assert watch.equal()[1::2] == [True] * 3

@@ -100,7 +100,8 @@ class Elastic(keras.callbacks.Callback):
             left -= each
             return {}
 
-        self.model.train_function, in_fit[self.model].is_reading = read_first, True
+        self.model.train_function = read_first
+        self._tell(is_reading=True)
         # If no batch is left, Keras still asks for the metrics, which the first trained batch of a process makes.
         self.model.get_metrics_result = dict
 
@@ -109,8 +110,11 @@ class Elastic(keras.callbacks.Callback):
         if self._train_function is not None:
             self.model.train_function, self._train_function = self._train_function, None
             del self.model.get_metrics_result
-            if self.model in in_fit:
-                in_fit[self.model].is_reading = False
+            self._tell(is_reading=False)
+
+    def _tell(self, is_reading: bool) -> None:
+        if self.model in in_fit:
+            in_fit[self.model].is_reading = is_reading
 
 
 class FitState(TensorFlowKerasState):
@@ -138,7 +142,7 @@ class FitState(TensorFlowKerasState):
 
 
 def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, initial_epoch: int,
-            averaging: Averaging | None) -> Any:
+            averaging: Averaging | None = None) -> Any:
     """Call `fit` with the epoch in which it begins, again and again until it ends. Collective. In an elastic job only.
     """
     global _fits

@@ -37,12 +37,14 @@ class DiLoCo(PeriodicAveraging):
     step, and the momentum of the outer optimizer.
 
     With `overlap` the average of a round travels while the ranks make the steps of the next one, and the outer step
-    with it comes at the end of that one: it is delayed by one round. So the first round seems to change nothing. Where
-    somebody needs the weights (the end of an epoch, a file, a commit) the ranks wait for what is under way.
+    with it comes at the end of that one: it is delayed by one round. So the first round seems to change nothing. With
+    a momentum of 0.9 late outer steps overshoot further and further; the default has none then. Where somebody needs
+    the weights (the end of an epoch, a file, a commit) the ranks wait for what is under way.
 
     Args:
         every: The steps between two outer steps, as in LocalSGD.
-        outer: A Keras optimizer, which this object keeps; default: SGD(0.7, momentum=0.9, nesterov=True).
+        outer: A Keras optimizer, which this object keeps; default: SGD(0.7, momentum=0.9, nesterov=True),
+            with `overlap` SGD(0.5).
         overlap: Whether the ranks go on while the average is under way.
         scope, average_slots, uneven: As for LocalSGD.
 
@@ -54,7 +56,7 @@ class DiLoCo(PeriodicAveraging):
     def __init__(self, every: int, outer: Optimizer | None = None, overlap: bool = False, scope: Scope = None,
                  average_slots: bool = False, uneven: str = "error"):
         if outer is None:
-            outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+            outer = keras.optimizers.SGD(0.5) if overlap else keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
         if not isinstance(outer, Optimizer) or isinstance(outer, LossScaleOptimizer):
             raise InvalidRequestError("DiLoCo(outer=) is a Keras optimizer, for example keras.optimizers.SGD(0.7, "
                                       f"momentum=0.9, nesterov=True). Received: {outer!r}")
@@ -126,8 +128,8 @@ class DiLoCo(PeriodicAveraging):
         return super()._is_settled and self._under_way is None
 
     def _average(self, training: LocalTraining, is_round: bool) -> None:
-        if not self._has_point:  # The first batch has made the weights.
-            return
+        if not self._has_point:  # The first batches have made the weights.
+            return assign_means(training.weights, f"{training.name}/weights")
         progress = [to_array(tf.convert_to_tensor(p) - tf.convert_to_tensor(w))
                     for p, w in zip(self._point, training.weights, strict=True)] if self.steps_apart else []
         self._step_outside()

@@ -17,17 +17,7 @@ from ..nested_optimizers import distributed_in, parts_of
 
 
 class Averaging(Protocol):
-    """What averages the weights.
-
-    Attributes:
-        process_set: The ranks that average gradients in every step; None: no ranks do.
-        joins: Whether ranks with fewer batches wait for the others at the end of an epoch.
-        average_slots: Whether the state of the optimizers is averaged too.
-        steps: The steps of this rank so far.
-        steps_apart: Those since the ranks had the same weights.
-        outer: The optimizers of the averaged weights.
-        variables: Its own state, the same on all ranks after a synchronisation.
-    """
+    """What averages the weights: a PeriodicAveraging."""
 
     process_set: ProcessSet | None
     joins: bool
