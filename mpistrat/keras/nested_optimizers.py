@@ -3,7 +3,7 @@
 Called by what mpistrat adds to optimizers, to fit and to compile; local.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from keras.optimizers import Optimizer
@@ -29,6 +29,13 @@ def passes_on(optimizer: Optimizer) -> bool:
 def distributed_in(optimizer: Optimizer | None) -> list[Any]:
     """The parts of `optimizer` that average gradients over the ranks."""
     return [part for part in parts_of(optimizer) if getattr(part, "is_distributed", False)]
+
+
+def sharded_in(optimizers: Iterable[Optimizer | None]) -> list[Any]:
+    """Those of optimizers, and of the optimizers in them, whose state is divided among the ranks now."""
+    found = {id(part): part for optimizer in optimizers for part in parts_of(optimizer)
+             if getattr(vars(part).get("_mpistrat"), "parts", None) is not None}
+    return list(found.values())
 
 
 def optimizers_in(value: object) -> Iterator[Optimizer]:

@@ -13,7 +13,7 @@ Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. For
 so is `commit` in such a job.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,10 @@ from .types import TensorLike, Variable
 __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]
 
 __getattr__ = missing_names.explain(__name__)
+
+
+# Each returns those optimizers in an optimizer, or itself, whose state is divided among the ranks.
+sharded_in: list[Callable[[object], list[Any]]] = []
 
 
 class TensorFlowState(ObjectState):
@@ -138,12 +142,36 @@ class TensorFlowKerasState(TensorFlowState):
             self.optimizer.build(model.trainable_variables)
         super().__init__([*model.weights, *(self.optimizer.variables if self.optimizer is not None else ())], **kwargs)
 
+    @property
+    def _sharded(self) -> list[Any]:
+        return [each for find in sharded_in for each in find(self.optimizer)]
+
+    def _snapshot(self) -> Snapshot:
+        return {**super()._snapshot(), "parts": [optimizer.save_parts() for optimizer in self._sharded]}
+
+    def _take(self, snapshot: Snapshot) -> None:
+        super()._take(snapshot)
+        for optimizer, saved in zip(self._sharded, snapshot["parts"], strict=True):
+            optimizer.load_parts(saved)
+
+    def _broadcast(self, root: int) -> None:
+        super()._broadcast(root)
+        for optimizer in self._sharded:
+            optimizer.share_state(root)
+
+    def _needs_new_processes(self) -> str:
+        return "the state of the sharded optimizer is divided among the ranks anew" if self._sharded else ""
+
     def _compare(self, number: int) -> bool:
         """Also give all ranks the mean of their sums of gradients that wait for an update, which is the same update.
 
-        Each rank has sums of its own rows, and new processes get those of one rank.
+        Each rank has sums of its own rows, and new processes get those of one rank. The state of a sharded optimizer is
+        gathered, so that the commit of each rank has that of a rank that is lost.
         """
         has_changed = super()._compare(number)
+        for optimizer in self._sharded:
+            optimizer.consolidate_state(to=None)
+            has_changed = True
         if runtime.current().topology.size == 1:
             return has_changed
         for op, waiting in self._waiting_gradients().items():

@@ -106,8 +106,9 @@ def schedules_of(callbacks: Sequence[Callback]) -> tuple[SaveSchedule, ...]:
 class AverageStatistics(Callback):
     """Makes the state of layers, except local variables, equal when an epoch ends. Collective; fit adds it.
 
-    So it does before a callback of any rank saves the model within an epoch. It comes before callbacks that save the
-    model. Validation in fit comes before it, with each rank's own statistics.
+    So it does before a callback of any rank saves the model within an epoch, and it gathers the state of sharded
+    optimizers. It comes before callbacks that save the model. Validation in fit comes before it, with each rank's own
+    statistics.
 
     Args:
         training: That of the model.
@@ -124,6 +125,8 @@ class AverageStatistics(Callback):
         self._summed: dict[int, tf.Tensor] = {}  # the value that all ranks had last, by the variable's id
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        for optimizer in self._training.sharded:
+            optimizer.forget_state()
         # Not when training begins: variables may be broadcast then.
         for variable in self._sums():
             self._summed.setdefault(id(variable), tf.convert_to_tensor(variable))
@@ -145,6 +148,9 @@ class AverageStatistics(Callback):
             variable for variable in _state(self.model) if getattr(variable, "aggregation", "none") == "sum"]
 
     def _average(self) -> None:
+        self._training.consolidate()
+        if not self._training.averages_statistics:
+            return
         average_statistics(self._training)
         variables = self._training.shared(self._sums())
         # A variable that the first step has made began at zero.

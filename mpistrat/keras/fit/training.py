@@ -22,7 +22,7 @@ from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.names import eager
 from ...tensorflow.types import Variable
 from .._private import non_trainable_variables, trained_by
-from ..nested_optimizers import distributed_in, optimizers_in, parts_of
+from ..nested_optimizers import distributed_in, optimizers_in, parts_of, sharded_in
 
 
 class Training:
@@ -37,6 +37,8 @@ class Training:
         is_under_strategy: Whether a strategy has the ranks train: it shards the data, so all ranks have the same, and
             reduces metrics.
         averages_statistics: Whether fit averages the running statistics.
+        shards_state: Whether the state of optimizers is divided among the ranks, once they are built.
+        sharded: These optimizers.
         joins: Whether ranks with fewer steps join at the end of each epoch.
         accumulates: Whether gradients are accumulated.
         leaves_weights_uncompared: Whether first reductions are to come that cannot compare the weights.
@@ -47,7 +49,7 @@ class Training:
     name: str
     process_set: ProcessSet
     averages_statistics = True
-    is_under_strategy = joins = accumulates = False
+    is_under_strategy = joins = accumulates = shards_state = False
     causes = CAUSES
 
     def __init__(self, model: keras.Model):
@@ -61,6 +63,10 @@ class Training:
     def first_steps(self) -> list[FirstSteps]:
         return [own.checks for part in self.parts if (own := vars(part).get("_mpistrat")) is not None
                 and own.checks is not None]
+
+    @property
+    def sharded(self) -> list[Any]:
+        return sharded_in(self.parts)
 
     @property
     def leaves_weights_uncompared(self) -> bool:
@@ -83,6 +89,11 @@ class Training:
         own = IdentitySet(non_trainable_variables(self.model))
         return [v for v in self.shared(list(IdentitySet([*self.model.weights, *compared_in(self.parts)])))
                 if v not in own]
+
+    def consolidate(self) -> None:
+        """Gather the state of sharded optimizers on the first rank, where the model may be saved. Collective."""
+        for optimizer in self.sharded:
+            optimizer.consolidate_state(to=self.process_set.group("fit").topology.job_ranks[0])
 
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
         """This rank's value of a variable, eager."""
@@ -117,6 +128,7 @@ class DistributedTraining(Training):
         self.averages_statistics = all(o._mpistrat.arguments.average_statistics for o in self._optimizers)
         self.joins = any(o._mpistrat.arguments.uneven == "join" for o in self._optimizers)
         self.accumulates = any(o.gradient_accumulation_steps for o in self._optimizers)
+        self.shards_state = any(o._mpistrat.arguments.shard_state for o in self._optimizers)
 
     @property
     def first_steps(self) -> list[FirstSteps]:
