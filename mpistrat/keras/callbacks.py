@@ -24,7 +24,7 @@ from .fit.rates import number
 from .fit.row_counts import UNKNOWN, RowCount
 from .fit.throughput import Throughput
 from .fit.training import is_under_strategy, name_in_fit, optimizers_of
-from .nested_optimizers import parts_of, sharded_in
+from .nested_optimizers import parts_of, states_in
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "Elastic", "LearningRateScheduleCallback",
            "LearningRateWarmupCallback", "MetricAverageCallback", "Throughput"]
@@ -117,8 +117,8 @@ def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank
     for layer in all_layers(model):
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()  # The layer computes with constants, which this derives from its variables.
-    for optimizer in sharded_in(optimizers_of(model)):
-        optimizer.share_state(root_rank)
+    for state in states_in(optimizers_of(model)):
+        state.share(root_rank)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -257,7 +257,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self._scale_velocities is None:
             # SGD and RMSprop have velocities if they have a momentum; before the first step there are none.
             velocities = [variable for part in parts_of(self.model.optimizer) if getattr(part, "momentum", 0.0)
-                          for variable in getattr(part, "_mpistrat_variables", part.variables)
+                          for own in [part, *states_in([part])] for variable in own.variables
                           if variable.name.endswith("momentum")]
             if not velocities:
                 return

@@ -31,11 +31,11 @@ def distributed_in(optimizer: Optimizer | None) -> list[Any]:
     return [part for part in parts_of(optimizer) if getattr(part, "is_distributed", False)]
 
 
-def sharded_in(optimizers: Iterable[Optimizer | None]) -> list[Any]:
-    """Those of optimizers, and of the optimizers in them, whose state is divided among the ranks now."""
-    found = {id(part): part for optimizer in optimizers for part in parts_of(optimizer)
-             if getattr(vars(part).get("_mpistrat"), "parts", None) is not None}
-    return list(found.values())
+def states_in(optimizers: Iterable[Optimizer | None]) -> list[Any]:
+    """The WholeState of each of the optimizers, and of those in them, whose state is divided among the ranks now."""
+    found = {id(part): getattr(vars(part).get("_mpistrat"), "whole", None)
+             for optimizer in optimizers for part in parts_of(optimizer)}
+    return [state for state in found.values() if state is not None]
 
 
 def optimizers_in(value: object) -> Iterator[Optimizer]:

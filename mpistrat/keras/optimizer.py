@@ -257,8 +257,9 @@ def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # no
     Gradients that are accumulated are reduced in every pass, and each rank accumulates its part.
 
     `optimizer.variables` has what all ranks have: the counter and the learning rate. Files are those of the original,
-    and load with any number of ranks. A rank can save if it has the whole state: see consolidate_state() of the
-    optimizer. On all ranks load a file, or let rank 0 load it and fit broadcast it (BroadcastGlobalVariablesCallback).
+    and load with any number of ranks. fit gathers the whole state on rank 0 at the end of each epoch; elsewhere call
+    `optimizer.consolidate_state(to=0)` on all ranks before rank 0 saves. A rank without the state that saves or copies
+    gets an error. Load a file on all ranks, or on rank 0 before a fit with BroadcastGlobalVariablesCallback.
     Local; `apply` is collective.
 
     Args:

@@ -12,6 +12,7 @@ from ..tensorflow.consistency import FirstSteps
 from ..tensorflow.gradients import GradientOptions, GradientReducer
 from ..tensorflow.types import Tensor
 from .sharded.parts import Parts
+from .sharded.state import WholeState
 
 
 @dataclass
@@ -46,7 +47,7 @@ class OptimizerState:
         reducer_or_none: What averages the gradients of a distributed optimizer.
         arguments: None: it can be loaded, copied and saved, and does not train.
         is_copy: Keras has made the optimizer from the original.
-        parts: This rank's parts of the variables and the state, if these are divided among the ranks.
+        parts, whole: This rank's parts of the variables, and the whole state, if these are divided among the ranks.
         called: The hooks that Keras has called.
         accumulating: While accumulated gradients are applied, their variables.
         strategys_checks: Those of its first reductions under a strategy.
@@ -59,6 +60,7 @@ class OptimizerState:
     arguments: Arguments | None = None
     is_copy: bool = False
     parts: Parts | None = None
+    whole: WholeState | None = None
     called: set[str] = field(default_factory=set)
     accumulating: list[keras.Variable] | None = None
     strategys_checks: FirstSteps | None = None

@@ -38,8 +38,8 @@ __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TensorFlow
 __getattr__ = missing_names.explain(__name__)
 
 
-# Each returns those optimizers in an optimizer, or itself, whose state is divided among the ranks.
-sharded_in: list[Callable[[object], list[Any]]] = []
+# Each returns the states of an optimizer, and of those in it, that are divided among the ranks.
+divided_states: list[Callable[[object], list[Any]]] = []
 
 
 class TensorFlowState(ObjectState):
@@ -143,24 +143,24 @@ class TensorFlowKerasState(TensorFlowState):
         super().__init__([*model.weights, *(self.optimizer.variables if self.optimizer is not None else ())], **kwargs)
 
     @property
-    def _sharded(self) -> list[Any]:
-        return [each for find in sharded_in for each in find(self.optimizer)]
+    def _divided(self) -> list[Any]:
+        return [state for find in divided_states for state in find(self.optimizer)]
 
     def _snapshot(self) -> Snapshot:
-        return {**super()._snapshot(), "parts": [optimizer.save_parts() for optimizer in self._sharded]}
+        return {**super()._snapshot(), "divided": [state.save() for state in self._divided]}
 
     def _take(self, snapshot: Snapshot) -> None:
         super()._take(snapshot)
-        for optimizer, saved in zip(self._sharded, snapshot["parts"], strict=True):
-            optimizer.load_parts(saved)
+        for state, saved in zip(self._divided, snapshot["divided"], strict=True):
+            state.load(saved)
 
     def _broadcast(self, root: int) -> None:
         super()._broadcast(root)
-        for optimizer in self._sharded:
-            optimizer.share_state(root)
+        for state in self._divided:
+            state.share(root)
 
     def _needs_new_processes(self) -> str:
-        return "the state of the sharded optimizer is divided among the ranks anew" if self._sharded else ""
+        return "the state of the sharded optimizer is divided among the ranks anew" if self._divided else ""
 
     def _compare(self, number: int) -> bool:
         """Also give all ranks the mean of their sums of gradients that wait for an update, which is the same update.
@@ -169,8 +169,8 @@ class TensorFlowKerasState(TensorFlowState):
         gathered, so that the commit of each rank has that of a rank that is lost.
         """
         has_changed = super()._compare(number)
-        for optimizer in self._sharded:
-            optimizer.consolidate_state(to=None)
+        for state in self._divided:
+            state.consolidate(to=None)
             has_changed = True
         if runtime.current().topology.size == 1:
             return has_changed

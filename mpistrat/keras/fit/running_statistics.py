@@ -125,8 +125,8 @@ class AverageStatistics(Callback):
         self._summed: dict[int, tf.Tensor] = {}  # the value that all ranks had last, by the variable's id
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        for optimizer in self._training.sharded:
-            optimizer.forget_state()
+        for state in self._training.divided_states:
+            state.forget()
         # Not when training begins: variables may be broadcast then.
         for variable in self._sums():
             self._summed.setdefault(id(variable), tf.convert_to_tensor(variable))

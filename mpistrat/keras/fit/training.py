@@ -22,7 +22,7 @@ from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.names import eager
 from ...tensorflow.types import Variable
 from .._private import non_trainable_variables, trained_by
-from ..nested_optimizers import distributed_in, optimizers_in, parts_of, sharded_in
+from ..nested_optimizers import distributed_in, optimizers_in, parts_of, states_in
 
 
 class Training:
@@ -38,7 +38,7 @@ class Training:
             reduces metrics.
         averages_statistics: Whether fit averages the running statistics.
         shards_state: Whether the state of optimizers is divided among the ranks, once they are built.
-        sharded: These optimizers.
+        divided_states: Their WholeStates.
         joins: Whether ranks with fewer steps join at the end of each epoch.
         accumulates: Whether gradients are accumulated.
         leaves_weights_uncompared: Whether first reductions are to come that cannot compare the weights.
@@ -65,8 +65,8 @@ class Training:
                 and own.checks is not None]
 
     @property
-    def sharded(self) -> list[Any]:
-        return sharded_in(self.parts)
+    def divided_states(self) -> list[Any]:
+        return states_in(self.parts)
 
     @property
     def leaves_weights_uncompared(self) -> bool:
@@ -92,8 +92,8 @@ class Training:
 
     def consolidate(self) -> None:
         """Gather the state of sharded optimizers on the first rank, where the model may be saved. Collective."""
-        for optimizer in self.sharded:
-            optimizer.consolidate_state(to=self.process_set.group("fit").topology.job_ranks[0])
+        for state in self.divided_states:
+            state.consolidate(to=self.process_set.group("fit").topology.job_ranks[0])
 
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
         """This rank's value of a variable, eager."""

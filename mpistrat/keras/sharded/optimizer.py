@@ -14,14 +14,15 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from ...core.errors import InvalidRequestError
-from ...tensorflow.elastic import sharded_in as sharded_in_states
+from ...tensorflow.elastic import divided_states
 from ...tensorflow.overwritten import places_of
 from ...tensorflow.types import OptionalGradient, Tensor, Variable
 from .._private import legacy_h5_format
 from ..clone import original_class
-from ..nested_optimizers import parts_of, passes_on, sharded_in
+from ..nested_optimizers import passes_on, states_in
 from ..patches import Function, replaces
 from .parts import Parts
+from .state import WholeState
 
 # They compute each element of a variable from the same element of the gradient and of the state alone.
 _ELEMENT_WISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
@@ -65,19 +66,21 @@ class Sharded:
                 raise InvalidRequestError("a sharded optimizer does not accumulate the gradients of variables that "
                                           f"their gradient overwrites (float8). {_INSTEAD}")
             own.parts = Parts(variables, own.reducer, is_element_wise(original_class(type(self))))
+            own.whole = WholeState(own.parts, self._iterations)  # type: ignore[attr-defined]
             super().build(own.parts.noting)  # type: ignore[misc]
+            own.whole.variables = super().variables  # type: ignore[misc]
             vars(self)["_trainable_variables"] = own.parts.variables  # By plain assignment Keras would track them.
         else:
             super().build(variables)  # type: ignore[misc]
 
-    def add_variable_from_reference(self, reference_variable: keras.Variable, *args: Any,
-                                    **kwargs: Any) -> keras.Variable:
+    def add_variable_from_reference(self, reference_variable: keras.Variable, *args: object,
+                                    **kwargs: object) -> keras.Variable:
         variable = super().add_variable_from_reference(reference_variable, *args, **kwargs)  # type: ignore[misc]
         if self._mpistrat.parts is not None:
             self._mpistrat.parts.note(variable, reference_variable)
         return variable
 
-    def add_variable(self, *args: Any, **kwargs: Any) -> keras.Variable:
+    def add_variable(self, *args: object, **kwargs: object) -> keras.Variable:
         variable = super().add_variable(*args, **kwargs)  # type: ignore[misc]
         if self._mpistrat.parts is not None:
             self._mpistrat.parts.note(variable)
@@ -86,12 +89,8 @@ class Sharded:
     @property
     def variables(self) -> list[Any]:
         """Those that all ranks have, such as the counter of steps, without the state of this rank's parts."""
-        found: list[Any] = super().variables  # type: ignore[misc]
-        return found if self._mpistrat.parts is None else self._mpistrat.parts.shown(found)
-
-    @property
-    def _mpistrat_variables(self) -> list[keras.Variable]:
-        return super().variables  # type: ignore[misc]
+        is_divided = self._mpistrat.whole is not None
+        return self._mpistrat.whole.shown() if is_divided else super().variables  # type: ignore[misc]
 
     def register_local_var(self, variable: Variable) -> None:
         raise InvalidRequestError(_NO_LOCAL)
@@ -190,33 +189,17 @@ class Sharded:
         Args:
             to: The rank of the job; None: all ranks of the optimizer. Their memory has the whole state meanwhile.
         """
-        if self._mpistrat.parts is not None:
-            self._mpistrat.parts.consolidate(self._mpistrat_variables, self._iterations, to)  # type: ignore[attr-defined]
+        if self._mpistrat.whole is not None:
+            self._mpistrat.whole.consolidate(to)
 
-    def share_state(self, root_rank: int) -> None:
-        """Give all ranks their parts of the state that a rank of the job has loaded, if it has. Collective."""
-        self._mpistrat.parts.share(self._mpistrat_variables, self._iterations, root_rank)  # type: ignore[attr-defined]
-
-    def save_parts(self) -> list[Any]:
-        """What load_parts takes, for elastic states: the whole state, if this rank has it, or its parts. Local."""
-        return self._mpistrat.parts.save(self._mpistrat_variables, self._iterations)  # type: ignore[attr-defined]
-
-    def load_parts(self, saved: list[Any]) -> None:
-        """Return to a state of save_parts. Local."""
-        self._mpistrat.parts.load(self._mpistrat_variables, self._iterations, saved)  # type: ignore[attr-defined]
-
-    def forget_state(self) -> None:
-        """Free the memory of the whole state, if this rank has it. Local."""
-        self._mpistrat.parts.forget()
-
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: object) -> Any:
         if save_type == "checkpoint" and self._mpistrat.parts is not None:
             raise InvalidRequestError("tf.train.Checkpoint would have this rank's part of a sharded optimizer only. "
                                       "Save the model with model.save() or model.save_weights().")
         return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
 
 
-sharded_in_states.append(lambda optimizer: sharded_in([optimizer]))
+divided_states.append(lambda optimizer: states_in([optimizer]))
 
 
 def _scaled(gradient: Tensor, factor: float | tf.Tensor) -> Tensor:
@@ -224,23 +207,17 @@ def _scaled(gradient: Tensor, factor: float | tf.Tensor) -> Tensor:
 
 
 @contextmanager
-def whole_state(optimizer: Optimizer | None, is_read: bool) -> Iterator[None]:
+def whole_state(optimizer: Optimizer, is_read: bool) -> Iterator[None]:
     """A context in which `variables` of an optimizer, and of those in it, has the whole state, as without sharding.
 
-    Local. Values that are assigned in it are divided: this rank takes its parts.
-
-    Args:
-        optimizer: Any optimizer.
-        is_read: Whether the values are read.
+    Local. This rank takes its parts of values that are assigned in it.
 
     Raises:
-        InvalidRequestError: They are read, and this rank does not have them: see consolidate_state.
+        InvalidRequestError: The values are read, and this rank does not have them: see consolidate_state.
     """
     with ExitStack() as stack:
-        for part in parts_of(optimizer):
-            parts = part._mpistrat.parts if isinstance(part, Sharded) else None
-            if parts is not None:
-                stack.enter_context(parts.showing(part._mpistrat_variables, part._iterations, is_read))
+        for state in states_in([optimizer]):
+            stack.enter_context(state.showing(is_read))
         yield
 
 
