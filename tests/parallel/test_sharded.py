@@ -25,6 +25,7 @@ Optimizers = keras.optimizers
 
 def new_model(seed: int = 1) -> Any:
     """An embedding that is divided between its rows, an array of its own, and small variables."""
+    keras.utils.clear_session()  # The names of layers and of the optimizer's variables are those of each other model.
     keras.utils.set_random_seed(seed)
     return keras.Sequential([
         keras.Input((3,)), keras.layers.Embedding(TOKENS, 60), keras.layers.Flatten(),
@@ -44,7 +45,7 @@ def fit(model: Any, rank: int, *callbacks: Any, epochs: int = 1) -> Any:
 
 def compiled_model(optimizer: Any, **arguments: Any) -> Any:
     model = new_model()
-    model.compile(optimizer, "mse", **arguments)
+    model.compile(optimizer, keras.losses.MeanSquaredError(), **arguments)
     return model
 
 

@@ -35,6 +35,8 @@ import tensorflow as tf
 import mpistrat
 import mpistrat.keras
 import mpistrat.tensorflow as hvd
+from mpistrat.keras.nested_optimizers import states_in
+from mpistrat.keras.sharded.optimizer import whole_state
 
 BATCH = 12  # rows of all ranks together; a number that 2, 3 and 4 divide
 COLUMNS, TOKENS, OUTPUTS = 6, 20, 2
@@ -79,6 +81,7 @@ class Script:
         joins: The ranks have different numbers of batches.
         is_eager: fit runs without graphs, and the loop makes its steps eagerly. One process always does.
         execution: The steps of fit in one execution.
+        is_sharded: The state of a distributed optimizer is divided among the ranks.
     """
 
     number: int
@@ -92,6 +95,7 @@ class Script:
     is_eager: bool
     execution: int
     is_for_both: bool = False
+    is_sharded: bool = False
 
     def through(self, door: str) -> "Script":
         """The same script through a door."""
@@ -134,7 +138,10 @@ def script_of(number: int) -> Script:
         stages.insert(-1, draw.choice(WRONG + (WRONG_IN_FIT if loop == "fit" else ())))
     return Script(number, door, loop, model, optimizer, tuple(stages),
                   is_horovods and model not in ("unbuilt", "local") and draw.randrange(2) == 0, joins,
-                  is_horovods and draw.randrange(2) == 0, 1 if joins else draw.choice((1, 1, 2, 3)), is_for_both)
+                  is_horovods and draw.randrange(2) == 0, 1 if joins else draw.choice((1, 1, 2, 3)), is_for_both,
+                  # With draws of its own: a number is the script that it was before there were sharded ones.
+                  is_horovods and loop != "tape" and not joins and model != "local" and optimizer != "averages"
+                  and random.Random(f"sharded {number}").randrange(2) == 0)
 
 
 class Interrupted(Exception):  # noqa: N818 - what a script raises to stop itself
@@ -192,7 +199,10 @@ class Horovod(Alone):
         uneven = "join" if script.joins and script.loop == "fit" else "error"
         if local:
             return mpistrat.keras.PartialDistributedOptimizer(optimizer, local_layers=local)
-        return mpistrat.keras.DistributedOptimizer(optimizer, uneven=uneven)
+        if script.is_sharded and hasattr(optimizer, "inner_optimizer"):
+            return keras.optimizers.LossScaleOptimizer(
+                mpistrat.keras.ShardedOptimizer(optimizer.inner_optimizer), initial_scale=optimizer.initial_scale)
+        return mpistrat.keras.DistributedOptimizer(optimizer, uneven=uneven, shard_state=script.is_sharded)
 
     def tape(self, local: Sequence[Any] = ()) -> Any:
         return hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=local) if local \
@@ -206,7 +216,12 @@ class Horovod(Alone):
         return mpistrat.keras.SyncBatchNormalization(momentum=0.8)
 
     def load_model(self, path: str, script: Script) -> Any:
-        return mpistrat.keras.load_model(path, uneven="join" if script.joins else "error")
+        if script.is_sharded and script.optimizer == "scaled":
+            model = keras.models.load_model(path)
+            model.compile(self.optimizer(model.optimizer, script), "mse", metrics=["mae"])
+            return model
+        return mpistrat.keras.load_model(path, uneven="join" if script.joins else "error",
+                                         shard_state=script.is_sharded)
 
     def callbacks(self) -> list[Any]:
         return [mpistrat.keras.callbacks.BroadcastGlobalVariablesCallback(0)]
@@ -354,9 +369,16 @@ class Run:
                  if id(v) not in own and "seed" not in v.path}
         if self.script.loop != "tape" and not self.local:
             # A rank accumulates gradients of its own.
-            state |= {f"optimizer {number} {v.path}": np.asarray(v) for number, v in enumerate(self.optimizer.variables)
-                      if "accumulat" not in v.path}
+            self._consolidate()
+            with whole_state(self.optimizer, is_read=True):
+                state |= {f"optimizer {number} {v.path}": np.asarray(v)
+                          for number, v in enumerate(self.optimizer.variables) if "accumulat" not in v.path}
         return state
+
+    def _consolidate(self) -> None:
+        """Let all ranks have the whole state of the optimizer."""
+        for state in states_in([self.optimizer]):
+            state.consolidate(to=None)
 
     @property
     def optimizer(self) -> Any:
@@ -491,6 +513,10 @@ class Run:
         path = os.path.join(self.folder, f"saved{draw.randrange(10**9)}")
         with_all, on_all = ((draw.randrange(2) == 0 and how != "checkpoint") or way.strategy is not None
                             or (self.script.is_for_both and how != "checkpoint") for _ in range(2))
+        on_all = on_all or self.script.is_sharded
+        if self.script.is_sharded and how == "checkpoint":
+            how = "weights"
+        self._consolidate()
         saves, loads = with_all or way.rank == 0, on_all or way.rank == 0
         in_scope = way.scope() if draw.randrange(2) == 0 else contextlib.nullcontext()
         if how == "model" and (self.script.loop != "fit" or self.local or not on_all):
@@ -527,6 +553,7 @@ class Run:
         if self.local or self.script.model == "unbuilt":
             return
         how = draw.choice(("clone", "deepcopy", "pickle", "optimizer", "deserialized"))
+        self._consolidate()
         with self.way.scope():
             if self.script.loop != "fit":
                 if how in ("clone", "optimizer"):

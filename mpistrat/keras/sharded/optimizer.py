@@ -104,6 +104,7 @@ class Sharded:
         parts: Parts | None = self._mpistrat.parts
         if parts is None:
             return super()._mpistrat_apply(grads, given, variables)  # type: ignore[misc]
+        self._mpistrat.whole.forget()  # The step changes the state.
         self._filter_empty_gradients(grads, variables)  # type: ignore[attr-defined]  # For its errors and warnings.
         gradients: list[OptionalGradient] = [None] * len(parts.variables)
         for variable, gradient in zip(variables, grads, strict=True):

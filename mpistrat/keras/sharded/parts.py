@@ -19,6 +19,7 @@ from ...core.tuning import SUBMIT_WAIT_BYTES
 from ...tensorflow import names
 from ...tensorflow.async_op import call_site
 from ...tensorflow.bridge import cpu
+from ...tensorflow.bridge.program_order import HOST
 from ...tensorflow.bridge.reduce_spec import ReduceSpec
 from ...tensorflow.bridge.submission import Submitted
 from ...tensorflow.compression import Compressed, Compression
@@ -130,10 +131,11 @@ class Parts:
 
     def squares(self, gradients: Sequence[Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The sum of the squares of each gradient that is applied here, as a whole, and that of all. Collective."""
-        own = [tf.zeros([])] * len(self.variables)
+        dtype = tf.float64 if any(v.dtype == "float64" for v in self.variables) else tf.float32
+        own = [tf.zeros([], dtype)] * len(self.variables)
         for i, gradient in zip(self._applied, gradients, strict=True):
             values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            own[i] = tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
+            own[i] = tf.reduce_sum(tf.square(tf.cast(values, dtype)))
         sums = self.reducer.sum(tf.stack(own), "norms")
         each = tf.unstack(sums)
         return [each[i] for i in self._applied], tf.reduce_sum(sums)
@@ -159,9 +161,9 @@ class Parts:
         """As gradients.reduce_gradients, but this rank's parts only; None for a variable without a part here."""
         places = list(spec.places)
         casts = options.compression in (Compression.none, Compression.fp16, Compression.bf16)
-        on_host = call_site.device_of(list(gradients), self.number) is None and not call_site.are_on_gpu(
-            [g for g in gradients if not isinstance(g, tf.IndexedSlices)], self.number)
-        if self.plan.is_split and casts and on_host and not options.sparse_as_dense and options.groups.is_one:
+        is_on_gpu = call_site.are_on_gpu if tf.executing_eagerly() else call_site.device_of
+        on_gpu = xla.device_here() != HOST or is_on_gpu([g for g in gradients if not isinstance(g, tf.IndexedSlices)], self.number)
+        if self.plan.is_split and casts and not on_gpu and not options.sparse_as_dense and options.groups.is_one:
             return self._scatter(dict(zip(places, gradients, strict=True)), spec, options)
         reduced = reduce_gradients(gradients, spec, options, variables)
         return [self._own(i, gradient) for i, gradient in zip(places, reduced, strict=True)]
