@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -189,10 +190,8 @@ def sets(size: int) -> Iterator[list[Any]]:
         hvd.remove_process_set(process_set)
 
 
-@pytest.mark.parametrize(("name", "ending"), [("Adam", ".keras"), ("Adam", ".h5"), ("Lamb", ".keras"),
-                                              ("accumulates", ".keras")])
-def test_training_goes_on_from_a_file_with_fewer_ranks(name: str, ending: str, sets: list[Any], rank: int,
-                                                       shared_dir: str) -> None:
+@pytest.mark.parametrize("name", ["Adam", "Lamb", "accumulates"])
+def test_training_goes_on_from_a_file_with_fewer_ranks(name: str, sets: list[Any], rank: int, shared_dir: str) -> None:
     files: dict[bool, list[Any]] = {}
     for shard_state in (False, True):
         model, path, files[shard_state] = None, "", []
@@ -202,7 +201,7 @@ def test_training_goes_on_from_a_file_with_fewer_ranks(name: str, ending: str, s
                 model = hvd.load_model(path, average_aggregated_gradients=True, **arguments) if model is not None else \
                     compiled_model(hvd.DistributedOptimizer((EXACT | CLOSE)[name](), **arguments))
                 fit(model, rank)
-            path = f"{shared_dir}/{shard_state}{len(files[shard_state])}{ending}"
+            path = f"{shared_dir}/{shard_state}{len(files[shard_state])}.keras"
             if rank == 0:
                 model.save(path)  # Alone: the state has been gathered when the epoch ended.
             mpistrat.barrier()
@@ -251,7 +250,9 @@ def test_a_rank_without_the_state_cannot_save_or_copy(rank: int, size: int, shar
     model.optimizer.consolidate_state(to=size - 1)
     if rank == size - 1:
         model.save(f"{shared_dir}/last.keras")
-        keras.models.load_model(f"{shared_dir}/last.keras")
+        model.save(f"{shared_dir}/last.h5")
+        with h5py.File(f"{shared_dir}/last.h5") as file:
+            assert file["optimizer_weights/adam/embedding_embeddings_momentum"].shape == (TOKENS, 60)
     mpistrat.barrier()
 
 

@@ -161,8 +161,9 @@ class Parts:
         """As gradients.reduce_gradients, but this rank's parts only; None for a variable without a part here."""
         places = list(spec.places)
         casts = options.compression in (Compression.none, Compression.fp16, Compression.bf16)
-        is_on_gpu = call_site.are_on_gpu if tf.executing_eagerly() else call_site.device_of
-        on_gpu = xla.device_here() != HOST or is_on_gpu([g for g in gradients if not isinstance(g, tf.IndexedSlices)], self.number)
+        dense = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
+        on_gpu = call_site.are_on_gpu(dense, self.number) if tf.executing_eagerly() else \
+            call_site.device_of(dense, self.number) or xla.device_here() != HOST
         if self.plan.is_split and casts and not on_gpu and not options.sparse_as_dense and options.groups.is_one:
             return self._scatter(dict(zip(places, gradients, strict=True)), spec, options)
         reduced = reduce_gradients(gradients, spec, options, variables)
