@@ -251,8 +251,10 @@ def test_a_rank_without_the_state_cannot_save_or_copy(rank: int, size: int, shar
     if rank == size - 1:
         model.save(f"{shared_dir}/last.keras")
         model.save(f"{shared_dir}/last.h5")
+        shapes: list[Any] = []
         with h5py.File(f"{shared_dir}/last.h5") as file:
-            assert file["optimizer_weights/adam/embedding_embeddings_momentum"].shape == (TOKENS, 60)
+            file["optimizer_weights"].visititems(lambda name, item: shapes.append(getattr(item, "shape", None)))
+        assert shapes.count((TOKENS, 60)) == 2
     mpistrat.barrier()
 
 

@@ -142,7 +142,7 @@ class Parts:
 
     def publish(self, places: Sequence[int]) -> None:
         """Set the variables to the new parts of all ranks. Collective."""
-        changed = set(places)
+        changed, assigned = set(places), list[list[tf.Operation]]()
         for bucket in self.plan.buckets:
             blocks = [block for block in bucket if changed.intersection(block.members)]
             if not blocks:
@@ -150,11 +150,16 @@ class Parts:
             own = [tf.reshape(_joined([tf.reshape(self.shards[i], [-1]) for i in block.members]),
                               [block.rows[self.topology.rank], *block.shape[1:]]) for block in blocks]
             name = names.of(f"{self.reducer.name}/weights", self.number)
-            gathered = gather_list(own, name, self.number, shapes=[tf.TensorShape(block.shape) for block in blocks])
+            # While two buckets are under way no third is submitted: results of all of them would be a second model.
+            with tf.control_dependencies(assigned.pop(0) if len(assigned) == 2 else []):
+                gathered = gather_list(own, name, self.number, shapes=[tf.TensorShape(block.shape) for block in blocks])
+            assigned.append([])
             for block, flat in zip(blocks, gathered, strict=True):
                 for i, value in zip(block.members, tf.split(tf.reshape(flat, [-1]), block.sizes), strict=True):
                     if i in changed and self.shards[i] is not self.variables[i]:
-                        self.variables[i].assign(tf.reshape(value, self.variables[i].shape))
+                        assignment = self.variables[i].value.assign(tf.reshape(value, self.variables[i].shape),
+                                                                    read_value=False)
+                        assigned[-1] += [] if assignment is None else [assignment]
 
     def _reduce_to_owners(self, gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,
                           variables: Sequence[Variable]) -> list[OptionalGradient]:
