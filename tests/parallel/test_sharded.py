@@ -46,7 +46,8 @@ def fit(model: Any, rank: int, *callbacks: Any, epochs: int = 1) -> Any:
 
 def compiled_model(optimizer: Any, **arguments: Any) -> Any:
     model = new_model()
-    model.compile(optimizer, keras.losses.MeanSquaredError(), **arguments)
+    # XLA rounds a product and a sum once or twice, as it likes: the bits are those of steps that it does not compile.
+    model.compile(optimizer, keras.losses.MeanSquaredError(), **{"jit_compile": False, **arguments})
     return model
 
 
@@ -261,10 +262,9 @@ def test_a_rank_without_the_state_cannot_save_or_copy(rank: int, size: int, shar
 def test_a_copy_is_sharded_too(rank: int) -> None:
     model = trained(hvd.ShardedOptimizer(Optimizers.Adam(0.01)), rank)
     model.optimizer.consolidate_state(to=None)
-    copied = copy.deepcopy(model.optimizer)
-    assert states_in([copied])
-    for a, b in zip(whole_state(copied), whole_state(model.optimizer), strict=True):
-        assert np.array_equal(a, b)
+    copied = copy.deepcopy(model)
+    assert states_in([copied.optimizer])
+    assert_same(copied, model)
 
 
 def test_an_elastic_state_returns_to_its_commit(rank: int) -> None:
