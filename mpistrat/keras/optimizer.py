@@ -253,9 +253,9 @@ def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # no
     ranks. A rank has 1/N of the state (for Adam twice the weights), a copy of its parts of the weights, and 1/N of the
     work of the update. Optimizers that compute each element by itself (SGD, Adam, AdamW, Nadam, Adamax, Adadelta,
     Adagrad, RMSprop, Ftrl, Lion) divide variables; others, such as Lamb, Muon and those of the user, have whole
-    variables, whose gradients are all-reduced. On one host SGD and Adam give the bits of a DistributedOptimizer, in steps
-    that XLA does not compile.
-    Gradients that are accumulated are reduced in every pass, and each rank accumulates its part.
+    variables, whose gradients are all-reduced. On one host SGD and Adam give the bits of a DistributedOptimizer,
+    in steps that XLA does not compile. Gradients that are accumulated are reduced in every pass, and each rank
+    accumulates its part.
 
     `optimizer.variables` has what all ranks have: the counter and the learning rate. Files are those of the original,
     and load with any number of ranks. fit gathers the whole state on rank 0 at the end of each epoch; elsewhere call
