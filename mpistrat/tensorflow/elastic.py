@@ -14,7 +14,7 @@ so is `commit` in such a job.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -105,7 +105,7 @@ class TensorFlowState(ObjectState):
         settings = runtime.current().settings
         if self._session is not None:
             return False
-        if not settings.check_every or number % settings.check_every or settings.consistency_check_disable:
+        if not settings.check_every or number % settings.check_every or not settings.is_checked:
             return False
         # Running statistics and random states may differ.
         compared = [v for v in self._variables if getattr(v, "trainable", True) and not is_local_of_any(v)]
@@ -119,6 +119,18 @@ class TensorFlowState(ObjectState):
         super()._broadcast(root)
 
 
+class Averaging(Protocol):
+    """What averages the weights of ranks that train by themselves: LocalSGD and DiLoCo of mpistrat.keras.callbacks."""
+
+    @property
+    def variables(self) -> list[Any]: ...
+
+    @property
+    def prepare(self) -> Callable[[Any], None]: ...
+
+    def before_commit(self) -> bool: ...
+
+
 class TensorFlowKerasState(TensorFlowState):
     """A Keras model, its optimizer, and Python objects that are the state of a training script.
 
@@ -126,13 +138,16 @@ class TensorFlowKerasState(TensorFlowState):
         model: A model that has its weights already.
         optimizer: Default: the one that the model was compiled with. Its variables are created if they do not exist.
         backend: Accepted for compatibility with Horovod, ignored.
+        averaging: The hvd.callbacks.LocalSGD or DiLoCo with which the model is trained. In an elastic job the ranks
+            synchronise before a commit, which keeps its state too.
         kwargs: Python objects, see ObjectState.
 
     Raises:
         ValueError: The model has no weights yet.
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, backend: object = None, **kwargs: Any):
+    def __init__(self, model: Any, optimizer: Any = None, backend: object = None, averaging: Averaging | None = None,
+                 **kwargs: Any):
         if not model.built or not model.weights:
             raise ValueError("the model has no weights yet. Call model.build(input_shape), or give it an Input layer, "
                              "before its state is made.")
@@ -140,7 +155,11 @@ class TensorFlowKerasState(TensorFlowState):
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        super().__init__([*model.weights, *(self.optimizer.variables if self.optimizer is not None else ())], **kwargs)
+        self._averaging = averaging
+        if averaging is not None:
+            averaging.prepare(model)
+        super().__init__([*model.weights, *(self.optimizer.variables if self.optimizer is not None else ()),
+                          *(averaging.variables if averaging is not None else ())], **kwargs)
 
     @property
     def _divided(self) -> list[Any]:
@@ -168,7 +187,8 @@ class TensorFlowKerasState(TensorFlowState):
         Each rank has sums of its own rows, and new processes get those of one rank. The state of a sharded optimizer is
         gathered, so that the commit of each rank has that of a rank that is lost.
         """
-        has_changed = super()._compare(number)
+        has_changed = self._averaging is not None and self._averaging.before_commit()
+        has_changed = super()._compare(number) or has_changed
         for state in self._divided:
             state.consolidate(to=None)
             has_changed = True
