@@ -81,10 +81,10 @@ EXACT: dict[str, Callable[[], Any]] = {
     "AdamW": lambda: excluding(Optimizers.AdamW(0.01, weight_decay=0.1, amsgrad=True)),
     "clipvalue": lambda: Optimizers.Adam(0.01, clipvalue=0.01),
     "averages": lambda: Optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3),
-    "Adafactor": lambda: Optimizers.Adafactor(0.01),
     "of the user": lambda: Halved(0.01)}
 CLOSE: dict[str, Callable[[], Any]] = {
     "Lamb": lambda: Optimizers.Lamb(0.01, clipnorm=0.1),
+    "Adafactor": lambda: Optimizers.Adafactor(0.01),
     "clipnorm": lambda: Optimizers.Adam(0.01, epsilon=1e-3, clipnorm=0.1),
     "global clipnorm": lambda: Optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1),
     "accumulates": lambda: Optimizers.Adam(0.01, epsilon=1e-3, gradient_accumulation_steps=2, clipnorm=0.1)}

@@ -133,8 +133,8 @@ def script_of(number: int) -> Script:
                   is_horovods and model not in ("unbuilt", "local") and draw.randrange(2) == 0, joins,
                   is_horovods and draw.randrange(2) == 0, 1 if joins else draw.choice((1, 1, 2, 3)), is_for_both,
                   # With draws of its own: a number is the script that it was before there were sharded ones.
-                  is_horovods and loop != "tape" and not joins and model != "local" and optimizer != "averages"
-                  and random.Random(f"sharded {number}").randrange(2) == 0)
+                  is_sharded=is_horovods and loop != "tape" and not joins and model != "local"
+                  and optimizer != "averages" and random.Random(f"sharded {number}").randrange(2) == 0)
 
 
 class Interrupted(Exception):  # noqa: N818 - what a script raises to stop itself
