@@ -126,7 +126,8 @@ class Sharded:
             tf.cond(self._iterations.value % steps == 0, publish, lambda: tf.constant(0))  # type: ignore[attr-defined]
         else:
             publish()
-        for variable in [parts.variables[i] for i in present]:
+        # Keras has constrained whole variables. A second time would round again.
+        for variable in [parts.variables[i] for i in present if parts.plan.is_split]:
             if variable.constraint is not None:
                 variable.assign(variable.constraint(variable))
         return None
