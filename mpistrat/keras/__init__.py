@@ -34,11 +34,12 @@ from ..tensorflow.sessions.broadcast import broadcast_global_variables
 from . import callbacks, elastic
 from . import patches as _patches
 from .ops import allgather, allreduce, broadcast, load_model, reducescatter
-from .optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from .optimizer import DistributedOptimizer, PartialDistributedOptimizer, ShardedOptimizer
 from .sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
-    "Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "SyncBatchNormalization", "allgather",
+    "Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "ShardedOptimizer",
+    "SyncBatchNormalization", "allgather",
     "allreduce", "barrier", "broadcast", "broadcast_global_variables", "broadcast_variables", "callbacks", "elastic",
     "load_model", "reducescatter",
 ]

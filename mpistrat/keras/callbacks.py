@@ -26,7 +26,7 @@ from .fit.throughput import Throughput
 from .fit.training import is_under_strategy, name_in_fit, optimizers_of
 from .local_sgd.averaging import LocalSGD
 from .local_sgd.diloco import DiLoCo
-from .nested_optimizers import parts_of
+from .nested_optimizers import parts_of, states_in
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", "Elastic",
            "LearningRateScheduleCallback", "LearningRateWarmupCallback", "LocalSGD", "MetricAverageCallback",
@@ -123,6 +123,8 @@ def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank
     for layer in all_layers(model):
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()  # The layer computes with constants, which this derives from its variables.
+    for state in states_in(optimizers_of(model)):
+        state.share(root_rank)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -261,7 +263,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self._scale_velocities is None:
             # SGD and RMSprop have velocities if they have a momentum; before the first step there are none.
             velocities = [variable for part in parts_of(self.model.optimizer) if getattr(part, "momentum", 0.0)
-                          for variable in part.variables if variable.name.endswith("momentum")]
+                          for own in [part, *states_in([part])] for variable in own.variables
+                          if variable.name.endswith("momentum")]
             if not velocities:
                 return
 
@@ -269,7 +272,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             def scale(ratio: tf.Tensor) -> None:
                 for variable in velocities:
                     value = tf.convert_to_tensor(variable)
-                    if value.shape.num_elements() != 0:  # Under MPIStrategy(variables="central") rank 0 alone has it.
+                    if value.shape.num_elements() != 0:  # Another rank may have it.
                         variable.assign(value * tf.cast(ratio, value.dtype))
 
             self._scale_velocities = scale

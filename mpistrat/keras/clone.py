@@ -74,7 +74,7 @@ def _config_without(optimizer: Optimizer, arguments: Iterable[str]) -> dict[str,
 
 def original_class(cls: type[Optimizer]) -> type[Optimizer]:
     """The class of which a class of distributed optimizers is made; another class itself."""
-    return cls.__bases__[1] if getattr(cls, "is_distributed", False) else cls
+    return cls.__bases__[-1] if getattr(cls, "is_distributed", False) else cls
 
 
 def _copied(value: object, copies: dict[int, Optimizer]) -> object:

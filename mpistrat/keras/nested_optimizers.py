@@ -3,7 +3,7 @@
 Called by what mpistrat adds to optimizers, to fit and to compile; local.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from keras.optimizers import Optimizer
@@ -29,6 +29,13 @@ def passes_on(optimizer: Optimizer) -> bool:
 def distributed_in(optimizer: Optimizer | None) -> list[Any]:
     """The parts of `optimizer` that average gradients over the ranks."""
     return [part for part in parts_of(optimizer) if getattr(part, "is_distributed", False)]
+
+
+def states_in(optimizers: Iterable[Optimizer | None]) -> list[Any]:
+    """The WholeState of each of the optimizers, and of those in them, whose state is divided among the ranks now."""
+    found = {id(part): getattr(vars(part).get("_mpistrat"), "whole", None)
+             for optimizer in optimizers for part in parts_of(optimizer)}
+    return [state for state in found.values() if state is not None]
 
 
 def optimizers_in(value: object) -> Iterator[Optimizer]:

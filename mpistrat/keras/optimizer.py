@@ -15,7 +15,7 @@ from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MissingDependencyError
 from ..core.request import Average, ReduceOp, Sum
 from ..tensorflow import names
-from ..tensorflow.accumulators import accumulators_of
+from ..tensorflow.accumulators import is_accumulator
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.gradients import (
     GradientGroups,
@@ -25,7 +25,6 @@ from ..tensorflow.gradients import (
     Layer,
     register_local_layers,
 )
-from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.overwritten import places_of
 from ..tensorflow.types import OptionalGradient, Variable
 from . import patches, scatter, whole_files, xla  # noqa: F401  # They register what they replace.
@@ -35,11 +34,12 @@ from .fit import fit_callbacks  # noqa: F401
 from .nested_optimizers import distributed_in, parts_of, passes_on
 from .optimizer_state import Arguments, OptimizerState
 from .patches import Function, replaces
+from .sharded.optimizer import Sharded, require_shardable, whole_state
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
 _CLIPS_BEFORE = "it clips gradients before it accumulates them"
-_classes: dict[type, type] = {}
+_classes: dict[tuple[type, bool], type] = {}
 
 
 class _Distributed:
@@ -71,11 +71,13 @@ class _Distributed:
             if given is None:
                 return super().apply(grads)  # type: ignore[misc]  # Keras says what is wrong.
             raise InvalidRequestError(f"apply() has {len(grads)} gradients for {len(given)} variables.")
+        return self._mpistrat_apply(grads, given, variables) if grads else super().apply(grads, given)  # type: ignore[misc]
+
+    def _mpistrat_apply(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
+                        variables: list[keras.Variable]) -> tf.Tensor | None:
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             return self._mpistrat_apply_accumulated(grads, given, variables)
-        if grads:
-            grads = self._mpistrat.reducer.reduce(grads, variables)
-        return super().apply(grads, given)  # type: ignore[misc]
+        return super().apply(self._mpistrat.reducer.reduce(grads, variables), given)  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """As the original class' get_config. In this process an optimizer that is made of it is distributed too."""
@@ -178,7 +180,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
                          num_groups: int = 0, groups: Groups = None,
                          process_set: ProcessSet = global_process_set,
                          scale_local_gradients: bool = True, average_statistics: bool = True,
-                         uneven: str = "error", use_locking: bool = False, check_weights: bool = True) -> Optimizer:
+                         uneven: str = "error", use_locking: bool = False, check_weights: bool = True,
+                         shard_state: bool = False) -> Optimizer:
     """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
 
     Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
@@ -215,9 +218,11 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         use_locking: Accepted for compatibility with Horovod, ignored. It is for optimizers of TensorFlow 1.
         check_weights: Whether the first reductions check that the ranks train the same weights. False: each rank adapts
             the weights on purpose before it takes the gradient, as in MAML.
+        shard_state: Divide the state among the ranks, as ShardedOptimizer says.
 
     Raises:
-        ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range.
+        ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range; or the
+            state of the optimizer cannot be divided.
         MissingDependencyError: Gradients are accumulated, and this version of Keras lacks the hooks that average them;
             `apply` raises it too.
     """
@@ -231,12 +236,42 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     if backward_passes_per_step > 1 or optimizer.gradient_accumulation_steps:
         require_hooks(type(optimizer))
     factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
+    if shard_state:
+        require_shardable(optimizer, uneven)
     own_name = names.OptimizerName(process_set.process_set_id or 0)
     options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
     its = Arguments(own_name, factor, options, op, gradient_predivide_factor,
                     None if process_set is global_process_set else process_set, scale_local_gradients,
-                    average_statistics, uneven, check_weights)
+                    average_statistics, uneven, check_weights, shard_state)
     return _distribute(optimizer, its, its.name, changes, backward_passes_per_step)
+
+
+def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # noqa: N802
+    """Return a DistributedOptimizer whose state and update are divided among the ranks (ZeRO-1, arXiv 1910.02054).
+
+    A step reduce-scatters the gradients, updates this rank's parts of the weights, and gathers the weights of all
+    ranks. A rank has 1/N of the state (for Adam twice the weights), a copy of its parts of the weights, and 1/N of the
+    work of the update. Optimizers that compute each element by itself (SGD, Adam, AdamW, Nadam, Adamax, Adadelta,
+    Adagrad, RMSprop, Ftrl, Lion) divide variables; others, such as Lamb, Muon and those of the user, have whole
+    variables, whose gradients are all-reduced. On one host SGD and Adam give the bits of a DistributedOptimizer,
+    in steps that XLA does not compile. Gradients that are accumulated are reduced in every pass, and each rank
+    accumulates its part.
+
+    `optimizer.variables` has what all ranks have: the counter and the learning rate. Files are those of the original,
+    and load with any number of ranks. fit gathers the whole state on rank 0 at the end of each epoch; elsewhere call
+    `optimizer.consolidate_state(to=0)` on all ranks before rank 0 saves. A rank without the state that saves or copies
+    gets an error. Load a file on all ranks, or on rank 0 before a fit with BroadcastGlobalVariablesCallback.
+    Local; `apply` is collective.
+
+    Args:
+        optimizer: Any Keras 3 optimizer that has no others in it. It is not changed.
+        arguments: Others of DistributedOptimizer.
+
+    Raises:
+        ValueError: As DistributedOptimizer; or the state cannot be divided: the optimizer passes gradients on
+            (LossScaleOptimizer, MultiOptimizer) or has no update_step, or uneven="join".
+    """
+    return DistributedOptimizer(optimizer, shard_state=True, **arguments)
 
 
 def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa: N802
@@ -280,7 +315,7 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
     process_set = resolved(its.process_set)
     reducer = GradientReducer(name, its.options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
                               process_set)
-    distributed = copy_of(optimizer, _distributed_class(type(optimizer)), changes)
+    distributed = copy_of(optimizer, _distributed_class(type(optimizer), its.shard_state), changes)
     reducer.checks_weights = its.check_weights
     reducer.changes_early = any(
         # A MultiOptimizer that chooses by a function has no parts yet.
@@ -311,10 +346,10 @@ def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
     """Copy the state of `old` to `new`: slots that were loaded, and the iterations where there are no slots yet."""
     if old.built:
         new.build(trained_by(old))
-    accumulators = IdentitySet(accumulators_of(new) if passes > 1 else ())
-    variables = [v for v in new.variables if v not in accumulators]
-    for variable, value in zip(variables, old.variables, strict=True):
-        variable.assign(value)
+    with whole_state(new, is_read=False):
+        variables = [v for v in new.variables if passes == 1 or not is_accumulator(v.name)]
+        for variable, value in zip(variables, old.variables, strict=True):
+            variable.assign(value)
     if passes > 1:
         new._iterations.assign(old._iterations * passes)  # With accumulation Keras counts the passes.
 
@@ -356,7 +391,7 @@ def require_hooks(cls: type) -> None:
     """Raise MissingDependencyError if a class of optimizers lacks the hooks that average accumulated gradients."""
     # _Distributed defines the hooks in any case.
     missing = [name for name in _HOOKS
-               if not any(name in vars(base) for base in cls.__mro__ if base is not _Distributed)]
+               if not any(name in vars(base) for base in cls.__mro__ if base not in (Sharded, _Distributed))]
     if missing:
         raise _unknown(f"{cls.__name__} has no {', '.join(missing)}")
     if keras.__version__.startswith(("3.0.", "3.1.", "3.2.", "3.3.", "3.4.")):
@@ -370,15 +405,16 @@ def _unknown(what: str) -> MissingDependencyError:
         "version.")
 
 
-def _distributed_class(original: type[Optimizer]) -> type[Optimizer]:
+def _distributed_class(original: type[Optimizer], is_sharded: bool = False) -> type[Optimizer]:
     """The distributed subclass of the class of an optimizer or of a copy. There is one for each class."""
-    if issubclass(original, _Distributed):
-        return original
-    if original not in _classes:
+    original = original_class(original)
+    mix_ins = (Sharded, _Distributed) if is_sharded else (_Distributed,)
+    key = (original, is_sharded)
+    if key not in _classes:
         body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
-        _classes[original] = type(original.__name__, (_Distributed, original), body)
-        serialise_as(_classes[original], original)
-    return _classes[original]
+        _classes[key] = type(original.__name__, (*mix_ins, original), body)
+        serialise_as(_classes[key], original)
+    return _classes[key]
 
 
 def _agree_by_optimizer(optimizer: LossScaleOptimizer, finite: tf.Tensor) -> tf.Tensor:

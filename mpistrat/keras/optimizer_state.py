@@ -11,6 +11,8 @@ from ..tensorflow import names
 from ..tensorflow.consistency import FirstSteps
 from ..tensorflow.gradients import GradientOptions, GradientReducer
 from ..tensorflow.types import Tensor
+from .sharded.parts import Parts
+from .sharded.state import WholeState
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Arguments:
     average_statistics: bool
     uneven: str
     check_weights: bool
+    shard_state: bool
 
 
 @dataclass
@@ -44,6 +47,7 @@ class OptimizerState:
         reducer_or_none: What averages the gradients of a distributed optimizer.
         arguments: None: it can be loaded, copied and saved, and does not train.
         is_copy: Keras has made the optimizer from the original.
+        parts, whole: This rank's parts of the variables, and the whole state, if these are divided among the ranks.
         called: The hooks that Keras has called.
         accumulating: While accumulated gradients are applied, their variables.
         strategys_checks: Those of its first reductions under a strategy.
@@ -55,6 +59,8 @@ class OptimizerState:
     reducer_or_none: GradientReducer | None = None
     arguments: Arguments | None = None
     is_copy: bool = False
+    parts: Parts | None = None
+    whole: WholeState | None = None
     called: set[str] = field(default_factory=set)
     accumulating: list[keras.Variable] | None = None
     strategys_checks: FirstSteps | None = None

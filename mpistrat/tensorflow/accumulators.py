@@ -6,6 +6,8 @@ Each rank has sums of its own rows. Their mean, on all ranks, does not change th
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+from .identity_set import IdentitySet
+
 _ENDING = "_gradient_accumulator"  # of a name, after the path of the weight
 
 
@@ -14,6 +16,7 @@ class Accumulating(Protocol):
 
     built: bool
     gradient_accumulation_steps: int | None
+    variables: list[Any]
     _accumulated_gradients: list[Any]
 
 
@@ -23,8 +26,14 @@ def is_accumulator(name: str) -> bool:
 
 
 def accumulators_of(optimizer: Accumulating) -> list[Any]:
-    """The variables in which one optimizer, without those inside of it, sums gradients; [] before it is built."""
-    return list(optimizer._accumulated_gradients) if optimizer.built and optimizer.gradient_accumulation_steps else []
+    """The variables in which one optimizer, without those inside of it, sums gradients; [] before it is built.
+
+    A sharded optimizer has none of its own: each rank sums its part of gradients that are reduced.
+    """
+    if not optimizer.built or not optimizer.gradient_accumulation_steps:
+        return []
+    shown = IdentitySet(optimizer.variables)
+    return [variable for variable in optimizer._accumulated_gradients if variable in shown]
 
 
 def accumulators_among(variables: Iterable[Any], weights: Iterable[Any]) -> Iterator[tuple[Any, Any]]:

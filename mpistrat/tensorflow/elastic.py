@@ -38,6 +38,10 @@ __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TensorFlow
 __getattr__ = missing_names.explain(__name__)
 
 
+# Each returns the states of an optimizer, and of those in it, that are divided among the ranks.
+divided_states: list[Callable[[object], list[Any]]] = []
+
+
 class TensorFlowState(ObjectState):
     """Variables and Python objects that are the state of a training script.
 
@@ -157,13 +161,37 @@ class TensorFlowKerasState(TensorFlowState):
         super().__init__([*model.weights, *(self.optimizer.variables if self.optimizer is not None else ()),
                           *(averaging.variables if averaging is not None else ())], **kwargs)
 
+    @property
+    def _divided(self) -> list[Any]:
+        return [state for find in divided_states for state in find(self.optimizer)]
+
+    def _snapshot(self) -> Snapshot:
+        return {**super()._snapshot(), "divided": [state.save() for state in self._divided]}
+
+    def _take(self, snapshot: Snapshot) -> None:
+        super()._take(snapshot)
+        for state, saved in zip(self._divided, snapshot["divided"], strict=True):
+            state.load(saved)
+
+    def _broadcast(self, root: int) -> None:
+        super()._broadcast(root)
+        for state in self._divided:
+            state.share(root)
+
+    def _needs_new_processes(self) -> str:
+        return "the state of the sharded optimizer is divided among the ranks anew" if self._divided else ""
+
     def _compare(self, number: int) -> bool:
         """Also give all ranks the mean of their sums of gradients that wait for an update, which is the same update.
 
-        Each rank has sums of its own rows, and new processes get those of one rank.
+        Each rank has sums of its own rows, and new processes get those of one rank. The state of a sharded optimizer is
+        gathered, so that the commit of each rank has that of a rank that is lost.
         """
         has_changed = self._averaging is not None and self._averaging.before_commit()
         has_changed = super()._compare(number) or has_changed
+        for state in self._divided:
+            state.consolidate(to=None)
+            has_changed = True
         if runtime.current().topology.size == 1:
             return has_changed
         for op, waiting in self._waiting_gradients().items():

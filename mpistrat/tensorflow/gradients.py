@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MpistratError
-from ..core.request import Average, Max, ReduceOp, ScaledOp, resolve_op
+from ..core.request import Average, Max, ReduceOp, ScaledOp, Sum, resolve_op
 from . import consistency, names
 from .bridge.cpu import to_array
 from .bridge.program_order import HOST
@@ -56,6 +56,11 @@ class GradientGroups:
     def has_lists(self) -> bool:
         return bool(self._sets)
 
+    @property
+    def is_one(self) -> bool:
+        """Whether all gradients are one group."""
+        return not self._sets and self._count <= 1
+
     def divide(self, variables: Sequence[object]) -> list[list[int]]:
         """The places of the variables in each group that has any, as lists. Local."""
         places = range(len(variables))
@@ -92,9 +97,7 @@ def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: Gra
     # XLA adds the rows of slices on a GPU by atomic additions, in another order on each rank, unless ours are the last.
     is_dense = options.sparse_as_dense or (tf.IndexedSlices in map(type, gradients) and xla.device_here() != HOST)
     results: list[Tensor] = list(map(tf.convert_to_tensor, gradients) if is_dense else gradients)
-    if spec.observer is not None and tf.executing_eagerly():
-        _observe_eagerly(spec.observer, results)
-        spec = replace(spec, observer=None)
+    spec = observed_eagerly(results, spec)
     groups = options.groups.divide(variables or range(len(results)))
     # The last group first: that is the order in which the backward pass computes gradients.
     for group, members in reversed(list(enumerate(groups))):
@@ -165,10 +168,12 @@ class GradientReducer:
     def is_local(self, variable: Variable) -> bool:
         return variable in self._local
 
-    def reduce(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable]) -> list[OptionalGradient]:
+    def reduce(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable],
+               reduce_shared: Callable[..., Sequence[OptionalGradient]] = reduce_gradients) -> list[OptionalGradient]:
         """Return the reduced gradients of `variables`. Collective. None stays None.
 
-        Of variables that their gradient overwrites, the largest values of all ranks are returned.
+        Of variables that their gradient overwrites, the largest values of all ranks are returned. `reduce_shared`
+        reduces the others that are not local; it has the arguments of reduce_gradients.
 
         Raises:
             InvalidRequestError: In a replica of MPIStrategy, which reduces gradients too.
@@ -196,7 +201,7 @@ class GradientReducer:
         # What a tape returns may be differentiated; an optimizer applies it.
         spec = ReduceSpec(name, self._scaled, labels, shared, number, observer=observer,
                           has_gradient=self.optimizer is None)
-        reduced = reduce_gradients([results[i] for i in shared], spec, self._options, trained)
+        reduced = reduce_shared([results[i] for i in shared], spec, self._options, trained)
         for i, gradient in zip(shared, reduced, strict=True):
             results[i] = gradient
         return results
@@ -226,6 +231,12 @@ class GradientReducer:
             return value
         number = number_of(self.process_set, self.name)
         return all_true(value, names.of(f"{self.name}/{purpose}", number), number)
+
+    def sum(self, values: tf.Tensor, purpose: str) -> tf.Tensor:
+        """The sum of a tensor over the ranks of the process set. Collective."""
+        number = number_of(self.process_set, self.name)
+        spec = ReduceSpec(names.of(f"{self.name}/{purpose}", number), ScaledOp(Sum), process_set=number)
+        return reduce_dense([values], spec)[0]
 
     def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable],
                   labels: Sequence[str]) -> Observer | None:
@@ -261,12 +272,16 @@ class GradientReducer:
         return gradient / size
 
 
-def _observe_eagerly(observer: Observer, gradients: Sequence[Tensor]) -> None:
+def observed_eagerly(gradients: Sequence[Tensor], spec: ReduceSpec) -> ReduceSpec:
+    """Outside of graphs, call the observer of a reduction, and return how to reduce without one."""
+    if spec.observer is None or not tf.executing_eagerly():
+        return spec
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     try:
-        observer([to_array(tf.convert_to_tensor(part)) for part in parts], "")
+        spec.observer([to_array(tf.convert_to_tensor(part)) for part in parts], "")
     except MpistratError as error:
         raise as_tf_error(error) from error
+    return replace(spec, observer=None)
 
 
 def is_local_of_any(variable: Variable) -> bool:

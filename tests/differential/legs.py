@@ -23,6 +23,7 @@ class Leg:
     is_compiled: bool = False  # Whether XLA compiles the training step, with its collectives.
     # Whether the training is made under MPIStrategy instead of Horovod's way, or the reverse.
     is_other_door: bool = False
+    is_sharded: bool = False  # Whether the optimizer's state is divided among the ranks.
 
     def host_of(self, size: int) -> tuple[str, ...]:
         """The host of each of `size` ranks."""
@@ -47,15 +48,16 @@ HOST_EACH = Leg("two hosts", hosts="AB")
 # The default backends, with every operation negotiated through rank 0.
 NO_VOTES = Leg("no votes", {"MPISTRAT_FAST_PATH": "0"})
 OTHER_DOOR = Leg("other door", is_other_door=True)
+SHARDED = Leg("sharded", is_sharded=True)
 COMPILED = Leg("compiled", is_compiled=True)
 COMPILED_MPI = Leg("compiled, mpi", MPI.settings, is_compiled=True)
 
 
-def legs_for(size: int, with_xla: bool, with_other_door: bool) -> list[Leg]:
+def legs_for(size: int, with_xla: bool, with_other_door: bool, with_sharding: bool) -> list[Leg]:
     """All legs of a program on `size` ranks, with those of XLA where TensorFlow has what they need."""
     compiled = [COMPILED, COMPILED_MPI] if with_xla and ffi.api() is not None else []
     return [DEFAULT, MPI, TWO_HOSTS if size > 2 else HOST_EACH, NO_VOTES,
-            *([OTHER_DOOR] if with_other_door else []), *compiled]
+            *([OTHER_DOOR] if with_other_door else []), *([SHARDED] if with_sharding else []), *compiled]
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 import mpistrat.keras as hvd
+from mpistrat.keras.nested_optimizers import states_in
+from mpistrat.keras.sharded.optimizer import whole_state
 from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy
 
 from .turns import Turns, in_turns
@@ -75,6 +77,22 @@ class Recipe:
     def by_other_door(self) -> "Recipe":
         """The same training through the other door."""
         return replace(self, way=_OTHER_DOOR[self.way])
+
+    @property
+    def can_be_sharded(self) -> bool:
+        """Whether the state of the optimizer can be divided among the ranks."""
+        return self.way == "fit" and not hasattr(self.optimizer(), "inner_optimizer")
+
+    @property
+    def is_same_when_sharded(self) -> bool:
+        """Whether it has the same bits then: nothing is summed but the gradients of the ranks, once."""
+        optimizer = self.optimizer()
+        sums = ("clipnorm", "global_clipnorm", "gradient_accumulation_steps")
+        return not isinstance(optimizer, keras.optimizers.Lamb) and not any(getattr(optimizer, each) for each in sums)
+
+    def sharded(self) -> "Recipe":
+        """The same training with the state divided; without turns, in which ranks would wait for others' gathers."""
+        return replace(self, takes_turns=False, distribute={**self.distribute, "shard_state": True})
 
     @property
     def sends_halves(self) -> bool:
@@ -239,12 +257,16 @@ def _trained(model: keras.Model, optimizer: Any, before: list[np.ndarray], losse
     after = _weights(model)
     assert any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True)), "nothing has been learned"
     assert all(np.isfinite(a.astype(np.float64)).all() for a in after), "the weights are not finite"
+    for state in states_in([optimizer]):
+        state.consolidate(to=None)
+    with whole_state(optimizer, is_read=True):
+        variables = list(optimizer.variables)
     shared = {f"weight {i} {v.path}": value
               for i, (v, value) in enumerate(zip(model.trainable_variables, after, strict=True))}
     own = {"losses": np.array(losses)}
-    for i, v in enumerate(optimizer.variables):
+    for i, v in enumerate(variables):
         # Between updates each rank has accumulated its own gradients.
-        (own if "gradient_accumulator" in v.path else shared)[f"optimizer {i} {v.path}"] = _array(v)
+        (own if "gradient_accumulator" in v.path else shared)[f"optimizer {i} {v.path}"] = np.array(v)
     own.update({f"statistic {i} {v.path}": _array(v) for i, v in enumerate(model.non_trainable_variables)})
     moved = np.concatenate([(a.astype(np.float64) - b).reshape(-1) for a, b in zip(after, before, strict=True)])
     has_signs = isinstance(getattr(optimizer, "inner_optimizer", optimizer), keras.optimizers.Lion)

@@ -74,6 +74,15 @@ def test_with_new_processes_after_each_loss() -> None:
     assert "mpistrat timeline" not in job.output  # There is no file of a generation that was lost.
 
 
+def test_the_state_of_a_lost_rank_is_in_the_commits() -> None:
+    job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "3", sys.executable,
+                       "tests/scripts/elastic_sharded.py"], limit_s=150)
+    assert job.code == 0 and job.left == (), job.output
+    assert "the state of the sharded optimizer is divided among the ranks anew" in job.output
+    lines = re.findall(r"rank \d: of \d, generation (\d), as one process: (\w+)", job.output)
+    assert len(lines) >= 2 and set(lines) == {("2", "True")}, job.output
+
+
 def test_a_script_that_always_fails_ends_the_job_with_its_error() -> None:
     job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "2", sys.executable, "-c",
                        "import mpistrat; mpistrat.init(); raise ValueError('no such column')"], limit_s=90)

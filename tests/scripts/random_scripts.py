@@ -36,6 +36,8 @@ import tensorflow as tf
 import mpistrat
 import mpistrat.keras
 import mpistrat.tensorflow as hvd
+from mpistrat.keras.nested_optimizers import states_in
+from mpistrat.keras.sharded.optimizer import whole_state
 
 BATCH = 12  # rows of all ranks together; a number that 2, 3 and 4 divide
 COLUMNS, TOKENS, OUTPUTS = 6, 20, 2
@@ -80,10 +82,11 @@ class Script:
     execution: int  # The steps of fit in one execution.
     is_for_both: bool = False  # It runs through both doors, and draws what both have.
     is_local: bool = False  # Weights are averaged, and not gradients.
+    is_sharded: bool = False  # The state of a distributed optimizer is divided among the ranks.
 
     def by_local_sgd(self) -> "Script":
         """The script in which the ranks average weights."""
-        return replace(self, door=HOROVOD, loop="fit", is_for_both=False, is_local=True,
+        return replace(self, door=HOROVOD, loop="fit", is_for_both=False, is_local=True, is_sharded=False,
                        model="dense" if self.model in ("sync", "local") else self.model,
                        stages=tuple(s for s in self.stages if not s.startswith("wrong") and s != "process_set"))
 
@@ -128,7 +131,10 @@ def script_of(number: int) -> Script:
         stages.insert(-1, draw.choice(WRONG + (WRONG_IN_FIT if loop == "fit" else ())))
     return Script(number, door, loop, model, optimizer, tuple(stages),
                   is_horovods and model not in ("unbuilt", "local") and draw.randrange(2) == 0, joins,
-                  is_horovods and draw.randrange(2) == 0, 1 if joins else draw.choice((1, 1, 2, 3)), is_for_both)
+                  is_horovods and draw.randrange(2) == 0, 1 if joins else draw.choice((1, 1, 2, 3)), is_for_both,
+                  # With draws of its own: a number is the script that it was before there were sharded ones.
+                  is_sharded=is_horovods and loop != "tape" and not joins and model != "local"
+                  and optimizer != "averages" and random.Random(f"sharded {number}").randrange(2) == 0)
 
 
 class Interrupted(Exception):  # noqa: N818 - what a script raises to stop itself
@@ -190,7 +196,10 @@ class Horovod(Alone):
         uneven = "join" if script.joins and script.loop == "fit" else "error"
         if local:
             return mpistrat.keras.PartialDistributedOptimizer(optimizer, local_layers=local)
-        return mpistrat.keras.DistributedOptimizer(optimizer, uneven=uneven)
+        if script.is_sharded and hasattr(optimizer, "inner_optimizer"):
+            return keras.optimizers.LossScaleOptimizer(
+                mpistrat.keras.ShardedOptimizer(optimizer.inner_optimizer), initial_scale=optimizer.initial_scale)
+        return mpistrat.keras.DistributedOptimizer(optimizer, uneven=uneven, shard_state=script.is_sharded)
 
     def tape(self, local: Sequence[Any] = ()) -> Any:
         return hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=local) if local \
@@ -204,7 +213,12 @@ class Horovod(Alone):
         return mpistrat.keras.SyncBatchNormalization(momentum=0.8)
 
     def load_model(self, path: str, script: Script) -> Any:
-        return mpistrat.keras.load_model(path, uneven="join" if script.joins else "error")
+        if script.is_sharded and script.optimizer == "scaled":
+            model = keras.models.load_model(path)
+            model.compile(self.optimizer(model.optimizer, script), "mse", metrics=["mae"])
+            return model
+        return mpistrat.keras.load_model(path, uneven="join" if script.joins else "error",
+                                         shard_state=script.is_sharded)
 
     def callbacks(self) -> list[Any]:
         return [mpistrat.keras.callbacks.BroadcastGlobalVariablesCallback(0)]
@@ -377,9 +391,16 @@ class Run:
                  if id(v) not in own and "seed" not in v.path}
         if self.script.loop != "tape" and not self.local:
             # A rank accumulates gradients of its own.
-            state |= {f"optimizer {number} {v.path}": np.asarray(v) for number, v in enumerate(self.optimizer.variables)
-                      if "accumulat" not in v.path}
+            self._consolidate()
+            with whole_state(self.optimizer, is_read=True):
+                state |= {f"optimizer {number} {v.path}": np.asarray(v)
+                          for number, v in enumerate(self.optimizer.variables) if "accumulat" not in v.path}
         return state
+
+    def _consolidate(self) -> None:
+        """Let all ranks have the whole state of the optimizer."""
+        for state in states_in([self.optimizer]):
+            state.consolidate(to=None)
 
     @property
     def optimizer(self) -> Any:
@@ -514,6 +535,10 @@ class Run:
         path = os.path.join(self.folder, f"saved{draw.randrange(10**9)}")
         with_all, on_all = ((draw.randrange(2) == 0 and how != "checkpoint") or way.strategy is not None
                             or (self.script.is_for_both and how != "checkpoint") for _ in range(2))
+        on_all = on_all or self.script.is_sharded
+        if self.script.is_sharded and how == "checkpoint":
+            how = "weights"
+        self._consolidate()
         saves, loads = with_all or way.rank == 0, on_all or way.rank == 0
         in_scope = way.scope() if draw.randrange(2) == 0 else contextlib.nullcontext()
         if how == "model" and (self.script.loop != "fit" or self.local or not on_all):
@@ -550,6 +575,7 @@ class Run:
         if self.local or self.script.model == "unbuilt":
             return
         how = draw.choice(("clone", "deepcopy", "pickle", "optimizer", "deserialized"))
+        self._consolidate()
         with self.way.scope():
             if self.script.loop != "fit":
                 if how in ("clone", "optimizer"):

@@ -164,6 +164,10 @@ class ObjectState:
         self._names = [*values, *(name for name in self._names if name not in own)]
         self._set(values)
 
+    def _needs_new_processes(self) -> str:
+        """Why the processes that are left after a loss cannot go on with this state; "" if they can. Local."""
+        return ""
+
     # -- elastic jobs --------------------------------------------------------------------------------------------------
 
     def _restore_newest(self, own: "Member") -> tuple[int | None, CommitId | None]:
@@ -253,17 +257,18 @@ def keep_going(state: ObjectState, train: Callable[[], R], when_it_fails: Callab
                 raise ElasticError("HostsUpdatedInterrupt is for jobs of mpistrat run --elastic") from None
             own.leave(str(interrupt))
         except Exception:
-            if not _go_on_after_loss():
+            if not _go_on_after_loss(state._needs_new_processes()):
                 when_it_fails()
                 raise
         state.restore()
         state.on_reset()
 
 
-def _go_on_after_loss() -> bool:
+def _go_on_after_loss(why_not: str) -> bool:
     """Connect the ranks that are left, if an exception was caused by the loss of ranks, in an elastic job. Collective.
 
-    If they cannot be connected in these processes, this process ends, and the next generation goes on.
+    If they cannot be connected in these processes, or `why_not` says why these cannot go on, this process ends, and the
+    next generation goes on.
 
     Returns:
         Whether the ranks are connected; else the exception has another cause, or the job ends with its ranks.
@@ -275,6 +280,8 @@ def _go_on_after_loss() -> bool:
     if not losses.is_tolerant or losses.interruption.error is None:
         return False
     logger.warning("mpistrat: %s", losses.interruption.error)
+    if why_not:
+        own.leave_now(why_not)
     try:
         recovery.recover()
     except RecoveryError as error:

@@ -123,7 +123,8 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
         own.append(JoinEpochs(training))
     settings = runtime.current().settings
     is_checked = settings.is_checked
-    statistics = AverageStatistics(training, callbacks) if training.averages_statistics else None
+    has_own_state = training.averages_statistics or training.shards_state
+    statistics = AverageStatistics(training, callbacks) if has_own_state else None
     has_own_rows = is_checked and not training.is_under_strategy
     if has_own_rows and training.process_set.rank() == 0 and any(map(is_sharded_in_own_order, tf.nest.flatten(inputs))):
         logger.warning("mpistrat: fit got a dataset that each rank shuffles in an order of its own before it takes "

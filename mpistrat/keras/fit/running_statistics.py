@@ -109,8 +109,9 @@ def schedules_of(callbacks: Sequence[Callback]) -> tuple[SaveSchedule, ...]:
 class AverageStatistics(Callback):
     """Makes the state of layers, except local variables, equal when an epoch ends. Collective; fit adds it.
 
-    So it does before a callback of any rank saves the model within an epoch. It comes before callbacks that save the
-    model. Validation in fit comes before it, with each rank's own statistics.
+    So it does before a callback of any rank saves the model within an epoch, and it gathers the state of sharded
+    optimizers. It comes before callbacks that save the model. Validation in fit comes before it, with each rank's own
+    statistics.
 
     Args:
         training: That of the model.
@@ -127,6 +128,8 @@ class AverageStatistics(Callback):
         self._summed: dict[int, tf.Tensor] = {}  # the value that all ranks had last, by the variable's id
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        for state in self._training.divided_states:
+            state.forget()
         # Not when training begins: variables may be broadcast then.
         for variable in self._sums():
             self._summed.setdefault(id(variable), tf.convert_to_tensor(variable))
@@ -149,6 +152,9 @@ class AverageStatistics(Callback):
 
     def _average(self) -> None:
         self._training.synchronise()
+        self._training.consolidate()
+        if not self._training.averages_statistics:
+            return
         average_statistics(self._training)
         variables = self._training.shared(self._sums())
         # A variable that the first step has made began at zero.

@@ -22,7 +22,7 @@ from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.names import eager
 from ...tensorflow.types import Variable
 from .._private import non_trainable_variables, trained_by
-from ..nested_optimizers import distributed_in, optimizers_in, parts_of
+from ..nested_optimizers import distributed_in, optimizers_in, parts_of, states_in
 
 
 class Training:
@@ -37,6 +37,8 @@ class Training:
         is_under_strategy: Whether a strategy has the ranks train: it shards the data, so all ranks have the same, and
             reduces metrics.
         averages_statistics: Whether fit averages the running statistics.
+        shards_state: Whether the state of optimizers is divided among the ranks, once they are built.
+        divided_states: Their WholeStates.
         joins: Whether ranks with fewer steps join at the end of each epoch.
         accumulates: Whether gradients are accumulated.
         leaves_weights_uncompared: Whether first reductions are to come that cannot compare the weights.
@@ -50,7 +52,7 @@ class Training:
     name: str
     process_set: ProcessSet
     averages_statistics = True
-    is_under_strategy = joins = accumulates = is_reading = False
+    is_under_strategy = joins = accumulates = is_reading = shards_state = False
     causes, settings = CAUSES, ""
 
     def __init__(self, model: keras.Model):
@@ -64,6 +66,10 @@ class Training:
     def first_steps(self) -> list[FirstSteps]:
         return [own.checks for part in self.parts if (own := vars(part).get("_mpistrat")) is not None
                 and own.checks is not None]
+
+    @property
+    def divided_states(self) -> list[Any]:
+        return states_in(self.parts)
 
     @property
     def leaves_weights_uncompared(self) -> bool:
@@ -99,6 +105,11 @@ class Training:
         return [v for v in self.shared(list(IdentitySet([*self.model.weights, *compared_in(self.parts)])))
                 if v not in own]
 
+    def consolidate(self) -> None:
+        """Gather the state of sharded optimizers on the first rank, where the model may be saved. Collective."""
+        for state in self.divided_states:
+            state.consolidate(to=self.process_set.group("fit").topology.job_ranks[0])
+
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
         """This rank's value of a variable, eager."""
         return tf.convert_to_tensor(variable)
@@ -132,6 +143,7 @@ class DistributedTraining(Training):
         self.averages_statistics = all(o._mpistrat.arguments.average_statistics for o in self._optimizers)
         self.joins = any(o._mpistrat.arguments.uneven == "join" for o in self._optimizers)
         self.accumulates = any(o.gradient_accumulation_steps for o in self._optimizers)
+        self.shards_state = any(o._mpistrat.arguments.shard_state for o in self._optimizers)
 
     @property
     def first_steps(self) -> list[FirstSteps]:

@@ -1,0 +1,242 @@
+"""Sharded: the mix-in of an optimizer whose ranks each update a part of the variables, and have the state for it.
+
+It is before the mix-in that averages gradients, and the optimizer's class. Keras' own `apply` of that class gets the
+parts as its variables, with their gradients: weight decay, averages of weights and accumulation are those of Keras.
+Norms are those of the whole gradients. keras/optimizer.py makes the class.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.optimizers import Optimizer
+
+from ...core.errors import InvalidRequestError
+from ...tensorflow.elastic import divided_states
+from ...tensorflow.overwritten import places_of
+from ...tensorflow.types import OptionalGradient, Tensor, Variable
+from .._private import legacy_h5_format
+from ..clone import original_class
+from ..nested_optimizers import passes_on, states_in
+from ..patches import Function, replaces
+from .parts import Parts
+from .state import WholeState
+
+# They compute each element of a variable from the same element of the gradient and of the state alone.
+_ELEMENT_WISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
+_INSTEAD = "Take hvd.DistributedOptimizer."
+_NO_LOCAL = f"a sharded optimizer has no local variables (register_local_var, local_layers). {_INSTEAD}"
+
+
+def is_element_wise(cls: type[Optimizer]) -> bool:
+    """Whether an optimizer of this class may update parts of variables. A class of the user gets whole ones."""
+    return cls in [getattr(keras.optimizers, name, None) for name in _ELEMENT_WISE]
+
+
+def require_shardable(optimizer: Optimizer, uneven: str) -> None:
+    """Raise InvalidRequestError if the state of an optimizer cannot be divided."""
+    cls = type(optimizer)
+    if passes_on(optimizer):
+        raise InvalidRequestError(f"{cls.__name__} passes gradients on to the optimizers in it, which have the state. "
+                                  f"Shard these: {cls.__name__}(hvd.ShardedOptimizer(...)).")
+    if cls.update_step is Optimizer.update_step:
+        raise InvalidRequestError(f"{cls.__name__} has no update_step(), so its update cannot be divided among the "
+                                  f"ranks. {_INSTEAD}")
+    if uneven == "join":
+        raise InvalidRequestError('a sharded optimizer needs every rank in every step, so uneven="join" does not work '
+                                  "with it. Take hvd.DistributedOptimizer, or give all ranks as many batches.")
+
+
+class Sharded:
+    """A mix-in before a distributed optimizer's class: each rank updates a part of the variables."""
+
+    _mpistrat: Any
+
+    # -- variables -----------------------------------------------------------------------------------------------------
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Create the state of this rank's parts. Local; all ranks pass the same variables."""
+        own = self._mpistrat
+        if own.parts is None and own.reducer_or_none is not None and own.reducer.process_set.has_others():
+            if own.reducer.has_local:
+                raise InvalidRequestError(_NO_LOCAL)
+            if self.gradient_accumulation_steps and places_of(variables):  # type: ignore[attr-defined]
+                raise InvalidRequestError("a sharded optimizer does not accumulate the gradients of variables that "
+                                          f"their gradient overwrites (float8). {_INSTEAD}")
+            own.parts = Parts(variables, own.reducer, is_element_wise(original_class(type(self))))
+            own.whole = WholeState(own.parts, self._iterations)  # type: ignore[attr-defined]
+            super().build(own.parts.noting)  # type: ignore[misc]
+            own.whole.variables = super().variables  # type: ignore[misc]
+            vars(self)["_trainable_variables"] = own.parts.variables  # By plain assignment Keras would track them.
+        else:
+            super().build(variables)  # type: ignore[misc]
+
+    def add_variable_from_reference(self, reference_variable: keras.Variable, *args: object,
+                                    **kwargs: object) -> keras.Variable:
+        variable = super().add_variable_from_reference(reference_variable, *args, **kwargs)  # type: ignore[misc]
+        if self._mpistrat.parts is not None:
+            self._mpistrat.parts.note(variable, reference_variable)
+        return variable
+
+    def add_variable(self, *args: object, **kwargs: object) -> keras.Variable:
+        variable = super().add_variable(*args, **kwargs)  # type: ignore[misc]
+        if self._mpistrat.parts is not None:
+            self._mpistrat.parts.note(variable)
+        return variable
+
+    @property
+    def variables(self) -> list[Any]:
+        """Those that all ranks have, such as the counter of steps, without the state of this rank's parts."""
+        is_divided = self._mpistrat.whole is not None
+        return self._mpistrat.whole.shown() if is_divided else super().variables  # type: ignore[misc]
+
+    def register_local_var(self, variable: Variable) -> None:
+        raise InvalidRequestError(_NO_LOCAL)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _mpistrat_apply(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
+                        variables: list[keras.Variable]) -> tf.Tensor | None:
+        if not self.built:  # type: ignore[attr-defined]
+            self.build(variables)
+        parts: Parts | None = self._mpistrat.parts
+        if parts is None:
+            return super()._mpistrat_apply(grads, given, variables)  # type: ignore[misc]
+        self._mpistrat.whole.forget()  # The step changes the state.
+        self._filter_empty_gradients(grads, variables)  # type: ignore[attr-defined]  # For its errors and warnings.
+        gradients: list[OptionalGradient] = [None] * len(parts.variables)
+        for variable, gradient in zip(variables, grads, strict=True):
+            gradients[parts.place_of(variable)] = gradient
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        gradients = parts.reduce(gradients)
+        own = parts.updated(present)
+        parts.read(own)
+        original_class(type(self)).apply(self, [gradients[i] for i in own], [parts.shards[i] for i in own])
+        has_averages = self.use_ema and self.ema_overwrite_frequency  # type: ignore[attr-defined]
+        changed = range(len(parts.variables)) if has_averages else present
+
+        def publish() -> tf.Tensor:
+            parts.publish(changed)
+            return tf.constant(0)
+
+        steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        if steps:
+            tf.cond(self._iterations.value % steps == 0, publish, lambda: tf.constant(0))  # type: ignore[attr-defined]
+        else:
+            publish()
+        # Keras has constrained whole variables. A second time would round again.
+        for variable in [parts.variables[i] for i in present if parts.plan.is_split]:
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+        return None
+
+    def _backend_apply_gradients(self, grads: Sequence[OptionalGradient],
+                                 trainable_variables: Sequence[keras.Variable]) -> None:
+        if self._mpistrat.parts is None:
+            return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        self._mpistrat.parts.begin(trainable_variables)
+        original_class(type(self))._backend_apply_gradients(self, grads, trainable_variables)
+        return None
+
+    def _clip_gradients(self, grads: list[Tensor]) -> list[OptionalGradient]:
+        parts: Parts | None = self._mpistrat.parts
+        if parts is None:
+            return super()._clip_gradients(grads)  # type: ignore[misc]
+        factor = self._mpistrat.arguments.factor
+        if self.gradient_accumulation_steps and factor != 1.0:  # type: ignore[attr-defined]
+            grads = [_scaled(g, factor) for g in grads]
+        each, all_of_them = self.clipnorm, self.global_clipnorm  # type: ignore[attr-defined]
+        if each and parts.plan.is_split:
+            squares, _ = parts.squares(grads)
+            return [_scaled(g, each / tf.maximum(tf.sqrt(square), each))
+                    for g, square in zip(grads, squares, strict=True)]
+        if all_of_them:
+            norm = tf.sqrt(parts.squares(grads)[1])
+            # Keras' formula: a norm that is not finite makes all gradients NaN.
+            return [_scaled(g, all_of_them * tf.minimum(1 / norm, 1 / all_of_them) + (norm - norm)) for g in grads]
+        return original_class(type(self))._clip_gradients(self, grads)
+
+    def _use_weight_decay(self, variable: Variable) -> bool:
+        parts = self._mpistrat.parts
+        return super()._use_weight_decay(  # type: ignore[misc]
+            variable if parts is None else parts.original_of(variable))
+
+    def _update_model_variables_moving_average(self, trainable_variables: Sequence[keras.Variable]) -> None:
+        super()._update_model_variables_moving_average(self._mpistrat_shards(trainable_variables))  # type: ignore[misc]
+
+    def _overwrite_model_variables_with_average_value(self, trainable_variables: Sequence[keras.Variable]) -> None:
+        super()._overwrite_model_variables_with_average_value(  # type: ignore[misc]
+            self._mpistrat_shards(trainable_variables))
+
+    def _mpistrat_shards(self, variables: Sequence[keras.Variable]) -> Sequence[keras.Variable]:
+        return variables if self._mpistrat.parts is None else self._mpistrat.parts.shards
+
+    def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
+        """As the original class' finalize_variable_values. Collective."""
+        super().finalize_variable_values(var_list)  # type: ignore[misc]
+        parts = self._mpistrat.parts
+        if parts is not None and self.use_ema:  # type: ignore[attr-defined]
+            parts.publish(range(len(parts.variables)))
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def consolidate_state(self, to: int | None = 0) -> None:
+        """Gather the whole state on a rank, which may then save the optimizer alone until the next step. Collective.
+
+        fit does so for rank 0 at the end of each epoch, and before a ModelCheckpoint saves within an epoch. Before the
+        first step, and in one process, it does nothing.
+
+        Args:
+            to: The rank of the job; None: all ranks of the optimizer. Their memory has the whole state meanwhile.
+        """
+        if self._mpistrat.whole is not None:
+            self._mpistrat.whole.consolidate(to)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: object) -> Any:
+        if save_type == "checkpoint" and self._mpistrat.parts is not None:
+            raise InvalidRequestError("tf.train.Checkpoint would have this rank's part of a sharded optimizer only. "
+                                      "Save the model with model.save() or model.save_weights().")
+        return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
+
+
+divided_states.append(lambda optimizer: states_in([optimizer]))
+
+
+def _scaled(gradient: Tensor, factor: float | tf.Tensor) -> Tensor:
+    return keras.ops.multiply(gradient, tf.cast(factor, gradient.dtype))
+
+
+@contextmanager
+def whole_state(optimizer: Optimizer, is_read: bool) -> Iterator[None]:
+    """A context in which `variables` of an optimizer, and of those in it, has the whole state, as without sharding.
+
+    Local. This rank takes its parts of values that are assigned in it.
+
+    Raises:
+        InvalidRequestError: The values are read, and this rank does not have them: see consolidate_state.
+    """
+    with ExitStack() as stack:
+        for state in states_in([optimizer]):
+            stack.enter_context(state.showing(is_read))
+        yield
+
+
+@replaces(Optimizer, "save_own_variables", "a file would have a part of the state of a sharded optimizer",
+          "variable.numpy()")
+def save_own_variables(original: Function, self: Optimizer, store: object) -> Any:
+    with whole_state(self, is_read=True):
+        return original(self, store)
+
+
+@replaces(Optimizer, "load_own_variables", "likewise", "len(store.keys())")
+def load_own_variables(original: Function, self: Optimizer, store: object) -> Any:
+    with whole_state(self, is_read=False):
+        return original(self, store)
+
+
+@replaces(legacy_h5_format, "save_optimizer_weights_to_hdf5_group", "likewise", "optimizer.variables")
+def save_optimizer_weights(original: Function, group: object, optimizer: Optimizer) -> Any:
+    with whole_state(optimizer, is_read=True):
+        return original(group, optimizer)

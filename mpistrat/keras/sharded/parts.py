@@ -1,0 +1,250 @@
+"""Parts: what one rank has of the variables that a sharded optimizer trains, and what it exchanges in a step.
+
+A rank updates its parts in variables of its own, and all ranks gather the new weights. Whole variables are updated in
+place. The optimizer's own variables for a part have the part's shape; those for a variable without a part here have no
+elements. So all ranks have as many of them, in the order of the optimizer without sharding.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ...core.errors import InvalidRequestError
+from ...core.request import Request, reducescatter_request, specs_of
+from ...core.tuning import SUBMIT_WAIT_BYTES
+from ...tensorflow import names
+from ...tensorflow.async_op import call_site
+from ...tensorflow.bridge import cpu
+from ...tensorflow.bridge.program_order import HOST
+from ...tensorflow.bridge.reduce_spec import ReduceSpec
+from ...tensorflow.bridge.submission import Submitted
+from ...tensorflow.compression import Compressed, Compression
+from ...tensorflow.gradients import GradientOptions, GradientReducer, label_of, observed_eagerly, reduce_gradients
+from ...tensorflow.list_ops import gather_list, reduce_slices
+from ...tensorflow.types import OptionalGradient, Tensor, Variable
+from ...tensorflow.xla import context as xla
+from .plan import Part, plan_of
+from .plan import Tensor as Planned
+
+
+class _Noting(list):
+    """The variables for which an optimizer is built. It tells which of them build() looks at."""
+
+    place: int | None = None
+
+    def __iter__(self) -> Iterator[keras.Variable]:
+        for self.place, variable in enumerate(super().__iter__()):
+            yield variable
+        self.place = None
+
+
+class Parts:
+    """This rank's parts. One thread at a time uses them, as it uses the optimizer.
+
+    Args:
+        variables: Those that the optimizer trains, the same on all ranks.
+        reducer: What reduces the gradients; its process set has several ranks.
+        is_split: Whether a variable may be divided.
+
+    Attributes:
+        variables, reducer: The arguments.
+        topology, number: The ranks, and the id of their process set.
+        plan: The division.
+        of_place: This rank's part of each variable, by its place in the list.
+        shards: For each variable what this rank updates: a variable with its part; the variable itself, if it is this
+            rank's as a whole; or one without elements. Gradients overwrite some variables, on all ranks.
+        noting: The same for build(), which makes the optimizer's variables for them: `note` is told of these.
+        slots: The place of the trained variable by the id of each of the optimizer's variables for it.
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable], reducer: GradientReducer, is_split: bool):
+        self.variables, self.reducer = list(variables), reducer
+        self.topology = reducer.process_set.group("ShardedOptimizer").topology
+        self.number = reducer.process_set.process_set_id or 0
+        divided = [i for i, v in enumerate(variables) if not getattr(v, "overwrite_with_gradient", False)]
+        self.plan = plan_of([_planned(v) for v in variables], self.topology.size, is_split, divided)
+        self.of_place = self.plan.parts(self.topology.rank)
+        with tf.init_scope():
+            self.shards = [self._shard(i, v) for i, v in enumerate(variables)]
+        self.noting = _Noting(self.shards)
+        self.slots: dict[int, int] = {}
+        self._applied: list[int] = []
+        self._places = {id(each): i for i, v in enumerate(self.variables) for each in (v, v.value)}
+        self._shard_places = {id(each): i for i, v in enumerate(self.shards) for each in (v, v.value)}
+
+    def _shard(self, place: int, variable: keras.Variable) -> keras.Variable:
+        part = self.of_place.get(place)
+        if part is None or (not self.plan.is_split and part.size):
+            return variable
+        shape = part.shape if self.plan.is_split else (0, *variable.shape[1:])
+        shard = keras.Variable(np.zeros(shape, _planned(variable).dtype), dtype=variable.dtype, trainable=False,
+                               name=variable.name)
+        shard._path = variable.path  # Slots are named after it.
+        return shard
+
+    def note(self, slot: keras.Variable, reference: object = None) -> None:
+        """Begin: the optimizer has made a variable, for `reference` or for the one that build() looks at."""
+        place = self._shard_places.get(id(reference), self.noting.place)
+        if place is not None and place in self.of_place:
+            self.slots[id(slot)] = place
+
+    def place_of(self, variable: Variable) -> int:
+        """The place of a variable that the optimizer trains.
+
+        Raises:
+            InvalidRequestError: It was not built for this variable.
+        """
+        place = self._places.get(id(variable))
+        if place is None:
+            raise InvalidRequestError(f"a sharded optimizer was not built for {label_of(variable)}. Call "
+                                      "optimizer.build(variables) with all variables that it is to train.")
+        return place
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def reduce(self, gradients: Sequence[OptionalGradient]) -> list[OptionalGradient]:
+        """This rank's parts of the reduced gradients of all variables. None stays None. Collective."""
+        return self.reducer.reduce(gradients, self.variables, self._reduce_to_owners)
+
+    def read(self, places: Sequence[int]) -> None:
+        """Set the parts to the present values of the variables. Local."""
+        for i in places:
+            if self.plan.is_split and i in self.of_place:
+                self.shards[i].assign(_cut(tf.convert_to_tensor(self.variables[i]), self.of_place[i]))
+
+    def updated(self, places: Sequence[int]) -> list[int]:
+        """Those of the variables that have a part here; if there is none, the first, so that the step counts."""
+        return [i for i in places if i not in self.of_place or self.of_place[i].size] or list(places[:1])
+
+    def begin(self, shards: Sequence[Variable]) -> None:
+        """Begin to apply gradients to some of the shards."""
+        self._applied = [self._shard_places[id(shard)] for shard in shards]
+
+    def original_of(self, shard: Variable) -> Variable:
+        """The variable of which `shard` is a part; both are Keras' or both are TensorFlow's."""
+        original = self.variables[self._shard_places[id(shard)]]
+        return original if isinstance(shard, keras.Variable) else original.value
+
+    def squares(self, gradients: Sequence[Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """The sum of the squares of each gradient that is applied here, as a whole, and that of all. Collective."""
+        dtype = tf.float64 if any(v.dtype == "float64" for v in self.variables) else tf.float32
+        own = [tf.zeros([], dtype)] * len(self.variables)
+        for i, gradient in zip(self._applied, gradients, strict=True):
+            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            own[i] = tf.reduce_sum(tf.square(tf.cast(values, dtype)))
+        sums = self.reducer.sum(tf.stack(own), "norms")
+        each = tf.unstack(sums)
+        return [each[i] for i in self._applied], tf.reduce_sum(sums)
+
+    def publish(self, places: Sequence[int]) -> None:
+        """Set the variables to the new parts of all ranks. Collective."""
+        changed, assigned = set(places), list[list[tf.Operation]]()
+        for bucket in self.plan.buckets:
+            blocks = [block for block in bucket if changed.intersection(block.members)]
+            if not blocks:
+                continue
+            own = [tf.reshape(_joined([tf.reshape(self.shards[i], [-1]) for i in block.members]),
+                              [block.rows[self.topology.rank], *block.shape[1:]]) for block in blocks]
+            name = names.of(f"{self.reducer.name}/weights", self.number)
+            # While two buckets are under way no third is submitted: results of all of them would be a second model.
+            with tf.control_dependencies(assigned.pop(0) if len(assigned) == 2 else []):
+                gathered = gather_list(own, name, self.number, shapes=[tf.TensorShape(block.shape) for block in blocks])
+            assigned.append([])
+            for block, flat in zip(blocks, gathered, strict=True):
+                for i, value in zip(block.members, tf.split(tf.reshape(flat, [-1]), block.sizes), strict=True):
+                    if i in changed and self.shards[i] is not self.variables[i]:
+                        assignment = self.variables[i].value.assign(tf.reshape(value, self.variables[i].shape),
+                                                                    read_value=False)
+                        assigned[-1] += [] if assignment is None else [assignment]
+
+    def _reduce_to_owners(self, gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,
+                          variables: Sequence[Variable]) -> list[OptionalGradient]:
+        """As gradients.reduce_gradients, but this rank's parts only; None for a variable without a part here."""
+        places = list(spec.places)
+        casts = options.compression in (Compression.none, Compression.fp16, Compression.bf16)
+        dense = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
+        on_gpu = call_site.are_on_gpu(dense, self.number) if tf.executing_eagerly() else \
+            call_site.device_of(dense, self.number) or xla.device_here() != HOST
+        if self.plan.is_split and casts and not on_gpu and not options.sparse_as_dense and options.groups.is_one:
+            return self._scatter(dict(zip(places, gradients, strict=True)), spec, options)
+        reduced = reduce_gradients(gradients, spec, options, variables)
+        return [self._own(i, gradient) for i, gradient in zip(places, reduced, strict=True)]
+
+    def _scatter(self, gradients: dict[int, Tensor], spec: ReduceSpec,
+                 options: GradientOptions) -> list[OptionalGradient]:
+        """Reduce-scatter each bucket, and gather tf.IndexedSlices."""
+        spec = observed_eagerly(list(gradients.values()), spec)
+        own: dict[int, OptionalGradient] = {}
+        for i, gradient in gradients.items():
+            if isinstance(gradient, tf.IndexedSlices):
+                own[i] = self._own(i, reduce_slices(gradient, replace(spec, name=f"{spec.name}/{i}")))
+                spec = replace(spec, observer=None)
+        buckets = [(number, [block for block in blocks if not gradients.keys().isdisjoint(block.members)
+                             and not own.keys() >= set(block.members)])
+                   for number, blocks in enumerate(self.plan.buckets)]
+        for number, blocks in [each for each in buckets if each[1]]:
+            arrays = [tf.reshape(_joined([tf.reshape(gradients[i], [-1]) if i in gradients and i not in own else
+                                          tf.zeros([size], self.variables[i].dtype)
+                                          for i, size in zip(block.members, block.sizes, strict=True)]), block.shape)
+                      for block in blocks]
+            compressed = Compressed(arrays, options.compression, by_host=True)
+            name = f"{spec.name}/scatter{number}"
+            shapes = [tf.TensorShape([block.rows[self.topology.rank], *block.shape[1:]]) for block in blocks]
+            is_small = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in arrays) <= SUBMIT_WAIT_BYTES
+            is_last = number == buckets[-1][0]
+            make = partial(self._request, name, spec)
+            scattered = compressed.restored(cpu.run(
+                name, make, compressed.tensors, shapes, self.number,
+                cpu.Wait.ALWAYS if is_small and is_last else cpu.Wait.NEVER, spec.observer, times_rows=0))
+            spec = replace(spec, observer=None)
+            for block, array in zip(blocks, scattered, strict=True):
+                parts = block.parts(self.topology.rank)
+                flat = tf.split(tf.reshape(array, [-1]), [part.size for part in parts])
+                for i, part, value in zip(block.members, parts, flat, strict=True):
+                    own.setdefault(i, tf.reshape(value, part.shape))
+        return [own[i] for i in gradients]
+
+    def _request(self, name: str, spec: ReduceSpec, arrays: Submitted) -> Request:
+        return reducescatter_request(name, specs_of(arrays), spec.scaled, process_set=self.number)
+
+    def _own(self, place: int, gradient: Tensor) -> OptionalGradient:
+        """This rank's part of a reduced gradient."""
+        part = self.of_place[place]
+        if not self.plan.is_split:
+            return gradient if part.size else None
+        return _rows_of(gradient, part) if isinstance(gradient, tf.IndexedSlices) else _cut(gradient, part)
+
+
+def _planned(variable: keras.Variable) -> Planned:
+    dtype = tf.as_dtype(variable.dtype)
+    return Planned(tuple(variable.shape), dtype.name, dtype.size)
+
+
+def _joined(flat: Sequence[tf.Tensor]) -> tf.Tensor:
+    return flat[0] if len(flat) == 1 else tf.concat(flat, 0)
+
+
+def _cut(tensor: tf.Tensor, part: Part) -> tf.Tensor:
+    """A part of a dense tensor."""
+    rows = tf.reshape(tensor, [-1] if part.width == 1 else [-1, part.width])
+    return rows[part.start // part.width:part.stop // part.width]
+
+
+def _rows_of(slices: tf.IndexedSlices, part: Part) -> tf.IndexedSlices:
+    """The rows of tf.IndexedSlices that are in a part, in their order. Their values may be finer rows than slices."""
+    each = slices.values.shape[1:].num_elements() // part.width
+    values = tf.reshape(slices.values, [-1] if part.width == 1 else [-1, part.width])
+    indices = tf.reshape(slices.indices[:, tf.newaxis] * each + tf.range(each, dtype=slices.indices.dtype), [-1])
+    first, end = part.start // part.width, part.stop // part.width
+    is_inside = tf.logical_and(indices >= first, indices < end)
+    shape = tf.constant(part.shape, tf.int64)
+    if not xla.is_compiled():
+        return tf.IndexedSlices(tf.boolean_mask(values, is_inside), tf.boolean_mask(indices - first, is_inside), shape)
+    # XLA must know how many rows there are: those of other ranks add nothing to the first row.
+    mask = is_inside if part.width == 1 else is_inside[:, tf.newaxis]
+    return tf.IndexedSlices(tf.where(mask, values, tf.zeros_like(values)),
+                            tf.where(is_inside, indices - first, tf.zeros_like(indices)), shape)

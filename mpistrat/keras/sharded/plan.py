@@ -1,0 +1,156 @@
+"""Which part of which variable each rank updates: the same on all ranks, and balanced by bytes. Pure.
+
+The division is that of ZeRO-1 (Rajbhandari et al., arXiv 1910.02054): each rank has the optimizer's state of its parts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ...core.rows import rows_of_ranks
+from ...core.tuning import BUCKET_BYTES, JOINED_TENSOR_BYTES
+
+# A matrix is divided between its rows if each rank gets so many: an embedding's gradient has some of the rows only.
+_LEAST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A variable: its shape, its dtype and the bytes of an element."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements of a flat variable from `start` to `stop` that one rank updates, in rows of `width` elements."""
+
+    start: int
+    stop: int
+    width: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.size,) if self.width == 1 else (self.size // self.width, self.width)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Variables of one dtype that are one array of a collective, one behind the other.
+
+    Attributes:
+        members: The places of the variables.
+        sizes: How many elements each has.
+        width: How many elements a row of the array has.
+        rows: How many rows each rank has, in rank order.
+    """
+
+    members: tuple[int, ...]
+    sizes: tuple[int, ...]
+    width: int
+    rows: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(self.rows),) if self.width == 1 else (sum(self.rows), self.width)
+
+    def parts(self, rank: int) -> list[Part]:
+        """The part of each member that a rank has; empty ones, too."""
+        stop = sum(self.rows[:rank + 1]) * self.width
+        start = stop - self.rows[rank] * self.width
+        found = []
+        for end, size in zip(accumulate(self.sizes), self.sizes, strict=True):
+            first = min(max(start - end + size, 0), size)
+            found.append(Part(first, max(min(stop - end + size, size), first), self.width))
+        return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The division.
+
+    Attributes:
+        buckets: The blocks of each collective, in the order in which the backward pass computes gradients.
+        is_split: Whether a rank may have a part of a variable; False: whole ones only.
+        size: How many ranks there are.
+    """
+
+    buckets: tuple[tuple[Block, ...], ...]
+    is_split: bool
+    size: int
+
+    def parts(self, rank: int) -> dict[int, Part]:
+        """The part of each variable that a rank has, by the place of the variable."""
+        return {member: part for bucket in self.buckets for block in bucket
+                for member, part in zip(block.members, block.parts(rank), strict=True)}
+
+
+def plan_of(tensors: Sequence[Tensor], size: int, is_split: bool, places: Sequence[int] | None = None,
+            bucket_bytes: int = BUCKET_BYTES, small_bytes: int = JOINED_TENSOR_BYTES) -> Plan:
+    """Divide variables among `size` ranks, from the last variable to the first.
+
+    Args:
+        tensors: All variables.
+        size: The number of ranks.
+        is_split: Whether a variable may be divided: each rank has an equal part of each large one, and of the small
+            ones together. False: each is of one rank, the largest first to the rank that has the fewest bytes so far.
+        places: Those of the variables to divide, in rising order; None: all.
+        bucket_bytes, small_bytes: As in tensorflow/bridge/buckets.py.
+    """
+    places = range(len(tensors)) if places is None else places
+    groups: list[list[int]] = [[]]
+    nbytes = 0
+    for place in reversed(places):
+        if groups[-1] and nbytes + tensors[place].nbytes > bucket_bytes:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(place)
+        nbytes += tensors[place].nbytes
+    owners = {} if is_split else _owners(tensors, places, size)
+    return Plan(tuple(tuple(_blocks(tensors, group, size, owners, small_bytes)) for group in groups if group),
+                is_split, size)
+
+
+def _blocks(tensors: Sequence[Tensor], group: Sequence[int], size: int, owners: dict[int, int],
+            small_bytes: int) -> list[Block]:
+    joined: dict[str, list[int]] = {}
+    blocks = []
+    for place in group:
+        tensor = tensors[place]
+        if owners or tensor.nbytes < small_bytes:
+            joined.setdefault(tensor.dtype, []).append(place)
+            continue
+        width = tensor.shape[-1] if len(tensor.shape) == 2 and tensor.shape[0] >= _LEAST_ROWS * size else 1
+        blocks.append(Block((place,), (tensor.size,), width, tuple(rows_of_ranks(tensor.size // width, size))))
+    for members in joined.values():
+        if owners:
+            members.sort(key=lambda place: (owners[place], place))
+            rows = [sum(tensors[place].size for place in members if owners[place] == rank) for rank in range(size)]
+        else:
+            rows = rows_of_ranks(sum(tensors[place].size for place in members), size)
+        blocks.append(Block(tuple(members), tuple(tensors[place].size for place in members), 1, tuple(rows)))
+    return blocks
+
+
+def _owners(tensors: Sequence[Tensor], places: Sequence[int], size: int) -> dict[int, int]:
+    """The rank of each whole variable."""
+    loads, owners = [0] * size, {}
+    for place in sorted(places, key=lambda place: (-tensors[place].nbytes, place)):
+        owners[place] = loads.index(min(loads))
+        loads[owners[place]] += tensors[place].nbytes
+    return owners
