@@ -21,6 +21,7 @@ class Arguments:
         name: Begins the names of collectives; those of copies begin with it too.
         factor: What the mean of accumulated gradients is multiplied by.
         process_set: None: all ranks.
+        passes: How many passes an optimizer of Keras 2 accumulates. Keras 3 has it in the configuration.
     """
 
     name: names.OptimizerName
@@ -33,6 +34,7 @@ class Arguments:
     average_statistics: bool
     uneven: str
     check_weights: bool
+    passes: int
 
 
 @dataclass

@@ -4,17 +4,11 @@ Each rank has sums of its own rows. Their mean, on all ranks, does not change th
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
+
+from .kerases import Optimizer, accumulated_passes, is_built
 
 _ENDING = "_gradient_accumulator"  # of a name, after the path of the weight
-
-
-class Accumulating(Protocol):
-    """What an optimizer of Keras has for it."""
-
-    built: bool
-    gradient_accumulation_steps: int | None
-    _accumulated_gradients: list[Any]
 
 
 def is_accumulator(name: str) -> bool:
@@ -22,12 +16,12 @@ def is_accumulator(name: str) -> bool:
     return name.endswith(_ENDING)
 
 
-def accumulators_of(optimizer: Accumulating) -> list[Any]:
+def accumulators_of(optimizer: Optimizer) -> list[Any]:
     """The variables in which one optimizer, without those inside of it, sums gradients; [] before it is built."""
-    return list(optimizer._accumulated_gradients) if optimizer.built and optimizer.gradient_accumulation_steps else []
+    return list(optimizer._accumulated_gradients) if accumulated_passes(optimizer) and is_built(optimizer) else []
 
 
 def accumulators_among(variables: Iterable[Any], weights: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """Each weight whose gradients one of the optimizers' variables sums, and that variable."""
-    named = {f"{weight.path.replace('/', '_')}{_ENDING}": weight for weight in weights}
+    named = {f"{weight.path.replace('/', '_')}{_ENDING}": weight for weight in weights if hasattr(weight, "path")}
     return ((named[variable.name], variable) for variable in variables if variable.name in named)

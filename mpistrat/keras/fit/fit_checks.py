@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-from keras.callbacks import Callback, TerminateOnNaN
 
 from ...api import ops as array_ops
 from ...api import runtime
@@ -26,8 +25,9 @@ from ...tensorflow.consistency import describe_weights, differing, digests_of_we
 from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.gradients import label_of
 from ...tensorflow.identity_set import IdentitySet
+from ...tensorflow.kerases import is_of_keras
 from ...tensorflow.types import Variable
-from .._private import all_layers
+from .._private import Callback, all_layers
 from ..callbacks import BroadcastGlobalVariablesCallback, Logs
 from .adapted import Adapted, adapted_in, problem_of_adapted
 from .fit_states import (
@@ -37,6 +37,7 @@ from .fit_states import (
     State,
     Step,
     have_same_rows,
+    is_users,
     problem_at_begin,
     problem_between_epochs,
     problem_of_rates,
@@ -293,8 +294,8 @@ class FitChecks(Callback):
         if not self.model.stop_training:
             return ""
         stoppers = [c for c in self._callbacks if getattr(c, "stopped_epoch", 0)] \
-            or [c for c in self._callbacks if isinstance(c, TerminateOnNaN)] \
-            or [c for c in self._callbacks if type(c).__module__.partition(".")[0] not in ("keras", "mpistrat")]
+            or [c for c in self._callbacks if is_of_keras(c, "TerminateOnNaN")] \
+            or [c for c in self._callbacks if is_users(c)]
         names = " or ".join(sorted({type(c).__name__ for c in stoppers}))
         return f" (stopped by {names})" if names else " (model.stop_training is set)"
 
