@@ -3,6 +3,8 @@
 By the names of classes and attributes, so that neither is imported here. Local.
 """
 
+import importlib.util
+import os
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -32,6 +34,12 @@ class Optimizer(Protocol):
 
     def _create_all_weights(self, variables: list[Variable]) -> None:
         """The same, of `legacy` ones."""
+
+
+def is_keras2_in_use() -> bool:
+    """Whether tf.keras is Keras 2 in this process. TensorFlow decides it by the same variable and package."""
+    return os.environ.get("TF_USE_LEGACY_KERAS") in ("true", "True", "1") \
+        and importlib.util.find_spec("tf_keras") is not None
 
 
 def is_of_keras(value: object, *names: str) -> bool:

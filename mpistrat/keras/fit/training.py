@@ -231,10 +231,11 @@ in_fit: "WeakKeyDictionary[keras.Model, Training]" = WeakKeyDictionary()
 def training_of(model: keras.Model) -> Training | None:
     """The training of a model, if several ranks are to train it together: by a strategy, or by distributed optimizers.
 
-    These are those of `compile`, then those in attributes of the model.
+    These are those of `compile`, then those in attributes of the model. None for a model of Keras 2 under a strategy,
+    which needs no more than what TensorFlow asks of a strategy.
     """
     if is_under_strategy(model):
-        return StrategyTraining(model)
+        return None if is_keras2(model) else StrategyTraining(model)
     wholes = optimizers_of(model)
     found = _by_place(distributed_in(getattr(model, "optimizer", None))) \
         | _by_place(distributed for optimizer in wholes for distributed in distributed_in(optimizer))
