@@ -23,8 +23,9 @@ PARTS: tuple[frozenset[str], ...] = (
     frozenset({"strategy on 3", "same bits on 2", "same bits on 3", "cluster_resolver", "memory", "chunks", "fork",
                "join", "process_sets", "gpu_figures", "gpu_two_ranks", "examples"}),
     frozenset({"scripts", "checks on 2", "checks on 3", "features on 2", "order", "transcript", "random_programs",
-               "real_scripts", "sessions", "programs", "data_service", "run_function", "deadlocks", "foreign_examples", "keras2 on 2", "keras2 on 3",
-               "cli_run", "cli_bench", "strategy", "slurm", "ranks_lost", "efficiency", "timeline"}),
+               "real_scripts", "sessions", "programs", "data_service", "run_function", "deadlocks", "foreign_examples",
+               "keras2 on 2", "keras2 on 3", "cli_run", "cli_bench", "strategy", "slurm", "ranks_lost", "efficiency",
+               "timeline"}),
 )
 # What a worker of pytest-xdist runs as a whole, the longest first.
 FIRST = ("rest on 3", "rest on 2", "scripts", "strategy on 2", "strategy on 3", "graphs on 2", "features on 2",

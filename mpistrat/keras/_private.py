@@ -10,10 +10,11 @@ from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
+from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.kerases import is_keras2
 
 __all__ = ["CalledByKeras2", "Callback", "all_layers", "legacy_h5_format", "non_trainable_variables", "saving_lib",
-           "serialise_as", "trained_by", "trainer"]
+           "serialise_as", "trained_by", "trainer", "weights_of"]
 
 
 class CalledByKeras2:
@@ -59,6 +60,15 @@ def serialise_as(subclass: type, original: type) -> None:
 def all_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
     """The layers of a model or layer and those in them."""
     return list(model._flatten_layers(include_self=False, recursive=True))
+
+
+def weights_of(model: keras.Model) -> list[keras.Variable]:
+    """The weights of a model. To Keras 2 the sums of metrics in attributes of a model are weights too, but not here."""
+    if not is_keras2(model):
+        return list(model.weights)
+    metrics = [*model.metrics, *(metric for layer in (model, *all_layers(model)) for metric in layer._metrics)]
+    sums = IdentitySet(variable for metric in metrics for variable in metric.variables)
+    return [variable for variable in model.weights if variable not in sums]
 
 
 def non_trainable_variables(model: keras.Model) -> list[keras.Variable]:

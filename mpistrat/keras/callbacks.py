@@ -17,7 +17,7 @@ from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.kerases import build, is_of_keras, variables_of, velocities_of
 from ..tensorflow.ops import broadcast_
 from ..tensorflow.types import Variable
-from ._private import Callback, CalledByKeras2, all_layers
+from ._private import Callback, CalledByKeras2, all_layers, weights_of
 from .alone import Alone
 from .fit.elastic_fit import Elastic
 from .fit.metric_means import MetricMeans
@@ -100,7 +100,7 @@ class BroadcastGlobalVariablesCallback(Callback):
     def _variables(self, has_begun: bool = False) -> list[keras.Variable]:
         """The weights and the state of the optimizer; after the first batch of other optimizers too."""
         optimizer = self.model.optimizer
-        found = [*self.model.weights, *(variables_of(optimizer) if optimizer is not None else ())]
+        found = [*weights_of(self.model), *(variables_of(optimizer) if optimizer is not None else ())]
         if has_begun:
             found += [v for other in optimizers_of(self.model) for v in variables_of(other)]
         return [v for v in IdentitySet(found) if v not in self.local]

@@ -22,7 +22,7 @@ from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.kerases import accumulated_passes, calls_of, is_keras2, slots_of, steps_of, variables_of
 from ...tensorflow.names import eager
 from ...tensorflow.types import Variable
-from .._private import non_trainable_variables, trained_by
+from .._private import non_trainable_variables, trained_by, weights_of
 from ..nested_optimizers import distributed_in, optimizers_in, parts_of
 
 
@@ -82,7 +82,7 @@ class Training:
     def compared(self) -> list[Variable]:
         """The shared weights and state of the optimizers."""
         own = IdentitySet(non_trainable_variables(self.model))
-        return [v for v in self.shared(list(IdentitySet([*self.model.weights, *compared_in(self.parts)])))
+        return [v for v in self.shared(list(IdentitySet([*weights_of(self.model), *compared_in(self.parts)])))
                 if v not in own]
 
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
