@@ -288,7 +288,6 @@ def test_a_saved_model_goes_on(module: Any, ending: str, rank: int, size: int, s
     assert_close(weights_of(loaded), weights_of(model))
 
 
-@pytest.mark.horovod("best-model-checkpoint")
 def test_callbacks_write_files_once(rank: int, size: int, shared_dir: str) -> None:
     x, y = own_rows(rank, size)
     written: list[str] = []
