@@ -14,19 +14,12 @@ from .interop.own_gpu import why_no_cupy
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table of `mpistrat doctor`.
+    """A line of a table of `mpistrat doctor`."""
 
-    Attributes:
-        label: What the line is about.
-        text: The version, or what is missing and how to install it; of a backend "yes" or "no", with the reason.
-        is_available: Whether it can be used.
-        needed: Whether training needs it.
-    """
-
-    label: str
-    text: str
-    is_available: bool = True
-    needed: bool = False
+    label: str  # What the line is about.
+    text: str  # The version, or what is missing and how to install it; of a backend "yes" or "no", with the reason.
+    is_available: bool = True  # Whether it can be used.
+    needed: bool = False  # Whether training needs it.
 
 
 def backends() -> list[Row]:

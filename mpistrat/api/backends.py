@@ -26,6 +26,9 @@ from ..transport.unix_socket import UnixSocketChannel
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from ..transport.mpi.data import MpiData
+    from ..transport.mpi.quantised import ErrorFeedback
+
 logger = logging.getLogger(__name__)
 
 # With several hosts, a wait for a rank of the same host is this much longer than a wait for another host. The rank that
@@ -35,17 +38,12 @@ _EXTRA_WAIT_S = 1.0
 
 @dataclass(frozen=True)
 class Backends:
-    """The backends of one rank.
+    """The backends of one rank."""
 
-    Attributes:
-        control: Sends and receives control messages.
-        data: Reduces, gathers and broadcasts CPU arrays.
-        agreement: Agreement rounds for the fast path; None if the fast path is off.
-    """
-
-    control: ControlPlane
-    data: DataPlane
-    agreement: AgreementRound | None = None
+    control: ControlPlane  # Sends and receives control messages.
+    data: DataPlane  # Reduces, gathers and broadcasts CPU arrays.
+    agreement: AgreementRound | None = None  # Agreement rounds for the fast path; None if the fast path is off.
+    feedback: "ErrorFeedback | None" = None  # What `data` rounds off between hosts; None for one rank.
 
     def surrender(self) -> list[Any]:
         """Give up all resources: ranks are lost. Local; after the engine has ended. Returns as DataPlane's method."""
@@ -68,27 +66,18 @@ def backends_alone() -> Backends:
 
 @dataclass(frozen=True)
 class _Setup:
-    """What all functions that build backends need.
+    """What all functions that build backends need."""
 
-    Attributes:
-        comm: All ranks.
-        link: Shares memory among the ranks of this host.
-        channel: Messages among the ranks of this host, over sockets.
-        mpi: Collectives over MPI, for operations that shared memory does not support.
-        interruption: Ends waits for other ranks.
-    """
-
-    comm: "MPI.Intracomm"
+    comm: "MPI.Intracomm"  # All ranks.
     topology: Topology
     settings: Settings
-    link: HostLink
-    channel: UnixSocketChannel
-    mpi: DataPlane
-    interruption: Interruption
+    link: HostLink  # Shares memory among the ranks of this host.
+    channel: UnixSocketChannel  # Messages among the ranks of this host, over sockets.
+    mpi: "MpiData"  # Collectives over MPI, for operations that shared memory does not support.
+    interruption: Interruption  # Ends waits for other ranks.
 
     @property
     def remote_ranks(self) -> list[int]:
-        """The ranks of other hosts."""
         return [rank for rank in range(self.topology.size) if rank not in self.topology.local_ranks]
 
 
@@ -109,7 +98,7 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
     rank, local_ranks = topology.rank, topology.local_ranks
     link, sockets = _connect_host(comm, topology, interruption)
     wait = PeerWait(topology, range(topology.size), settings.limit_s, interruption)
-    setup = _Setup(comm, topology, settings, link, sockets, MpiData(comm.Dup(), wait), interruption)
+    setup = _Setup(comm, topology, settings, link, sockets, MpiData(comm.Dup(), wait, topology), interruption)
     parts: _Parts | None = None
     with contextlib.closing(link):
         if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
@@ -122,7 +111,7 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
     leads = agreement is not None and rank == local_ranks[0] and bool(setup.remote_ranks)
     control = MpiControl(comm.Dup(), channel, local_ranks, Node(rank, topology.size).neighbours, wait, leads)
     _log_choice(topology, settings, data, agreement)
-    return Backends(control, data, agreement)
+    return Backends(control, data, agreement, setup.mpi.feedback)
 
 
 def _build_for_one_host(setup: _Setup) -> _Parts | None:
@@ -170,7 +159,7 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
                                           setup.remote_ranks)
     cross_wait = PeerWait(topology, topology.cross_ranks, settings.limit_s, setup.interruption)
     data = HierarchicalData(memory, chunk, setup.mpi, cross_comm(setup.comm, topology), min(topology.local_sizes),
-                            cross_wait, piggyback)
+                            cross_wait, setup.mpi.feedback, piggyback)
     return data, channel, agreement
 
 
@@ -201,8 +190,7 @@ def _connect_host(comm: "MPI.Intracomm", topology: Topology,
                   interruption: Interruption) -> tuple[HostLink, UnixSocketChannel]:
     """Connect the ranks of each host. Collective. The caller closes the HostLink.
 
-    Raises:
-        MpistratError: On all ranks, if the ranks of some host cannot be connected.
+    Raises MpistratError: On all ranks, if the ranks of some host cannot be connected.
     """
     link, channel, problem = None, None, ""
     try:
@@ -231,7 +219,6 @@ def _shared_memory(setup: _Setup, data_bytes: int, is_last: bool = True) -> Host
     """Allocate and map memory that the ranks of a host share. None on all ranks if any rank cannot. Collective.
 
     Args:
-        setup: See there.
         data_bytes: The bytes, without those of the counters.
         is_last: The caller does not try with less memory.
 

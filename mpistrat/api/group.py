@@ -45,45 +45,39 @@ class Group:
 
     Args:
         settings: The same on all ranks.
-        topology: The ranks of the group, and their hosts.
         backends: Of these ranks.
         comm: These ranks; None for one rank.
         interruption: Ends the engine, and the waits of the backends, which have it too.
         tracer: Exchanges messages over this engine, that of all ranks; None: nothing does.
         processes: Those of other ranks of this host, by their rank in the job, as far as they are known.
-
-    Attributes:
-        topology, comm: The arguments.
-        engine: Executes the collectives of the group.
-        traced: What is recorded of it.
-        finite: What looks for Inf and NaN in gradients; None: nothing does.
     """
 
     def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
                  interruption: Interruption, tracer: Observer | None = None,
                  processes: Mapping[int, Process] = MappingProxyType({})):
         self.topology, self.comm = topology, comm
-        self._backends = backends
+        self._backends, self.feedback = backends, backends.feedback
         # How often all ranks had joined when counting began, and the counters.
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
         self._requests: dict[str, tuple[object, Request]] = {}  # by name, with what they were made from
         ring = OperationRing(RECORDED_OPERATIONS if settings.is_recorded else 0, tracer)
         self._device = GpuExecutor(topology, backends.data, settings, ring)
+        # What looks for Inf and NaN in gradients; None: nothing does.
         self.finite = FiniteWatch(topology.job_rank) if settings.nan_warning else None
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring, self.finite)
         controller = Controller(topology, backends.control, executor, settings, backends.agreement,
                                 interruption=interruption, where=partial(_where, ring),
                                 look=partial(stacks.look, processes))
+        # What is recorded of it.
         self.traced = Traced(ring, topology.size, backends.data.name, controller.queue.in_flight,
                              backends.data.measured_choices)
-        self.engine = Engine(controller)
+        self.engine = Engine(controller)  # Executes the collectives of the group.
         self.engine.start()
 
     def request_on_gpu(self, name: str, tensors: GpuTensors, make_request: "partial[Request]") -> Request:
         """The request for tensors on a GPU, kept for later calls with the same arguments. Any thread may call it.
 
-        Args:
-            make_request: Takes the name, the specs of the tensors, and `device=`.
+        `make_request`: Takes the name, the specs of the tensors, and `device=`.
         """
         known = self._requests.get(name)
         kind = make_request.func, make_request.keywords, list(tensors.shapes), tensors.dtypes

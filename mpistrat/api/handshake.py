@@ -28,36 +28,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank sends to all others in init().
-
-    Attributes:
-        host: The name of its host.
-        memory_group: The lowest of the ranks that share memory with it.
-        settings: Its settings; None if they are not valid.
-        problem: What is wrong with its settings, or "".
-        versions: Python's version and those of packages, by name; "none" for a package that is not installed.
-        script: A digest of the script.
-        cpus: The CPUs that it may use.
-        process: Its process, as the first four fields of procfs.Process; None where /proc does not show it.
-    """
+    """What a rank sends to all others in init()."""
 
     host: str
-    memory_group: int
-    settings: Settings | None
-    problem: str
+    memory_group: int  # The lowest of the ranks that share memory with it.
+    settings: Settings | None  # Its settings; None if they are not valid.
+    problem: str  # What is wrong with its settings, or "".
+    # Python's version and those of packages, by name; "none" for a package that is not installed.
     versions: dict[str, str]
-    script: str
-    cpus: list[int]
+    script: str  # A digest of the script.
+    cpus: list[int]  # The CPUs that it may use.
+    # Its process, as the first four fields of procfs.Process; None where /proc does not show it.
     process: tuple[int, int, int, int] | None
 
 
 def exchange_info(mpi: ModuleType, comm: "MPI.Comm", hosts: Sequence[str] = ()) -> list[RankInfo]:
     """Return the RankInfo of every rank, in rank order. Collective over `comm`. It raises the errors of from_texts.
 
-    Args:
-        mpi: The module mpi4py.MPI.
-        comm: The ranks.
-        hosts: The host of each rank, if it is known: equal for those that share memory.
+    `hosts`: The host of each rank, if it is known: equal for those that share memory.
     """
     if hosts:
         memory_group = hosts.index(hosts[comm.Get_rank()])
@@ -84,8 +72,7 @@ def to_text(info: RankInfo) -> str:
 def from_texts(texts: Sequence[str]) -> list[RankInfo]:
     """The inverse of to_text, for the texts of all ranks.
 
-    Raises:
-        SettingsError: On all ranks, if they have different versions of mpistrat; names the versions.
+    Raises SettingsError: On all ranks, if they have different versions of mpistrat; names the versions.
     """
     received = [json.loads(text) for text in texts]
     versions = [each.get("versions", {}).get("mpistrat", "unknown") for each in received]

@@ -37,17 +37,12 @@ _LEAVE_S = 1.0  # A rank that leaves waits at most so long for its engines.
 
 
 class Job:
-    """What exists from init() to shutdown().
-
-    Attributes:
-        settings: The same on all ranks.
-        world: All ranks of the job, with the engine that executes their collectives.
-        registry: The process sets.
-        losses: The ranks that have ended in the middle of the job.
-        tracer: Reports what the engines do; None: MPISTRAT_RECORDER=0.
-    """
+    """What exists from init() to shutdown()."""
 
     def __init__(self, settings: Settings, world: Group, losses: Losses, tracer: Tracer | None):
+        # world: All ranks of the job, with the engine that executes their collectives.
+        # losses: The ranks that have ended in the middle of the job.
+        # tracer: Reports what the engines do; None: MPISTRAT_RECORDER=0.
         self.settings, self.world, self.losses, self.tracer = settings, world, losses, tracer
         self.registry = Registry(world, settings, losses.interruption)
         if tracer is not None:

@@ -73,10 +73,8 @@ modules: set[str] = set()  # paths of Horovod's modules, which are attributes to
 def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[str], Any]:
     """Return the function `__getattr__` for a module. Local.
 
-    Args:
-        module: The full name of the module.
-        absent: The names of Horovod that this module does not have, each with the reason and what to use, besides
-            those that no module has.
+    `absent`: The names of Horovod that this module does not have, each with the reason and what to use, besides those
+    that no module has.
     """
     sentences = _reasons[module] = {**EVERYWHERE, **(absent or {})}
 

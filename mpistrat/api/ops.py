@@ -351,8 +351,7 @@ def _auto_name(name: str | None, operation: str, process_set: ProcessSet) -> str
 def _name(name: str | None, operation: str) -> str:
     """Return `name`, or else the name of the operation.
 
-    Raises:
-        InvalidRequestError: It is not a string, or is empty, so that no error could name the collective.
+    Raises InvalidRequestError: It is not a string, or is empty, so that no error could name the collective.
     """
     if name is None:
         return operation

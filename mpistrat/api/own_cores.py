@@ -11,7 +11,7 @@ from .job import log_step
 logger = logging.getLogger(__name__)
 
 
-def bind(topology: Topology, cpus_of: Sequence[Sequence[int]], is_enabled: bool) -> None:
+def bind(topology: Topology, cpus_of: Sequence[Sequence[int]], wanted: str) -> None:
     """Take an equal, disjoint share of the cores that the ranks of this host may use. Local.
 
     It does so if all ranks of the host may use the same CPUs. If they may use different ones, the launcher, the user or
@@ -19,16 +19,15 @@ def bind(topology: Topology, cpus_of: Sequence[Sequence[int]], is_enabled: bool)
     CPUs; TensorFlow makes as many threads as there are CPUs when it runs its first operation.
 
     Args:
-        topology: Of all ranks of the job.
         cpus_of: The CPUs that each rank of the job may use.
-        is_enabled: MPISTRAT_BIND.
+        wanted: MPISTRAT_BIND.
     """
     local = [cpus_of[rank] for rank in range(topology.size) if topology.host_of[rank] == topology.host]
     own = frozenset(cpus_of[topology.rank])
     if not own or len(local) == 1:
         return
-    if not is_enabled:
-        _log(topology, own, "as it was started: MPISTRAT_BIND=0")
+    if wanted not in ("all", "cores"):
+        _log(topology, own, f"as it was started: MPISTRAT_BIND={wanted}")
         return
     if any(frozenset(cpus) != own for cpus in local):
         _log(topology, own, "as it was started")

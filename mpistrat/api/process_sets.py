@@ -146,8 +146,7 @@ global_process_set = _AllRanks()
 def resolved(process_set: ProcessSet | None) -> ProcessSet:
     """The set that an argument `process_set` means: None is the set of all ranks.
 
-    Raises:
-        InvalidRequestError: It is no process set.
+    Raises InvalidRequestError: It is no process set.
     """
     if process_set is None:
         return global_process_set

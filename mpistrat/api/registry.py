@@ -35,17 +35,13 @@ class Registry:
         world: All ranks of the job.
         settings: The same on all ranks.
         interruption: Ends the waits of all groups.
-
-    Attributes:
-        groups: The groups of the sets that this rank is in, by id; 0 is `world`.
-        ranks_of: The ranks of each set but that of all ranks, by id.
     """
 
     def __init__(self, world: Group, settings: Settings, interruption: Interruption):
-        self.groups: dict[int, Group] = {0: world}
+        self.groups: dict[int, Group] = {0: world}  # The groups of the sets that this rank is in, by id; 0 is `world`.
         self._world, self._settings, self._interruption = world, settings, interruption
         self._sets: dict[int, ProcessSet] = {0: global_process_set}
-        self.ranks_of: dict[int, Ranks] = {}
+        self.ranks_of: dict[int, Ranks] = {}  # The ranks of each set but that of all ranks, by id.
         self._ids = itertools.count(1)
         global_process_set.bind(0, group=world)
 
@@ -144,8 +140,7 @@ class Registry:
     def _exchange(self, value: object, name: str) -> list[Any]:
         """The values of all ranks of the job, by rank. Tuples arrive as lists. Collective.
 
-        Raises:
-            InvalidRequestError: On all ranks that call it. Ranks that wait in join() send none.
+        Raises InvalidRequestError: On all ranks that call it. Ranks that wait in join() send none.
         """
         received = [json.loads(text) for text in self._world.allgather_bytes(json.dumps(value).encode(), name)]
         if len(received) < self._world.topology.size:
@@ -180,8 +175,7 @@ class Registry:
     def _connect_all(self, sets: Sequence[Ranks]) -> list[Group | None]:
         """This rank's groups for sets, None for those that it is not in. Collective over all ranks of the job.
 
-        Raises:
-            MpistratError: On all ranks, if some rank cannot be connected. Then no group is left.
+        Raises MpistratError: On all ranks, if some rank cannot be connected. Then no group is left.
         """
         groups: list[Group | None] = []
         for ranks in sets:

@@ -63,11 +63,7 @@ os.register_at_fork(after_in_child=_disown_in_child)
 
 
 def current() -> Job:
-    """Return the Job that init() made. Local.
-
-    Raises:
-        NotInitializedError: Before init() and after shutdown().
-    """
+    """Return the Job that init() made. Local. Raises NotInitializedError: Before init() and after shutdown()."""
     runtime = _runtime
     if runtime is None:
         raise NotInitializedError(NOT_INITIALIZED)
@@ -198,8 +194,7 @@ def _shut_down_at_exit() -> None:
 def replace(former: Job, runtime: Job) -> None:
     """Put `runtime` in the place of `former`, whose ranks were lost in part. Local.
 
-    Raises:
-        NotInitializedError: shutdown() has been called meanwhile.
+    Raises NotInitializedError: shutdown() has been called meanwhile.
     """
     global _runtime
     with _lock:

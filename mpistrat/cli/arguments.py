@@ -53,8 +53,7 @@ class CommandLine:
 def split_arguments(arguments: list[str]) -> CommandLine:
     """Assign each argument to mpistrat, to mpirun or to the command.
 
-    Raises:
-        LaunchError: An option lacks its value, or the beginning of the command cannot be determined.
+    Raises LaunchError: An option lacks its value, or the beginning of the command cannot be determined.
     """
     own: list[str] = []
     mpirun: list[str] = []
@@ -101,8 +100,7 @@ def split_arguments(arguments: list[str]) -> CommandLine:
 def mpirun_options(text: str) -> tuple[str, ...]:
     """Return the options of mpirun that are given as one text.
 
-    Raises:
-        LaunchError: There is something else among them.
+    Raises LaunchError: There is something else among them.
     """
     try:
         parts = split_arguments([*shlex.split(text), "--"])
@@ -145,8 +143,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 def read_hosts(options: argparse.Namespace) -> HostList | None:
     """Return the hosts that were given with -H or --hostfile; None if neither was given.
 
-    Raises:
-        LaunchError: As parse_list and read_hostfile.
+    Raises LaunchError: As parse_list and read_hostfile.
     """
     if options.hosts is not None:
         return parse_list(",".join(options.hosts))

@@ -10,11 +10,7 @@ from .mpirun import Machine
 
 
 def automatic(hosts: HostList | None, machine: Machine, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the number of ranks, and what to say about it.
-
-    Raises:
-        LaunchError: It cannot be known here.
-    """
+    """Return the number of ranks, and what to say about it. Raises LaunchError: It cannot be known here."""
     if hosts is not None and hosts.slots is not None:
         return hosts.slots, f"{counted(hosts.slots, 'rank')}, as many as the hosts have slots"
     if hosts is not None or machine.has_allocation:

@@ -23,17 +23,11 @@ from .supervisor import Outcome
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a job has trained.
+    """How fast a job has trained."""
 
-    Attributes:
-        steps_per_s: A step is one of all ranks.
-        rows_per_s: Of all ranks; None where a rank does not know its rows.
-        is_global: Whether a step has as many rows for any number of ranks.
-    """
-
-    steps_per_s: float
-    rows_per_s: float | None
-    is_global: bool
+    steps_per_s: float  # A step is one of all ranks.
+    rows_per_s: float | None  # Of all ranks; None where a rank does not know its rows.
+    is_global: bool  # Whether a step has as many rows for any number of ranks.
 
 
 def run(options: argparse.Namespace, launched: Callable[[int, Mapping[str, str]], Outcome]) -> int:
@@ -69,11 +63,7 @@ def run(options: argparse.Namespace, launched: Callable[[int, Mapping[str, str]]
 
 
 def speed_of(times: list[StepTimes], ranks: int, wanted: int) -> Speed:
-    """The speed of a job, given what its ranks have measured.
-
-    Raises:
-        LaunchError: They have measured nothing.
-    """
+    """The speed of a job, given what its ranks have measured. Raises LaunchError: They have measured nothing."""
     few = min((each.counted for each in times if not each.steps), default=0 if len(times) < ranks else None)
     if few is not None:
         what = f"{counted(few, 'step')}" if few else "a step that averages gradients"

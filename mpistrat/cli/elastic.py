@@ -141,21 +141,16 @@ def _for_generation(options: argparse.Namespace, order: Start) -> argparse.Names
 
 
 class _Control(Interference):
-    """Signals for the supervisor, and its orders to end the mpirun that runs. Also a context: handlers of signals.
-
-    Attributes:
-        generation: The one that runs, or starts.
-        service: Gets the signals.
-        told: What the ranks of that generation did last, if it has failed.
-    """
+    """Signals for the supervisor, and its orders to end the mpirun that runs. Also a context: handlers of signals."""
 
     ends_all = True
 
     def __init__(self) -> None:
+        # generation: The one that runs, or starts.
         self.generation, self.is_done = 0, False
-        self.told: Collection[Sequence[str]] = ()
+        self.told: Collection[Sequence[str]] = ()  # What the ranks of that generation did last, if it has failed.
         self._stop = 0, "", False  # a generation, why it is to end, and whether its ranks have ended well
-        self.service: Service | None = None
+        self.service: Service | None = None  # Gets the signals.
         self._planned_at = math.inf
         self._before: dict[int, object] = {}
 
@@ -209,11 +204,7 @@ class _Control(Interference):
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
-    """The limits that the options give.
-
-    Raises:
-        LaunchError: They contradict each other.
-    """
+    """The limits that the options give. Raises LaunchError: They contradict each other."""
     if options.np is None and options.max_np is None:
         raise LaunchError("how many ranks? Say it with -np, for example: mpistrat run --elastic -np 4 python train.py")
     max_np = options.np if options.max_np is None else options.max_np
@@ -243,8 +234,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
 class HostFinder:
     """Returns the hosts that there are now, when it is called: a script's, a hostfile's, or a list's.
 
-    Attributes:
-        problem: Why the last call has returned None; "" if it has not.
+    `problem`: Why the last call has returned None; "" if it has not.
     """
 
     def __init__(self, options: argparse.Namespace):
@@ -292,8 +282,7 @@ def _slots(hosts: HostList, default: int) -> dict[str, int]:
 def allocation(environ: Mapping[str, str]) -> dict[str, int] | None:
     """The hosts of a Slurm or PBS allocation, with the number of ranks for each; None outside of one.
 
-    Raises:
-        LaunchError: Slurm does not say which hosts they are.
+    Raises LaunchError: Slurm does not say which hosts they are.
     """
     if "SLURM_JOB_NODELIST" in environ:
         done = subprocess.run(["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]], capture_output=True,

@@ -45,8 +45,7 @@ class Forwarder:
     def end(self, last: Callable[[], bytes]) -> None:
         """Have the thread end when everything that mpirun has printed is forwarded. Returns at once.
 
-        Args:
-            last: Returns what to print after it, in whole lines. Called by the thread.
+        `last`: Returns what to print after it, in whole lines. Called by the thread.
         """
         self._last = last
         self._wake()

@@ -37,21 +37,13 @@ Call = tuple[Any, Sequence[Any], dict[str, Any]]  # a function, its arguments an
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank has done.
+    """What one rank has done."""
 
-    Attributes:
-        result: The pickled result; None if there is an error.
-        error: The traceback of the exception, as text.
-        exception: The pickled exception; None if it cannot be pickled.
-        is_consequence: Whether other ranks have probably caused the exception.
-        host: Where the rank ran.
-    """
-
-    result: bytes | None = None
-    error: str = ""
-    exception: bytes | None = None
-    is_consequence: bool = False
-    host: str = ""
+    result: bytes | None = None  # The pickled result; None if there is an error.
+    error: str = ""  # The traceback of the exception, as text.
+    exception: bytes | None = None  # The pickled exception; None if it cannot be pickled.
+    is_consequence: bool = False  # Whether other ranks have probably caused the exception.
+    host: str = ""  # Where the rank ran.
 
 
 def file_of(rank: int) -> str:
@@ -72,7 +64,6 @@ def run_function(call: Call, options: Sequence[str], executable: str, start_time
 
     Args:
         call: The function with its arguments.
-        options: Of `mpistrat run`.
         executable: The Python of the ranks.
         start_timeout_s: Seconds within which the function must begin on the ranks.
         is_printed: Print the command of mpirun.
@@ -110,8 +101,7 @@ def _pickled(call: Call) -> bytes:
 def _launched(argv: Sequence[str], environ: dict[str, str], started: Path, start_timeout_s: float) -> int:
     """Do what `mpistrat run` does in a child process, which has ended when this returns. Returns its exit code.
 
-    Raises:
-        RunError: The ranks have not started in time.
+    Raises RunError: The ranks have not started in time.
     """
     process = subprocess.Popen([sys.executable, "-m", __name__, str(os.getpid()), *argv], env=environ,
                                stdin=subprocess.DEVNULL)

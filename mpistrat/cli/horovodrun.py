@@ -74,8 +74,7 @@ def refuse(option: str) -> None:
 def variables(options: argparse.Namespace, launcher: Launcher) -> dict[str, str]:
     """Return the variables that the options stand for, for the ranks, for mpirun and for NCCL.
 
-    Raises:
-        LaunchError: A value is malformed, or there is an option that the launcher cannot be given.
+    Raises LaunchError: A value is malformed, or there is an option that the launcher cannot be given.
     """
     found = {name: value for name, *_ in (*_SETTINGS.values(), *_FLAGS.values())
              if (value := getattr(options, name)) is not None}

@@ -20,21 +20,14 @@ _READERS = frozenset(launcher for launcher in STARTED if launcher.hostfile)
 
 @dataclass(frozen=True)
 class Host:
-    """One entry of a host list.
+    """One entry of a host list."""
 
-    Attributes:
-        name: Of the host, possibly with a user (`user@host`).
-        slots: Number of ranks. None if a hostfile has no number: the number of cores (Open MPI), or one (MPICH).
-        readers: The launchers that accept the line unchanged.
-        extras: Other keys of the line, with their values.
-        where: File and line number, for errors.
-    """
-
-    name: str
+    name: str  # Of the host, possibly with a user (`user@host`).
+    # Number of ranks. None if a hostfile has no number: the number of cores (Open MPI), or one (MPICH).
     slots: int | None
-    readers: frozenset[Launcher] = _READERS
-    extras: tuple[str, ...] = ()
-    where: str = "-H"
+    readers: frozenset[Launcher] = _READERS  # The launchers that accept the line unchanged.
+    extras: tuple[str, ...] = ()  # Other keys of the line, with their values.
+    where: str = "-H"  # File and line number, for errors.
 
 
 @dataclass(frozen=True)
@@ -61,8 +54,7 @@ class HostList:
 def parse_list(text: str) -> HostList:
     """Parse `node1:4,node2:4`, the value of -H. A host without a number gets one rank, as with mpirun.
 
-    Raises:
-        LaunchError: An entry is not `host:slots`.
+    Raises LaunchError: An entry is not `host:slots`.
     """
     hosts = []
     for entry in text.split(","):
@@ -76,8 +68,7 @@ def parse_list(text: str) -> HostList:
 def read_hostfile(path: str) -> HostList:
     """Read a hostfile of either syntax.
 
-    Raises:
-        LaunchError: The file cannot be read, has no host, or has a line that neither MPI accepts (names the line).
+    Raises LaunchError: The file cannot be read, has no host, or has a line that neither MPI accepts (names the line).
     """
     try:
         path = os.path.expanduser(path)
@@ -126,9 +117,8 @@ def _parse_line(line: str, where: str) -> Host:
 def host_options(hosts: HostList, launcher: Launcher) -> tuple[str, ...]:
     """Return the options by which a launcher gets the hosts: the hostfile, or a list.
 
-    Raises:
-        LaunchError: A line of the hostfile has a key that a list cannot express, or lacks a number that this launcher
-            needs; or the numbers differ, and the launcher takes one for all hosts.
+    Raises LaunchError: A line of the hostfile has a key that a list cannot express, or lacks a number that this
+    launcher needs; or the numbers differ, and the launcher takes one for all hosts.
     """
     if hosts.readable_by(launcher):
         return launcher.hostfile, hosts.path

@@ -51,19 +51,12 @@ class Mpirun:
 
 @dataclass(frozen=True)
 class Machine:
-    """Properties of this machine that the command depends on.
+    """Properties of this machine that the command depends on."""
 
-    Attributes:
-        cores: Physical cores.
-        is_root: Whether this process runs as root.
-        names: Names of this host.
-        has_allocation: Whether this process runs in an allocation of a batch system.
-    """
-
-    cores: int
-    is_root: bool = False
-    names: frozenset[str] = frozenset(("localhost",))
-    has_allocation: bool = False
+    cores: int  # Physical cores.
+    is_root: bool = False  # Whether this process runs as root.
+    names: frozenset[str] = frozenset(("localhost",))  # Names of this host.
+    has_allocation: bool = False  # Whether this process runs in an allocation of a batch system.
 
 
 @dataclass(frozen=True)
@@ -79,17 +72,12 @@ class Job:
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """A command with its arguments.
+    """A command with its arguments."""
 
-    Attributes:
-        argv: The command.
-        environment: The variables that it needs in addition to the caller's environment.
-        launcher: What the command is; None: no mpirun.
-    """
-
-    argv: tuple[str, ...]
+    argv: tuple[str, ...]  # The command.
+    # The variables that it needs in addition to the caller's environment.
     environment: dict[str, str] = field(default_factory=dict)
-    launcher: Launcher | None = None
+    launcher: Launcher | None = None  # What the command is; None: no mpirun.
 
     def __str__(self) -> str:
         """The command as one line for a POSIX shell."""
@@ -226,8 +214,7 @@ def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
 def identify(path: str) -> Mpirun:
     """Run `mpirun --version` to find which launcher it is, and its version.
 
-    Raises:
-        LaunchError: It fails, or the launcher is not known.
+    Raises LaunchError: It fails, or the launcher is not known.
     """
     try:
         done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

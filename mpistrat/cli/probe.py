@@ -22,19 +22,14 @@ _MARK = "mpistrat-probe "  # begins a line with findings; MPI libraries print to
 
 @dataclass(frozen=True)
 class Findings:
-    """The result of the probe. A part is None if the process ended before it was found.
+    """The result of the probe. A part is None if the process ended before it was found."""
 
-    Attributes:
-        mpi: "mpi4py" (version), and either "vendor", "version" and "threads" (thread level) or "error".
-        cupy: Either "gpus" (number) and "nccl" (version code) or "error"; {} if cupy is not installed.
-        backends: A row for each backend.
-        failure: Why the process ended early, or "".
-    """
-
+    # "mpi4py" (version), and either "vendor", "version" and "threads" (thread level) or "error".
     mpi: dict[str, Any] | None = None
+    # Either "gpus" (number) and "nccl" (version code) or "error"; {} if cupy is not installed.
     cupy: dict[str, Any] | None = None
-    backends: list[Row] | None = None
-    failure: str = ""
+    backends: list[Row] | None = None  # A row for each backend.
+    failure: str = ""  # Why the process ended early, or "".
 
 
 def probe(timeout_s: float = TIMEOUT_S) -> Findings:

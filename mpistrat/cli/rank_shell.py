@@ -28,7 +28,6 @@ def in_shell(command: tuple[str, ...], ranks: int, directory: str | None = None,
     """Return a command that runs `command` on a rank.
 
     Args:
-        command: The command of the ranks.
         ranks: How many there are. The numbers in the names of files have as many digits as the largest.
         directory: The directory, on each host; None: no files.
         is_announced: Whether the rank prints that it starts.

@@ -51,7 +51,7 @@ that mpistrat does not know, write -- before the command.
 
 mpistrat adds the options that root, hosts and oversubscription need, and forwards these variables to all hosts:
 MPISTRAT_*, NCCL_*, PATH, PYTHONPATH, LD_LIBRARY_PATH, VIRTUAL_ENV, KERAS_BACKEND, TF_CPP_MIN_LOG_LEVEL. --dry-run
-prints the whole command. The ranks of a host get equal shares of its cores (MPISTRAT_BIND=0: not), unless options of
+prints the whole command. The ranks of a host get equal shares of its cores (MPISTRAT_BIND=gpu: not), unless options of
 mpirun bind them.
 
 The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
@@ -73,8 +73,7 @@ examples:
 def main(argv: list[str]) -> int:
     """Run the subcommand and return the exit code of the job.
 
-    Raises:
-        LaunchError: The input is wrong, or no mpirun is found.
+    Raises LaunchError: The input is wrong, or no mpirun is found.
     """
     options, passed, command = parse(argv)
     if options.check_build:
@@ -141,24 +140,16 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
 
 @dataclass(frozen=True)
 class Plan:
-    """A job that mpirun is to start.
+    """A job that mpirun is to start."""
 
-    Attributes:
-        command: What the user wants to run.
-        job: The job, with what runs in place of `command`.
-        mpirun, machine: What starts it, and where.
-        variables: Set by options, for mpirun and the ranks.
-        others: The hosts where mpirun starts ranks by ssh.
-        warning: On the number of ranks; or "".
-    """
-
-    command: tuple[str, ...]
-    job: Job
+    command: tuple[str, ...]  # What the user wants to run.
+    job: Job  # The job, with what runs in place of `command`.
+    # mpirun, machine: What starts it, and where.
     mpirun: Mpirun
     machine: Machine
-    variables: dict[str, str]
-    others: list[str]
-    warning: str
+    variables: dict[str, str]  # Set by options, for mpirun and the ranks.
+    others: list[str]  # The hosts where mpirun starts ranks by ssh.
+    warning: str  # On the number of ranks; or "".
 
     def composed(self, environ: Mapping[str, str]) -> LaunchCommand:
         """The command that starts the job. `environ` is the environment of mpirun."""
@@ -179,8 +170,7 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
          environ: Mapping[str, str], mpirun: Mpirun | None = None) -> Plan:
     """Decide how the job is started, given what `parse` returns, and the mpirun if it is known already.
 
-    Raises:
-        LaunchError: The input is wrong, or no mpirun is found.
+    Raises LaunchError: The input is wrong, or no mpirun is found.
     """
     if options.np is None:
         raise LaunchError(f"how many ranks? Say it with -np, for example: {EXAMPLE}")
@@ -234,7 +224,7 @@ def _goes_elsewhere(options: Sequence[str]) -> bool:
 def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
     """Variables by which ranks share the cores of their host, unless mpirun binds them; what the user wrote wins."""
     if sets_binding(job.options):
-        return {"MPISTRAT_BIND": "0"}
+        return {"MPISTRAT_BIND": "none" if os.environ.get("MPISTRAT_BIND", "").lower() in ("cores", "none") else "gpu"}
     # mpirun itself says that it has bound nothing.
     says_which = any(option.lstrip("-") == "report-bindings" for option in job.options)
     return {} if mpirun.launcher.is_binding else {RUN_CORES: "report" if says_which else "1"}

@@ -25,8 +25,7 @@ _NO_STDIN = {"-c", "-m", "-h", "-?", "-V"}  # With these Python reads no script 
 def checked(command: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, ...]:
     """Check that the command exists, and put Python before a script.
 
-    Raises:
-        LaunchError: There is no such command or script.
+    Raises LaunchError: There is no such command or script.
     """
     if not command:
         raise LaunchError(f"what is to be run? Write the command last, for example: {EXAMPLE}")
@@ -44,8 +43,7 @@ def checked(command: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, 
 def with_text(command: tuple[str, ...], stdin: TextIO) -> tuple[str, ...]:
     """Put the script that Python would read from `stdin` into the command; other commands stay as they are.
 
-    Raises:
-        LaunchError: Python would be interactive, or the script is too long for a command.
+    Raises LaunchError: Python would be interactive, or the script is too long for a command.
     """
     if not command or not is_python(command):
         return command

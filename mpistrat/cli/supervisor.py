@@ -61,33 +61,22 @@ _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ra
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a job whose ranks say that they start (`rank_shell`).
+    """The start of a job whose ranks say that they start (`rank_shell`)."""
 
-    Attributes:
-        ranks: How many there are.
-        timeout_s: Seconds from the start of mpirun within which all of them start.
-        why_not: Called if they have not: why, or "". It takes some seconds.
-    """
-
-    ranks: int
-    timeout_s: float
-    why_not: Callable[[], str]
+    ranks: int  # How many there are.
+    timeout_s: float  # Seconds from the start of mpirun within which all of them start.
+    why_not: Callable[[], str]  # Called if they have not: why, or "". It takes some seconds.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job has ended.
+    """How a job has ended."""
 
-    Attributes:
-        code: mpirun's exit code, or 128 + the number of the signal that ended it, or the job before all ranks started.
-        why: Why mpirun was terminated or killed; "" if it has ended by itself.
-        has_started: Whether all ranks had started.
-        measured: What ranks have measured, as JSON (process/step_timer.py).
-    """
-
+    # mpirun's exit code, or 128 + the number of the signal that ended it, or the job before all ranks started.
     code: int
-    why: str
-    has_started: bool = True
+    why: str  # Why mpirun was terminated or killed; "" if it has ended by itself.
+    has_started: bool = True  # Whether all ranks had started.
+    # What ranks have measured, as JSON (process/step_timer.py).
     measured: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -133,7 +122,6 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
     Args:
         command: mpirun with its arguments.
         environ: The environment of this process, or what is to be in its place.
-        limits: Time limits.
         output: What is shown of mpirun's stderr.
         start: How the ranks start; None: they do not say that they start.
         speaker: The command that prints the last lines.

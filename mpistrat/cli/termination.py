@@ -7,47 +7,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Time limits, in seconds.
+    """Time limits, in seconds."""
 
-    Attributes:
-        total_s: From the start to SIGTERM for mpirun.
-        abort_s: From the end of the job by a rank to SIGTERM for mpirun.
-        grace_s: From SIGTERM, which ranks get, to SIGTERM for mpirun; 0: mpirun gets it at once.
-        signal_s: From the first other signal to SIGKILL for mpirun. Within this time mpirun lets its ranks end.
-        unstarted_s: The same, as long as not all ranks have started.
-        second_s: A signal that arrives earlier than this after the first counts as the same signal, because some
-            senders signal both a process and its process group.
-        kill_s: From SIGTERM to SIGKILL.
-        left_s: From the end of mpirun to SIGKILL for the remaining processes.
-    """
-
-    total_s: float = math.inf
-    abort_s: float = 15.0
-    grace_s: float = 0.0
+    total_s: float = math.inf  # From the start to SIGTERM for mpirun.
+    abort_s: float = 15.0  # From the end of the job by a rank to SIGTERM for mpirun.
+    grace_s: float = 0.0  # From SIGTERM, which ranks get, to SIGTERM for mpirun; 0: mpirun gets it at once.
+    # From the first other signal to SIGKILL for mpirun. Within this time mpirun lets its ranks end.
     signal_s: float = 30.0
-    unstarted_s: float = 2.0
+    unstarted_s: float = 2.0  # The same, as long as not all ranks have started.
+    # A signal that arrives earlier than this after the first counts as the same signal, because some senders signal
+    # both a process and its process group.
     second_s: float = 0.3
-    kill_s: float = 5.0
-    left_s: float = 5.0
+    kill_s: float = 5.0  # From SIGTERM to SIGKILL.
+    left_s: float = 5.0  # From the end of mpirun to SIGKILL for the remaining processes.
 
 
 USUAL = TimeLimits()
 
 
 class Termination:
-    """Decides when to terminate or kill mpirun. Times are arguments, in seconds from any origin.
-
-    Attributes:
-        reason: Why mpirun is terminated or killed, for the user.
-        is_late: Whether not all ranks have started in time.
-        is_urgent: Whether there was a second signal, so that the remaining processes are killed at once.
-    """
+    """Decides when to terminate or kill mpirun. Times are arguments, in seconds from any origin."""
 
     def __init__(self, limits: TimeLimits, now: float):
         self._limits = limits
         self._terminate_at, self._kill_at = now + limits.total_s, math.inf
         self._signalled_at: float | None = None
-        self.reason = ""
+        self.reason = ""  # Why mpirun is terminated or killed, for the user.
+        # is_late: Whether not all ranks have started in time.
+        # is_urgent: Whether there was a second signal, so that the remaining processes are killed at once.
         self.is_late = self.is_urgent = False
 
     def note_abort(self, now: float) -> None:

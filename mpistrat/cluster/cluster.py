@@ -60,17 +60,12 @@ class ReservedPort:
 
 
 class Cluster:
-    """A formed cluster, from the view of one rank.
-
-    Attributes:
-        spec: The addresses of the tasks by role, as in TF_CONFIG.
-        role: This rank's role.
-        index: Its index among the ranks of that role.
-    """
+    """A formed cluster, from the view of one rank."""
 
     def __init__(self, topology: Topology, roles: Sequence[tuple[Role, int]], spec: Mapping[str, list[str]],
                  port: ReservedPort, peers: Peers, current: Job):
-        self.spec = spec
+        self.spec = spec  # The addresses of the tasks by role, as in TF_CONFIG.
+        # index: Its index among the ranks of that role.
         self.role, self.index = roles[topology.rank]
         self._topology, self._roles = topology, roles
         self._port, self._peers, self._runtime = port, peers, current

@@ -23,21 +23,13 @@ _ACCEPT_LIMIT_S = 30.0  # for the next rank to arrive
 
 @dataclass(frozen=True)
 class Offer:
-    """The first message of each rank to all others.
+    """The first message of each rank to all others."""
 
-    Attributes:
-        jobs: The number of ranks for each role, as given to `form`.
-        problem: Why this rank cannot take part; "" if it can.
-        port: The reserved port of this rank's server.
-        addresses: The addresses of this rank's host.
-        invitation: On the chief, where it listens.
-    """
-
-    jobs: Mapping[str, int] | None
-    problem: str
-    port: int
-    addresses: tuple[str, ...]
-    invitation: Invitation | None
+    jobs: Mapping[str, int] | None  # The number of ranks for each role, as given to `form`.
+    problem: str  # Why this rank cannot take part; "" if it can.
+    port: int  # The reserved port of this rank's server.
+    addresses: tuple[str, ...]  # The addresses of this rank's host.
+    invitation: Invitation | None  # On the chief, where it listens.
 
 
 @dataclass(frozen=True)

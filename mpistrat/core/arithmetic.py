@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from .dtypes import is_half
+from .quantised import Quantised
 from .request import ReduceOp
 
 
@@ -18,14 +19,11 @@ class Scale:
     """Multiplies a reduced value by `factor` and divides it by `divisor` (a number of ranks), before it is rounded.
 
     Integers are divided exactly and truncated toward zero.
-
-    Attributes:
-        is_identity: Whether `apply` leaves values unchanged.
     """
 
     def __init__(self, factor: float = 1.0, divisor: int = 1):
         self.factor, self.divisor = factor, divisor
-        self.is_identity = factor == 1.0 and divisor == 1
+        self.is_identity = factor == 1.0 and divisor == 1  # Whether `apply` leaves values unchanged.
 
     def apply(self, source: np.ndarray, target: np.ndarray) -> None:
         """Write the scaled `source` to `target`. Both have the same shape, and may be the same memory.
@@ -45,15 +43,12 @@ IDENTITY = Scale()
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reduction:
-    """The arithmetic of an all-reduce: multiply by `prescale`, combine over the ranks with `op`, apply `scale`.
+    """The arithmetic of an all-reduce: multiply by `prescale`, combine over the ranks with `op`, apply `scale`."""
 
-    Attributes:
-        op: SUM, MIN, MAX or PRODUCT. An average is a sum whose scale divides.
-    """
-
-    op: ReduceOp
+    op: ReduceOp  # SUM, MIN, MAX or PRODUCT. An average is a sum whose scale divides.
     prescale: float = 1.0
     scale: Scale = IDENTITY
+    quantised: Quantised | None = None  # How hosts send each other their sums; None: as they are.
 
 
 @lru_cache

@@ -1,14 +1,16 @@
 """Fusion: which tensors share one reduction. Pure: all ranks derive the same plan from the same requests."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Protocol
 
 from .arithmetic import Reduction, Scale
+from .dtypes import is_half
 from .protocols import Array
+from .quantised import FORMATS, Quantised
 from .request import CollectiveType, ReduceOp, Request
-from .tuning import KEPT_FUSION_PLANS
+from .tuning import KEPT_FUSION_PLANS, QUANTISED_LEAST_BYTES
 
 
 def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:
@@ -47,7 +49,7 @@ def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[li
     return buckets
 
 
-_REQUEST = attrgetter("request")
+_REQUEST, _WIRE_DTYPE, _LABELS = map(attrgetter, ("request", "request.wire_dtype", "request.labels"))
 _FUSED = (CollectiveType.ALLREDUCE, CollectiveType.BROADCAST)
 
 
@@ -70,19 +72,12 @@ class Submitted(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FusionBucket:
-    """Arrays that are reduced, or broadcast, as one. A key for what is kept with it.
+    """Arrays that are reduced, or broadcast, as one. A key for what is kept with it."""
 
-    Attributes:
-        request: Of the first member. All members agree in what the fusion key has of it.
-        members: (index of the entry, index of the array in the entry) of each array.
-        whole: The index of the entry, if the bucket has exactly the arrays of one entry; else None.
-        reduction: The same for all members.
-    """
-
-    request: Request
-    members: tuple[tuple[int, int], ...]
-    whole: int | None
-    reduction: Reduction
+    request: Request  # Of the first member. All members agree in what the fusion key has of it.
+    members: tuple[tuple[int, int], ...]  # (index of the entry, index of the array in the entry) of each array.
+    whole: int | None  # The index of the entry, if the bucket has exactly the arrays of one entry; else None.
+    reduction: Reduction  # The same for all members.
 
 
 class BucketPlans:
@@ -103,6 +98,9 @@ class BucketPlans:
             self._limit = limit
         # Equal requests have equal arrays. With hundreds of them, making a plan takes longer than a small reduction.
         key = (divisor, *map(_REQUEST, entries))
+        if any(map(_WIRE_DTYPE, entries)):
+            # Tensors of one name with other labels are other tensors, which have an error feedback of their own.
+            key += tuple(map(_LABELS, entries))
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= KEPT_FUSION_PLANS:
@@ -116,7 +114,9 @@ class BucketPlans:
         for index, entry in enumerate(entries):
             request = entry.request
             if is_fused(request):
-                key = (request.kind, request.scaled, request.root_rank, request.device, request.wire_dtype)
+                key = (request.kind, request.scaled, request.root_rank, request.device, request.wire_dtype,
+                       # Error feedback is kept by place in a bucket, which must be the same in each step.
+                       request.name if request.wire_dtype in FORMATS else "")
                 arrays_at += [(index, i) for i in range(len(entry.arrays))]
                 members += [((key, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []
@@ -125,7 +125,11 @@ class BucketPlans:
             first = members_of_bucket[0][0]
             request, arrays = entries[first].request, entries[first].arrays
             whole = first if members_of_bucket == tuple((first, i) for i in range(len(arrays))) else None
-            buckets.append(FusionBucket(request, members_of_bucket, whole, self.reduction(request, divisor)))
+            reduction = self.reduction(request, divisor)
+            if request.wire_dtype in FORMATS and reduction.op is ReduceOp.SUM:
+                reduction = replace(reduction, quantised=_quantised(request, [arrays[i] for _, i in members_of_bucket],
+                                                                    members_of_bucket[0][1]))
+            buckets.append(FusionBucket(request, members_of_bucket, whole, reduction))
         return buckets
 
     def reduction(self, request: Request, divisor: int | None = None) -> Reduction:
@@ -134,3 +138,14 @@ class BucketPlans:
         average = op is ReduceOp.AVERAGE
         return Reduction(ReduceOp.SUM if average else op, prescale,
                          Scale(postscale, (divisor or self._size) if average else 1))
+
+
+def _quantised(request: Request, arrays: Sequence[Array], first: int) -> Quantised | None:
+    """How hosts send each other the sums of a bucket: of these arrays, from the one of this number on."""
+    dtype = arrays[0].dtype
+    if not (is_half(dtype) or dtype.kind == "f") or sum(array.nbytes for array in arrays) < QUANTISED_LEAST_BYTES:
+        return None
+    # Only gradients have labels, and come again and again. An error of other tensors would be added to unrelated ones.
+    if not request.labels:
+        return Quantised(request.wire_dtype)
+    return Quantised(request.wire_dtype, f"{request.name}[{first}]", request, request.labels)

@@ -50,17 +50,13 @@ class Handle:
     It has no lock: a signal handler may interrupt any statement, and wait for another handle while the lock is held.
     Operations on lists are atomic, and what waits is added before `is_done` is read, which is set before what waits is
     read.
-
-    Attributes:
-        name: The name of the collective.
-        is_done: Whether the collective has a result or an error.
     """
 
     __slots__ = ("_arrays", "_callbacks", "_error", "_waiters", "is_done", "name")
 
     def __init__(self, name: str):
         self.name = name
-        self.is_done = False
+        self.is_done = False  # Whether the collective has a result or an error.
         # One lock per waiting thread, held until the handle is done. Takes a third of the time of a threading.Event.
         self._waiters: list[threading.Lock] = []
         self._arrays: list[Any] = []
@@ -162,38 +158,24 @@ def _call(calls: list[_Call]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """The node of a graph that submits requests of one name.
+    """The node of a graph that submits requests of one name."""
 
-    Attributes:
-        place: Returns where the user's code makes the node. It takes milliseconds.
-        is_in_order: Whether the nodes of this name run in the order of the program, the same on all ranks.
-    """
-
-    place: Callable[[], str]
-    is_in_order: bool
+    place: Callable[[], str]  # Returns where the user's code makes the node. It takes milliseconds.
+    is_in_order: bool  # Whether the nodes of this name run in the order of the program, the same on all ranks.
 
 
 @dataclass
 class Entry:
-    """A submitted request with this rank's tensors, which stay unchanged until it is complete.
-
-    Attributes:
-        arrays: C-contiguous numpy arrays, or GpuTensors if the request's device is a GPU.
-        is_awaited: Whether the submitting thread blocks until the request is complete.
-        origin: The node that has submitted it; None: no graph has.
-        submitted: When it was submitted, as time.monotonic_ns(); 0: this rank has joined, and another one has.
-        agreed: When this rank learned that all ranks had submitted it.
-        number: Its place in the order in which the ranks of its process set execute, the same on all of them.
-    """
+    """A submitted request with this rank's tensors, which stay unchanged until it is complete."""
 
     request: Request
-    arrays: Sequence[Array]
+    arrays: Sequence[Array]  # C-contiguous numpy arrays, or GpuTensors if the request's device is a GPU.
     handle: Handle
-    is_awaited: bool = False
-    origin: Origin | None = None
-    submitted: int = 0
-    agreed: int = 0
-    number: int = 0
+    is_awaited: bool = False  # Whether the submitting thread blocks until the request is complete.
+    origin: Origin | None = None  # The node that has submitted it; None: no graph has.
+    submitted: int = 0  # When it was submitted, as time.monotonic_ns(); 0: this rank has joined, and another one has.
+    agreed: int = 0  # When this rank learned that all ranks had submitted it.
+    number: int = 0  # Its place in the order in which the ranks of its process set execute, the same on all of them.
 
     @property
     def nbytes(self) -> int:

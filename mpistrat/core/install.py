@@ -39,7 +39,6 @@ def require_version(user: str, package: str, version: str) -> None:
     Args:
         user: The part of mpistrat that needs the package, for the error.
         package: "tensorflow" or "keras".
-        version: The version that is installed.
 
     Raises:
         MissingDependencyError: mpistrat was not run with this version; names those that it was run with.

@@ -27,9 +27,8 @@ class RankLeftError(EngineError):
 class Prepared:
     """An all-reduce whose local part has begun. The arguments are those of DataPlane.allreduce.
 
-    Attributes:
-        is_packed: This rank's part is in memory that the other ranks can read. They read it without waiting for this
-            rank if they know that (`all_packed` in `finish`).
+    `is_packed`: This rank's part is in memory that the other ranks can read. They read it without waiting for this rank
+    if they know that (`all_packed` in `finish`).
     """
 
     __slots__ = ("is_packed", "plane", "reduction", "sources", "targets")
@@ -43,11 +42,7 @@ class Prepared:
         """Go on with the local part. Local; never waits."""
 
     def finish(self, all_packed: bool) -> None:
-        """Complete the all-reduce. Collective.
-
-        Args:
-            all_packed: All ranks know that `is_packed` is true on all ranks.
-        """
+        """Complete the all-reduce. Collective. `all_packed`: All ranks know that `is_packed` is true on all ranks."""
         self.plane.allreduce(self.sources, self.targets, self.reduction)
 
 
@@ -106,8 +101,7 @@ class DataPlane(ABC):
     def abandon(self, is_stalled: bool) -> None:
         """Take part in no more collectives. Ranks that wait for this one fail, where the backend can make them. Local.
 
-        Args:
-            is_stalled: This rank has itself waited too long for others.
+        `is_stalled`: This rank has itself waited too long for others.
         """
         return
 
@@ -149,8 +143,7 @@ class DeviceExecutor:
     def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[Array]:
         """Copies of arrays on the device, as what an Entry has.
 
-        Raises:
-            EngineError: This rank has not used its device yet, or the device has no memory for them.
+        Raises EngineError: This rank has not used its device yet, or the device has no memory for them.
         """
         raise EngineError("a rank cannot join before the first collective on its GPU: ranks choose the backend for "
                           "GPU tensors together.")
@@ -158,16 +151,14 @@ class DeviceExecutor:
     def poll(self) -> bool:
         """Complete the handles of finished work. Returns whether there was any.
 
-        Raises:
-            EngineError: The device reports an error, or has taken longer than the limit on stalls.
+        Raises EngineError: The device reports an error, or has taken longer than the limit on stalls.
         """
         return False
 
     def await_kept(self) -> None:
         """Wait until the device has done what it had enqueued when a handle was completed. Local; any thread.
 
-        Raises:
-            EngineError: The device reports an error, or has taken longer than the limit on stalls.
+        Raises EngineError: The device reports an error, or has taken longer than the limit on stalls.
         """
 
     def drain(self) -> None:
@@ -242,20 +233,17 @@ class Observer:
 
     This base class is for an engine that nobody watches. The messages travel over the control plane of all ranks, along
     the tree of negotiation: from rank 0 to all other ranks, from another rank to rank 0.
-
-    Attributes:
-        outgoing: What the engine is to send, in order. Any thread may append, and then wakes the engine. The engine
-            sends one after the other, so that the messages of the negotiation need not wait for many of them.
     """
 
     def __init__(self) -> None:
+        # What the engine is to send, in order. Any thread may append, and then wakes the engine. The engine sends one
+        # after the other, so that the messages of the negotiation need not wait for many of them.
         self.outgoing: deque[bytes] = deque()
 
     def add(self, entry: Entry, bucket: int, began: int, ended: int) -> None:
         """An entry is complete: its handle has the result. Local; takes a microsecond at most.
 
         Args:
-            entry: The entry.
             bucket: The number of the first entry in the same reduction.
             began: When the reduction began, as time.monotonic_ns(). That of the first one, if the entry has several.
             ended: When it ended. That of the last one.

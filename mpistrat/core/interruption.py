@@ -17,20 +17,17 @@ _SIGN_POLL_S = 0.005
 class Interruption:
     """Which ranks are lost, as far as this rank knows.
 
-    Args:
-        is_watched: Whether something watches for lost ranks. Then an error of any kind may be the first sign of one,
-            and `await_error` waits for the watch to name it.
-
-    Attributes:
-        progress: Lets MPI go on with what this rank has sent. Waits that do not use MPI call it, in jobs of several
-            hosts: Open MPI sends the first message to a rank when the connection to it is there, and only while the
-            sender is in one of its calls. A collective that has ended here may not have ended there.
-        error: Names the lost ranks; None: no rank is lost. Ranks that are lost later are added to it.
+    `is_watched`: Whether something watches for lost ranks. Then an error of any kind may be the first sign of one, and
+    `await_error` waits for the watch to name it.
     """
 
     def __init__(self, is_watched: bool = False):
         self.is_watched = is_watched
+        # Lets MPI go on with what this rank has sent. Waits that do not use MPI call it, in jobs of several hosts: Open
+        # MPI sends the first message to a rank when the connection to it is there, and only while the sender is in one
+        # of its calls. A collective that has ended here may not have ended there.
         self.progress: Callable[[], object] = lambda: None
+        # Names the lost ranks; None: no rank is lost. Ranks that are lost later are added to it.
         self.error: RanksLostError | None = None
         self._lock = threading.RLock()  # A signal handler may interrupt `add`, and call it.
 

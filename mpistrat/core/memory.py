@@ -63,9 +63,6 @@ class ResultPool:
 
     Args:
         spare_bytes: Bytes of free blocks that the pool may always keep.
-
-    Attributes:
-        nbytes: Bytes of all blocks.
     """
 
     def __init__(self, spare_bytes: int = SPARE_RESULT_BYTES):

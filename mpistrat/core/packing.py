@@ -12,8 +12,7 @@ from .arithmetic import scaled_copy
 class FlatLayout:
     """The positions of arrays of these sizes, in elements, in a flat buffer that holds one after the other.
 
-    Attributes:
-        length: The elements of all arrays.
+    `length`: The elements of all arrays.
     """
 
     def __init__(self, sizes: Sequence[int]):

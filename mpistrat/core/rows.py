@@ -22,8 +22,7 @@ def rows_of_ranks(rows: int, size: int) -> list[int]:
 def even_splits(name: str, rows: int, size: int) -> list[int]:
     """The splits of an all-to-all in which all ranks get as many rows.
 
-    Raises:
-        InvalidRequestError: The rows cannot be divided so.
+    Raises InvalidRequestError: The rows cannot be divided so.
     """
     if rows % size:
         raise InvalidRequestError(f"{name}: alltoall without splits needs a number of rows that is an even multiple of "
@@ -34,8 +33,7 @@ def even_splits(name: str, rows: int, size: int) -> list[int]:
 def int32_splits(name: str, splits: object) -> np.ndarray:
     """The splits of an all-to-all in the dtype in which the ranks exchange them.
 
-    Raises:
-        InvalidRequestError: They are not integers of 32 bits.
+    Raises InvalidRequestError: They are not integers of 32 bits.
     """
     values, limits = np.asarray(splits), np.iinfo(np.int32)
     if values.size and (values.dtype.kind not in "iu" or values.min() < limits.min or values.max() > limits.max):

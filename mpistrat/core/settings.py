@@ -27,8 +27,10 @@ _OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)
 _LEAST_CHUNK_BYTES = 4096  # A slice of a chunk for each of some ranks is then a few cache lines, at least.
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Names that were settings, and what to write now.
-_REPLACED = {"HEARTBEAT_S": "hosts are probed five times within MPISTRAT_LOST_AFTER_S",
+_REPLACED = {"CONSISTENCY_CHECK_DISABLE": "write MPISTRAT_CHECK_ACTION=off for no checks",
+             "HEARTBEAT_S": "hosts are probed five times within MPISTRAT_LOST_AFTER_S",
              "FAILURE_TIMELINE": "write MPISTRAT_RECORDER=status for no timeline of a failure",
+             "PIN_GPU": "write MPISTRAT_BIND=cores to assign no GPU",
              "STATUS_FILE": "write MPISTRAT_RECORDER=0 for no status file"}
 _LEAST_PROBE_S = 1.0  # The kernel counts in seconds.
 
@@ -77,10 +79,6 @@ class Settings:
     launcher_check_disable: bool = _setting(
         "LAUNCHER_CHECK_DISABLE", False, "1: a rank goes on when the process that launched it (of mpirun or srun) has "
         "ended. By default it ends within seconds, with the processes that it started.")
-    consistency_check_disable: bool = _setting(
-        "CONSISTENCY_CHECK_DISABLE", False, "1: do not check that the ranks train the same weights, not all on the "
-        "same data, and in fit with as many steps, the same callbacks and learning rates; and do not average the "
-        "metrics that callbacks such as EarlyStopping read.")
     check_every: int = _setting(
         "CHECK_EVERY", 1000, "Batches after which, within an epoch, fit compares the weights of the ranks and the "
         "state of their optimizers, and commits after which an elastic state compares the weights that are trained. 0: "
@@ -88,7 +86,10 @@ class Settings:
     check_action: str = _setting(
         "CHECK_ACTION", "abort", "What happens when these differ by more than rounding. abort: an error on every rank. "
         "warn: a warning. repair: a warning, and all ranks get the values of the largest group of ranks with the same "
-        "ones; of groups of that size the one with the lowest rank.", choices=("abort", "warn", "repair"))
+        "ones; of groups of that size the one with the lowest rank. off: the ranks do not check that they train the "
+        "same weights, not all on the same data, and in fit with as many steps, the same callbacks and learning rates; "
+        "and the metrics that callbacks such as EarlyStopping read are not averaged.",
+        choices=("abort", "warn", "repair", "off"))
     nan_warning: bool = _setting(
         "NAN_WARNING", True, "0: no warning names the rank whose gradients are the first with Inf or NaN, and the "
         "tensors. It is for gradients that are reduced on the CPU, dense ones.")
@@ -118,15 +119,14 @@ class Settings:
     nccl_streams: int = _setting(
         "NUM_NCCL_STREAMS", 1, "Number of NCCL communicators, each with its own streams. They reduce buckets of GPU "
         "tensors in turn.", low=1, high=16)
-    pin_gpu: bool = _setting(
-        "PIN_GPU", True, "0: init() of mpistrat.tensorflow and mpistrat.keras, and MPIStrategy, do not assign a GPU to "
-        "each rank as pin_gpu() does.")
     xla: bool = _setting(
         "XLA", True, "0: collectives are an error in a function with jit_compile=True, and Keras models are trained "
         "without XLA. By default XLA compiles them, with TensorFlow 2.21 and later.")
-    bind: bool = _setting(
-        "BIND", True, "0: do not bind. By default each rank of a host runs on an equal share of the cores that the job "
-        "may use there, unless the launcher has bound the ranks.")
+    bind: str = _setting(
+        "BIND", "all", "What each rank of a host gets for itself. cores: an equal share of the cores that the job may "
+        "use there, unless the launcher has bound the ranks. gpu: a GPU, which init() of mpistrat.tensorflow and "
+        "mpistrat.keras, and MPIStrategy, assign as pin_gpu() does. all: both. none: neither.",
+        choices=("all", "cores", "gpu", "none"))
     recorder: str = _setting(
         "RECORDER", "all", "What is made of the operations that ranks record. all: rank 0 writes what all ranks do to "
         "a file once a second, which mpistrat top reads, and mpistrat run writes what the ranks of a job that fails "
@@ -149,9 +149,8 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str]) -> "Settings":
         """Read the settings from `environ`.
 
-        Raises:
-            SettingsError: Unknown MPISTRAT_ names that are none of other programs, and values that are malformed or
-                out of range; names all of them.
+        Raises SettingsError: Unknown MPISTRAT_ names that are none of other programs, and values that are malformed or
+        out of range; names all of them.
         """
         by_env = {PREFIX + f.metadata["env"]: f for f in fields(cls)}
         values: dict[str, Any] = {}
@@ -207,6 +206,11 @@ class Settings:
     def probe_s(self) -> float:
         """Seconds between two probes of another host."""
         return max(_LEAST_PROBE_S, self.lost_after_s / 5)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the ranks check that they train one model."""
+        return self.check_action != "off"
 
     @property
     def is_recorded(self) -> bool:

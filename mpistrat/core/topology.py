@@ -11,16 +11,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Topology:
-    """Where every rank runs, seen from one rank.
+    """Where every rank runs, seen from one rank."""
 
-    Attributes:
-        rank: This process, 0 to size - 1.
-        host_of: The host name of each rank, by rank. Ranks share memory exactly if their host names are equal.
-        members: For the ranks of a process set, the rank of each in the job, in order; () for all ranks of the job.
-    """
-
-    rank: int
+    rank: int  # This process, 0 to size - 1.
+    # The host name of each rank, by rank. Ranks share memory exactly if their host names are equal.
     host_of: tuple[str, ...]
+    # For the ranks of a process set, the rank of each in the job, in order; () for all ranks of the job.
     members: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -57,7 +53,6 @@ class Topology:
 
     @cached_property
     def host(self) -> str:
-        """The host of this rank."""
         return self.host_of[self.rank]
 
     @cached_property

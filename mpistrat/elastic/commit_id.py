@@ -5,15 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class CommitId:
-    """Which commit: later ones are greater.
+    """Which commit: later ones are greater."""
 
-    Attributes:
-        generation: The generation that has made it, from 1.
-        number: How many commits this generation had made with it.
-    """
-
-    generation: int
-    number: int
+    generation: int  # The generation that has made it, from 1.
+    number: int  # How many commits this generation had made with it.
 
     def __str__(self) -> str:
         return f"commit {self.number} of generation {self.generation}"

@@ -30,11 +30,7 @@ class DamagedCommitError(Exception):
 class Packed:
     """A value that is ready to be written. It refers to the arrays of the value, which must not change until then.
 
-    Args:
-        value: Anything that can be encoded.
-
-    Attributes:
-        nbytes: The size of the commit.
+    `value`: Anything that can be encoded.
     """
 
     def __init__(self, value: object):
@@ -46,7 +42,7 @@ class Packed:
             start += -start % _ALIGNMENT
             self._parts.append((start, part))
             start += part.nbytes
-        self.nbytes = start
+        self.nbytes = start  # The size of the commit.
 
     def write(self, memory: memoryview) -> None:
         """Write the commit to the first `nbytes` bytes of `memory`."""
@@ -64,8 +60,7 @@ class Packed:
 def read(memory: memoryview) -> Any:
     """Return the value of the commit in `memory`. Its arrays are views of the memory.
 
-    Raises:
-        DamagedCommitError: The bytes are not a whole commit.
+    Raises DamagedCommitError: The bytes are not a whole commit.
     """
     if memory.nbytes < _HEADER.size:
         raise DamagedCommitError(f"a commit has at least {_HEADER.size} bytes, here are {memory.nbytes}")
@@ -84,8 +79,7 @@ def read(memory: memoryview) -> Any:
 def save(packed: Packed, path: str) -> None:
     """Write a commit to a file, which is complete or absent whatever happens meanwhile. Only this user can read it.
 
-    Raises:
-        OSError: The file cannot be written, or others can write to its directory. A file that was there is intact.
+    Raises OSError: The file cannot be written, or others can write to its directory. A file that was there is intact.
     """
     own_directory(Path(path).parent.resolve(), 0o700, _OTHERS)
     memory = bytearray(packed.nbytes)

@@ -23,8 +23,7 @@ _SEQUENCES: dict[type, tuple[int, Callable[[list[Any]], object]]] = {
 def encode(value: object) -> tuple[bytes, list[memoryview]]:
     """Return the bytes of a value, which refer to its arrays by their place, and the arrays' memory, not copied.
 
-    Raises:
-        Exception: An object in it cannot be pickled.
+    Raises Exception: An object in it cannot be pickled.
     """
     buffers: list[memoryview] = []
 
@@ -58,8 +57,7 @@ def encode(value: object) -> tuple[bytes, list[memoryview]]:
 def decode(data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
     """The inverse of `encode`. Arrays are views of the buffers. The bytes must be of a process of this user.
 
-    Raises:
-        Exception: The bytes are of something else, or a class of the script is not there.
+    Raises Exception: The bytes are of something else, or a class of the script is not there.
     """
     def unpack(part: bytes | memoryview) -> Any:
         return msgpack.unpackb(part, ext_hook=extension, strict_map_key=False, unicode_errors="surrogatepass")

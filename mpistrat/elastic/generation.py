@@ -20,39 +20,24 @@ class Process:
 
 @dataclass
 class Generation:
-    """The generation that runs.
-
-    Attributes:
-        number: Its number.
-        ranks: How many it has started with.
-        hosts: The number of ranks for each host.
-        processes: By host and process number.
-        size: How many ranks it has now.
-        has_committed: Whether a commit was kept.
-        lost_at: When the first loss was that is not mended; infinite: there is none.
-        ended_at: When the last rank has said that it ends.
-        leaves: Why it ends at its next commit; "" if it goes on.
-        is_stopped: Whether its mpirun was told to end.
-        heard: The ranks that have said hello, as they were numbered at the start.
-        missing: The ranks whose processes have ended before they were heard of, and since when that is known.
-    """
+    """The generation that runs."""
 
     number: int
-    ranks: int
-    hosts: dict[str, int]
-    processes: dict[tuple[str, int], Process] = field(default_factory=dict)
-    size: int = 0
-    has_committed: bool = False
-    lost_at: float = math.inf
-    ended_at: float = math.inf
-    leaves: str = ""
-    is_stopped: bool = False
-    heard: set[int] = field(default_factory=set)
+    ranks: int  # How many it has started with.
+    hosts: dict[str, int]  # The number of ranks for each host.
+    processes: dict[tuple[str, int], Process] = field(default_factory=dict)  # By host and process number.
+    size: int = 0  # How many ranks it has now.
+    has_committed: bool = False  # Whether a commit was kept.
+    lost_at: float = math.inf  # When the first loss was that is not mended; infinite: there is none.
+    ended_at: float = math.inf  # When the last rank has said that it ends.
+    leaves: str = ""  # Why it ends at its next commit; "" if it goes on.
+    is_stopped: bool = False  # Whether its mpirun was told to end.
+    heard: set[int] = field(default_factory=set)  # The ranks that have said hello, as they were numbered at the start.
+    # The ranks whose processes have ended before they were heard of, and since when that is known.
     missing: dict[int, float] = field(default_factory=dict)
 
     @property
     def states(self) -> list[str]:
-        """The state of each process."""
         return [process.state for process in self.processes.values()]
 
     @property

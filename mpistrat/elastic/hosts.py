@@ -1,6 +1,5 @@
 """The hosts of an elastic job: where a generation may start, and which hosts are left out for a while. Pure."""
 
-import math
 from collections.abc import Collection
 
 
@@ -10,18 +9,14 @@ class Hosts:
     Args:
         cooldown_s: How long a lost host is left out, the first time and at most; each loss doubles the time.
         own: Names of the supervisor's host, which is there as long as the job.
-
-    Attributes:
-        slots: The number of ranks for each host that discovery has found.
-        kept: Those with a keeper.
     """
 
     def __init__(self, cooldown_s: tuple[float, float], own: Collection[str] = ()):
         self._cooldown_s, self._own = cooldown_s, own
         self._cooled: dict[str, tuple[float, int]] = {}  # until when a host is left out, and how often it was
         self._gone: dict[str, tuple[float, str]] = {}  # whose keeper is gone: since when, and why
-        self.slots: dict[str, int] = {}
-        self.kept: set[str] = set()
+        self.slots: dict[str, int] = {}  # The number of ranks for each host that discovery has found.
+        self.kept: set[str] = set()  # Those with a keeper.
 
     def usable(self, least: int, now: float) -> dict[str, int]:
         """The number of ranks for each host where they may start.
@@ -30,13 +25,10 @@ class Hosts:
         to wait would help nobody.
         """
         there = {host: slots for host, slots in self.slots.items() if slots > 0}
-        found = {host: slots for host, slots in there.items() if not self._is_cooled(host, now)}
+        found = {host: slots for host, slots in there.items() if self._cooled.get(host, (now, 0))[0] <= now}
         if sum(found.values()) >= least:
             return found
         return {host: slots for host, slots in there.items() if host in found or host in self.kept or host in self._own}
-
-    def _is_cooled(self, host: str, now: float) -> bool:
-        return self._cooled.get(host, (-math.inf, 0))[0] > now
 
     def cool(self, host: str, now: float) -> None:
         """Leave a host out for a while."""
@@ -45,7 +37,6 @@ class Hosts:
         self._cooled[host] = now + min(first_s * 2 ** times, longest_s), times + 1
 
     def keeper_found(self, host: str) -> None:
-        """The keeper of a host has connected."""
         self.kept.add(host)
         self._gone.pop(host, None)
 

@@ -11,26 +11,16 @@ LEAVE_CODE = 75  # EX_TEMPFAIL of sysexits.h: a rank ends so that the supervisor
 
 @dataclass(frozen=True)
 class ElasticJob:
-    """An elastic job, as its processes know it.
+    """An elastic job, as its processes know it."""
 
-    Attributes:
-        name: Random; the name of the job's keepers.
-        secret: Of the job; only the user who runs it can read the environment of its processes.
-        generation: The number of this generation, from 1.
-        hosts: Names and addresses of the supervisor's host.
-        port: Where the supervisor listens.
-        checkpoint: The directory where the chief saves commits; "" for none.
-        checkpoint_every: Commits between two of these.
-        newest: Generation and number of the newest commit when the generation starts; (0, 0) for none.
-    """
-
-    name: str
-    secret: str
-    generation: int
-    hosts: tuple[str, ...]
-    port: int
-    checkpoint: str = ""
-    checkpoint_every: int = 0
+    name: str  # Random; the name of the job's keepers.
+    secret: str  # Of the job; only the user who runs it can read the environment of its processes.
+    generation: int  # The number of this generation, from 1.
+    hosts: tuple[str, ...]  # Names and addresses of the supervisor's host.
+    port: int  # Where the supervisor listens.
+    checkpoint: str = ""  # The directory where the chief saves commits; "" for none.
+    checkpoint_every: int = 0  # Commits between two of these.
+    # Generation and number of the newest commit when the generation starts; (0, 0) for none.
     newest: tuple[int, int] = (0, 0)
 
     def to_text(self) -> str:

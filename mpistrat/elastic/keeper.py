@@ -38,12 +38,7 @@ def socket_name(job: ElasticJob) -> str:
 
 
 class Keeper:
-    """The process around a KeeperState.
-
-    Args:
-        job: The job.
-        listener: Bound to `socket_name`.
-    """
+    """The process around a KeeperState. `listener`: Bound to `socket_name`."""
 
     def __init__(self, job: ElasticJob, listener: socket.socket):
         self._events: SimpleQueue[_Event] = SimpleQueue()

@@ -38,7 +38,6 @@ class KeeperLine:
     """Asks the keeper of this host. Any thread may ask; each answer is that to its question.
 
     Args:
-        job: The job.
         take: Called with a message that is no answer.
         when_lost: Called when the keeper has ended. Both are called in a thread of this object.
 
@@ -66,8 +65,7 @@ class KeeperLine:
     def connect_again(self) -> bool:
         """Connect to another keeper if this one is lost. Returns whether it was. One thread calls it.
 
-        Raises:
-            ElasticError: There is no other, and none can be started.
+        Raises ElasticError: There is no other, and none can be started.
         """
         if self._lost != self._number:
             return False
@@ -124,11 +122,7 @@ class KeeperLine:
 
 
 def line_to_keeper(job: ElasticJob) -> Line:
-    """Connect to the keeper of this host, and start it if it is not there.
-
-    Raises:
-        ElasticError: It does not start.
-    """
+    """Connect to the keeper of this host, and start it if it is not there. Raises ElasticError: It does not start."""
     until = time.monotonic() + _KEEPER_LIMIT_S
     try:
         return connect([socket_name(job)], job.key, _KEEPER_LIMIT_S)

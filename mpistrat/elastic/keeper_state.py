@@ -31,17 +31,11 @@ STAY_S = 300.0
 
 @dataclass(frozen=True)
 class Slot:
-    """A commit in the memory of a keeper.
+    """A commit in the memory of a keeper."""
 
-    Attributes:
-        id: Which one.
-        index: The number of the memory file, 0 or 1.
-        nbytes: Its size.
-    """
-
-    id: CommitId
-    index: int
-    nbytes: int
+    id: CommitId  # Which one.
+    index: int  # The number of the memory file, 0 or 1.
+    nbytes: int  # Its size.
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,6 @@ class _Rank:
     has_ended: bool = False
 
     def hello(self) -> Tell:
-        """What the supervisor is told of it."""
         return Tell(None, {"kind": "hello", "rank": self.rank, "pid": self.pid, "generation": self.generation,
                            "connected": self.is_connected})
 
@@ -123,7 +116,6 @@ class KeeperState:
 
     @property
     def newest(self) -> Slot | None:
-        """The newest commit."""
         return self._slots[-1] if self._slots else None
 
     @property
@@ -163,11 +155,7 @@ class KeeperState:
     def asked_to_write(self, line: Hashable, commit: CommitId, is_copy: bool, now: float) -> list[Action]:
         """A rank has a commit to write. It gets the memory file that does not have the newest one.
 
-        Args:
-            line: Of the rank.
-            commit: Which one.
-            is_copy: Whether it was committed before, so that the keeper may have it.
-            now: The time.
+        `is_copy`: Whether it was committed before, so that the keeper may have it.
         """
         if line in self._ranks and not self._is_ending:
             self._writes.append(_Write(line, commit, is_copy))

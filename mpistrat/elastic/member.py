@@ -36,17 +36,11 @@ _CHECKPOINT = "commit.mpistrat"
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit of this process, or one that it has restored.
+    """A commit of this process, or one that it has restored."""
 
-    Attributes:
-        id: Which one.
-        snapshot: Returns the value, which no longer changes. Called in another thread.
-        step: Where the training is, for people.
-    """
-
-    id: CommitId
-    snapshot: Callable[[], Any]
-    step: str
+    id: CommitId  # Which one.
+    snapshot: Callable[[], Any]  # Returns the value, which no longer changes. Called in another thread.
+    step: str  # Where the training is, for people.
 
     def packed(self) -> Packed:
         """The commit, ready to be written."""
@@ -54,18 +48,10 @@ class Commit:
 
 
 class Member:
-    """One rank's part in an elastic job.
-
-    Args:
-        job: The job.
-        rank: This rank.
-
-    Attributes:
-        why_leave: Why this generation ends at the next commit; "" if it goes on.
-        number: Of the last commit of this process. All states of a script count together.
-    """
+    """One rank's part in an elastic job."""
 
     def __init__(self, job: ElasticJob, rank: int):
+        # why_leave: Why this generation ends at the next commit; "" if it goes on.
         self.job, self.why_leave = job, ""
         self._rank, self._size, self._is_connected = rank, 0, False  # The size is told after a loss only.
         self._held: Commit | None = None  # the last one, for another keeper
@@ -73,7 +59,7 @@ class Member:
         self._is_written = threading.Event()  # The last commit, or the attempt to write it, is over.
         self._is_written.set()
         self._failure = ""
-        self.number = 0
+        self.number = 0  # Of the last commit of this process. All states of a script count together.
         self._has_said_end, self._leaves = False, ""
         launcher = launcher_here(os.environ)
         self._launcher = 0 if launcher is None else launcher.pid
@@ -137,8 +123,7 @@ class Member:
     def read(self) -> Any:
         """Return the value of `newest`. Its arrays are views of shared memory. Local.
 
-        Raises:
-            DamagedCommitError: Its bytes are damaged.
+        Raises DamagedCommitError: Its bytes are damaged.
         """
         found = self._welcome["newest"]
         with open(found["path"], "rb") as file:
@@ -182,11 +167,7 @@ class Member:
             self._pending.put(lambda: self._hand_over(held, is_copy=True))
 
     def finish(self) -> None:
-        """Wait until the last commit is written.
-
-        Raises:
-            ElasticError: It could not be written.
-        """
+        """Wait until the last commit is written. Raises ElasticError: It could not be written."""
         self._is_written.wait()
         if self._failure:
             failure, self._failure = self._failure, ""
@@ -253,8 +234,7 @@ class Member:
     def saved(self) -> tuple[CommitId, Any] | None:
         """The newest commit in the job's checkpoint directory, and its value; None if there is none. Local.
 
-        Raises:
-            ElasticError: The file is damaged, cannot be read, or may have been written by another user.
+        Raises ElasticError: The file is damaged, cannot be read, or may have been written by another user.
         """
         if not self.job.checkpoint or not self._checkpoint_path.exists():
             return None

@@ -23,8 +23,7 @@ def current() -> "Member | None":
 def join(environ: Mapping[str, str]) -> None:
     """Connect to the keeper of this host, and start one if there is none. Local. Further calls change nothing.
 
-    Raises:
-        ElasticError: There is no keeper, and none can be started.
+    Raises ElasticError: There is no keeper, and none can be started.
     """
     global _member
     job = job_of(environ)

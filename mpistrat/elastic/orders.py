@@ -5,28 +5,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of an elastic job.
+    """Limits of an elastic job."""
 
-    Attributes:
-        min_np, max_np: The least and the most ranks.
-        timeout_s: How long fewer than `min_np` slots are waited for.
-        resets: The most generations after the first one that start because of a loss; None: no limit.
-        cooldown_s: How long a lost host is left out, the first time and at most; each loss doubles the time.
-        restart_failed: Whether a place that a lost rank has left is filled again, at a commit.
-    """
-
+    # min_np, max_np: The least and the most ranks.
     min_np: int = 1
     max_np: int = 1
-    timeout_s: float = 600.0
-    resets: int | None = None
+    timeout_s: float = 600.0  # How long fewer than `min_np` slots are waited for.
+    resets: int | None = None  # The most generations after the first one that start because of a loss; None: no limit.
+    # How long a lost host is left out, the first time and at most; each loss doubles the time.
     cooldown_s: tuple[float, float] = (30.0, 600.0)
-    restart_failed: bool = False
+    restart_failed: bool = False  # Whether a place that a lost rank has left is filled again, at a commit.
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start a generation."""
-
     generation: int
     ranks: int
     hosts: tuple[tuple[str, int], ...]

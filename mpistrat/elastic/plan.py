@@ -40,14 +40,9 @@ class Plan:
     """The decisions of the supervisor. Each method returns the actions to take, in order.
 
     Args:
-        limits: Limits of the job.
         now: The time, in seconds from any origin, as in all methods.
         saves: Whether commits are saved, for a job that goes on later.
         own: Names of the supervisor's host.
-
-    Attributes:
-        generation: The number of the newest generation; 0 before the first one.
-        newest: The newest commit that a keeper has kept.
     """
 
     def __init__(self, limits: Limits, now: float, saves: bool = False, own: Collection[str] = ()):
@@ -63,6 +58,8 @@ class Plan:
         self._preempted = ""  # the signal by which the job ends at the next commit
         self._is_done = False
         self._step = ""  # of the newest commit
+        # generation: The number of the newest generation; 0 before the first one.
+        # newest: The newest commit that a keeper has kept.
         self.generation, self.newest = 0, CommitId(0, 0)
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
@@ -108,7 +105,6 @@ class Plan:
         return Leave(running.number, running.leaves) if running is not None and running.leaves else None
 
     def keeper_found(self, host: str) -> None:
-        """The keeper of a host has connected."""
         self._hosts.keeper_found(host)
 
     def keeper_gone(self, host: str, why: str, now: float) -> list[Action]:
@@ -159,7 +155,6 @@ class Plan:
         return None if process is None or process.state != "runs" else (running, process)
 
     def _note_end(self, host: str, pid: int) -> None:
-        """Note how a process has ended of a generation that is over."""
         if pid in self._awaited.get(host, ()):
             self._awaited[host].discard(pid)
             if not self._awaited[host]:
@@ -227,7 +222,6 @@ class Plan:
         """The supervisor has received a signal.
 
         Args:
-            name: Of the signal.
             code: The exit code, if `is_urgent`.
             is_urgent: Whether the job ends at once, as by Ctrl-C; else at the next commit.
         """
@@ -246,9 +240,7 @@ class Plan:
         """The mpirun of the generation has ended.
 
         Args:
-            generation: Its number.
             code: mpirun's exit code, for people.
-            now: The time.
             has_started: Whether processes have started on all hosts.
             silent: The hosts whose keepers have not been heard for longer than usual, but are not given up yet.
         """

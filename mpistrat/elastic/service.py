@@ -32,7 +32,6 @@ class Service:
     """Drives the Plan in a thread of its own.
 
     Args:
-        limits: Of the job.
         hosts: Those that there are at first.
         find_hosts: Returns the hosts and the number of ranks for each, or None if they cannot be found now.
         addresses: Names and addresses of this host, for the keepers.
@@ -100,7 +99,6 @@ class Service:
         self._put(kind="over", generation=generation, code=code, has_started=has_started)
 
     def signalled(self, name: str, code: int, is_urgent: bool) -> None:
-        """A signal has arrived."""
         self._put(kind="signal", name=name, code=code, is_urgent=is_urgent)
 
     def close(self) -> None:

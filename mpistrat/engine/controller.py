@@ -53,7 +53,6 @@ class Controller:
     """One rank's part in the cycles.
 
     Args:
-        topology: Where the ranks are.
         control: Messages among the ranks.
         executor: Executes what the ranks have agreed on. Its observer exchanges messages over `control`.
         settings: The same on all ranks.
@@ -62,11 +61,6 @@ class Controller:
         interruption: Ends the cycles because ranks are lost; None: nothing does.
         where: Returns where the threads of this process are, for reports on ranks that others wait for.
         look: See StallWatch. It may take seconds, in which nothing can be agreed on with the rank that does not answer.
-
-    Attributes:
-        queue: What is submitted. Any thread may use it.
-        life: How the cycles end. Any thread may use some of it.
-        joins: How often all ranks have joined.
     """
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
@@ -77,7 +71,7 @@ class Controller:
         self.topology, self.control, self.executor, self.clock = topology, control, executor, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
-        self.queue = TensorQueue()
+        self.queue = TensorQueue()  # What is submitted. Any thread may use it.
         self._coordinator = Coordinator(topology, settings.cache_capacity, warning_s, abort_s,
                                         None if settings.stall_check_disable else settings.deadlock_s or None)
         self._fast_path = FastPath(agreement, topology, warning_s, abort_s)
@@ -87,10 +81,11 @@ class Controller:
         self._has_sole_awaited = False
         self._observers = ObserverMessages(control, self._coordinator, executor.observer)
         self._outgoing = executor.observer.outgoing
+        # How the cycles end. Any thread may use some of it.
         self.life = LifeCycle(Parts(topology.job_rank, control, self._coordinator, self._fast_path, executor,
                                     self.queue, clock, interruption or Interruption()))
         self._averages_over_active = settings.join_average == "active"
-        self.joins = 0
+        self.joins = 0  # How often all ranks have joined.
         self._learned: deque[_Learned] = deque()
         self._busy_at = clock()
         logger.debug("rank %d of %d: negotiates with parent %s and children %s of the tree; votes are %s",

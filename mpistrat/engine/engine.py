@@ -46,8 +46,7 @@ _LAST_CYCLE_S = 5.0  # The thread may stay in it for ever: it gives up the GPU's
 class Engine:
     """Reduces, gathers and broadcasts what `submit` is given, on all ranks in the same order.
 
-    Args:
-        controller: What is done in each cycle. The engine calls it in one thread at a time.
+    `controller`: What is done in each cycle. The engine calls it in one thread at a time.
     """
 
     def __init__(self, controller: Controller):
@@ -87,8 +86,7 @@ class Engine:
             origin: Origin | None = None) -> Handle:
         """As submit, but returns when the handle is done, or after about `limit_s`. Drives if no other thread does.
 
-        Raises:
-            InvalidRequestError: This thread drives already, see handle.require_no_driver.
+        Raises InvalidRequestError: This thread drives already, see handle.require_no_driver.
         """
         thread = threading.get_ident()
         if thread in handles.drivers:
@@ -148,8 +146,7 @@ class Engine:
     def break_off(self, cause: str) -> EngineError:
         """End the engines of all ranks, because a graph of this rank cannot go on. Local; returns the error.
 
-        Args:
-            cause: What has happened on which rank, as a sentence.
+        `cause`: What has happened on which rank, as a sentence.
         """
         error = BrokenOffError(cause)
         self._life.break_off(error)

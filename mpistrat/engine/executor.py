@@ -54,14 +54,10 @@ class Executor:
 
     Args:
         data: The collectives.
-        topology: The ranks.
         fusion_bytes: Size limit of a fusion buffer; 0: nothing is fused.
         device: Executes the entries of tensors on a GPU.
         observer: Gets the entries of tensors on the CPU that are complete.
         finite: Looks at the gradients among the results; None: nobody does.
-
-    Attributes:
-        data, device: The arguments.
     """
 
     def __init__(self, data: DataPlane, topology: Topology, fusion_bytes: int, device: DeviceExecutor,
@@ -80,7 +76,6 @@ class Executor:
         The device completes the handles of GPU tensors later.
 
         Args:
-            entries: The entries.
             all_ready: All ranks have agreed on the one entry knowing that `prepare` has returned True on each of them.
             divisor: What an average divides by; None: the number of ranks.
 

@@ -51,40 +51,29 @@ class BrokenOffError(EngineError):
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of: its controller makes them, and its life cycle ends them.
+    """What an engine is made of: its controller makes them, and its life cycle ends them."""
 
-    Attributes:
-        rank: This rank in the job.
-        clock: Seconds, from any origin.
-        interruption: Ends the cycles because ranks are lost.
-    """
-
-    rank: int
+    rank: int  # This rank in the job.
     control: ControlPlane
     coordinator: Coordinator
     fast_path: FastPath
     executor: Executor
     queue: TensorQueue
-    clock: Callable[[], float]
-    interruption: Interruption
+    clock: Callable[[], float]  # Seconds, from any origin.
+    interruption: Interruption  # Ends the cycles because ranks are lost.
 
 
 class LifeCycle:
-    """Ends the engine of one rank.
-
-    Attributes:
-        ended: Set when there are no more cycles.
-        error: What ended them; None after a shutdown on all ranks.
-        is_end_requested: This rank submits no more. Any thread may set it; the next cycle announces it.
-        is_end_announced: The coordinator knows that.
-    """
+    """Ends the engine of one rank."""
 
     def __init__(self, parts: Parts):
         self._parts = parts
         self._abandoned: EngineError | None = None
         self._broken_off: BrokenOffError | None = None
-        self.ended = threading.Event()
-        self.error: Exception | None = None
+        self.ended = threading.Event()  # Set when there are no more cycles.
+        self.error: Exception | None = None  # What ended them; None after a shutdown on all ranks.
+        # is_end_requested: This rank submits no more. Any thread may set it; the next cycle announces it.
+        # is_end_announced: The coordinator knows that.
         self.is_end_requested = self.is_end_announced = False
 
     # -- from any thread ----------------------------------------------------------------------------------------------

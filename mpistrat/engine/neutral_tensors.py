@@ -4,7 +4,6 @@ They do not change the result. negotiation/joined.py describes join().
 """
 
 import math
-from collections.abc import Callable
 from itertools import islice
 
 import numpy as np
@@ -22,7 +21,6 @@ def neutral_arrays(request: Request) -> list[np.ndarray]:
     Raises:
         EngineError: numpy does not know a dtype.
     """
-    value = _neutral_value(request)
     dtypes = [_dtype(request.name, tensor.dtype) for tensor in request.tensors]
     if request.kind is CollectiveType.ALLGATHER:
         return [np.empty((0, *tensor.shape[1:]), dtype) for tensor, dtype in zip(request.tensors, dtypes, strict=True)]
@@ -32,7 +30,7 @@ def neutral_arrays(request: Request) -> list[np.ndarray]:
         remaining = iter(sizes)
         arrays = [list(islice(remaining, len(places))) for places in request.layout]
         sizes = [(sum(size for size, _ in parts), parts[0][1]) for parts in arrays]
-    return [np.full(size, value(dtype), dtype) for size, dtype in sizes]
+    return [np.full(size, _neutral_value(request, dtype), dtype) for size, dtype in sizes]
 
 
 def _dtype(name: str, dtype: str) -> np.dtype:
@@ -43,16 +41,12 @@ def _dtype(name: str, dtype: str) -> np.dtype:
                           "waits in join(). Import ml_dtypes on all ranks.") from None
 
 
-def _neutral_value(request: Request) -> Callable[[np.dtype], object]:
-    if request.kind is not CollectiveType.ALLREDUCE:
-        return lambda dtype: 0
-    return {ReduceOp.MIN: _largest, ReduceOp.MAX: _smallest, ReduceOp.PRODUCT: lambda dtype: 1}.get(
-        request.scaled.op, lambda dtype: 0)
-
-
-def _largest(dtype: np.dtype) -> object:
-    return True if dtype.kind == "b" else np.iinfo(dtype).max if dtype.kind in "iu" else math.inf
-
-
-def _smallest(dtype: np.dtype) -> object:
-    return False if dtype.kind == "b" else np.iinfo(dtype).min if dtype.kind in "iu" else -math.inf
+def _neutral_value(request: Request, dtype: np.dtype) -> object:
+    op = request.scaled.op if request.kind is CollectiveType.ALLREDUCE else ReduceOp.SUM
+    if op not in (ReduceOp.MIN, ReduceOp.MAX):
+        return 1 if op is ReduceOp.PRODUCT else 0
+    if dtype.kind == "b":
+        return op is ReduceOp.MIN
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).max if op is ReduceOp.MIN else np.iinfo(dtype).min
+    return math.inf if op is ReduceOp.MIN else -math.inf

@@ -35,11 +35,7 @@ _MOST_KNOWN = 256
 class FiniteWatch:
     """Looks at the results of reductions of gradients until some are Inf or NaN for good.
 
-    Args:
-        rank: This rank, in the job.
-
-    Attributes:
-        is_done: Whether that has been found, on this rank or on another one.
+    `is_done`: Whether that has been found, on this rank or on another one.
     """
 
     def __init__(self, rank: int):

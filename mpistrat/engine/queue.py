@@ -27,25 +27,23 @@ class TensorQueue:
     execute that name, or the thread has waited for a collective outside of graphs: no rank comes to that with anything
     of a failed execution in flight. The count is a part of the request. So an entry that a failed execution has left on
     one rank does not meet an entry of a later execution on another rank, which has failed before it came to that name.
-
-    Attributes:
-        failures: How often executions that submit a name have failed, by name; names with none are not in it.
-        outstanding: How many entries the driver has taken and not finished. For the thread that drives.
-        completed: How many entries the driver has finished. For the thread that drives.
-        new, later: Entries that the driver has not taken.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # new, later: Entries that the driver has not taken.
         self.new: deque[Entry] = deque()
         self.later: deque[Entry] = deque()
         self._in_flight: dict[str, Entry] = {}
         # Entries of graphs that wait until the earlier ones of their names are complete.
         self._behind: defaultdict[str, deque[Entry]] = defaultdict(deque)
         self._executing: list[Entry] = []
+        # How often executions that submit a name have failed, by name; names with none are not in it.
         self.failures: Counter[str] = Counter()
         self._failed_in: dict[str, object] = {}  # the thread that has called the graph
         self._closed_by: Exception | None = None
+        # outstanding: How many entries the driver has taken and not finished. For the thread that drives.
+        # completed: How many entries the driver has finished. For the thread that drives.
         self.outstanding = self.completed = 0
 
     def put(self, entry: Entry, is_driver: bool = False) -> bool:
@@ -56,7 +54,6 @@ class TensorQueue:
         that has two in flight runs in two executions at the same time, whose order is random.
 
         Args:
-            entry: The entry.
             is_driver: The caller drives the engine, and takes the entry at once if no other one is new.
 
         Returns:

@@ -19,17 +19,12 @@ from .nccl.types import NcclCommunicator
 
 @dataclass(frozen=True, eq=False)
 class GpuArray:
-    """C-contiguous elements in the memory of this rank's GPU.
+    """C-contiguous elements in the memory of this rank's GPU."""
 
-    Attributes:
-        address: The GPU's address of the first element.
-        owner: What keeps the memory alive.
-    """
-
-    address: int
+    address: int  # The GPU's address of the first element.
     shape: tuple[int, ...]
     dtype: np.dtype
-    owner: Any
+    owner: Any  # What keeps the memory alive.
 
     @property
     def size(self) -> int:
@@ -43,11 +38,7 @@ class GpuArray:
 
 
 class CudaEvent(Protocol):
-    """An event of cupy: a GpuEvent without the stream.
-
-    Attributes:
-        ptr: The address of CUDA's event.
-    """
+    """An event of cupy: a GpuEvent without the stream. `ptr`: The address of CUDA's event."""
 
     ptr: int
 
@@ -124,17 +115,11 @@ class GpuDevice(Protocol):
 
 
 class Allocated(NamedTuple):
-    """Memory for the results of a request.
+    """Memory for the results of a request."""
 
-    Attributes:
-        addresses: Of each result.
-        results: What the caller gets of each. It keeps the memory alive.
-        stream: Its work so far may still use the memory; None: no work uses it, or an event of the request comes after
-            that work.
-    """
-
-    addresses: Sequence[int]
-    results: list[Any]
+    addresses: Sequence[int]  # Of each result.
+    results: list[Any]  # What the caller gets of each. It keeps the memory alive.
+    # Its work so far may still use the memory; None: no work uses it, or an event of the request comes after that work.
     stream: RecordedStream | None
 
 
@@ -144,28 +129,23 @@ class GpuTensors(Sequence[GpuArray]):
     A step has hundreds of them, so what a step needs of them are lists, and objects are made only for what indexes it.
     The library of the tensors allocates the results, in the order of the caller's stream. So a result may be freed, and
     its memory reused by work that the caller enqueues later, like any memory of that library.
-
-    Attributes:
-        device: This rank's GPU.
-        addresses, shapes, dtypes: Of each tensor.
-        owner: What keeps their memory alive.
-        streams: The contents are complete when these have done their work so far, and the memory of results is free.
-        readers: Those in whose order the caller reads the results. The caller waits for nothing but them. None: it
-            reads as soon as the request is complete, in any order.
-        allocate: Allocates results of the given shapes, of the same dtypes.
-        ready: Events of `streams`.
-        made: The results, if their shapes are known when the request is submitted.
-        ends: Events after which the results are there, if the request was complete before.
     """
 
     def __init__(self, device: GpuDevice, addresses: Sequence[int], shapes: Sequence[tuple[int, ...]],
                  dtypes: Sequence[np.dtype], owner: object, streams: Sequence[RecordedStream],
                  readers: Sequence[RecordedStream] | None,
                  allocate: Callable[[Sequence[tuple[int, ...]]], Allocated]):
+        # addresses, shapes, dtypes: Of each tensor.
+        # owner: What keeps their memory alive.
         self.device, self.addresses, self.shapes, self.dtypes, self.owner = device, addresses, shapes, dtypes, owner
+        # streams: The contents are complete when these have done their work so far, and the memory of results is free.
+        # readers: Those in whose order the caller reads the results. The caller waits for nothing but them. None: it
+        # reads as soon as the request is complete, in any order.
+        # allocate: Allocates results of the given shapes, of the same dtypes.
         self.streams, self.readers, self.allocate = streams, readers, allocate
-        self.ready: Sequence[GpuEvent] = ()
-        self.made: Allocated | None = None
+        self.ready: Sequence[GpuEvent] = ()  # Events of `streams`.
+        self.made: Allocated | None = None  # The results, if their shapes are known when the request is submitted.
+        # Events after which the results are there, if the request was complete before.
         self.ends: Sequence[GpuEvent] = ()
 
     def __len__(self) -> int:
@@ -182,9 +162,8 @@ class GpuTensors(Sequence[GpuArray]):
     def prepare(self, keeps_shapes: bool) -> None:
         """Record `ready`. Called once, before the request is submitted, by the thread that has made the tensors.
 
-        Args:
-            keeps_shapes: The results have the shapes of the tensors. They are allocated before the events, which so
-                come after all work that may still use their memory.
+        `keeps_shapes`: The results have the shapes of the tensors. They are allocated before the events, which so come
+        after all work that may still use their memory.
         """
         with self.device.current():
             if keeps_shapes:

@@ -5,17 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pin:
-    """The GPU of a rank.
+    """The GPU of a rank."""
 
-    Attributes:
-        index: The index of the GPU among those visible to this process; None: no GPU is visible.
-        sentence: The text for the user, to be logged once per host.
-        is_shared: Whether other ranks of the host use the same GPU.
-    """
-
-    index: int | None
-    sentence: str
-    is_shared: bool = False
+    index: int | None  # The index of the GPU among those visible to this process; None: no GPU is visible.
+    sentence: str  # The text for the user, to be logged once per host.
+    is_shared: bool = False  # Whether other ranks of the host use the same GPU.
 
 
 def choose(local_rank: int, local_size: int, gpus: int, visible_devices: str | None) -> Pin:

@@ -22,8 +22,7 @@ Reducer = Callable[[Sequence[int], Sequence[int]], None]
 def await_on_host(event: GpuEvent, limit_s: float) -> None:
     """Wait until `event` is done, and yield the processor to other threads meanwhile.
 
-    Raises:
-        EngineError: It is not done after `limit_s` seconds (0: no limit).
+    Raises EngineError: It is not done after `limit_s` seconds (0: no limit).
     """
     deadline = time.monotonic() + limit_s if limit_s else float("inf")
     while not event.done:

@@ -18,8 +18,7 @@ _VALUE = 77
 def late_copy(device: GpuDevice, target: int, between: int, source: int, nbytes: int, after: GpuEvent) -> GpuEvent:
     """Copy within the GPU, on a stream of ours and not before much other work there; return an event at the end.
 
-    Args:
-        target, between, source: Addresses. `between` takes what that work writes.
+    `target`, `between`, `source`: Addresses. `between` takes what that work writes.
     """
     ours = device.stream()
     device.wait(ours, after)
@@ -32,8 +31,7 @@ def late_copy(device: GpuDevice, target: int, between: int, source: int, nbytes:
 def check_waiting(device: GpuDevice, buffer: GpuArray) -> None:
     """Raise EngineError if work in a stream that waits for an event begins before the event. Local.
 
-    Args:
-        buffer: GPU memory that nobody uses now. If it is too small, some is allocated.
+    `buffer`: GPU memory that nobody uses now. If it is too small, some is allocated.
     """
     nbytes, theirs = device.checked_bytes, device.stream()
     memory = buffer if buffer.nbytes >= 3 * nbytes else device.scratch(3 * nbytes)

@@ -45,9 +45,6 @@ def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: D
     """Find out whether NCCL can be used, and connect it. Collective. Rank 0 logs the choice.
 
     Args:
-        device: This rank's GPU.
-        rank: This rank.
-        size: The number of ranks.
         exchange: An exchange among these ranks.
         host: The data plane for CPU tensors of these ranks, which also reduces staged tensors.
         settings: The same on all ranks.

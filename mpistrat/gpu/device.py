@@ -40,8 +40,7 @@ _PLAIN = CopyJob("float32", "float32")
 class Event:
     """A point in a stream, see arrays.GpuEvent. Device.record makes it. Any thread may use it.
 
-    Args:
-        spare: Gets cupy's event back, to be recorded again. What waits for it does not wait for the next record.
+    `spare`: Gets cupy's event back, to be recorded again. What waits for it does not wait for the next record.
     """
 
     def __init__(self, cupy_event: cupy.cuda.Event, stream: RecordedStream, number: int, spare: list[Any]):
@@ -65,14 +64,10 @@ class Event:
 class Device:
     """A GPU. Any thread may use it, within `current()`.
 
-    Args:
-        number: CUDA's index of the GPU, among those visible to this process.
-
-    Attributes:
-        checked_bytes: What a check copies; 40 times take 0.5 ms on an H200, by its bandwidth.
+    `number`: CUDA's index of the GPU, among those visible to this process.
     """
 
-    checked_bytes = 2**25
+    checked_bytes = 2**25  # What a check copies; 40 times take 0.5 ms on an H200, by its bandwidth.
 
     def __init__(self, number: int):
         self.number = number

@@ -18,6 +18,7 @@ from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Observer
 from ..core.protocols import Array
+from ..core.quantised import FORMATS
 from ..core.request import CollectiveType, Request
 from ..core.settings import Settings
 from ..core.topology import Topology
@@ -40,7 +41,6 @@ class GpuExecutor(DeviceExecutor):
     """Executes lists of entries that are the same on all ranks. See interfaces.DeviceExecutor. One thread at a time.
 
     Args:
-        topology: The ranks.
         host: The data plane for CPU tensors of these ranks.
         settings: The same on all ranks.
         observer: Gets the entries that are complete.
@@ -267,7 +267,12 @@ class GpuExecutor(DeviceExecutor):
     def _reducer(self, bucket: FusionBucket, works: Sequence[Work]) -> tuple[GpuBackend, Reducer]:
         arrays = [works[place].tensors[i] for place, i in bucket.members]
         backend, reduction, wire_dtype = self._backends[0], bucket.reduction, bucket.request.wire_dtype
-        reason = backend.why_not(arrays, reduction.op, wire_dtype)
+        if reduction.quantised is not None and len(self._topology.local_sizes) > 1:
+            # One communicator has the ranks of all hosts, and NCCL sums the numbers that it sends.
+            reason = f"hosts send {wire_dtype} with scales, which NCCL cannot sum"
+        else:
+            wire_dtype = "" if wire_dtype in FORMATS else wire_dtype
+            reason = backend.why_not(arrays, reduction.op, wire_dtype)
         if reason:
             backend = self._backends[-1]
             self._log_once(f"some GPU tensors are staged through host memory: {reason}")
@@ -286,7 +291,6 @@ class GpuExecutor(DeviceExecutor):
                               "another rank may have died, or never begun")
 
     def _log_once(self, text: str) -> None:
-        """Log a text once, on rank 0."""
         if self._rank == 0 and text not in self._logged:
             self._logged.add(text)
             logger.info("rank 0: %s", text)

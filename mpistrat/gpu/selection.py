@@ -12,23 +12,14 @@ SHARES_GPUS = 23000
 
 
 class GpuInfo(NamedTuple):
-    """What a rank sends to the others before the first collective on GPU tensors.
+    """What a rank sends to the others before the first collective on GPU tensors."""
 
-    Attributes:
-        gpu: An identifier of its GPU, unique among all hosts.
-        nccl: NCCL's version code; 0: NCCL is missing.
-        buffer_bytes: The size of the fusion buffers that it could allocate; 0: it could not.
-        may_share: Whether its environment allows ranks to share a GPU.
-        is_free: Whether no other group of its ranks uses NCCL on its GPU.
-        problem: The error while it gathered this; "" if none.
-    """
-
-    gpu: str
-    nccl: int
-    buffer_bytes: int
-    may_share: bool
-    is_free: bool = True
-    problem: str = ""
+    gpu: str  # An identifier of its GPU, unique among all hosts.
+    nccl: int  # NCCL's version code; 0: NCCL is missing.
+    buffer_bytes: int  # The size of the fusion buffers that it could allocate; 0: it could not.
+    may_share: bool  # Whether its environment allows ranks to share a GPU.
+    is_free: bool = True  # Whether no other group of its ranks uses NCCL on its GPU.
+    problem: str = ""  # The error while it gathered this; "" if none.
 
 
 def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:

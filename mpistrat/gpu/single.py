@@ -27,15 +27,11 @@ class SingleCollectives:
     """What is exchanged before each of them, and what is enqueued then.
 
     Args:
-        topology: The ranks.
         exchange: An exchange among them.
         reduction: The arithmetic that a request asks for.
-
-    Attributes:
-        backends: The first one is used, and the last one for what it cannot do.
     """
 
-    backends: Sequence[GpuBackend]
+    backends: Sequence[GpuBackend]  # The first one is used, and the last one for what it cannot do.
 
     def __init__(self, topology: Topology, exchange: Exchange, reduction: Callable[[Request], Reduction]):
         self._topology, self._exchange, self._reduction = topology, exchange, reduction

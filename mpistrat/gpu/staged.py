@@ -21,8 +21,6 @@ class StagedData(GpuBackend):
     """Collectives over `host`, which has its own errors and `abandon`. Tensors are sent in their own dtype.
 
     Args:
-        device: This rank's GPU.
-        rank: This rank.
         host: The data plane for CPU tensors of the same ranks.
         limit_s: Seconds after which a copy between host and GPU fails; 0: never.
     """
@@ -84,8 +82,7 @@ class StagedData(GpuBackend):
     def uploaded(self, arrays: Sequence[np.ndarray]) -> GpuTensors:
         """Copies of arrays on the GPU, whose results nobody reads: for a rank in join(). Local. Waits for the GPU.
 
-        Raises:
-            EngineError: The GPU has not enough memory.
+        Raises EngineError: The GPU has not enough memory.
         """
         dtypes = [array.dtype for array in arrays]
 

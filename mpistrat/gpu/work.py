@@ -25,16 +25,12 @@ class Work:
 
 @dataclass(slots=True)
 class Batch:
-    """Entries that were enqueued together at the time `since`, and are over after `ends`.
-
-    Attributes:
-        began: As `since`, as time.monotonic_ns().
-    """
+    """Entries that were enqueued together at the time `since`, and are over after `ends`."""
 
     works: list[Work]
     ends: list[GpuEvent]
     since: float
-    began: int
+    began: int  # As `since`, as time.monotonic_ns().
 
 
 def tensors_in(entry: Entry) -> GpuTensors:

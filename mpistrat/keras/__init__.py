@@ -33,6 +33,7 @@ from ..tensorflow.ops import barrier, broadcast_variables
 from ..tensorflow.pin_gpu import init as init  # these three in place of those of api.common
 from ..tensorflow.sessions.broadcast import broadcast_global_variables
 from . import callbacks, elastic
+from . import patches as _patches
 from .ops import allgather, allreduce, broadcast, load_model, reducescatter
 from .optimizer import DistributedOptimizer, PartialDistributedOptimizer
 
@@ -49,4 +50,5 @@ __all__ = [
 __all__ += common.__all__
 
 __getattr__ = missing_names.explain(__name__, missing_names.KERAS)
+_patches.apply(only="fit")
 _freeze_libraries()

@@ -11,10 +11,12 @@ import keras
 from ..api import runtime
 from ..api.process_sets import ProcessSet
 from ..tensorflow.kerases import KERASES, package_of
-from .fit.training import training_of
+from .fit.training import in_fit, training_of
 from .nested_optimizers import parts_of
 
 logger = logging.getLogger(__name__)
+
+_uncounted = 0
 
 
 class Alone:
@@ -25,40 +27,41 @@ class Alone:
         self._why = ""
         self._executed: int | None = None
 
-    def begin(self, model: keras.Model) -> None:
-        """Warn if the step and the optimizer are Keras' own, which average nothing. Otherwise the first epoch tells."""
-        self._why, self._executed = "", None
-        if not self._process_set.has_others() or training_of(model) is not None:
+    def begin(self, model: keras.Model, may_average: bool) -> None:
+        """Warn if the step and the optimizer are Keras' own, which average nothing. Otherwise the first epoch tells.
+
+        So it does if a callback may average weights by hand.
+        """
+        self._why, self._advice, self._executed = "", "", None
+        if not self._process_set.has_others() or training_of(model) is not None or model in in_fit:
             return
         optimizer = model.optimizer
         is_known = type(model).train_step.__module__.partition(".")[0] in KERASES and optimizer is not None \
             and all(package_of(type(part)) in KERASES for part in parts_of(optimizer))
         if is_known:
             name = type(optimizer).__name__
-            self._warn(f"the optimizer of compile() is {name}, which does not average gradients. Write "
-                       f"model.compile(hvd.DistributedOptimizer(keras.optimizers.{name}(...)), ...), also after "
-                       "another compile(); hvd.load_model(path) in place of keras.models.load_model(path) does it too.")
-        else:
-            self._executed = _executed()
-
-    def uncounted(self, communicate: Callable[[], None]) -> None:
-        """Call a function whose operations do not average gradients."""
-        before = _executed()
-        communicate()
-        if self._executed is not None:
-            self._executed += _executed() - before
+            self._advice = (
+                f"the optimizer of compile() is {name}, which does not average gradients. Write "
+                f"model.compile(hvd.DistributedOptimizer(keras.optimizers.{name}(...)), ...), also after another "
+                "compile(); hvd.load_model(path) in place of keras.models.load_model(path) does it too.")
+            if not may_average:
+                self._warn(self._advice)
+                return
+        self._executed = _executed()
 
     def end_epoch(self) -> None:
-        """Warn if the steps so far have communicated nothing."""
+        """Warn if nothing has averaged in the first epoch, or in a callback at its end."""
         if self._executed is not None and self._executed == _executed():
-            self._warn("no step has communicated. Give compile() an hvd.DistributedOptimizer, or wrap the tape of a "
-                       "train_step in hvd.DistributedGradientTape.")
+            self._warn(self._advice or "no step has communicated. Give compile() an hvd.DistributedOptimizer, or wrap "
+                       "the tape of a train_step in hvd.DistributedGradientTape.")
         self._executed = None
 
     def end(self) -> None:
         """Say it again where the output ends."""
-        if self._why:
-            self._warn(self._why)
+        before = self._why
+        self.end_epoch()
+        if before:
+            self._warn(before)
 
     def _warn(self, why: str) -> None:
         self._why = why
@@ -67,6 +70,14 @@ class Alone:
                            "BroadcastGlobalVariablesCallback: %s The weights of the ranks drift apart.", why)
 
 
+def uncounted(communicate: Callable[[], None]) -> None:
+    """Call a function whose operations average neither gradients nor weights."""
+    global _uncounted
+    before = _executed()
+    communicate()
+    _uncounted += _executed() - before
+
+
 def _executed() -> int:
-    """How many operations this rank has executed, in all its process sets."""
-    return sum(group.executed for group in runtime.current().registry.groups.values())
+    """How many operations this rank has executed that may average, in all its process sets."""
+    return sum(group.executed for group in runtime.current().registry.groups.values()) - _uncounted

@@ -18,17 +18,20 @@ from ..tensorflow.kerases import build, is_of_keras, variables_of, velocities_of
 from ..tensorflow.ops import broadcast_
 from ..tensorflow.types import Variable
 from ._private import Callback, CalledByKeras2, all_layers, weights_of
-from .alone import Alone
+from .alone import Alone, uncounted
 from .fit.elastic_fit import Elastic
 from .fit.metric_means import MetricMeans
 from .fit.rates import number
 from .fit.row_counts import UNKNOWN, RowCount
 from .fit.throughput import Throughput
 from .fit.training import is_under_strategy, name_in_fit, optimizers_of
+from .local_sgd.averaging import LocalSGD
+from .local_sgd.diloco import DiLoCo
 from .nested_optimizers import parts_of
 
-__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "Elastic", "LearningRateScheduleCallback",
-           "LearningRateWarmupCallback", "MetricAverageCallback", "Throughput"]
+__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", "Elastic",
+           "LearningRateScheduleCallback", "LearningRateWarmupCallback", "LocalSGD", "MetricAverageCallback",
+           "Throughput"]
 
 Logs = dict[str, Any] | None
 __getattr__ = missing_names.explain(__name__)
@@ -54,9 +57,11 @@ class BroadcastGlobalVariablesCallback(Callback):
         local: The variables that are not broadcast.
         first_steps: What checks the first reductions of each optimizer. Those before the broadcast do not count. Set by
             fit.
+        has_users_own: Whether fit has callbacks of the user's own classes, which may average weights. Set by fit.
     """
 
     first_steps: Sequence[FirstSteps] = ()
+    has_users_own = False
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Variable] | None = None,
                  process_set: ProcessSet = global_process_set):
@@ -76,7 +81,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         if optimizer is not None and self.model.built and self.model.trainable_variables:
             build(optimizer, self.model.trainable_variables)
         self._broadcast(self._variables())
-        self._alone.begin(self.model)
+        self._alone.begin(self.model, self.has_users_own)
         for first_steps in self.first_steps:
             first_steps.is_paused = not self.model.built
 
@@ -86,13 +91,14 @@ class BroadcastGlobalVariablesCallback(Callback):
             # Only now have all ranks built the other optimizers, which may have been restored on the root alone.
             variables = self._variables(has_begun=True)
             if len(variables) != self._sent:
-                self._alone.uncounted(lambda: self._broadcast(variables))
+                uncounted(lambda: self._broadcast(variables))
         self._is_first_batch = False
         for first_steps in self.first_steps:
             first_steps.is_paused = False
 
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self._alone.end_epoch()
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        if not self._is_first_batch:
+            self._alone.end_epoch()
 
     def on_train_end(self, logs: Logs = None) -> None:
         self._alone.end()
@@ -184,8 +190,8 @@ class MetricAverageCallback(Callback):
             trained = self._trained.rows - self._trained_before
             rows = (UNKNOWN if self._has_trained and not trained else trained,
                     UNKNOWN if self._has_tested and not self._rows_tested else self._rows_tested)
-        self._means.replace(name_in_fit(self.model, "metric_average", self._process_set), {} if logs is None else logs,
-                            rows)
+        name = name_in_fit(self.model, "metric_average", self._process_set)
+        uncounted(lambda: self._means.replace(name, {} if logs is None else logs, rows))
 
 
 class LearningRateScheduleCallback(Callback):

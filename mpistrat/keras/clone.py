@@ -185,6 +185,14 @@ def _load(again: Again, load: Callable[..., Any], *arguments: object) -> Any:
     if is_optimizer(loaded):
         return again(loaded)
     if getattr(loaded, "optimizer", None) is not None and not distributed_in(loaded.optimizer):
-        loaded.optimizer = again(loaded.optimizer)
-        xla.switch_off(loaded)
+        replace_optimizer(loaded, again(loaded.optimizer))
     return loaded
+
+
+def replace_optimizer(model: keras.Model, optimizer: Optimizer) -> None:
+    """Give a compiled model a distributed optimizer in place of its own."""
+    model.optimizer = optimizer
+    compiled = getattr(model, "_compile_config", None)
+    if compiled is not None:  # compile_from_config makes a copy's optimizer from it.
+        compiled.config["optimizer"] = optimizer
+    xla.switch_off(model)

@@ -18,7 +18,7 @@ import keras
 from ..api import missing_names
 from ..api.elastic.sampler import ElasticSampler
 from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, run
-from ..tensorflow.elastic import TensorFlowKerasState
+from ..tensorflow.elastic import Averaging, TensorFlowKerasState
 from ._private import Callback
 
 __all__ = ["CommitStateCallback", "ElasticSampler", "HostsUpdatedInterrupt", "KerasState", "UpdateBatchStateCallback",
@@ -34,14 +34,17 @@ class KerasState(TensorFlowKerasState):
     Args:
         model: A model that has its weights already.
         optimizer: Default: the one that the model was compiled with. Its variables are created if they do not exist.
+        averaging: The hvd.callbacks.LocalSGD or DiLoCo with which the model is trained. In an elastic job the ranks
+            synchronise before a commit, which keeps its state too.
         kwargs: Python objects, each an attribute of the state, for example `epoch=0`.
 
     Raises:
         ValueError: The model has no weights yet.
     """
 
-    def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, **kwargs: Any):
-        super().__init__(model, optimizer, **kwargs)
+    def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None,
+                 averaging: Averaging | None = None, **kwargs: Any):
+        super().__init__(model, optimizer, averaging=averaging, **kwargs)
 
 
 class CommitStateCallback(Callback):

@@ -17,7 +17,7 @@ from ..tensorflow import ops, scatter_ops
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.kerases import accumulated_passes, is_keras2_in_use
 from ..tensorflow.types import Tensor
-from . import xla
+from .clone import replace_optimizer
 from .nested_optimizers import distributed_in
 from .optimizer import DistributedOptimizer
 
@@ -74,7 +74,7 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
         optimizer = getattr(model, "optimizer", None)
         if optimizer is None or distributed_in(optimizer):
             return model
-        model.optimizer = DistributedOptimizer(optimizer, compression=compression, **arguments)
+        replace_optimizer(model, DistributedOptimizer(optimizer, compression=compression, **arguments))
     steps = accumulated_passes(optimizer)
     if steps and average_aggregated_gradients is None:
         logger.warning("the optimizer of %s accumulates the gradients of %d passes, and the file does not say whether "
@@ -82,5 +82,4 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
                        "average_aggregated_gradients=True for the mean, or False for the sum.", filepath, steps)
     elif steps and not average_aggregated_gradients:
         model.optimizer._mpistrat.arguments.factor = float(steps)
-    xla.switch_off(model)
     return model

@@ -27,7 +27,8 @@ class Patch:
         upstream: A part of the function's source in the newest version of Keras that the reason is about, or a link. A
             test looks for it: once it is gone, the replacement may be needless.
         is_for_strategy: It is applied when the first MPIStrategy is made; others also with the first
-            DistributedOptimizer, and with the first slices of a DistributedGradientTape.
+            DistributedOptimizer, LocalSGD or DiLoCo, and with the first slices of a DistributedGradientTape; and fit
+            when mpistrat.keras is imported, since Python looks it up before it makes callbacks in its arguments.
     """
 
     owner: type | ModuleType
@@ -55,12 +56,16 @@ def replaces(owner: type | ModuleType, name: str, reason: str, upstream: str,
 replaces_for_strategy = functools.partial(replaces, is_for_strategy=True)
 
 
-def apply(for_strategy: bool = False) -> None:
-    """Replace the functions, each once. Those for strategies come last, so that they are called first."""
+def apply(for_strategy: bool = False, only: str = "") -> None:
+    """Replace the functions, or only those of one name, each once.
+
+    Those for strategies come last, so that they are called first.
+    """
     applied = {id(patch) for patch, _ in _applied}
     for patch in sorted(PATCHES, key=lambda each: each.is_for_strategy):
         # Old versions of Keras, with which no strategy works, lack some functions.
-        if id(patch) not in applied and patch.is_for_strategy <= for_strategy and hasattr(patch.owner, patch.name):
+        if id(patch) not in applied and patch.is_for_strategy <= for_strategy and only in ("", patch.name) \
+                and hasattr(patch.owner, patch.name):
             own = vars(patch.owner).get(patch.name)
             _applied.append((patch, own))
             if isinstance(own, classmethod):

@@ -48,7 +48,8 @@ def _by_all_ranks(model: object, filepath: object, write: Callable[[], object]) 
     with contextlib.suppress(ShutdownError):
         average_statistics(training)
     with training.known_values():
-        return files.write_once(str(filepath), write)
+        files.write_once(str(filepath), write)
+    return None
 
 
 def _save_whole(original: Function, model: object, filepath: object, *args: object, **kwargs: object) -> object:

@@ -31,22 +31,19 @@ class Coordinator:
     calls `advance`, and sends what `advance` returns.
 
     Args:
-        topology: Where the ranks are.
         cache_capacity: How many requests get a number.
         stall_warning_s: Age in seconds at which an incomplete request is reported; None: never.
         stall_abort_s: Age in seconds at which it ends the engines; None: never.
         deadlock_s: Seconds without news after which ranks that all wait end the engines; None: never.
-
-    Attributes:
-        rank, parent, children, neighbours: As in tree.Node.
-        stalls: The incomplete requests of the subtree that are too old.
     """
 
     def __init__(self, topology: Topology, cache_capacity: int, stall_warning_s: float | None = None,
                  stall_abort_s: float | None = None, deadlock_s: float | None = None):
         self._subtree = Subtree(topology, cache_capacity)
         node = self._subtree.node
+        # rank, parent, children, neighbours: As in tree.Node.
         self.rank, self.parent, self.children, self.neighbours = node.rank, node.parent, node.children, node.neighbours
+        # The incomplete requests of the subtree that are too old.
         self.stalls = StallWatch(self._subtree, stall_warning_s, stall_abort_s, deadlock_s)
         self._unanswered = AnswerWatch(topology, stall_warning_s)
         self._root = Root(self._subtree, self.stalls) if self.rank == 0 else None
@@ -80,8 +77,7 @@ class Coordinator:
     def receive(self, source: int, data: bytes, now: float) -> bool:
         """Take the Announcement of a child. Returns whether it has more than answers.
 
-        Raises:
-            MessageError: `data` is not an announcement, or is not for this rank.
+        Raises MessageError: `data` is not an announcement, or is not for this rank.
         """
         subtree = self._subtree
         if source not in self.children:
@@ -104,8 +100,7 @@ class Coordinator:
     def learn(self, decision: Decision) -> tuple[Request, ...]:
         """Take a decision of rank 0. Returns the requests to execute, in order.
 
-        Raises:
-            MessageError: The decision has a number that stands for no request.
+        Raises MessageError: The decision has a number that stands for no request.
         """
         subtree = self._subtree
         requests = []
@@ -147,8 +142,7 @@ class Coordinator:
     def check(self, now: float) -> None:
         """Check that rank 0 answers: AnswerWatch.check, with the limit on stalls. To be called in every cycle.
 
-        Raises:
-            StallError: Rank 0 does not answer.
+        Raises StallError: Rank 0 does not answer.
         """
         if self.stalls.abort_s is not None:
             self._unanswered.check(now, self.stalls.abort_s)
@@ -170,7 +164,7 @@ class Coordinator:
         requests += self._incomplete_to_pass_on(now)
         failure, ended.failure = ended.failure, None
         new_ended, new_joined, ends_vote = ended.take_news(), subtree.joined.take_news(), subtree.take_vote_end()
-        places = subtree.take_places()
+        places, subtree.places = tuple(subtree.places.items()), {}
         if not (ids or requests or new_ended or failure or ends_vote or new_joined or places):
             return None
         return Announcement(tuple(ids), tuple(requests), new_ended, failure, ends_vote,

@@ -41,20 +41,16 @@ class FastPath:
 
     Args:
         agreement: How the ranks vote; None: they cannot, and no vote is ever called.
-        topology: Where the ranks are.
         warning_s: Seconds after which a round that is not complete is reported; None: never.
         abort_s: Seconds after which such a round is an error; None: never.
-
-    Attributes:
-        is_open: A vote has been opened, and has not ended.
-        has_voted: This rank has voted, for or against, and the round is not complete.
-        look: See StallWatch.
     """
 
     def __init__(self, agreement: AgreementRound | None, topology: Topology, warning_s: float | None,
                  abort_s: float | None):
         self._agreement, self._topology, self._warning_s, self.abort_s = agreement, topology, warning_s, abort_s
-        self.look: Callable[[int], str] = lambda _: ""
+        self.look: Callable[[int], str] = lambda _: ""  # See StallWatch.
+        # is_open: A vote has been opened, and has not ended.
+        # has_voted: This rank has voted, for or against, and the round is not complete.
         self.is_open = self.has_voted = False
         self._entry: Entry | None = None
         self._since = 0.0
@@ -130,8 +126,7 @@ class FastPath:
     def check(self, now: float) -> None:
         """Report ranks that have not voted. Their engines do not run, or the network does not work.
 
-        Raises:
-            StallError: After `abort_s`.
+        Raises StallError: After `abort_s`.
         """
         if self._agreement is None or not self.has_voted:
             return

@@ -19,17 +19,13 @@ JOIN = join_request()
 
 
 class JoinedRanks:
-    """The ranks of a node's subtree that wait in join(). When all ranks have joined, `clear` empties it.
-
-    Attributes:
-        ranks: In the order in which they have joined.
-        pending: The join as a request that these ranks have submitted, for reports; None if no rank has joined.
-    """
+    """The ranks of a node's subtree that wait in join(). When all ranks have joined, `clear` empties it."""
 
     def __init__(self, node: Node):
         self._node = node
         self._news: list[int] = []
-        self.ranks: list[int] = []
+        self.ranks: list[int] = []  # In the order in which they have joined.
+        # The join as a request that these ranks have submitted, for reports; None if no rank has joined.
         self.pending: Pending | None = None
 
     def note(self, source: int, ranks: Sequence[int], now: float) -> None:
@@ -44,11 +40,6 @@ class JoinedRanks:
         """The ranks that have joined since the last call."""
         news, self._news = tuple(self._news), []
         return news
-
-    def note_progress(self, now: float) -> None:
-        """Restart the age of the join, for reports of stalls: the other ranks make progress."""
-        if self.pending is not None:
-            self.pending.since = now
 
     def clear(self) -> None:
         """All ranks have joined."""

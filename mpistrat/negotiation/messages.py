@@ -50,30 +50,22 @@ def _read(message: type[_Message], make: Callable[..., Any], kind: bytes, data: 
 
 
 class Announcement(NamedTuple):
-    """What a subtree is ready for. A rank sends it to its parent in the tree.
+    """What a subtree is ready for. A rank sends it to its parent in the tree."""
 
-    Attributes:
-        ids: Requests that every rank of the subtree has submitted alike, by the number of an earlier Decision.
-        requests: Requests in full, each with the ranks that submitted it; None means the whole subtree.
-        ended: Ranks of the subtree that have called shutdown(), each with how many operations it completed.
-        failure: Why a rank's engine failed.
-        ends_vote: A rank has voted, and other ranks have not: rank 0 must end the vote.
-        is_stalled: The engine failed because it had waited too long for other ranks.
-        joined: Ranks of the subtree that have called join(), in the order in which they did so.
-        places: Ranks of the subtree that were asked where they are, each with its answer.
-    """
-
+    # Requests that every rank of the subtree has submitted alike, by the number of an earlier Decision.
     ids: tuple[int, ...] = ()
+    # Requests in full, each with the ranks that submitted it; None means the whole subtree.
     requests: tuple[tuple[Request, tuple[int, ...] | None], ...] = ()
+    # Ranks of the subtree that have called shutdown(), each with how many operations it completed.
     ended: tuple[tuple[int, int], ...] = ()
-    failure: str | None = None
-    ends_vote: bool = False
-    is_stalled: bool = False
-    joined: tuple[int, ...] = ()
+    failure: str | None = None  # Why a rank's engine failed.
+    ends_vote: bool = False  # A rank has voted, and other ranks have not: rank 0 must end the vote.
+    is_stalled: bool = False  # The engine failed because it had waited too long for other ranks.
+    joined: tuple[int, ...] = ()  # Ranks of the subtree that have called join(), in the order in which they did so.
+    # Ranks of the subtree that were asked where they are, each with its answer.
     places: tuple[tuple[int, str], ...] = ()
 
     def to_bytes(self) -> bytes:
-        """The byte form."""
         if not any(self[1:]):
             return _numbers_to_bytes(self.ids)
         requests = tuple((request.to_tuple(), ranks) for request, ranks in self.requests)
@@ -100,30 +92,20 @@ class EndReason(str, Enum):
 
 
 class Decision(NamedTuple):
-    """What all ranks execute next, in this order. Rank 0 sends it down the tree.
+    """What all ranks execute next, in this order. Rank 0 sends it down the tree."""
 
-    Attributes:
-        agreed: Each item is the number of a request, or (number or None, request) for a request without one. From now
-            on, all ranks may send a number that is given here.
-        errors: (name, text) of requests on which the ranks disagree.
-        ended: Some rank has called shutdown(). From now on, ranks pass on incomplete requests at once.
-        end: The engines end after this decision, for this reason.
-        end_text: The reason as a sentence for the user.
-        opens_vote: After this decision all ranks vote; see fast_path.py.
-        absent: For each item of `agreed`, the ranks that have joined and take part without a tensor; (): none in all.
-        last_joined: The rank that was the last to join, if all ranks have joined now.
-        asks: Ranks that are to answer where they are, because a report on them is due.
-    """
-
+    # Each item is the number of a request, or (number or None, request) for a request without one. From now on, all
+    # ranks may send a number that is given here.
     agreed: tuple[int | tuple[int | None, Request], ...] = ()
-    errors: tuple[tuple[str, str], ...] = ()
-    ended: bool = False
-    end: EndReason | None = None
-    end_text: str = ""
-    opens_vote: bool = False
+    errors: tuple[tuple[str, str], ...] = ()  # (name, text) of requests on which the ranks disagree.
+    ended: bool = False  # Some rank has called shutdown(). From now on, ranks pass on incomplete requests at once.
+    end: EndReason | None = None  # The engines end after this decision, for this reason.
+    end_text: str = ""  # The reason as a sentence for the user.
+    opens_vote: bool = False  # After this decision all ranks vote; see fast_path.py.
+    # For each item of `agreed`, the ranks that have joined and take part without a tensor; (): none in all.
     absent: tuple[tuple[int, ...], ...] = ()
-    last_joined: tuple[int, ...] = ()
-    asks: tuple[int, ...] = ()
+    last_joined: tuple[int, ...] = ()  # The rank that was the last to join, if all ranks have joined now.
+    asks: tuple[int, ...] = ()  # Ranks that are to answer where they are, because a report on them is due.
 
     @property
     def is_news(self) -> bool:
@@ -131,7 +113,6 @@ class Decision(NamedTuple):
         return any(self[:-1])
 
     def to_bytes(self) -> bytes:
-        """The byte form."""
         if not any(self[1:]) and all(type(a) is int for a in self.agreed):
             return _numbers_to_bytes(self.agreed)  # type: ignore[arg-type]
         agreed = tuple(a if isinstance(a, int) else (a[0], a[1].to_tuple()) for a in self.agreed)

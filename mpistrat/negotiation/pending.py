@@ -14,20 +14,17 @@ class Pending:
     A *source* is this rank itself, or a child with all ranks under it. `_whole[source]` is the request that all ranks
     of a source have submitted alike. `_parts[source]` has the requests of single ranks under a child, which travel when
     they differ, or when rank 0 has to report which ranks miss.
-
-    Attributes:
-        since: When the first rank submitted it.
-        passed_on: How many ranks the latest message to the parent listed for this request.
     """
 
     __slots__ = ("_complete", "_node", "_parts", "_whole", "passed_on", "since")
 
     def __init__(self, node: Node, since: float):
+        # since: When the first rank submitted it.
         self._node, self.since = node, since
         self._whole: dict[int, Request] = {}
         self._parts: dict[int, dict[Request, set[int]]] = {}
         self._complete = 0  # how many sources
-        self.passed_on = 0
+        self.passed_on = 0  # How many ranks the latest message to the parent listed for this request.
 
     def add(self, source: int, request: Request, ranks: set[int] | None) -> None:
         """Note what `ranks` under `source` have submitted; None: all of them."""

@@ -44,8 +44,8 @@ class Root:
         end, text = self._reason_to_end(mismatch_in_graph, now, quiet_s)
         if subtree.ended.failure is not None:
             agreed = []  # The failed rank takes part in no further collective.
-        if agreed:
-            joined.note_progress(now)
+        if agreed and joined.pending is not None:
+            joined.pending.since = now  # No stall of the ranks that wait in join(): the others make progress.
         have_all_joined = len(joined.ranks) == subtree.node.size and end is None
         asks = self._stalls.asks(now, quiet_s)
         sends_ended = bool(subtree.ended.completed) and not self._is_end_sent

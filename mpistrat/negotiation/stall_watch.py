@@ -36,16 +36,13 @@ class StallWatch:
         warning_s: Age in seconds at which an incomplete request is reported; None: never.
         abort_s: Age in seconds at which it ends the engines; None: never.
         deadlock_s: Seconds without news after which ranks that all wait end the engines; None: never.
-
-    Attributes:
-        warning_s, abort_s, deadlock_s: As given, or as set later.
-        look: Returns where a rank of the job is that has not answered, as text that begins a new line.
     """
 
     def __init__(self, subtree: Subtree, warning_s: float | None, abort_s: float | None,
                  deadlock_s: float | None = None):
         self._subtree = subtree
         self.warning_s, self.abort_s, self.deadlock_s = warning_s, abort_s, deadlock_s
+        # Returns where a rank of the job is that has not answered, as text that begins a new line.
         self.look: Callable[[int], str] = lambda _: ""
         self._abort_setting = "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS"
         self._last_report = 0.0
@@ -187,8 +184,7 @@ class AnswerWatch:
     def check(self, now: float, limit_s: float) -> None:
         """To be called in every cycle, once the messages that have come are read.
 
-        Raises:
-            StallError: Rank 0 has not decided within `limit_s` and the time that its answer may take.
+        Raises StallError: Rank 0 has not decided within `limit_s` and the time that its answer may take.
         """
         if not self._since:
             return

@@ -17,21 +17,16 @@ from .tree import Node
 
 @dataclass
 class EndedRanks:
-    """Ranks that have called shutdown(), and an engine that has failed.
+    """Ranks that have called shutdown(), and an engine that has failed."""
 
-    Attributes:
-        news: Each rank that has shut down since the last message, with the number of operations that it had completed.
-        completed: On rank 0, these numbers of all ranks that have shut down.
-        are_any: Whether some rank of the job has shut down.
-        failure: What went wrong in the engine of some rank, in words; None: nothing, or it has been passed on.
-        is_stall: Whether that was a stall.
-    """
-
+    # Each rank that has shut down since the last message, with the number of operations that it had completed.
     news: list[tuple[int, int]] = field(default_factory=list)
+    # On rank 0, these numbers of all ranks that have shut down.
     completed: dict[int, int] = field(default_factory=dict)
-    are_any: bool = False
+    are_any: bool = False  # Whether some rank of the job has shut down.
+    # What went wrong in the engine of some rank, in words; None: nothing, or it has been passed on.
     failure: str | None = None
-    is_stall: bool = False
+    is_stall: bool = False  # Whether that was a stall.
 
     def note(self, ended: tuple[tuple[int, int], ...]) -> None:
         """These ranks have shut down: (rank, completed operations)."""
@@ -58,15 +53,12 @@ class RequestNumbers:
 
     Args:
         capacity: How many requests get a number.
-
-    Attributes:
-        request_of: The request that each number stands for.
     """
 
     def __init__(self, capacity: int):
         self._capacity = capacity
         self._number_of: dict[tuple[Request, bool], int] = {}
-        self.request_of: dict[int, Request] = {}
+        self.request_of: dict[int, Request] = {}  # The request that each number stands for.
         self._seen_once: OrderedDict[tuple[Request, bool], None] = OrderedDict()  # on rank 0
 
     def number_of(self, request: Request) -> int | None:
@@ -103,26 +95,19 @@ class Subtree:
     A *source* is this rank itself, or a child with all ranks under it.
 
     Args:
-        topology: Where the ranks are.
         cache_capacity: How many requests get a number.
-
-    Attributes:
-        topology: The argument.
-        node: This rank's place in the tree.
-        numbers: The numbers that stand for requests.
-        pending: The incomplete requests, by name.
-        joined, ended: The ranks in these states.
-        places: What ranks have answered that were asked where they are, since it was passed on, or asked again.
-        must_end_vote: Some rank has asked for a decision, which ends an open vote.
     """
 
     def __init__(self, topology: Topology, cache_capacity: int):
+        # node: This rank's place in the tree.
         self.topology, self.node = topology, Node(topology.rank, topology.size)
-        self.numbers = RequestNumbers(cache_capacity)
-        self.pending: dict[str, Pending] = {}
+        self.numbers = RequestNumbers(cache_capacity)  # The numbers that stand for requests.
+        self.pending: dict[str, Pending] = {}  # The incomplete requests, by name.
+        # joined, ended: The ranks in these states.
         self.joined, self.ended = JoinedRanks(self.node), EndedRanks()
+        # What ranks have answered that were asked where they are, since it was passed on, or asked again.
         self.places: dict[int, str] = {}
-        self.must_end_vote = False
+        self.must_end_vote = False  # Some rank has asked for a decision, which ends an open vote.
         self._ready: list[Pending] = []  # complete since the last take_ready, in order
 
     def note(self, source: int, request: Request, ranks: set[int] | None, now: float) -> None:
@@ -145,21 +130,12 @@ class Subtree:
         asked, self.must_end_vote = self.must_end_vote, False
         return asked
 
-    def take_places(self) -> tuple[tuple[int, str], ...]:
-        """What ranks have answered since the last call."""
-        places, self.places = tuple(self.places.items()), {}
-        return places
-
     def incomplete(self) -> dict[str, Pending]:
         """What some ranks miss, by name, with the join if some ranks have joined."""
         return self.pending if self.joined.pending is None else {**self.pending, JOIN.name: self.joined.pending}
 
     def request_of(self, number: int, sender: int) -> Request:
-        """The request for which `sender` has sent `number`.
-
-        Raises:
-            MessageError: The number stands for no request.
-        """
+        """The request for which `sender` has sent `number`. Raises MessageError: The number stands for no request."""
         request = self.numbers.request_of.get(number)
         if request is None:
             raise MessageError(f"rank {self.topology.job_ranks[sender]} sent the number {number}, which stands for no "

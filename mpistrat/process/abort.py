@@ -208,8 +208,7 @@ def end_job_at_exit(reason: str, code: int = 1) -> None:
 def end_job_for_sys_exit(waiting: str) -> None:
     """Abort the job with the code of the sys.exit() that ends this process, if one does. Local; returns at once.
 
-    Args:
-        waiting: Which ranks wait for this one, and for what.
+    `waiting`: Which ranks wait for this one, and for what.
     """
     ended = exit_code.final()
     if ended is not None:

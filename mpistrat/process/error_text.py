@@ -55,15 +55,10 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class ErrorText:
-    """What to print of an exception.
+    """What to print of an exception."""
 
-    Attributes:
-        frames: The last frames of the user's code, outermost first, as Python prints them.
-        message: The whole message, with the class of the exception in front; no stacks of frameworks in it.
-    """
-
-    frames: str
-    message: str
+    frames: str  # The last frames of the user's code, outermost first, as Python prints them.
+    message: str  # The whole message, with the class of the exception in front; no stacks of frameworks in it.
 
     def __str__(self) -> str:
         return f"{self.frames}\n{self.message}" if self.frames else self.message
@@ -71,7 +66,7 @@ class ErrorText:
 
 def describe(error: BaseException, trace: TracebackType | None) -> ErrorText:
     """Return what to print of an exception."""
-    every = frames_of(traceback.extract_tb(trace))
+    every = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(trace)]
     frames = [frame for frame in every if is_users(frame.file)]
     inner, message = split_message(error)
     frames += [frame for frame in inner if is_users(frame.file) and frame not in frames]
@@ -79,11 +74,6 @@ def describe(error: BaseException, trace: TracebackType | None) -> ErrorText:
     shown = (frames or every)[-MOST_FRAMES:]
     advice = [line for part, line in _ADVICE.items() if part in message]
     return ErrorText("\n".join(map(str, shown)), "\n".join([message, *advice, *_causes(error)]))
-
-
-def frames_of(stack: Iterable[traceback.FrameSummary]) -> list[Frame]:
-    """The frames that the module traceback has extracted."""
-    return [Frame(each.filename, each.lineno or 0, each.name) for each in stack]
 
 
 def is_users(file: str) -> bool:

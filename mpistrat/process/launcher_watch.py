@@ -31,8 +31,7 @@ ABORTED = signal.SIGURG  # sent to `mpistrat run` when a rank ends the job; the 
 class LauncherWatch:
     """Ends this process when the launcher has ended, until `stop` is called.
 
-    Args:
-        launcher: As returned by `launcher_here`.
+    `launcher`: As returned by `launcher_here`.
     """
 
     def __init__(self, launcher: Process):

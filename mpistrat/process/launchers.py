@@ -15,102 +15,64 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, eq=False)
 class Launcher:
-    """A program that starts ranks.
+    """A program that starts ranks."""
 
-    Attributes:
-        name: Its maker's, as `mpirun --version` and messages say it.
-        title: What has started a process, in messages.
-
-        rank, size: The variables with the rank of a process that it has started, and with their number. Without a
-            `size` only the MPI library knows it.
-        needs: Variables without which the process is none of its ranks although it has `rank`.
-        local: The variables with the rank among those of the host, and with their number.
-        process: Variables that differ between its processes, or its jobs, beside `rank`.
-
-        version: A pattern of what its `--version` prints, with the version as its group.
-        programs: Its names in a directory of programs.
-        libraries: The MPI libraries whose ranks it starts, by the names of mpi4py.get_vendor.
-
-        count: The option for the number of ranks.
-        always: Options of every job.
-        hosts: The option for a list of hosts.
-        per_host: The option for the ranks of each host. Without one the number follows each host of the list.
-        hostfile: The option for a file of hosts.
-        has_colons: Whether a line of that file may be `node1:4`.
-        has_comments: Whether it may have comments, and users (`me@node1`).
-        needs_slots: Whether each host must have a number.
-        slot_keys: Keys of a line of the file, for the number of ranks: `slots=4`.
-        host_keys: Other keys of a line.
-        unbound: Options with which it binds no rank to a core, which the ranks do themselves (process/cores.py).
-        binding: How options begin that bind ranks.
-        is_binding: Whether it gives each rank a share of the cores itself.
-        oversubscribe: Options for more ranks than slots.
-        export: The option by which a variable goes to the ranks; "": all of them go there.
-        sets: Variables for it.
-        sets_as_root: The same if the user is root.
-        sets_when_crowded: The same if there are more ranks than cores.
-        options: Its options that are used with training jobs, without dashes, and the number of values of each.
-        tag: Its option by which each line that it prints begins with the rank.
-        interface: The variable with the network interface.
-        ssh_arguments: The variables with arguments for ssh.
-        ssh_agents: The variables with which it starts processes on other hosts by something else than ssh.
-
-        handed_on: The signal by which `mpistrat run` has it hand SIGTERM on to the ranks; None: it cannot.
-        hands_on_since: The least version with that.
-        endings: Patterns of its texts on how a process has ended, with the groups rank, host, code and signal.
-        consequences: Patterns of texts that say only that other processes were ended too.
-        errors: Patterns of texts that say what error of MPI it was.
-        line_starts: How texts begin that are a line each. Others stand between two lines of dashes.
-        is_code_ambiguous: Whether its exit code N is both that of a rank and that of a rank that signal N has killed.
-    """
-
-    name: str
-    title: str
+    name: str  # Its maker's, as `mpirun --version` and messages say it.
+    title: str  # What has started a process, in messages.
 
     # What a process knows that it has started.
+    # rank, size: The variables with the rank of a process that it has started, and with their number. Without a `size`
+    # only the MPI library knows it.
     rank: str
     size: str = ""
-    needs: tuple[str, ...] = ()
-    local: tuple[str, str] = ("", "")
-    process: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # Variables without which the process is none of its ranks although it has `rank`.
+    local: tuple[str, str] = ("", "")  # The variables with the rank among those of the host, and with their number.
+    process: tuple[str, ...] = ()  # Variables that differ between its processes, or its jobs, beside `rank`.
 
     # How it is found and identified.
-    version: str = ""
-    programs: tuple[str, ...] = ("mpirun", "mpiexec")
-    libraries: tuple[str, ...] = ()
+    version: str = ""  # A pattern of what its `--version` prints, with the version as its group.
+    programs: tuple[str, ...] = ("mpirun", "mpiexec")  # Its names in a directory of programs.
+    libraries: tuple[str, ...] = ()  # The MPI libraries whose ranks it starts, by the names of mpi4py.get_vendor.
 
     # How it is told what to start, and where.
-    count: str = "-np"
-    always: tuple[str, ...] = ()
-    hosts: str = ""
-    per_host: str = ""
-    hostfile: str = ""
-    has_colons: bool = False
-    has_comments: bool = False
-    needs_slots: bool = True
-    slot_keys: tuple[str, ...] = ()
-    host_keys: tuple[str, ...] = ()
+    count: str = "-np"  # The option for the number of ranks.
+    always: tuple[str, ...] = ()  # Options of every job.
+    hosts: str = ""  # The option for a list of hosts.
+    per_host: str = ""  # The option for the ranks of each host. Without one the number follows each host of the list.
+    hostfile: str = ""  # The option for a file of hosts.
+    has_colons: bool = False  # Whether a line of that file may be `node1:4`.
+    has_comments: bool = False  # Whether it may have comments, and users (`me@node1`).
+    needs_slots: bool = True  # Whether each host must have a number.
+    slot_keys: tuple[str, ...] = ()  # Keys of a line of the file, for the number of ranks: `slots=4`.
+    host_keys: tuple[str, ...] = ()  # Other keys of a line.
+    # Options with which it binds no rank to a core, which the ranks do themselves (process/cores.py).
     unbound: tuple[str, ...] = ()
-    binding: tuple[str, ...] = ()
-    is_binding: bool = False
-    oversubscribe: tuple[str, ...] = ()
-    export: str = ""
-    sets: Mapping[str, str] = field(default_factory=dict)
-    sets_as_root: Mapping[str, str] = field(default_factory=dict)
-    sets_when_crowded: Mapping[str, str] = field(default_factory=dict)
+    binding: tuple[str, ...] = ()  # How options begin that bind ranks.
+    is_binding: bool = False  # Whether it gives each rank a share of the cores itself.
+    oversubscribe: tuple[str, ...] = ()  # Options for more ranks than slots.
+    export: str = ""  # The option by which a variable goes to the ranks; "": all of them go there.
+    sets: Mapping[str, str] = field(default_factory=dict)  # Variables for it.
+    sets_as_root: Mapping[str, str] = field(default_factory=dict)  # The same if the user is root.
+    sets_when_crowded: Mapping[str, str] = field(default_factory=dict)  # The same if there are more ranks than cores.
+    # Its options that are used with training jobs, without dashes, and the number of values of each.
     options: Mapping[str, int] = field(default_factory=dict)
-    tag: str = ""
-    interface: str = ""
-    ssh_arguments: tuple[str, ...] = ()
+    tag: str = ""  # Its option by which each line that it prints begins with the rank.
+    interface: str = ""  # The variable with the network interface.
+    ssh_arguments: tuple[str, ...] = ()  # The variables with arguments for ssh.
+    # The variables with which it starts processes on other hosts by something else than ssh.
     ssh_agents: tuple[str, ...] = ()
 
     # What it hands on, and what it prints.
+    # The signal by which `mpistrat run` has it hand SIGTERM on to the ranks; None: it cannot.
     handed_on: signal.Signals | None = None
-    hands_on_since: tuple[int, ...] = ()
+    hands_on_since: tuple[int, ...] = ()  # The least version with that.
+    # Patterns of its texts on how a process has ended, with the groups rank, host, code and signal.
     endings: tuple[bytes, ...] = ()
-    consequences: tuple[bytes, ...] = ()
-    errors: tuple[bytes, ...] = ()
+    consequences: tuple[bytes, ...] = ()  # Patterns of texts that say only that other processes were ended too.
+    errors: tuple[bytes, ...] = ()  # Patterns of texts that say what error of MPI it was.
+    # How texts begin that are a line each. Others stand between two lines of dashes.
     line_starts: tuple[bytes, ...] = ()
+    # Whether its exit code N is both that of a rank and that of a rank that signal N has killed.
     is_code_ambiguous: bool = False
 
 

@@ -51,9 +51,6 @@ class Line:
         connection: Both ends of it have proved that they know the secret.
         own: The address of this end: IP address and port, or of a Unix socket its name.
         peer: That of the other end.
-
-    Attributes:
-        own, peer: The arguments.
     """
 
     def __init__(self, connection: "Connection[bytes, bytes]", own: Address, peer: Address):
@@ -96,8 +93,7 @@ class Line:
     def receive(self) -> Message:
         """Wait for a message and return it.
 
-        Raises:
-            OSError: The other end has closed the line, or has ended, or its host is down.
+        Raises OSError: The other end has closed the line, or has ended, or its host is down.
         """
         try:
             found = json.loads(self._connection.recv_bytes(_MOST_BYTES))
@@ -130,9 +126,8 @@ class Line:
 def connect(addresses: Iterable[Address], secret: bytes, limit_s: float) -> Line:
     """Return a line to the process that listens at one of `addresses`: (host, port), or an abstract name.
 
-    Raises:
-        OSError: None of them answers within `limit_s`, or the process there does not know the secret. Its cause is the
-            error of the last address; None if there is no address.
+    Raises OSError: None of them answers within `limit_s`, or the process there does not know the secret. Its cause is
+    the error of the last address; None if there is no address.
     """
     until, problems, cause = time.monotonic() + limit_s, [], None
     for address in addresses:

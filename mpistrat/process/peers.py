@@ -36,33 +36,23 @@ class End(enum.Enum):
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where the centre listens.
+    """Where the centre listens."""
 
-    Attributes:
-        addresses: The addresses of its host.
-        port: The port.
-        secret: Random bytes, which the others must know.
-    """
-
-    addresses: Sequence[str]
-    port: int
-    secret: bytes
+    addresses: Sequence[str]  # The addresses of its host.
+    port: int  # The port.
+    secret: bytes  # Random bytes, which the others must know.
 
 
 class Peers:
     """The lines of one rank, until `stop` is called.
 
-    Args:
-        rank: This rank.
-        probes: Seconds between two probes, at least 1, and seconds without an answer after which a host is lost; None:
-            those of a line.
-
-    Attributes:
-        died: Ranks that have died, or whose host is lost, as far as this rank, or a peer that has left, knows.
+    `probes`: Seconds between two probes, at least 1, and seconds without an answer after which a host is lost; None:
+    those of a line.
     """
 
     def __init__(self, rank: int, probes: tuple[float, float] | None = None):
         self._rank, self._probes = rank, probes
+        # Ranks that have died, or whose host is lost, as far as this rank, or a peer that has left, knows.
         self.died: set[int] = set()
         self._lines: dict[Line, int] = {}  # of peers that have not ended
         self._left: list[Line] = []  # of peers that have left, and still want to know when this rank leaves
@@ -95,8 +85,7 @@ class Peers:
     def await_all(self, limit_s: float) -> None:
         """On the centre: wait until the lines of all ranks are there.
 
-        Raises:
-            OSError: None of those that are missing has arrived for `limit_s`.
+        Raises OSError: None of those that are missing has arrived for `limit_s`.
         """
         with self._changed:
             while missing := len(self._missing):
@@ -106,8 +95,7 @@ class Peers:
     def connect(self, invitation: Invitation, rank: int, limit_s: float) -> Line:
         """On another rank: connect to rank `rank`, and return the line, whose reader this object is.
 
-        Raises:
-            OSError: It cannot be reached within `limit_s`; with a problem for each address.
+        Raises OSError: It cannot be reached within `limit_s`; with a problem for each address.
         """
         line = connect([(address, invitation.port) for address in invitation.addresses], invitation.secret, limit_s)
         line.send(rank=self._rank)
@@ -117,8 +105,7 @@ class Peers:
     def watch(self, when_ended: Callable[[int, End], None] = lambda *_: None) -> None:
         """Notice the ends of peers from now on.
 
-        Args:
-            when_ended: Called with each peer that ends, and how it has ended, in a thread of this object.
+        `when_ended`: Called with each peer that ends, and how it has ended, in a thread of this object.
         """
         self._thread = threading.Thread(target=self._run, args=(when_ended,), name="mpistrat-peers", daemon=True)
         self._thread.start()
@@ -151,7 +138,6 @@ class Peers:
         self._woken.close()
 
     def _greet(self, line: Line) -> None:
-        """Take the line of a missing rank, in a thread of its own."""
         try:
             rank = line.receive()["rank"]
         except OSError:

@@ -13,21 +13,13 @@ _ENDED = "ZX"  # Zombies stay listed until their parent has collected their exit
 
 @dataclass(frozen=True)
 class Process:
-    """A process.
+    """A process."""
 
-    Attributes:
-        pid: Its number. The kernel may give the number to another process after this one has ended.
-        started: Its start time, in clock ticks since boot. `pid` and `started` together identify a process.
-        parent: The number of its parent process; 0 if the parent is in another container.
-        group: Its process group.
-        state: The kernel's letter for what it does.
-    """
-
-    pid: int
-    started: int
-    parent: int
-    group: int
-    state: str = field(default="", compare=False)
+    pid: int  # Its number. The kernel may give the number to another process after this one has ended.
+    started: int  # Its start time, in clock ticks since boot. `pid` and `started` together identify a process.
+    parent: int  # The number of its parent process; 0 if the parent is in another container.
+    group: int  # Its process group.
+    state: str = field(default="", compare=False)  # The kernel's letter for what it does.
 
     def is_alive(self) -> bool:
         """Whether the process has not ended."""

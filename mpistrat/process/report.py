@@ -54,19 +54,12 @@ _descriptor: int | None = None  # where mpirun reads, if stderr goes to a file
 
 @dataclass(frozen=True)
 class Report:
-    """Why a rank has failed.
+    """Why a rank has failed."""
 
-    Attributes:
-        rank: Its rank in MPI_COMM_WORLD.
-        host: The name of its host.
-        code: The exit code that it gives the job.
-        text: The user's frames and the message.
-    """
-
-    rank: int
+    rank: int  # Its rank in MPI_COMM_WORLD.
     host: str
-    code: int
-    text: ErrorText
+    code: int  # The exit code that it gives the job.
+    text: ErrorText  # The user's frames and the message.
 
     def lines(self) -> list[str]:
         """The lines to print, each with its end."""
@@ -80,24 +73,17 @@ class Report:
 
 
 class ReportReader:
-    """Collects the reports of all ranks from the lines of a stream.
-
-    Attributes:
-        started: The ranks that have said that they start, with host and process number.
-        in_init: The ranks that have called init().
-        handing_on: The ranks to which mpirun hands SIGTERM on.
-        without_init: The ranks that say that they have ended without init().
-        measured: What ranks have measured, as JSON.
-        last: The last operations of ranks that have told them, as lines of trace/last.py.
-    """
+    """Collects the reports of all ranks from the lines of a stream."""
 
     def __init__(self) -> None:
+        # The ranks that have said that they start, with host and process number.
         self.started: dict[int, tuple[str, int]] = {}
-        self.in_init: set[int] = set()
-        self.handing_on: set[int] = set()
-        self.without_init: set[int] = set()
+        self.in_init: set[int] = set()  # The ranks that have called init().
+        self.handing_on: set[int] = set()  # The ranks to which mpirun hands SIGTERM on.
+        self.without_init: set[int] = set()  # The ranks that say that they have ended without init().
         self._in_state = {IN_INIT: self.in_init, HANDS_ON: self.handing_on, WITHOUT_INIT: self.without_init}
-        self.measured: dict[int, str] = {}
+        self.measured: dict[int, str] = {}  # What ranks have measured, as JSON.
+        # The last operations of ranks that have told them, as lines of trace/last.py.
         self.last: dict[int, list[str]] = {}
         self._begun: list[tuple[int, str, int, dict[str, list[str]]]] = []
 

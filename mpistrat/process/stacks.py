@@ -84,9 +84,7 @@ def _decoded(text: str) -> str:
 def look(processes: Mapping[int, Process], rank: int) -> str:
     """Return where a rank is, or how to find out, as text that begins a new line. It takes up to 3 s.
 
-    Args:
-        processes: Those of other ranks of this host.
-        rank: Any rank.
+    `processes`: Those of other ranks of this host.
     """
     if rank not in processes:
         return f'\n"py-spy dump --pid PID" on its host shows where rank {rank} is.'
@@ -122,8 +120,7 @@ def _seen(output: bytes) -> str:
 def _text_of(threads: Iterable[tuple[str, list[Frame]]]) -> str:
     """The text of `where` on threads.
 
-    Args:
-        threads: In order. For each what it is called, which is "" for the main thread, and its frames, outermost first.
+    `threads`: In order. For each what it is called, which is "" for the main thread, and its frames, outermost first.
     """
     parts = []
     for name, every in threads:

@@ -21,28 +21,19 @@ LEAST_STEPS = _SKIPPED + 1
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What one rank has measured.
+    """What one rank has measured."""
 
-    Attributes:
-        steps: How many were timed; 0 if the script has ended before.
-        seconds: What they took.
-        rows: How many rows of this rank they had; None where nothing counts them.
-        is_global: Whether the script's batches are those of all ranks together, as under MPIStrategy.
-        counted: All steps, with those that were not timed.
-    """
-
-    steps: int
-    seconds: float
-    rows: int | None
-    is_global: bool
-    counted: int
+    steps: int  # How many were timed; 0 if the script has ended before.
+    seconds: float  # What they took.
+    rows: int | None  # How many rows of this rank they had; None where nothing counts them.
+    is_global: bool  # Whether the script's batches are those of all ranks together, as under MPIStrategy.
+    counted: int  # All steps, with those that were not timed.
 
 
 class StepTimer:
     """Times the steps of this rank until there were `last`.
 
-    Attributes:
-        is_in_fit: Whether fit counts the steps, so that averagings of gradients do not.
+    `is_in_fit`: Whether fit counts the steps, so that averagings of gradients do not.
     """
 
     def __init__(self, last: int, rank: int):

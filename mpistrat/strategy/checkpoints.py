@@ -108,7 +108,8 @@ def _save_model(obj: object, export_dir: str | os.PathLike, *args: object, **kwa
         return original()
     files.exchange_status()  # As in _write.
     with with_values_of(obj):
-        return files.write_once(os.path.join(export_dir, "saved_model.pb"), original)
+        files.write_once(os.path.join(export_dir, "saved_model.pb"), original)
+    return None
 
 
 def _is_asynchronous(options: Options) -> bool:

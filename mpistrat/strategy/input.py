@@ -58,7 +58,7 @@ class Pipelines:
             raise NotImplementedError("InputReplicationMode.PER_REPLICA is only supported in "
                                       "`distribute_datasets_from_function`.")
         policy = dataset.options().experimental_distribute.auto_shard_policy
-        compares = policy != _Policy.OFF and not runtime.current().settings.consistency_check_disable
+        compares = policy != _Policy.OFF and runtime.current().settings.is_checked
         batches, most, same = self._agree(dataset, sources_of(dataset) if compares and self._size > 1 else [])
         if self._size > 1:
             dataset = _with_own_memory(dataset)

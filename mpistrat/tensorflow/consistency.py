@@ -62,17 +62,12 @@ _all: "weakref.WeakSet[FirstSteps]" = weakref.WeakSet()
 
 @dataclass
 class _Exchange:
-    """The digests of all ranks.
+    """The digests of all ranks."""
 
-    Attributes:
-        place: Which of the lists of variables it is for. On other ranks it is the same, unless their programs differ.
-        labels: What users call the variables.
-        handle: Of the exchange, whose rows begin with the place.
-    """
-
+    # Which of the lists of variables it is for. On other ranks it is the same, unless their programs differ.
     place: int
-    labels: Sequence[str]
-    handle: Handle
+    labels: Sequence[str]  # What users call the variables.
+    handle: Handle  # Of the exchange, whose rows begin with the place.
 
 
 class FirstSteps:
@@ -80,20 +75,17 @@ class FirstSteps:
 
     Args:
         name: The same on all ranks.
-        process_set: The ranks that reduce.
         is_of_tapes: There may be several in a step, or a new one in each step. Reductions for other variables are
             looked at on their own.
         way_out: How each rank gets data of its own, for the warning.
-
-    Attributes:
-        is_paused: The weights are going to be broadcast, and reductions before that do not count.
-        is_done: There is nothing left to check.
-        digests_of: Returns the digest of each variable's value, or nothing if that is not known.
     """
 
     def __init__(self, name: str, process_set: ProcessSet = global_process_set, is_of_tapes: bool = False,
                  way_out: str = SHARD):
+        # is_paused: The weights are going to be broadcast, and reductions before that do not count.
+        # is_done: There is nothing left to check.
         self.is_paused = self.is_done = False
+        # Returns the digest of each variable's value, or nothing if that is not known.
         self.digests_of: Callable[[Sequence[Variable]], Digests] = digests_of_weights
         self._purpose, self._name = name, f"check/{name}"
         self._process_set, self._is_of_tapes, self._way_out = process_set, is_of_tapes, way_out
@@ -110,7 +102,7 @@ class FirstSteps:
         It raises MismatchError, on every rank, when the ranks train different weights. `may_read`: no variable changes
         before its gradient is reduced. Otherwise weights are not compared.
         """
-        if self.is_done or runtime.current().settings.consistency_check_disable:
+        if self.is_done or not runtime.current().settings.is_checked:
             return None
         in_graph = not tf.executing_eagerly()
         if self._is_of_tapes and not in_graph and not _is_due(self._count):
@@ -121,8 +113,7 @@ class FirstSteps:
     def conclude(self) -> None:
         """Decide now, if an epoch ends after two or three steps. All ranks call it, after as many reductions.
 
-        Raises:
-            MismatchError: On every rank, when the ranks train different weights.
+        Raises MismatchError: On every rank, when the ranks train different weights.
         """
         if not self._has_joined and not self.is_done:
             self._require_equal_weights()
@@ -294,7 +285,7 @@ def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of
             "variable that each rank has for itself is exempt with register_local_var (of the optimizer) or "
             "register_local_source (of the tape). If each rank adapts the weights on purpose before the gradient, as "
             "in MAML, give check_weights=False to DistributedGradientTape or DistributedOptimizer. "
-            "MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves out this check.")
+            "MPISTRAT_CHECK_ACTION=off leaves out this check.")
 
 
 def by_rank(rows: np.ndarray) -> list[Digests]:

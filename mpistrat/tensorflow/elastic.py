@@ -13,8 +13,8 @@ Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. For
 so is `commit` in such a job.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -102,7 +102,7 @@ class TensorFlowState(ObjectState):
         settings = runtime.current().settings
         if self._session is not None:
             return False
-        if not settings.check_every or number % settings.check_every or settings.consistency_check_disable:
+        if not settings.check_every or number % settings.check_every or not settings.is_checked:
             return False
         # Running statistics and random states may differ.
         compared = [v for v in self._variables if getattr(v, "trainable", True) and not is_local_of_any(v)]
@@ -116,6 +116,18 @@ class TensorFlowState(ObjectState):
         super()._broadcast(root)
 
 
+class Averaging(Protocol):
+    """What averages the weights of ranks that train by themselves: LocalSGD and DiLoCo of mpistrat.keras.callbacks."""
+
+    @property
+    def variables(self) -> list[Any]: ...
+
+    @property
+    def prepare(self) -> Callable[[Any], None]: ...
+
+    def before_commit(self) -> bool: ...
+
+
 class TensorFlowKerasState(TensorFlowState):
     """A Keras model, its optimizer, and Python objects that are the state of a training script.
 
@@ -123,13 +135,16 @@ class TensorFlowKerasState(TensorFlowState):
         model: A model that has its weights already.
         optimizer: Default: the one that the model was compiled with. Its variables are created if they do not exist.
         backend: Accepted for compatibility with Horovod, ignored.
+        averaging: The hvd.callbacks.LocalSGD or DiLoCo with which the model is trained. In an elastic job the ranks
+            synchronise before a commit, which keeps its state too.
         kwargs: Python objects, see ObjectState.
 
     Raises:
         ValueError: The model has no weights yet.
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, backend: object = None, **kwargs: Any):
+    def __init__(self, model: Any, optimizer: Any = None, backend: object = None, averaging: Averaging | None = None,
+                 **kwargs: Any):
         if not model.built or not model.weights:
             raise ValueError("the model has no weights yet. Call model.build(input_shape), or give it an Input layer, "
                              "before its state is made.")
@@ -137,15 +152,19 @@ class TensorFlowKerasState(TensorFlowState):
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         if self.optimizer is not None:
             build(self.optimizer, model.trainable_variables)
-        super().__init__([*model.weights, *(variables_of(self.optimizer) if self.optimizer is not None else ())],
-                         **kwargs)
+        self._averaging = averaging
+        if averaging is not None:
+            averaging.prepare(model)
+        super().__init__([*model.weights, *(variables_of(self.optimizer) if self.optimizer is not None else ()),
+                          *(averaging.variables if averaging is not None else ())], **kwargs)
 
     def _compare(self, number: int) -> bool:
         """Also give all ranks the mean of their sums of gradients that wait for an update, which is the same update.
 
         Each rank has sums of its own rows, and new processes get those of one rank.
         """
-        has_changed = super()._compare(number)
+        has_changed = self._averaging is not None and self._averaging.before_commit()
+        has_changed = super()._compare(number) or has_changed
         if runtime.current().topology.size == 1:
             return has_changed
         for op, waiting in self._waiting_gradients().items():

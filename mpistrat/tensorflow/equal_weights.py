@@ -51,7 +51,6 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
         variables: Keras variables or tf.Variables; on all ranks as many, in the same order.
         name: Begins the names of the collectives.
         place: When this is, for messages: "at the end of epoch 3".
-        process_set: The ranks that take part.
         suspects: A sentence on what may be the cause in this training, for the message.
         causes: The usual causes, and the way out.
         action: What a difference is. "abort": an error. "warn": a warning of the first rank. "repair": all ranks get
@@ -96,7 +95,7 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     problem = f"{place} the ranks have different weights, so they no longer train one model: {where} " \
         f"{suspects}{' ' if suspects else ''}Usual causes: {causes}"
     if action == "abort" or not have_same_shapes:
-        raise MismatchError(f"{problem} MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 leaves out this check.")
+        raise MismatchError(f"{problem} MPISTRAT_CHECK_ACTION=off leaves out this check.")
     majority = largest_group([of_rank for of_rank, _ in of_ranks])
     consequence = "Training goes on with them, because MPISTRAT_CHECK_ACTION is warn."
     if action == "repair":
@@ -112,8 +111,7 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
 def largest_group(values: Sequence[object]) -> list[int]:
     """The ranks of the largest group with the same value; of groups of that size the one with the lowest rank. Local.
 
-    Args:
-        values: Of each rank.
+    `values`: Of each rank.
     """
     groups = [[rank for rank, value in enumerate(values) if value == other] for other in values]
     return max(groups, key=len)

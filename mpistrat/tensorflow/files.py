@@ -18,29 +18,22 @@ import tensorflow as tf
 from ..api import ops as array_ops
 from ..api import runtime
 from ..api.process_sets import ProcessSet, global_process_set
-from ..core.errors import CollectiveError, EngineError, ShutdownError
+from ..core.errors import CollectiveError, ShutdownError
 from . import names
 
 T = TypeVar("T")
-# An attribute of exceptions that have been raised on all ranks.
-SHARED = "_mpistrat_shared"
 
 
 @dataclass(frozen=True)
 class FileStatus:
-    """The status of a file on one rank.
+    """The status of a file on one rank."""
 
-    Attributes:
-        path: Its absolute path; "" if this is about no file.
-        error: The error there was: errno or None, whether it is an OSError, and the text.
-        stamp: Time of change and size of the file, as this rank sees it; None if there is none.
-        value: Anything else to send to the other ranks.
-    """
-
-    path: str = ""
+    path: str = ""  # Its absolute path; "" if this is about no file.
+    # The error there was: errno or None, whether it is an OSError, and the text.
     error: tuple[int | None, bool, str] | None = None
+    # Time of change and size of the file, as this rank sees it; None if there is none.
     stamp: tuple[int, int] | None = None
-    value: Any = None
+    value: Any = None  # Anything else to send to the other ranks.
 
 
 class _State(threading.local):
@@ -65,9 +58,9 @@ def is_alone() -> bool:
 def alone() -> Iterator[None]:
     """A context for what one rank does without the others: nothing in it is a collective of the strategy.
 
-    write_once and on_chief only call their function, new variables get this rank's initial value, and a variable that
-    is aggregated when it is read has the value that `known` was given, or else this rank's. Anything else that would
-    wait for the other ranks is an error.
+    write_once only calls its function, new variables get this rank's initial value, and a variable that is aggregated
+    when it is read has the value that `known` was given, or else this rank's. Anything else that would wait for the
+    other ranks is an error.
     """
     before, _state.alone = _state.alone, True
     try:
@@ -91,16 +84,12 @@ def known_value(variable: tf.Variable) -> tf.Tensor | None:
     return _state.known.get(variable.ref())
 
 
-def write_once(path: str, write: Callable[[], object], value: Callable[[], Any] = lambda: None) -> Any:
+def write_once(path: str, write: Callable[[], object]) -> None:
     """Call `write` on the chief, and on each other rank that must write to have the file. Collective.
 
     Args:
         path: The file or directory, on this rank.
         write: Writes it; must not be collective.
-        value: Called on the chief after the write.
-
-    Returns:
-        The chief's value.
 
     Raises:
         OSError: On every rank, when a rank could not write.
@@ -108,20 +97,17 @@ def write_once(path: str, write: Callable[[], object], value: Callable[[], Any] 
     """
     if is_alone():
         write()
-        return value()
+        return
     topology = runtime.current().topology
     own = path if "://" in path else os.path.abspath(path)
     _, error = attempt(write) if topology.rank == 0 else (None, None)
-    statuses = exchange_status(error, own, value() if topology.rank == 0 and error is None else None)
-    if statuses is None:
-        return value()
-    if len(topology.hosts) > 1 or any(status.path != own for status in statuses):
+    statuses = exchange_status(error, own)
+    if statuses is not None and (len(topology.hosts) > 1 or any(status.path != own for status in statuses)):
         error = None
         if writes_too(topology.rank, [status.path for status in statuses], topology.local_ranks,
                       statuses[0].stamp == _stamp(own)):
             _, error = attempt(write)
         exchange_status(error, own)
-    return statuses[0].value
 
 
 def writes_too(rank: int, paths: Sequence[str], local_ranks: Sequence[int], sees_file: bool) -> bool:
@@ -135,30 +121,6 @@ def writes_too(rank: int, paths: Sequence[str], local_ranks: Sequence[int], sees
         return paths.index(paths[rank]) == rank
     return not sees_file and 0 not in local_ranks and \
         rank == min(other for other in local_ranks if paths[other] == paths[0])
-
-
-def on_chief(action: Callable[[], T]) -> T:
-    """Call `action` on rank 0 only, and return its result on all ranks. Collective; errors as in write_once."""
-    if is_alone():
-        return action()
-    result, error = attempt(action) if runtime.current().topology.rank == 0 else (None, None)
-    statuses = exchange_status(error, value=result)
-    return result if statuses is None else statuses[0].value  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def errors_shared() -> Iterator[None]:
-    """A context that raises on all ranks when one rank fails in it: at their next exchange, or at the end. Collective.
-
-    All ranks must enter it.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not getattr(error, SHARED, False) and not isinstance(error, EngineError):
-            exchange_status(error)
-        raise
-    exchange_status(None)
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -195,15 +157,12 @@ def exchange_status(error: Exception | None = None, path: str = "", value: objec
             raise error from None
         return None
     if error is not None:
-        setattr(error, SHARED, True)
         raise error
     for rank, other in zip(process_set.group("files").topology.job_ranks, statuses, strict=True):
         if other.error is not None:
             number, is_os_error, text = other.error
             text = f"rank {rank}: {text}"
-            raised = (OSError(number, text) if number else OSError(text)) if is_os_error else CollectiveError(text)
-            setattr(raised, SHARED, True)
-            raise raised
+            raise (OSError(number, text) if number else OSError(text)) if is_os_error else CollectiveError(text)
     return statuses
 
 

@@ -69,17 +69,11 @@ class GradientGroups:
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """How gradients are sent.
+    """How gradients are sent."""
 
-    Attributes:
-        compression: One of Compression.
-        sparse_as_dense: Whether to convert tf.IndexedSlices to dense tensors first.
-        groups: Which gradients are reduced together.
-    """
-
-    compression: type[Compressor] = Compression.none
-    sparse_as_dense: bool = False
-    groups: GradientGroups = field(default_factory=GradientGroups)
+    compression: type[Compressor] = Compression.none  # One of Compression.
+    sparse_as_dense: bool = False  # Whether to convert tf.IndexedSlices to dense tensors first.
+    groups: GradientGroups = field(default_factory=GradientGroups)  # Which gradients are reduced together.
 
 
 def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,

@@ -51,8 +51,7 @@ def topology_of(process_set: int) -> Topology:
 def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
     """This rank's place in a process set, and the number of its ranks: if ranks may be lost, when the graph runs.
 
-    Raises:
-        InvalidRequestError: As topology_of.
+    Raises InvalidRequestError: As topology_of.
     """
     topology = topology_of(process_set)
     if tf.executing_eagerly() or not runtime.current().losses.is_tolerant:
@@ -201,8 +200,7 @@ def equal_parts(joined: Sequence[tf.Tensor], values: Sequence[tf.Tensor], name: 
                 axis: int = 0) -> list[tf.Tensor]:
     """This rank's parts of what has the shape of gathered `values`, if all ranks have given as many rows. Local.
 
-    Raises:
-        InvalidRequestError: They have not, as far as the shapes are known. `name` is that of the gather.
+    Raises InvalidRequestError: They have not, as far as the shapes are known. `name` is that of the gather.
     """
     topology = topology_of(process_set)
     for whole, value in zip(joined, values, strict=True):

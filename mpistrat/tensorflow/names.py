@@ -129,13 +129,10 @@ class OptimizerName:
         process_set: The id of the ranks that average.
         original: The name of the optimizer that this one is a copy of: the copy is numbered among those of the
             original, so that a copy on one rank only does not change the names of other optimizers.
-
-    Attributes:
-        place: The number among all optimizers of this process, for their order.
     """
 
     def __init__(self, process_set: int, original: "OptimizerName | None" = None):
-        self.place = next(_places)
+        self.place = next(_places)  # The number among all optimizers of this process, for their order.
         self._thread, self._process_set = _kind_of_this_thread(), process_set
         self._group = self._thread, process_set, _run_of(process_set)
         self._name, self._original, self._copies = "", original, itertools.count(1)
@@ -152,9 +149,8 @@ class OptimizerName:
     def __call__(self) -> str:
         """The name. The optimizer begins to average.
 
-        Raises:
-            InvalidRequestError: The optimizer was not made in the main thread, and another thread, which the ranks
-                cannot distinguish from this one, may have made it.
+        Raises InvalidRequestError: The optimizer was not made in the main thread, and another thread, which the ranks
+        cannot distinguish from this one, may have made it.
         """
         if self._original is not None:
             return f"{self._original()}/copy{self._number}"

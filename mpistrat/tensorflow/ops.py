@@ -261,7 +261,6 @@ def as_tensor(value: Reducible) -> Tensor:
 def name_of(operation: str, name: str | None, process_set: int, ignore_name_scope: bool = False) -> str:
     """The name by which the ranks match a collective: the user's, if there is one. In a graph a new one for each call.
 
-    Raises:
-        InvalidRequestError: As names.made.
+    Raises InvalidRequestError: As names.made.
     """
     return given(name, ignore_name_scope) if name else made(operation, process_set)

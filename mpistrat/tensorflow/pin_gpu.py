@@ -25,8 +25,8 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
          process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Do what mpistrat.init does, and then make TensorFlow use only this rank's GPU, as pin_gpu does. Collective.
 
-    The GPUs stay as they are if MPISTRAT_PIN_GPU is 0; if this process has chosen its visible GPUs or configured
-    logical ones before; or if it has begun to use them. After init() it may still choose others by
+    The GPUs stay as they are if MPISTRAT_BIND is cores or none; if this process has chosen its visible GPUs or
+    configured logical ones before; or if it has begun to use them. After init() it may still choose others by
     tf.config.set_visible_devices, as long as it has not begun to use them.
 
     Args:
@@ -90,8 +90,8 @@ def pin_by_default() -> None:
 
 def _reason_to_leave() -> str:
     """Why the GPUs stay as they are; "" if pin_gpu() may choose."""
-    if not runtime.current().settings.pin_gpu:
-        return "MPISTRAT_PIN_GPU is 0"
+    if (bind := runtime.current().settings.bind) not in ("all", "gpu"):
+        return f"MPISTRAT_BIND is {bind}"
     gpus = tf.config.list_physical_devices("GPU")
     visible = tf.config.get_visible_devices("GPU")
     # What an earlier init() has chosen does not bind a later one, in which this rank may have another local rank.

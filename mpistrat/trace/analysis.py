@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..core.quantised import FORMATS
 from .records import NO_STEP, Record, arrival_of, by_operation
 from .spans import Span, length, union
 from .timeline import label
@@ -17,115 +18,70 @@ _OWN = re.compile(r"check/|elastic\.|(?:.*/)?optimizer\d+/(?:fit|callbacks|weigh
 
 @dataclass(frozen=True)
 class RankTime:
-    """Where the time of one rank went, as shares of the whole timeline. The first four add up to 1.
-
-    Attributes:
-        rank: The rank.
-        computing: No operation was outstanding.
-        waiting: An operation was outstanding, which some rank had not submitted.
-        agreeing: All ranks had submitted what was outstanding, and nothing was reduced: negotiation and queue.
-        moving: A reduction ran, or a gather or another operation.
-        hidden: The share of the time of reductions in which the same step still made gradients; None without steps.
-    """
+    """Where the time of one rank went, as shares of the whole timeline. The first four add up to 1."""
 
     rank: int
-    computing: float
-    waiting: float
-    agreeing: float
-    moving: float
+    computing: float  # No operation was outstanding.
+    waiting: float  # An operation was outstanding, which some rank had not submitted.
+    agreeing: float  # All ranks had submitted what was outstanding, and nothing was reduced: negotiation and queue.
+    moving: float  # A reduction ran, or a gather or another operation.
+    # The share of the time of reductions in which the same step still made gradients; None without steps.
     hidden: float | None
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that came last.
-
-    Attributes:
-        rank: The rank.
-        operations: In how many operations it was the last.
-        late_s: How late it was in them after the first rank, the median.
-        cost_s: For how long some rank has waited for it.
-    """
+    """A rank that came last."""
 
     rank: int
-    operations: int
-    late_s: float
-    cost_s: float
+    operations: int  # In how many operations it was the last.
+    late_s: float  # How late it was in them after the first rank, the median.
+    cost_s: float  # For how long some rank has waited for it.
 
 
 @dataclass(frozen=True)
 class Unfused:
-    """Operations that shared no reduction with another one, for the same reason. mpistrat's own are left out.
+    """Operations that shared no reduction with another one, for the same reason. mpistrat's own are left out."""
 
-    Attributes:
-        reason: The reason, as a clause.
-        operations: How many there were, on one rank of each process set.
-        names: Their names, the most frequent ones first.
-    """
-
-    reason: str
-    operations: int
-    names: tuple[str, ...]
+    reason: str  # The reason, as a clause.
+    operations: int  # How many there were, on one rank of each process set.
+    names: tuple[str, ...]  # Their names, the most frequent ones first.
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """An operation on which the ranks had not agreed when the job failed.
-
-    Attributes:
-        name: Its name.
-        waiting: The ranks that had submitted it.
-        missing: Those that had not.
-        absent: How many more take part, of which the timeline has nothing.
-        seconds: For how long the first one had waited.
-    """
+    """An operation on which the ranks had not agreed when the job failed."""
 
     name: str
-    waiting: tuple[int, ...]
-    missing: tuple[int, ...]
-    absent: int
-    seconds: float
+    waiting: tuple[int, ...]  # The ranks that had submitted it.
+    missing: tuple[int, ...]  # Those that had not.
+    absent: int  # How many more take part, of which the timeline has nothing.
+    seconds: float  # For how long the first one had waited.
 
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast one rank's tensors were reduced or gathered.
+    """How fast one rank's tensors were reduced or gathered."""
 
-    Attributes:
-        what: "SHM_ALLREDUCE", say.
-        operations, nbytes: How many there were, and their bytes.
-        bytes_per_s: While such an operation ran.
-    """
-
-    what: str
+    what: str  # "SHM_ALLREDUCE", say.
+    # operations, nbytes: How many there were, and their bytes.
     operations: int
     nbytes: int
-    bytes_per_s: float
+    bytes_per_s: float  # While such an operation ran.
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """See above.
+    """What the records of a timeline say."""
 
-    Attributes:
-        seconds: From the first submission to the last result.
-        steps: How many steps of training the timeline has.
-        operations: How many operations were carried out, each counted once.
-        ranks: In order.
-        stragglers: The one that has cost most comes first.
-        unfinished: The one that has waited for longest comes first.
-        unfused: The most frequent reason comes first.
-        rates: In the order of their names; of the lowest rank of each process set.
-    """
-
-    seconds: float
-    steps: int
-    operations: int
-    ranks: tuple[RankTime, ...]
-    stragglers: tuple[Straggler, ...]
-    unfinished: tuple[Unfinished, ...]
-    unfused: tuple[Unfused, ...]
-    rates: tuple[Rate, ...]
+    seconds: float  # From the first submission to the last result.
+    steps: int  # How many steps of training the timeline has.
+    operations: int  # How many operations were carried out, each counted once.
+    ranks: tuple[RankTime, ...]  # In order.
+    stragglers: tuple[Straggler, ...]  # The one that has cost most comes first.
+    unfinished: tuple[Unfinished, ...]  # The one that has waited for longest comes first.
+    unfused: tuple[Unfused, ...]  # The most frequent reason comes first.
+    rates: tuple[Rate, ...]  # In the order of their names; of the lowest rank of each process set.
 
 
 def analyse(records: Sequence[Record]) -> Analysis:
@@ -220,6 +176,8 @@ def _unfused(records: Sequence[Record]) -> tuple[Unfused, ...]:
 def _reason(record: Record, others: Sequence[Record]) -> str:
     if record.kind not in _FUSED or record.op == "adasum":
         return f"{'an adasum' if record.op == 'adasum' else record.kind} is never fused"
+    if record.dtype.endswith(tuple(f" as {name}" for name in FORMATS)):
+        return f"{record.dtype} is never fused"
     fused = [other for other in others if other.kind in _FUSED and other.op != "adasum"]
     if not fused:
         return "nothing else was ready"

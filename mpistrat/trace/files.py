@@ -268,8 +268,7 @@ def _perfetto_spans(data: bytes) -> tuple[list[tuple[str, int, Values]], bool]:
 def _packet(data: bytes, place: int) -> tuple[int, int]:
     """Where the packet at `place` begins and ends. It ends behind the data if that is cut.
 
-    Raises:
-        ValueError: There is none.
+    Raises ValueError: There is none.
     """
     if not data.startswith(_PACKET, place):
         raise ValueError(f"it has no packet of Perfetto at byte {place}.")

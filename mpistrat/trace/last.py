@@ -35,13 +35,8 @@ class Teller:
     """Keeps the last operations of this rank, and tells them. The tracer calls it.
 
     Args:
-        topology: The ranks of the job.
         offsets: See Tracer.
         tell: Takes the lines of LastOperations.
-
-    Attributes:
-        has_failed: A rank has failed.
-        has_told: Set when the lines were told.
     """
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], tell: Callable[[list[str]], None]):
@@ -49,8 +44,8 @@ class Teller:
         self._last: deque[_Kept] = deque(
             maxlen=max(TOLD_OPERATIONS_LEAST, min(TOLD_OPERATIONS, TOLD_OPERATIONS_OF_ALL // topology.size)))
         self._in_flight: list[_Kept] = []
-        self.has_failed = False
-        self.has_told = threading.Event()
+        self.has_failed = False  # A rank has failed.
+        self.has_told = threading.Event()  # Set when the lines were told.
 
     def keep(self, operation: Operation, traced: Traced, step: int) -> None:
         """An operation is complete. In the order in which they were."""
@@ -79,22 +74,15 @@ class Teller:
 
 @dataclass(frozen=True)
 class LastOperations:
-    """The last operations of one rank, and what it had submitted and the ranks had not agreed on.
+    """The last operations of one rank, and what it had submitted and the ranks had not agreed on."""
 
-    Attributes:
-        rank: Its rank in the job.
-        size: How many ranks the job has.
-        host: The name of its host.
-        offsets: How many nanoseconds the clocks of ranks are ahead of rank 0's, as far as this rank knows. Those that
-            are not in it are equal.
-        records: In order, with times of its own clock.
-    """
-
-    rank: int
-    size: int
+    rank: int  # Its rank in the job.
+    size: int  # How many ranks the job has.
     host: str
+    # How many nanoseconds the clocks of ranks are ahead of rank 0's, as far as this rank knows. Those that are not in
+    # it are equal.
     offsets: Mapping[int, int] = field(default_factory=dict)
-    records: Sequence[Record] = ()
+    records: Sequence[Record] = ()  # In order, with times of its own clock.
 
     def lines(self) -> list[str]:
         """Lines of printable ASCII, which `from_lines` reads."""
@@ -103,11 +91,7 @@ class LastOperations:
 
 
 def from_lines(lines: Sequence[str]) -> LastOperations:
-    """The inverse of LastOperations.lines.
-
-    Raises:
-        ValueError: A line was cut, or is of another version.
-    """
+    """The inverse of LastOperations.lines. Raises ValueError: A line was cut, or is of another version."""
     try:
         head, *messages = (zlib.decompress(b64decode(line, validate=True)) for line in lines)
         rank, size, host, offsets = json.loads(head)
@@ -124,8 +108,7 @@ def _encode(message: bytes) -> bytes:
 def save(told: Iterable[Sequence[str]]) -> str:
     """Write a timeline to a new file of FAILURES, in the current directory. Returns a sentence on it; "" without one.
 
-    Args:
-        told: The lines of each rank. A rank whose lines were cut is left out.
+    `told`: The lines of each rank. A rank whose lines were cut is left out.
     """
     ranks = []
     for lines in told:

@@ -16,17 +16,13 @@ class Read(NamedTuple):
 
 
 class Reader:
-    """Reads the rings. One thread at a time.
-
-    Attributes:
-        steps: Counts the steps of the script.
-        operations: How many operations this rank has completed, with those that the rings have lost.
-        nbytes: Bytes of those that were read.
-    """
+    """Reads the rings. One thread at a time."""
 
     def __init__(self) -> None:
         self._next: dict[int, int] = {}  # The serial of the next operation of each process set.
-        self.steps = StepCounter()
+        self.steps = StepCounter()  # Counts the steps of the script.
+        # operations: How many operations this rank has completed, with those that the rings have lost.
+        # nbytes: Bytes of those that were read.
         self.operations = self.nbytes = 0
 
     def read(self, every: Mapping[int, Traced]) -> tuple[list[Read], int]:

@@ -35,7 +35,6 @@ class Recording:
     """The timeline that is recorded, or none.
 
     Args:
-        topology: The ranks of the job.
         offsets: The offset of each rank's clock. Rank 0 uses it.
         send: Sends a message to rank 0, or from there to all ranks.
         waiting: The messages that were not sent yet.

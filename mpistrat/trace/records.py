@@ -20,36 +20,23 @@ NO_STEP = -1  # of a record before the first step; StepCounter counts from there
 
 
 class Record(NamedTuple):
-    """An operation of one rank. Times are nanoseconds, in a message of that rank's clock, in a timeline of rank 0's.
+    """An operation of one rank. Times are nanoseconds, in a message of that rank's clock, in a timeline of rank 0's."""
 
-    Attributes:
-        rank: The rank of the job.
-        process_set: The id of the process set.
-        ranks: How many ranks the set has.
-        backend: What reduces tensors on CPUs.
-        name: The name of the operation.
-        kind: "allreduce" and so on, a value of CollectiveType.
-        op: The reduction; "" for an operation that does not reduce.
-        dtype: That of the tensors; joined by "+" if there are several.
-        device: "cpu" or "gpu".
-        number, bucket, nbytes, submitted, agreed, began, ended, delivered: As in Operation. The number is negative if
-            the ranks had not agreed on the operation when this rank failed; the later times are that moment.
-        step: The step of training, from 0; NO_STEP before the first one.
-    """
-
-    rank: int
+    rank: int  # The rank of the job.
     process_set: int
-    ranks: int
-    backend: str
+    ranks: int  # How many ranks the set has.
+    backend: str  # What reduces tensors on CPUs.
     name: str
-    kind: str
-    op: str
-    dtype: str
-    device: str
+    kind: str  # "allreduce" and so on, a value of CollectiveType.
+    op: str  # The reduction; "" for an operation that does not reduce.
+    dtype: str  # That of the tensors, joined by "+"; and " as " what they are sent as, if that is another one.
+    device: str  # "cpu" or "gpu".
+    # number, bucket, nbytes, submitted, agreed, began, ended, delivered: As in Operation. The number is negative if the
+    # ranks had not agreed on the operation when this rank failed; the later times are that moment.
     number: int
     bucket: int
     nbytes: int
-    step: int
+    step: int  # The step of training, from 0; NO_STEP before the first one.
     submitted: int
     agreed: int
     began: int
@@ -71,17 +58,11 @@ _HEAD = Record._fields.index("number")  # The fields from here on differ among o
 
 
 class Arrival(NamedTuple):
-    """When the ranks came to an operation.
+    """When the ranks came to an operation."""
 
-    Attributes:
-        first: When the first rank has submitted it.
-        last: When the last rank has.
-        rank: That last rank.
-    """
-
-    first: int
-    last: int
-    rank: int
+    first: int  # When the first rank has submitted it.
+    last: int  # When the last rank has.
+    rank: int  # That last rank.
 
 
 def arrival_of(records: Iterable[Record]) -> Arrival | None:
@@ -102,9 +83,10 @@ def record_of(rank: int, operation: Operation, ranks: int, backend: str, step: i
     """The record of an operation of a rank; `ranks` and `backend` as in Traced."""
     request = operation.request
     is_reduced = request.kind in (CollectiveType.ALLREDUCE, CollectiveType.REDUCESCATTER)
+    dtype = "+".join(sorted({tensor.dtype for tensor in request.tensors}))
     return Record(rank, request.process_set, ranks, backend, request.name[:_MOST_CHARACTERS],
                   request.kind.value, request.scaled.op.name.lower() if is_reduced else "",
-                  "+".join(sorted({tensor.dtype for tensor in request.tensors})), request.device, operation.number,
+                  f"{dtype} as {request.wire_dtype}" if request.wire_dtype else dtype, request.device, operation.number,
                   operation.bucket, operation.nbytes, step, *operation[5:])
 
 

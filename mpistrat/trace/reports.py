@@ -27,16 +27,13 @@ class Reports:
     """The reports of this rank, and on rank 0 those of all ranks.
 
     Args:
-        topology: The ranks of the job.
         place: Returns where in the script this rank is, for sentences on a rank that is slow.
         status: Where rank 0 writes the reports; None: nowhere.
-
-    Attributes:
-        stragglers: On rank 0, knows which ranks it has named.
     """
 
     def __init__(self, topology: Topology, place: Callable[[], str], status: StatusFile | None):
         self._topology, self._place, self._status = topology, place, status
+        # stragglers: On rank 0, knows which ranks it has named.
         self._use, self.stragglers = ProcessorUse(), StragglerWatch()
         self._newest: dict[int, dict[str, Any]] = {}  # the report of each rank
         self._totals: dict[int, Totals] = {topology.rank: Totals()}

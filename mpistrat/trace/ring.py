@@ -12,31 +12,18 @@ from ..core.request import Request
 
 
 class Operation(NamedTuple):
-    """An operation that is complete. Times are nanoseconds of this host's CLOCK_MONOTONIC.
+    """An operation that is complete. Times are nanoseconds of this host's CLOCK_MONOTONIC."""
 
-    Attributes:
-        serial: Its place in the ring, from 0. Operations are recorded when they are complete.
-        number: Its place in the order in which its process set executes, the same on all ranks of the set.
-        bucket: The number of the first operation in the same reduction.
-        request: What the ranks have agreed on.
-        nbytes: Bytes of this rank's tensors.
-        submitted: When this rank has submitted it; 0: it waits in join(), and has not.
-        agreed: When this rank learned that all ranks have.
-        began: When the reduction began.
-        ended: When the reduction ended. On a GPU, when this rank saw that.
-        delivered: When the result was handed over.
-    """
-
-    serial: int
-    number: int
-    bucket: int
-    request: Request
-    nbytes: int
-    submitted: int
-    agreed: int
-    began: int
-    ended: int
-    delivered: int
+    serial: int  # Its place in the ring, from 0. Operations are recorded when they are complete.
+    number: int  # Its place in the order in which its process set executes, the same on all ranks of the set.
+    bucket: int  # The number of the first operation in the same reduction.
+    request: Request  # What the ranks have agreed on.
+    nbytes: int  # Bytes of this rank's tensors.
+    submitted: int  # When this rank has submitted it; 0: it waits in join(), and has not.
+    agreed: int  # When this rank learned that all ranks have.
+    began: int  # When the reduction began.
+    ended: int  # When the reduction ended. On a GPU, when this rank saw that.
+    delivered: int  # When the result was handed over.
 
 
 class OperationRing(Observer):
@@ -71,18 +58,11 @@ class OperationRing(Observer):
 
 @dataclass(frozen=True)
 class Traced:
-    """What the trace reads of the engine of one process set.
+    """What the trace reads of the engine of one process set."""
 
-    Attributes:
-        ring: Its last operations.
-        ranks: How many ranks the set has.
-        backend: What reduces tensors on CPUs.
-        in_flight: Returns what is submitted and not complete.
-        choices: Returns what this rank has chosen for all ranks by the times of collectives, in sentences.
-    """
-
-    ring: OperationRing
-    ranks: int
-    backend: str
-    in_flight: Callable[[], Iterable[Entry]]
+    ring: OperationRing  # Its last operations.
+    ranks: int  # How many ranks the set has.
+    backend: str  # What reduces tensors on CPUs.
+    in_flight: Callable[[], Iterable[Entry]]  # Returns what is submitted and not complete.
+    # Returns what this rank has chosen for all ranks by the times of collectives, in sentences.
     choices: Callable[[], list[str]] = list

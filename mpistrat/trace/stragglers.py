@@ -22,18 +22,13 @@ _MOST_OF_COST = 2 / 3
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank for which the others wait.
+    """A rank for which the others wait."""
 
-    Attributes:
-        rank, host: Which one.
-        cost: The share of the time that the others wait longer for other ranks than it does.
-        cause: What it does meanwhile, as the end of a sentence.
-    """
-
+    # rank, host: Which one.
     rank: int
     host: str
-    cost: float
-    cause: str
+    cost: float  # The share of the time that the others wait longer for other ranks than it does.
+    cause: str  # What it does meanwhile, as the end of a sentence.
 
     def __str__(self) -> str:
         return (f"rank {self.rank} on {self.host} is slower than the others, which wait for it {self.cost:.0%} of the "

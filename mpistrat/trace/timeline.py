@@ -24,13 +24,8 @@ class Timeline:
     """Writes the records of all ranks to a file.
 
     Args:
-        file: The file.
         hosts: The host of each rank.
         mark_cycles: Whether to mark when each rank begins to execute what was agreed on together.
-
-    Attributes:
-        operations: How many were written.
-        lost: How many were not, because they came faster than they could be read.
     """
 
     def __init__(self, file: TraceFile, hosts: Sequence[str], mark_cycles: bool):
@@ -44,14 +39,12 @@ class Timeline:
         self._cycles: dict[int, int] = {}
         self._choices: set[str] = set()
         self._now = 0  # the end of the last operation of rank 0
+        # operations: How many were written.
+        # lost: How many were not, because they came faster than they could be read.
         self.operations = self.lost = 0
 
     def add(self, records: Iterable[Record]) -> None:
-        """Write records, whose times are of rank 0's clock.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Write records, whose times are of rank 0's clock. Raises OSError: The file cannot be written."""
         for record in records:
             self.operations += 1
             self._write(record)
@@ -132,8 +125,7 @@ def label(record: Record) -> str:
 def records_in(spans: Iterable[tuple[str, int, Values]]) -> list[Record]:
     """The records that a file has, from files.spans_in.
 
-    Raises:
-        ValueError: A field is missing, or is of another type: another version of mpistrat has written the file.
+    Raises ValueError: A field is missing, or is of another type: another version of mpistrat has written the file.
     """
     records = []
     for name, begin, values in spans:

@@ -15,20 +15,16 @@ class StepCounter:
 
     So it is a step of the distributed optimizer, of the tape or of the strategy. Two optimizers with names of their own
     that take turns make one step.
-
-    Attributes:
-        steps: How many have begun.
     """
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = 0  # How many have begun.
         self._names: set[tuple[int, str]] = set()
 
     def add(self, request: Request) -> int:
         """The step that a request belongs to, from 0; NO_STEP before the first one.
 
-        Args:
-            request: They come in the order in which they were executed.
+        `request`: They come in the order in which they were executed.
         """
         # Gradients are the only reductions that have the user's names of the tensors.
         if request.labels and request.kind is CollectiveType.ALLREDUCE:
@@ -42,20 +38,14 @@ class StepCounter:
 
 @dataclass
 class Totals:
-    """The sums of a rank over the intervals in which it had collectives, without the first one, in which it starts.
+    """The sums of a rank over the intervals in which it had collectives, without the first one, in which it starts."""
 
-    Attributes:
-        seconds: The length of these intervals.
-        waiting_s, moving_s: The parts of it in which it waited for other ranks, and for the bytes.
-        steps: Steps of training in them; 0 where nothing counts them.
-        operations: Collectives in them.
-    """
-
-    seconds: float = 0.0
+    seconds: float = 0.0  # The length of these intervals.
+    # waiting_s, moving_s: The parts of it in which it waited for other ranks, and for the bytes.
     waiting_s: float = 0.0
     moving_s: float = 0.0
-    steps: int = 0
-    operations: int = 0
+    steps: int = 0  # Steps of training in them; 0 where nothing counts them.
+    operations: int = 0  # Collectives in them.
 
     def __post_init__(self) -> None:
         self._before: tuple[int, int] | None = None

@@ -45,27 +45,21 @@ class Tracer(Observer):
     """Reads the rings of this rank's engines. `start` begins, `stop` and then `close` end.
 
     Args:
-        topology: The ranks of the job.
         offsets: The offset of each rank's clock. Rank 0 uses it.
         environ: See StatusFile.
         place: Returns where in the script this rank is, for sentences on a rank that is slow.
         tell: Takes the lines of LastOperations when a rank fails; None: nobody reads them.
-
-    Attributes:
-        rows: Returns the rows that this rank has trained on; None: nobody counts them.
-        is_line_due: Whether nothing else tells the user how fast the job was.
-        reader: Counts what it has read.
-        reports: What rank 0 knows of all ranks.
     """
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], environ: Mapping[str, str],
                  place: Callable[[], str] = str, tell: Callable[[list[str]], None] | None = None):
         super().__init__()
         self._topology, self._offsets = topology, offsets
+        # Returns the rows that this rank has trained on; None: nobody counts them.
         self.rows: Callable[[], int] | None = None
-        self.is_line_due = True
-        self.reader = Reader()
-        self.reports = Reports(topology, place, status_file(topology, environ))
+        self.is_line_due = True  # Whether nothing else tells the user how fast the job was.
+        self.reader = Reader()  # Counts what it has read.
+        self.reports = Reports(topology, place, status_file(topology, environ))  # What rank 0 knows of all ranks.
         self._recording = Recording(topology, offsets, self._send, self.outgoing)
         self._teller = None if tell is None else Teller(topology, offsets, tell)
         self._recent: list[Operation] = []  # since the last report

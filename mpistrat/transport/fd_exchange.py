@@ -44,12 +44,8 @@ class FdExchange:
     """One rank's side of the exchange. The first rank of the host calls `give`, the others `take`; then all `close`.
 
     Args:
-        rank: This rank.
         local_ranks: The ranks of this host.
         interruption: Ends `give`; None: nothing does.
-
-    Attributes:
-        invitation: For the other ranks of the host; None on these, and if there are none.
 
     Raises:
         OSError: This rank cannot listen.
@@ -58,6 +54,7 @@ class FdExchange:
     def __init__(self, rank: int, local_ranks: Sequence[int], interruption: Interruption | None = None):
         self._rank, self._giver, self._interruption = rank, local_ranks[0], interruption or Interruption()
         self._listener: socket.socket | None = None
+        # For the other ranks of the host; None on these, and if there are none.
         self.invitation: Invitation | None = None
         if rank == self._giver and len(local_ranks) > 1:
             # The name is random, so no other process can have bound it.
@@ -138,8 +135,7 @@ class FdExchange:
     def take(self, invitation: Invitation) -> list[int]:
         """Receive this rank's descriptors from the first rank of the host, in order. They are close-on-exec.
 
-        Raises:
-            OSError: The first rank sends nothing, or another process answers in its place.
+        Raises OSError: The first rank sends nothing, or another process answers in its place.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             # Unlike settimeout, this limit makes connect wait while the backlog of the listener is full.
@@ -196,6 +192,5 @@ def _peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close all descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)

@@ -16,7 +16,6 @@ class HostLink:
     """One rank's end of the connections. Construct it on all ranks of the host, then call `connect`, then `close`.
 
     Args:
-        rank: This rank.
         local_ranks: The ranks on this host. The first one makes the sockets and the file.
         job_ranks: Their ranks in the job, for messages; None: the same.
         interruption: Ends the wait for the other ranks; None: nothing does.
@@ -96,8 +95,7 @@ class HostLink:
     def file(self) -> HostFile:
         """Return the file of shared memory, which is open until `close`. Local.
 
-        Raises:
-            OSError: This rank has no file. Other ranks may have it.
+        Raises OSError: This rank has no file. Other ranks may have it.
         """
         if self._file is None:
             raise self._no_file

@@ -102,9 +102,7 @@ class ThreadData(DataPlane):
 class ThreadGroup:
     """`size` ranks in one process. Rank r uses `control(r)`, `data(r)` and `agreement(r)`, each rank in its own thread.
 
-    Args:
-        size: The number of ranks.
-        timeout_s: Seconds in a barrier after which a collective fails with BrokenBarrierError, so that no test hangs.
+    `timeout_s`: Seconds in a barrier after which a collective fails with BrokenBarrierError, so that no test hangs.
     """
 
     def __init__(self, size: int, timeout_s: float = 60.0):

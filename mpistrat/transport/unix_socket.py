@@ -26,14 +26,10 @@ _GONE = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE)
 
 @dataclass(frozen=True)
 class ChannelSockets:
-    """The sockets of one rank.
+    """The sockets of one rank."""
 
-    Attributes:
-        inbox: Receives the messages to this rank. No other rank has it.
-        outboxes: For each rank of the host, including this one, the socket to write to its inbox. All ranks have them.
-    """
-
-    inbox: socket.socket
+    inbox: socket.socket  # Receives the messages to this rank. No other rank has it.
+    # For each rank of the host, including this one, the socket to write to its inbox. All ranks have them.
     outboxes: Mapping[int, socket.socket]
 
     @staticmethod
@@ -62,8 +58,7 @@ class ChannelSockets:
     def over(descriptors: Sequence[int], ranks: Sequence[int]) -> "ChannelSockets":
         """Wrap received descriptors: the inbox, and the outboxes in the order of `ranks`.
 
-        Raises:
-            OSError: A descriptor is not such a socket. All descriptors are still open.
+        Raises OSError: A descriptor is not such a socket. All descriptors are still open.
         """
         made: list[socket.socket] = []
         try:
@@ -155,8 +150,7 @@ class UnixSocketChannel:
     def receive(self) -> list[tuple[int, bytes]]:
         """The messages that have arrived, as (sender, message). Does not wait.
 
-        Raises:
-            MessageError: A malformed datagram has arrived.
+        Raises MessageError: A malformed datagram has arrived.
         """
         messages: list[tuple[int, bytes]] = []
         while True:

@@ -24,7 +24,7 @@ from .check import ONE_THREAD, SEED, recipe_named
 from .programs import PROGRAMS
 
 # An operation that adds in no fixed order is seen with several threads only.
-_SEVERAL_THREADS = {"TF_NUM_INTRAOP_THREADS": "4", "MPISTRAT_BIND": "0"}
+_SEVERAL_THREADS = {"TF_NUM_INTRAOP_THREADS": "4", "MPISTRAT_BIND": "gpu"}
 _LINE = re.compile(r"'(.+)' (is the same|FAILED: .*) \(([0-9.]+) s\)")
 
 

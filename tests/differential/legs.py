@@ -13,20 +13,15 @@ from mpistrat.tensorflow.xla import ffi
 
 @dataclass(frozen=True, eq=False)
 class Leg:
-    """Settings to train with.
-
-    Attributes:
-        settings: Environment variables, set on all ranks.
-        hosts: The host of each of the first ranks, one letter for each; the other ranks are on the last one. "": the
-            ranks are where they are.
-        is_compiled: Whether XLA compiles the training step, with its collectives.
-        is_other_door: Whether the training is made under MPIStrategy instead of Horovod's way, or the reverse.
-    """
+    """Settings to train with."""
 
     name: str
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)  # Environment variables, set on all ranks.
+    # The host of each of the first ranks, one letter for each; the other ranks are on the last one. "": the ranks are
+    # where they are.
     hosts: str = ""
-    is_compiled: bool = False
+    is_compiled: bool = False  # Whether XLA compiles the training step, with its collectives.
+    # Whether the training is made under MPIStrategy instead of Horovod's way, or the reverse.
     is_other_door: bool = False
 
     def host_of(self, size: int) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import keras
 from keras import layers
 from keras.optimizers import SGD, Adadelta, Adagrad, Adam, Ftrl, Lamb, LossScaleOptimizer, RMSprop
 
+import mpistrat.keras as hvd
 from mpistrat.tensorflow import Compression
 
 from ..support.overwritten import LargestOfBatch
@@ -83,15 +84,11 @@ def resnet50() -> keras.Model:
 
 @dataclass(frozen=True)
 class Program:
-    """A recipe with a name.
-
-    Attributes:
-        is_quick: The tests run it, too; otherwise only `python -m tests.differential` does.
-    """
+    """A recipe with a name."""
 
     name: str
     recipe: Recipe
-    is_quick: bool = False
+    is_quick: bool = False  # The tests run it, too; otherwise only `python -m tests.differential` does.
 
 
 def _adam(**arguments: Any) -> Callable[[], Adam]:
@@ -174,6 +171,10 @@ _LIST = [
     Program("twenty layers of 96, at the same time", Recipe(dense(96, 20, bias=True), _adam(), takes_turns=False,
                                                             steps=40)),
     Program("many small", Recipe(dense(9, 60, bias=True), _momentum())),
+    Program("local SGD", Recipe(normalised, _momentum(), takes_turns=False, averaging=lambda: hvd.callbacks.LocalSGD(
+        every=3, warmup=2, average_slots=True)), is_quick=True),
+    Program("DiLoCo", Recipe(dense(97, 15, bias=True), _adam(), takes_turns=False, averaging=lambda:
+                             hvd.callbacks.DiLoCo(every=4, overlap=True, average_slots=True))),
     Program("few large", Recipe(dense(512, 3), _momentum()), is_quick=True),
     Program("more than a bucket", Recipe(dense(2048, 2), _momentum(), takes_turns=False, steps=3)),
     Program("several buckets", Recipe(dense(1024, 9), _momentum(), takes_turns=False, steps=3)),

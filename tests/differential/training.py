@@ -24,42 +24,30 @@ _OF_BOTH_DOORS = {"sparse_as_dense", "gradient_predivide_factor"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to train, and how.
+    """What to train, and how."""
 
-    Attributes:
-        model: Makes the model; its weights are drawn by Keras' global seed.
-        optimizer: Makes the optimizer.
-        way: One of WAYS.
-        steps: How many there are. They are one epoch.
-        batch: Rows of each rank in a step.
-        tokens: The inputs are whole numbers below this, for an embedding; 0: they are normally distributed.
-        classes: How many outputs the model has, of which a label names one.
-        policy: Keras' dtype policy.
-        takes_turns: Whether the ranks apply gradients one after the other; see turns.py.
-        is_repeatable: Whether TensorFlow computes the same bits in each run, with several inter-op threads. An AddN of
-            three tensors, which the gradient of a BatchNormalization ends with, adds first to the one whose memory no
-            other operation reads any more, and that depends on the order in which threads execute operations.
-        rounds_by_door: Whether the doors round differently, and are compared within rounding: a gradient is an AddN of
-            three tensors or more, whose order depends on the graph around it, or is quantised by its largest value.
-        distribute: More arguments for DistributedOptimizer or DistributedGradientTape.
-        compile: More arguments for Model.compile.
-        jit_compile: Whether XLA compiles the step.
-    """
-
-    model: Callable[[], keras.Model]
-    optimizer: Callable[[], keras.optimizers.Optimizer]
-    way: str = "fit"
-    steps: int = 12
-    batch: int = 4
-    tokens: int = 0
-    classes: int = CLASSES
-    policy: str = "float32"
-    takes_turns: bool = True
+    model: Callable[[], keras.Model]  # Makes the model; its weights are drawn by Keras' global seed.
+    optimizer: Callable[[], keras.optimizers.Optimizer]  # Makes the optimizer.
+    way: str = "fit"  # One of WAYS.
+    steps: int = 12  # How many there are. They are one epoch.
+    batch: int = 4  # Rows of each rank in a step.
+    tokens: int = 0  # The inputs are whole numbers below this, for an embedding; 0: they are normally distributed.
+    classes: int = CLASSES  # How many outputs the model has, of which a label names one.
+    policy: str = "float32"  # Keras' dtype policy.
+    takes_turns: bool = True  # Whether the ranks apply gradients one after the other; see turns.py.
+    # Whether TensorFlow computes the same bits in each run, with several inter-op threads. An AddN of three tensors,
+    # which the gradient of a BatchNormalization ends with, adds first to the one whose memory no other operation reads
+    # any more, and that depends on the order in which threads execute operations.
     is_repeatable: bool = True
+    # Whether the doors round differently, and are compared within rounding: a gradient is an AddN of three tensors or
+    # more, whose order depends on the graph around it, or is quantised by its largest value.
     rounds_by_door: bool = False
+    # More arguments for DistributedOptimizer or DistributedGradientTape.
     distribute: Mapping[str, Any] = field(default_factory=dict)
-    compile: Mapping[str, Any] = field(default_factory=dict)
-    jit_compile: bool = False
+    compile: Mapping[str, Any] = field(default_factory=dict)  # More arguments for Model.compile.
+    jit_compile: bool = False  # Whether XLA compiles the step.
+    # Makes the callback of fit by which the ranks average weights, in place of gradients.
+    averaging: Callable[[], Any] | None = None
 
     @property
     def can_be_compiled(self) -> bool:
@@ -77,6 +65,8 @@ class Recipe:
         MPIStrategy divides the loss, and Horovod's way the sum of the gradients. In float16 a part may be too small.
         Turns in clipping, which the strategy does not take, have TensorFlow compute the norm in another order.
         """
+        if self.averaging is not None:
+            return False
         optimizer = self.optimizer()
         clips = any(getattr(optimizer, name) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
         return set(self.distribute) <= _OF_BOTH_DOORS and self.policy != "mixed_float16" \
@@ -94,20 +84,16 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training leaves on one rank.
+    """What a training leaves on one rank."""
 
-    Attributes:
-        is_near: Whether the same training with other rounding comes near: the model draws no random numbers in a step,
-            of which XLA has others than TensorFlow, and no step is the sign of a number, which may be nearly 0 (Lion).
-        moved: By how much each weight has changed, all in one row, in double precision.
-        shared: What all ranks must have the same bits of: the weights, and the state of the optimizer.
-        own: What is this rank's alone, and must be the same in each leg: losses, running statistics, and gradients that
-            have been accumulated.
-    """
-
+    # Whether the same training with other rounding comes near: the model draws no random numbers in a step, of which
+    # XLA has others than TensorFlow, and no step is the sign of a number, which may be nearly 0 (Lion).
     is_near: bool
-    moved: np.ndarray
+    moved: np.ndarray  # By how much each weight has changed, all in one row, in double precision.
+    # What all ranks must have the same bits of: the weights, and the state of the optimizer.
     shared: dict[str, np.ndarray]
+    # What is this rank's alone, and must be the same in each leg: losses, running statistics, and gradients that have
+    # been accumulated.
     own: dict[str, np.ndarray]
 
     @property
@@ -162,17 +148,21 @@ def _own_data(recipe: Recipe, model: keras.Model, seed: int) -> tuple[np.ndarray
 
 def _strategy(recipe: Recipe) -> MPIStrategy:
     # Layers draw the same numbers on all ranks, as they do in Horovod's way from the same seed.
-    return MPIStrategy(random_per_rank=False, sparse_as_dense=recipe.distribute.get("sparse_as_dense", False))
+    options = {name: value for name, value in recipe.distribute.items() if name in ("sparse_as_dense", "compression")}
+    return MPIStrategy(random_per_rank=False, **options)
 
 
 def _by_fit(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
     model = recipe.model()
-    optimizer = hvd.DistributedOptimizer(_optimizer(recipe, turns), **recipe.distribute)
+    optimizer = _optimizer(recipe, turns)
+    if recipe.averaging is None:
+        optimizer = hvd.DistributedOptimizer(optimizer, **recipe.distribute)
     optimizer.build(model.trainable_variables)  # or else Keras traces every step twice
     model.compile(optimizer, _loss(), jit_compile=recipe.jit_compile or "auto", **recipe.compile)
     x, y = _own_data(recipe, model, seed)
     before = _weights(model)
-    history = model.fit(x, y, batch_size=recipe.batch, epochs=1, shuffle=False, verbose=0)
+    history = model.fit(x, y, batch_size=recipe.batch, epochs=1, shuffle=False, verbose=0,
+                        callbacks=[recipe.averaging()] if recipe.averaging is not None else [])
     return _trained(model, optimizer, before, history.history["loss"])
 
 

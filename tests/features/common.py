@@ -12,17 +12,11 @@ import mpistrat
 
 @dataclass(frozen=True)
 class World:
-    """Where a feature is tried.
+    """Where a feature is tried."""
 
-    Attributes:
-        strategy: With one or more replicas in each process.
-        rank: This process, from 0.
-        directory: That all processes see, empty at first.
-    """
-
-    strategy: tf.distribute.Strategy
-    rank: int
-    directory: str
+    strategy: tf.distribute.Strategy  # With one or more replicas in each process.
+    rank: int  # This process, from 0.
+    directory: str  # That all processes see, empty at first.
 
     @property
     def replicas(self) -> int:
@@ -35,17 +29,11 @@ Program = Callable[[World], None]
 
 @dataclass(frozen=True)
 class Feature:
-    """A program that raises an error unless what its title says works.
+    """A program that raises an error unless what its title says works."""
 
-    Attributes:
-        group: The heading that it stands under.
-        title: What it shows, for a table.
-        program: Every process of the strategy runs it.
-    """
-
-    group: str
-    title: str
-    program: Program
+    group: str  # The heading that it stands under.
+    title: str  # What it shows, for a table.
+    program: Program  # Every process of the strategy runs it.
 
     @property
     def name(self) -> str:

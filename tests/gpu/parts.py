@@ -45,25 +45,15 @@ _TENSORFLOW_PROBE = "import tensorflow as tf; print('found', len(tf.config.list_
 
 @dataclass(frozen=True)
 class Machine:
-    """What the parts need of a machine; each "" or the reason why it cannot be used.
+    """What the parts need of a machine; each "" or the reason why it cannot be used."""
 
-    Attributes:
-        gpu: A GPU, with cupy.
-        nccl: NCCL, through cupy.
-        mpi: mpi4py and an mpirun.
-        pytest: pytest, with ml_dtypes.
-        tensorflow: TensorFlow that sees a GPU.
-        sanitizer: compute-sanitizer.
-        cupti: CUPTI, which counts calls of CUDA.
-    """
-
-    gpu: str = ""
-    nccl: str = ""
-    mpi: str = ""
-    pytest: str = ""
-    tensorflow: str = ""
-    sanitizer: str = ""
-    cupti: str = ""
+    gpu: str = ""  # A GPU, with cupy.
+    nccl: str = ""  # NCCL, through cupy.
+    mpi: str = ""  # mpi4py and an mpirun.
+    pytest: str = ""  # pytest, with ml_dtypes.
+    tensorflow: str = ""  # TensorFlow that sees a GPU.
+    sanitizer: str = ""  # compute-sanitizer.
+    cupti: str = ""  # CUPTI, which counts calls of CUDA.
 
 
 @dataclass(frozen=True)

@@ -311,9 +311,9 @@ CORES = ("import os, mpistrat; mpistrat.init(); "
 
 @needs_mpirun
 @pytest.mark.parametrize(("limit", "options", "variable", "why"), [
-    (["taskset", "-c", "{first}"], [], "1", "for 2 ranks of this host are more than its cores"),
-    ([], ["--bind-to", "none"], "1", "as it was started: MPISTRAT_BIND=0"),
-    ([], [], "0", "as it was started: MPISTRAT_BIND=0")], ids=["one-core", "bind-to-none", "off"])
+    (["taskset", "-c", "{first}"], [], "all", "for 2 ranks of this host are more than its cores"),
+    ([], ["--bind-to", "none"], "cores", "as it was started: MPISTRAT_BIND=none"),
+    ([], [], "gpu", "as it was started: MPISTRAT_BIND=gpu")], ids=["one-core", "bind-to-none", "off"])
 def test_what_the_user_has_said_of_cores_wins_and_is_no_error(limit: list[str], options: list[str], variable: str,
                                                               why: str) -> None:
     cpus = sorted(os.sched_getaffinity(0))

@@ -276,3 +276,15 @@ def test_a_commit_compares_the_weights_that_are_trained(action: str) -> None:
     for rank in range(3):
         assert f"rank {rank}: after commit 2 [3.0, 4.0], own {rank}, statistics {rank}" in job.output
         assert f"rank {rank}: restored [4.0, 5.0]" in job.output
+
+
+def test_a_commit_has_the_state_of_the_outer_optimizer() -> None:
+    """Eight steps in an epoch, an outer step after 3, 4 (a commit), 7 and 8; the loss is in the second epoch."""
+    job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic=restart", "-np", "2", sys.executable,
+                       "tests/scripts/elastic_local_sgd.py"], limit_s=90)
+    assert job.code == 0, job.output
+    said = re.findall(r"generation (\d), rank \d (\w+): step (\d+), outer steps (\d+), moves (\w+), (\w+)", job.output)
+    assert len(said) == 6, job.output
+    assert len(set(said)) == 3, job.output  # Both ranks have the same.
+    assert [each[:5] for each in sorted(set(said))] == [
+        ("1", "begins", "0", "0", "False"), ("2", "begins", "12", "6", "True"), ("2", "ends", "24", "12", "True")]

@@ -100,7 +100,7 @@ def test_the_checkpoints_have_the_weights_of_the_last_lines_and_load_without_mpi
 # Without mpistrat's own check of the first steps, which ends the job before that of the example.
 @needs_mpirun
 @each(lambda example: with_files(
-    2, Line(2, f"MPISTRAT_CONSISTENCY_CHECK_DISABLE=1 {example}_alone.py --epochs 1")))
+    2, Line(2, f"MPISTRAT_CHECK_ACTION=off {example}_alone.py --epochs 1")))
 def test_weights_that_differ_among_the_ranks_are_an_error(needed: tuple[Line, ...], ran: Callable[[Line], Ran]) -> None:
     ending = ran(needed[-1])
     assert all(error.startswith("The ranks have ended with different weights") for error in ending.error), ending

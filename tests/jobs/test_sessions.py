@@ -19,6 +19,4 @@ def test_a_script_of_tensorflow_1(ranks: int) -> None:
 def test_random_graphs(ranks: int, options: list[str]) -> None:
     """Any number of them is run by hand."""
     job = run_job(ranks, ["python", "tests/scripts/random_sessions.py", "12", *options], limit_s=400)
-    assert job.code == 0, job.output
-    for rank in range(ranks):
-        assert f"rank {rank}: 12 programs are right" in job.output, job.output
+    job.assert_each_says(ranks, lambda rank: f"rank {rank}: 12 programs are right")

@@ -85,9 +85,7 @@ def test_every_collective_is_right_on_every_rank(hosts: Hosts, placement: str) -
 @pytest.mark.parametrize("ranks_per_host", [[1, 1], [1, 2]], ids=["one each", "one and two"])
 def test_ranks_that_wait_in_all_ways_get_what_they_wait_for(hosts: Hosts, ranks_per_host: list[int]) -> None:
     job = hosts.run(ranks_per_host, ["python", "tests/scripts/waits_of_all_kinds.py", "300", "3"])
-    assert job.code == 0, job.output
-    for rank in range(sum(ranks_per_host)):
-        assert f"rank {rank}: 300 steps in one thread, and in 3" in job.output
+    job.assert_each_says(sum(ranks_per_host), lambda rank: f"rank {rank}: 300 steps in one thread, and in 3")
 
 
 @pytest.mark.parametrize("ranks_per_host", [[1, 1], [2, 2], [1, 3]])

@@ -56,8 +56,8 @@ def _first_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with MPISTRAT_CONSISTENCY_CHECK_DISABLE=1."""
-    settings = dataclasses.replace(runtime.current().settings, consistency_check_disable=True)
+    """As with MPISTRAT_CHECK_ACTION=off."""
+    settings = dataclasses.replace(runtime.current().settings, check_action="off")
     monkeypatch.setattr(runtime.current(), "settings", settings)
 
 

@@ -88,9 +88,9 @@ class SeenByBatch(keras.callbacks.Callback):
 
 @pytest.fixture
 def without_checks() -> Iterator[None]:
-    """As with MPISTRAT_CONSISTENCY_CHECK_DISABLE=1."""
+    """As with MPISTRAT_CHECK_ACTION=off."""
     before = runtime.current().settings
-    runtime.current().settings = dataclasses.replace(before, consistency_check_disable=True)
+    runtime.current().settings = dataclasses.replace(before, check_action="off")
     yield
     runtime.current().settings = before
 
@@ -756,6 +756,28 @@ def test_ranks_that_train_alone_beside_a_broadcast_are_warned_of(name: str, rank
     texts = [r.getMessage() for r in caplog.records if "EACH RANK TRAINS A MODEL OF ITS OWN" in r.getMessage()]
     assert len(texts) == (2 if said and rank == 0 else 0)  # and once more at the end
     assert all(said in text and "has a BroadcastGlobalVariablesCallback: " in text for text in texts)
+
+
+class Average(keras.callbacks.Callback):
+    """Averages the weights by hand when an epoch ends, as federated learning does."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.set_weights(mpistrat.grouped_allreduce(self.model.get_weights(), name="by hand"))
+
+
+class Silent(keras.callbacks.Callback):
+    """A callback of the user's own that communicates nothing."""
+
+
+@pytest.mark.parametrize("own", [Average, Silent])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_weights_that_a_callback_averages_by_hand_are_no_warning(own: Any, epochs: int, rank: int,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:
+    model = new_model()
+    model.compile(sgd(), loss="mse", jit_compile=False)
+    fit(model, rank, [BroadcastCallback(0), hvd.callbacks.MetricAverageCallback(), own()], epochs=epochs)
+    texts = [r.getMessage() for r in caplog.records if "EACH RANK TRAINS A MODEL OF ITS OWN" in r.getMessage()]
+    assert bool(texts) == (own is Silent and rank == 0)
 
 
 def test_a_model_with_a_plain_optimizer_is_left_alone(rank: int) -> None:

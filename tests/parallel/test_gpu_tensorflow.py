@@ -12,6 +12,7 @@ import mpistrat
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
+from mpistrat.api import runtime  # noqa: E402
 from mpistrat.tensorflow.async_op import call_site  # noqa: E402
 from mpistrat.tensorflow.xla import context, ffi  # noqa: E402
 
@@ -99,6 +100,25 @@ def test_compression_rounds_what_is_wider_without_a_cast_in_the_graph(name: str,
     if in_graph:
         operations = function.get_concrete_function(*tensors).graph.get_operations()
         assert "Cast" not in {operation.type for operation in operations}
+
+
+@pytest.mark.parametrize("has_hosts", [False, True], ids=["one host", "hosts"])
+def test_hosts_send_8_bit_numbers_and_the_ranks_of_one_host_do_not(has_hosts: bool, hvd: Any, rank: int, size: int,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_hosts:
+        mpistrat.shutdown()
+        monkeypatch.setattr(runtime, "unique_hosts", lambda names, groups: tuple(f"host{r}" for r in range(size)))
+        mpistrat.init()
+    tensor = tf.cast(tf.linspace(-1.0, 1.0, 10_000), tf.float32) * (rank + 1)
+    plain = hvd.allreduce(tensor, op=hvd.Sum).numpy()
+    for compression in (hvd.Compression.int8, hvd.Compression.fp8):
+        result = hvd.allreduce(tensor, op=hvd.Sum, compression=compression)
+        assert_equal_on_all_ranks(result.numpy())
+        assert result.device == tensor.device
+        off = np.abs(result.numpy() - plain).max()
+        assert 1e-5 < off < 0.07 * plain.max() if has_hosts else off == 0.0
+        np.testing.assert_array_equal(hvd.allreduce(tensor, op=hvd.Max, compression=compression), tensor / (rank + 1)
+                                      * tf.where(tensor > 0, float(size), 1.0))
 
 
 # -- in tf.function ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -719,13 +720,23 @@ def compiled_again(model: Any) -> Any:
     return other
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), compiled_again],
-                         ids=["deepcopy", "pickle", "compile_from_config"])
-def test_copies_of_a_model_train_with_all_ranks(make: Callable, rank: int) -> None:
+def loaded_again(model: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(path := os.path.join(folder, "model.keras"))
+        return hvd.load_model(path)
+
+
+@pytest.mark.parametrize(("make", "has_state"), [
+    pytest.param(copy.deepcopy, True, id="deepcopy"),
+    pytest.param(lambda m: pickle.loads(pickle.dumps(m)), True, id="pickle"),
+    pytest.param(compiled_again, False, id="compile_from_config"),
+    pytest.param(lambda m: compiled_again(copy.deepcopy(m)), False, id="compile_from_config of a copy"),
+    pytest.param(lambda m: compiled_again(loaded_again(m)), False, id="compile_from_config of a loaded model")])
+def test_copies_of_a_model_train_with_all_ranks(make: Callable, has_state: bool, rank: int) -> None:
     model = trained_model(rank, hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)))
     made = make(model)
     assert distributed_in(made.optimizer) == [made.optimizer]
-    if make is not compiled_again:
+    if has_state:
         assert int(made.optimizer.iterations.numpy()) == 2
         for new, old in zip(made.optimizer.variables, model.optimizer.variables, strict=True):
             np.testing.assert_array_equal(new.numpy(), old.numpy())

@@ -34,9 +34,10 @@ from mpistrat.transport.mpi import data as mpi
 from mpistrat.transport.mpi.control import MpiControl
 from mpistrat.transport.mpi.data import MpiData
 from mpistrat.transport.mpi.peer_wait import PeerWait
+from mpistrat.transport.mpi.quantised import ErrorFeedback
 from mpistrat.transport.unix_socket import UnixSocketChannel
 
-from ..support.planes import over_mpi, waits
+from ..support.planes import hosts_of_one_rank, over_mpi, waits
 from ..support.shared_memory_of_threads import host_memories
 
 CHUNK = 64 * 1024
@@ -52,7 +53,8 @@ def plane(request: pytest.FixtureRequest) -> Iterator[DataPlane]:
     if request.param == "hierarchical":
         nbytes = HierarchicalData.memory_bytes(1, CHUNK)
         memory, = host_memories([MPI.COMM_WORLD.Get_rank()], nbytes, 60.0)
-        between = HierarchicalData(memory, CHUNK, between, MPI.COMM_WORLD.Dup(), 1, waits())
+        between = HierarchicalData(memory, CHUNK, between, MPI.COMM_WORLD.Dup(), 1, waits(),
+                                   ErrorFeedback(between, hosts_of_one_rank()))
     yield between
     between.close()
 
@@ -98,7 +100,9 @@ def voting(rank: int, size: int) -> Iterator[tuple[HierarchicalData, Hierarchica
     vote = leader_exchange(MPI.COMM_WORLD, Topology(rank, tuple(f"host {h}" for h in range(size))), piggyback)
     agreement = HierarchicalAgreement(memory, lambda other: None, vote,
                                       [other for other in range(size) if other != rank])
-    plane = HierarchicalData(memory, CHUNK, over_mpi(), MPI.COMM_WORLD.Dup(), 1, waits(), piggyback)
+    others = over_mpi()
+    plane = HierarchicalData(memory, CHUNK, others, MPI.COMM_WORLD.Dup(), 1, waits(),
+                             ErrorFeedback(others, hosts_of_one_rank()), piggyback)
     yield plane, agreement
     agreement.close()
     plane.close()
@@ -319,14 +323,10 @@ def channel(rank: int) -> Iterator[UnixSocketChannel]:
 
 
 class AnnouncedOnly(MPI.Intracomm):
-    """A communicator on which a large message of the next rank is announced, and never arrives.
-
-    Attributes:
-        pending: The receives of this rank.
-    """
+    """A communicator on which a large message of the next rank is announced, and never arrives."""
 
     def __init__(self, comm: MPI.Intracomm):
-        self.pending: list[MPI.Request] = []
+        self.pending: list[MPI.Request] = []  # The receives of this rank.
 
     def Iprobe(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG,  # noqa: N802
                status: MPI.Status | None = None) -> bool:

@@ -7,9 +7,10 @@ stage, and nearly those of the same script in one process with the same global b
 In some scripts a rank does alone what all have to do. They may end with an error of mpistrat, on all ranks. Some run in
 both ways, which must have the same bits on 2, 4, 8 ... ranks: there it is exact to divide by their number.
 
-usage: random_scripts.py SCRIPTS [FIRST]
+usage: random_scripts.py SCRIPTS [FIRST [local]]
 
-FIRST is the number of the first script. The same number gives the same script. Exits with 1, on all ranks, if any
+FIRST is the number of the first script. The same number gives the same script. With `local` fit trains by LocalSGD or
+DiLoCo: the ranks must have the same bits, and none of the stages is an error. Exits with 1, on all ranks, if any
 script has failed; goes on after one that fails.
 """
 
@@ -65,33 +66,26 @@ WRONG_IN_FIT = ("wrong_load", "wrong_rate", "wrong_copy", "wrong_assignment", "w
 
 @dataclass(frozen=True)
 class Script:
-    """What a script does. The details of each stage are drawn when it runs, from the number and the place.
+    """What a script does. The details of each stage are drawn when it runs, from the number and the place."""
 
-    Attributes:
-        number: Its number, from which all of it is drawn.
-        door: HOROVOD or STRATEGY.
-        is_for_both: It runs through both doors, and draws what both have.
-        loop: fit; tape or optimizer, which say what averages; or strategy, a loop under the strategy.
-        model: One of MODELS or NOT_LIKE_ONE_PROCESS.
-        optimizer: One of OPTIMIZERS.
-        stages: Names of methods of Run.
-        seeds_differ: Each rank draws other initial weights, and gets those of rank 0 by a broadcast.
-        joins: The ranks have different numbers of batches.
-        is_eager: fit runs without graphs, and the loop makes its steps eagerly. One process always does.
-        execution: The steps of fit in one execution.
-    """
+    number: int  # Its number, from which all of it is drawn.
+    door: str  # HOROVOD or STRATEGY.
+    loop: str  # fit; tape or optimizer, which say what averages; or strategy, a loop under the strategy.
+    model: str  # One of MODELS or NOT_LIKE_ONE_PROCESS.
+    optimizer: str  # One of OPTIMIZERS.
+    stages: tuple[str, ...]  # Names of methods of Run.
+    seeds_differ: bool  # Each rank draws other initial weights, and gets those of rank 0 by a broadcast.
+    joins: bool  # The ranks have different numbers of batches.
+    is_eager: bool  # fit runs without graphs, and the loop makes its steps eagerly. One process always does.
+    execution: int  # The steps of fit in one execution.
+    is_for_both: bool = False  # It runs through both doors, and draws what both have.
+    is_local: bool = False  # Weights are averaged, and not gradients.
 
-    number: int
-    door: str
-    loop: str
-    model: str
-    optimizer: str
-    stages: tuple[str, ...]
-    seeds_differ: bool
-    joins: bool
-    is_eager: bool
-    execution: int
-    is_for_both: bool = False
+    def by_local_sgd(self) -> "Script":
+        """The script in which the ranks average weights."""
+        return replace(self, door=HOROVOD, loop="fit", is_for_both=False, is_local=True,
+                       model="dense" if self.model in ("sync", "local") else self.model,
+                       stages=tuple(s for s in self.stages if not s.startswith("wrong") and s != "process_set"))
 
     def through(self, door: str) -> "Script":
         """The same script through a door."""
@@ -100,7 +94,7 @@ class Script:
 
     @property
     def is_like_one_process(self) -> bool:
-        return self.model not in NOT_LIKE_ONE_PROCESS and not self.joins and not self.may_fail
+        return self.model not in NOT_LIKE_ONE_PROCESS and not self.joins and not self.may_fail and not self.is_local
 
     @property
     def may_fail(self) -> bool:
@@ -172,6 +166,10 @@ class Alone:
     def callbacks(self) -> list[Any]:
         return []
 
+    def averaging(self, script: Script) -> list[Any]:
+        """The callbacks that average weights."""
+        return []
+
     def broadcast(self, variables: Sequence[Any], root: int = 0) -> None:
         pass
 
@@ -216,6 +214,23 @@ class Horovod(Alone):
 
     def barrier(self) -> None:
         mpistrat.barrier()
+
+
+class Local(Horovod):
+    """Each rank trains by itself, and the ranks average their weights."""
+
+    def optimizer(self, optimizer: Any, script: Script, local: Sequence[Any] = ()) -> Any:
+        return optimizer
+
+    def load_model(self, path: str, script: Script) -> Any:
+        return keras.models.load_model(path)
+
+    def averaging(self, script: Script) -> list[Any]:
+        options: dict[str, Any] = {"every": 1 + script.number % 3, "average_slots": True,
+                                   "uneven": "join" if script.joins else "error"}
+        callbacks = mpistrat.keras.callbacks
+        return [(callbacks.LocalSGD(**options), callbacks.DiLoCo(outer=keras.optimizers.SGD(0.7), **options),
+                 callbacks.DiLoCo(overlap=True, **options))[script.number // 3 % 3]]
 
 
 class Strategy(Alone):
@@ -295,6 +310,14 @@ def model_of(kind: str, way: Alone) -> tuple[Any, list[Any]]:
         x = keras.layers.Dropout(0.3)(x)
     model = (OwnStep if kind == "own step" else keras.Model)(inputs, dense(OUTPUTS)(x))
     return model, [hidden] if kind == "local" else []
+
+
+def set_weights(model: Any, values: Sequence[np.ndarray]) -> None:
+    """Set the weights, also those that a Normalization layer of Keras uses: they follow its own only after a load."""
+    model.set_weights(values)
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
 
 
 def data_of(draw: random.Random, rows: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -391,7 +414,7 @@ class Run:
         if script.joins and way.rank:
             x, y = x[way.batch:], y[way.batch:]
         callbacks = [*([] if self._is_broadcast and draw.randrange(2) else way.callbacks()),
-                     *self._callbacks(draw), *more]
+                     *self._callbacks(draw), *more, *way.averaging(script)]
         self._is_broadcast = True
         validation = data_of(draw, BATCH, script.model) if draw.randrange(3) == 0 else None
         how = draw.choice(("arrays", "dataset", "shuffled"))
@@ -516,7 +539,7 @@ class Run:
             if how == "checkpoint":
                 tf.train.Checkpoint(model=self.model, optimizer=self.optimizer).restore(f"{path}-1").expect_partial()
             elif how == "arrays":
-                self.model.set_weights(saved)
+                set_weights(self.model, saved)
             else:
                 self.model.load_weights(path + ".weights.h5")
         if not on_all:
@@ -538,7 +561,7 @@ class Run:
                 self._own.build(self.model.trainable_variables)
             elif how in ("clone", "optimizer", "deserialized"):
                 optimizer, clone = self.optimizer, keras.models.clone_model(self.model)
-                clone.set_weights(self.model.get_weights())
+                set_weights(clone, self.model.get_weights())
                 if how == "clone":
                     clone.compile_from_config(self.model.get_compile_config())
                 else:
@@ -611,7 +634,7 @@ class Run:
                 dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(way.batch).map(unreadable)
                 kept = [(v, np.asarray(v)) for v in (*self.model.weights, *self.optimizer.variables)]
                 with contextlib.suppress(tf.errors.InvalidArgumentError):
-                    self.model.fit(dataset, verbose=0, callbacks=way.callbacks())
+                    self.model.fit(dataset, verbose=0, callbacks=[*way.callbacks(), *way.averaging(self.script)])
                     raise AssertionError("no error")
                 # In a graph TensorFlow may run what needs no input: it counts the step, and decays weights.
                 with way.scope():
@@ -793,7 +816,7 @@ def differences(states: Sequence[dict[str, np.ndarray]], others: Sequence[dict[s
 def outcome_through_door(script: Script, folder: str, right: Sequence[Sequence[np.ndarray]]
                          ) -> tuple[str, list[dict[str, np.ndarray]]]:
     """How a script has ended through its door, and the state after each stage, which is `right` in one process."""
-    way: Alone = Horovod() if script.door == HOROVOD else Strategy()
+    way: Alone = Local() if script.is_local else Horovod() if script.door == HOROVOD else Strategy()
     folder = mpistrat.broadcast_object(folder, 0)
     largest, states = (0.0, ""), []
     run, stages, place, name = None, None, 0, "making the model"
@@ -837,13 +860,15 @@ def outcome_through_door(script: Script, folder: str, right: Sequence[Sequence[n
 
 def main() -> None:
     """Run the scripts."""
-    count, first = [int(word) for word in sys.argv[1:]] + [0] * (3 - len(sys.argv))
+    count, first = [int(word) for word in sys.argv[1:3]] + [0] * (3 - len(sys.argv))
+    is_local = sys.argv[3:] == ["local"]
     os.environ.setdefault("MPISTRAT_STALL_CHECK_TIME_SECONDS", "20")
     os.environ.setdefault("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "60")
     tf.get_logger().setLevel("ERROR")
     failures = 0
     for number in range(first, first + count):
         script, began = script_of(number), time.monotonic()
+        script = script.by_local_sgd() if is_local else script
         hvd.init()
         folder = tempfile.mkdtemp()
         try:

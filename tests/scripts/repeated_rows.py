@@ -3,7 +3,7 @@
 usage: repeated_rows.py STEPS
 
 Each way is one function that trains a table with each optimizer. The ranks must come to the same bits. Several threads
-are needed to see a sum that has no order: TF_NUM_INTRAOP_THREADS=4 MPISTRAT_BIND=0.
+are needed to see a sum that has no order: TF_NUM_INTRAOP_THREADS=4 MPISTRAT_BIND=gpu.
 """
 
 import sys

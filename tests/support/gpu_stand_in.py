@@ -96,16 +96,13 @@ class Device:
         number: Of the GPU.
         seed: Of the order in which streams run.
         free_bytes: For scratch memory; what would take more is refused.
-
-    Attributes:
-        used_bytes: Of tensors.
     """
 
     checked_bytes = 64
 
     def __init__(self, number: int = 0, seed: int = 0, free_bytes: int = 2**40):
         self.number, self.identity, self.free_bytes = number, f"stand-in-{seed}", free_bytes
-        self.used_bytes = 0
+        self.used_bytes = 0  # Of tensors.
         self.log: list[tuple[Any, ...]] = []
         self._random = random.Random(seed)
         # Of what is counted, and of the streams; one thread may come back to it, by way of a finalizer.

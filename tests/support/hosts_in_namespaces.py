@@ -109,46 +109,29 @@ while True:
 
 @dataclass(frozen=True)
 class Link:
-    """What is between the hosts instead of a cable, in each direction.
+    """What is between the hosts instead of a cable, in each direction."""
 
-    Attributes:
-        delay_s: How long a packet is on its way.
-        loss: The share of packets that are lost.
-        bits_per_s: How many go through; 0: any number.
-    """
-
-    delay_s: float = 0.0
-    loss: float = 0.0
-    bits_per_s: float = 0.0
+    delay_s: float = 0.0  # How long a packet is on its way.
+    loss: float = 0.0  # The share of packets that are lost.
+    bits_per_s: float = 0.0  # How many go through; 0: any number.
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What a job left of which all ranks have ended.
+    """What a job left of which all ranks have ended."""
 
-    Attributes:
-        output: What it printed, as far as the launcher has heard of it.
-        ended_at: When the last rank ended, as time.time() has it.
-    """
-
-    output: str
-    ended_at: float
+    output: str  # What it printed, as far as the launcher has heard of it.
+    ended_at: float  # When the last rank ended, as time.time() has it.
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The two hosts, while they exist.
+    """The two hosts, while they exist."""
 
-    Attributes:
-        names: Their names, as they call themselves and each other.
-        directory: What they are made of; scripts, among others.
-        addresses: Where they reach each other.
-    """
-
-    names: tuple[str, str]
-    directory: Path
+    names: tuple[str, str]  # Their names, as they call themselves and each other.
+    directory: Path  # What they are made of; scripts, among others.
     _first_process: int
-    addresses: tuple[str, str] = _ADDRESSES
+    addresses: tuple[str, str] = _ADDRESSES  # Where they reach each other.
 
     def run(self, ranks_per_host: Sequence[int], command: Sequence[str], *, env: Mapping[str, str] | None = None,
             limit_s: float = 120, map_by: str = "slot", mpirun_args: Sequence[str] = ()) -> Finished:
@@ -191,6 +174,12 @@ class Hosts:
         for state in ("down", "up"):
             subprocess.run(self._on(0, ["ip", "link", "set", _CABLE, state]), check=True)
             time.sleep(seconds if state == "down" else 0)
+
+    def limit(self, megabits_per_s: int) -> None:
+        """Let so many bits through in each direction, by the token bucket of the kernel's traffic control."""
+        for host in range(len(self.names)):
+            subprocess.run(self._on(host, ["tc", "qdisc", "replace", "dev", _CABLE, "root", "tbf", "rate",
+                                           f"{megabits_per_s}mbit", "burst", "128kb", "latency", "100ms"]), check=True)
 
     @contextlib.contextmanager
     def mended_after(self) -> Iterator[None]:

@@ -29,21 +29,19 @@ started: list[str] = []  # the jobs so far
 
 @dataclass(frozen=True)
 class Finished:
-    """What a job left.
+    """What a job left."""
 
-    Attributes:
-        code: Its exit code.
-        output: Everything it printed, stdout and stderr together.
-        seconds: How long it took.
-        ended_at: When it ended, as time.time() has it.
-        left: The ids of its processes that lived on, and had to be killed.
-    """
+    code: int  # Its exit code.
+    output: str  # Everything it printed, stdout and stderr together.
+    seconds: float  # How long it took.
+    ended_at: float  # When it ended, as time.time() has it.
+    left: tuple[int, ...] = ()  # The ids of its processes that lived on, and had to be killed.
 
-    code: int
-    output: str
-    seconds: float
-    ended_at: float
-    left: tuple[int, ...] = ()
+    def assert_each_says(self, ranks: int, line: Callable[[int], str]) -> None:
+        """Assert that the job has ended well, and that each rank has printed its line."""
+        assert self.code == 0, self.output
+        for rank in range(ranks):
+            assert line(rank) in self.output, self.output
 
     @property
     def said(self) -> str:

@@ -7,10 +7,14 @@ from mpistrat.transport.mpi.data import MpiData
 from mpistrat.transport.mpi.peer_wait import PeerWait
 
 
+def hosts_of_one_rank() -> Topology:
+    """All ranks, each on a host of its own."""
+    return Topology(MPI.COMM_WORLD.Get_rank(), tuple(f"host{r}" for r in range(MPI.COMM_WORLD.Get_size())))
+
+
 def waits(limit_s: float = 60.0) -> PeerWait:
     """Those of this rank for all others."""
-    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-    return PeerWait(Topology(rank, tuple(f"host{r}" for r in range(size))), range(size), limit_s)
+    return PeerWait(hosts_of_one_rank(), range(MPI.COMM_WORLD.Get_size()), limit_s)
 
 
 def over_mpi(limit_s: float = 60.0) -> MpiData:

@@ -16,15 +16,10 @@ from .jobs import Finished
 
 @dataclass(frozen=True)
 class Line:
-    """A script, and how it is started.
+    """A script, and how it is started."""
 
-    Attributes:
-        ranks: How many ranks run it; 1 is a process without mpirun.
-        words: Variables of the environment, the path of the script from the root of the checkout, its arguments.
-    """
-
-    ranks: int
-    words: str
+    ranks: int  # How many ranks run it; 1 is a process without mpirun.
+    words: str  # Variables of the environment, the path of the script from the root of the checkout, its arguments.
 
     def __str__(self) -> str:
         return f"{self.words} on {self.ranks}"
@@ -32,19 +27,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Ran:
-    """How a script has ended.
+    """How a script has ended."""
 
-    Attributes:
-        error: Of each rank: the text or code that it has given to sys.exit; "" if it has ended well.
-        output: Of each rank: what it has printed to stdout.
-        equal: Of each rank: which global names of the script hold variables, and whether all ranks have the same bits.
-        directory: Where it ran, on all ranks.
-    """
-
-    error: tuple[str, ...]
-    output: tuple[str, ...]
+    error: tuple[str, ...]  # Of each rank: the text or code that it has given to sys.exit; "" if it has ended well.
+    output: tuple[str, ...]  # Of each rank: what it has printed to stdout.
+    # Of each rank: which global names of the script hold variables, and whether all ranks have the same bits.
     equal: tuple[str, ...]
-    directory: Path
+    directory: Path  # Where it ran, on all ranks.
 
     @property
     def well(self) -> str:

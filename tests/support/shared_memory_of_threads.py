@@ -36,7 +36,7 @@ def host_memories(ranks: list[int], data_bytes: int, limit_s: float) -> list[Hos
     nbytes = HostMemory.size_for(len(ranks), data_bytes)
     found = []
     for index, file in enumerate(host_files(len(ranks))):
-        found.append(HostMemory(file.take(nbytes), index, ranks, limit_s))
+        found.append(HostMemory(file.map(nbytes), index, ranks, limit_s))
         file.close()
     return found
 

@@ -35,27 +35,17 @@ _FOR_TESTS = ("MPISTRAT_RECORDER", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "TF
 
 @dataclass(frozen=True)
 class Scene:
-    """One command, and what must be on the screen.
+    """One command, and what must be on the screen."""
 
-    Attributes:
-        title: Its heading on the page.
-        text: What the page says before it.
-        script: A file in tests/transcript, or "".
-        command: As the user types it.
-        code: The exit code.
-        decisive: Texts that the screen has, apart from white space.
-        act: Something that happens in the third epoch, called with the terminal and what was printed until then.
-        ssh: What `ssh` answers, by a stand-in; "": the machine's own ssh. None: there is no ssh.
-    """
-
-    title: str
-    text: str
-    script: str
-    command: str
-    code: int
-    decisive: tuple[str, ...]
+    title: str  # Its heading on the page.
+    text: str  # What the page says before it.
+    script: str  # A file in tests/transcript, or "".
+    command: str  # As the user types it.
+    code: int  # The exit code.
+    decisive: tuple[str, ...]  # Texts that the screen has, apart from white space.
+    # Something that happens in the third epoch, called with the terminal and what was printed until then.
     act: Callable[["pexpect.spawn[str]", str], None] | None = None
-    ssh: str | None = ""
+    ssh: str | None = ""  # What `ssh` answers, by a stand-in; "": the machine's own ssh. None: there is no ssh.
 
 
 @dataclass(frozen=True)

@@ -213,8 +213,8 @@ INTEL_VERSION = "Intel(R) MPI Library for Linux* OS, Version 2021.10"
 
 @pytest.mark.parametrize(("options", "mpirun", "shares", "bind"), [
     ("", "mpirun (Open MPI) 5.0.11", True, None), ("", MPICH_VERSION, True, None), ("", INTEL_VERSION, False, None),
-    ("--bind-to none", "mpirun (Open MPI) 5.0.11", False, "0"), ("-bind-to core", MPICH_VERSION, False, "0"),
-    ("--map-by slot:PE=2", "mpirun (Open MPI) 5.0.11", False, "0")])
+    ("--bind-to none", "mpirun (Open MPI) 5.0.11", False, "gpu"), ("-bind-to core", MPICH_VERSION, False, "gpu"),
+    ("--map-by slot:PE=2", "mpirun (Open MPI) 5.0.11", False, "gpu")])
 def test_ranks_share_the_cores_unless_mpirun_binds_them(supervised, options, mpirun, shares, bind) -> None:
     launch, environ, _ = supervised(*options.split(), "--", "python", "train.py", mpirun=mpirun)
     assert ("_MPISTRAT_CORES" in environ, environ.get("MPISTRAT_BIND")) == (shares, bind)

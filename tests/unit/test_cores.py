@@ -101,17 +101,18 @@ def taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 
 def test_ranks_of_a_host_that_nobody_has_bound_share_its_cores(taken: list[set[int]],
                                                                caplog: pytest.LogCaptureFixture) -> None:
-    own_cores.bind(TWO, [[100, 101], [100, 101], [100, 101]], True)
+    own_cores.bind(TWO, [[100, 101], [100, 101], [100, 101]], "all")
     assert taken == [{101}]
     assert "rank 1: runs on 1 CPUs of a, its share: 101" in caplog.text
 
 
-@pytest.mark.parametrize(("cpus_of", "is_enabled", "why"), [
-    ([[100], [101], [100]], True, "as it was started"), ([[100], [100], [100]], True, "are more than its cores"),
-    ([[100, 101]] * 3, False, "MPISTRAT_BIND=0"), ([[]] * 3, True, "")])
-def test_others_stay_as_they_are(cpus_of: list[list[int]], is_enabled: bool, why: str, taken: list[set[int]],
+@pytest.mark.parametrize(("cpus_of", "wanted", "why"), [
+    ([[100], [101], [100]], "all", "as it was started"), ([[100], [100], [100]], "cores", "are more than its cores"),
+    ([[100, 101]] * 3, "gpu", "MPISTRAT_BIND=gpu"), ([[100, 101]] * 3, "none", "MPISTRAT_BIND=none"),
+    ([[]] * 3, "all", "")])
+def test_others_stay_as_they_are(cpus_of: list[list[int]], wanted: str, why: str, taken: list[set[int]],
                                  caplog: pytest.LogCaptureFixture) -> None:
-    own_cores.bind(TWO, cpus_of, is_enabled)
+    own_cores.bind(TWO, cpus_of, wanted)
     assert taken == []
     assert why in caplog.text and (why or not caplog.text)
 
@@ -123,7 +124,7 @@ def test_an_affinity_that_cannot_be_set_is_no_error(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(cores, "take", refuse)
     caplog.set_level(logging.DEBUG, "mpistrat")
-    own_cores.bind(TWO, [[100, 101]] * 3, True)
+    own_cores.bind(TWO, [[100, 101]] * 3, "all")
     assert "because it cannot be bound: not permitted" in caplog.text
 
 
@@ -131,7 +132,7 @@ def test_ranks_that_the_launcher_has_bound_to_one_of_many_cores_are_told_how_to_
         taken: list[set[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(100, 108)))
     for rank in range(2):
-        own_cores.bind(Topology(rank, ("a", "a")), [[100], [101]], True)
+        own_cores.bind(Topology(rank, ("a", "a")), [[100], [101]], "all")
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "one of 8 cores" in warnings[0] and "--map-by slot:PE=4" in warnings[0]
@@ -144,7 +145,8 @@ AFFINITY = "import os; print(sorted(os.sched_getaffinity(0)), 'numpy' in __impor
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU cannot be shared")
 @pytest.mark.parametrize(("env", "is_shared"), [({"_MPISTRAT_CORES": "1"}, True), ({}, False),
                                                 ({"_MPISTRAT_CORES": "report"}, True),
-                                                ({"_MPISTRAT_CORES": "1", "MPISTRAT_BIND": "0"}, False)])
+                                                ({"_MPISTRAT_CORES": "1", "MPISTRAT_BIND": "gpu"}, False),
+                                                ({"_MPISTRAT_CORES": "1", "MPISTRAT_BIND": "Cores"}, True)])
 def test_a_rank_of_mpistrat_run_takes_its_share_before_anything_is_imported(env: dict[str, str],
                                                                             is_shared: bool) -> None:
     from mpistrat.cli.startup import variables

@@ -56,8 +56,10 @@ def test_a_variable_sets_its_field(name: str, text: str, field: str, value: obje
 
 
 @pytest.mark.parametrize(("name", "says"), [
+    ("CONSISTENCY_CHECK_DISABLE", "write MPISTRAT_CHECK_ACTION=off"),
     ("HEARTBEAT_S", "hosts are probed five times within MPISTRAT_LOST_AFTER_S"),
-    ("FAILURE_TIMELINE", "write MPISTRAT_RECORDER=status"), ("STATUS_FILE", "write MPISTRAT_RECORDER=0")])
+    ("FAILURE_TIMELINE", "write MPISTRAT_RECORDER=status"), ("STATUS_FILE", "write MPISTRAT_RECORDER=0"),
+    ("PIN_GPU", "write MPISTRAT_BIND=cores")])
 def test_a_name_that_was_a_setting_is_an_error_that_says_what_to_write(name: str, says: str) -> None:
     with pytest.raises(errors.SettingsError, match=f"^MPISTRAT_{name} is no setting any more: {says}"):
         read(**{name: "0"})

@@ -125,7 +125,7 @@ def test_init_leaves_what_the_process_has_chosen(change: Callable[[Config], obje
 def test_a_setting_turns_it_off(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = pytest.importorskip("mpistrat.strategy.mpi_strategy", exc_type=ImportError)
     mpistrat.shutdown()
-    monkeypatch.setenv("MPISTRAT_PIN_GPU", "0")
+    monkeypatch.setenv("MPISTRAT_BIND", "cores")
     module.init()
     strategy._default_device()
     assert module.tf.config.calls == []

@@ -99,7 +99,7 @@ def interrupted(wait: Callable[[], object], interruption: Interruption) -> None:
 def test_a_wait_in_shared_memory_is_interrupted() -> None:
     interruption, file = Interruption(), host_files(1)[0]
     with contextlib.closing(file):
-        memory = HostMemory(file.take(HostMemory.size_for(2, 0)), 0, (0, 1), interruption=interruption)
+        memory = HostMemory(file.map(HostMemory.size_for(2, 0)), 0, (0, 1), interruption=interruption)
     interrupted(lambda: memory.await_all(1, PACKED), interruption)
 
 

@@ -38,29 +38,22 @@ class Losses:
     """Watches the other ranks from its construction until `stop` is called.
 
     Args:
-        topology: All ranks of the job.
         comm: These ranks; None for one rank.
         processes: Those of the other ranks of this host, by rank.
         stopped_limit_s: Seconds after which a rank that is stopped is killed; 0: never.
-
-    Attributes:
-        processes: The argument.
-        interruption: Ends the waits of this rank.
-        is_tolerant: Whether the job outlives the loss of a rank.
-        irreplaceable: Ranks without which no other can go on, and why.
-        when_lost: Called after the interruption was set, in any thread.
     """
 
     def __init__(self, topology: Topology, comm: "MPI.Comm | None" = None,
                  processes: Mapping[int, Process] | None = None, stopped_limit_s: float = 0.0):
         self._topology, self._comm, self.processes = topology, comm, processes or {}
         self._stopped_limit_s = stopped_limit_s
-        self.is_tolerant = False
+        self.is_tolerant = False  # Whether the job outlives the loss of a rank.
         if comm is not None:
             from ...transport.mpi import ulfm
             self.is_tolerant = topology.size > 1 and ulfm.is_fault_tolerant()
-        self.interruption = Interruption(self.is_tolerant)
-        self.irreplaceable: dict[int, str] = {}
+        self.interruption = Interruption(self.is_tolerant)  # Ends the waits of this rank.
+        self.irreplaceable: dict[int, str] = {}  # Ranks without which no other can go on, and why.
+        # Called after the interruption was set, in any thread.
         self.when_lost: Callable[[RanksLostError], None] = lambda _: None
         self._stopped = threading.Event()
         self._hosts: Peers | None = None
@@ -139,7 +132,6 @@ class Losses:
                          self._topology.rank, error)
 
     def _lose_host(self, first: int, limit_s: float) -> None:
-        """The host of rank `first` is lost."""
         host = self._topology.host_of[first]
         lost = [LostRank(rank, host, f"its host is lost: no answer for {limit_s:g} s")
                 for rank in self._topology.ranks_on(host)]

@@ -66,22 +66,15 @@ def recover(limit_s: float = 5.0) -> None:
 
 
 class _Attempt:
-    """One recovery. `run` is for a thread of its own, since MPI has no time limits.
-
-    Attributes:
-        stage: What this rank does now.
-        made: The new Job; None before it is made.
-        problem: Why there is none.
-    """
+    """One recovery. `run` is for a thread of its own, since MPI has no time limits."""
 
     def __init__(self, former: Job, deadline: float):
         self._former, self._deadline = former, deadline
-        self.stage = "ends its engines"
-        self.made: Job | None = None
-        self.problem: Exception | None = None
+        self.stage = "ends its engines"  # What this rank does now.
+        self.made: Job | None = None  # The new Job; None before it is made.
+        self.problem: Exception | None = None  # Why there is none.
 
     def run(self) -> None:
-        """Recover; see above."""
         try:
             self.made = self._recovered()
         except Exception as error:  # Of any kind: `recover` raises it.

@@ -240,7 +240,6 @@ def keep_going(state: ObjectState, train: Callable[[], R], when_it_fails: Callab
     """Synchronise a state and train; in an elastic job again after each loss, from the last commit. Collective.
 
     Args:
-        state: The state.
         train: Trains what is left, and returns the result.
         when_it_fails: Called with an exception of `train` under way, unless ranks were lost and the others go on.
     """

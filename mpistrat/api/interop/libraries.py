@@ -39,8 +39,7 @@ TensorLike = SupportsDLPack | np.generic | complex | Sequence
 class AnyLibrary:
     """Tensors of unknown libraries, numbers and sequences. Results are numpy arrays, or cupy arrays on a GPU.
 
-    Attributes:
-        gpu_problem: Why tensors on a GPU are refused; "" if they are not.
+    `gpu_problem`: Why tensors on a GPU are refused; "" if they are not.
     """
 
     gpu_problem = ""

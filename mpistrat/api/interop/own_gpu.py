@@ -98,9 +98,7 @@ def host_copies_of(device: "Device") -> "HostCopies":
 class HostCopies:
     """Copies between this rank's GPU and pinned memory. Any thread may use it.
 
-    Args:
-        device: This rank's GPU.
-        limit_s: Seconds after which a copy fails; 0: never.
+    `limit_s`: Seconds after which a copy fails; 0: never.
     """
 
     def __init__(self, device: GpuDevice, limit_s: float):

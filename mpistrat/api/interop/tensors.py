@@ -23,15 +23,10 @@ Restore = Callable[[list[Any]], list[Any]]
 
 
 class Tensors(NamedTuple):
-    """The tensors of a request in the form that the engine takes, and the way back to the caller's libraries.
+    """The tensors of a request in the form that the engine takes, and the way back to the caller's libraries."""
 
-    Attributes:
-        arrays: numpy arrays, or GpuTensors.
-        restore: Converts the engine's results to tensors of the libraries of the inputs.
-    """
-
-    arrays: Sequence[Array]
-    restore: Restore
+    arrays: Sequence[Array]  # numpy arrays, or GpuTensors.
+    restore: Restore  # Converts the engine's results to tensors of the libraries of the inputs.
 
 
 def tensors_of(name: str, values: Sequence[TensorLike]) -> Tensors:

@@ -42,15 +42,10 @@ OPERATIONS = {"allreduce": "MPI_Allreduce", "reducescatter": "MPI_Reduce_scatter
 
 @dataclass(frozen=True)
 class Case:
-    """A collective on float32 arrays.
+    """A collective on float32 arrays."""
 
-    Attributes:
-        shapes: The shapes on each rank: of one array, or for an all-reduce of a group.
-        operation: A key of OPERATIONS.
-    """
-
-    shapes: Shapes
-    operation: str = "allreduce"
+    shapes: Shapes  # The shapes on each rank: of one array, or for an all-reduce of a group.
+    operation: str = "allreduce"  # A key of OPERATIONS.
 
     @property
     def nbytes(self) -> int:

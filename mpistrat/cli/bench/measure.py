@@ -24,27 +24,16 @@ _WARM_UP = 3
 
 @dataclass(frozen=True)
 class Point:
-    """The measurement of one case. Times are medians over the repetitions, each the time of the slowest rank.
-
-    Attributes:
-        case: Its name.
-        operation: The collective, a key of cases.OPERATIONS.
-        tensors: Number of arrays: of the group in an all-reduce, else 1.
-        nbytes: Bytes on each rank, before the collective.
-        ranks: Number of ranks.
-        mpistrat_s: Of mpistrat's collective, grouped in an all-reduce.
-        mpi_s: Of MPI's own collective on the same number of bytes; None with one rank.
-        memcpy_s: Of one memcpy of the same number of bytes, on all ranks at the same time.
-    """
+    """The measurement of one case. Times are medians over the repetitions, each the time of the slowest rank."""
 
     case: str
-    operation: str
-    tensors: int
-    nbytes: int
+    operation: str  # The collective, a key of cases.OPERATIONS.
+    tensors: int  # Number of arrays: of the group in an all-reduce, else 1.
+    nbytes: int  # Bytes on each rank, before the collective.
     ranks: int
-    mpistrat_s: float
-    mpi_s: float | None
-    memcpy_s: float
+    mpistrat_s: float  # Of mpistrat's collective, grouped in an all-reduce.
+    mpi_s: float | None  # Of MPI's own collective on the same number of bytes; None with one rank.
+    memcpy_s: float  # Of one memcpy of the same number of bytes, on all ranks at the same time.
 
     @property
     def bus_bytes_per_s(self) -> float:
@@ -88,8 +77,6 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
     """Measure one case. Collective.
 
     Args:
-        name: Its name.
-        case: The case.
         comm: All ranks, for MPI's own collective only; None with one rank.
         repeats: Number of repetitions; the default depends on the bytes.
         begin: Called before each of `measurements`, with its name and that of the case. Nothing is measured meanwhile.
@@ -123,10 +110,7 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
 def _median(action: Callable[[], object], repeats: int | None, nbytes: int) -> float:
     """Return the median seconds of the calls, each the time of the slowest rank. Collective.
 
-    Args:
-        action: What is called.
-        repeats: How often; None: by the bytes, and no longer than LIMIT_S.
-        nbytes: Of the case.
+    `repeats`: How often; None: by the bytes, and no longer than LIMIT_S.
     """
     warm = min(_seconds(action, _WARM_UP))
     if repeats is None:

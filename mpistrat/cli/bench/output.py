@@ -27,13 +27,6 @@ class Output:
     """The output of one rank: lines on rank 0, with a bar where it has a terminal, and nothing on others.
 
     The bar is drawn only when a measurement begins. A thread that refreshes it would take time from what is measured.
-
-    Args:
-        steps: The number of measurements.
-        is_chief: Whether this is rank 0.
-
-    Attributes:
-        bar: The bar, if there is one.
     """
 
     def __init__(self, steps: int, is_chief: bool):
@@ -50,7 +43,6 @@ class Output:
             self.bar.add_task("", total=steps)
 
     def line(self, text: str) -> None:
-        """Print a line."""
         if self.bar is not None:
             self.bar.console.out(text, highlight=False)
         elif self._is_chief:
@@ -91,11 +83,7 @@ def has_terminal(environ: Mapping[str, str]) -> bool:
 
 
 class Table:
-    """A table with aligned columns, of which each row can be printed as soon as its case is measured.
-
-    Args:
-        cases: The cases that will have a row.
-    """
+    """A table with aligned columns, of which each row can be printed as soon as its case is measured."""
 
     def __init__(self, cases: Mapping[str, Case]):
         names = ["case", *cases]

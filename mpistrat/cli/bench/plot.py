@@ -35,7 +35,6 @@ def plot(points: Sequence[Point], path: str, title: str) -> None:
     Args:
         points: At least one, in any order.
         path: The file. Its extension selects the format (.png, .svg, .pdf).
-        title: The title of the plot.
     """
     import matplotlib
     matplotlib.use("agg")

@@ -47,8 +47,7 @@ examples:
 def main(argv: list[str]) -> int:
     """Run the subcommand and return the exit code: 0 if no finding will fail a job, else 1.
 
-    Raises:
-        LaunchError: The input is wrong.
+    Raises LaunchError: The input is wrong.
     """
     options = _parser().parse_args(argv)
     hosts = read_hosts(options)
@@ -100,10 +99,8 @@ def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpiru
     """Look at the hosts from outside, then start ranks there unless one cannot be reached.
 
     Args:
-        ranks: How many.
         others: The hosts that are reached by ssh.
         command: Starts the ranks; None: there is no mpirun, and `mpirun_error` says why.
-        mpirun_error: See there.
         timeout_s: Limit for the job of the ranks.
     """
     away = unreachable(others, os.environ, (sys.executable,)) if others else {}

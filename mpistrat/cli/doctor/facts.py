@@ -26,41 +26,25 @@ _UNLIMITED = 1 << 60  # cgroups of version 1 write numbers near 2**63 where ther
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of one process. Bytes, seconds.
+    """The facts of one process. Bytes, seconds."""
 
-    Attributes:
-        rank: As the launcher says it; 0 without one.
-        host: The name of the host.
-        versions: Of Python and packages, by name; "none" for one that is not installed.
-        cores: The physical cores of the CPUs that the process may use; 0 if the system does not say.
-        quota: How many CPUs the container may use at a time; None: no limit.
-        load: Processes that want a CPU of the host, a mean over five minutes.
-        memory: Bytes that processes here may still take.
-        swapped: The share of the swap that is in use; 0 without swap.
-        shm: Free bytes of /dev/shm; None: there is none, or it cannot be written.
-        files: How many more files and sockets the process may open; None: no limit.
-        locked: Bytes of memory that the process may lock; None: no limit.
-        has_infiniband: Whether there is an adapter that needs locked memory.
-        disks: Free bytes of directories; None for one that cannot be written.
-        resolve_s: The time in which the name of the host was resolved.
-        resolve_problem: Why it was not, or "".
-    """
-
-    rank: int = 0
+    rank: int = 0  # As the launcher says it; 0 without one.
     host: str = ""
+    # Of Python and packages, by name; "none" for one that is not installed.
     versions: dict[str, str] = field(default_factory=dict)
-    cores: int = 0
-    quota: float | None = None
-    load: float = 0.0
-    memory: int = 0
-    swapped: float = 0.0
-    shm: int | None = None
-    files: int | None = None
-    locked: int | None = None
-    has_infiniband: bool = False
+    cores: int = 0  # The physical cores of the CPUs that the process may use; 0 if the system does not say.
+    quota: float | None = None  # How many CPUs the container may use at a time; None: no limit.
+    load: float = 0.0  # Processes that want a CPU of the host, a mean over five minutes.
+    memory: int = 0  # Bytes that processes here may still take.
+    swapped: float = 0.0  # The share of the swap that is in use; 0 without swap.
+    shm: int | None = None  # Free bytes of /dev/shm; None: there is none, or it cannot be written.
+    files: int | None = None  # How many more files and sockets the process may open; None: no limit.
+    locked: int | None = None  # Bytes of memory that the process may lock; None: no limit.
+    has_infiniband: bool = False  # Whether there is an adapter that needs locked memory.
+    # Free bytes of directories; None for one that cannot be written.
     disks: dict[str, int | None] = field(default_factory=dict)
-    resolve_s: float = 0.0
-    resolve_problem: str = ""
+    resolve_s: float = 0.0  # The time in which the name of the host was resolved.
+    resolve_problem: str = ""  # Why it was not, or "".
 
     @classmethod
     def of(cls, received: dict[str, Any]) -> "Facts":

@@ -35,69 +35,43 @@ _SLOWER_THAN_OTHERS = 4.0
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong.
+    """Something that is wrong."""
 
-    Attributes:
-        subject: What it is about, in a word or two.
-        severity: FAILURE or WARNING.
-        text: What was seen, with the hosts or ranks.
-        fix: What to type or to do.
-    """
-
-    subject: str
-    severity: str
-    text: str
-    fix: str
+    subject: str  # What it is about, in a word or two.
+    severity: str  # FAILURE or WARNING.
+    text: str  # What was seen, with the hosts or ranks.
+    fix: str  # What to type or to do.
 
 
 @dataclass(frozen=True)
 class MpiFacts:
-    """What a rank has seen after it has loaded MPI.
+    """What a rank has seen after it has loaded MPI."""
 
-    Attributes:
-        rank: As the launcher says it.
-        size: The number of ranks that MPI sees.
-        library: Maker and version of the MPI library.
-        shared_memory: Why ranks of its host cannot share memory, or "".
-    """
-
-    rank: int
-    size: int
-    library: str
-    shared_memory: str = ""
+    rank: int  # As the launcher says it.
+    size: int  # The number of ranks that MPI sees.
+    library: str  # Maker and version of the MPI library.
+    shared_memory: str = ""  # Why ranks of its host cannot share memory, or "".
 
 
 @dataclass(frozen=True)
 class Observed:
-    """All that was observed of a job.
+    """All that was observed of a job."""
 
-    Attributes:
-        ranks: How many were to be started; 0: none, only this machine was looked at.
-        facts: Of each rank that has started; of this machine where none was to be started.
-        mpi: Of each rank that has loaded MPI.
-        links: Between hosts.
-        silences: The pairs of hosts that did not reach each other over MPI; () where ranks could not say which.
-        unreachable: Why hosts cannot be reached by ssh, with the remedy.
-        mpirun_problem: Why there is no mpirun, or "".
-        sizes_of_srun: How many of two ranks saw each other under `srun` with each value of --mpi; "": without it.
-        errors: What mpistrat has said, by rank.
-        result: What came of the all-reduce; {} if it did not end.
-        end: How the job has ended, if not with exit code 0; else "".
-        line: The command that was run.
-    """
-
-    ranks: int = 0
-    facts: Sequence[Facts] = ()
-    mpi: Sequence[MpiFacts] = ()
-    links: Sequence[Link] = ()
+    ranks: int = 0  # How many were to be started; 0: none, only this machine was looked at.
+    facts: Sequence[Facts] = ()  # Of each rank that has started; of this machine where none was to be started.
+    mpi: Sequence[MpiFacts] = ()  # Of each rank that has loaded MPI.
+    links: Sequence[Link] = ()  # Between hosts.
+    # The pairs of hosts that did not reach each other over MPI; () where ranks could not say which.
     silences: Sequence[tuple[str, ...]] = ()
+    # Why hosts cannot be reached by ssh, with the remedy.
     unreachable: dict[str, tuple[str, str]] = field(default_factory=dict)
-    mpirun_problem: str = ""
+    mpirun_problem: str = ""  # Why there is no mpirun, or "".
+    # How many of two ranks saw each other under `srun` with each value of --mpi; "": without it.
     sizes_of_srun: dict[str, int] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
-    result: dict[str, Any] = field(default_factory=dict)
-    end: str = ""
-    line: str = ""
+    errors: dict[int, str] = field(default_factory=dict)  # What mpistrat has said, by rank.
+    result: dict[str, Any] = field(default_factory=dict)  # What came of the all-reduce; {} if it did not end.
+    end: str = ""  # How the job has ended, if not with exit code 0; else "".
+    line: str = ""  # The command that was run.
 
 
 def findings(observed: Observed) -> list[Finding]:
@@ -251,8 +225,8 @@ def _links(observed: Observed) -> Iterator[Finding]:
         elif link.bytes_per_s < _SLOW_BYTES_PER_S:
             yield Finding("links", WARNING, f"{rate} {between}: the 102 MB of gradients of ResNet-50 need "
                           f"{102e6 / link.bytes_per_s:.2g} s", "use a faster interface if there is one "
-                          "(OMPI_MCA_btl_tcp_if_include=eth1); compression=hvd.Compression.fp16 halves the bytes, "
-                          "backward_passes_per_step=2 averages half as often")
+                          "(OMPI_MCA_btl_tcp_if_include=eth1); compression=hvd.Compression.int8 leaves a quarter of "
+                          "the bytes, backward_passes_per_step=2 averages half as often")
         if link.latency_s > _SLOW_LATENCY_S:
             yield Finding("links", WARNING, f"a message needs {1e3 * link.latency_s:.3g} ms {between}",
                           "take hosts of one network; each step waits for several messages")

@@ -30,21 +30,13 @@ class NoAnswerError(Exception):
 
 @dataclass(frozen=True)
 class Link:
-    """What was measured between the first ranks of two hosts.
+    """What was measured between the first ranks of two hosts."""
 
-    Attributes:
-        hosts: Their names.
-        latency_s: Half of the median round trip of a small message.
-        bytes_per_s: Of a large message.
-        offset_s: The clock of the second host less that of the first.
-        offset_error_s: At most so far is `offset_s` from the truth.
-    """
-
-    hosts: tuple[str, str]
-    latency_s: float
-    bytes_per_s: float
-    offset_s: float
-    offset_error_s: float
+    hosts: tuple[str, str]  # Their names.
+    latency_s: float  # Half of the median round trip of a small message.
+    bytes_per_s: float  # Of a large message.
+    offset_s: float  # The clock of the second host less that of the first.
+    offset_error_s: float  # At most so far is `offset_s` from the truth.
 
 
 def pairs(hosts: int) -> list[tuple[int, int]]:

@@ -78,8 +78,7 @@ def main(expected: int) -> int:
 def _measure_links(comm: "MPI.Intracomm") -> None:
     """Measure the links between the hosts, one after the other. Collective.
 
-    Raises:
-        NoAnswerError: Ranks do not reach each other. The ranks that know which have said it.
+    Raises NoAnswerError: Ranks do not reach each other. The ranks that know which have said it.
     """
     rank = comm.Get_rank()
     try:
@@ -105,8 +104,7 @@ def _measure_links(comm: "MPI.Intracomm") -> None:
 def _allreduce() -> int:
     """All-reduce numbers whose sum is known. Collective; rank 0 says what came of it.
 
-    Raises:
-        MpistratError: init() or the all-reduce has failed.
+    Raises MpistratError: init() or the all-reduce has failed.
     """
     mpistrat.init()
     rank, size = mpistrat.rank(), mpistrat.size()

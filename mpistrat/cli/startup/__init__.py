@@ -25,7 +25,6 @@ def variables(command: Sequence[str], is_here: bool, environ: Mapping[str, str],
     """Return the variables to add to the environment of mpirun.
 
     Args:
-        command: The command of the ranks.
         is_here: Whether all ranks run on this host. Another host may have a PYTHONPATH that this one does not know.
         environ: The environment without them.
         is_whole: Whether ranks print whole tracebacks as well.

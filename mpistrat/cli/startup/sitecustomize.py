@@ -77,7 +77,7 @@ def _begin() -> None:
         rank = os.environ[launcher.rank]
         _restore_path()
         sys.excepthook = _report
-        if "_MPISTRAT_CORES" in os.environ and os.environ.get("MPISTRAT_BIND") != "0":
+        if "_MPISTRAT_CORES" in os.environ and os.environ.get("MPISTRAT_BIND", "").lower() not in ("gpu", "none"):
             _take_cores(rank, launchers["local_rank"](os.environ))
         atexit.register(_say_without_init, rank)
     own = sys.modules.pop(__name__)

@@ -16,41 +16,28 @@ LINE_STARTS = tuple(start for launcher in STARTED for start in launcher.line_sta
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank has ended.
-
-    Attributes:
-        rank: Its rank.
-        host: Its host, or "" if mpirun does not name it.
-        code: Its exit code; None if a signal has ended it, or if mpirun does not say it.
-        signal: The number of the signal that has ended it, or None.
-    """
+    """How a rank has ended."""
 
     rank: int
-    host: str = ""
-    code: int | None = None
-    signal: int | None = None
+    host: str = ""  # Its host, or "" if mpirun does not name it.
+    code: int | None = None  # Its exit code; None if a signal has ended it, or if mpirun does not say it.
+    signal: int | None = None  # The number of the signal that has ended it, or None.
 
 
 @dataclass(frozen=True)
 class Words:
-    """A text of mpirun, or of MPI on a rank, about the end of a process.
+    """A text of mpirun, or of MPI on a rank, about the end of a process."""
 
-    Attributes:
-        text: As it was printed.
-        ending: What it says; None if it only says that other processes were ended, or what error it was.
-        is_error: Whether it says what error it was.
-    """
-
-    text: bytes
+    text: bytes  # As it was printed.
+    # What it says; None if it only says that other processes were ended, or what error it was.
     ending: Ending | None = None
-    is_error: bool = False
+    is_error: bool = False  # Whether it says what error it was.
 
 
 def understand(text: bytes) -> Words | None:
     """Return a text of mpirun as Words, or None if it is not about the end of a process.
 
-    Args:
-        text: A line, or the lines from a rule to the next rule, with both.
+    `text`: A line, or the lines from a rule to the next rule, with both.
     """
     flat = b" ".join(text.split())
     for launcher in STARTED:

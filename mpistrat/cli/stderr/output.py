@@ -33,11 +33,6 @@ def _untagged(line: bytes) -> bytes:
 class Output:
     """The stderr of one mpirun.
 
-    Attributes:
-        told: What ranks have told so far.
-        words: mpirun's words about the end of ranks, in order.
-        is_at_line_start: Whether what was returned so far ends with a line.
-
     Args:
         is_all: Keep nothing back but reports.
         least_severity: Of log lines of TensorFlow, as in TF_CPP_MIN_LOG_LEVEL.
@@ -46,13 +41,14 @@ class Output:
 
     def __init__(self, is_all: bool = False, least_severity: int = 0, has_driver: bool = True):
         self._is_all = is_all
+        # told: What ranks have told so far.
         self.told, self._records = ReportReader(), Records(least_severity, has_driver)
         self._partial, self._partial_until = b"", math.inf
         self._is_inside_line = False  # The beginning of the line that comes has been returned.
         self._block: list[bytes] = []
         self._block_until = math.inf
-        self.words: list[Words] = []
-        self.is_at_line_start = True
+        self.words: list[Words] = []  # mpirun's words about the end of ranks, in order.
+        self.is_at_line_start = True  # Whether what was returned so far ends with a line.
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Take what mpirun has printed, and return what is to be shown."""

@@ -31,7 +31,6 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
     """Return what to print after the job: words of mpirun as they are, and lines.
 
     Args:
-        code: The exit code.
         reports: Of the ranks, in order of arrival.
         words: Of mpirun, which were kept back.
         interrupted_by: The signal with which the user has ended the job.

@@ -31,8 +31,7 @@ examples:
 def main(argv: list[str]) -> int:
     """Run the subcommand and return the exit code.
 
-    Raises:
-        LaunchError: The file cannot be read, or is no timeline; or the page cannot be written.
+    Raises LaunchError: The file cannot be read, or is no timeline; or the page cannot be written.
     """
     options = _parser().parse_args(argv)
     try:

@@ -21,7 +21,6 @@ pre { background: #f4f4f4; padding: 1em; overflow-x: auto }
 
 
 def page(analysis: Analysis, records: Sequence[Record], title: str) -> str:
-    """The page."""
     keys = "".join(f'<span style="background:{colour}"></span>{name}: {escape(MEANINGS[name])}'
                    for name, colour in _COLOURS.items())
     slow = "".join(f"<p>{escape(sentence)}</p>" for sentence in stragglers_of(analysis))

@@ -25,8 +25,7 @@ def require() -> None:
 def write(jobs: Sequence[JobStatus], path: Path) -> None:
     """Write the file; a reader sees the old one or the new one, never a part.
 
-    Raises:
-        LaunchError: It cannot be written.
+    Raises LaunchError: It cannot be written.
     """
     from prometheus_client import CollectorRegistry, write_to_textfile
     from prometheus_client.registry import Collector

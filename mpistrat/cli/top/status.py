@@ -29,38 +29,31 @@ class Outstanding:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A rank, when it was last heard of.
+    """A rank, when it was last heard of."""
 
-    Attributes:
-        rank, host, pid: Who it is.
-        steps, rows: Since the start; None where nothing counts them.
-        operations, bytes: Collectives since the start, and what they have reduced or sent.
-        computing, waiting, moving: Shares of the last interval: the rank did something else, waited for other ranks,
-            and waited for the bytes.
-        cores, delayed: In the last interval: the cores that its threads used, and the seconds in each second that they
-            were ready and had none.
-        place: Where its main thread was; "" if that is not known.
-        rss_bytes: The memory that its process has.
-        outstanding: What it waits for.
-        written: When it was heard of, in seconds since 1970.
-    """
-
+    # rank, host, pid: Who it is.
     rank: int
     host: str
     pid: int
+    # steps, rows: Since the start; None where nothing counts them.
     steps: int | None
     rows: int | None
+    # operations, bytes: Collectives since the start, and what they have reduced or sent.
     operations: int
     bytes: int
+    # computing, waiting, moving: Shares of the last interval: the rank did something else, waited for other ranks, and
+    # waited for the bytes.
     computing: float
     waiting: float
     moving: float
+    # cores, delayed: In the last interval: the cores that its threads used, and the seconds in each second that they
+    # were ready and had none.
     cores: float
     delayed: float
-    place: str
-    rss_bytes: int
-    outstanding: tuple[Outstanding, ...]
-    written: float
+    place: str  # Where its main thread was; "" if that is not known.
+    rss_bytes: int  # The memory that its process has.
+    outstanding: tuple[Outstanding, ...]  # What it waits for.
+    written: float  # When it was heard of, in seconds since 1970.
 
 
 @dataclass(frozen=True)

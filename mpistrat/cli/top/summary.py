@@ -42,34 +42,22 @@ class Stall:
 
 @dataclass(frozen=True)
 class Summary:
-    """A job.
+    """A job."""
 
-    Attributes:
-        job, script, size, hosts: Its name, its script, and how many ranks it has on which hosts.
-        age_s: Since its start.
-        silent_s: Since its file was written; 0 if that is less than SILENT_S ago.
-        steps_per_s: Of the job: a step is one of all ranks.
-        rows_per_s: Of all ranks together.
-        communication: The share of the last interval that the ranks waited for collectives, a mean.
-        slowest: The rank that the others wait for; None if there is none.
-        why: What is known of it, or why there is none.
-        ranks: What each rank does.
-        stalls: What ranks wait for.
-    """
-
+    # job, script, size, hosts: Its name, its script, and how many ranks it has on which hosts.
     job: str
     script: str
     size: int
     hosts: tuple[str, ...]
-    age_s: float
-    silent_s: float
-    steps_per_s: float | None
-    rows_per_s: float | None
-    communication: float
-    slowest: int | None
-    why: str
-    ranks: tuple[RankLine, ...]
-    stalls: tuple[Stall, ...]
+    age_s: float  # Since its start.
+    silent_s: float  # Since its file was written; 0 if that is less than SILENT_S ago.
+    steps_per_s: float | None  # Of the job: a step is one of all ranks.
+    rows_per_s: float | None  # Of all ranks together.
+    communication: float  # The share of the last interval that the ranks waited for collectives, a mean.
+    slowest: int | None  # The rank that the others wait for; None if there is none.
+    why: str  # What is known of it, or why there is none.
+    ranks: tuple[RankLine, ...]  # What each rank does.
+    stalls: tuple[Stall, ...]  # What ranks wait for.
 
 
 def summarize(now: JobStatus, before: JobStatus | None, time_s: float) -> Summary:

@@ -29,11 +29,9 @@ class CopyJob:
 
     As in arithmetic.Scale: half precision is scaled in float32. Integers are divided exactly and truncated if the
     factor is 1, and scaled in float64 otherwise.
-
-    Attributes:
-        source, target: Names of dtypes in copy.kernel.TYPES.
     """
 
+    # source, target: Names of dtypes in copy.kernel.TYPES.
     source: str
     target: str
     factor: float = 1.0
@@ -74,8 +72,7 @@ def block_count(table: np.ndarray) -> int:
 class KeptCopies:
     """The tables of launches that copy arrays of the same sizes again and again, between other addresses.
 
-    Args:
-        counts: Elements of each array.
+    `counts`: Elements of each array.
     """
 
     def __init__(self, counts: Sequence[int]):
@@ -107,12 +104,10 @@ class FusedCopies:
     Args:
         counts: Elements of each array.
         memory_bytes, itemsize: The bytes of an element in the arrays and in the buffer. The smaller one is aligned.
-
-    Attributes:
-        total: Elements in the buffer.
     """
 
     def __init__(self, counts: Sequence[int], memory_bytes: int, itemsize: int):
+        # total: Elements in the buffer.
         offsets, self.total = fused_offsets(counts, min(memory_bytes, itemsize))
         self._offsets = np.array(offsets, np.uint64) * np.uint64(itemsize)
         self._copies = KeptCopies(counts)

@@ -37,8 +37,6 @@ def make_communicators(make: Callable[[], Iterable[NcclCommunicator]], device: G
 
     Args:
         make: Makes this rank's communicators, and may wait for the other ranks. Called in another thread.
-        device: This rank's GPU.
-        rank: This rank.
         exchange: An exchange among the same ranks, which must not depend on `make`.
         limit_s: Seconds after which it fails; 0: never.
         clock: Seconds, from any origin.
@@ -66,17 +64,12 @@ def make_communicators(make: Callable[[], Iterable[NcclCommunicator]], device: G
 
 
 class _Attempt:
-    """An attempt to make communicators, in a thread that may block for ever.
-
-    Attributes:
-        made: The communicators.
-        state: None while they are being made and connected, then "", or the error.
-    """
+    """An attempt to make communicators, in a thread that may block for ever."""
 
     def __init__(self, make: Callable[[], Iterable[NcclCommunicator]], device: GpuDevice, rank: int):
         self._device, self._rank = device, rank
-        self.made: list[NcclCommunicator] = []
-        self.state: str | None = None
+        self.made: list[NcclCommunicator] = []  # The communicators.
+        self.state: str | None = None  # None while they are being made and connected, then "", or the error.
         self._is_given_up = False
         self._lock = threading.Lock()
         threading.Thread(target=self._run, args=(make,), name="mpistrat-nccl-connect", daemon=True).start()

@@ -27,22 +27,16 @@ class NcclData(GpuBackend):
     all ranks.
 
     Args:
-        device: This rank's GPU.
-        rank: This rank in the communicators.
-        size: The number of their ranks.
         communicators: One for each NcclStream. `close` destroys them.
         buffers: Two fusion buffers of `buffer_bytes` for each NcclStream.
         buffer_bytes: Bytes of a fusion buffer.
         version: NCCL's version code.
         is_alone: No other group of ranks uses NCCL on the GPU of one of these ranks.
-
-    Attributes:
-        is_alone: The argument.
-        buffer: One of the fusion buffers.
     """
 
     def __init__(self, device: GpuDevice, rank: int, size: int, communicators: Sequence[NcclCommunicator],
                  buffers: Sequence[Sequence[GpuArray]], buffer_bytes: int, version: int, is_alone: bool = True):
+        # buffer: One of the fusion buffers.
         self.is_alone, self.buffer = is_alone, buffers[0][0]
         self._device, self._lost = device, np.zeros(0, np.uint8)
         self._rank, self._size, self._buffer_bytes, self._version = rank, size, buffer_bytes, version

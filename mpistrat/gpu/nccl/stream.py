@@ -18,13 +18,7 @@ BUFFERS = 2  # More would have no effect: one bucket is packed while one other i
 
 
 class NcclStream:
-    """A communicator, two streams and two fusion buffers, reserved for this object.
-
-    Args:
-        device: This rank's GPU.
-        communicator: Of all ranks.
-        buffers: The fusion buffers.
-    """
+    """A communicator, two streams and two fusion buffers, reserved for this object. `communicator`: Of all ranks."""
 
     def __init__(self, device: GpuDevice, communicator: NcclCommunicator, buffers: Sequence[GpuArray]):
         self._device, self.communicator, self._buffers = device, communicator, buffers

@@ -13,9 +13,9 @@ import keras
 
 from ...api import runtime
 from ...api.elastic.state import Snapshot, keep_going
-from ...tensorflow.elastic import TensorFlowKerasState
+from ...tensorflow.elastic import Averaging, TensorFlowKerasState
 from .._private import Callback
-from .training import is_under_strategy
+from .training import in_fit, is_under_strategy
 
 logger = logging.getLogger(__name__)
 Logs = dict[str, Any] | None
@@ -103,7 +103,7 @@ class Elastic(Callback):
             left -= each
             return {}
 
-        self.model.train_function = read_first
+        self.model.train_function, in_fit[self.model].is_reading = read_first, True
         # If no batch is left, Keras still asks for the metrics, which the first trained batch of a process makes.
         self.model.get_metrics_result = dict
 
@@ -112,6 +112,8 @@ class Elastic(Callback):
         if self._train_function is not None:
             self.model.train_function, self._train_function = self._train_function, None
             del self.model.get_metrics_result
+            if self.model in in_fit:
+                in_fit[self.model].is_reading = False
 
 
 class FitState(TensorFlowKerasState):
@@ -128,8 +130,8 @@ class FitState(TensorFlowKerasState):
     batch: int
     size: int
 
-    def __init__(self, model: keras.Model, fit: int, epoch: int):
-        super().__init__(model, fit=fit, epoch=epoch, batch=0, size=_size(), past=[], done_in=0)
+    def __init__(self, model: keras.Model, fit: int, epoch: int, averaging: Averaging | None = None):
+        super().__init__(model, averaging=averaging, fit=fit, epoch=epoch, batch=0, size=_size(), past=[], done_in=0)
 
     def _take(self, snapshot: Snapshot) -> None:
         if snapshot["values"]["fit"] > self.fit:
@@ -138,14 +140,15 @@ class FitState(TensorFlowKerasState):
             super()._take(snapshot)
 
 
-def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, initial_epoch: int) -> Any:
+def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, initial_epoch: int,
+            averaging: Averaging | None) -> Any:
     """Call `fit` with the epoch in which it begins, again and again until it ends. Collective. In an elastic job only.
     """
     global _fits
     _fits += 1
     size = _size()  # This process, which outlives the loss of other ranks, keeps the rows that are its own now.
     with model.distribute_strategy.scope() if model.distribute_strategy is not None else contextlib.nullcontext():
-        state = FitState(model, _fits, initial_epoch)
+        state = FitState(model, _fits, initial_epoch, averaging)
 
     def train() -> Any:
         if state.done_in:

@@ -27,8 +27,10 @@ from ...tensorflow.kerases import is_keras2, is_of_keras
 from ...tensorflow.same_data import some_rows
 from .. import xla
 from .._private import Callback, trainer
-from ..callbacks import Logs
+from ..callbacks import BroadcastGlobalVariablesCallback, Logs
 from ..keras2_arguments import bound
+from ..local_sgd.averaging import averaging_among
+from ..local_sgd.local_training import LocalTraining
 from ..patches import Function, replaces
 from .adapted import layers_of_inputs
 from .elastic_fit import Elastic, run_fit
@@ -59,21 +61,32 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
     def from_epoch(epoch: int) -> Any:
         call.arguments["initial_epoch"] = epoch
         return _fit_once(original, self, call)
-    return run_fit(elastic, from_epoch, self, call.arguments.get("initial_epoch", 0))
+    return run_fit(elastic, from_epoch, self, call.arguments.get("initial_epoch", 0),
+                   averaging_among(users))
 
 
 def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
-    training, timer = training_of(model), step_timer.current()
-    if isinstance(training, DistributedTraining):
+    given = call.arguments.get("callbacks")
+    users, timer = users_callbacks(given), step_timer.current()
+    has_own = any(type(each).__module__.partition(".")[0] not in ("keras", "mpistrat") for each in users)
+    for callback in users:
+        if isinstance(callback, BroadcastGlobalVariablesCallback):
+            callback.has_users_own = has_own
+    averaging = averaging_among(users)
+    training: Training | None = training_of(model)
+    if averaging is not None:
+        training = LocalTraining(model, averaging)
+        averaging.enter(training)
+    if training is not None and not training.is_under_strategy:
         xla.follow_ranks(model)
     if training is None or not (training.process_set.has_others() or timer):
         return original(*call.args, **call.kwargs)
-    given = call.arguments.get("callbacks")
     own: list[Callback] = []
-    users = users_callbacks(given)
     if training.process_set.has_others():
+        if averaging is not None:  # It comes before all that compares, reads or saves weights.
+            own, users = [averaging], [callback for callback in users if callback is not averaging]
         wrapped = written_once(users, training)
-        own = own_callbacks(training, users, wrapped, [call.arguments.get("x"), call.arguments.get("y")])
+        own += own_callbacks(training, users, wrapped, [call.arguments.get("x"), call.arguments.get("y")])
         users = wrapped
     if timer is not None:
         own, timer.is_in_fit = [*own, TimedSteps(timer, training.is_under_strategy)], True
@@ -114,9 +127,11 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
         wrapped: What fit gets in their place.
         inputs: The arguments x and y of fit.
     """
-    own: list[Callback] = [JoinEpochs(training)] if isinstance(training, DistributedTraining) and training.joins else []
+    own: list[Callback] = []
+    if isinstance(training, DistributedTraining | LocalTraining) and training.joins:
+        own.append(JoinEpochs(training))
     settings = runtime.current().settings
-    is_checked = not settings.consistency_check_disable
+    is_checked = settings.is_checked
     statistics = AverageStatistics(training, callbacks) if training.averages_statistics else None
     has_own_rows = is_checked and not training.is_under_strategy
     if has_own_rows and training.process_set.rank() == 0 and any(map(is_sharded_in_own_order, tf.nest.flatten(inputs))):
@@ -126,7 +141,7 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
                        layers_of_inputs(inputs) if has_own_rows else [])
     own.append(checks)
     if is_checked and settings.check_every and not training.joins:  # A rank that has joined makes no steps.
-        own.append(ChecksWithinEpochs(checks.require_equal_weights, settings.check_every))
+        own.append(ChecksWithinEpochs(checks.require_equal_weights, settings.check_every, training))
     if statistics is not None:
         own.append(statistics)
     if is_checked or training.is_under_strategy:  # What checks that all ranks end fit together comes before it.

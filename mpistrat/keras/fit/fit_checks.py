@@ -78,7 +78,7 @@ class FitChecks(Callback):
         self._layers, self._wrapped = layers, wrapped
         self._training, self._callbacks, self._rows, self._statistics = training, callbacks, rows, statistics
         self._name, self._process_set, self._joins = training.name, training.process_set, training.joins
-        self._is_checked = not runtime.current().settings.consistency_check_disable
+        self._is_checked = runtime.current().settings.is_checked
         self._averages_metrics = self._names_steps = self._compares_rates = False
         self._means = MetricMeans(self._process_set)
         self._weights_to_compare = 0  # in so many steps
@@ -121,7 +121,7 @@ class FitChecks(Callback):
             tuple(sorted({cls.__name__ for cls in COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
             tuple(readers(self._callbacks)), training.averages_statistics, self._joins, training.accumulates,
             training.leaves_weights_uncompared, saves, self._adapted() if self._is_checked else (), training.has_local,
-            entries)
+            entries, settings=training.settings)
 
     def _trained(self) -> list[Variable]:
         return self._training.shared(self.model.trainable_variables)
@@ -166,6 +166,8 @@ class FitChecks(Callback):
         # With "join" the ranks may have different steps.
         if any(begin.compares_weights for begin in begins) and not self._joins:
             self._weights_to_compare = _COMPARED_STEPS
+            if self._training.settings:  # After the first step they differ in any case.
+                self._differed = {"weights"}
         self._names_steps = not self._joins and any(begin.steps is None for begin in begins) \
             and not any(begin.accumulates for begin in begins) and not self._training.is_under_strategy
 
@@ -257,7 +259,7 @@ class FitChecks(Callback):
 
     def _compare(self, batch: int) -> None:
         """Raise MismatchError if weights or rates differ before two steps. They may be broadcast after the first."""
-        variables = self._trained() if self._weights_to_compare else []
+        variables = self._trained() if self._weights_to_compare and self._training.is_synchronised else []
         states: list[Step] = self._require_together(
             Step(self._epochs or 0, batch + 1, tuple(digests_of_weights(variables)),
                  rates_of(self._training.parts), setters(self._callbacks)))
@@ -314,17 +316,18 @@ class ChecksWithinEpochs(Callback):
     Args:
         check: Gets the place for messages: "fit: before batch 1001 of epoch 3".
         every: The number of batches.
+        training: If its ranks train weights of their own, the next batch counts before which they have the same ones.
     """
 
-    def __init__(self, check: Callable[[str], None], every: int):
+    def __init__(self, check: Callable[[str], None], every: int, training: Training):
         super().__init__()
-        self._check, self._every = check, every
+        self._check, self._every, self._training = check, every, training
         self._epoch, self._next = 0, every
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._epoch, self._next = epoch, self._every
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        if batch >= self._next:
+        if batch >= self._next and self._training.is_synchronised:
             self._next = batch + self._every
             self._check(f"fit: before batch {batch + 1} of epoch {self._epoch + 1}")

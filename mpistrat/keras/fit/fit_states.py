@@ -10,6 +10,7 @@ from ...core.topology import describe_by_rank, rank_list
 from ...tensorflow.kerases import KERASES, is_of_keras, package_of
 from .._private import Callback
 from ..callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
+from ..local_sgd.averaging import problem_of_settings
 from .adapted import Adapted
 from .rates import different_rate
 from .running_statistics import SaveSchedule
@@ -42,6 +43,7 @@ class Begin:
         reads_logs: Whether a callback may read the logs of a batch. For a strategy, which reduces them then.
         rates: What the optimizers multiply by, with labels. For a strategy; otherwise the first step tells.
         total: A digest of the weights. Likewise.
+        settings: How the ranks average their weights; "" if they have the same ones in every step.
     """
 
     steps: int | None
@@ -60,6 +62,7 @@ class Begin:
     reads_logs: bool = False
     rates: tuple[tuple[str, float], ...] = ()
     total: bytes = b""
+    settings: str = ""
 
     def __str__(self) -> str:
         return "begin to train"
@@ -168,6 +171,8 @@ def problem_of_rates(steps: Sequence[Step]) -> str:
 
 def problem_at_begin(begins: Sequence[Begin]) -> str:
     """What the ranks begin differently, with the way out; "" if nothing."""
+    if problem := problem_of_settings([begin.settings for begin in begins]):
+        return problem
     if len({begin.joins for begin in begins}) > 1:
         return f"the ranks disagree on DistributedOptimizer(uneven=) being 'join': {_by_rank(begins, 'joins')}."
     steps = {begin.steps for begin in begins if begin.steps is not None}

@@ -13,6 +13,7 @@ from ...api import ops as array_ops
 from ...tensorflow.ops import broadcast_
 from .._private import Callback
 from ..callbacks import LearningRateScheduleCallback, Logs
+from ..local_sgd.local_training import LocalTraining
 from .training import DistributedTraining
 
 
@@ -25,7 +26,7 @@ class JoinEpochs(Callback):
     to join: where gradients are accumulated, a batch may need no other rank.)
     """
 
-    def __init__(self, training: DistributedTraining):
+    def __init__(self, training: DistributedTraining | LocalTraining):
         super().__init__()
         self._training = training
         self._has_joined = True

@@ -11,6 +11,7 @@ Called by what mpistrat adds to fit, and under a strategy; averaging is collecti
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
@@ -24,8 +25,9 @@ from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.kerases import aggregation_of, is_of_keras
 from ...tensorflow.list_ops import number_of
 from .._private import Callback, non_trainable_variables
-from ..callbacks import Logs
 from .training import Training
+
+Logs = dict[str, Any] | None
 
 
 def running_statistics(model: keras.Model) -> list[keras.Variable]:
@@ -52,7 +54,8 @@ def average_statistics(training: Training) -> None:
     Variables that are local to each rank stay as they are.
     """
     model = training.model
-    for op, variables in ((Average, [*running_statistics(model), *training.accumulators]), (Max, counters(model))):
+    for op, variables in ((Average, [*running_statistics(model), *training.accumulators]),
+                          (Max, [*counters(model), *training.counters])):
         shared = training.shared(variables)
         for variable, value in zip(shared, _reduced(training, op, shared), strict=True):
             variable.assign(value)
@@ -145,6 +148,7 @@ class AverageStatistics(Callback):
             variable for variable in _state(self.model) if aggregation_of(variable) == "sum"]
 
     def _average(self) -> None:
+        self._training.synchronise()
         average_statistics(self._training)
         variables = self._training.shared(self._sums())
         # A variable that the first step has made began at zero.

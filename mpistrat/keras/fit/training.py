@@ -43,20 +43,23 @@ class Training:
         leaves_weights_uncompared: Whether first reductions are to come that cannot compare the weights.
         has_local: Whether variables are local to each rank.
         causes: The usual causes of different weights, and the way out.
+        settings: How the ranks average their weights, in words; "" if they have the same ones in every step.
+        is_synchronised: Whether the ranks have the same weights now.
+        is_reading: Whether batches are read only.
     """
 
     name: str
     process_set: ProcessSet
     averages_statistics = True
-    is_under_strategy = joins = accumulates = False
-    causes = CAUSES
+    is_under_strategy = joins = accumulates = is_reading = False
+    causes, settings = CAUSES, ""
 
     def __init__(self, model: keras.Model):
         self.model = model
 
     @property
     def parts(self) -> list[Optimizer]:
-        raise NotImplementedError
+        return list(IdentitySet(part for optimizer in optimizers_of(self.model) for part in parts_of(optimizer)))
 
     @property
     def first_steps(self) -> list[FirstSteps]:
@@ -74,6 +77,18 @@ class Training:
     @property
     def accumulators(self) -> list[keras.Variable]:
         return [variable for optimizer in self.parts for variable in accumulators_of(optimizer)]
+
+    @property
+    def counters(self) -> list[keras.Variable]:
+        """Variables of the optimizers that count, each rank for itself."""
+        return []
+
+    @property
+    def is_synchronised(self) -> bool:
+        return True
+
+    def synchronise(self) -> None:
+        """Give all ranks the same weights, if each trains its own. Collective."""
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
         """Those of the variables that all ranks have, with the same values in a right program."""
@@ -187,10 +202,6 @@ class StrategyTraining(Training):
         """Take what the ranks have exchanged: the rows of a full batch on each rank, and whether a rank reads logs."""
         self.has_begun = True
         step_values_of(self.model).train_rows, step_values_of(self.model).reads_logs = max(1, usual_rows), reads_logs
-
-    @property
-    def parts(self) -> list[Optimizer]:
-        return list(IdentitySet(part for optimizer in optimizers_of(self.model) for part in parts_of(optimizer)))
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
         return [v for v in variables if self._extended.is_everywhere(getattr(v, "value", v))]

@@ -181,7 +181,7 @@ def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
 def _compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
     """Raise MismatchError unless all ranks begin a loop of the user's with the same weights. Collective; once."""
     state_of(optimizer).is_compared = True
-    if runtime.current().settings.consistency_check_disable or runtime.current().topology.size == 1:
+    if not runtime.current().settings.is_checked or runtime.current().topology.size == 1:
         return
     with tf.init_scope():
         if not tf.executing_eagerly():

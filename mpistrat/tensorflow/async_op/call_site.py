@@ -174,8 +174,6 @@ def _on_gpu(where: str, process_set: int, dtypes: Sequence[np.dtype], owner: obj
 
     Args:
         where: TensorFlow's name of their device.
-        process_set: The id of the process set.
-        dtypes: Their dtypes.
         owner: What keeps them.
         memory: Returns their memory, and that of results of the given shapes, or of theirs (None).
         keeps_shapes: Whether each result has the shape of its tensor.
@@ -203,8 +201,6 @@ class _GpuCallSite(CollectiveCallSite):
     """The target of the node of one collective. Several executions may be in flight.
 
     Args:
-        where: The device of the tensors.
-        tensors: As they are traced.
         first: The place of the first one among the inputs of the node.
         keeps_shapes: Whether each result has the shape of its tensor.
     """
@@ -220,7 +216,6 @@ class _GpuCallSite(CollectiveCallSite):
                       for tensor in tensors]
 
     def compute(self, call: kernel.Call) -> None:
-        """Submit the collective. See kernel.Target."""
         def memory(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
             if shapes:
                 return Memory([], [], [call.output(i, shape) for i, shape in enumerate(shapes)], self._nothing)

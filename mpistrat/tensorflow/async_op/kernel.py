@@ -88,7 +88,6 @@ class Call:
         self.is_ended = False
 
     def _address(self, place: int) -> int:
-        """The address of an input."""
         found, own = c_void_p(), self._api
         own.TF_GetInput(self._context, place, found, self._status.pointer)
         if not found:

@@ -84,15 +84,10 @@ def _require_xla() -> None:
 
 
 class Found(NamedTuple):
-    """What stands for TensorFlow's compute stream.
+    """What stands for TensorFlow's compute stream."""
 
-    Attributes:
-        stream: Records events.
-        reader: The stream itself, which waits for results; None: the host waits.
-    """
-
-    stream: RecordedStream
-    reader: RecordedStream | None
+    stream: RecordedStream  # Records events.
+    reader: RecordedStream | None  # The stream itself, which waits for results; None: the host waits.
 
 
 # By runtime, whose GPU is one: for collectives of all ranks, and for those of process sets. A stream may refer to its
@@ -105,7 +100,6 @@ def stream_for(device: "Device", where: str, process_set: int = 0) -> Found | No
     """What stands for TensorFlow's compute stream; None if no way works, which is warned about once.
 
     Args:
-        device: This rank's GPU.
         where: TensorFlow's name of it.
         process_set: The id of the process set of the collective.
     """

@@ -35,8 +35,7 @@ class GraphBucket:
     def layout(self, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """As in Request: the tensors in each array; () when each array is one tensor, in ascending order.
 
-        Args:
-            places: The place of each tensor in the caller's list. () means that none is left out of that list.
+        `places`: The place of each tensor in the caller's list. () means that none is left out of that list.
         """
         is_simple = not self.joined and self.single == sorted(self.single)
         if is_simple and list(places) == list(range(len(places))):

@@ -39,26 +39,21 @@ class CallSite:
 
     Args:
         name: The name of the collective, without the thread.
-        process_set: The id of the process set.
-
-    Attributes:
-        needs_name: Whether the ranks must be able to distinguish the thread from all others.
-        thread: What the name begins with: the part that stands for the thread that runs the function, if `names` has
-            made the name.
-        origin: The node.
-        is_in_order: Whether executions of the graph are in the order of the program.
-        running: The threads that run a function with this node now.
-        raised: What a signal handler has raised while the node ran in the main thread; the call raises it at its end.
     """
 
-    origin: Origin
-    is_in_order = True
+    origin: Origin  # The node.
+    is_in_order = True  # Whether executions of the graph are in the order of the program.
+    # What a signal handler has raised while the node ran in the main thread; the call raises it at its end.
     raised: BaseException | None = None
 
     def __init__(self, name: str, process_set: int):
         self.name, self.process_set, self.is_made = name, process_set, names.is_made(name)
+        # Whether the ranks must be able to distinguish the thread from all others.
         self.needs_name = self.is_made and not process_set
+        # What the name begins with: the part that stands for the thread that runs the function, if `names` has made the
+        # name.
         self.thread = ""
+        # The threads that run a function with this node now.
         self.running: list[int] = []  # Operations on lists are atomic.
 
     def belongs_to(self, submit: tf.Operation) -> None:
@@ -151,16 +146,15 @@ def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
 def observed_call(sites: Sequence[CallSite], call: Callable[..., Any], *args: object) -> Any:
     """Return `call(*args)`, which runs a graph with these sites in this thread.
 
-    Raises:
-        RanksLostError: Ranks were lost meanwhile.
+    Raises RanksLostError: Ranks were lost meanwhile.
     """
     try:
         _enter(sites)
         return call(*args)
     except tf.errors.OpError as error:  # Others come from this thread: of a signal handler, after the graph.
         _end_failed(sites)
-        lost = _loss_behind(error)
-        if lost is not None:
+        has_loss = runtime.is_initialized() and RanksLostError.__name__ in str(error)
+        if has_loss and (lost := runtime.current().losses.interruption.error) is not None:
             raise as_tf_error(lost) from None  # Its text is in `error`, between all that TensorFlow knows of.
         raise
     finally:
@@ -170,8 +164,7 @@ def observed_call(sites: Sequence[CallSite], call: Callable[..., Any], *args: ob
 def _enter(sites: Sequence[CallSite]) -> None:
     """A call of this thread begins.
 
-    Raises:
-        InvalidRequestError: Another thread runs one of the nodes; or as names.prefix.
+    Raises InvalidRequestError: Another thread runs one of the nodes; or as names.prefix.
     """
     needs_name = False
     for site in sites:
@@ -211,7 +204,6 @@ def _refuse(site: CallSite) -> None:
 
 
 def _end_failed(sites: Sequence[CallSite]) -> None:
-    """A call of this thread has ended in an error."""
     by_set: defaultdict[int, list[CallSite]] = defaultdict(list)
     for site in sites:
         by_set[site.process_set].append(site)
@@ -219,13 +211,6 @@ def _end_failed(sites: Sequence[CallSite]) -> None:
         with suppress(NotInitializedError, InvalidRequestError):  # shutdown(), or a process set that was removed.
             runtime.group_of(its[0].name, number).engine.end_failed_execution(
                 {name for site in its for name in site.all_names()}, {site.origin for site in its})
-
-
-def _loss_behind(error: tf.errors.OpError) -> RanksLostError | None:
-    """The loss of ranks that has ended a graph in `error`, if it was one."""
-    if not runtime.is_initialized() or RanksLostError.__name__ not in str(error):
-        return None
-    return runtime.current().losses.interruption.error
 
 
 AtomicFunction.call_flat = _observed(AtomicFunction.call_flat)

@@ -37,13 +37,7 @@ _instances = itertools.count()
 
 
 class _PendingWait:
-    """A wait, from the ticket to the fetch of the result.
-
-    Attributes:
-        queue: The queue that is written when the collective is complete.
-        handle: The collective's handle.
-        is_woken: Whether the queue has been written.
-    """
+    """A wait, from the ticket to the fetch of the result. `is_woken`: Whether the queue has been written."""
 
     __slots__ = ("handle", "is_woken", "queue")
 
@@ -131,9 +125,7 @@ class CompletionQueues:
     def ticket_for(self, handle: Handle, execution: int = 0) -> Arrays:
         """A ticket for the result of a collective. The callback must return these arrays, not copies.
 
-        Args:
-            handle: The collective's handle.
-            execution: The number that `execution_of` reads from the ticket, 0 or above.
+        `execution`: The number that `execution_of` reads from the ticket, 0 or above.
         """
         with self._lock:
             if self._taken:

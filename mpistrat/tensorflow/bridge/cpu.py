@@ -168,7 +168,6 @@ class _CpuCallSite(CollectiveCallSite):
         return [*COMPLETIONS.ticket_for(handle, its.number), *self._nothing]
 
     def fetch(self, ticket: np.int64, *ready: np.ndarray) -> Arrays:
-        """Return the results, or raise the collective's error."""
         return list(map(np.asarray, ready)) if ticket < 0 else COMPLETIONS.redeem(int(ticket)).wait()
 
 

@@ -15,16 +15,12 @@ import tensorflow as tf
 
 @dataclass
 class Execution:
-    """The execution that the collectives being traced belong to.
+    """The execution that the collectives being traced belong to."""
 
-    Attributes:
-        number: Its number, a tensor of this graph or of the graph that this is the gradient of. None until the first
-            collective has created it.
-        is_past: Whether the collectives are the gradient of the execution with this number.
-    """
-
+    # Its number, a tensor of this graph or of the graph that this is the gradient of. None until the first collective
+    # has created it.
     number: tf.Tensor | None = None
-    is_past: bool = False
+    is_past: bool = False  # Whether the collectives are the gradient of the execution with this number.
 
 
 # The execution of the collectives that are being traced; None if its number is not needed. The first of them creates

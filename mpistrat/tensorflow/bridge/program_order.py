@@ -81,8 +81,7 @@ def anonymous_variable(dtype: tf.DType) -> tf.Tensor:
 def enclosing_function(graph: tf.Graph | None = None) -> tf.Graph:
     """The graph of the function that contains this graph as a branch or loop; the graph itself if it is a function.
 
-    Args:
-        graph: None: the graph that is being traced.
+    `graph`: None: the graph that is being traced.
     """
     graph = tf.compat.v1.get_default_graph() if graph is None else graph
     while getattr(graph, "is_control_flow_graph", False):

@@ -9,32 +9,23 @@ from .submission import Observer
 
 @dataclass(frozen=True)
 class ReduceSpec:
-    """How to reduce a list of tensors; the same on all ranks, but for the observer.
+    """How to reduce a list of tensors; the same on all ranks, but for the observer."""
 
-    Attributes:
-        name: Identifies the collective on all ranks. What is reduced apart has a name that begins with it.
-        scaled: How to reduce.
-        labels: Users' names of the tensors, for error messages; may be empty.
-        places: The place of each tensor in the caller's list, if some are left out of that (gradients that are None).
-        process_set: The id of the process set.
-        may_wait: Whether the submit of the last bucket waits, if the bucket is small. False: only if it is the last
-            collective of the graph.
-        bucket_bytes: The size of the buckets; 0: that of core.tuning, for a CPU or a GPU.
-        wire_dtype: As in Request.
-        observer: In a graph, called with the arrays of the first collective before they are submitted.
-        has_gradient: Whether results may be differentiated: those of public operations and of tapes, not those that an
-            optimizer applies.
-    """
-
-    name: str
-    scaled: ScaledOp
-    labels: Sequence[str] = ()
+    name: str  # Identifies the collective on all ranks. What is reduced apart has a name that begins with it.
+    scaled: ScaledOp  # How to reduce.
+    labels: Sequence[str] = ()  # Users' names of the tensors, for error messages; may be empty.
+    # The place of each tensor in the caller's list, if some are left out of that (gradients that are None).
     places: Sequence[int] = ()
     process_set: int = 0
+    # Whether the submit of the last bucket waits, if the bucket is small. False: only if it is the last collective of
+    # the graph.
     may_wait: bool = True
-    bucket_bytes: int = 0
-    wire_dtype: str = ""
+    bucket_bytes: int = 0  # The size of the buckets; 0: that of core.tuning, for a CPU or a GPU.
+    wire_dtype: str = ""  # As in Request.
+    # In a graph, called with the arrays of the first collective before they are submitted.
     observer: Observer | None = None
+    # Whether results may be differentiated: those of public operations and of tapes, not those that an optimizer
+    # applies.
     has_gradient: bool = False
 
     def of(self, members: Sequence[int], name: str = "") -> "ReduceSpec":

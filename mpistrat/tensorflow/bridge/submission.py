@@ -31,16 +31,12 @@ _SHAPE = attrgetter("shape")
 
 
 class Submission(NamedTuple):
-    """A collective that is ready to be submitted.
-
-    Attributes:
-        number: That of the execution of the graph, 0 if it is not needed.
-    """
+    """A collective that is ready to be submitted."""
 
     group: Group
     request: Request
     arrays: Submitted
-    number: int
+    number: int  # That of the execution of the graph, 0 if it is not needed.
 
 
 class CollectiveCallSite(CallSite):
@@ -64,7 +60,6 @@ class CollectiveCallSite(CallSite):
         self._latest: tuple[list[tuple[int, ...]], str, Request] | None = None
 
     def all_names(self) -> set[str]:
-        """See CallSite."""
         own = self.thread + self.name
         return {own, *(f"{own}#{suffix}" for suffix in self._in_session.seen)} if self._in_session else {own}
 
@@ -74,7 +69,6 @@ class CollectiveCallSite(CallSite):
         return self.submission(arrays, int(arrays.pop()) if self._has_past else None)
 
     def before_run(self, session: object) -> None:
-        """See CallSite."""
         prepare = getattr(self._observer, "before_run", None)
         if prepare is not None:
             prepare(session)

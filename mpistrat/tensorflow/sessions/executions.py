@@ -85,8 +85,7 @@ def _loops_of_v1(graph: tf.Graph) -> int:
 class Executions:
     """The executions of a node that is being made in the current graph.
 
-    Attributes:
-        seen: What the names of those so far end with.
+    `seen`: What the names of those so far end with.
     """
 
     def __init__(self) -> None:

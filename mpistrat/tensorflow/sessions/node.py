@@ -88,7 +88,6 @@ class _SessionCallSite(CollectiveCallSite):
         self._kinds = [tensor.dtype.as_datatype_enum for tensor in tensors]
 
     def compute(self, call: kernel.Call) -> None:
-        """Submit the collective. See kernel.Target."""
         addresses, shapes, _ = call.exchange(self._first, self._dims, allocates=False)
         arrays = list(map(_view, addresses, shapes, self._dtypes))
         its = self.session_submission(arrays, call)

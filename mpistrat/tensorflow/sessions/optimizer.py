@@ -186,8 +186,7 @@ class _Passes:
                 reduce: Callable[[Sequence[OptionalGradient]], list[OptionalGradient]]) -> list[OptionalGradient]:
         """The reduced sums, in every k-th pass; in other passes the sums so far, which are not to be applied.
 
-        Raises:
-            InvalidRequestError: A gradient is sparse, and slices are not made dense.
+        Raises InvalidRequestError: A gradient is sparse, and slices are not made dense.
         """
         if not self._is_dense and any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
             raise InvalidRequestError("backward_passes_per_step sums dense gradients: give sparse_as_dense=True too.")
@@ -222,8 +221,7 @@ class _Passes:
     def applied(self, apply: Callable[[], tf.Operation], global_step: Variable | None) -> tf.Operation:
         """The operation that applies in every k-th pass, and counts a step in the others.
 
-        Raises:
-            InvalidRequestError: compute_gradients was not called before.
+        Raises InvalidRequestError: compute_gradients was not called before.
         """
         if self._is_last is None:
             raise InvalidRequestError("with backward_passes_per_step, call compute_gradients before apply_gradients.")

@@ -40,7 +40,6 @@ class ReadingObserver:
     Args:
         observer: Called with the arrays.
         weights: Reads them.
-        variables: The variables.
     """
 
     def __init__(self, observer: Observer, weights: SessionWeights, variables: Sequence[Variable]):

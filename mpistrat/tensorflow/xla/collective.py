@@ -133,7 +133,6 @@ class _Reading:
         self._read = read
 
     def execute(self, call: ffi.Call) -> None:
-        """Write the numbers."""
         values = [np.int64(0), *map(np.int32, self._read())]
         dtypes = [value.dtype for value in values]
         if gpu_memory.is_used():
@@ -213,18 +212,10 @@ class _CompiledCallSite(CollectiveCallSite):
 
 @dataclasses.dataclass(frozen=True)
 class _Outcome:
-    """What becomes of a collective.
-
-    Attributes:
-        shapes: Of the results, as XLA has compiled them.
-        ranks: How many there were then.
-        ranks_now: How many run it.
-    """
-
     handle: Handle
-    shapes: Sequence[tuple[int, ...]]
-    ranks: int
-    ranks_now: int
+    shapes: Sequence[tuple[int, ...]]  # Of the results, as XLA has compiled them.
+    ranks: int  # How many there were then.
+    ranks_now: int  # How many run it.
 
     def results(self) -> Sequence[Any]:
         """Wait for the results. Raises the collective's error, and InvalidRequestError if they have other shapes."""

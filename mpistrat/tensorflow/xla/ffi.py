@@ -168,11 +168,7 @@ def view(buffer: Buffer, dtype: np.dtype | type) -> np.ndarray:
 
 
 class Call:
-    """A call of the handler by compiled code.
-
-    Attributes:
-        number: The integer that the program passes.
-    """
+    """A call of the handler by compiled code. `number`: The integer that the program passes."""
 
     def __init__(self, frame: CallFrame):
         self._frame = frame

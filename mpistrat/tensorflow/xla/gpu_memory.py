@@ -38,16 +38,13 @@ class GpuMemory:
     """The arguments and results of one call; valid until the handler returns.
 
     Args:
-        call: The call.
         given: The dtypes of the arguments.
         returned: The dtypes of the results.
-
-    Attributes:
-        arguments, results: As arrays.
     """
 
     def __init__(self, call: ffi.Call, given: Sequence[Any], returned: Sequence[Any]):
         self._device, self._stream = place_of(call)
+        # arguments, results: As arrays.
         self.arguments: list[GpuArray] = call.arguments(given, _array)
         self.results: list[GpuArray] = call.results(returned, _array)
 

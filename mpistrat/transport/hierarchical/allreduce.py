@@ -12,6 +12,7 @@ from mpi4py import MPI
 from ...core.arithmetic import IDENTITY, Reduction, combine
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
+from ...core.quantised import formats
 from ...core.topology import Topology
 from ...core.tuning import (
     HIERARCHICAL_ALLGATHER_BYTES,
@@ -20,8 +21,9 @@ from ...core.tuning import (
     HIERARCHICAL_SLICE_BYTES,
 )
 from ..mpi.peer_wait import PeerWait
+from ..mpi.quantised import ErrorFeedback, Errors, QuantisedExchange
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
-from ..shm.two_shot import Stage, TwoShotData, TwoShotReduce
+from ..shm.two_shot import Chunked, Stage, TwoShotData, TwoShotReduce
 from .piggyback import Piggyback
 
 
@@ -42,6 +44,8 @@ class HierarchicalData(TwoShotData):
     that of MpiData; two hosts exchange whole slices. Between H hosts, 2 (H-1)/H of a host's bytes cross the wire.
     Several chunks are at different stages at a time, so that the wire and the memory work in parallel.
 
+    A quantised reduction (Reduction.quantised) exchanges 8-bit numbers, as QuantisedExchange does.
+
     An element is summed over the ranks of each host in their order, and then over the hosts in theirs. Half precision
     is summed in float32 both times, and rounded before it is sent.
 
@@ -52,6 +56,7 @@ class HierarchicalData(TwoShotData):
         cross: The result of `cross_comm`, reserved for this object. `close` frees it.
         senders: The least number of ranks that a host has.
         wait: Waits for the ranks of `cross`.
+        feedback: Of all ranks; None: what is rounded off is lost.
         piggyback: Sends small all-reduces together with votes; None: votes are sent alone.
     """
 
@@ -61,7 +66,7 @@ class HierarchicalData(TwoShotData):
     one_shot_bytes = -1  # never
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int, wait: PeerWait,
-                 piggyback: Piggyback | None = None):
+                 feedback: ErrorFeedback | None, piggyback: Piggyback | None = None):
         super().__init__(memory, [chunk], others)
         self._piggyback = piggyback
         self._cross, self._senders, self._wait = cross, senders, wait
@@ -69,12 +74,21 @@ class HierarchicalData(TwoShotData):
         self._partial = [FusionBuffer() for _ in range(self.slots)]
         self._rows = [FusionBuffer() for _ in range(self.slots)]
         self._underway: dict[int, tuple[list[MPI.Request], list[np.ndarray]]] = {}
+        self._feedback, kept = feedback, formats()
+        self._errors: Errors | None = None  # of what is under way
+        self._exchanges = [QuantisedExchange(cross, kept) for _ in range(self.slots)]
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
         elements = sum([source.size for source in sources])
-        if self._piggyback is None or elements * sources[0].itemsize > self._piggyback.slot_bytes:
+        if (self._piggyback is None or elements * sources[0].itemsize > self._piggyback.slot_bytes
+                or reduction.quantised is not None):
             return super().prepare(sources, targets, reduction)
         return self._piggyback.pack(self, sources, targets, reduction, elements)
+
+    def run(self, work: Chunked, stages: Sequence[Stage]) -> None:
+        if isinstance(work, TwoShotReduce) and work.reduction.quantised is not None and self._feedback is not None:
+            self._errors = self._feedback.of(work.reduction.quantised, sum([source.size for source in work.inputs]))
+        super().run(work, stages)
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -91,7 +105,13 @@ class HierarchicalData(TwoShotData):
             slot = number % self.slots
             partial = self._partial[slot].view(chunk.result.size, chunk.result.dtype)
             self._reduce_slice(work, chunk, partial, IDENTITY)
-            self._underway[number] = self._exchange(partial, self._rows[slot])
+            quantised, errors = work.reduction.quantised, self._errors
+            if quantised is None:
+                self._underway[number] = self._exchange(partial, self._rows[slot])
+            else:
+                first = k * (work.chunk_bytes // partial.itemsize) + chunk.own.start
+                part = None if errors is None else errors.part(first, partial.size)
+                self._underway[number] = self._exchanges[slot].send(quantised.format, partial, part), []
         self.memory.post(number, CONSUMED)
 
     def _exchange(self, partial: np.ndarray, buffer: FusionBuffer) -> tuple[list[MPI.Request], list[np.ndarray]]:
@@ -130,6 +150,10 @@ class HierarchicalData(TwoShotData):
         requests, rows = self._underway.pop(number)
         self._wait.complete(requests)
         self.memory.await_all(self._room_for(work, k), UNPACKED)
+        if work.reduction.quantised is not None:
+            requests = self._exchanges[number % self.slots].combine(result, work.reduction.scale)
+            self._underway[number] = requests, []
+            return
         if rows[0].size == result.size:
             combine(rows, work.reduction.op, result, work.reduction.scale)
             return
@@ -144,6 +168,8 @@ class HierarchicalData(TwoShotData):
         number = work.first + k
         if number in self._underway:
             self._wait.complete(self._underway.pop(number)[0])
+            if work.reduction.quantised is not None:
+                self._exchanges[number % self.slots].finish(work.chunks[k].result, work.reduction.scale)
         work.copy_out(work.chunks[k].own_copies)
         self.memory.post(work.first + k, READY)
 

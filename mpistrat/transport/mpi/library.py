@@ -48,8 +48,7 @@ def is_left_to_init() -> bool:
 def load_mpi() -> ModuleType:
     """Import mpi4py.MPI and return it. MPI is initialised then, by mpi4py or here, and finalised when Python exits.
 
-    Raises:
-        MissingDependencyError: mpi4py is not installed, or it finds no MPI library.
+    Raises MissingDependencyError: mpi4py is not installed, or it finds no MPI library.
     """
     try:
         import mpi4py
@@ -165,7 +164,6 @@ def communicator(mpi: ModuleType, comm: "MPI.Comm | Iterable[int] | None", launc
     """Return the communicator of the job. Collective over its ranks.
 
     Args:
-        mpi: The module mpi4py.MPI.
         comm: The argument of init(): a communicator, ranks of COMM_WORLD, or None for COMM_WORLD.
         launched: How many processes the launcher started, from the environment; 1 if unknown.
         launcher: The name of the launcher, for the error.

@@ -29,18 +29,15 @@ class PeerWait:
     """Waits of one rank for others.
 
     Args:
-        topology: Where the ranks are.
         peers: The ranks that it may wait for.
         limit_s: Seconds after which a wait fails; 0: never.
         interruption: Ends waits; None: nothing does.
-
-    Attributes:
-        unfinished: The requests of waits that have ended in an error. MPI may use their memory.
     """
 
     def __init__(self, topology: Topology, peers: Sequence[int], limit_s: float,
                  interruption: Interruption | None = None):
         self._topology, self._limit_s, self._interruption = topology, limit_s, interruption or Interruption()
+        # The requests of waits that have ended in an error. MPI may use their memory.
         self.unfinished: list[MPI.Request] = []
         self._peers = [peer for peer in peers if peer != topology.rank]
 

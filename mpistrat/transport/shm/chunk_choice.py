@@ -30,14 +30,12 @@ class ChunkChoice:
 
     Args:
         candidates: Bytes of a chunk. The first one is used first.
-
-    Attributes:
-        chunk: The choice.
-        s_per_byte: Seconds per byte of the last trial, by candidate; empty before its end.
     """
 
     def __init__(self, candidates: Sequence[int]):
+        # chunk: The choice.
         self._candidates, self.chunk = tuple(candidates), candidates[0]
+        # Seconds per byte of the last trial, by candidate; empty before its end.
         self.s_per_byte: dict[int, float] = {}
         self._tried: dict[int, list[float]] = {}
         self._untried: deque[int] = deque()

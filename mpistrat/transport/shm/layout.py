@@ -30,25 +30,15 @@ class Read(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Consecutive elements of the arrays. Each of some ranks reduces a slice of them.
+    """Consecutive elements of the arrays. Each of some ranks reduces a slice of them."""
 
-    Attributes:
-        packs: The copies to shared memory that this rank makes.
-        own: The slice of the chunk that this rank reduces; None: it reduces none.
-        parts: That slice in the memory of each rank of the host.
-        reads: That slice in this rank's arrays, if this rank does not pack it.
-        result: That slice in the memory of the results.
-        own_copies: The copies of that slice from the results to this rank's targets.
-        other_copies: The copies of the other slices from the results to this rank's targets.
-    """
-
-    packs: list[Move]
-    own: slice | None
-    parts: list[np.ndarray]
-    reads: list[Read]
-    result: np.ndarray
-    own_copies: list[Move]
-    other_copies: list[Move]
+    packs: list[Move]  # The copies to shared memory that this rank makes.
+    own: slice | None  # The slice of the chunk that this rank reduces; None: it reduces none.
+    parts: list[np.ndarray]  # That slice in the memory of each rank of the host.
+    reads: list[Read]  # That slice in this rank's arrays, if this rank does not pack it.
+    result: np.ndarray  # That slice in the memory of the results.
+    own_copies: list[Move]  # The copies of that slice from the results to this rank's targets.
+    other_copies: list[Move]  # The copies of the other slices from the results to this rank's targets.
 
     @property
     def views(self) -> int:

@@ -14,11 +14,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 class HostFile:
-    """The file. Its memory is zero at first.
-
-    Args:
-        descriptor: The descriptor of the file. `close` closes it.
-    """
+    """The file. Its memory is zero at first. `descriptor`: The descriptor of the file. `close` closes it."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -27,8 +23,7 @@ class HostFile:
     def make(cls) -> "HostFile":
         """Make a file that can grow, but not shrink. Other processes get it only if this process passes it on.
 
-        Raises:
-            OSError: The kernel refuses it.
+        Raises OSError: The kernel refuses it.
         """
         descriptor = os.memfd_create("mpistrat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -43,8 +38,7 @@ class HostFile:
     def over(cls, descriptor: int) -> "HostFile":
         """Wrap a file that another rank made with `make`.
 
-        Raises:
-            OSError: It is not such a file. The descriptor is closed.
+        Raises OSError: It is not such a file. The descriptor is closed.
         """
         try:
             seals, owner = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS), os.fstat(descriptor).st_uid
@@ -62,8 +56,7 @@ class HostFile:
     def map(self, nbytes: int) -> mmap.mmap:
         """Map the first `nbytes` of the file, at least one. Local.
 
-        Raises:
-            OSError: There is not enough memory. There may be enough for less.
+        Raises OSError: There is not enough memory. There may be enough for less.
         """
         # Allocates now. Otherwise the kernel would kill this rank in a reduction, if there is not enough memory.
         os.posix_fallocate(self._descriptor, 0, nbytes)

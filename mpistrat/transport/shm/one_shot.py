@@ -20,8 +20,7 @@ from .segment import CONSUMED, PACKED, READY, UNPACKED
 class OneShot(Prepared):
     """One such all-reduce. It counts as one chunk of TwoShotData.
 
-    Attributes:
-        parts: The memory into which each rank of the host packs: a row of as many elements as the sources for each.
+    `parts`: The memory into which each rank of the host packs: a row of as many elements as the sources for each.
     """
 
     __slots__ = ("parts",)

@@ -192,7 +192,6 @@ class ShmRing:
             self._channel.wake()
 
     def close(self) -> None:
-        """Close the channel."""
         self._channel.close()
         self._has_other_news = bool  # It refers to this object.
 

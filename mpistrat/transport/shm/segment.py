@@ -31,36 +31,22 @@ _HAS_LEFT, _HAS_STALLED = 1, 2
 
 
 class Regions:
-    """Named regions of a block of memory, one after the other.
-
-    Args:
-        sizes: The bytes of each region.
-
-    Attributes:
-        start_of: The offset of each region in the block.
-        nbytes: The bytes of all regions.
-    """
+    """Named regions of a block of memory, one after the other. `sizes`: The bytes of each region."""
 
     def __init__(self, **sizes: int):
+        # The offset of each region in the block.
         self.start_of = dict(zip(sizes, accumulate(sizes.values(), initial=0)))
-        self.nbytes = sum(sizes.values())
+        self.nbytes = sum(sizes.values())  # The bytes of all regions.
 
 
 class HostMemory:
     """A block of zeroed memory that the ranks of a host share.
 
     Args:
-        memory: The block.
         index: This rank's position among the ranks of the host.
-        ranks: The ranks of the host.
         limit_s: Seconds after which a wait for another rank fails; 0: never.
         topology: Where all ranks are; None: all ranks are on this host.
         interruption: Ends waits; None: nothing does.
-
-    Attributes:
-        index, ranks: As above.
-        data: The memory behind the counters.
-        words: The counters of all ranks; `place` says where. Small operations read them without a call.
     """
 
     def __init__(self, memory: mmap.mmap, index: int, ranks: Sequence[int], limit_s: float = 0.0,
@@ -70,10 +56,11 @@ class HostMemory:
         self._topology = topology or Topology(ranks[index], ("",) * (max(ranks) + 1))
         header = self.size_for(len(ranks), 0)
         view = memoryview(memory)
+        # The counters of all ranks; `place` says where. Small operations read them without a call.
         self.words = view[:header].cast("Q")
         self._first = index * _WORDS_PER_RANK
         self._first_of = {rank: i * _WORDS_PER_RANK for i, rank in enumerate(ranks)}
-        self.data = view[header:]
+        self.data = view[header:]  # The memory behind the counters.
         self._others = [i for i in range(len(ranks)) if i != index]
         fence = threading.Lock()
         fence.acquire()
@@ -128,8 +115,7 @@ class HostMemory:
     def abandon(self, is_stalled: bool = False) -> None:
         """Make waits of other ranks for this one fail, now and later. Only the first call has an effect.
 
-        Args:
-            is_stalled: This rank leaves because it has waited too long for others.
+        `is_stalled`: This rank leaves because it has waited too long for others.
         """
         self._acquire(False)  # A Ctrl-C inside of a fence may have left the lock released.
         if not self.words[self._first + _ABANDONED]:

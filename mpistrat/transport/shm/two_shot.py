@@ -138,14 +138,6 @@ class TwoShotData(DataPlane):
         memory: Has at least `memory_bytes` of data, reserved for this object.
         chunks: Bytes of a chunk, powers of two, the smallest at first. Larger ones are tried for large all-reduces.
         others: Serves the other collectives. `close` closes it.
-
-    Attributes:
-        memory: The argument.
-        last_chunk: The number of the last chunk; the same on all ranks.
-        free_at: For each slot, how many chunks all ranks must have consumed before it may be overwritten.
-        scratch: Memory of this rank alone.
-        choices: On the first rank of the host, the choice of the chunk for each kind of all-reduce that was timed.
-        on_choice: Called with a sentence when a choice changes.
     """
 
     slots = SHM_CHUNKS_UNDER_WAY
@@ -161,13 +153,15 @@ class TwoShotData(DataPlane):
         self._views: dict[np.dtype, _Views] = {}
         self._layouts: dict[tuple[np.dtype, int, bool, tuple[int, ...]], list[Chunk]] = {}
         self._kept_views = 0  # in these layouts
-        self.last_chunk = 0
+        self.last_chunk = 0  # The number of the last chunk; the same on all ranks.
+        # For each slot, how many chunks all ranks must have consumed before it may be overwritten.
         self.free_at = [0] * self.slots
-        self.scratch = FusionBuffer()
+        self.scratch = FusionBuffer()  # Memory of this rank alone.
         self._chunks = tuple(chunks)
         self._chunk_of: dict[Kind, int] = {}  # for the next all-reduce of a kind, as the first rank has said
+        # On the first rank of the host, the choice of the chunk for each kind of all-reduce that was timed.
         self.choices: dict[Kind, ChunkChoice] = {}
-        self.on_choice: Callable[[str], None] = lambda _: None
+        self.on_choice: Callable[[str], None] = lambda _: None  # Called with a sentence when a choice changes.
         self._one_shot_bytes = min(self.one_shot_bytes // self._count, self.slots * chunks[0])
 
     @classmethod

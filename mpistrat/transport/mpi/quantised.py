@@ -1,0 +1,183 @@
+"""All-reduces between hosts that send 8-bit numbers: a slice's way over MPI, and what was rounded off.
+
+Used by the engine's thread.
+"""
+
+import itertools
+from collections.abc import Mapping
+from contextlib import suppress
+
+import numpy as np
+from mpi4py import MPI
+
+from ...core.arithmetic import Scale
+from ...core.errors import EngineError
+from ...core.interfaces import DataPlane
+from ...core.memory import FusionBuffer
+from ...core.quantised import BLOCK, Format, Quantised, wire_bytes
+from ...core.topology import Topology
+from ...core.tuning import HIERARCHICAL_ALLGATHER_BYTES
+
+_BYTE, _FLOAT = np.dtype(np.uint8), np.dtype(np.float32)
+
+
+class Errors:
+    """What was rounded off the values of a bucket, in float32."""
+
+    def __init__(self, values: np.ndarray):
+        self.values = values
+        self._own: set[tuple[int, int]] = set()  # Where this rank sends.
+
+    def part(self, first: int, count: int) -> np.ndarray:
+        """Those of values that this rank sends."""
+        self._own.add((first, first + count))
+        return self.values[first:first + count]
+
+    def own(self) -> np.ndarray:
+        """Those of the values that this rank sends, and zeros."""
+        result = np.zeros_like(self.values)
+        for first, last in self._own:
+            result[first:last] = self.values[first:last]
+        return result
+
+
+class ErrorFeedback:
+    """What was rounded off, by the names of buckets, as long as the plane exists.
+
+    Args:
+        plane: Tells the ranks whether all have the memory.
+        topology: Its ranks.
+    """
+
+    def __init__(self, plane: DataPlane, topology: Topology):
+        self._plane, self._topology = plane, topology
+        self._kept: dict[str, tuple[Quantised, Errors]] = {}
+        self._restored: dict[str, np.ndarray] = {}
+
+    def own(self) -> dict[str, np.ndarray]:
+        """This rank's errors by the names of buckets, whose sum is that of the tensors. Local; nothing is in flight."""
+        return {name: self._kept[name][1].own() for name in sorted(self._kept)}
+
+    def restore(self, errors: Mapping[str, np.ndarray]) -> None:
+        """Begin with sums that ranks have made of `own`, the same on all ranks. Local; nothing is in flight."""
+        self._kept, self._restored = {}, dict(errors)
+
+    def of(self, quantised: Quantised, count: int) -> Errors | None:
+        """The errors of a bucket of `count` values, zeros at first; None: none are kept. Collective.
+
+        Raises:
+            EngineError: Some ranks have no memory for them; on all ranks.
+        """
+        if not quantised.name:
+            return None
+        before, errors = self._kept.get(quantised.name, (quantised, None))
+        if errors is None or before.request != quantised.request or errors.values.size != count:
+            errors = self._allocated(quantised, count)
+        elif before.labels != quantised.labels:
+            errors.values.fill(0.0)
+        self._kept[quantised.name] = quantised, errors
+        return errors
+
+    def _allocated(self, quantised: Quantised, count: int) -> Errors:
+        """Memory that is not written to is not taken, and a rank writes only where it sends. Collective."""
+        self._kept.pop(quantised.name, None)
+        values, size = None, self._topology.size
+        with suppress(MemoryError):
+            values = np.zeros(count, np.float32)
+        missing = np.empty(size, np.uint8)
+        self._plane.allgather(np.array([values is None], np.uint8), missing, [1] * size)
+        if values is None or missing.any():
+            raise EngineError(f"{quantised.name}: ranks {self._topology.listed(np.flatnonzero(missing).tolist())} have "
+                              f"no memory for the error feedback of Compression.{quantised.format}, "
+                              f"{4 * count} bytes. Take Compression.bf16, which keeps none.")
+        restored = self._restored.pop(quantised.name, values)
+        if restored.size == count and self._topology.host == self._topology.hosts[0]:
+            values[:] = restored  # Of each value, one rank of a host sends it.
+        return Errors(values)
+
+
+class QuantisedExchange:
+    """All-reduces of slices, one after the other, between the ranks of `comm`, one on each host.
+
+    Two hosts, and more with a small slice, send all of it to each other. Each adds up in float32 what was sent, itself
+    included, in the order of the hosts. Otherwise each host adds up a part, its own values unrounded and first, and
+    sends the sum as 8-bit numbers too, which it reads like the others. So all hosts have the same bits.
+
+    What is rounded off stays where it was: on the host that sent a part, or that added it up. The sum of the hosts'
+    errors is the error of the sum so far.
+
+    Args:
+        comm: The communicator; COMM_NULL on a rank that sends nothing.
+        formats: The formats by name.
+    """
+
+    def __init__(self, comm: MPI.Comm, formats: Mapping[str, Format]):
+        self._comm, self._formats = comm, formats
+        self._hosts, self._host = (comm.Get_size(), comm.Get_rank()) if comm != MPI.COMM_NULL else (0, 0)
+        self._sent, self._received, self._total = FusionBuffer(), FusionBuffer(), FusionBuffer()
+
+    def send(self, format_: str, values: np.ndarray, errors: np.ndarray | None) -> list[MPI.Request]:
+        """Start to send `values`, the host's own, as 8-bit numbers. For `errors` see Format.encode.
+
+        Both stay as they are until `combine`. Returns the requests to complete before that.
+        """
+        self._format, self._values, self._errors, count = self._formats[format_], values, errors, values.size
+        nbytes = wire_bytes(count)
+        self._is_whole = self._hosts == 2 or nbytes * self._hosts <= HIERARCHICAL_ALLGATHER_BYTES
+        if self._is_whole:
+            sent, rows = self._sent.view(nbytes, _BYTE), self._received.view(nbytes * self._hosts, _BYTE)
+            self._format.encode(values, errors, sent)
+            self._rows = rows.reshape(self._hosts, nbytes)
+            return [self._comm.Iallgather([sent, MPI.BYTE], [rows, MPI.BYTE])]
+        blocks = -(-count // BLOCK)
+        bounds = [min(blocks * h // self._hosts * BLOCK, count) for h in range(self._hosts + 1)]
+        self._bounds = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        self._sizes = [wire_bytes(part.stop - part.start) for part in self._bounds]
+        self._starts = [sum(self._sizes[:h]) for h in range(self._hosts)]
+        sent = self._sent.view(sum(self._sizes), _BYTE)
+        for h, part in enumerate(self._bounds):
+            if h != self._host:
+                self._format.encode(values[part], None if errors is None else errors[part], self._part_of(sent, h))
+        own = self._sizes[self._host]
+        self._rows = self._received.view(own * self._hosts, _BYTE).reshape(self._hosts, own)
+        elsewhere = [int(h != self._host) for h in range(self._hosts)]
+        sends = [size * counts for size, counts in zip(self._sizes, elsewhere, strict=True)]
+        return [self._comm.Ialltoallv(
+            [sent, sends, self._starts, MPI.BYTE],
+            [self._rows, [own * counts for counts in elsewhere], [own * h for h in range(self._hosts)], MPI.BYTE])]
+
+    def combine(self, result: np.ndarray, scale: Scale) -> list[MPI.Request]:
+        """Add up what the hosts have sent. Returns the requests to complete before `finish`; none: `result` is there.
+        """
+        if self._is_whole:
+            total = self._sum_of(result)
+            for h, row in enumerate(self._rows):
+                self._format.decode(row, total, adds=h > 0)
+            scale.apply(total, result)
+            return []
+        own = self._bounds[self._host]
+        total = self._total.view(own.stop - own.start, _FLOAT)
+        np.copyto(total, self._values[own], casting="same_kind")
+        for h, row in enumerate(self._rows):
+            if h != self._host:
+                self._format.decode(row, total, adds=True)
+        self._gathered = self._sent.view(sum(self._sizes), _BYTE)
+        errors = None if self._errors is None else self._errors[own]
+        self._format.encode(total, errors, self._part_of(self._gathered, self._host))
+        return [self._comm.Iallgatherv(MPI.IN_PLACE, [self._gathered, self._sizes, self._starts, MPI.BYTE])]
+
+    def finish(self, result: np.ndarray, scale: Scale) -> None:
+        """Write the scaled sum to `result`."""
+        if self._is_whole:
+            return
+        total = self._sum_of(result)
+        for h, part in enumerate(self._bounds):
+            self._format.decode(self._part_of(self._gathered, h), total[part])
+        scale.apply(total, result)
+
+    def _sum_of(self, result: np.ndarray) -> np.ndarray:
+        """Where to add up in float32."""
+        return result if result.dtype == _FLOAT else self._total.view(result.size, _FLOAT)
+
+    def _part_of(self, wire: np.ndarray, host: int) -> np.ndarray:
+        return wire[self._starts[host]:self._starts[host] + self._sizes[host]]

@@ -1,0 +1,149 @@
+"""Gradients that hosts send each other as 8-bit numbers: trainings on one host and on made-up ones, in all ways."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import mpistrat
+
+tf = pytest.importorskip("tensorflow")
+pytest.importorskip("keras")
+
+import mpistrat.tensorflow as hvd  # noqa: E402
+
+from ..differential.legs import DEFAULT, HOST_EACH, MPI, TWO_HOSTS, under  # noqa: E402
+from ..differential.programs import SGD, dense  # noqa: E402
+from ..differential.training import WAYS, Recipe, Trained, train  # noqa: E402
+
+FORMATS = ("int8", "fp8")
+
+
+@pytest.fixture(autouse=True)
+def _initialised_afterwards() -> Iterator[None]:
+    yield
+    mpistrat.init()
+
+
+def trained(way: str, compression: str, is_compiled: bool = False) -> Trained:
+    """A training of kernels of 57 KB, whose weights are the same on all ranks afterwards."""
+    recipe = Recipe(dense(depth=2), lambda: SGD(0.05, momentum=0.9), way, steps=8,
+                    distribute={"compression": getattr(hvd.Compression, compression)})
+    result = train(recipe.compiled() if is_compiled else recipe)
+    digests = mpistrat.allgather_object({name: value.tobytes() for name, value in result.shared.items()})
+    assert all(digest == digests[0] for digest in digests)
+    return result
+
+
+@pytest.mark.parametrize("way, is_compiled", [*((way, False) for way in WAYS), ("fit", True)])
+def test_a_training_between_hosts_is_near_and_on_one_host_the_same(way: str, is_compiled: bool, size: int) -> None:
+    for leg in (DEFAULT, MPI):
+        with under(leg):
+            plain = trained(way, "none", is_compiled)
+            for format_ in FORMATS:
+                same = trained(way, format_, is_compiled)
+                assert all(same.shared[name].tobytes() == plain.shared[name].tobytes() for name in plain.shared)
+    for leg in (TWO_HOSTS,) if size > 2 else (HOST_EACH,):
+        with under(leg):
+            for format_ in FORMATS:
+                near = trained(way, format_, is_compiled)
+                off = np.linalg.norm(near.moved - plain.moved) / np.linalg.norm(plain.moved)
+                assert 1e-5 < off < 0.05, (leg, format_, off)
+
+
+def test_what_is_not_a_sum_of_floats_is_sent_as_it_is(size: int) -> None:
+    with under(TWO_HOSTS if size > 2 else HOST_EACH):
+        values = np.linspace(-1, 1, 10_000, dtype=np.float32) * (mpistrat.rank() + 1)
+
+        def both(tensor: tf.Tensor, **arguments: object) -> tuple[tf.Tensor, tf.Tensor]:
+            return tuple(hvd.allreduce(tensor, compression=each, **arguments)
+                         for each in (hvd.Compression.none, hvd.Compression.int8))
+
+        for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+            np.testing.assert_array_equal(*both(tf.constant(values), op=op))
+        np.testing.assert_array_equal(*both(tf.range(10_000), op=hvd.Sum))
+        np.testing.assert_array_equal(*both(tf.constant(values[:4000]), op=hvd.Sum))  # less than 16 KiB
+        scattered = [hvd.reducescatter(tf.constant(values), compression=each)
+                     for each in (hvd.Compression.none, hvd.Compression.fp8)]
+        np.testing.assert_array_equal(*scattered)
+        slices = tf.IndexedSlices(tf.constant(values.reshape(10, -1)), tf.range(10), dense_shape=(20, 1000))
+        plain, sent = both(slices)
+        np.testing.assert_array_equal(plain.values, sent.values)
+        plain, sent = both(tf.constant(values), op=hvd.Average, prescale_factor=2.0, postscale_factor=3.0)
+        assert 0 < np.abs(plain - sent).max() < 0.02 * np.abs(plain).max()
+
+
+def test_ranks_with_other_formats_are_told_so(rank: int, size: int) -> None:
+    compression = hvd.Compression.fp8 if rank == size - 1 else hvd.Compression.int8
+    with under(DEFAULT), pytest.raises(mpistrat.MismatchError, match=r"compression: int8 on rank.*; fp8 on rank"):
+        hvd.allreduce(tf.ones(10), compression=compression)
+
+
+def test_a_rank_that_has_joined_takes_part(rank: int, size: int) -> None:
+    with under(TWO_HOSTS if size > 2 else HOST_EACH):
+        values = np.linspace(-1, 1, 10_000, dtype=np.float32)
+        if rank:
+            result = hvd.allreduce(tf.constant(values), compression=hvd.Compression.int8, op=hvd.Sum)
+            np.testing.assert_allclose(result, values * (size - 1), atol=0.02 * size)
+        assert mpistrat.join() >= 0
+
+
+def test_tensors_with_other_labels_have_other_errors(size: int) -> None:
+    with under(TWO_HOSTS if size > 2 else HOST_EACH):
+        models = [tf.Variable(tf.ones([100, 100]) * 10.0**power, name=f"model{power}") for power in (6, 0)]
+        for _ in range(3):
+            for variable, most in zip(models, (1e6, 1.0), strict=True):
+                with hvd.DistributedGradientTape(tf.GradientTape(), compression=hvd.Compression.int8) as tape:
+                    loss = tf.reduce_sum(variable * tf.reshape(tf.linspace(0.1 * most, most, 10_000), [100, 100]))
+                gradient = tape.gradient(loss, variable)
+                np.testing.assert_allclose(tf.reshape(gradient, [-1]), np.linspace(0.1 * most, most, 10_000),
+                                           atol=2 * most / 127)
+
+
+def test_what_is_rounded_off_goes_on_in_another_job(size: int) -> None:
+    values = np.full([100, 100], 0.001, np.float32)  # a quarter of a quantum
+    values[:, ::25] = 1.0
+    variable = tf.Variable(tf.ones([100, 100]), name="kernel")
+
+    def total_of(steps: int) -> np.ndarray:
+        total = np.zeros([100, 100])
+        for _ in range(steps):
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=hvd.Compression.int8, op=hvd.Sum) as tape:
+                loss = tf.reduce_sum(variable * values)
+            total += tape.gradient(loss, variable).numpy()
+        return total
+
+    before, after = (TWO_HOSTS, HOST_EACH) if size > 2 else (HOST_EACH, HOST_EACH)
+    with under(before):
+        total = total_of(3)
+        errors = hvd.Compression.error_feedback()
+        assert len({*mpistrat.allgather_object(errors["tape[0]"].tobytes())}) == 1 and [*errors] == ["tape[0]"]
+        np.testing.assert_allclose(errors["tape[0]"].reshape(100, 100), 3 * size * values - total, atol=1e-5)
+        assert np.abs(errors["tape[0]"]).max() > 0.001
+    with under(after):
+        hvd.Compression.restore_error_feedback(errors)
+        total += total_of(2)
+        rest = hvd.Compression.error_feedback()["tape[0]"].reshape(100, 100)
+        np.testing.assert_allclose(rest, 5 * size * values - total, atol=1e-5)
+    with under(DEFAULT):
+        hvd.Compression.restore_error_feedback(errors)
+        np.testing.assert_array_equal(total_of(1), np.float32(size) * values)
+        assert hvd.Compression.error_feedback() == {}
+
+
+def test_a_rank_without_memory_for_the_errors_tells_all(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.core import quantised
+
+    def no_memory(*_: object) -> np.ndarray:
+        raise MemoryError
+
+    with under(TWO_HOSTS if size > 2 else HOST_EACH):
+        if rank == size - 1:
+            monkeypatch.setattr(quantised.np, "zeros", no_memory)
+        variable = tf.Variable(tf.ones([10_000]))
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=hvd.Compression.int8) as tape:
+            loss = tf.reduce_sum(variable)
+        with pytest.raises(mpistrat.EngineError, match=r"no memory for the error feedback.*40000 bytes\. Take "
+                                                       r"Compression\.bf16"):
+            tape.gradient(loss, variable)
+        monkeypatch.undo()
