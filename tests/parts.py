@@ -24,7 +24,8 @@ PARTS: tuple[frozenset[str], ...] = (
                "join", "process_sets", "quantised", "gpu_figures", "gpu_two_ranks", "examples"}),
     frozenset({"scripts", "checks on 2", "checks on 3", "features on 2", "order", "transcript", "random_programs",
                "real_scripts", "sessions", "programs", "data_service", "run_function", "deadlocks", "foreign_examples",
-               "cli_run", "cli_bench", "strategy", "slurm", "ranks_lost", "efficiency", "timeline"}),
+               "keras2 on 2", "keras2 on 3", "cli_run", "cli_bench", "strategy", "slurm", "ranks_lost", "efficiency",
+               "timeline"}),
 )
 # What a worker of pytest-xdist runs as a whole, the longest first.
 FIRST = ("rest on 3", "rest on 2", "scripts", "strategy on 2", "strategy on 3", "graphs on 2", "features on 2",

@@ -1,4 +1,4 @@
-"""mpistrat for Keras 3 on TensorFlow, with the names of horovod.keras: `import mpistrat.keras as hvd`."""
+"""mpistrat for Keras 3 and Keras 2 on TensorFlow, with the names of horovod.keras: `import mpistrat.keras as hvd`."""
 
 import os as _os
 
@@ -26,6 +26,7 @@ from ..api import common, missing_names
 from ..api.common import *  # noqa: F403
 from ..process.garbage import freeze_libraries as _freeze_libraries
 from ..tensorflow.compression import Compression
+from ..tensorflow.kerases import is_keras2_in_use as _is_keras2_in_use
 from ..tensorflow.objects import allgather_object as allgather_object  # type: ignore[assignment]
 from ..tensorflow.objects import broadcast_object as broadcast_object  # type: ignore[assignment]
 from ..tensorflow.ops import barrier, broadcast_variables
@@ -35,7 +36,11 @@ from . import callbacks, elastic
 from . import patches as _patches
 from .ops import allgather, allreduce, broadcast, load_model, reducescatter
 from .optimizer import DistributedOptimizer, PartialDistributedOptimizer, ShardedOptimizer
-from .sync_batch_norm import SyncBatchNormalization
+
+if _is_keras2_in_use():
+    from .keras2.sync_batch_norm import SyncBatchNormalization
+else:
+    from .sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
     "Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "ShardedOptimizer",

@@ -10,8 +10,37 @@ from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
-__all__ = ["all_layers", "legacy_h5_format", "non_trainable_variables", "saving_lib", "serialise_as", "trained_by",
-           "trainer"]
+from ..tensorflow.identity_set import IdentitySet
+from ..tensorflow.kerases import is_keras2
+
+__all__ = ["CalledByKeras2", "Callback", "all_layers", "legacy_h5_format", "non_trainable_variables", "saving_lib",
+           "serialise_as", "trained_by", "trainer", "weights_of"]
+
+
+class CalledByKeras2:
+    """A mix-in before a class of callbacks of Keras 3: fit of Keras 2 calls them too, and reads these of them."""
+
+    _chief_worker_only = None
+    _supports_tf_logs = False  # So it gets numbers.
+
+    def _implements_train_batch_hooks(self) -> bool:
+        return self._implements("batch", "train_batch")
+
+    def _implements_test_batch_hooks(self) -> bool:
+        return self._implements("test_batch")
+
+    def _implements_predict_batch_hooks(self) -> bool:
+        return self._implements("predict_batch")
+
+    def _implements(self, *names: str) -> bool:
+        return not all(getattr(getattr(self, f"on_{name}_{end}"), "_is_default", False)
+                       for name in names for end in ("begin", "end"))
+
+
+class Callback(CalledByKeras2, keras.callbacks.Callback):
+    """A callback that fit of either Keras calls. Those of mpistrat do not read the logs of a batch."""
+
+    _supports_tf_logs = True
 
 
 def serialise_as(subclass: type, original: type) -> None:
@@ -23,6 +52,9 @@ def serialise_as(subclass: type, original: type) -> None:
     for registry in (REGISTERED_OBJS_TO_NAMES, GLOBAL_CUSTOM_NAMES):  # Keras' own classes, and those of users
         if original in registry:
             registry[subclass] = registry[original]
+    for name in ("_keras_api_names", "_keras_api_names_v1"):  # Keras 2's
+        if name in vars(original):
+            setattr(subclass, name, vars(original)[name])
 
 
 def all_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -30,13 +62,23 @@ def all_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
     return list(model._flatten_layers(include_self=False, recursive=True))
 
 
+def weights_of(model: keras.Model) -> list[keras.Variable]:
+    """The weights of a model. To Keras 2 the sums of metrics in attributes of a model are weights too, but not here."""
+    if not is_keras2(model):
+        return list(model.weights)
+    metrics = [*model.metrics, *(metric for layer in (model, *all_layers(model)) for metric in layer._metrics)]
+    sums = IdentitySet(variable for metric in metrics for variable in metric.variables)
+    return [variable for variable in model.weights if variable not in sums]
+
+
 def non_trainable_variables(model: keras.Model) -> list[keras.Variable]:
     """The variables of a model and of all layers in it that are no weights, not even weights of a frozen layer."""
-    return [variable for layer in (model, *all_layers(model)) for variable in layer._non_trainable_variables]
+    name = "_non_trainable_weights" if is_keras2(model) else "_non_trainable_variables"
+    return [variable for layer in (model, *all_layers(model)) for variable in getattr(layer, name)]
 
 
 def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables that an optimizer was built for."""
-    variables: list[keras.Variable] = optimizer._trainable_variables
+    variables: list[keras.Variable] = getattr(optimizer, "_trainable_variables", [])  # Keras 2 has none of its own.
     inner = getattr(optimizer, "inner_optimizer", None)
     return variables if variables or inner is None else trained_by(inner)  # A LossScaleOptimizer of Keras 3.0 has none.

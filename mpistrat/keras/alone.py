@@ -10,6 +10,7 @@ import keras
 
 from ..api import runtime
 from ..api.process_sets import ProcessSet
+from ..tensorflow.kerases import KERASES, package_of
 from .fit.training import in_fit, training_of
 from .nested_optimizers import parts_of
 
@@ -35,8 +36,8 @@ class Alone:
         if not self._process_set.has_others() or training_of(model) is not None or model in in_fit:
             return
         optimizer = model.optimizer
-        is_known = type(model).train_step is keras.Model.train_step and optimizer is not None \
-            and all(type(part).__module__.startswith("keras.") for part in parts_of(optimizer))
+        is_known = type(model).train_step.__module__.partition(".")[0] in KERASES and optimizer is not None \
+            and all(package_of(type(part)) in KERASES for part in parts_of(optimizer))
         if is_known:
             name = type(optimizer).__name__
             self._advice = (

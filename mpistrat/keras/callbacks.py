@@ -14,9 +14,10 @@ from ..api import missing_names, runtime
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..tensorflow.consistency import FirstSteps
 from ..tensorflow.identity_set import IdentitySet
+from ..tensorflow.kerases import build, is_of_keras, variables_of, velocities_of
 from ..tensorflow.ops import broadcast_
 from ..tensorflow.types import Variable
-from ._private import all_layers
+from ._private import Callback, CalledByKeras2, all_layers, weights_of
 from .alone import Alone, uncounted
 from .fit.elastic_fit import Elastic
 from .fit.metric_means import MetricMeans
@@ -36,7 +37,7 @@ Logs = dict[str, Any] | None
 __getattr__ = missing_names.explain(__name__)
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+class BroadcastGlobalVariablesCallback(Callback):
     """Broadcasts the root's weights and optimizer state. Collective: all ranks must pass it to fit.
 
     When training begins it builds the optimizer and broadcasts all variables that exist. A model without an Input layer
@@ -77,8 +78,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Logs = None) -> None:
         self._is_first_batch = True
         optimizer = self.model.optimizer
-        if optimizer is not None and self.model.built and self.model.trainable_variables and not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
+        if optimizer is not None and self.model.built and self.model.trainable_variables:
+            build(optimizer, self.model.trainable_variables)
         self._broadcast(self._variables())
         self._alone.begin(self.model, self.has_users_own)
         for first_steps in self.first_steps:
@@ -105,9 +106,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _variables(self, has_begun: bool = False) -> list[keras.Variable]:
         """The weights and the state of the optimizer; after the first batch of other optimizers too."""
         optimizer = self.model.optimizer
-        found = [*self.model.weights, *(optimizer.variables if optimizer is not None else ())]
+        found = [*weights_of(self.model), *(variables_of(optimizer) if optimizer is not None else ())]
         if has_begun:
-            found += [v for other in optimizers_of(self.model) for v in other.variables]
+            found += [v for other in optimizers_of(self.model) for v in variables_of(other)]
         return [v for v in IdentitySet(found) if v not in self.local]
 
     def _broadcast(self, variables: list[keras.Variable]) -> None:
@@ -121,13 +122,13 @@ def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank
     """
     broadcast_(variables, root_rank, name_in_fit(model, "broadcast_variables", process_set), process_set)
     for layer in all_layers(model):
-        if isinstance(layer, keras.layers.Normalization):
+        if is_of_keras(layer, "Normalization"):
             layer.finalize_state()  # The layer computes with constants, which this derives from its variables.
     for state in states_in(optimizers_of(model)):
         state.share(root_rank)
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
+class MetricAverageCallback(Callback):
     """Replaces the metrics of an epoch by their average over the ranks. Collective.
 
     Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint), so that these get the
@@ -195,7 +196,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         uncounted(lambda: self._means.replace(name, {} if logs is None else logs, rows))
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):
+class LearningRateScheduleCallback(Callback):
     """Sets the learning rate to `initial_lr * multiplier(epoch)`. Local.
 
     Args:
@@ -262,9 +263,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """
         if self._scale_velocities is None:
             # SGD and RMSprop have velocities if they have a momentum; before the first step there are none.
-            velocities = [variable for part in parts_of(self.model.optimizer) if getattr(part, "momentum", 0.0)
-                          for own in [part, *states_in([part])] for variable in own.variables
-                          if variable.name.endswith("momentum")]
+            parts = parts_of(self.model.optimizer)
+            velocities = [velocity for part in parts for velocity in velocities_of(part)]
+            velocities += [variable for part in parts if getattr(part, "momentum", 0.0) for state in states_in([part])
+                           for variable in state.variables if variable.name.endswith("momentum")]
             if not velocities:
                 return
 
@@ -308,7 +310,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
                   f"{number(self.model.optimizer.learning_rate):g}.")
 
 
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+class BestModelCheckpoint(CalledByKeras2, keras.callbacks.ModelCheckpoint):
     """Keras' ModelCheckpoint that keeps the best model only, and that gets its file later. Rank 0 writes. Local.
 
     Set `filepath` before fit: `checkpoint.filepath = "best.keras"`. Put MetricAverageCallback before it, so that "best"

@@ -20,12 +20,15 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from ..api import runtime
+from ..tensorflow.kerases import is_optimizer
 from . import xla
 from .nested_optimizers import distributed_in, parts_of, passes_on
 from .patches import PATCHES, Function, replaces
 
 # The constructor's arguments that may be schedules, functions or optimizers, and the attributes that have them.
 _OBJECTS = {"learning_rate": "_learning_rate", "inner_optimizer": "inner_optimizer", "optimizer_map": "_optimizer_map"}
+# What a `legacy` optimizer of Keras 2 gets as arguments, and does not have in its configuration.
+_OWN = ("gradient_transformers", "gradient_aggregator")
 # Distributes a copy of an optimizer as the original.
 Again = Callable[[Optimizer], Optimizer]
 
@@ -47,7 +50,7 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
     if id(optimizer) in copies:
         return copies[id(optimizer)]
     given = {name: value for name, attribute in _OBJECTS.items()
-             if callable(value := getattr(optimizer, attribute, None)) or isinstance(value, Optimizer)}
+             if callable(value := _value_of(optimizer, name, attribute)) or is_optimizer(value)}
     config = _config_without(optimizer, given) | {
         name: _copied(value, copies) for name, value in given.items()} | dict(changes or {})
     if again_of(config) is not None:
@@ -56,16 +59,33 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
     copied = cls(**config) if set(given) - {"learning_rate"} else original.from_config.__func__(cls, config)
     for name, value in vars(optimizer).items():
         # What exclude_from_weight_decay has set is no part of the configuration.
-        if name.startswith("_exclude_from_weight_decay") and not name.endswith("_cache"):
+        if name in _OWN or (name.startswith("_exclude_from_weight_decay") and not name.endswith("_cache")):
             setattr(copied, name, value)
     copies[id(optimizer)] = copied
     return copied
+
+
+def sharing(optimizer: Optimizer, cls: type[Optimizer], changes: Mapping[str, object]) -> Any:
+    """An optimizer of Keras 2 with the configuration and the variables of `optimizer`, which is not changed."""
+    new = object.__new__(cls)
+    vars(new).update(vars(optimizer))
+    if "name" in changes:
+        vars(new)["_name" if "_name" in vars(new) else "name"] = changes["name"]
+    return new
+
+
+def _value_of(optimizer: Optimizer, argument: str, attribute: str) -> object:
+    """The value of an argument of the constructor; a `legacy` optimizer of Keras 2 has numbers among them elsewhere."""
+    hyper = vars(optimizer).get("_hyper", {})
+    return hyper[argument] if argument in hyper else getattr(optimizer, attribute, None)
 
 
 def _config_without(optimizer: Optimizer, arguments: Iterable[str]) -> dict[str, Any]:
     """The configuration of an optimizer without these arguments, objects that Keras may not be able to save."""
     stand_in = object.__new__(type(optimizer))
     vars(stand_in).update(vars(optimizer))
+    if "_hyper" in vars(optimizer):
+        vars(stand_in)["_hyper"] = vars(optimizer)["_hyper"] | {name: tf.constant(0.0) for name in arguments}
     # get_config of an older Keras fails without a learning rate.
     vars(stand_in).update({_OBJECTS[name]: tf.constant(0.0) if name == "learning_rate" else None for name in arguments})
     config: dict[str, Any] = stand_in.get_config()
@@ -79,7 +99,7 @@ def original_class(cls: type[Optimizer]) -> type[Optimizer]:
 
 def _copied(value: object, copies: dict[int, Optimizer]) -> object:
     """An optimizer or an OptimizerMap with new optimizers; anything else as it is."""
-    if isinstance(value, Optimizer):
+    if is_optimizer(value):
         return copy_of(value, copies=copies)
     if isinstance(value, Mapping) and hasattr(value, "default_optimizer"):
         cls: Any = type(value)
@@ -162,7 +182,7 @@ def _load(again: Again, load: Callable[..., Any], *arguments: object) -> Any:
     loaded = load(*arguments)
     if not runtime.is_initialized():
         return loaded
-    if isinstance(loaded, Optimizer):
+    if is_optimizer(loaded):
         return again(loaded)
     if getattr(loaded, "optimizer", None) is not None and not distributed_in(loaded.optimizer):
         replace_optimizer(loaded, again(loaded.optimizer))

@@ -19,6 +19,7 @@ from ..api import missing_names
 from ..api.elastic.sampler import ElasticSampler
 from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, run
 from ..tensorflow.elastic import Averaging, TensorFlowKerasState
+from ._private import Callback
 
 __all__ = ["CommitStateCallback", "ElasticSampler", "HostsUpdatedInterrupt", "KerasState", "UpdateBatchStateCallback",
            "UpdateEpochStateCallback", "run"]
@@ -46,7 +47,7 @@ class KerasState(TensorFlowKerasState):
         super().__init__(model, optimizer, averaging=averaging, **kwargs)
 
 
-class CommitStateCallback(keras.callbacks.Callback):
+class CommitStateCallback(Callback):
     """Commits the state after some batches, and after each epoch. Local, but collective in an elastic job.
 
     Args:
@@ -74,7 +75,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):
+class UpdateBatchStateCallback(Callback):
     """Sets `state.batch` to the number of the last batch in the epoch, and to 0 at the end of the epoch. Local."""
 
     def __init__(self, state: ObjectState):
@@ -88,7 +89,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self.state.batch = 0
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):
+class UpdateEpochStateCallback(Callback):
     """Adds 1 to `state.epoch` at the end of each epoch. Local."""
 
     def __init__(self, state: ObjectState):

@@ -8,6 +8,8 @@ from typing import Any
 
 from keras.optimizers import Optimizer
 
+from ..tensorflow.kerases import is_optimizer
+
 
 def parts_of(optimizer: Optimizer | None) -> Iterator[Optimizer]:
     """`optimizer`, and then the optimizers inside of it; nothing for None.
@@ -43,7 +45,7 @@ def optimizers_in(value: object) -> Iterator[Optimizer]:
     seen, left = set(), [value]
     while left:
         each = left.pop()
-        if isinstance(each, Optimizer):
+        if is_optimizer(each):
             yield each
         elif isinstance(each, dict | list | tuple) and id(each) not in seen:
             seen.add(id(each))

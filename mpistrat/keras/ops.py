@@ -15,6 +15,7 @@ import tensorflow as tf
 from ..core.request import Average, ReduceOp
 from ..tensorflow import ops, scatter_ops
 from ..tensorflow.compression import Compression, Compressor
+from ..tensorflow.kerases import accumulated_passes, is_keras2_in_use
 from ..tensorflow.types import Tensor
 from .clone import replace_optimizer
 from .nested_optimizers import distributed_in
@@ -52,25 +53,29 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
                **arguments: Any) -> keras.Model:
     """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer. Local.
 
+    It is a model of Keras 3; in a process whose tf.keras is Keras 2 (TF_USE_LEGACY_KERAS=1, with tf_keras) one of Keras
+    2.
+
     Args:
         filepath: As for keras.models.load_model.
         custom_optimizers: The user's optimizer classes that the file refers to.
         custom_objects: As for keras.models.load_model.
         compression: One of Compression.
-        legacy_opts: Accepted for compatibility with Horovod, ignored. Keras 3 has no legacy optimizers.
+        legacy_opts: Accepted for compatibility with Horovod, ignored. A file of Keras 2 says which optimizer it has.
         average_aggregated_gradients: If the optimizer accumulates gradients, whether an update takes their mean, as in
             Keras, or their sum, as in a DistributedOptimizer with backward_passes_per_step. The file does not say which
             of them it was. None: their mean, with a warning.
         arguments: Others of DistributedOptimizer, such as `uneven` or `process_set`. The file does not have them.
     """
     objects = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
-    with keras.saving.custom_object_scope(objects):
-        model = keras.models.load_model(filepath)
+    its_keras = tf.keras if is_keras2_in_use() else keras
+    with its_keras.saving.custom_object_scope(objects):
+        model = its_keras.models.load_model(filepath)
         optimizer = getattr(model, "optimizer", None)
         if optimizer is None or distributed_in(optimizer):
             return model
         replace_optimizer(model, DistributedOptimizer(optimizer, compression=compression, **arguments))
-    steps = optimizer.gradient_accumulation_steps
+    steps = accumulated_passes(optimizer)
     if steps and average_aggregated_gradients is None:
         logger.warning("the optimizer of %s accumulates the gradients of %d passes, and the file does not say whether "
                        "an update takes their mean or their sum. It takes the mean now. Give load_model "

@@ -4,15 +4,14 @@ For users; wrapping is local, and applying gradients is collective.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
-import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
 from ..api.process_sets import ProcessSet, global_process_set, resolved
-from ..core.errors import InvalidRequestError, MissingDependencyError
+from ..core.errors import InvalidRequestError
 from ..core.request import Average, ReduceOp, Sum
 from ..tensorflow import names
 from ..tensorflow.accumulators import is_accumulator
@@ -25,29 +24,23 @@ from ..tensorflow.gradients import (
     Layer,
     register_local_layers,
 )
-from ..tensorflow.overwritten import places_of
-from ..tensorflow.types import OptionalGradient, Variable
+from ..tensorflow.kerases import accumulated_passes, is_built, is_keras2, is_optimizer, steps_of
+from ..tensorflow.types import Variable
 from . import patches, scatter, whole_files, xla  # noqa: F401  # They register what they replace.
 from ._private import serialise_as, trained_by
-from .clone import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class
+from .applying import Applying, require_hooks
+from .clone import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class, sharing
 from .fit import fit_callbacks  # noqa: F401
 from .nested_optimizers import distributed_in, parts_of, passes_on
 from .optimizer_state import Arguments, OptimizerState
 from .patches import Function, replaces
 from .sharded.optimizer import Sharded, require_shardable, whole_state
 
-# Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
-_HOOKS = ("_backend_apply_gradients", "_clip_gradients")
-_CLIPS_BEFORE = "it clips gradients before it accumulates them"
 _classes: dict[tuple[type, bool], type] = {}
 
 
 class _Distributed:
-    """A mix-in before a Keras optimizer's class: it reduces gradients before Keras uses them.
-
-    With gradient accumulation it reduces the sum of the steps once per update, not each step's gradient. In both cases
-    clipping comes after the reduction, so Keras clips the averaged gradient.
-    """
+    """The first base of a class of distributed optimizers. The second one has the methods that reduce gradients."""
 
     is_distributed = True
 
@@ -55,29 +48,6 @@ class _Distributed:
     def _mpistrat(self) -> OptimizerState:
         # _distribute sets it in vars(): by plain assignment Keras would track what is in it.
         return OptimizerState(type(self).__name__)
-
-    def apply(self, grads: Iterable[OptionalGradient],
-              trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
-        """As the original class' apply, with the gradients averaged over the ranks. Collective.
-
-        Raises:
-            MissingDependencyError: Gradients are accumulated, and this Keras does not call the hooks that average them.
-            ValueError: There are more or fewer variables than gradients.
-        """
-        grads = list(grads)
-        given = None if trainable_variables is None else list(trainable_variables)  # It may be an iterator.
-        variables = trained_by(self) if given is None else given
-        if len(grads) != len(variables):
-            if given is None:
-                return super().apply(grads)  # type: ignore[misc]  # Keras says what is wrong.
-            raise InvalidRequestError(f"apply() has {len(grads)} gradients for {len(given)} variables.")
-        return self._mpistrat_apply(grads, given, variables) if grads else super().apply(grads, given)  # type: ignore[misc]
-
-    def _mpistrat_apply(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
-                        variables: list[keras.Variable]) -> tf.Tensor | None:
-        if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            return self._mpistrat_apply_accumulated(grads, given, variables)
-        return super().apply(self._mpistrat.reducer.reduce(grads, variables), given)  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """As the original class' get_config. In this process an optimizer that is made of it is distributed too."""
@@ -115,58 +85,6 @@ class _Distributed:
             and not self._mpistrat.reducer.has_local and not its.options.groups.has_lists
         return functools.partial(_distribute_copy, its if is_known else None)
 
-    def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
-                                    variables: list[keras.Variable]) -> tf.Tensor | None:
-        self._mpistrat.reducer.require_no_strategy()
-        # Keras assigns the gradients of some variables directly, and calls no hook for them.
-        overwritten = places_of(variables)
-        grads = self._mpistrat.reducer.reduce_overwritten(grads, variables, overwritten)
-        if self._mpistrat.called.issuperset(_HOOKS):
-            return super().apply(grads, given)  # type: ignore[misc]
-        require_hooks(type(self))
-        expected = set(_HOOKS) if any(gradient is not None and i not in overwritten
-                                      for i, gradient in enumerate(grads)) else set()
-        steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
-        if tf.executing_eagerly() and (int(self._iterations) + 1) % steps:  # type: ignore[attr-defined]
-            expected.discard("_clip_gradients")  # This step is no update. In a graph Keras traces both branches.
-        result = super().apply(grads, given)  # type: ignore[misc]
-        if not expected <= self._mpistrat.called:
-            raise _unknown(f"it has applied gradients with {type(self).__name__} and not called "
-                           f"{', '.join(sorted(expected - self._mpistrat.called))}")
-        return result
-
-    def _backend_apply_gradients(self, grads: Sequence[OptionalGradient],
-                                 trainable_variables: Sequence[keras.Variable]) -> None:
-        # Keras calls this from apply. In turn this calls _clip_gradients, only in the branch of the update.
-        self._mpistrat.called.add("_backend_apply_gradients")
-        if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            self._mpistrat.accumulating = list(trainable_variables)
-        try:
-            return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
-        finally:
-            self._mpistrat.accumulating = None
-
-    def _all_reduce_sum_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]]
-                                  ) -> list[tuple[OptionalGradient, tf.Variable]]:
-        # Without a strategy Keras' method changes nothing. But it has a custom gradient, for which TensorFlow keeps the
-        # graph of the train step until the process ends.
-        if tf.distribute.has_strategy():
-            return super()._all_reduce_sum_gradients(grads_and_vars)  # type: ignore[misc]
-        return list(grads_and_vars)
-
-    def _clip_gradients(self, grads: list[OptionalGradient]) -> list[OptionalGradient]:
-        own = self._mpistrat
-        own.called.add("_clip_gradients")
-        if own.accumulating is not None:
-            grads = own.reducer.reduce(grads, own.accumulating)
-            assert own.arguments is not None  # It has a reducer.
-            factor = own.arguments.factor
-            if factor != 1.0:
-                grads = [g if g is None else g * tf.cast(factor, g.dtype) for g in grads]
-        elif self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            raise _unknown(_CLIPS_BEFORE)
-        return super()._clip_gradients(grads)  # type: ignore[misc]
-
     def register_local_var(self, variable: Variable) -> None:
         """Exclude this variable's gradients from the averaging."""
         self._mpistrat.reducer.register_local(variable)
@@ -191,7 +109,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     takes jit_compile="auto", its default, as False where XLA cannot compile collectives. Local; `apply` is collective.
 
     Args:
-        optimizer: Any Keras 3 optimizer, also a LossScaleOptimizer, built or not. It is not changed.
+        optimizer: Any Keras optimizer, also a LossScaleOptimizer, built or not. It is not changed. One of Keras 2
+            (tf_keras) that is built has its variables in common with the new one.
         name: The name of the new optimizer; the default is the old one's.
         device_dense: Accepted for compatibility with Horovod, ignored.
         device_sparse: Likewise.
@@ -231,10 +150,11 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     if uneven not in ("error", "join"):
         raise InvalidRequestError(f"uneven must be 'error' or 'join'. Received: {uneven!r}")
     changes: dict[str, object] = {} if name is None else {"name": name}
-    if backward_passes_per_step > 1:
-        changes["gradient_accumulation_steps"] = backward_passes_per_step
-    if backward_passes_per_step > 1 or optimizer.gradient_accumulation_steps:
-        require_hooks(type(optimizer))
+    if not is_keras2(optimizer):
+        if backward_passes_per_step > 1:
+            changes["gradient_accumulation_steps"] = backward_passes_per_step
+        if backward_passes_per_step > 1 or optimizer.gradient_accumulation_steps:
+            require_hooks(type(optimizer))
     factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
     if shard_state:
         require_shardable(optimizer, uneven)
@@ -242,7 +162,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
     its = Arguments(own_name, factor, options, op, gradient_predivide_factor,
                     None if process_set is global_process_set else process_set, scale_local_gradients,
-                    average_statistics, uneven, check_weights, shard_state)
+                    average_statistics, uneven, check_weights, shard_state, backward_passes_per_step)
     return _distribute(optimizer, its, its.name, changes, backward_passes_per_step)
 
 
@@ -315,12 +235,14 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
     process_set = resolved(its.process_set)
     reducer = GradientReducer(name, its.options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
                               process_set)
-    distributed = copy_of(optimizer, _distributed_class(type(optimizer), its.shard_state), changes)
+    distributed = _copy_or_share(optimizer, changes, its.shard_state)
     reducer.checks_weights = its.check_weights
     reducer.changes_early = any(
         # A MultiOptimizer that chooses by a function has no parts yet.
-        part.weight_decay or getattr(part, "optimizers", None) == [] for part in parts_of(distributed))
+        getattr(part, "weight_decay", 0) or getattr(part, "optimizers", None) == [] for part in parts_of(distributed))
     vars(distributed)["_mpistrat"] = OptimizerState(type(distributed).__name__, reducer, its)
+    if is_keras2(optimizer):
+        vars(distributed).update(gradient_accumulation_steps=its.passes, _accumulated_gradients=[])
     _take_over(distributed, optimizer, passes)
     keep_marks(original_class(type(optimizer)))
     patches.apply()
@@ -336,14 +258,27 @@ def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
         process_set = resolved(its.process_set)
         copy = _distribute(optimizer, its, names.OptimizerName(process_set.process_set_id or 0, its.name), {}, 1)
     else:
-        copy = copy_of(optimizer, _distributed_class(type(optimizer)))
+        copy = _copy_or_share(optimizer, {})
         _take_over(copy, optimizer, 1)
     copy._mpistrat.is_copy = True
     return copy
 
 
+def _copy_or_share(optimizer: Optimizer, changes: Mapping[str, object], is_sharded: bool = False) -> Optimizer:
+    """A distributed optimizer with the configuration of `optimizer`. One of Keras 2 that has its variables gives them.
+
+    It does not keep the weights that it has them for, so no other one can be made.
+    """
+    make = sharing if is_keras2(optimizer) and is_built(optimizer) else copy_of
+    return make(optimizer, _distributed_class(type(optimizer), is_sharded), changes)
+
+
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
     """Copy the state of `old` to `new`: slots that were loaded, and the iterations where there are no slots yet."""
+    if is_keras2(old):
+        if steps_of(new) is not steps_of(old):
+            steps_of(new).assign(steps_of(old))
+        return
     if old.built:
         new.build(trained_by(old))
     with whole_state(new, is_read=False):
@@ -355,8 +290,8 @@ def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
 
 
 def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise InvalidRequestError("DistributedOptimizer takes a Keras 3 optimizer, for example "
+    if not is_optimizer(optimizer):
+        raise InvalidRequestError("DistributedOptimizer takes a Keras optimizer, for example "
                                   f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{_advice(optimizer)}")
     # A script that distributes a copy that Keras has made does not know that the copy is distributed already.
     if distributed_in(optimizer) and not (isinstance(optimizer, _Distributed) and optimizer._mpistrat.is_copy):
@@ -367,42 +302,21 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
     if passes < 1:
         raise InvalidRequestError(f"backward_passes_per_step must be at least 1. Received: {passes}")
     if passes > 1 and passes_on(optimizer):
-        raise InvalidRequestError(f"backward_passes_per_step does not work with {type(optimizer).__name__}. Give "
-                                  "gradient_accumulation_steps to the optimizer in it.")
-    if passes > 1 and optimizer.gradient_accumulation_steps:
+        advice = ". Keras 2 accumulates no gradients there." if is_keras2(optimizer) \
+            else ". Give gradient_accumulation_steps to the optimizer in it."
+        raise InvalidRequestError(f"backward_passes_per_step does not work with {type(optimizer).__name__}{advice}")
+    if passes > 1 and accumulated_passes(optimizer):
         raise InvalidRequestError("give either backward_passes_per_step here or gradient_accumulation_steps to the "
                                   "optimizer.")
 
 
 def _advice(optimizer: object) -> str:
-    """The end of a sentence: what to write in place of an optimizer of Keras 2 or TensorFlow 1; "" for others."""
-    tape = "or average its gradients with mpistrat.tensorflow.DistributedGradientTape."
+    """The end of a sentence: what to write in place of an optimizer of TensorFlow 1; "" for others."""
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    # By the module's name, because tf_keras need not be installed.
-    if any(base.__module__.partition(".")[0] == "tf_keras" for base in cls.__mro__):
-        return (", which is an optimizer of Keras 2: unset TF_USE_LEGACY_KERAS and take the optimizer and the model "
-                f"from `import keras`, {tape}")
     if issubclass(cls, tf.compat.v1.train.Optimizer):
-        return f", which is an optimizer of TensorFlow 1: take one of keras.optimizers for a Keras model, {tape}"
+        return (", which is an optimizer of TensorFlow 1: take one of keras.optimizers for a Keras model, or average "
+                "its gradients with mpistrat.tensorflow.DistributedGradientTape.")
     return ""
-
-
-def require_hooks(cls: type) -> None:
-    """Raise MissingDependencyError if a class of optimizers lacks the hooks that average accumulated gradients."""
-    # _Distributed defines the hooks in any case.
-    missing = [name for name in _HOOKS
-               if not any(name in vars(base) for base in cls.__mro__ if base not in (Sharded, _Distributed))]
-    if missing:
-        raise _unknown(f"{cls.__name__} has no {', '.join(missing)}")
-    if keras.__version__.startswith(("3.0.", "3.1.", "3.2.", "3.3.", "3.4.")):
-        raise _unknown(_CLIPS_BEFORE)
-
-
-def _unknown(what: str) -> MissingDependencyError:
-    return MissingDependencyError(
-        f"DistributedOptimizer cannot average accumulated gradients with Keras {keras.__version__}: {what}. It was run "
-        "with Keras 3.5 and 3.15. Leave out backward_passes_per_step and gradient_accumulation_steps, or take such a "
-        "version.")
 
 
 def _distributed_class(original: type[Optimizer], is_sharded: bool = False) -> type[Optimizer]:
@@ -412,9 +326,17 @@ def _distributed_class(original: type[Optimizer], is_sharded: bool = False) -> t
     key = (original, is_sharded)
     if key not in _classes:
         body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
-        _classes[key] = type(original.__name__, (*mix_ins, original), body)
+        _classes[key] = type(original.__name__, (*mix_ins, _applying(original), original), body)
         serialise_as(_classes[key], original)
     return _classes[key]
+
+
+def _applying(original: type[Optimizer]) -> type:
+    """The base of a distributed class that has the methods which reduce gradients."""
+    if not is_keras2(original):
+        return Applying
+    from .keras2.applying import applying_of  # It imports tf_keras.
+    return applying_of(original)
 
 
 def _agree_by_optimizer(optimizer: LossScaleOptimizer, finite: tf.Tensor) -> tf.Tensor:

@@ -23,6 +23,7 @@ class Arguments:
         name: Begins the names of collectives; those of copies begin with it too.
         factor: What the mean of accumulated gradients is multiplied by.
         process_set: None: all ranks.
+        passes: How many passes an optimizer of Keras 2 accumulates. Keras 3 has it in the configuration.
     """
 
     name: names.OptimizerName
@@ -36,6 +37,7 @@ class Arguments:
     uneven: str
     check_weights: bool
     shard_state: bool
+    passes: int
 
 
 @dataclass

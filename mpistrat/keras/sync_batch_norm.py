@@ -4,6 +4,8 @@ The layer computes mean and variance itself, from sums that are all-reduced. Ker
 step, on all ranks of the process set.
 """
 
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -31,26 +33,25 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         fused: For Horovod's signature; False.
         process_set: The ranks whose rows count together.
         **kwargs: As for keras.layers.BatchNormalization, without `renorm` and `synchronized`.
+            Where tf.keras is Keras 2 (TF_USE_LEGACY_KERAS=1) the layer is one of tf_keras.
 
     Raises:
         InvalidRequestError: `fused`, `renorm` or `synchronized` is set, or `process_set` is no process set.
     """
 
     def __init__(self, fused: bool = False, process_set: ProcessSet = global_process_set, **kwargs: Any):
-        if fused in (True, None):
-            raise InvalidRequestError("SyncBatchNormalization does not support fused=True. Leave it out.")
-        for name in ("renorm", "synchronized"):
-            if kwargs.get(name):
-                raise InvalidRequestError(f"SyncBatchNormalization does not support {name}=True. Leave it out.")
+        process_set = checked(fused, process_set, kwargs)
         super().__init__(**kwargs)
-        self._process_set = resolved(process_set)
+        self._process_set = process_set
 
     def call(self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None) -> Tensor:
         """Normalize `inputs`. Collective over the process set in training."""
         if not (training and self.trainable) or not self._process_set.included() or self._process_set.size() == 1:
             return super().call(inputs, training=training, mask=mask)
         x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
-        mean, variance = self._moments_of_all_ranks(x, mask)
+        channels = self.axis % len(x.shape)
+        axes = [i for i in range(len(x.shape)) if i != channels]
+        mean, variance = moments_of_all_ranks(x, axes, mask, self._process_set)
         for moving, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
             moving.assign(ops.cast(moving, value.dtype) * self.momentum + value * (1.0 - self.momentum))
         result = ops.batch_normalization(
@@ -59,22 +60,40 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             scale=ops.cast(self.gamma, x.dtype) if self.scale else None)
         return ops.cast(result, self.compute_dtype)
 
-    def _moments_of_all_ranks(self, x: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
-        """Mean and variance over all axes but `axis`, of the rows of all ranks, which the mask does not exclude."""
-        channels = self.axis % len(x.shape)
-        axes = [i for i in range(len(x.shape)) if i != channels]
-        weight = tf.ones_like(x) if mask is None else \
-            tf.cast(tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(x)), x.dtype)
-        count_and_sum = self._total(tf.stack([tf.reduce_sum(weight, axes), tf.reduce_sum(weight * x, axes)]))
-        count = tf.maximum(count_and_sum[0], 1.0)  # All rows of all ranks may be masked.
-        mean = count_and_sum[1] / count
-        shape = [-1 if i == channels else 1 for i in range(len(x.shape))]
-        # Deviations from the mean of all, and not E[x^2] - E[x]^2, which cancels.
-        deviations = self._total(tf.reduce_sum(weight * tf.square(x - tf.reshape(mean, shape)), axes))
-        return mean, deviations / count
 
-    def _total(self, value: tf.Tensor) -> tf.Tensor:
-        return allreduce(value, op=Sum, process_set=self._process_set)
+def checked(fused: bool | None, process_set: ProcessSet, arguments: Mapping[str, object]) -> ProcessSet:
+    """The process set, as all other functions get it, if these arguments of a layer of either Keras fit.
+
+    Raises:
+        InvalidRequestError: As SyncBatchNormalization.
+    """
+    if fused in (True, None):
+        raise InvalidRequestError("SyncBatchNormalization does not support fused=True. Leave it out.")
+    for name in ("renorm", "synchronized", "virtual_batch_size"):
+        if arguments.get(name):
+            raise InvalidRequestError(f"SyncBatchNormalization does not support {name}={arguments[name]}. Leave it "
+                                      "out.")
+    return resolved(process_set)
+
+
+def moments_of_all_ranks(x: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None, process_set: ProcessSet
+                         ) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance over these axes, of the rows of all ranks, which the mask does not exclude. Collective."""
+    weight = tf.ones_like(x) if mask is None else \
+        tf.cast(tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(x)), x.dtype)
+    count_and_sum = allreduce(tf.stack([tf.reduce_sum(weight, axes), tf.reduce_sum(weight * x, axes)]), op=Sum,
+                              process_set=process_set)
+    count = tf.maximum(count_and_sum[0], 1.0)  # All rows of all ranks may be masked.
+    mean = count_and_sum[1] / count
+    # Deviations from the mean of all, and not E[x^2] - E[x]^2, which cancels.
+    deviations = allreduce(tf.reduce_sum(weight * tf.square(x - with_axes(mean, axes)), axes), op=Sum,
+                           process_set=process_set)
+    return mean, deviations / count
+
+
+def with_axes(moment: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
+    """A mean or a variance with an axis of length 1 for each that was reduced."""
+    return functools.reduce(tf.expand_dims, sorted(axes), moment)
 
 
 # In a file, Keras names layers and their weights after the class.

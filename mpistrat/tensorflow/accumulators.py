@@ -4,20 +4,12 @@ Each rank has sums of its own rows. Their mean, on all ranks, does not change th
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from .identity_set import IdentitySet
+from .kerases import Optimizer, accumulated_passes, is_built, is_keras2
 
 _ENDING = "_gradient_accumulator"  # of a name, after the path of the weight
-
-
-class Accumulating(Protocol):
-    """What an optimizer of Keras has for it."""
-
-    built: bool
-    gradient_accumulation_steps: int | None
-    variables: list[Any]
-    _accumulated_gradients: list[Any]
 
 
 def is_accumulator(name: str) -> bool:
@@ -25,18 +17,20 @@ def is_accumulator(name: str) -> bool:
     return name.endswith(_ENDING)
 
 
-def accumulators_of(optimizer: Accumulating) -> list[Any]:
+def accumulators_of(optimizer: Optimizer) -> list[Any]:
     """The variables in which one optimizer, without those inside of it, sums gradients; [] before it is built.
 
     A sharded optimizer has none of its own: each rank sums its part of gradients that are reduced.
     """
-    if not optimizer.built or not optimizer.gradient_accumulation_steps:
+    if not (accumulated_passes(optimizer) and is_built(optimizer)):
         return []
+    if is_keras2(optimizer):  # They are none of its variables.
+        return list(optimizer._accumulated_gradients)
     shown = IdentitySet(optimizer.variables)
     return [variable for variable in optimizer._accumulated_gradients if variable in shown]
 
 
 def accumulators_among(variables: Iterable[Any], weights: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """Each weight whose gradients one of the optimizers' variables sums, and that variable."""
-    named = {f"{weight.path.replace('/', '_')}{_ENDING}": weight for weight in weights}
+    named = {f"{weight.path.replace('/', '_')}{_ENDING}": weight for weight in weights if hasattr(weight, "path")}
     return ((named[variable.name], variable) for variable in variables if variable.name in named)

@@ -30,6 +30,7 @@ from .bridge.buckets import reduce_list
 from .bridge.reduce_spec import ReduceSpec
 from .equal_weights import require_equal_weights
 from .gradients import is_local_of_any
+from .kerases import build, variables_of
 from .ops import broadcast_variables
 from .types import TensorLike, Variable
 
@@ -153,12 +154,12 @@ class TensorFlowKerasState(TensorFlowState):
                              "before its state is made.")
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        if self.optimizer is not None and not self.optimizer.built:
-            self.optimizer.build(model.trainable_variables)
+        if self.optimizer is not None:
+            build(self.optimizer, model.trainable_variables)
         self._averaging = averaging
         if averaging is not None:
             averaging.prepare(model)
-        super().__init__([*model.weights, *(self.optimizer.variables if self.optimizer is not None else ()),
+        super().__init__([*model.weights, *(variables_of(self.optimizer) if self.optimizer is not None else ()),
                           *(averaging.variables if averaging is not None else ())], **kwargs)
 
     @property

@@ -16,6 +16,8 @@ PARTS = {"strategy": [file for file in FILES if "test_strategy" in file],
          "graphs": [file for file in FILES if any(name in file for name in (
              "nested_gradients", "gpu_tensorflow", "freed_graphs", "xla_collectives"))],
          "checks": [file for file in FILES if any(name in file for name in ("first_steps", "fit_checks", "drift"))]}
+KERAS_2 = "keras2"  # In processes whose tf.keras is Keras 2.
+PARTS[KERAS_2] = [file for file in FILES if "test_keras2" in file]
 PARTS["rest"] = [file for file in FILES if not any(file in part for part in PARTS.values())]
 # What a third rank would only repeat. What a rank does with graphs and files does not depend on the number of ranks.
 ONCE = ("test_first_steps", "test_fit_checks", "test_features", "test_nested_gradients", "test_freed_graphs",
@@ -53,13 +55,16 @@ def chosen(request: pytest.FixtureRequest, part: str, ranks: int) -> list[str]:
 
 @needs_mpirun
 @pytest.mark.parametrize("ranks, part", [
-    pytest.param(ranks, part, marks=[pytest.mark.quick] if part in ("strategy", "rest") else [])
+    pytest.param(ranks, part, marks=[pytest.mark.quick] if part in ("strategy", "rest", KERAS_2) else [])
     for ranks in (2, 3) for part in PARTS if files_of(part, ranks)])
 def test_every_rank_passes(ranks: int, part: str, watch: Callable[[str], None],
                            request: pytest.FixtureRequest) -> None:
     files = chosen(request, part, ranks)
     command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=15", *files]
-    job = run_job(ranks, command, limit_s=1200, watch=watch)
+    if part == KERAS_2:
+        pytest.importorskip("tf_keras")
+    env = {"TF_USE_LEGACY_KERAS": "1"} if part == KERAS_2 else {}
+    job = run_job(ranks, command, env=env, limit_s=1200, watch=watch)
     assert job.code == 0, job.output
     assert " passed" in job.output, job.output
     print(job.output)

@@ -9,20 +9,20 @@ import hashlib
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from ...core.topology import describe_by_rank
+from ...tensorflow.kerases import is_of_keras
 from .._private import all_layers
 from .rates import are_equal
 
-_LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
+_LOOKUPS = ("StringLookup", "IntegerLookup")
 # Classes of layers, and attributes with what they have learned. The broadcast callback makes the second equal.
-_FIXED = ((keras.layers.Discretization, "bin_boundaries"), (_LOOKUPS, "idf_weights"))
-_VARIABLE = ((keras.layers.Normalization, "mean"), (keras.layers.Normalization, "variance"))
+_FIXED = ((("Discretization",), "bin_boundaries"), (_LOOKUPS, "idf_weights"))
+_VARIABLE = ((("Normalization",), "mean"), (("Normalization",), "variance"))
 _DEPTH = 4  # of functions that call functions
 
 
@@ -100,7 +100,7 @@ def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tupl
                      for part in (each, *all_layers(each))]
             inside.update(map(id, parts))
             table = b"".join(_digest_of_table(part.lookup_table) for part in parts
-                             if isinstance(part, _LOOKUPS) and hasattr(part, "lookup_table"))
+                             if is_of_keras(part, *_LOOKUPS) and hasattr(part, "lookup_table"))
             fixed, variable = (_arrays(parts, attributes) for attributes in (_FIXED, _VARIABLE))
             is_new = not any(table) and all(not np.any(array - array.flat[0]) and array.flat[0] in (0.0, 1.0)
                                             for array in [*fixed, *variable])
@@ -130,7 +130,7 @@ def _functions_of(dataset: object) -> Iterator[object]:
 
 
 def _layers_in(value: object, depth: int) -> Iterator[keras.layers.Layer]:
-    if isinstance(value, keras.layers.Layer):
+    if is_of_keras(value, "Layer"):
         yield value
     elif depth:
         for each in _referenced(value):
@@ -152,8 +152,8 @@ def _referenced(value: object) -> Iterable[object]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _arrays(parts: Iterable[keras.layers.Layer], attributes: Iterable[tuple[Any, str]]) -> list[np.ndarray]:
-    values = [getattr(part, name, None) for part in parts for cls, name in attributes if isinstance(part, cls)]
+def _arrays(parts: Iterable[keras.layers.Layer], attributes: Iterable[tuple[tuple[str, ...], str]]) -> list[np.ndarray]:
+    values = [getattr(part, name, None) for part in parts for names, name in attributes if is_of_keras(part, *names)]
     return [array for array in (np.asarray(value, np.float64) for value in values if value is not None) if array.size]
 
 

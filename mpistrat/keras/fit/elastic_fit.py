@@ -14,6 +14,7 @@ import keras
 from ...api import runtime
 from ...api.elastic.state import Snapshot, keep_going
 from ...tensorflow.elastic import Averaging, TensorFlowKerasState
+from .._private import Callback
 from .training import in_fit, is_under_strategy
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ Logs = dict[str, Any] | None
 _fits = 0  # How often this process has called fit with Elastic, in the job.
 
 
-class Elastic(keras.callbacks.Callback):
+class Elastic(Callback):
     """Commits weights, optimizer, epoch and batch, so that fit survives the loss of ranks and hosts. Collective.
 
     For jobs of `mpistrat run --elastic`; in other jobs it does nothing. Pass it to fit on all ranks, as the last
@@ -59,9 +60,11 @@ class Elastic(keras.callbacks.Callback):
             self._skip(self.state.batch)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if self.state is None:
+            return
         each = self.model.steps_per_execution
         done = (batch // each + 1) * each  # `batch` is the last one of the execution, the first before Keras 3.9.
-        if self.state is None or done <= self.state.batch:
+        if done <= self.state.batch:
             return
         self.state.batch = done
         self._remaining -= each

@@ -11,21 +11,22 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.callbacks import Callback, CallbackList
 
 from ...api import runtime
 from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
+from ...core.errors import InvalidRequestError
 from ...elastic import membership
 from ...process import step_timer
 from ...process.step_timer import StepTimer
+from ...tensorflow.kerases import is_keras2, is_of_keras
 from ...tensorflow.same_data import some_rows
 from .. import xla
-from .._private import trainer
+from .._private import Callback, trainer
 from ..callbacks import BroadcastGlobalVariablesCallback, Logs
 from ..keras2_arguments import bound
 from ..local_sgd.averaging import averaging_among
@@ -52,6 +53,10 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
     elastic = next((each for each in users if isinstance(each, Elastic)), None)
     if elastic is None or membership.current() is None:
         return _fit_once(original, self, call)
+    if is_keras2(self):
+        raise InvalidRequestError("the callback Elastic works with models of Keras 3. For one of Keras 2 (tf_keras) "
+                                  "call fit in a function with hvd.elastic.run, and give it an "
+                                  "hvd.elastic.CommitStateCallback with an hvd.elastic.KerasState.")
 
     def from_epoch(epoch: int) -> Any:
         call.arguments["initial_epoch"] = epoch
@@ -101,9 +106,13 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
             timer.is_in_fit = False
 
 
+def _is_list(callbacks: object) -> TypeGuard[keras.callbacks.CallbackList]:
+    return is_of_keras(callbacks, "CallbackList")
+
+
 def users_callbacks(callbacks: object) -> list[Callback]:
     """The callbacks that the user has given to fit: one, a nested structure or a CallbackList."""
-    if isinstance(callbacks, CallbackList):
+    if _is_list(callbacks):
         return list(callbacks.callbacks)
     return list(tf.nest.flatten(callbacks)) if callbacks else []
 
@@ -144,13 +153,14 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
 @contextmanager
 def _extended(given: object, model: keras.Model, own: list[Callback], users: list[Callback]) -> Iterator[Any]:
     """A context with what fit gets in place of the callbacks that are given: its own, and then the user's."""
-    if not isinstance(given, CallbackList):
+    if not _is_list(given):
         yield [*own, *users]
         return
     for callback in own:
         callback.set_params(given.params)
         callback.set_model(model)
     before, given.callbacks = given.callbacks, [*own, *users]
+    given._should_call_train_batch_hooks = True  # Keras 2 has looked when the list was made whether any callback asks.
     try:
         yield given
     finally:

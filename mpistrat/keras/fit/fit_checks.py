@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-from keras.callbacks import Callback, TerminateOnNaN
 
 from ...api import ops as array_ops
 from ...api import runtime
@@ -26,8 +25,9 @@ from ...tensorflow.consistency import describe_weights, differing, digests_of_we
 from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.gradients import label_of
 from ...tensorflow.identity_set import IdentitySet
+from ...tensorflow.kerases import is_keras2, is_of_keras
 from ...tensorflow.types import Variable
-from .._private import all_layers
+from .._private import Callback, all_layers, weights_of
 from ..callbacks import BroadcastGlobalVariablesCallback, Logs
 from .adapted import Adapted, adapted_in, problem_of_adapted
 from .fit_states import (
@@ -37,6 +37,7 @@ from .fit_states import (
     State,
     Step,
     have_same_rows,
+    is_users,
     problem_at_begin,
     problem_between_epochs,
     problem_of_rates,
@@ -116,7 +117,7 @@ class FitChecks(Callback):
                          reads_logs=any(map(reads_logs, self._callbacks)), rates=rates_of(training.parts),
                          total=hashlib.blake2b(total, digest_size=8).digest())
         return Begin(
-            params.get("steps"), params.get("epochs"), len(self.model.weights),
+            params.get("steps"), params.get("epochs"), len(weights_of(self.model)),
             tuple(sorted({cls.__name__ for cls in COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
             tuple(readers(self._callbacks)), training.averages_statistics, self._joins, training.accumulates,
             training.leaves_weights_uncompared, saves, self._adapted() if self._is_checked else (), training.has_local,
@@ -131,6 +132,11 @@ class FitChecks(Callback):
         if self._training.is_under_strategy and 0 < len(backups) < len(entries):
             raise MismatchError(f"only ranks {rank_list(backups)} have a BackupAndRestore, and the others would not "
                                 "begin where those do. Give it to all ranks; only the chief writes.")
+        if is_keras2(self.model) and any(is_backup(entry) and sum(entry in of_rank for of_rank in entries) > 1
+                                         for entry in entries[0]):
+            raise MismatchError("several ranks have a BackupAndRestore with the same directory, and that of Keras 2 "
+                                "tells only the rank that restores it where to go on. Give each rank a directory of "
+                                'its own: BackupAndRestore(f"backup-{hvd.rank()}").')
         topology = self._process_set.group("fit").topology
         for callback, entry in zip(self._wrapped, entries[topology.rank], strict=True):
             if isinstance(callback, WrittenOnce):
@@ -295,8 +301,8 @@ class FitChecks(Callback):
         if not self.model.stop_training:
             return ""
         stoppers = [c for c in self._callbacks if getattr(c, "stopped_epoch", 0)] \
-            or [c for c in self._callbacks if isinstance(c, TerminateOnNaN)] \
-            or [c for c in self._callbacks if type(c).__module__.partition(".")[0] not in ("keras", "mpistrat")]
+            or [c for c in self._callbacks if is_of_keras(c, "TerminateOnNaN")] \
+            or [c for c in self._callbacks if is_users(c)]
         names = " or ".join(sorted({type(c).__name__ for c in stoppers}))
         return f" (stopped by {names})" if names else " (model.stop_training is set)"
 

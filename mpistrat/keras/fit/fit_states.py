@@ -6,19 +6,9 @@ The ranks may have different callbacks, as with a ModelCheckpoint on the chief.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keras.callbacks import (
-    BackupAndRestore,
-    Callback,
-    EarlyStopping,
-    History,
-    LearningRateScheduler,
-    ModelCheckpoint,
-    ProgbarLogger,
-    ReduceLROnPlateau,
-    TensorBoard,
-)
-
 from ...core.topology import describe_by_rank, rank_list
+from ...tensorflow.kerases import KERASES, is_of_keras, package_of
+from .._private import Callback
 from ..callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
 from ..local_sgd.averaging import problem_of_settings
 from .adapted import Adapted
@@ -29,7 +19,7 @@ from .written_once import Entry
 # They communicate, so all ranks must have them.
 COLLECTIVE = (BroadcastGlobalVariablesCallback, MetricAverageCallback)
 # These have a method that runs after a batch, but it ignores the logs or only displays them.
-_READ_NO_LOGS = (ProgbarLogger, History, BackupAndRestore)
+_READ_NO_LOGS = ("ProgbarLogger", "History", "BackupAndRestore")
 
 
 @dataclass(frozen=True)
@@ -129,29 +119,33 @@ def readers(callbacks: Sequence[Callback]) -> list[str]:
     for callback in callbacks:
         if isinstance(callback, MetricAverageCallback):
             break
-        if isinstance(callback, EarlyStopping | ReduceLROnPlateau) or (
-                isinstance(callback, ModelCheckpoint) and callback.save_best_only):
+        if is_of_keras(callback, "EarlyStopping", "ReduceLROnPlateau") or (
+                is_of_keras(callback, "ModelCheckpoint") and callback.save_best_only):
             found.append(type(callback).__name__)
     return found
 
 
 def reads_logs(callback: Callback) -> bool:
     """Whether a callback may read the logs of a batch."""
-    if isinstance(callback, _READ_NO_LOGS) or getattr(callback, "save_freq", None) == "epoch":
+    if is_of_keras(callback, *_READ_NO_LOGS) or getattr(callback, "save_freq", None) == "epoch":
         return False
-    if isinstance(callback, TensorBoard):
+    if is_of_keras(callback, "TensorBoard"):
         return callback.update_freq != "epoch"
     if type(callback).__module__.startswith("mpistrat."):
-        return isinstance(callback, ModelCheckpoint)  # No other callback of mpistrat reads them.
+        return is_of_keras(callback, "ModelCheckpoint")  # No other callback of mpistrat reads them.
     return not all(getattr(getattr(callback, name), "_is_default", False)
                    for name in ("on_batch_end", "on_train_batch_end", "on_test_batch_end"))
 
 
 def setters(callbacks: Sequence[Callback]) -> tuple[str, ...]:
     """The classes of the callbacks that set learning rates, and of those of the user, which may do so."""
-    known = (LearningRateScheduler, ReduceLROnPlateau, LearningRateScheduleCallback)
-    return tuple(sorted({type(c).__name__ for c in callbacks if isinstance(c, known)
-                         or type(c).__module__.partition(".")[0] not in ("keras", "mpistrat")}))
+    return tuple(sorted({type(c).__name__ for c in callbacks if isinstance(c, LearningRateScheduleCallback)
+                         or is_of_keras(c, "LearningRateScheduler", "ReduceLROnPlateau") or is_users(c)}))
+
+
+def is_users(callback: Callback) -> bool:
+    """Whether the class of a callback is neither Keras' nor mpistrat's."""
+    return package_of(type(callback)) not in (*KERASES, "mpistrat")
 
 
 def setters_on_some(steps: Sequence[Step]) -> str:

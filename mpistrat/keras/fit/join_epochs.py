@@ -11,12 +11,13 @@ import numpy as np
 
 from ...api import ops as array_ops
 from ...tensorflow.ops import broadcast_
+from .._private import Callback
 from ..callbacks import LearningRateScheduleCallback, Logs
 from ..local_sgd.local_training import LocalTraining
 from .training import DistributedTraining
 
 
-class JoinEpochs(keras.callbacks.Callback):
+class JoinEpochs(Callback):
     """Calls join() after the last batch of each epoch. Collective; fit adds it for uneven="join", before all others.
 
     Until all ranks have joined, gradients are averaged over the ranks that still have batches. The rank with the most

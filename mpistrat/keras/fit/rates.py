@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 import keras
 from keras.optimizers import Optimizer
-from keras.optimizers.schedules import LearningRateSchedule
 
 from ...core.errors import MismatchError
 from ...core.topology import describe_by_rank
+from ...tensorflow.kerases import learning_rate_of
 from ..nested_optimizers import passes_on
 
 # A schedule is computed on each rank, and processors may round differently.
@@ -57,10 +57,11 @@ def require_equal_rates(of_ranks: Sequence[Sequence[tuple[str, float]]], place: 
 
 
 def _rates_of_one(optimizer: Optimizer) -> dict[str, float]:
-    found = {}
-    rate = getattr(optimizer, "_learning_rate", None)
-    if not passes_on(optimizer) and (isinstance(rate, LearningRateSchedule) or not callable(rate)):
-        found["learning_rate"] = number(optimizer.learning_rate)
+    hyper = {name: value for name, value in vars(optimizer).get("_hyper", {}).items() if not callable(value)}
+    found = {name: number(value) for name, value in hyper.items()}  # of a `legacy` optimizer of Keras 2
+    rate = learning_rate_of(optimizer) if not passes_on(optimizer) else None
+    if rate is not None:
+        found["learning_rate"] = number(rate)
     arguments = {name for cls in type(optimizer).__mro__ if "__init__" in vars(cls)
                  for name in inspect.signature(vars(cls)["__init__"]).parameters}
     for name in sorted(arguments):

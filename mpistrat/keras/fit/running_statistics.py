@@ -16,15 +16,15 @@ from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
-from keras.callbacks import BackupAndRestore, Callback, ModelCheckpoint
 
 from ...core.request import Average, Max, ReduceOp, ScaledOp, Sum
 from ...tensorflow.bridge.buckets import reduce_list
 from ...tensorflow.bridge.reduce_spec import ReduceSpec
 from ...tensorflow.gradients import label_of
 from ...tensorflow.identity_set import IdentitySet
+from ...tensorflow.kerases import aggregation_of, is_of_keras
 from ...tensorflow.list_ops import number_of
-from .._private import non_trainable_variables
+from .._private import Callback, non_trainable_variables
 from .training import Training
 
 Logs = dict[str, Any] | None
@@ -32,7 +32,7 @@ Logs = dict[str, Any] | None
 
 def running_statistics(model: keras.Model) -> list[keras.Variable]:
     """The running statistics of all layers, those of a frozen layer included."""
-    return [v for v in _state(model) if keras.backend.is_float_dtype(v.dtype) and not _is_aggregated(v)]
+    return [v for v in _state(model) if tf.as_dtype(v.dtype).is_floating and not _is_aggregated(v)]
 
 
 def counters(model: keras.Model) -> list[keras.Variable]:
@@ -45,7 +45,7 @@ def _state(model: keras.Model) -> list[keras.Variable]:
 
 
 def _is_aggregated(variable: keras.Variable) -> bool:
-    return getattr(variable, "aggregation", "none") in ("sum", "only_first_replica")
+    return aggregation_of(variable) in ("sum", "only_first_replica")
 
 
 def average_statistics(training: Training) -> None:
@@ -102,7 +102,7 @@ _schedules: WeakKeyDictionary[Callback, SaveSchedule] = WeakKeyDictionary()
 def schedules_of(callbacks: Sequence[Callback]) -> tuple[SaveSchedule, ...]:
     """The schedules of those callbacks that save the model within an epoch."""
     return tuple(_schedules.setdefault(callback, SaveSchedule(callback.save_freq)) for callback in callbacks
-                 if isinstance(callback, ModelCheckpoint | BackupAndRestore)
+                 if is_of_keras(callback, "ModelCheckpoint", "BackupAndRestore")
                  and callback.save_freq and callback.save_freq != "epoch")
 
 
@@ -148,7 +148,7 @@ class AverageStatistics(Callback):
     def _sums(self) -> list[keras.Variable]:
         """The variables that get what all ranks have added to them. Under a strategy assign_add does it at once."""
         return [] if self._training.is_under_strategy else [
-            variable for variable in _state(self.model) if getattr(variable, "aggregation", "none") == "sum"]
+            variable for variable in _state(self.model) if aggregation_of(variable) == "sum"]
 
     def _average(self) -> None:
         self._training.synchronise()

@@ -10,13 +10,13 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
-from keras.callbacks import Callback
 
 from ...api import ops as array_ops
 from ...api import runtime
 from ...api.process_sets import ProcessSet, global_process_set, resolved
 from ...api.time_shares import time_shares
 from ...core.slowest import figure, shares_of
+from .._private import Callback
 from .row_counts import UNKNOWN, RowCount
 from .training import name_in_fit
 

@@ -19,9 +19,10 @@ from ...tensorflow.consistency import FirstSteps
 from ...tensorflow.equal_weights import CAUSES
 from ...tensorflow.gradients import GradientReducer
 from ...tensorflow.identity_set import IdentitySet
+from ...tensorflow.kerases import accumulated_passes, calls_of, is_keras2, slots_of, steps_of, variables_of
 from ...tensorflow.names import eager
 from ...tensorflow.types import Variable
-from .._private import non_trainable_variables, trained_by
+from .._private import non_trainable_variables, trained_by, weights_of
 from ..nested_optimizers import distributed_in, optimizers_in, parts_of, states_in
 
 
@@ -102,7 +103,7 @@ class Training:
     def compared(self) -> list[Variable]:
         """The shared weights and state of the optimizers."""
         own = IdentitySet(non_trainable_variables(self.model))
-        return [v for v in self.shared(list(IdentitySet([*self.model.weights, *compared_in(self.parts)])))
+        return [v for v in self.shared(list(IdentitySet([*weights_of(self.model), *compared_in(self.parts)])))
                 if v not in own]
 
     def consolidate(self) -> None:
@@ -142,7 +143,7 @@ class DistributedTraining(Training):
         self.reducers: list[GradientReducer] = [o._mpistrat.reducer for o in self._optimizers]
         self.averages_statistics = all(o._mpistrat.arguments.average_statistics for o in self._optimizers)
         self.joins = any(o._mpistrat.arguments.uneven == "join" for o in self._optimizers)
-        self.accumulates = any(o.gradient_accumulation_steps for o in self._optimizers)
+        self.accumulates = any(map(accumulated_passes, self._optimizers))
         self.shards_state = any(o._mpistrat.arguments.shard_state for o in self._optimizers)
 
     @property
@@ -167,11 +168,11 @@ class DistributedTraining(Training):
     @property
     def calls(self) -> int:
         """How often this rank has called `apply`. The public `iterations` is less, if gradients are accumulated."""
-        return sum(int(optimizer._iterations) for optimizer in self._optimizers)
+        return sum(map(calls_of, self._optimizers))
 
     @property
     def variables(self) -> list[keras.Variable]:
-        return [variable for optimizer in self._optimizers for variable in optimizer.variables]
+        return [variable for optimizer in self._optimizers for variable in variables_of(optimizer)]
 
     @property
     def accumulators(self) -> list[keras.Variable]:
@@ -205,7 +206,7 @@ class StrategyTraining(Training):
     def __init__(self, model: keras.Model):
         super().__init__(model)
         self.name, self.process_set = eager("strategy"), global_process_set
-        self.accumulates = any(part.gradient_accumulation_steps for part in self.parts)
+        self.accumulates = any(map(accumulated_passes, self.parts))
         self.usual_rows, self.has_begun = 1, False
         self._extended = model.distribute_strategy.extended
 
@@ -253,10 +254,11 @@ in_fit: "WeakKeyDictionary[keras.Model, Training]" = WeakKeyDictionary()
 def training_of(model: keras.Model) -> Training | None:
     """The training of a model, if several ranks are to train it together: by a strategy, or by distributed optimizers.
 
-    These are those of `compile`, then those in attributes of the model.
+    These are those of `compile`, then those in attributes of the model. None for a model of Keras 2 under a strategy,
+    which needs no more than what TensorFlow asks of a strategy.
     """
     if is_under_strategy(model):
-        return StrategyTraining(model)
+        return None if is_keras2(model) else StrategyTraining(model)
     wholes = optimizers_of(model)
     found = _by_place(distributed_in(getattr(model, "optimizer", None))) \
         | _by_place(distributed for optimizer in wholes for distributed in distributed_in(optimizer))
@@ -295,8 +297,8 @@ def compared_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
     """
     optimizers = list(optimizers)
     own = IdentitySet(variable for optimizer in optimizers
-                      for variable in (*accumulators_of(optimizer), optimizer._iterations))
-    return [variable for optimizer in optimizers for variable in optimizer.variables if variable not in own]
+                      for variable in (*accumulators_of(optimizer), steps_of(optimizer)))
+    return [variable for optimizer in optimizers for variable in variables_of(optimizer) if variable not in own]
 
 
 def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:
@@ -306,6 +308,9 @@ def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.V
     """
     if not reducer.has_local:
         return []
+    if is_keras2(optimizer):
+        return [slot for weight in trained_by(optimizer) if reducer.is_local(weight)
+                for part in parts_of(optimizer) for slot in slots_of(part, weight)]
     prefixes = {f"{v.path.replace('/', '_')}_": reducer.is_local(v)
                 for part in parts_of(optimizer) for v in trained_by(part)}
     slots = []

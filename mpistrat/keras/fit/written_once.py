@@ -17,15 +17,17 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.callbacks import BackupAndRestore, Callback, CSVLogger, ModelCheckpoint, TensorBoard
 
 from ...core.errors import MismatchError
 from ...tensorflow import files
+from ...tensorflow.kerases import KERASES, build, is_of_keras, package_of, variables_of
+from .._private import Callback
 from ..callbacks import broadcast_state
 from .training import Training, optimizers_of
 
 # The classes, and the attribute that has the path of the files.
-_PATHS = {ModelCheckpoint: "filepath", BackupAndRestore: "backup_dir", CSVLogger: "filename", TensorBoard: "log_dir"}
+_BACKUP = "BackupAndRestore"
+_PATHS = {"ModelCheckpoint": "filepath", _BACKUP: "backup_dir", "CSVLogger": "filename", "TensorBoard": "log_dir"}
 _INITIAL_EPOCH = "_initial_epoch"  # of a model; fit of an old Keras begins anew, with the weights of the backup
 _HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
 _MEETINGS = ("on_train_begin", "on_epoch_end", "on_train_end")
@@ -61,7 +63,7 @@ class Role:
 
 
 def is_backup(entry: Entry) -> bool:
-    return entry.kind == BackupAndRestore.__name__
+    return entry.kind == _BACKUP
 
 
 def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of: Sequence[str]) -> Role:
@@ -87,21 +89,27 @@ def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of
 
 def entry_of(callback: Callback, training: Training) -> Entry:
     """A callback as the ranks exchange it."""
-    cls = type(callback)
-    if cls not in _PATHS:
-        return Entry("" if cls.__module__.startswith("keras.") else f"{cls.__module__}.{cls.__qualname__}")
-    if cls is BackupAndRestore and training.is_under_strategy:
-        return Entry(cls.__name__, "that of the chief")  # Each rank names it as its host sees it, or not at all.
-    path = str(getattr(callback, _PATHS[cls]))
+    cls, kind = type(callback), _kind_of(callback)
+    if not kind:
+        return Entry("" if package_of(cls) in KERASES else f"{cls.__module__}.{cls.__qualname__}")
+    if kind == _BACKUP and training.is_under_strategy:
+        return Entry(kind, "that of the chief")  # Each rank names it as its host sees it, or not at all.
+    path = str(getattr(callback, _PATHS[kind]))
     if "://" in path:
-        return Entry(cls.__name__, path)
+        return Entry(kind, path)
     path = os.path.realpath(path)
-    return Entry(cls.__name__, path, _place(path) if cls is ModelCheckpoint else ())
+    return Entry(kind, path, _place(path) if kind == "ModelCheckpoint" else ())
+
+
+def _kind_of(callback: Callback) -> str:
+    """The class of Keras' own that a callback is of, if it writes files; else ""."""
+    cls = type(callback)
+    return cls.__name__ if package_of(cls) in KERASES and cls.__name__ in _PATHS else ""
 
 
 def written_once(callbacks: Sequence[Callback], training: Training) -> list[Callback]:
     """The callbacks that fit gets on this rank in place of the user's. Local; FitChecks assigns their roles."""
-    return [WrittenOnce(callback, training) if type(callback) in _PATHS else callback for callback in callbacks]
+    return [WrittenOnce(callback, training) if _kind_of(callback) else callback for callback in callbacks]
 
 
 def _place(path: str) -> tuple[str | int, ...]:
@@ -146,7 +154,7 @@ class WrittenOnce(Callback):
             if self.role.runs:
                 with self._alone():
                     action()
-        elif hook == "on_train_begin" and isinstance(self.callback, BackupAndRestore):
+        elif hook == "on_train_begin" and is_of_keras(self.callback, _BACKUP):
             self._restore(action)
         else:
             saves = hook == "on_epoch_end" and getattr(self.callback, "save_freq", "") == "epoch"
@@ -177,8 +185,8 @@ class WrittenOnce(Callback):
         model, process_set = self._training.model, self._training.process_set
         directory, optimizer = self.callback.backup_dir, model.optimizer
         found = self._on_all_ranks(lambda: tf.io.gfile.exists(directory) and bool(tf.io.gfile.listdir(directory)))
-        if found and model.built and optimizer is not None and not optimizer.built:
-            optimizer.build(model.trainable_variables)  # Under a strategy all ranks create variables together.
+        if found and model.built and optimizer is not None:
+            build(optimizer, model.trainable_variables)  # Under a strategy all ranks create variables together.
 
         def restore() -> int | None:
             action()
@@ -189,6 +197,6 @@ class WrittenOnce(Callback):
             return
         if hasattr(model, _INITIAL_EPOCH):
             setattr(model, _INITIAL_EPOCH, epoch)
-        variables = [*model.weights, *(v for optimizer in optimizers_of(model) for v in optimizer.variables)]
+        variables = [*model.weights, *(v for optimizer in optimizers_of(model) for v in variables_of(optimizer))]
         broadcast_state(model, self._training.shared(variables), process_set.group("fit").topology.job_ranks[0],
                         process_set)

@@ -9,6 +9,7 @@ from keras.optimizers import LossScaleOptimizer, Optimizer
 from ...api.process_sets import ProcessSet, global_process_set
 from ...core.errors import InvalidRequestError
 from ...tensorflow.identity_set import IdentitySet
+from ...tensorflow.kerases import is_keras2
 from ...tensorflow.names import eager
 from ...tensorflow.types import Variable
 from .._private import non_trainable_variables
@@ -41,7 +42,7 @@ class LocalTraining(Training):
         optimizers: Those of a loop of the user's own, where a tape may average; (): fit trains by those of the model.
 
     Raises:
-        InvalidRequestError: The model is one of a strategy, or its optimizers average gradients among other ranks than
+        InvalidRequestError: The model is one of Keras 2, or of a strategy, or its optimizers average gradients among other ranks than
             those of the scope.
     """
 
@@ -51,6 +52,9 @@ class LocalTraining(Training):
 
     def __init__(self, model: keras.Model, averaging: Averaging, optimizers: Sequence[Optimizer] = ()):
         super().__init__(model)
+        if is_keras2(model):
+            raise InvalidRequestError(f"{type(averaging).__name__} is for models of Keras 3. Received one of Keras 2 "
+                                      "(tf_keras), which hvd.DistributedOptimizer trains.")
         self._averaging, self._optimizers = averaging, list(optimizers) or optimizers_of(model)
         is_step_known = not optimizers and type(model).train_step is keras.Model.train_step
         _require_scope(model, averaging.process_set, self._optimizers, type(averaging).__name__, is_step_known)

@@ -15,6 +15,7 @@ from keras.optimizers import Optimizer
 
 from ...core.errors import InvalidRequestError
 from ...tensorflow.elastic import divided_states
+from ...tensorflow.kerases import is_keras2
 from ...tensorflow.overwritten import places_of
 from ...tensorflow.types import OptionalGradient, Tensor, Variable
 from .._private import legacy_h5_format
@@ -38,6 +39,9 @@ def is_element_wise(cls: type[Optimizer]) -> bool:
 def require_shardable(optimizer: Optimizer, uneven: str) -> None:
     """Raise InvalidRequestError if the state of an optimizer cannot be divided."""
     cls = type(optimizer)
+    if is_keras2(optimizer):
+        raise InvalidRequestError(f"ShardedOptimizer takes an optimizer of Keras 3. Received {cls.__name__} of Keras 2 "
+                                  f"(tf_keras). {_INSTEAD}")
     if passes_on(optimizer):
         raise InvalidRequestError(f"{cls.__name__} passes gradients on to the optimizers in it, which have the state. "
                                   f"Shard these: {cls.__name__}(hvd.ShardedOptimizer(...)).")

@@ -1,0 +1,132 @@
+"""Where an optimizer of Keras 2 averages gradients. Keras calls it; collective.
+
+Keras 2 has a method for that in its optimizers, which it calls before it clips. A LossScaleOptimizer calls that of the
+optimizer in it before it looks for gradients that are not finite, so that all ranks find the same.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from ...core.errors import InvalidRequestError
+from ...tensorflow.types import OptionalGradient
+from ..nested_optimizers import passes_on
+from ..optimizer_state import OptimizerState
+from . import fit  # noqa: F401  # It registers what it replaces.
+
+Pairs = list[tuple[OptionalGradient, tf.Variable]]
+
+
+def applying_of(original: type) -> type:
+    """The base of the distributed class of a class of optimizers.
+
+    Raises:
+        InvalidRequestError: The class has none of Keras' methods that average gradients.
+    """
+    if passes_on(original):
+        return ApplyingScaled
+    if hasattr(original, "aggregate_gradients"):
+        return Applying
+    if hasattr(original, "_aggregate_gradients"):
+        return ApplyingLegacy
+    raise InvalidRequestError(f"DistributedOptimizer knows the optimizers of tf_keras.optimizers and of "
+                              f"tf_keras.optimizers.legacy. Received one of the class {original.__qualname__}.")
+
+
+class _Accumulating:
+    """Gradients of several passes are summed, and applied in the last of them.
+
+    In the other passes the optimizer counts no step, so that schedules and Adam's corrections are those of the updates.
+    """
+
+    _mpistrat: OptimizerState
+    gradient_accumulation_steps: int
+    iterations: tf.Variable
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]], *args: object,
+                        **kwargs: object) -> Any:
+        """As the original class', with the gradients averaged over the ranks. Collective."""
+        if self.gradient_accumulation_steps < 2:
+            return super().apply_gradients(grads_and_vars, *args, **kwargs)  # type: ignore[misc]
+        pairs = list(grads_and_vars)
+        passes, sums = self._mpistrat_sums(pairs)
+        for (gradient, _), total in zip(pairs, sums, strict=True):
+            if total is not None:
+                total.assign_add(tf.cast(tf.convert_to_tensor(gradient), total.dtype))
+        passes.assign_add(1)
+        is_last = tf.equal(passes % self.gradient_accumulation_steps, 0)
+
+        def update() -> tf.Tensor:
+            assert self._mpistrat.arguments is not None
+            factor = self._mpistrat.arguments.factor / self.gradient_accumulation_steps
+            gradients = [total if total is None else total * tf.cast(factor, total.dtype) for total in sums]
+            self._mpistrat.accumulating = [variable for _, variable in pairs]
+            try:
+                super(_Accumulating, self).apply_gradients(  # type: ignore[misc]
+                    list(zip(gradients, self._mpistrat.accumulating, strict=True)), *args, **kwargs)
+            finally:
+                self._mpistrat.accumulating = None
+            for total in sums:
+                if total is not None:
+                    total.assign(tf.zeros_like(total))
+            return tf.constant(True)
+
+        if tf.executing_eagerly():
+            if is_last:
+                update()
+        else:
+            tf.cond(is_last, update, lambda: tf.constant(False))
+        return self.iterations
+
+    def _mpistrat_sums(self, pairs: Pairs) -> tuple[tf.Variable, list[tf.Variable | None]]:
+        """The number of passes, and the sum of each gradient; None of those that are None."""
+        own = vars(self)  # Keras would save what it finds in attributes.
+        if "_mpistrat_passes" not in own:
+            with tf.init_scope():
+                own["_mpistrat_passes"] = tf.Variable(0, dtype=tf.int64, trainable=False)
+                own["_mpistrat_sums_of"] = {}
+        sums = own["_mpistrat_sums_of"]
+        for gradient, variable in pairs:
+            if gradient is not None and variable.ref() not in sums:
+                with tf.init_scope():
+                    sums[variable.ref()] = tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
+                own["_accumulated_gradients"].append(sums[variable.ref()])
+        return own["_mpistrat_passes"], [None if gradient is None else sums[v.ref()] for gradient, v in pairs]
+
+    def _mpistrat_averaged(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]]) -> Pairs:
+        pairs = list(grads_and_vars)
+        if self.gradient_accumulation_steps > 1 and self._mpistrat.accumulating is None:
+            raise InvalidRequestError("backward_passes_per_step does not work in a LossScaleOptimizer of Keras 2, with "
+                                      "which mixed_float16 wraps the optimizer. Leave it out, or train in "
+                                      "mixed_bfloat16 or float32.")
+        variables = [variable for _, variable in pairs]
+        vars(self)["_trainable_variables"] = variables
+        return list(zip(self._mpistrat.reducer.reduce([gradient for gradient, _ in pairs], variables), variables,
+                        strict=True))
+
+
+class Applying(_Accumulating):
+    """A mix-in before the class of an optimizer."""
+
+    def aggregate_gradients(self, grads_and_vars: Pairs) -> Pairs:
+        """The gradients averaged over the ranks. Collective."""
+        pairs = self._mpistrat_averaged(grads_and_vars)
+        return super().aggregate_gradients(pairs) if tf.distribute.has_strategy() else pairs  # type: ignore[misc]
+
+
+class ApplyingLegacy(_Accumulating):
+    """A mix-in before the class of an optimizer of tf_keras.optimizers.legacy."""
+
+    def _aggregate_gradients(self, grads_and_vars: Pairs) -> Pairs:
+        pairs = self._mpistrat_averaged(grads_and_vars)
+        return super()._aggregate_gradients(pairs) if tf.distribute.has_strategy() else pairs  # type: ignore[misc]
+
+
+class ApplyingScaled(_Accumulating):
+    """A mix-in before the class of a LossScaleOptimizer, which has no gradients of its own to accumulate."""
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]], *args: object,
+                        **kwargs: object) -> Any:
+        """As the original class', with the gradients averaged over the ranks. Collective."""
+        return super().apply_gradients(self._mpistrat_averaged(grads_and_vars), *args, **kwargs)

@@ -1,0 +1,12 @@
+"""Lets fit of Keras 2 do what fit of several ranks does in Keras 3: the same functions replace those of tf_keras.
+
+Applied with the first DistributedOptimizer of an optimizer of Keras 2.
+"""
+
+import tf_keras
+
+from ..fit import fit_callbacks
+from ..patches import replaces
+
+replaces(tf_keras.Model, "fit", "the ranks would not be compared, nor their running statistics averaged",
+         "callbacks.on_train_begin()")(fit_callbacks.fit)

@@ -1,0 +1,143 @@
+"""Keras 3 and Keras 2 (tf_keras): what their optimizers and weights have under other names, by one set of names.
+
+By the names of classes and attributes, so that neither is imported here. Local.
+"""
+
+import importlib.util
+import os
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from .identity_set import IdentitySet
+from .types import Variable
+
+KERASES = ("keras", "tf_keras")  # The packages. tf.keras is one of them.
+
+
+class Optimizer(Protocol):
+    """What optimizers have, of Keras 3 or of Keras 2."""
+
+    built: bool
+    variables: Any
+    iterations: Variable
+    learning_rate: object
+    gradient_accumulation_steps: int | None
+    _accumulated_gradients: list[Variable]
+    _iterations: Variable
+
+    def build(self, variables: list[Variable]) -> None:
+        """Make the variables for these weights."""
+
+    def _decayed_lr(self, dtype: tf.DType) -> object:
+        """The learning rate of the next step, of `legacy` ones."""
+
+    def _create_all_weights(self, variables: list[Variable]) -> None:
+        """The same, of `legacy` ones."""
+
+
+def is_keras2_in_use() -> bool:
+    """Whether tf.keras is Keras 2 in this process. TensorFlow decides it by the same variable and package."""
+    return os.environ.get("TF_USE_LEGACY_KERAS") in ("true", "True", "1") \
+        and importlib.util.find_spec("tf_keras") is not None
+
+
+def is_of_keras(value: object, *names: str) -> bool:
+    """Whether the class of a value, or a base of it, is one of these names of either Keras."""
+    return any(base.__name__ in names and package_of(base) in KERASES for base in type(value).__mro__)
+
+
+def is_keras2(value: object) -> bool:
+    """Whether a value is of a class of Keras 2, or of one of the user's that is derived from it. A class counts too."""
+    cls = value if isinstance(value, type) else type(value)
+    return any(package_of(base) == "tf_keras" for base in cls.__mro__)
+
+
+def package_of(cls: type) -> str:
+    """The package that a class is defined in."""
+    return cls.__module__.partition(".")[0]
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether a value is an optimizer of either Keras. OptimizerV2 has Keras 2's `legacy` ones."""
+    return is_of_keras(value, "Optimizer", "OptimizerV2")
+
+
+def is_built(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has the variables for the weights that it trains."""
+    if not is_keras2(optimizer):
+        return bool(optimizer.built)
+    if hasattr(optimizer, "inner_optimizer"):
+        return is_built(optimizer.inner_optimizer)
+    return bool(vars(optimizer).get("_built", vars(optimizer).get("_slots")))  # A `legacy` one has slots.
+
+
+def build(optimizer: Optimizer, weights: list[Variable]) -> None:
+    """Make an optimizer's variables for these weights, unless it has them."""
+    if is_built(optimizer):
+        return
+    with tf.init_scope():
+        if hasattr(optimizer, "build"):
+            optimizer.build(weights)
+        else:
+            optimizer._create_all_weights(weights)
+
+
+def variables_of(optimizer: Optimizer) -> list[Variable]:
+    """The variables of an optimizer; a `legacy` one has a method. Keras 2 leaves out the scale of a loss."""
+    found = optimizer.variables
+    state: Any = vars(optimizer).get("_loss_scale")
+    scale = [state.current_loss_scale, state.counter] if hasattr(state, "current_loss_scale") else []
+    return [*(found() if callable(found) else found), *scale]
+
+
+def steps_of(optimizer: Optimizer) -> Variable:
+    """The variable that counts an optimizer's steps: of Keras 3 all calls, of Keras 2 those that update weights."""
+    return optimizer.iterations if is_keras2(optimizer) else optimizer._iterations
+
+
+def accumulated_passes(optimizer: Optimizer) -> int:
+    """How many passes an optimizer accumulates for an update; 0 or 1 if it does not."""
+    return getattr(optimizer, "gradient_accumulation_steps", None) or 0
+
+
+def velocities_of(optimizer: Optimizer) -> list[Variable]:
+    """The velocities of SGD or RMSprop, if it has a momentum; [] before the first step, and of other optimizers."""
+    if not getattr(optimizer, "momentum", 0.0):
+        return []
+    if not is_keras2(optimizer):
+        return [variable for variable in optimizer.variables if variable.name.endswith("momentum")]
+    own = vars(optimizer)
+    slots = [each["momentum"] for each in own.get("_slots", {}).values() if "momentum" in each]
+    return [*own.get("momentums", ()), *own.get("_momentums", ()), *slots]
+
+
+def aggregation_of(variable: Variable) -> str:
+    """How the replicas of a strategy add to a variable: "sum", "mean", "only_first_replica" or "none"."""
+    found = getattr(variable, "aggregation", "none")
+    return found if isinstance(found, str) else str(found.name).lower()
+
+
+def learning_rate_of(optimizer: Optimizer) -> object:
+    """The learning rate of the next step; None if it is a function of the user."""
+    hyper = vars(optimizer).get("_hyper")  # of a `legacy` one
+    rate = getattr(optimizer, "_learning_rate", None) if hyper is None else hyper.get("learning_rate")
+    if callable(rate) and not is_of_keras(rate, "LearningRateSchedule"):
+        return None
+    return optimizer.learning_rate if hyper is None else optimizer._decayed_lr(tf.float32)
+
+
+def slots_of(optimizer: Optimizer, weight: tf.Variable) -> list[Variable]:
+    """The variables that an optimizer of Keras 2 has for a weight."""
+    own = vars(optimizer)
+    if "_slots" in own:
+        return list(own["_slots"].get(weight._unique_id, {}).values())
+    place = own.get("_index_dict", {}).get(weight._unique_id)
+    lists = [each for name, each in own.items() if isinstance(each, list) and name != "_variables"]
+    known = IdentitySet(variables_of(optimizer))
+    return [] if place is None else [each[place] for each in lists if len(each) > place and each[place] in known]
+
+
+def calls_of(optimizer: Optimizer) -> int:
+    """How often gradients have been given to an optimizer."""
+    return int(vars(optimizer).get("_mpistrat_passes", steps_of(optimizer)))
