@@ -42,8 +42,8 @@ class LocalTraining(Training):
         optimizers: Those of a loop of the user's own, where a tape may average; (): fit trains by those of the model.
 
     Raises:
-        InvalidRequestError: The model is one of Keras 2, or of a strategy, or its optimizers average gradients among other ranks than
-            those of the scope.
+        InvalidRequestError: The model is one of Keras 2, or of a strategy, or its optimizers average gradients among
+            other ranks than those of the scope.
     """
 
     causes = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; "
