@@ -299,7 +299,7 @@ class Direct(Optimizers.Optimizer):
     (lambda: Direct(0.1), {}, r"Direct has no update_step\(\)"),
     (lambda: Optimizers.SGD(0.1), {"uneven": "join"}, "needs every rank in every step"),
     (lambda: Optimizers.SGD(0.1), {"op": mpistrat.Adasum}, "op currently only supports Average and Sum"),
-    (lambda: "adam", {}, "takes a Keras 3 optimizer"),
+    (lambda: "adam", {}, "takes a Keras optimizer"),
     (lambda: hvd.DistributedOptimizer(Optimizers.SGD(0.1)), {}, "is distributed already")],
     ids=["passes on", "no update_step", "join", "adasum", "no optimizer", "distributed"])
 def test_what_cannot_be_sharded_is_an_error_on_every_rank(optimizer: Callable, arguments: dict[str, Any],
