@@ -895,7 +895,7 @@ def test_double_wrapping_is_refused(make: Callable) -> None:
 
 @pytest.mark.horovod("optimizer-op", "predivide", "backward-passes")
 @pytest.mark.parametrize("what, arguments, text", [
-    ("Keras", {"optimizer": "adam"}, "takes a Keras 3 optimizer, for example .* Received: 'adam'"),
+    ("Keras", {"optimizer": "adam"}, "takes a Keras optimizer, for example .* Received: 'adam'"),
     ("op", {"op": mpistrat.Max}, "op currently only supports Average and Sum. Received: MAX"),
     ("Adasum", {"op": mpistrat.Adasum}, "op currently only supports Average and Sum. Received: ADASUM"),
     ("passes", {"backward_passes_per_step": 0}, "backward_passes_per_step must be at least 1. Received: 0"),
