@@ -12,8 +12,8 @@ from ..core.errors import InvalidRequestError, MissingDependencyError
 from ..tensorflow.overwritten import places_of
 from ..tensorflow.types import OptionalGradient
 from ._private import trained_by
+from .clone import original_class
 from .optimizer_state import OptimizerState
-from .sharded.optimizer import Sharded
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
@@ -107,9 +107,8 @@ class Applying:
 
 def require_hooks(cls: type) -> None:
     """Raise MissingDependencyError if a class of optimizers lacks the hooks that average accumulated gradients."""
-    # The mix-ins define the hooks in any case.
-    missing = [name for name in _HOOKS
-               if not any(name in vars(base) for base in cls.__mro__ if base not in (Sharded, Applying))]
+    # The mix-ins of a distributed class define the hooks in any case.
+    missing = [name for name in _HOOKS if not hasattr(original_class(cls), name)]
     if missing:
         raise _unknown(f"{cls.__name__} has no {', '.join(missing)}")
     if keras.__version__.startswith(("3.0.", "3.1.", "3.2.", "3.3.", "3.4.")):

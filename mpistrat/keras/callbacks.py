@@ -263,10 +263,7 @@ class LearningRateScheduleCallback(Callback):
         """
         if self._scale_velocities is None:
             # SGD and RMSprop have velocities if they have a momentum; before the first step there are none.
-            parts = list(parts_of(self.model.optimizer))
-            velocities = [velocity for part in parts for velocity in velocities_of(part)]
-            velocities += [variable for part in parts if getattr(part, "momentum", 0.0) for state in states_in([part])
-                           for variable in state.variables if variable.name.endswith("momentum")]
+            velocities = [velocity for part in parts_of(self.model.optimizer) for velocity in velocities_of(part)]
             if not velocities:
                 return
 

@@ -25,6 +25,7 @@ class Optimizer(Protocol):
     gradient_accumulation_steps: int | None
     _accumulated_gradients: list[Variable]
     _iterations: Variable
+    _variables: list[Variable]
 
     def build(self, variables: list[Variable]) -> None:
         """Make the variables for these weights."""
@@ -106,7 +107,8 @@ def velocities_of(optimizer: Optimizer) -> list[Variable]:
     if not getattr(optimizer, "momentum", 0.0):
         return []
     if not is_keras2(optimizer):
-        return [variable for variable in optimizer.variables if variable.name.endswith("momentum")]
+        # A sharded optimizer does not show its slots as `variables`.
+        return [variable for variable in optimizer._variables if variable.name.endswith("momentum")]
     own = vars(optimizer)
     slots = [each["momentum"] for each in own.get("_slots", {}).values() if "momentum" in each]
     return [*own.get("momentums", ()), *own.get("_momentums", ()), *slots]

@@ -6,19 +6,19 @@ import pytest
 
 pytest.importorskip("keras")
 
-from mpistrat.keras.sharded.plan import Plan, Tensor, plan_of
+from mpistrat.keras.sharded.plan import Plan, Planned, plan_of
 
 
-def tensor(*shape: int, dtype: str = "float32") -> Tensor:
-    return Tensor(shape, dtype, 2 if dtype == "float16" else 4)
+def tensor(*shape: int, dtype: str = "float32") -> Planned:
+    return Planned(shape, dtype, 2 if dtype == "float16" else 4)
 
 
-def bytes_of_ranks(plan: Plan, tensors: list[Tensor]) -> list[int]:
+def bytes_of_ranks(plan: Plan, tensors: list[Planned]) -> list[int]:
     return [sum(part.size * tensors[place].itemsize for place, part in plan.parts(rank).items())
             for rank in range(plan.size)]
 
 
-def assert_whole(plan: Plan, tensors: list[Tensor]) -> None:
+def assert_whole(plan: Plan, tensors: list[Planned]) -> None:
     """Each variable is in one block, and its parts follow one another in the order of the ranks."""
     members = [member for bucket in plan.buckets for block in bucket for member in block.members]
     assert sorted(members) == list(range(len(tensors)))

@@ -35,6 +35,7 @@ from ..patches import Function, replaces
 from .adapted import layers_of_inputs
 from .elastic_fit import Elastic, run_fit
 from .fit_checks import ChecksWithinEpochs, FitChecks
+from .fit_states import is_users
 from .join_epochs import JoinEpochs
 from .row_counts import RowCount
 from .running_statistics import AverageStatistics
@@ -68,7 +69,7 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
 def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
     given = call.arguments.get("callbacks")
     users, timer = users_callbacks(given), step_timer.current()
-    has_own = any(type(each).__module__.partition(".")[0] not in ("keras", "mpistrat") for each in users)
+    has_own = any(map(is_users, users))
     for callback in users:
         if isinstance(callback, BroadcastGlobalVariablesCallback):
             callback.has_users_own = has_own

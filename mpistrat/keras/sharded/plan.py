@@ -16,7 +16,7 @@ _LEAST_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Tensor:
+class Planned:
     """A variable: its shape, its dtype and the bytes of an element."""
 
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class Plan:
                 for member, part in zip(block.members, block.parts(rank), strict=True)}
 
 
-def plan_of(tensors: Sequence[Tensor], size: int, is_split: bool, places: Sequence[int] | None = None,
+def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, places: Sequence[int] | None = None,
             bucket_bytes: int = BUCKET_BYTES, small_bytes: int = JOINED_TENSOR_BYTES) -> Plan:
     """Divide variables among `size` ranks, from the last variable to the first.
 
@@ -126,7 +126,7 @@ def plan_of(tensors: Sequence[Tensor], size: int, is_split: bool, places: Sequen
                 is_split, size)
 
 
-def _blocks(tensors: Sequence[Tensor], group: Sequence[int], size: int, owners: dict[int, int],
+def _blocks(tensors: Sequence[Planned], group: Sequence[int], size: int, owners: dict[int, int],
             small_bytes: int) -> list[Block]:
     joined: dict[str, list[int]] = {}
     blocks = []
@@ -147,7 +147,7 @@ def _blocks(tensors: Sequence[Tensor], group: Sequence[int], size: int, owners: 
     return blocks
 
 
-def _owners(tensors: Sequence[Tensor], places: Sequence[int], size: int) -> dict[int, int]:
+def _owners(tensors: Sequence[Planned], places: Sequence[int], size: int) -> dict[int, int]:
     """The rank of each whole variable."""
     loads, owners = [0] * size, {}
     for place in sorted(places, key=lambda place: (-tensors[place].nbytes, place)):
