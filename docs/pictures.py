@@ -1,4 +1,4 @@
-"""Draw docs/images/averaging.svg, the picture of the first page, from the table of results in docs/speed.md.
+"""Draw docs/images/averaging.svg and docs/images/slow-networks.svg from the tables of results of their pages.
 
     python docs/pictures.py
 """
@@ -7,40 +7,78 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PICTURE = ROOT / "docs" / "images" / "averaging.svg"
-WIDTH, ROW, LEFT, BAR, TOP = 760, 46, 170, 400, 66  # pixels; BAR is the length of Horovod's bar
 NAMES = ("Horovod 0.28.1", "mpistrat")
+TOP = 66  # pixels above the bars
+BLUE, GREY, DARK = "#2f6db5", "#b9c0ca", "#7a8594"
 
 
-def results() -> list[tuple[str, tuple[str, str]]]:
-    """(gradients, milliseconds of each of NAMES) of the rows of the table."""
-    table = (ROOT / "docs" / "speed.md").read_text().partition("<!-- results -->")[2].partition("<!-- /results -->")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", table, re.M)]
-    assert rows[0][1:3] == list(NAMES)
-    return [(re.sub(r" \(\d+ tensors, (.*)\)", r", \1", row[0]), (row[1], row[2])) for row in rows[2:]]
+def table(page: str) -> list[list[str]]:
+    """The cells of the table of results of a page of docs: the head, and the rows."""
+    text = (ROOT / "docs" / page).read_text().partition("<!-- results -->")[2].partition("<!-- /results -->")[0]
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")]
+                      for line in re.findall(r"^\|.*\|$", text, re.M))
+    return [head, *rows]
 
 
-def draw() -> str:
-    """The picture as SVG: for each column two bars, in proportion, with their milliseconds."""
-    columns = results()
-    height = TOP + ROW * len(columns) + 8
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+def svg(width: int, height: int, left: int, title: str, heading: str, lines: list[str]) -> str:
+    """A picture of these elements, with a title for who cannot see it, and a heading at `left`. In pixels."""
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         'font-size="13" role="img">',
-        "  <title>Milliseconds that averaging gradients adds to a step, two processes on one host</title>",
-        f'  <rect width="{WIDTH}" height="{height}" fill="#fff"/>',
-        f'  <text x="{LEFT}" y="24" font-weight="bold">Milliseconds that averaging gradients adds to a step</text>',
-        f'  <text x="{LEFT}" y="44" fill="#444">two processes on one host; each pair of bars has its own scale</text>']
-    for number, (gradients, times) in enumerate(columns):
-        y = TOP + ROW * number
-        lines.append(f'  <text x="{LEFT - 12}" y="{y + 23}" text-anchor="end">{gradients}</text>')
-        for bar, (name, time, color) in enumerate(zip(NAMES, times, ("#b9c0ca", "#2f6db5"), strict=True)):
-            length = max(BAR * float(time) / float(times[0]), 2)
-            lines += [f'  <rect x="{LEFT}" y="{y + 18 * bar}" width="{length:.0f}" height="16" fill="{color}"/>',
-                      f'  <text x="{LEFT + length + 6:.0f}" y="{y + 18 * bar + 13}" fill="#444">{time} ms'
-                      f'{f", {name}" if number == 0 else ""}</text>']
-    return "\n".join([*lines, "</svg>", ""])
+        f"  <title>{title}</title>",
+        f'  <rect width="{width}" height="{height}" fill="#fff"/>',
+        f'  <text x="{left}" y="24" font-weight="bold">{heading}</text>', *lines, "</svg>", ""])
 
+
+def averaging() -> str:
+    """For each gradients of the table two bars, in proportion, with their milliseconds."""
+    head, *rows = table("speed.md")
+    assert head[1:3] == list(NAMES)
+    row_height, left, most = 46, 170, 400  # `most`: the length of Horovod's bar
+    lines = [f'  <text x="{left}" y="44" fill="#444">two processes on one host; each pair of bars has its own scale'
+             '</text>']
+    for number, (gradients, *times) in enumerate(rows):
+        y = TOP + row_height * number
+        gradients = re.sub(r" \(\d+ tensors, (.*)\)", r", \1", gradients)
+        lines.append(f'  <text x="{left - 12}" y="{y + 23}" text-anchor="end">{gradients}</text>')
+        for bar, (name, time, color) in enumerate(zip(NAMES, times, (GREY, BLUE), strict=False)):
+            length = max(most * float(time) / float(times[0]), 2)
+            lines += [f'  <rect x="{left}" y="{y + 18 * bar}" width="{length:.0f}" height="16" fill="{color}"/>',
+                      f'  <text x="{left + length + 6:.0f}" y="{y + 18 * bar + 13}" fill="#444">{time} ms'
+                      f'{f", {name}" if number == 0 else ""}</text>']
+    return svg(760, TOP + row_height * len(rows) + 8, left,
+               "Milliseconds that averaging gradients adds to a step, two processes on one host",
+               "Milliseconds that averaging gradients adds to a step", lines)
+
+
+def slow_networks() -> str:
+    """For each way a bar for each link, in proportion to the rows per second."""
+    head, *rows = table("slow-networks.md")
+    links = [found[1] for cell in head if (found := re.search(r"at (\d+ Mbit/s)", cell))]
+    speeds = [[float(cell.replace(",", "")) for cell in row[1:1 + len(links)]] for row in rows]
+    fastest = max(map(max, speeds))
+    row_height, left, most, lines = 40, 360, 360, []
+    colors = (BLUE, GREY, DARK)[:len(links)]
+    for place, (link, color) in enumerate(zip(links, colors, strict=True)):
+        lines += [f'  <rect x="{left + 150 * place}" y="36" width="12" height="12" fill="{color}"/>',
+                  f'  <text x="{left + 150 * place + 18}" y="47" fill="#444">{link}</text>']
+    for number, (row, of_way) in enumerate(zip(rows, speeds, strict=True)):
+        y, thick = TOP + row_height * number, 32 // len(links)
+        way = row[0].replace("`", "").replace('"', "&quot;")
+        lines.append(f'  <text x="{left - 12}" y="{y + 20}" text-anchor="end">{way}</text>')
+        for bar, (speed, color) in enumerate(zip(of_way, colors, strict=True)):
+            length = max(most * speed / fastest, 2)
+            lines += [f'  <rect x="{left}" y="{y + thick * bar}" width="{length:.0f}" height="{thick - 2}" '
+                      f'fill="{color}"/>',
+                      f'  <text x="{left + length + 6:.0f}" y="{y + thick * bar + 12}" fill="#444">{speed:,.0f}</text>']
+    return svg(830, TOP + row_height * len(rows) + 8, left,
+               "Rows per second of training on two hosts with a slow network between them",
+               "Rows per second on two hosts of two ranks", lines)
+
+
+PICTURES = {ROOT / "docs" / "images" / "averaging.svg": averaging,
+            ROOT / "docs" / "images" / "slow-networks.svg": slow_networks}
 
 if __name__ == "__main__":
-    PICTURE.write_text(draw())
+    for path, draw in PICTURES.items():
+        path.write_text(draw())

@@ -5,8 +5,8 @@
 
 The hosts are network namespaces of this machine, and the token bucket of the kernel's traffic control (tc) lets so many
 megabits per second through in each direction. All ways are trained with the same rows. A way that this version does not
-have is left out. With --write the table and the picture of the page are those of this run. Nothing else must be
-running.
+have is left out. With --write the table of the page is that of this run, and `python docs/pictures.py` then draws the
+picture. Nothing else must be running.
 """
 
 import argparse
@@ -17,13 +17,12 @@ import sys
 from .support.hosts_in_namespaces import two_hosts
 from .support.jobs import ROOT
 
-PAGE, PICTURE = ROOT / "docs" / "slow-networks.md", ROOT / "docs" / "images" / "slow-networks.svg"
+PAGE = ROOT / "docs" / "slow-networks.md"
 # What each way is called on the page.
 WAYS = {"none": "`DistributedOptimizer`", "bf16": "`Compression.bf16`", "int8": "`Compression.int8`",
         "hosts": '`LocalSGD(every=10, scope="hosts")`', "diloco": "`DiLoCo(every=50)`",
         "diloco int8": "`DiLoCo(every=50, compression=hvd.Compression.int8)`",
         "overlap": "`DiLoCo(every=50, overlap=True)`", "alone": "each rank alone, no network"}
-WIDTH, ROW, LEFT, BAR, TOP = 830, 40, 360, 360, 66  # pixels; BAR is the length of the ranks alone
 
 Results = dict[int, dict[str, tuple[float, float]]]  # by the link, and then by the way: rows per second, and the loss
 
@@ -50,34 +49,6 @@ def table(results: Results) -> str:
     return "\n".join(lines)
 
 
-def draw(results: Results) -> str:
-    """The picture as SVG: for each way a bar for each link, in proportion to the rows per second."""
-    ways = [way for way in WAYS if way in next(iter(results.values()))]
-    most = max(rows for of_link in results.values() for rows, _ in of_link.values())
-    height = TOP + ROW * len(ways) + 8
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
-        'font-size="13" role="img">',
-        "  <title>Rows per second of training on two hosts with a slow network between them</title>",
-        f'  <rect width="{WIDTH}" height="{height}" fill="#fff"/>',
-        f'  <text x="{LEFT}" y="24" font-weight="bold">Rows per second on two hosts of two ranks</text>']
-    colors = dict(zip(results, ("#2f6db5", "#b9c0ca", "#7a8594")))
-    for place, (link, color) in enumerate(colors.items()):
-        lines += [f'  <rect x="{LEFT + 150 * place}" y="36" width="12" height="12" fill="{color}"/>',
-                  f'  <text x="{LEFT + 150 * place + 18}" y="47" fill="#444">{link} Mbit/s</text>']
-    for number, way in enumerate(ways):
-        y, thick = TOP + ROW * number, 32 // len(results)
-        name = WAYS[way].replace("`", "").replace('"', "&quot;")
-        lines.append(f'  <text x="{LEFT - 12}" y="{y + 20}" text-anchor="end">{name}</text>')
-        for bar, (link, color) in enumerate(colors.items()):
-            rows = results[link][way][0]
-            length = max(BAR * rows / most, 2)
-            lines += [f'  <rect x="{LEFT}" y="{y + thick * bar}" width="{length:.0f}" height="{thick - 2}" '
-                      f'fill="{color}"/>',
-                      f'  <text x="{LEFT + length + 6:.0f}" y="{y + thick * bar + 12}" fill="#444">{rows:,.0f}</text>']
-    return "\n".join([*lines, "</svg>", ""])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.slow_networks", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,7 +57,7 @@ def main() -> None:
                         help=f"some of {', '.join(WAYS)}")
     parser.add_argument("--steps", type=int, default=200, help="how many steps each way is trained")
     parser.add_argument("--limit", type=float, default=600, help="how many seconds a link may take")
-    parser.add_argument("--write", action="store_true", help="write the table and the picture of the page")
+    parser.add_argument("--write", action="store_true", help="write the table of the page")
     options = parser.parse_args()
     results = {link: measured(link, options.ways, options.steps, options.limit) for link in options.links}
     print(table(results))
@@ -94,7 +65,6 @@ def main() -> None:
         marks = "<!-- results -->", "<!-- /results -->"
         before, _, rest = PAGE.read_text().partition(marks[0])
         PAGE.write_text(f"{before}{marks[0]}\n\n{table(results)}\n\n{marks[1]}{rest.partition(marks[1])[2]}")
-        PICTURE.write_text(draw(results))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from ..core.settings import Settings
 from ..core.topology import Topology
 from ..negotiation.tree import Node, edges_among
 from ..transport.host_link import HostLink
-from ..transport.local import ThreadGroup
+from ..transport.local import LocalControl, LocalData
 from ..transport.shm.ring import LocalChannel, ShmRing, ring_bytes
 from ..transport.shm.segment import HostMemory, Regions
 from ..transport.unix_socket import UnixSocketChannel
@@ -60,8 +60,7 @@ class Backends:
 
 def backends_alone() -> Backends:
     """Backends for a job of one rank. Local; loads no MPI library."""
-    group = ThreadGroup(1)
-    return Backends(group.control(0), group.data(0))
+    return Backends(LocalControl(), LocalData())
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
     """Build the backends for a job of several ranks, whose waits `interruption` ends. Collective over `comm`.
 
     Shared memory is used within hosts if all ranks can map it. The fast path is used if the ranks of each host share
-    memory, or if each host has one rank, unless MPISTRAT_FAST_PATH=0.
+    memory, or if each host has one rank, unless MPISTRAT_DISABLE=fast_path.
     """
     from ..transport.mpi.control import MpiControl
     from ..transport.mpi.data import MpiData
@@ -103,7 +102,7 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
     with contextlib.closing(link):
         if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
             parts = _build_for_hosts(setup) if setup.remote_ranks else _build_for_one_host(setup)
-        elif max(topology.local_sizes) == 1 and settings.fast_path:
+        elif max(topology.local_sizes) == 1 and settings.uses("fast_path"):
             parts = _build_for_single_rank_hosts(setup)
     data, channel, agreement = parts or (setup.mpi, sockets, None)
     if agreement is not None:
@@ -129,7 +128,7 @@ def _build_for_one_host(setup: _Setup) -> _Parts | None:
     else:
         return None
     channel = ShmRing(memory, regions.start_of["channel"], edges, setup.channel)
-    agreement = SharedMemoryAgreement(memory, channel.wake_rank) if settings.fast_path else None
+    agreement = SharedMemoryAgreement(memory, channel.wake_rank) if settings.uses("fast_path") else None
     data = SharedMemoryData(memory, chunks[:tried], setup.mpi)
     data.on_choice = partial(logger.info, "rank %d: %s", setup.topology.job_rank)
     return data, channel, agreement
@@ -145,7 +144,7 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
     topology, settings = setup.topology, setup.settings
     chunk = settings.chunk_bytes or HierarchicalData.chunk_bytes
     count, edges = topology.local_size, edges_among(topology.local_ranks)
-    slot_bytes = Piggyback.largest(topology.local_sizes) if settings.fast_path else 0
+    slot_bytes = Piggyback.largest(topology.local_sizes) if settings.uses("fast_path") else 0
     regions = Regions(plane=HierarchicalData.memory_bytes(count, chunk), channel=ring_bytes(edges),
                       piggyback=Piggyback.memory_bytes(count, slot_bytes))
     memory = _shared_memory(setup, regions.nbytes)
@@ -154,7 +153,7 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
     channel, agreement, piggyback = ShmRing(memory, regions.start_of["channel"], edges, setup.channel), None, None
     if slot_bytes:
         piggyback = Piggyback(memory.data[regions.start_of["piggyback"]:], memory.index, count, slot_bytes)
-    if settings.fast_path:
+    if settings.uses("fast_path"):
         agreement = HierarchicalAgreement(memory, channel.wake_rank, leader_exchange(setup.comm, topology, piggyback),
                                           setup.remote_ranks)
     cross_wait = PeerWait(topology, topology.cross_ranks, settings.limit_s, setup.interruption)
@@ -183,7 +182,8 @@ def _log_choice(topology: Topology, settings: Settings, data: DataPlane, agreeme
         reason = "memory cannot be shared" if data.name == "mpi" else "the ranks of a host share memory"
     logger.log(logging.DEBUG if topology.rank else logging.INFO,
                "rank %d: CPU tensors are reduced by %s (%s), the fast path is %s", topology.job_rank, data.name, reason,
-               "on" if agreement is not None else "off" if settings.fast_path else "off (MPISTRAT_FAST_PATH=0)")
+               "on" if agreement is not None else "off" if settings.uses("fast_path") else
+               "off (MPISTRAT_DISABLE=fast_path)")
 
 
 def _connect_host(comm: "MPI.Intracomm", topology: Topology,

@@ -20,7 +20,6 @@ from ..core.topology import Topology
 from ..elastic.job import job_of
 from ..engine.engine import Engine
 from ..process import abort
-from ..trace.ring import Traced
 from ..trace.tracer import Tracer
 from ..transport.mpi import library
 from .elastic.losses import Losses
@@ -46,7 +45,8 @@ class Job:
         self.settings, self.world, self.losses, self.tracer = settings, world, losses, tracer
         self.registry = Registry(world, settings, losses.interruption)
         if tracer is not None:
-            tracer.start(self._traced, world.engine.controller.control.wake)
+            tracer.start(lambda: {number: group.traced for number, group in list(self.registry.groups.items())},
+                         world.engine.controller.control.wake)
             if settings.timeline not in ("none", "DYNAMIC"):
                 tracer.start_timeline(_next_file(settings.timeline), settings.timeline_mark_cycles,
                                       settings.timeline_window)
@@ -206,9 +206,6 @@ class Job:
     def _groups(self) -> list[Group]:
         """The groups that this rank is in. Ascending by id, so that all ranks close them in the same order."""
         return [group for _, group in sorted(self.registry.groups.items())]
-
-    def _traced(self) -> dict[int, Traced]:
-        return {number: group.traced for number, group in list(self.registry.groups.items())}
 
     def _stop_tracer(self, closes: bool = True) -> None:
         if self.tracer is not None:

@@ -5,7 +5,6 @@ mpistrat.cli.probe` with a time limit. That process prints each finding as one l
 `mpistrat doctor`.
 """
 
-import json
 import os
 import sys
 import time
@@ -14,10 +13,10 @@ from typing import Any
 
 from ..api.availability import Row, backends
 from .child import Child
+from .findings import say, understood
 from .mpirun import with_home
 
 TIMEOUT_S = 60.0
-_MARK = "mpistrat-probe "  # begins a line with findings; MPI libraries print to stdout too
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,7 @@ def probe(timeout_s: float = TIMEOUT_S) -> Findings:
         out, err = child.said
     failure = f"loading the libraries took more than {timeout_s:g} s" if code is None else \
         _describe_exit(code, err) if code else ""
-    parts: dict[str, Any] = {}
-    for line in out.splitlines():
-        if line.startswith(_MARK):
-            parts |= json.loads(line[len(_MARK):])
+    parts: dict[str, Any] = {each["kind"]: each["found"] for each in understood(out)}
     if "backends" in parts:
         parts["backends"] = [Row(**each) for each in parts["backends"]]
     return Findings(**parts, failure=failure)
@@ -52,10 +48,6 @@ def _describe_exit(returncode: int, err: str) -> str:
     how = f"died of signal {-returncode}" if returncode < 0 else f"ended with code {returncode}"
     lines = [line.strip() for line in err.splitlines() if line.strip()]
     return f"loading the libraries {how}" + (f": {lines[-1][:200]}" if lines else "")
-
-
-def _print_findings(**part: object) -> None:
-    print(_MARK + json.dumps(part), flush=True)
 
 
 def _cupy() -> dict[str, Any]:
@@ -88,6 +80,6 @@ def _mpi() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    _print_findings(cupy=_cupy())
-    _print_findings(mpi=_mpi())
-    _print_findings(backends=[asdict(row) for row in backends()])
+    say("cupy", found=_cupy())
+    say("mpi", found=_mpi())
+    say("backends", found=[asdict(row) for row in backends()])

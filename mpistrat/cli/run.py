@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NoReturn
 
 from ..core.errors import LaunchError
 from ..core.install import numbers
@@ -82,7 +81,10 @@ def main(argv: list[str]) -> int:
     if options.as_horovod is not None:
         print(f"mpistrat run: {as_horovod.first_line()}", file=sys.stderr)
     if options.np is not None and not options.dry_run and asks_for_help(command := checked(command, os.environ)):
-        return _run_once(command)
+        print("mpistrat run: --help among the arguments: the command runs once, without mpirun", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execvp(command[0], command)
     if options.efficiency is not None and not options.dry_run:
         if _goes_elsewhere(passed):
             raise LaunchError("--efficiency reads what the ranks measure from their stderr: leave out the option that "
@@ -203,14 +205,6 @@ def asks_for_help(command: Sequence[str]) -> bool:
     arguments = command[1:command.index("--")] if "--" in command else command[1:]
     return "--help" in arguments or any(word == "-h" and (following is None or following.startswith("-"))
                                         for word, following in zip(arguments, [*arguments[1:], None]))
-
-
-def _run_once(command: tuple[str, ...]) -> NoReturn:
-    """Become the command, as if it had been called without mpistrat."""
-    print("mpistrat run: --help among the arguments: the command runs once, without mpirun", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execvp(command[0], command)
 
 
 def _goes_elsewhere(options: Sequence[str]) -> bool:

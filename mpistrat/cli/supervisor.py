@@ -81,17 +81,11 @@ class Outcome:
 
 
 class Interference:
-    """What a supervisor of several mpiruns has to say while `launch` runs one. This base class says nothing.
+    """What a supervisor of several mpiruns has to say while `launch` runs one. This base class says nothing."""
 
-    Attributes:
-        subject: What mpirun runs, for people.
-        ends_all: Whether what mpirun leaves behind is ended also if its exit code is 0.
-        is_done: Whether all ranks have ended well, so that an end of mpirun that is forced is no failure.
-    """
-
-    subject = JOB
-    ends_all = False
-    is_done = False
+    subject = JOB  # What mpirun runs, for people
+    ends_all = False  # Whether what mpirun leaves behind is ended also if its exit code is 0
+    is_done = False  # Whether all ranks have ended well, so that an end of mpirun that is forced is no failure
 
     def why_stop(self) -> str:
         """Why mpirun is to end now; "" while it goes on. Called at the start, and after each signal ABORTED."""
@@ -256,7 +250,9 @@ class _Run:
             why = self._start.why_not() or (_NO_ANSWER if self._termination.is_late else "")
         why = why or self._why_vain
         if not why and code != 0 and self._last_signal is None and not self._output.words:
-            why = _few_files()
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if limit < LEAST_FILES:
+                why = f"only {limit} files may be opened here, too few for mpirun. Type: ulimit -n 65536"
         died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
         told = self._output.told
         text, lines = summarize(code, told.reports, self._output.words, interrupted_by=self._last_signal,
@@ -336,13 +332,6 @@ def parent_guard(parent: int) -> Callable[[], bool]:
         return os.getppid() == parent
 
     return guard
-
-
-def _few_files() -> str:
-    """Why mpirun may have failed, if it has not said that a rank has; or ""."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return "" if limit >= LEAST_FILES else \
-        f"only {limit} files may be opened here, too few for mpirun. Type: ulimit -n 65536"
 
 
 def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:

@@ -49,6 +49,22 @@ def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[li
     return buckets
 
 
+def buckets_from_last(nbytes: Sequence[int], limit: int) -> list[list[int]]:
+    """Group gradients by their bytes from the last to the first, the order in which the backward pass computes them.
+
+    A bucket has at most `limit` bytes, or one larger gradient. Returns the indices of each bucket, in that order.
+    """
+    buckets: list[list[int]] = []
+    used = 0
+    for index in reversed(range(len(nbytes))):
+        if not buckets or (used and used + nbytes[index] > limit):
+            buckets.append([])
+            used = 0
+        buckets[-1].append(index)
+        used += nbytes[index]
+    return buckets
+
+
 _REQUEST, _WIRE_DTYPE, _LABELS = map(attrgetter, ("request", "request.wire_dtype", "request.labels"))
 _FUSED = (CollectiveType.ALLREDUCE, CollectiveType.BROADCAST)
 

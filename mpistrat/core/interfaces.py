@@ -122,13 +122,11 @@ class DeviceExecutor:
     """Executes entries of tensors on a device, which works while the caller goes on.
 
     This base class is for ranks without a device: it is never busy, and cannot execute anything.
-
-    Attributes:
-        batches: The entries that are enqueued and not complete. As long as there are any, `poll` must be called.
-        kept: Those that are complete while the device still uses their memory. `poll` must be called now and then.
     """
 
+    # The entries that are enqueued and not complete. As long as there are any, `poll` must be called.
     batches: Sized = ()
+    # Those that are complete while the device still uses their memory. `poll` must be called now and then.
     kept: Sized = ()
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:

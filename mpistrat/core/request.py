@@ -58,17 +58,11 @@ class TensorSpec(NamedTuple):
 
 
 class ScaledOp(NamedTuple):
-    """What the caller of an all-reduce or a reduce-scatter asks for: an operation and its factors.
+    """What the caller of an all-reduce or a reduce-scatter asks for: an operation and its factors."""
 
-    Attributes:
-        op: How to reduce.
-        prescale: Multiplies every value before the reduction.
-        postscale: Multiplies the result.
-    """
-
-    op: ReduceOp
-    prescale: float = 1.0
-    postscale: float = 1.0
+    op: ReduceOp  # How to reduce
+    prescale: float = 1.0  # Multiplies every value before the reduction
+    postscale: float = 1.0  # Multiplies the result
 
 
 _SUM = ScaledOp(ReduceOp.SUM)
@@ -79,32 +73,28 @@ class Request:
     """Tensors of one rank that are ready to be reduced, gathered or broadcast together.
 
     The ranks match requests by `name`. All other fields but the last three must be equal on all ranks.
-
-    Attributes:
-        tensors: Dtype and shape of each of the caller's tensors, in the order of the submitted arrays.
-        scaled: How to reduce them.
-        device: Where the tensors are: DEVICE_CPU or DEVICE_GPU.
-        layout: The indices of the caller's tensors that each submitted array is made of, if small tensors were
-            concatenated or reordered; () for one array per tensor, in order.
-        wire_dtype: The dtype in which wider floating-point tensors on a GPU are sent and reduced; "" for their own.
-        failures: How many executions of graphs that submit this name have ended in an error on this rank since the
-            ranks last executed it. TensorQueue sets it.
-        labels: The user's names of the tensors (a variable's path), for error messages; may be empty.
-        in_graph: Whether the collective is in a graph, where an error ends the execution of the whole graph.
-        process_set: The id of the process set that it is for. Each set has its own engine, so it is not sent.
     """
 
     kind: CollectiveType
     name: str
+    # Dtype and shape of each of the caller's tensors, in the order of the submitted arrays.
     tensors: tuple[TensorSpec, ...] = ()
-    scaled: ScaledOp = _SUM
+    scaled: ScaledOp = _SUM  # How to reduce them
     root_rank: int = 0
-    device: str = DEVICE_CPU
+    device: str = DEVICE_CPU  # Where the tensors are: DEVICE_CPU or DEVICE_GPU
+    # The indices of the caller's tensors that each submitted array is made of, if small tensors were concatenated or
+    # reordered; () for one array per tensor, in order.
     layout: tuple[tuple[int, ...], ...] = ()
+    # The dtype in which wider floating-point tensors on a GPU are sent and reduced; "" for their own.
     wire_dtype: str = ""
+    # How many executions of graphs that submit this name have ended in an error on this rank since the ranks last
+    # executed it. TensorQueue sets it.
     failures: int = 0
+    # The user's names of the tensors (a variable's path), for error messages; may be empty.
     labels: tuple[str, ...] = field(default=(), compare=False)
+    # Whether the collective is in a graph, where an error ends the execution of the whole graph.
     in_graph: bool = field(default=False, compare=False)
+    # The id of the process set that it is for. Each set has its own engine, so it is not sent.
     process_set: int = field(default=0, compare=False)
 
     @cached_property
@@ -267,9 +257,9 @@ def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int
 
 
 @lru_cache(KEPT_REQUESTS)
-def barrier_request(name: str, process_set: int = 0) -> Request:
+def barrier_request(name: str) -> Request:
     """A request without tensors, which is complete when all ranks have submitted it."""
-    return Request(CollectiveType.BARRIER, name, process_set=process_set)
+    return Request(CollectiveType.BARRIER, name)
 
 
 @lru_cache(KEPT_REQUESTS)

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from .errors import SettingsError
 from .topology import describe_by_rank
@@ -25,20 +25,28 @@ HOROVOD_PREFIX = "HOROVOD_"
 _OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|"
                         r"PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 _LEAST_CHUNK_BYTES = 4096  # A slice of a chunk for each of some ranks is then a few cache lines, at least.
+FastWay = Literal["fast_path", "stream_order", "xla"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Names that were settings, and what to write now.
 _REPLACED = {"CONSISTENCY_CHECK_DISABLE": "write MPISTRAT_CHECK_ACTION=off for no checks",
+             "FAST_PATH": "write MPISTRAT_DISABLE=fast_path to negotiate all operations through rank 0",
+             "GPU_COMPLETION": "write MPISTRAT_DISABLE=stream_order to let the host wait for collectives of a GPU",
              "HEARTBEAT_S": "hosts are probed five times within MPISTRAT_LOST_AFTER_S",
              "FAILURE_TIMELINE": "write MPISTRAT_RECORDER=status for no timeline of a failure",
              "PIN_GPU": "write MPISTRAT_BIND=cores to assign no GPU",
-             "STATUS_FILE": "write MPISTRAT_RECORDER=0 for no status file"}
+             "STATUS_FILE": "write MPISTRAT_RECORDER=0 for no status file",
+             "XLA": "write MPISTRAT_DISABLE=xla for no collectives in functions that XLA compiles"}
 _LEAST_PROBE_S = 1.0  # The kernel counts in seconds.
 
 
 def _setting(env: str, default: T, doc: str, *, low: float | None = None, high: float | None = None,
-             choices: tuple[str, ...] = ()) -> T:
-    """A dataclass field with its environment name (without prefix), its documentation and its range."""
-    return field(default=default, metadata={"env": env, "doc": doc, "low": low, "high": high, "choices": choices})
+             choices: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> T:
+    """A dataclass field with its environment name (without prefix), its documentation and its values.
+
+    Numbers have a range; a text is one of the choices, or a list of words.
+    """
+    return field(default=default, metadata={"env": env, "doc": doc, "low": low, "high": high, "choices": choices,
+                                            "words": words})
 
 
 @dataclass(frozen=True)
@@ -104,24 +112,21 @@ class Settings:
         "CHUNK_BYTES", 0, "Bytes of a chunk of an all-reduce in shared memory, a power of two. 0: on one host a job "
         "tries 512 KiB, 2 MiB and 4 MiB on its own all-reduces, as far as the host's memory allows, and keeps the "
         "fastest; with several hosts 2 MiB.", low=0, high=2**28)
-    fast_path: bool = _setting(
-        "FAST_PATH", True, "0: ranks negotiate every operation through rank 0, also where they wait for one operation "
-        "after the other and could agree by a vote. Slower, same results.")
     gpu_operations: str = _setting(
         "GPU_OPERATIONS", "auto", "Backend for GPU tensors. auto: first available of nccl, staged; of process sets "
         "that overlap one has nccl. nccl: NCCL in all sets. staged: copy through pinned host memory to the backend for "
         "CPU tensors. host: treat as CPU tensors, together with those of ranks without a GPU.",
         choices=("auto", "nccl", "staged", "host"))
-    gpu_completion: str = _setting(
-        "GPU_COMPLETION", "auto", "What waits for the end of a collective on GPU tensors. auto: the caller's stream on "
-        "the GPU, if a check finds that it does. host: the host, which then lets the caller go on.",
-        choices=("auto", "host"))
     nccl_streams: int = _setting(
         "NUM_NCCL_STREAMS", 1, "Number of NCCL communicators, each with its own streams. They reduce buckets of GPU "
         "tensors in turn.", low=1, high=16)
-    xla: bool = _setting(
-        "XLA", True, "0: collectives are an error in a function with jit_compile=True, and Keras models are trained "
-        "without XLA. By default XLA compiles them, with TensorFlow 2.21 and later.")
+    disable: str = _setting(
+        "DISABLE", "none", "Fast ways that are not used, separated by commas. fast_path: votes on an operation among "
+        "ranks that wait for one after the other; all are then negotiated through rank 0, slower, with the same "
+        "results. stream_order: the caller's stream on the GPU that waits for the end of a collective, where a check "
+        "finds that it does; the host then waits, and lets the caller go on. xla: collectives that XLA compiles, with "
+        "TensorFlow 2.21 and later; they are then an error in a function with jit_compile=True, and Keras models are "
+        "trained without XLA.", words=get_args(FastWay))
     bind: str = _setting(
         "BIND", "all", "What each rank of a host gets for itself. cores: an equal share of the cores that the job may "
         "use there, unless the launcher has bound the ranks. gpu: a GPU, which init() of mpistrat.tensorflow and "
@@ -196,6 +201,10 @@ class Settings:
             return str(int(value)) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) \
                 else str(value)
         return [(PREFIX + f.metadata["env"], shown(f.default), f.metadata["doc"]) for f in fields(cls)]
+
+    def uses(self, way: FastWay) -> bool:
+        """Whether a fast way is used where it can be."""
+        return way not in self.disable.split(",")
 
     @property
     def limit_s(self) -> float:
@@ -284,6 +293,12 @@ def _parse(setting: "Field[Any]", text: str) -> bool | int | float | str:
         if text.lower() not in ("0", "1", "false", "true"):
             raise ValueError("expected 0 or 1.")
         return text.lower() in ("1", "true")
+    if meta["words"]:
+        words = sorted({word.strip() for word in text.lower().split(",")})
+        if words != ["none"] and (unknown := [word for word in words if word not in meta["words"]]):
+            raise ValueError(f"expected none, or some of {', '.join(meta['words'])}, separated by commas. Unknown: "
+                             f"{', '.join(map(repr, unknown))}.")
+        return ",".join(words)
     if kind is str:
         if not meta["choices"]:
             return os.path.expanduser(text)  # A shell does not do it behind `env` or mpirun's -x.

@@ -46,7 +46,7 @@ class Keeper:
         self._job, self._is_ending = job, False
         self._segments: set[str] = set()  # of MPI's shared memory
         self._unsent: list[Message] = []  # while there is no line to the supervisor
-        self._listening = Listening(listener, job.key, lambda line: line.read(self._take))
+        self._listening = Listening(listener, job.key, lambda line: line.read(lambda *event: self._events.put(event)))
         self._supervisor: Line | None = connect([(host, job.port) for host in job.hosts], job.key, _CONNECT_LIMIT_S)
         self._address: Address = cast("tuple[str, int]", self._supervisor.peer)[:2]
         first, second = (f"/proc/{os.getpid()}/fd/{memory}" for memory in self._memory)
@@ -106,9 +106,6 @@ class Keeper:
         else:
             self._events.put((None, message))
 
-    def _take(self, line: Line, message: Message | None) -> None:
-        self._events.put((line, message))
-
     def _decide(self, line: Line | None, message: Message | None) -> list[Action]:
         state, now = self._state, time.monotonic()
         if message is None:
@@ -167,7 +164,9 @@ class Keeper:
             logger.info("the keeper ends: %s", action.why)
             self._is_ending = True
             self._listening.close()
-            self._remove_segments()
+            for path in self._segments:
+                with contextlib.suppress(OSError):  # MPI has removed it.
+                    os.unlink(path)
 
     def _note_segments(self, pid: int) -> None:
         """Note the files of shared memory that MPI has made. It leaves those of ranks that were killed."""
@@ -176,11 +175,6 @@ class Keeper:
         except OSError:
             return  # It has just ended.
         self._segments |= {path for line in lines if (path := line.rpartition(" ")[2]).startswith(_SEGMENTS)}
-
-    def _remove_segments(self) -> None:
-        for path in self._segments:
-            with contextlib.suppress(OSError):  # MPI has removed it.
-                os.unlink(path)
 
 
 def main() -> int:

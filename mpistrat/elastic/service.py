@@ -63,7 +63,8 @@ class Service:
         is_here = all(address in ("localhost", "127.0.0.1") for address in self._addresses)
         listener = socket.create_server(("127.0.0.1" if is_here else "", 0), backlog=1024)
         self._port = listener.getsockname()[1]
-        self._listening = Listening(listener, bytes.fromhex(self._secret), lambda line: line.read(self._take))
+        self._listening = Listening(listener, bytes.fromhex(self._secret),
+                                    lambda line: line.read(lambda *event: self._events.put(event)))
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrat-elastic", daemon=True)
         self._thread.start()
@@ -122,9 +123,6 @@ class Service:
                 self._put(kind="hosts", slots=dict(found), addresses=known)
             if self._is_closed.wait(_DISCOVERY_S):
                 return
-
-    def _take(self, line: Line, message: Message | None) -> None:
-        self._events.put((line, message))
 
     def _run(self) -> None:
         beat_at = time.monotonic()

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 
@@ -69,8 +69,9 @@ class TensorQueue:
                 raise self._closed_by
             first = self._in_flight.get(name)
             if first is not None:
-                earlier = [first.origin, *(each.origin for each in self._behind.get(name, ()))]
-                if not _are_in_order([*earlier, entry.origin]):
+                origins = [first.origin, *(each.origin for each in self._behind.get(name, ())), entry.origin]
+                if len(set(origins)) < len(origins) or not all(each is not None and each.is_in_order
+                                                               for each in origins):
                     raise DuplicateNameError(
                         f"{name}: requested to reduce, gather or broadcast a tensor with the same name as another one "
                         "that is currently being processed. Wait for the first, or give it another name=."
@@ -196,11 +197,6 @@ class TensorQueue:
             for each in (self._in_flight, self._behind, self._executing, self.new, self.later):
                 each.clear()
         return entries
-
-
-def _are_in_order(origins: Sequence[Origin | None]) -> bool:
-    """Whether entries of these nodes have the same order on all ranks."""
-    return all(origin is not None and origin.is_in_order for origin in origins) and len(set(origins)) == len(origins)
 
 
 def _places(*origins: Origin | None) -> str:

@@ -64,15 +64,10 @@ class GpuStream(RecordedStream, Protocol):
 
 
 class GpuEvent(Protocol):
-    """A point in a stream.
+    """A point in a stream."""
 
-    Attributes:
-        stream: Identifies the stream.
-        number: Of two events of a stream, the later one has the larger number.
-    """
-
-    stream: Hashable
-    number: int
+    stream: Hashable  # Identifies the stream
+    number: int  # Of two events of a stream, the later one has the larger number
 
     @property
     def done(self) -> bool:

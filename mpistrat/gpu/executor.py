@@ -235,7 +235,7 @@ class GpuExecutor(DeviceExecutor):
         """Whether handles are done when their work is enqueued. Local: the ranks need not do the same."""
         # Ranks that are in two sets may enqueue the collectives of these in different orders. If streams waited for
         # both, a set could wait for the other one on one rank, and the other way round on another.
-        if self._settings.gpu_completion == "host" or not nccl.is_alone:
+        if not self._settings.uses("stream_order") or not nccl.is_alone:
             return False
         try:
             check_waiting(device, nccl.buffer)

@@ -3,6 +3,8 @@
 (keras.optimizer checks the hooks that Keras calls while it applies gradients.)
 """
 
+from typing import Any
+
 import keras
 from keras.src.api_export import REGISTERED_OBJS_TO_NAMES
 from keras.src.backend.tensorflow import trainer
@@ -13,8 +15,10 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.kerases import is_keras2
 
-__all__ = ["CalledByKeras2", "Callback", "all_layers", "legacy_h5_format", "non_trainable_variables", "saving_lib",
-           "serialise_as", "trained_by", "trainer", "weights_of"]
+__all__ = ["CalledByKeras2", "Callback", "Logs", "all_layers", "legacy_h5_format", "non_trainable_variables",
+           "saving_lib", "serialise_as", "trained_by", "trainer", "weights_of"]
+
+Logs = dict[str, Any] | None  # What a callback gets of a batch or an epoch.
 
 
 class CalledByKeras2:

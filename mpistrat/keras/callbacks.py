@@ -17,7 +17,7 @@ from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.kerases import build, is_of_keras, variables_of, velocities_of
 from ..tensorflow.ops import broadcast_
 from ..tensorflow.types import Variable
-from ._private import Callback, CalledByKeras2, all_layers, weights_of
+from ._private import Callback, CalledByKeras2, Logs, all_layers, weights_of
 from .alone import Alone, uncounted
 from .fit.elastic_fit import Elastic
 from .fit.metric_means import MetricMeans
@@ -33,7 +33,6 @@ __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", 
            "LearningRateScheduleCallback", "LearningRateWarmupCallback", "LocalSGD", "MetricAverageCallback",
            "Throughput"]
 
-Logs = dict[str, Any] | None
 __getattr__ = missing_names.explain(__name__)
 
 

@@ -19,12 +19,11 @@ from ..api import missing_names
 from ..api.elastic.sampler import ElasticSampler
 from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, run
 from ..tensorflow.elastic import Averaging, TensorFlowKerasState
-from ._private import Callback
+from ._private import Callback, Logs
 
 __all__ = ["CommitStateCallback", "ElasticSampler", "HostsUpdatedInterrupt", "KerasState", "UpdateBatchStateCallback",
            "UpdateEpochStateCallback", "run"]
 
-Logs = dict[str, Any] | None
 __getattr__ = missing_names.explain(__name__)
 
 

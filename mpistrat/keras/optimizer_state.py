@@ -17,56 +17,39 @@ from .sharded.state import WholeState
 
 @dataclass
 class Arguments:
-    """The arguments of DistributedOptimizer that a configuration of Keras does not have. Copies have the same.
+    """The arguments of DistributedOptimizer that a configuration of Keras does not have. Copies have the same."""
 
-    Attributes:
-        name: Begins the names of collectives; those of copies begin with it too.
-        factor: What the mean of accumulated gradients is multiplied by.
-        process_set: None: all ranks.
-        passes: How many passes an optimizer of Keras 2 accumulates. Keras 3 has it in the configuration.
-    """
-
-    name: names.OptimizerName
-    factor: float
+    name: names.OptimizerName  # Begins the names of collectives; those of copies begin with it too
+    factor: float  # What the mean of accumulated gradients is multiplied by
     options: GradientOptions
     op: ReduceOp
     gradient_predivide_factor: float
-    process_set: ProcessSet | None
+    process_set: ProcessSet | None  # None: all ranks
     scale_local_gradients: bool
     average_statistics: bool
     uneven: str
     check_weights: bool
     shard_state: bool
-    passes: int
+    passes: int  # How many passes an optimizer of Keras 2 accumulates. Keras 3 has it in the configuration.
 
 
 @dataclass
 class OptimizerState:
-    """The attribute `_mpistrat` of an optimizer whose gradients are averaged, by itself or by a strategy.
+    """The attribute `_mpistrat` of an optimizer whose gradients are averaged, by itself or by a strategy."""
 
-    Attributes:
-        class_name: The class of the optimizer.
-        reducer_or_none: What averages the gradients of a distributed optimizer.
-        arguments: None: it can be loaded, copied and saved, and does not train.
-        is_copy: Keras has made the optimizer from the original.
-        parts, whole: This rank's parts of the variables, and the whole state, if these are divided among the ranks.
-        called: The hooks that Keras has called.
-        accumulating: While accumulated gradients are applied, their variables.
-        strategys_checks: Those of its first reductions under a strategy.
-        clipped: The gradients of this step that a strategy has reduced and clipped, and does not reduce again.
-        is_compared: Whether the ranks have compared the weights before the first step of a loop under a strategy.
-    """
-
-    class_name: str
-    reducer_or_none: GradientReducer | None = None
-    arguments: Arguments | None = None
-    is_copy: bool = False
+    class_name: str  # The class of the optimizer
+    reducer_or_none: GradientReducer | None = None  # What averages the gradients of a distributed optimizer
+    arguments: Arguments | None = None  # None: it can be loaded, copied and saved, and does not train
+    is_copy: bool = False  # Keras has made the optimizer from the original
+    # This rank's parts of the variables, and the whole state, if these are divided among the ranks.
     parts: Parts | None = None
     whole: WholeState | None = None
-    called: set[str] = field(default_factory=set)
-    accumulating: list[keras.Variable] | None = None
-    strategys_checks: FirstSteps | None = None
+    called: set[str] = field(default_factory=set)  # The hooks that Keras has called
+    accumulating: list[keras.Variable] | None = None  # While accumulated gradients are applied, their variables
+    strategys_checks: FirstSteps | None = None  # Those of its first reductions under a strategy
+    # The gradients of this step that a strategy has reduced and clipped, and does not reduce again.
     clipped: list[Tensor] = field(default_factory=list)
+    # Whether the ranks have compared the weights before the first step of a loop under a strategy.
     is_compared: bool = False
 
     @property

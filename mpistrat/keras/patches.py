@@ -17,25 +17,18 @@ F = TypeVar("F", bound=Function)
 
 @dataclass(frozen=True)
 class Patch:
-    """A function of Keras and its replacement.
+    """A function of Keras and its replacement."""
 
-    Attributes:
-        owner: The class or module that has the function.
-        name: The function's name there.
-        replacement: Called with the original, and then the arguments of the call.
-        reason: What would happen without it.
-        upstream: A part of the function's source in the newest version of Keras that the reason is about, or a link. A
-            test looks for it: once it is gone, the replacement may be needless.
-        is_for_strategy: It is applied when the first MPIStrategy is made; others also with the first
-            DistributedOptimizer, LocalSGD or DiLoCo, and with the first slices of a DistributedGradientTape; and fit
-            when mpistrat.keras is imported, since Python looks it up before it makes callbacks in its arguments.
-    """
-
-    owner: type | ModuleType
+    owner: type | ModuleType  # Has the function
     name: str
-    replacement: Function
-    reason: str
+    replacement: Function  # Called with the original, and then the arguments of the call
+    reason: str  # What would happen without it
+    # A part of the function's source in the newest version of Keras that the reason is about, or a link. A test looks
+    # for it: once it is gone, the replacement may be needless.
     upstream: str
+    # It is applied when the first MPIStrategy is made; others also with the first DistributedOptimizer, LocalSGD or
+    # DiLoCo, and with the first slices of a DistributedGradientTape; and fit when mpistrat.keras is imported, since
+    # Python looks it up before it makes callbacks in its arguments.
     is_for_strategy: bool
 
 

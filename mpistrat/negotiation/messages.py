@@ -123,11 +123,7 @@ class Decision(NamedTuple):
     def from_bytes(cls, data: bytes, sender: int | None = None) -> "Decision":
         """The inverse of to_bytes. Raises MessageError, which names the rank `sender`, if `data` is no Decision."""
         def make(agreed: tuple, errors: tuple, ended: bool, end: str | None, *others: Any) -> Decision:
-            items = tuple(item if isinstance(item, int) else _numbered(*item) for item in agreed)
+            items = tuple(item if isinstance(item, int) else (item[0], Request.from_tuple(item[1])) for item in agreed)
             return cls(items, errors, ended, None if end is None else EndReason(end), *others)
 
         return _read(cls, make, _DECISION, data, sender)
-
-
-def _numbered(number: int | None, request: tuple) -> tuple[int | None, Request]:
-    return number, Request.from_tuple(request)

@@ -37,7 +37,7 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology) -
     common = sorted(set.intersection(*(set(_indices(r)) for r in by_request)))
     aspects: list[tuple[str, Callable[[Request], Any]]] = [
         (_FAILURES, lambda r: r.failures),
-        *((f"dtype{of_tensor(i)}", partial(_dtype, i)) for i in common),
+        *((f"dtype{of_tensor(i)}", lambda r, i=i: _tensor(i, r).dtype) for i in common),
         ("kind of collective", lambda r: r.kind.value),
         ("number of tensors", lambda r: len(r.tensors)),
         *((f"shape{of_tensor(i)}", partial(_shape, i)) for i in common),
@@ -103,10 +103,6 @@ def _indices(request: Request) -> Sequence[int]:
 
 def _tensor(index: int, request: Request) -> TensorSpec:
     return request.tensors[_indices(request).index(index)]
-
-
-def _dtype(index: int, request: Request) -> str:
-    return _tensor(index, request).dtype
 
 
 def _shape(index: int, request: Request) -> str:

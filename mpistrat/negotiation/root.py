@@ -33,7 +33,9 @@ class Root:
             missing = tuple(pending.missing()) if joined.ranks else ()
             request, problem = self._outcome(pending, missing)
             if request is not None:
-                agreed.append(self._numbered(request))
+                numbers = self._subtree.numbers
+                number = numbers.number_of(request)
+                agreed.append((numbers.give(request), request) if number is None else number)
                 absent.append(missing)
             else:
                 by_request = pending.by_request()
@@ -72,11 +74,6 @@ class Root:
             return None, describe_mismatch(pending.by_request(), self._subtree.topology)
         problem = problem_without(missing, request, self._subtree.topology) if missing else ""
         return (None, problem) if problem else (request, "")
-
-    def _numbered(self, request: Request) -> int | tuple[int | None, Request]:
-        """The request's number, or the request with a new one if it gets one now."""
-        number = self._subtree.numbers.number_of(request)
-        return (self._subtree.numbers.give(request), request) if number is None else number
 
     def _reason_to_end(self, mismatch_in_graph: str, now: float, quiet_s: float) -> tuple[EndReason | None, str]:
         """Why the engines end now, and the text for the user; (None, ""): they go on."""

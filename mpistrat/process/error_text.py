@@ -120,7 +120,8 @@ def _without_frames(lines: Iterable[str]) -> tuple[list[Frame], list[str]]:
             indent = len(match["indent"])
         elif line.strip() == _STACK:
             message, block = _joined(message, block), []
-        elif line.strip() and not _HEADINGS.match(line.strip()) and (indent is None or _indent(line) <= indent):
+        elif line.strip() and not _HEADINGS.match(line.strip()) and (
+                indent is None or len(line) - len(line.lstrip(" ")) <= indent):
             indent = None
             block.append(line)
     return frames, textwrap.dedent("\n".join(_joined(message, block))).splitlines()
@@ -130,10 +131,6 @@ def _joined(message: list[str], block: list[str]) -> list[str]:
     """Append a block. TensorFlow has the message of a Python function before its stack, and once more after it."""
     is_repeated = message and block and block[0].endswith(message[0]) and block[1:len(message)] == message[1:]
     return block if is_repeated else message + block
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip(" "))
 
 
 def _without_node(lines: list[str]) -> list[str]:

@@ -33,18 +33,13 @@ def is_central(variable: tf.Variable) -> bool:
 
 
 class Slots:
-    """The optimizers' variables of one strategy.
-
-    Attributes:
-        are_central: Whether the chief alone has them. Never with one rank.
-        are_here: Whether this rank has them.
-    """
+    """The optimizers' variables of one strategy."""
 
     def __init__(self, strategy: tf.distribute.Strategy, central: bool):
         topology = runtime.current().topology
         self._strategy = strategy
-        self.are_central = central and topology.size > 1
-        self.are_here = not self.are_central or topology.rank == 0
+        self.are_central = central and topology.size > 1  # Whether the chief alone has them. Never with one rank.
+        self.are_here = not self.are_central or topology.rank == 0  # Whether this rank has them
         self._creates_slots = False
         if self.are_central:
             runtime.current().losses.irreplaceable[0] = ('Only it had the optimizers\' slots: MPIStrategy(variables='

@@ -1,5 +1,6 @@
 """strategy(name): the counterpart under mpirun of each of TensorFlow's strategies, by name. For users."""
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -67,10 +68,6 @@ def _difference(cross_device_ops: tf.distribute.CrossDeviceOps) -> str:
     return f"{name} has no counterpart here, and changes no results; tensors go through {in_use}."
 
 
-def _central_storage(**options: Any) -> MPIStrategy:
-    return MPIStrategy(variables="central", **options)
-
-
 def _alone(**options: Any) -> MPIStrategy:
     runtime.init()
     if basics.size() > 1:
@@ -103,6 +100,7 @@ def _tpu(**options: Any) -> None:
 
 
 _FACTORIES: dict[str, Callable[..., Any]] = {
-    "mirrored": _mirrored, "multi_worker_mirrored": MPIStrategy, "central_storage": _central_storage,
+    "mirrored": _mirrored, "multi_worker_mirrored": MPIStrategy,
+    "central_storage": functools.partial(MPIStrategy, variables="central"),
     "parameter_server": _parameter_server, "one_device": _alone, "default": _alone, "tpu": _tpu,
 }

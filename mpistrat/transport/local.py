@@ -1,11 +1,5 @@
-"""Backends without MPI, whose ranks are threads of one process.
+"""Backends of a job of one rank, without MPI."""
 
-They serve a single rank, and tests that run an engine per thread.
-"""
-
-import mmap
-import threading
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,114 +9,63 @@ from ..core.interfaces import ControlPlane, DataPlane
 from ..core.memory import FusionBuffer
 from ..core.packing import pack, unpack
 from ..core.signal_handlers import WakeUp
-from .shm.agreement import SharedMemoryAgreement
-from .shm.segment import ASLEEP, HostMemory
 
 
-class ThreadControl(ControlPlane):
-    """Messages among the threads of a ThreadGroup."""
+class LocalControl(ControlPlane):
+    """There is nobody to send messages to, or to get some from."""
 
-    def __init__(self, group: "ThreadGroup", rank: int):
-        self._group, self._rank = group, rank
+    def __init__(self) -> None:
+        self._wake_up = WakeUp()
 
     def send(self, rank: int, message: bytes) -> None:
-        self._group.messages[rank].append((self._rank, message))
-        self._group.wake_events[rank].set()
+        raise AssertionError("there is no other rank")
 
     def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
-        """Do nothing: `send` delivers messages at once."""
+        """Do nothing: there are no messages."""
 
     def is_sending_to(self, ranks: Sequence[int]) -> bool:
         return False
 
     def poll(self) -> list[tuple[int, bytes]]:
-        messages = self._group.messages[self._rank]
-        return [messages.popleft() for _ in range(len(messages))]
+        return []
 
     def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
-        self._group.wake_events[self._rank].wait(timeout_s)
+        self._wake_up.wait(timeout_s)
 
     def wake(self) -> None:
-        self._group.wake_events[self._rank].set()
+        self._wake_up.set()
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-class ThreadData(DataPlane):
-    """Collectives among the threads of a ThreadGroup. Every thread reads the others' arrays between two barriers."""
+class LocalData(DataPlane):
+    """Collectives of one rank: its own arrays, scaled."""
 
     name = "local"
 
-    def __init__(self, group: "ThreadGroup", rank: int):
-        self._group, self._rank = group, rank
+    def __init__(self) -> None:
         self._buffer = FusionBuffer()
-
-    def _exchange(self, array: np.ndarray) -> list[np.ndarray]:
-        """A copy of every rank's array."""
-        group = self._group
-        if group.size == 1:
-            return [array]
-        group.arrays[self._rank] = array
-        group.barrier.wait()
-        arrays = [a.copy() for a in group.arrays]
-        group.barrier.wait()
-        return arrays
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
         packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
         pack(sources, packed, reduction.prescale)
-        combine(self._exchange(packed), reduction.op, packed, reduction.scale)
+        combine([packed], reduction.op, packed, reduction.scale)
         unpack(packed, targets)
 
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
-        np.concatenate(self._exchange(source), out=target)
+        np.copyto(target, source)
 
     def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
                  largest: int) -> None:
-        table = self._exchange(np.array(sent, np.int64))
-        before = [int(row[:self._rank].sum()) for row in table]
-        parts = [part[first:first + count] for part, first, count in zip(self._exchange(source), before, received)]
-        np.concatenate(parts, out=target)
+        np.copyto(target, source[:target.size])  # The splits may leave rows at the end out.
 
     def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
                       reduction: Reduction) -> None:
-        reduced = np.empty_like(source)
-        self.allreduce([source], [reduced], reduction)
-        first = sum(counts[:self._rank])
-        np.copyto(target, reduced[first:first + target.size])
+        self.allreduce([source], [target], reduction)
 
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
-        np.copyto(array, self._exchange(array)[root_rank])
+        """Nothing to do: the rank is the root."""
 
     def close(self) -> None:
         """Nothing to release."""
-
-
-class ThreadGroup:
-    """`size` ranks in one process. Rank r uses `control(r)`, `data(r)` and `agreement(r)`, each rank in its own thread.
-
-    `timeout_s`: Seconds in a barrier after which a collective fails with BrokenBarrierError, so that no test hangs.
-    """
-
-    def __init__(self, size: int, timeout_s: float = 60.0):
-        self.size = size
-        self.messages: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]  # to each rank
-        self.wake_events = [WakeUp() for _ in range(size)]
-        self.arrays = [np.empty(0)] * size
-        self.barrier = threading.Barrier(size, timeout=timeout_s)
-        self._block = mmap.mmap(-1, HostMemory.size_for(size, 0))
-
-    def control(self, rank: int) -> ThreadControl:
-        """The control plane of one rank."""
-        return ThreadControl(self, rank)
-
-    def data(self, rank: int) -> ThreadData:
-        """The data plane of one rank."""
-        return ThreadData(self, rank)
-
-    def agreement(self, rank: int) -> SharedMemoryAgreement:
-        """The agreement rounds of one rank."""
-        memory = HostMemory(self._block, rank, range(self.size))
-        memory.post(1, ASLEEP)  # Its events keep a wake-up, whether it sleeps or not.
-        return SharedMemoryAgreement(memory, lambda other: self.wake_events[other].set())

@@ -46,7 +46,7 @@ MPI = Leg("mpi", {"MPISTRAT_CPU_OPERATIONS": "mpi"})
 TWO_HOSTS = Leg("two hosts", hosts="AAB")
 HOST_EACH = Leg("two hosts", hosts="AB")
 # The default backends, with every operation negotiated through rank 0.
-NO_VOTES = Leg("no votes", {"MPISTRAT_FAST_PATH": "0"})
+NO_VOTES = Leg("no votes", {"MPISTRAT_DISABLE": "fast_path"})
 OTHER_DOOR = Leg("other door", is_other_door=True)
 SHARDED = Leg("sharded", is_sharded=True)
 COMPILED = Leg("compiled", is_compiled=True)

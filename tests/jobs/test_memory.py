@@ -67,14 +67,14 @@ HOSTS = {"one host": (2, 2, "shared_memory"), "two hosts of one rank": (2, 1, "m
 
 # On one host, the test above has ranks that vote.
 @pytest.mark.quick
-@pytest.mark.parametrize(("fast_path", "hosts", "ranks"), [
-    (fast_path, hosts, HOSTS[hosts][0]) for fast_path in "01" for hosts in HOSTS
-    if (fast_path, hosts) != ("1", "one host")])
-def test_ranks_vote_unless_the_setting_says_no(fast_path: str, hosts: str, ranks: int) -> None:
+@pytest.mark.parametrize(("disabled", "hosts", "ranks"), [
+    (disabled, hosts, HOSTS[hosts][0]) for disabled in ("fast_path", "none") for hosts in HOSTS
+    if (disabled, hosts) != ("none", "one host")])
+def test_ranks_vote_unless_the_setting_says_no(disabled: str, hosts: str, ranks: int) -> None:
     _, ranks_per_host, operations = HOSTS[hosts]
-    job = run_job(ranks, [*MANY, "3", str(ranks_per_host)], env={"MPISTRAT_FAST_PATH": fast_path})
+    job = run_job(ranks, [*MANY, "3", str(ranks_per_host)], env={"MPISTRAT_DISABLE": disabled})
     assert job.code == 0, job.output
-    expected = f"{operations} {'with' if fast_path == '1' else 'without'} votes stays"
+    expected = f"{operations} {'with' if disabled == 'none' else 'without'} votes stays"
     assert [job.of_rank(rank) for rank in range(ranks)] == [[expected]] * ranks, job.output
 
 

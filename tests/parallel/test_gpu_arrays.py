@@ -127,7 +127,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     mpistrat.shutdown()
     patch = pytest.MonkeyPatch()
     patch.setenv("MPISTRAT_GPU_OPERATIONS", operations)
-    patch.setenv("MPISTRAT_GPU_COMPLETION", completion[0] if completion else "auto")
+    patch.setenv("MPISTRAT_DISABLE", "stream_order" if completion else "none")
     patch.setenv("MPISTRAT_FUSION_THRESHOLD", str(2**20))
     if kind == "stand-in":
         patch.setattr(own_gpu, "make_device", lambda number: found.device)
@@ -278,7 +278,7 @@ def test_steps_of_random_sizes_leave_no_wrong_value_and_no_memory(library: Any, 
 
     Results are read in the order of the caller's stream, or on one that waits for nothing where the host has waited.
     """
-    waits_on_host = os.environ["MPISTRAT_GPU_COMPLETION"] == "host" or \
+    waits_on_host = os.environ["MPISTRAT_DISABLE"] == "stream_order" or \
         os.environ["MPISTRAT_GPU_OPERATIONS"] in ("staged", "host")
     values_of = library.values_elsewhere if waits_on_host else library.values
     random = np.random.default_rng(7)

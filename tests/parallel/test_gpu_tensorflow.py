@@ -32,7 +32,7 @@ def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rank: i
     import mpistrat.tensorflow as hvd
     from tests.support import tensorflow_stand_in
     mpistrat.shutdown()
-    monkeypatch.setenv("MPISTRAT_GPU_COMPLETION", "host" if request.param.endswith("host") else "auto")
+    monkeypatch.setenv("MPISTRAT_DISABLE", "stream_order" if request.param.endswith("host") else "none")
     mpistrat.init()
     if request.param.startswith("stand-in"):
         tensorflow_stand_in.install(rank, monkeypatch.setattr)

@@ -14,7 +14,7 @@ tf = pytest.importorskip("tensorflow")
 import mpistrat.tensorflow as hvd  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
-from .strategy_helpers import MEAN, SUM, collectives_counted, eagerly, in_graph, per_rank  # noqa: E402
+from .strategy_helpers import SUM, collectives_counted, eagerly, in_graph, per_rank  # noqa: E402
 
 each_way = pytest.mark.parametrize("way", [eagerly, in_graph])
 
@@ -46,13 +46,6 @@ def test_run_gives_each_replica_its_values(strategy: MPIStrategy, way: Callable,
     values = per_rank(strategy, lambda r: [r, 10])
     result = way(lambda v: strategy.run(lambda x: x + replica().replica_id_in_sync_group, args=(v,)))(values)
     np.testing.assert_array_equal(strategy.experimental_local_results(result)[0], [2 * rank, 10 + rank])
-
-
-@each_way
-def test_reduce(strategy: MPIStrategy, way: Callable, size: int) -> None:
-    values = per_rank(strategy, lambda r: float(r + 1))
-    total, mean = way(lambda v: (strategy.reduce("SUM", v, axis=None), strategy.reduce(MEAN, v, axis=None)))(values)
-    assert (float(total), float(mean)) == (size * (size + 1) / 2, (size + 1) / 2)
 
 
 @each_way
@@ -231,17 +224,6 @@ def test_autograph_converts_the_users_functions_and_none_of_mpistrat(strategy: M
     assert float(program()) == result
     assert {name for _, name in converted} >= {"program", "step", "merged"}
     assert not [place for place in sorted(converted) if place[0].startswith("mpistrat.")]
-
-
-def test_a_nested_function_may_be_called_twice(strategy: MPIStrategy, size: int) -> None:
-    @tf.function
-    def inner(x: Any) -> Any:
-        return replica().all_reduce("SUM", x)
-
-    @tf.function
-    def outer() -> Any:
-        return strategy.run(lambda: (inner(tf.constant(1.0)), inner(tf.constant(2.0))))
-    assert [float(v) for v in outer()] == [size, 2.0 * size]
 
 
 def test_the_gradient_through_a_nested_function_and_a_loop(strategy: MPIStrategy, size: int) -> None:

@@ -57,25 +57,6 @@ def test_a_global_batch_holds_the_rows_of_one_batch_of_the_dataset(strategy: MPI
         assert sorted(row for rank in batches for row in rank[i]) == list(range(6 * i, 6 * i + 6))
 
 
-def test_a_global_batch_may_be_smaller_than_the_ranks(strategy: MPIStrategy, size: int) -> None:
-    dataset = tf.data.Dataset.range(5).batch(1)
-    batches = local_batches(strategy, strategy.experimental_distribute_dataset(dataset))
-    assert len(batches) == 5
-    assert all_rows(batches) == list(range(5))
-
-
-def test_without_sharding_every_rank_sees_all(strategy: MPIStrategy, size: int) -> None:
-    dataset = with_policy(tf.data.Dataset.range(12).batch(6), Policy.OFF)
-    batches = local_batches(strategy, strategy.experimental_distribute_dataset(dataset))
-    assert sorted(row for batch in batches for row in batch) == list(range(12))
-
-
-def test_the_user_may_shard_by_the_hint(strategy: MPIStrategy) -> None:
-    dataset = tf.data.Dataset.range(12).shard(tf.data.experimental.SHARD_HINT, tf.data.experimental.SHARD_HINT).batch(6)
-    batches = local_batches(strategy, strategy.experimental_distribute_dataset(with_policy(dataset, Policy.HINT)))
-    assert all_rows(batches) == list(range(12))
-
-
 def text_files(shared_dir: str, lines: list[int]) -> list[str]:
     """Files of numbers, `lines[i]` of them in file i, written by every rank alike."""
     names, number = [], 0
@@ -100,11 +81,6 @@ def test_files_of_different_lengths(strategy: MPIStrategy, policy: Any, size: in
 def lines_of_one_file(shared_dir: str) -> Any:
     return tf.data.Dataset.from_tensor_slices(text_files(shared_dir, [9])).interleave(tf.data.TextLineDataset).map(
         tf.strings.to_number).batch(3)
-
-
-def test_fewer_files_than_ranks_are_shared_out_by_rows(strategy: MPIStrategy, shared_dir: str) -> None:
-    batches = local_batches(strategy, strategy.experimental_distribute_dataset(lines_of_one_file(shared_dir)))
-    assert all_rows(batches) == list(range(9))
 
 
 def test_fewer_files_than_ranks_are_an_error_where_files_are_asked_for(strategy: MPIStrategy, shared_dir: str) -> None:
@@ -134,18 +110,6 @@ def test_a_function_is_told_its_part(strategy: MPIStrategy, rank: int, size: int
     batches = local_batches(strategy, strategy.distribute_datasets_from_function(dataset_of))
     assert seen == [(rank, size, size, 4)]
     assert all_rows(batches) == list(range(8))
-
-
-def test_a_loop_in_a_function(strategy: MPIStrategy, size: int) -> None:
-    distributed = strategy.experimental_distribute_dataset(tf.data.Dataset.range(10).batch(4))
-
-    @tf.function
-    def program() -> Any:
-        total = tf.constant(0, tf.int64)
-        for batch in distributed:
-            total += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
-        return total
-    assert int(program()) == 45
 
 
 def _own_lines(rank: int, size: int) -> Any:
@@ -181,12 +145,6 @@ def test_different_data_are_warned_of(strategy: MPIStrategy, case: str, rank: in
     assert len(said) == (rank == 0 and text != "")
     if said:
         assert re.search(text, said[0]) and "MPIStrategy shards a dataset itself" in said[0], said
-
-
-def test_an_endless_dataset(strategy: MPIStrategy) -> None:
-    iterator = iter(strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).repeat().batch(4)))
-    assert all_rows([np.asarray(strategy.experimental_local_results(next(iterator))[0]).tolist() for _ in range(2)]) \
-        == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_an_unseeded_shuffle_is_the_same_on_all_ranks(rank: int) -> None:

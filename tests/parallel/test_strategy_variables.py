@@ -11,7 +11,7 @@ tf = pytest.importorskip("tensorflow")
 
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
-from .strategy_helpers import assert_equal_on_all_ranks, collectives_counted, eagerly, in_graph  # noqa: E402
+from .strategy_helpers import collectives_counted, eagerly, in_graph  # noqa: E402
 
 each_way = pytest.mark.parametrize("way", [eagerly, in_graph])
 ON_READ = tf.VariableSynchronization.ON_READ
@@ -138,39 +138,10 @@ def test_a_checkpoint_keeps_both_kinds(strategy: MPIStrategy, aggregation: Any, 
     assert on_read.numpy() == pytest.approx(total)
 
 
-def test_a_checkpoint_may_be_read_before_the_variable_is_made(strategy: MPIStrategy, rank: int,
-                                                              shared_dir: str) -> None:
-    path = tf.train.Checkpoint(a=tf.Variable(7.0)).write(f"{shared_dir}/rank{rank}")
-    later = tf.train.Checkpoint()
-    status = later.read(path)
-    later.a = make(strategy, 0.0)
-    status.assert_consumed()
-    assert later.a.numpy() == 7.0
-
-
 def test_a_variable_made_outside_of_the_scope_cannot_be_updated(strategy: MPIStrategy) -> None:
     outside = tf.Variable(1.0)
     with pytest.raises(ValueError, match="was not created in this strategy's scope"), strategy.scope():
         strategy.extended.update(outside, lambda v: v.assign(2.0))
-
-
-def test_training_by_hand_is_equal_on_all_ranks(strategy: MPIStrategy, rank: int, size: int) -> None:
-    weights = make(strategy, tf.random.normal([3], seed=rank))
-
-    @tf.function
-    def program() -> None:
-        def step() -> None:
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum((weights - tf.cast(rank, tf.float32)) ** 2) / size
-            context = tf.distribute.get_replica_context()
-            gradient = context.all_reduce("SUM", tape.gradient(loss, weights))
-            context.merge_call(lambda s, g: s.extended.update(weights, lambda v, g: v.assign_sub(0.4 * g), args=(g,)),
-                               args=(gradient,))
-        strategy.run(step)
-    for _ in range(40):
-        program()
-    assert_equal_on_all_ranks([weights.numpy()])
-    np.testing.assert_allclose(weights.numpy(), [(size - 1) / 2] * 3, atol=1e-5)
 
 
 def test_a_variable_is_not_taken_for_one_that_is_gone(strategy: MPIStrategy, rank: int) -> None:

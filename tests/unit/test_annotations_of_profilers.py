@@ -15,7 +15,7 @@ from mpistrat.core.interfaces import DeviceExecutor, Observer
 from mpistrat.core.request import ScaledOp, Sum, allgather_request, allreduce_request, specs_of
 from mpistrat.core.topology import Topology
 from mpistrat.engine.executor import Executor
-from mpistrat.transport.local import ThreadGroup
+from tests.support.thread_group import ThreadGroup
 
 # The callback is the one of a job of one rank, in a process of its own: a profile is one of the whole process.
 PROFILE = """

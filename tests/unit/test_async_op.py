@@ -353,7 +353,7 @@ def test_where_the_stream_does_not_wait_an_event_of_the_context_is_for_all_ranks
     contexts, wait = [], type(device).wait
     monkeypatch.setattr(streams, "ContextStream", lambda device, where: contexts.append(device.stream()) or contexts[0])
     if why == "setting":
-        monkeypatch.setenv("MPISTRAT_GPU_COMPLETION", "host")
+        monkeypatch.setenv("MPISTRAT_DISABLE", "stream_order")
         mpistrat.shutdown()
         mpistrat.init()
         device = gpu_device.device_at(WHERE)

@@ -15,6 +15,7 @@ from mpistrat.cli import inventory, startup
 from mpistrat.cli.arguments import split_arguments
 from mpistrat.cli.automatic import automatic
 from mpistrat.cli.doctor import command as doctor
+from mpistrat.cli.findings import MARK
 from mpistrat.cli.inventory import backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
 from mpistrat.cli.main import COMMANDS, main
 from mpistrat.cli.mpirun import Machine, Mpirun
@@ -506,7 +507,7 @@ def test_doctor_with_wrong_input(fake, capsys, tmp_path, words, complaint) -> No
 ])
 def test_the_probe_survives_its_process(monkeypatch, tmp_path, script, failure) -> None:
     python = tmp_path / "python"
-    python.write_text(f"""#!/bin/sh\necho noise\necho 'mpistrat-probe {{"cupy": {{}}}}'\n{script}\n""")
+    python.write_text(f"""#!/bin/sh\necho noise\necho '{MARK}{{"kind": "cupy", "found": {{}}}}'\n{script}\n""")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     assert probe(timeout_s=2 if "sleep 60" in script else 30) == Findings(cupy={}, failure=failure)

@@ -117,9 +117,9 @@ def test_each_example_has_a_row_in_the_table_of_examples() -> None:
         assert f"](../examples/{example.name})" in table
 
 
-def test_the_picture_of_the_first_page_is_that_of_the_table_of_results() -> None:
-    module = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
-    assert module["PICTURE"].read_text() == module["draw"](), "python docs/pictures.py"
+def test_the_pictures_of_results_are_those_of_the_tables() -> None:
+    for path, draw in runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"].items():
+        assert path.read_text() == draw(), "python docs/pictures.py"
 
 
 def test_the_pictures_of_states_are_those_of_the_tables() -> None:

@@ -14,8 +14,8 @@ from mpistrat.cli.doctor.command import observed_of
 from mpistrat.cli.doctor.facts import Facts
 from mpistrat.cli.doctor.judge import FAILURE, WARNING, MpiFacts, Observed, findings
 from mpistrat.cli.doctor.links import Link, NoAnswerError, first_ranks, pairs, wait
-from mpistrat.cli.doctor.rank import MARK, understood
 from mpistrat.cli.doctor.slurm import listed
+from mpistrat.cli.findings import MARK, understood
 from mpistrat.cli.supervisor import Outcome
 from mpistrat.core.install import pip_extra
 

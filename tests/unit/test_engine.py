@@ -42,7 +42,7 @@ from mpistrat.core.settings import Settings
 from mpistrat.engine.engine import Engine
 from mpistrat.engine.life_cycle import SHUT_DOWN_TEXT
 from mpistrat.engine.queue import TensorQueue
-from mpistrat.transport.local import ThreadControl, ThreadData, ThreadGroup
+from tests.support.thread_group import ThreadControl, ThreadData, ThreadGroup
 
 from ..support.engines import make_engine
 

@@ -47,7 +47,7 @@ def test_without_variables_the_defaults_hold() -> None:
     ("STALL_SHUTDOWN_TIME_SECONDS", "0", "stall_abort_s", 0.0),
     ("STALL_SHUTDOWN_TIME_SECONDS", "1e3", "stall_abort_s", 1000.0),
     ("CPU_OPERATIONS", "MPI", "cpu_operations", "mpi"),
-    ("LOG_LEVEL", "Debug", "log_level", "debug")])
+    ("LOG_LEVEL", "Debug", "log_level", "debug"), ("DISABLE", "XLA, fast_path,xla", "disable", "fast_path,xla")])
 def test_a_variable_sets_its_field(name: str, text: str, field: str, value: object) -> None:
     settings = read(**{name: text})
     assert getattr(settings, field) == value
@@ -59,7 +59,8 @@ def test_a_variable_sets_its_field(name: str, text: str, field: str, value: obje
     ("CONSISTENCY_CHECK_DISABLE", "write MPISTRAT_CHECK_ACTION=off"),
     ("HEARTBEAT_S", "hosts are probed five times within MPISTRAT_LOST_AFTER_S"),
     ("FAILURE_TIMELINE", "write MPISTRAT_RECORDER=status"), ("STATUS_FILE", "write MPISTRAT_RECORDER=0"),
-    ("PIN_GPU", "write MPISTRAT_BIND=cores")])
+    ("PIN_GPU", "write MPISTRAT_BIND=cores"), ("FAST_PATH", "write MPISTRAT_DISABLE=fast_path"),
+    ("GPU_COMPLETION", "write MPISTRAT_DISABLE=stream_order"), ("XLA", "write MPISTRAT_DISABLE=xla")])
 def test_a_name_that_was_a_setting_is_an_error_that_says_what_to_write(name: str, says: str) -> None:
     with pytest.raises(errors.SettingsError, match=f"^MPISTRAT_{name} is no setting any more: {says}"):
         read(**{name: "0"})
@@ -106,6 +107,18 @@ def test_a_value_out_of_range_is_an_error_that_names_the_range(name: str, text: 
 def test_an_unknown_choice_is_an_error_that_lists_the_known_ones(name: str, choices: str) -> None:
     with pytest.raises(errors.SettingsError, match=rf"MPISTRAT_{name}='best': expected one of {choices}\."):
         read(**{name: "best"})
+
+
+def test_fast_ways_are_used_unless_the_list_names_them() -> None:
+    for text, used in (("none", [True, True]), ("xla", [True, False]), ("xla,fast_path", [False, False])):
+        assert [read(DISABLE=text).uses("fast_path"), read(DISABLE=text).uses("xla")] == used
+
+
+@pytest.mark.parametrize(("text", "unknown"), [("xla,votes", "'votes'"), ("none,xla", "'none'"), ("", "''")])
+def test_a_word_that_is_no_fast_way_is_an_error_that_lists_them(text: str, unknown: str) -> None:
+    with pytest.raises(errors.SettingsError, match=f"^MPISTRAT_DISABLE='{text}': expected none, or some of fast_path, "
+                                                   rf"stream_order, xla, separated by commas\. Unknown: {unknown}\.$"):
+        read(DISABLE=text)
 
 
 @pytest.mark.parametrize("name", ["hierarchical", "mpi"])

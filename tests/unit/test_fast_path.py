@@ -18,9 +18,9 @@ from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.engine.engine import Engine
 from mpistrat.negotiation.fast_path import FastPath
-from mpistrat.transport.local import ThreadControl, ThreadGroup
 from mpistrat.transport.shm.agreement import SharedMemoryAgreement
 from mpistrat.transport.shm.data import SharedMemoryData
+from tests.support.thread_group import ThreadControl, ThreadGroup
 
 from ..support.engines import make_engine
 from ..support.shared_memory_of_threads import shared_memory_planes

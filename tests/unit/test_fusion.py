@@ -5,12 +5,17 @@ import random
 import numpy as np
 import pytest
 
-from mpistrat.core.fusion import BucketPlans, plan_buckets
+from mpistrat.core.fusion import BucketPlans, buckets_from_last, plan_buckets
 from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.memory import ALIGNMENT, FusionBuffer
 from mpistrat.core.request import ReduceOp, Request, ScaledOp, Sum, allreduce_request, specs_of
 
 # -- buckets ----------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_grouped_from_the_last_on_and_a_large_one_is_alone() -> None:
+    assert buckets_from_last([4, 4, 9, 1, 1], limit=8) == [[4, 3], [2], [1, 0]]
+    assert buckets_from_last([0, 0], limit=0) == [[1, 0]]
 
 
 def test_nothing_makes_no_bucket() -> None:

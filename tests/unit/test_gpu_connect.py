@@ -15,8 +15,8 @@ from mpistrat.gpu.connect import connect, exchange_over
 from mpistrat.gpu.executor import GpuExecutor
 from mpistrat.gpu.nccl.claims import set_cuda_variables
 from mpistrat.gpu.nccl.communicators import make_communicators
-from mpistrat.transport.local import ThreadGroup
 from tests.support.gpu_stand_in import Device
+from tests.support.thread_group import ThreadGroup
 
 
 class Communicator:

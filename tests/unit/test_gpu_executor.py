@@ -37,9 +37,9 @@ from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64, UINT8
 from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
 from mpistrat.gpu.watchdog import Watchdog
 from mpistrat.trace.ring import OperationRing
-from mpistrat.transport.local import ThreadGroup
 from tests.support.engines import make_engine
 from tests.support.gpu_stand_in import Communicator, Device, Event
+from tests.support.thread_group import ThreadGroup
 
 FOUND = GpuInfo("gpu 0", 22805, 2**27, False)
 OTHER = FOUND._replace(gpu="gpu 1")
@@ -123,7 +123,7 @@ def values_of(handle: Handle) -> list[list[float]]:
 
 
 def test_completed_by_the_host_a_handle_is_done_when_the_gpu_is_and_not_before() -> None:
-    job = Job(gpu_completion="host")
+    job = Job(disable="stream_order")
     handle = job.submit("a", np.arange(3.0), np.ones(2))
     job.engine.controller.run_cycle()
     assert not handle.is_done
@@ -341,10 +341,10 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Communicator, "_with_all", never_end)
 
 
-@pytest.fixture(params=["host", "auto"])
+@pytest.fixture(params=["stream_order", "none"])
 def stuck(request: pytest.FixtureRequest, endless: None) -> Job:
     """A job whose collectives never end, for which the host waits, or the caller's stream."""
-    return Job(stall_warning_s=1.0, stall_abort_s=10.0, gpu_completion=request.param)
+    return Job(stall_warning_s=1.0, stall_abort_s=10.0, disable=request.param)
 
 
 def next_of(job: Job, handle: Handle) -> Handle:

@@ -27,8 +27,8 @@ from mpistrat.process import abort, neighbours, procfs
 from mpistrat.process.neighbours import Neighbours
 from mpistrat.process.procfs import Process
 from mpistrat.transport.fd_exchange import FdExchange
-from mpistrat.transport.local import ThreadGroup
 from mpistrat.transport.shm.segment import PACKED, HostMemory
+from tests.support.thread_group import ThreadGroup
 
 from ..support.engines import make_engine
 from ..support.shared_memory_of_threads import host_files

@@ -9,7 +9,7 @@ from mpistrat.core.errors import InvalidRequestError, MessageError
 from mpistrat.core.rows import received_rows
 from mpistrat.core.topology import Topology
 from mpistrat.negotiation.coordinator import Coordinator
-from mpistrat.transport.local import ThreadGroup
+from tests.support.thread_group import ThreadGroup
 
 from ..support.engines import make_engine
 

@@ -8,9 +8,9 @@ from mpistrat.core.errors import EngineError
 from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.staged import StagedData
-from mpistrat.transport.local import ThreadGroup
 from tests.support.gpu_backends import allreduce
 from tests.support.gpu_stand_in import Device
+from tests.support.thread_group import ThreadGroup
 
 
 def on_gpu(device: Device, *values: np.ndarray) -> list[GpuArray]:

@@ -25,7 +25,7 @@ from mpistrat.trace.ring import OperationRing, Traced
 from mpistrat.trace.spans import length, union
 from mpistrat.trace.totals import StepCounter, Totals, line_of
 from mpistrat.trace.tracer import Tracer
-from mpistrat.transport.local import ThreadGroup
+from tests.support.thread_group import ThreadGroup
 
 
 def entry(name: str, array: np.ndarray, kind: str = "allreduce") -> Entry:

@@ -120,18 +120,15 @@ class HostCopies:
             for event in tensors.ready if made.stream is None else [self._device.record(made.stream)]:
                 self._device.wait(self._stream, event)
             for result, address in zip(results, made.addresses, strict=True):
-                self._return(result, address)
+                memory = self._device.pinned(result.nbytes)
+                memory.view(result.dtype)[:] = result.reshape(-1)
+                self._copy(address, memory.ctypes.data, result.nbytes)
         return made.results
 
     def _fetched(self, array: GpuArray) -> np.ndarray:
         memory = self._device.pinned(array.nbytes)
         self._copy(memory.ctypes.data, array.address, array.nbytes)
         return memory.view(array.dtype).reshape(array.shape)
-
-    def _return(self, result: np.ndarray, address: int) -> None:
-        memory = self._device.pinned(result.nbytes)
-        memory.view(result.dtype)[:] = result.reshape(-1)
-        self._copy(address, memory.ctypes.data, result.nbytes)
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
         self._device.copy(target, source, nbytes, self._stream)

@@ -14,6 +14,7 @@ from ...api.availability import Row
 from ...core.errors import LaunchError
 from ..arguments import AUTO, Parser, add_launch_options, counted, positive_seconds, read_hosts
 from ..automatic import automatic
+from ..findings import understood
 from ..inventory import backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
 from ..mpirun import Job, LaunchCommand, Mpirun, check_count, compose, find_mpirun, identify, this_machine, with_home
 from ..probe import probe
@@ -24,7 +25,6 @@ from ..termination import TimeLimits
 from .facts import Facts, collect
 from .judge import FAILURE, Finding, MpiFacts, Observed, findings
 from .links import Link
-from .rank import understood
 from .slurm import sizes_of_srun
 
 DEFAULT_TIMEOUT_S = 120.0

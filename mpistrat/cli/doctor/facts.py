@@ -57,7 +57,8 @@ def collect(rank: int = 0) -> Facts:
     """The facts of this process. Takes RESOLVE_LIMIT_S at most, and some milliseconds without a slow name server."""
     host = platform.node()
     quota, memory_left = limits_of_cgroups()
-    meminfo = _meminfo()
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    meminfo = {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
     available = meminfo.get("MemAvailable", 0)
     swap = meminfo.get("SwapTotal", 0)
     opened = len(os.listdir("/proc/self/fd"))
@@ -149,9 +150,3 @@ def resolving(name: str, limit_s: float = RESOLVE_LIMIT_S) -> tuple[float, str]:
 def _limit(which: int) -> int | None:
     soft = resource.getrlimit(which)[0]
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _meminfo() -> dict[str, int]:
-    """/proc/meminfo, in bytes."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}

@@ -146,7 +146,9 @@ def _memory_of_hosts(observed: Observed) -> Iterator[Finding]:
         if one.swapped > 0.5:
             yield Finding("memory", WARNING, f"{host}: {one.swapped:.0%} of the swap is in use; a rank that swaps "
                           "holds up all others", "end what takes the memory: ps aux --sort=-rss | head")
-    for host, reasons in _grouped((_host_of(observed, mpi.rank), mpi.shared_memory) for mpi in observed.mpi).items():
+    host_of = {each.rank: each.host for each in observed.facts}
+    for host, reasons in _grouped((host_of.get(mpi.rank, f"rank {mpi.rank}"), mpi.shared_memory)
+                                  for mpi in observed.mpi).items():
         reason = next(filter(None, reasons), "")
         if reason:
             yield Finding("shared memory", WARNING, f"{host}: ranks cannot share memory ({reason}); MPI carries their "
@@ -275,10 +277,6 @@ def _grouped(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
     for name, value in pairs:
         groups.setdefault(name, []).append(value)
     return groups
-
-
-def _host_of(observed: Observed, rank: int) -> str:
-    return next((each.host for each in observed.facts if each.rank == rank), f"rank {rank}")
 
 
 def _by_rank(facts: Sequence[Facts], values: Sequence[str]) -> str:

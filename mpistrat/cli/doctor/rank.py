@@ -6,14 +6,12 @@ srun.
 """
 
 import dataclasses
-import json
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,34 +20,17 @@ import mpistrat
 from ...api import availability, runtime
 from ...core.errors import MpistratError
 from ...process.launch_env import launched_rank
+from ..findings import say
 from . import links
 from .facts import collect
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-MARK = "mpistrat-doctor "  # begins a line with findings; MPI libraries print to stdout too
 _COUNT = 1024  # float32 elements of the all-reduce
 _ROUNDS, _WARM_UP_ROUNDS = 50, 5
 _LARGE_BYTES, _LARGE_ROUNDS = 64 * 2**20, 12  # of all ranks together
 _FLUSH_S = 0.3  # mpirun may lose what a rank prints just before it ends the job.
-
-
-def say(kind: str, **values: object) -> None:
-    """Print a line for command.py. A line of less than 4096 bytes stays whole among those of other ranks."""
-    print(MARK + json.dumps({"kind": kind, **values}), flush=True)
-
-
-def understood(text: str) -> Iterator[dict[str, Any]]:
-    """What ranks have said. A line that was cut is left out; its rank has then not said it."""
-    for line in text.splitlines():
-        _, mark, said = line.partition(MARK)
-        try:
-            found = json.loads(said) if mark else None
-        except ValueError:
-            continue
-        if isinstance(found, dict):
-            yield found
 
 
 def main(expected: int) -> int:

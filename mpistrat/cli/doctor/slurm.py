@@ -9,8 +9,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from ..findings import say, understood
+
 _TRY_S = 20.0
-_SIZE = re.compile(r"mpistrat-size (\d+)")
 
 
 def sizes_of_srun(environ: Mapping[str, str]) -> dict[str, int]:
@@ -51,10 +52,10 @@ def _size(srun: str, options: list[str]) -> int:
                               stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRY_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    found = [int(size) for size in _SIZE.findall(done.stdout)]
+    found = [each["size"] for each in understood(done.stdout)]
     return min(found) if len(found) == 2 else 0
 
 
 if __name__ == "__main__":
     from mpi4py import MPI
-    print(f"mpistrat-size {MPI.COMM_WORLD.Get_size()}", flush=True)
+    say("size", size=MPI.COMM_WORLD.Get_size())

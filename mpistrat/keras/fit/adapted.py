@@ -28,23 +28,14 @@ _DEPTH = 4  # of functions that call functions
 
 @dataclass(frozen=True)
 class Adapted:
-    """The state that a layer has learned.
+    """The state that a layer has learned."""
 
-    Attributes:
-        label: What users call the layer.
-        table: A digest of its lookup tables; b"" without any.
-        fixed: Two numbers that depend on all boundaries and weights of words; () without any.
-        variable: The same for means and variances.
-        is_new: The layer has learned nothing yet.
-        is_broadcast: A BroadcastGlobalVariablesCallback makes its means and variances equal.
-    """
-
-    label: str
-    table: bytes = b""
-    fixed: tuple[float, ...] = ()
-    variable: tuple[float, ...] = ()
-    is_new: bool = False
-    is_broadcast: bool = False
+    label: str  # What users call the layer
+    table: bytes = b""  # A digest of its lookup tables; b"" without any
+    fixed: tuple[float, ...] = ()  # Two numbers that depend on all boundaries and weights of words; () without any
+    variable: tuple[float, ...] = ()  # The same for means and variances
+    is_new: bool = False  # The layer has learned nothing yet
+    is_broadcast: bool = False  # A BroadcastGlobalVariablesCallback makes its means and variances equal
 
     def differs_from(self, other: "Adapted") -> str:
         """The kind of state that differs by more than rounding; "" if none does."""

@@ -14,11 +14,10 @@ import keras
 from ...api import runtime
 from ...api.elastic.state import Snapshot, keep_going
 from ...tensorflow.elastic import Averaging, TensorFlowKerasState
-from .._private import Callback
+from .._private import Callback, Logs
 from .training import in_fit, is_under_strategy
 
 logger = logging.getLogger(__name__)
-Logs = dict[str, Any] | None
 
 _fits = 0  # How often this process has called fit with Elastic, in the job.
 

@@ -26,8 +26,8 @@ from ...process.step_timer import StepTimer
 from ...tensorflow.kerases import is_keras2, is_of_keras
 from ...tensorflow.same_data import some_rows
 from .. import xla
-from .._private import Callback, trainer
-from ..callbacks import BroadcastGlobalVariablesCallback, Logs
+from .._private import Callback, Logs, trainer
+from ..callbacks import BroadcastGlobalVariablesCallback
 from ..keras2_arguments import bound
 from ..local_sgd.averaging import averaging_among
 from ..local_sgd.local_training import LocalTraining

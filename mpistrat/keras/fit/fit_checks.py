@@ -27,8 +27,8 @@ from ...tensorflow.gradients import label_of
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.kerases import is_keras2, is_of_keras
 from ...tensorflow.types import Variable
-from .._private import Callback, all_layers, weights_of
-from ..callbacks import BroadcastGlobalVariablesCallback, Logs
+from .._private import Callback, Logs, all_layers, weights_of
+from ..callbacks import BroadcastGlobalVariablesCallback
 from .adapted import Adapted, adapted_in, problem_of_adapted
 from .fit_states import (
     COLLECTIVE,

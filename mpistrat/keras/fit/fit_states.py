@@ -24,45 +24,29 @@ _READ_NO_LOGS = ("ProgbarLogger", "History", "BackupAndRestore")
 
 @dataclass(frozen=True)
 class Begin:
-    """The state of one rank when fit begins.
+    """The state of one rank when fit begins."""
 
-    Attributes:
-        steps: Steps of an epoch; None if Keras does not know.
-        epochs: The number of the last epoch; None if Keras does not know.
-        weights: How many weights the model has already.
-        collective: The classes of callbacks that communicate.
-        readers: The classes of callbacks that decide by metrics which are not averaged.
-        averages_statistics: Whether fit averages the running statistics.
-        joins: Whether ranks with fewer steps join at the end of each epoch.
-        accumulates: Whether gradients are accumulated, so that ranks with different steps may make as many updates.
-        compares_weights: Whether fit compares the weights in its first steps, since the reductions do not.
-        saves: When callbacks save the model within an epoch.
-        adapted: What the layers of the model and of tf.data pipelines have learned.
-        has_local: Whether variables are local to each rank, for whose layers a rank may have learned its own.
-        entries: The callbacks, as ranks that write files compare them.
-        reads_logs: Whether a callback may read the logs of a batch. For a strategy, which reduces them then.
-        rates: What the optimizers multiply by, with labels. For a strategy; otherwise the first step tells.
-        total: A digest of the weights. Likewise.
-        settings: How the ranks average their weights; "" if they have the same ones in every step.
-    """
-
-    steps: int | None
-    epochs: int | None
-    weights: int
-    collective: tuple[str, ...]
-    readers: tuple[str, ...]
-    averages_statistics: bool
-    joins: bool = False
+    steps: int | None  # Steps of an epoch; None if Keras does not know
+    epochs: int | None  # The number of the last epoch; None if Keras does not know
+    weights: int  # How many weights the model has already
+    collective: tuple[str, ...]  # The classes of callbacks that communicate
+    readers: tuple[str, ...]  # The classes of callbacks that decide by metrics which are not averaged
+    averages_statistics: bool  # Whether fit averages the running statistics
+    joins: bool = False  # Whether ranks with fewer steps join at the end of each epoch
+    # Whether gradients are accumulated, so that ranks with different steps may make as many updates.
     accumulates: bool = False
-    compares_weights: bool = False
-    saves: tuple[SaveSchedule, ...] = ()
-    adapted: tuple[Adapted, ...] = ()
+    compares_weights: bool = False  # Whether fit compares the weights in its first steps, since the reductions do not
+    saves: tuple[SaveSchedule, ...] = ()  # When callbacks save the model within an epoch
+    adapted: tuple[Adapted, ...] = ()  # What the layers of the model and of tf.data pipelines have learned
+    # Whether variables are local to each rank, for whose layers a rank may have learned its own.
     has_local: bool = False
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[Entry, ...] = ()  # The callbacks, as ranks that write files compare them
+    # Whether a callback may read the logs of a batch. For a strategy, which reduces them then.
     reads_logs: bool = False
+    # What the optimizers multiply by, with labels. For a strategy; otherwise the first step tells.
     rates: tuple[tuple[str, float], ...] = ()
-    total: bytes = b""
-    settings: str = ""
+    total: bytes = b""  # A digest of the weights. Likewise.
+    settings: str = ""  # How the ranks average their weights; "" if they have the same ones in every step
 
     def __str__(self) -> str:
         return "begin to train"
@@ -70,17 +54,11 @@ class Begin:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where one rank is between two epochs.
+    """Where one rank is between two epochs."""
 
-    Attributes:
-        epochs: How many epochs are behind it, those before the initial epoch included.
-        has_ended: Whether it ends training here.
-        cause: Why, if a callback has stopped it.
-    """
-
-    epochs: int
-    has_ended: bool = False
-    cause: str = ""
+    epochs: int  # How many epochs are behind it, those before the initial epoch included
+    has_ended: bool = False  # Whether it ends training here
+    cause: str = ""  # Why, if a callback has stopped it
 
     def __str__(self) -> str:
         return f"ended training after epoch {self.epochs}{self.cause}" if self.has_ended \
@@ -89,21 +67,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Step:
-    """One rank before one of the first steps of an epoch.
+    """One rank before one of the first steps of an epoch."""
 
-    Attributes:
-        epochs: How many epochs are behind it.
-        step: The number of the step in its epoch, from 1.
-        weights: The digest of each weight that is trained; () before the weights exist, or if they are not compared.
-        rates: What the optimizers multiply by, with labels.
-        setters: The classes of callbacks that may set a learning rate.
-    """
-
-    epochs: int
-    step: int
+    epochs: int  # How many epochs are behind it
+    step: int  # The number of the step in its epoch, from 1
+    # The digest of each weight that is trained; () before the weights exist, or if they are not compared.
     weights: tuple[bytes, ...] = ()
-    rates: tuple[tuple[str, float], ...] = ()
-    setters: tuple[str, ...] = ()
+    rates: tuple[tuple[str, float], ...] = ()  # What the optimizers multiply by, with labels
+    setters: tuple[str, ...] = ()  # The classes of callbacks that may set a learning rate
 
     def __str__(self) -> str:
         epoch = self.epochs + 1

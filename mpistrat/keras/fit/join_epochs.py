@@ -11,8 +11,8 @@ import numpy as np
 
 from ...api import ops as array_ops
 from ...tensorflow.ops import broadcast_
-from .._private import Callback
-from ..callbacks import LearningRateScheduleCallback, Logs
+from .._private import Callback, Logs
+from ..callbacks import LearningRateScheduleCallback
 from ..local_sgd.local_training import LocalTraining
 from .training import DistributedTraining
 

@@ -11,7 +11,6 @@ Called by what mpistrat adds to fit, and under a strategy; averaging is collecti
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
@@ -24,10 +23,8 @@ from ...tensorflow.gradients import label_of
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.kerases import aggregation_of, is_of_keras
 from ...tensorflow.list_ops import number_of
-from .._private import Callback, non_trainable_variables
+from .._private import Callback, Logs, non_trainable_variables
 from .training import Training
-
-Logs = dict[str, Any] | None
 
 
 def running_statistics(model: keras.Model) -> list[keras.Variable]:
@@ -73,17 +70,11 @@ def _reduced(training: Training, op: ReduceOp, variables: list[keras.Variable],
 
 @dataclass(frozen=True)
 class SaveSchedule:
-    """The state of a ModelCheckpoint's count, which goes on from epoch to epoch, and from fit to fit.
+    """The state of a ModelCheckpoint's count, which goes on from epoch to epoch, and from fit to fit."""
 
-    Attributes:
-        save_freq: Batches between two saves.
-        seen: Batches since the last save.
-        last: The number of the last batch in its epoch; None before the first.
-    """
-
-    save_freq: int
-    seen: int = 0
-    last: int | None = None
+    save_freq: int  # Batches between two saves
+    seen: int = 0  # Batches since the last save
+    last: int | None = None  # The number of the last batch in its epoch; None before the first
 
     def after(self, batch: int) -> "SaveSchedule":
         """The state after this batch. A step of several batches has the number of its last batch, as in Keras."""
@@ -116,14 +107,12 @@ class AverageStatistics(Callback):
     Args:
         training: That of the model.
         callbacks: The callbacks of fit on this rank.
-
-    Attributes:
-        schedules: Those of the callbacks of all ranks that save within an epoch. FitChecks sets them.
     """
 
     def __init__(self, training: Training, callbacks: Sequence[Callback]):
         super().__init__()
         self._training, self._callbacks = training, callbacks
+        # Those of the callbacks of all ranks that save within an epoch. FitChecks sets them.
         self.schedules: list[SaveSchedule] = []
         self._summed: dict[int, tf.Tensor] = {}  # the value that all ranks had last, by the variable's id
 

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -16,32 +15,22 @@ from ...api import runtime
 from ...api.process_sets import ProcessSet, global_process_set, resolved
 from ...api.time_shares import time_shares
 from ...core.slowest import figure, shares_of
-from .._private import Callback
+from .._private import Callback, Logs
 from .row_counts import UNKNOWN, RowCount
 from .training import name_in_fit
-
-Logs = dict[str, Any] | None
 
 
 @dataclass(frozen=True)
 class Work:
-    """The training of one rank.
+    """The training of one rank."""
 
-    Attributes:
-        rows: UNKNOWN if there were steps and no row was counted.
-        steps: Those of Keras, each with one batch.
-        seconds: The time from the beginning of the first step, or of the epoch, to the end of the last step.
-        observed_s: The part of it in which the collectives are known, the last ones; 0: they are not recorded.
-        waiting_s: The part of that in which this rank waited for other ranks.
-        moving_s: The part of it in which this rank waited for the bytes.
-    """
-
-    rows: int
-    steps: int
-    seconds: float
+    rows: int  # UNKNOWN if there were steps and no row was counted
+    steps: int  # Those of Keras, each with one batch
+    seconds: float  # The time from the beginning of the first step, or of the epoch, to the end of the last step
+    # The part of it in which the collectives are known, the last ones; 0: they are not recorded.
     observed_s: float = field(default=0.0, compare=False)
-    waiting_s: float = field(default=0.0, compare=False)
-    moving_s: float = field(default=0.0, compare=False)
+    waiting_s: float = field(default=0.0, compare=False)  # The part of that in which this rank waited for other ranks
+    moving_s: float = field(default=0.0, compare=False)  # The part of it in which this rank waited for the bytes
 
     def __add__(self, other: "Work") -> "Work":
         return Work(UNKNOWN if UNKNOWN in (self.rows, other.rows) else self.rows + other.rows,
@@ -51,15 +40,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast all ranks together have trained.
+    """How fast all ranks together have trained."""
 
-    Attributes:
-        unit: "rows"; or "steps" if some rank does not know its rows. A step is one of all ranks.
-        per_second: nan if nothing was measured.
-    """
-
-    unit: str
-    per_second: float
+    unit: str  # "rows"; or "steps" if some rank does not know its rows. A step is one of all ranks.
+    per_second: float  # nan if nothing was measured
 
 
 def speed_of(works: Sequence[Work]) -> Speed:

@@ -27,57 +27,47 @@ from ..nested_optimizers import distributed_in, optimizers_in, parts_of, states_
 
 
 class Training:
-    """The training of a model by several ranks, of which it has one while it fits. There is a subclass for each door.
+    """The training of a model by several ranks, of which it has one while it fits. Each door has a subclass."""
 
-    Attributes:
-        model: The model.
-        name: Begins the names of collectives.
-        process_set: The ranks that take part.
-        parts: The optimizers, those in them and those around them, in the same order on all ranks.
-        first_steps: The checks of the first reductions.
-        is_under_strategy: Whether a strategy has the ranks train: it shards the data, so all ranks have the same, and
-            reduces metrics.
-        averages_statistics: Whether fit averages the running statistics.
-        shards_state: Whether the state of optimizers is divided among the ranks, once they are built.
-        divided_states: Their WholeStates.
-        joins: Whether ranks with fewer steps join at the end of each epoch.
-        accumulates: Whether gradients are accumulated.
-        leaves_weights_uncompared: Whether first reductions are to come that cannot compare the weights.
-        has_local: Whether variables are local to each rank.
-        causes: The usual causes of different weights, and the way out.
-        settings: How the ranks average their weights, in words; "" if they have the same ones in every step.
-        is_synchronised: Whether the ranks have the same weights now.
-        is_reading: Whether batches are read only.
-    """
-
-    name: str
-    process_set: ProcessSet
-    averages_statistics = True
-    is_under_strategy = joins = accumulates = is_reading = shards_state = False
-    causes, settings = CAUSES, ""
+    name: str  # Begins the names of collectives
+    process_set: ProcessSet  # The ranks that take part
+    averages_statistics = True  # Whether fit averages the running statistics
+    # Whether a strategy has the ranks train: it shards the data, so all ranks have the same, and reduces metrics.
+    is_under_strategy = False
+    joins = False  # Whether ranks with fewer steps join at the end of each epoch
+    accumulates = False  # Whether gradients are accumulated
+    is_reading = False  # Whether batches are read only
+    shards_state = False  # Whether the state of optimizers is divided among the ranks, once they are built
+    causes = CAUSES  # The usual causes of different weights, and the way out
+    settings = ""  # How the ranks average their weights, in words; "" if they have the same ones in every step
 
     def __init__(self, model: keras.Model):
         self.model = model
 
     @property
     def parts(self) -> list[Optimizer]:
+        """The optimizers, those in them and those around them, in the same order on all ranks."""
         return list(IdentitySet(part for optimizer in optimizers_of(self.model) for part in parts_of(optimizer)))
 
     @property
     def first_steps(self) -> list[FirstSteps]:
+        """The checks of the first reductions."""
         return [own.checks for part in self.parts if (own := vars(part).get("_mpistrat")) is not None
                 and own.checks is not None]
 
     @property
     def divided_states(self) -> list[Any]:
+        """The WholeStates of optimizers whose state is divided among the ranks."""
         return states_in(self.parts)
 
     @property
     def leaves_weights_uncompared(self) -> bool:
+        """Whether first reductions are to come that cannot compare the weights."""
         return False
 
     @property
     def has_local(self) -> bool:
+        """Whether variables are local to each rank."""
         return False
 
     @property
@@ -91,6 +81,7 @@ class Training:
 
     @property
     def is_synchronised(self) -> bool:
+        """Whether the ranks have the same weights now."""
         return True
 
     def synchronise(self) -> None:
@@ -127,9 +118,6 @@ class DistributedTraining(Training):
         optimizers: At least one. The first, which is the same on all ranks, gives the name and the process set. Those
             of other process sets are left out: fit neither checks them nor averages statistics for them.
         wholes: The optimizers of the model that these are, or are in.
-
-    Attributes:
-        reducers: One for each optimizer.
     """
 
     def __init__(self, model: keras.Model, optimizers: Sequence[Optimizer], wholes: Sequence[Optimizer]):
@@ -140,7 +128,7 @@ class DistributedTraining(Training):
         self._optimizers = [o for o in optimizers if o._mpistrat.reducer.process_set.process_set_id == number]
         self._elsewhere = [o for o in optimizers if o not in IdentitySet(self._optimizers)]
         self._wholes = wholes
-        self.reducers: list[GradientReducer] = [o._mpistrat.reducer for o in self._optimizers]
+        self.reducers: list[GradientReducer] = [o._mpistrat.reducer for o in self._optimizers]  # One for each optimizer
         self.averages_statistics = all(o._mpistrat.arguments.average_statistics for o in self._optimizers)
         self.joins = any(o._mpistrat.arguments.uneven == "join" for o in self._optimizers)
         self.accumulates = any(map(accumulated_passes, self._optimizers))
@@ -192,12 +180,7 @@ class DistributedTraining(Training):
 
 
 class StrategyTraining(Training):
-    """Training under an MPIStrategy, in which all ranks take part.
-
-    Attributes:
-        usual_rows: The rows of this rank's part of the first batch, once they are known.
-        has_begun: Whether the ranks have exchanged them.
-    """
+    """Training under an MPIStrategy, in which all ranks take part."""
 
     is_under_strategy = True
     causes = ("weights that were loaded or assigned on some ranks only (call load_weights, load_model and set_weights "
@@ -207,7 +190,8 @@ class StrategyTraining(Training):
         super().__init__(model)
         self.name, self.process_set = eager("strategy"), global_process_set
         self.accumulates = any(map(accumulated_passes, self.parts))
-        self.usual_rows, self.has_begun = 1, False
+        self.usual_rows = 1  # The rows of this rank's part of the first batch, once they are known
+        self.has_begun = False  # Whether the ranks have exchanged them
         self._extended = model.distribute_strategy.extended
 
     def begin(self, usual_rows: int, reads_logs: bool) -> None:
@@ -227,16 +211,12 @@ class StrategyTraining(Training):
 
 @dataclass
 class StepValues:
-    """What the steps of a model under a strategy depend on, equal on all ranks.
+    """What the steps of a model under a strategy depend on, equal on all ranks."""
 
-    Attributes:
-        train_rows, test_rows: The rows of a full batch on each rank.
-        reads_logs: Whether a callback reads the logs of each batch, which are reduced over the ranks then.
-    """
-
+    # The rows of a full batch on each rank.
     train_rows: int = 1
     test_rows: int = 1
-    reads_logs: bool = True
+    reads_logs: bool = True  # Whether a callback reads the logs of each batch, which are reduced over the ranks then
 
 
 _step_values: "WeakKeyDictionary[keras.Model, StepValues]" = WeakKeyDictionary()

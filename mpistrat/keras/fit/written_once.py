@@ -35,31 +35,21 @@ _MEETINGS = ("on_train_begin", "on_epoch_end", "on_train_end")
 
 @dataclass(frozen=True)
 class Entry:
-    """A callback, as the ranks exchange it. Those that write the same files are equal.
+    """A callback, as the ranks exchange it. Those that write the same files are equal."""
 
-    Attributes:
-        kind: Its class; "" for one of Keras' that does not write files, since its order does not matter.
-        path: Where it writes; "" for a class that is not in `_PATHS`.
-        place: The directory of the path as this rank's host sees it. Hosts with equal values share the directory. ()
-            for callbacks of which one rank runs for all hosts.
-    """
-
-    kind: str
-    path: str = ""
+    kind: str  # Its class; "" for one of Keras' that does not write files, since its order does not matter
+    path: str = ""  # Where it writes; "" for a class that is not in `_PATHS`
+    # The directory of the path as this rank's host sees it. Hosts with equal values share the directory. () for
+    # callbacks of which one rank runs for all hosts.
     place: tuple[str | int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
 class Role:
-    """The part of one rank in running a callback.
+    """The part of one rank in running a callback."""
 
-    Attributes:
-        runs: Whether it runs the callback.
-        meets: Whether all ranks wait for those that run it.
-    """
-
-    runs: bool
-    meets: bool
+    runs: bool  # Whether it runs the callback
+    meets: bool  # Whether all ranks wait for those that run it
 
 
 def is_backup(entry: Entry) -> bool:

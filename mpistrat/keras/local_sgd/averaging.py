@@ -4,7 +4,6 @@ For users. A callback of fit, and an object for loops; collective.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -20,12 +19,11 @@ from ...tensorflow.bridge.reduce_spec import ReduceSpec
 from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.gradients import label_of
 from .. import patches
+from .._private import Logs
 from ..fit.running_statistics import average_statistics
 from ..fit.training import optimizers_of
 from .local_training import LocalTraining
 from .scope import Scope, process_set_of
-
-Logs = dict[str, Any] | None
 
 
 class PeriodicAveraging(Callback):
@@ -44,7 +42,8 @@ class PeriodicAveraging(Callback):
 
     outer: Sequence[Optimizer] = ()
 
-    def __init__(self, every: int, warmup: int, scope: Scope, average_slots: bool, uneven: str):
+    def __init__(self, every: int, warmup: int = 0, scope: Scope = None, average_slots: bool = False,
+                 uneven: str = "error"):
         super().__init__()
         for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
             if not isinstance(value, int) or value < least:
@@ -250,10 +249,6 @@ class LocalSGD(PeriodicAveraging):
             optimizer averages gradients among other ranks, fit has two such callbacks, or the ranks differ in
             arguments.
     """
-
-    def __init__(self, every: int, warmup: int = 0, scope: Scope = None, average_slots: bool = False,
-                 uneven: str = "error"):
-        super().__init__(every, warmup, scope, average_slots, uneven)
 
     def _average(self, training: LocalTraining, is_round: bool) -> None:
         assign_means([*training.weights, *training.slots], f"{training.name}/weights")

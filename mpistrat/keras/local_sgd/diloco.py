@@ -17,6 +17,7 @@ from ...core.errors import InvalidRequestError
 from ...core.request import Average, ScaledOp, allreduce_request
 from ...tensorflow.bridge.cpu import to_array
 from ...tensorflow.compression import Compressed, Compression, Compressor
+from .._private import Logs
 from ..fit.training import optimizers_of
 from ..nested_optimizers import distributed_in
 from .averaging import PeriodicAveraging, assign_means
@@ -110,11 +111,11 @@ class DiLoCo(PeriodicAveraging):
                                       "own.")
         super().enter(training)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, object] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_begin(epoch, logs)
         self._has_point = False  # Callbacks may have assigned weights.
 
-    def on_train_batch_begin(self, batch: int, logs: dict[str, object] | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         training = self._begun
         if not self._has_point and training.weights:
             if self.steps_apart:  # The first batch has made the weights.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ...core.fusion import buckets_from_last
 from ...core.rows import rows_of_ranks
 from ...core.tuning import BUCKET_BYTES, JOINED_TENSOR_BYTES
 
@@ -51,19 +52,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Block:
-    """Variables of one dtype that are one array of a collective, one behind the other.
+    """Variables of one dtype that are one array of a collective, one behind the other."""
 
-    Attributes:
-        members: The places of the variables.
-        sizes: How many elements each has.
-        width: How many elements a row of the array has.
-        rows: How many rows each rank has, in rank order.
-    """
-
-    members: tuple[int, ...]
-    sizes: tuple[int, ...]
-    width: int
-    rows: tuple[int, ...]
+    members: tuple[int, ...]  # The places of the variables
+    sizes: tuple[int, ...]  # How many elements each has
+    width: int  # How many elements a row of the array has
+    rows: tuple[int, ...]  # How many rows each rank has, in rank order
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,17 +76,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """The division.
+    """The division."""
 
-    Attributes:
-        buckets: The blocks of each collective, in the order in which the backward pass computes gradients.
-        is_split: Whether a rank may have a part of a variable; False: whole ones only.
-        size: How many ranks there are.
-    """
-
+    # The blocks of each collective, in the order in which the backward pass computes gradients.
     buckets: tuple[tuple[Block, ...], ...]
-    is_split: bool
-    size: int
+    is_split: bool  # Whether a rank may have a part of a variable; False: whole ones only
+    size: int  # How many ranks there are
 
     def parts(self, rank: int) -> dict[int, Part]:
         """The part of each variable that a rank has, by the place of the variable."""
@@ -113,17 +102,10 @@ def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, places: Seque
         bucket_bytes, small_bytes: As in tensorflow/bridge/buckets.py.
     """
     places = range(len(tensors)) if places is None else places
-    groups: list[list[int]] = [[]]
-    nbytes = 0
-    for place in reversed(places):
-        if groups[-1] and nbytes + tensors[place].nbytes > bucket_bytes:
-            groups.append([])
-            nbytes = 0
-        groups[-1].append(place)
-        nbytes += tensors[place].nbytes
+    groups = buckets_from_last([tensors[place].nbytes for place in places], bucket_bytes)
     owners = {} if is_split else _owners(tensors, places, size)
-    return Plan(tuple(tuple(_blocks(tensors, group, size, owners, small_bytes)) for group in groups if group),
-                is_split, size)
+    return Plan(tuple(tuple(_blocks(tensors, [places[i] for i in group], size, owners, small_bytes))
+                      for group in groups), is_split, size)
 
 
 def _blocks(tensors: Sequence[Planned], group: Sequence[int], size: int, owners: dict[int, int],

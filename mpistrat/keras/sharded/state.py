@@ -28,12 +28,9 @@ class WholeState:
     Args:
         parts: This rank's parts.
         steps: The variable in which the optimizer counts steps.
-
-    Attributes:
-        variables: All variables of the optimizer on this rank, once it is built.
     """
 
-    variables: Sequence[keras.Variable] = ()
+    variables: Sequence[keras.Variable] = ()  # All variables of the optimizer on this rank, once it is built
 
     def __init__(self, parts: Parts, steps: keras.Variable):
         self._parts, self._steps = parts, steps

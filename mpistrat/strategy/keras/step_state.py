@@ -55,28 +55,20 @@ def flags_of(model: keras.Model) -> Flags:
 
 
 class StepState(threading.local):
-    """The state of the step that this thread traces.
+    """The state of the step that this thread traces."""
 
-    Attributes:
-        rows: The number of rows of this rank's batch, a tensor. None outside of Keras' steps.
-        weight: By what this rank's loss counts: its rows in units of the usual number. None outside of Keras' steps,
-            for losses that are no mean over rows, and with one rank.
-        total: The sum of all ranks' weights, once a collective has told it.
-        called: The model that the step is one of, and whether this rank has no rows; see empty_parts.py.
-        scaled: Losses that Keras has divided by the number of ranks.
-        may_differ: The flags of the model of the latest step, if the ranks may return different logs of the step, which
-            Keras does not use.
-    """
-
-    rows: tf.Tensor | None = None
+    rows: tf.Tensor | None = None  # The number of rows of this rank's batch. None outside of Keras' steps.
+    # By what this rank's loss counts: its rows in units of the usual number. None outside of Keras' steps, for losses
+    # that are no mean over rows, and with one rank.
     weight: tf.Tensor | None = None
-    total: tf.Tensor | None = None
+    total: tf.Tensor | None = None  # The sum of all ranks' weights, once a collective has told it
+    # The model that the step is one of, and whether this rank has no rows; see empty_parts.py.
     called: tuple[keras.Model, tf.Tensor] | None = None
-    scaled: list[tf.Tensor]
+    # The flags of the model of the latest step, if the ranks may return different logs of it, which Keras does not use.
     may_differ: Flags | None = None
 
     def __init__(self) -> None:
-        self.scaled = []
+        self.scaled: list[tf.Tensor] = []  # Losses that Keras has divided by the number of ranks
 
 
 state = StepState()

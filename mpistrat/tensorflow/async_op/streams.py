@@ -114,7 +114,7 @@ def stream_for(device: "Device", where: str, process_set: int = 0) -> Found | No
 def _find(device: "Device", where: str) -> tuple[Found | None, Found | None]:
     rank, reasons = runtime.current().topology.rank, list[str]()
     own = _checked(stream_of_handler, device, where, reasons)
-    if own is not None and runtime.current().settings.gpu_completion != "host":
+    if own is not None and runtime.current().settings.uses("stream_order"):
         try:
             with device.current():
                 check_waiting(own, device, where)

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 import tensorflow as tf
 
+from ...core.fusion import buckets_from_last
 from ...core.request import ReduceOp, Request, TensorSpec, allreduce_request, specs_of
 from ...core.tuning import BUCKET_BYTES, GPU_BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
 from ..async_op import call_site
@@ -46,26 +47,25 @@ class GraphBucket:
 
 def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int = BUCKET_BYTES,
          small_bytes: int = JOINED_TENSOR_BYTES) -> list[GraphBucket]:
-    """Distribute tensors over buckets, from last to first: backprop computes the last layer's gradients first.
+    """Distribute tensors over buckets, as buckets_from_last.
 
     A tensor of unknown static shape is a single one, and counts as `small_bytes`.
     """
-    buckets = [GraphBucket()]
-    for i in reversed(range(len(tensors))):
-        dtype, shape = tensors[i]
-        known = shape.is_fully_defined()
-        nbytes = int(np.prod(shape.as_list(), dtype=np.int64)) * dtype.size if known else small_bytes
-        if buckets[-1].nbytes and buckets[-1].nbytes + nbytes > bucket_bytes:
-            buckets.append(GraphBucket())
-        buckets[-1].nbytes += nbytes
-        if known and nbytes < small_bytes:
-            buckets[-1].joined.setdefault(dtype, []).append(i)
-        else:
-            buckets[-1].single.append(i)
-    for bucket in buckets:
+    known = [shape.is_fully_defined() for _, shape in tensors]
+    nbytes = [int(np.prod(shape.as_list(), dtype=np.int64)) * dtype.size if is_known else small_bytes
+              for (dtype, shape), is_known in zip(tensors, known, strict=True)]
+    buckets = []
+    for indices in buckets_from_last(nbytes, bucket_bytes):
+        bucket = GraphBucket(nbytes=sum(nbytes[i] for i in indices))
+        for i in indices:
+            if known[i] and nbytes[i] < small_bytes:
+                bucket.joined.setdefault(tensors[i][0], []).append(i)
+            else:
+                bucket.single.append(i)
         # One tensor needs no concatenation.
-        for dtype in [dtype for dtype, indices in bucket.joined.items() if len(indices) == 1]:
+        for dtype in [dtype for dtype, joined in bucket.joined.items() if len(joined) == 1]:
             bucket.single += bucket.joined.pop(dtype)
+        buckets.append(bucket)
     return buckets
 
 

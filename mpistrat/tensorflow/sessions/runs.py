@@ -74,7 +74,8 @@ def _found(graph: tf.Graph, todo: list[tf.Operation]) -> Sites:
     seen, nodes = set(todo), []
     while todo:
         operation = todo.pop()
-        if _may_have_sites(operation):
+        if operation.type == NAME or any(attribute.type in ("func", "list(func)")
+                                         for attribute in operation.op_def.attr):
             nodes.append(operation.node_def)
         before = [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
         todo += [each for each in before if each not in seen]
@@ -86,8 +87,3 @@ def _found(graph: tf.Graph, todo: list[tf.Operation]) -> Sites:
         return () if function is None else getattr(function, "cached_definition", function.definition).node_def
 
     return sites_among(nodes, nodes_of)
-
-
-def _may_have_sites(operation: tf.Operation) -> bool:
-    return operation.type == NAME or any(attribute.type in ("func", "list(func)")
-                                         for attribute in operation.op_def.attr)

@@ -56,8 +56,8 @@ def why_not() -> str:
     """Why XLA cannot compile collectives in this process; "" if it can."""
     if ffi.api() is None:
         return f"TensorFlow {tf.__version__} has no interface for it; 2.21 has"
-    if runtime.is_initialized() and not runtime.current().settings.xla:
-        return "MPISTRAT_XLA=0 switches it off"
+    if runtime.is_initialized() and not runtime.current().settings.uses("xla"):
+        return "MPISTRAT_DISABLE=xla switches it off"
     if not is_for_gpu():
         return ""
     if why_no_cupy():

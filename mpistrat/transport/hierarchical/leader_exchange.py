@@ -25,16 +25,13 @@ class LeaderExchange(ABC):
 
     Args:
         hosts: The communicator of the leaders, reserved for this object. `close` frees it.
-
-    Attributes:
-        is_under_way: Whether a round has begun, and `poll` has not returned its outcome.
     """
 
     def __init__(self, hosts: MPI.Comm):
         self._hosts = hosts
         self._sending: list[MPI.Request] = []
         self._receiving: list[MPI.Request] = []
-        self.is_under_way = False
+        self.is_under_way = False  # Whether a round has begun, and `poll` has not returned its outcome
 
     @abstractmethod
     def begin(self, number: int, outcome: Outcome) -> None:
