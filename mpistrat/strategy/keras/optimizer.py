@@ -13,7 +13,6 @@ the updated variables.
 The functions run in a replica, in TensorFlow's thread, unless the docstring says otherwise.
 """
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -48,14 +47,14 @@ from . import step_state
 GradientsAndVariables = list[tuple[OptionalGradient, tf.Variable]]
 
 _HALVES = (tf.float16, tf.bfloat16)
-_OWN_ROWS = ("dataset.shard(context.num_input_pipelines, context.input_pipeline_id) in the function of "
+OWN_ROWS = ("dataset.shard(context.num_input_pipelines, context.input_pipeline_id) in the function of "
              "distribute_datasets_from_function; other datasets are sharded, so their rows are equal")
 
 
 def state_of(optimizer: Optimizer) -> OptimizerState:
     """The state of an optimizer. The first call gives it its name, on all ranks in the same order."""
     if "_mpistrat" not in vars(optimizer):
-        checks = FirstSteps(OptimizerName(0)(), way_out=_OWN_ROWS)
+        checks = FirstSteps(OptimizerName(0)(), way_out=OWN_ROWS)
         # By plain assignment Keras would track it.
         object.__setattr__(optimizer, "_mpistrat", OptimizerState(type(optimizer).__name__, strategys_checks=checks))
     state: OptimizerState = optimizer._mpistrat
@@ -84,8 +83,7 @@ def add_variable_from_reference(original: Function, self: Optimizer, reference_v
     if not isinstance(strategy, MPIStrategy):
         return original(self, reference_variable, *args, **kwargs)
     _belongs_to(self, strategy)
-    # In a replica it is in the scope already, which cannot be entered there again.
-    with contextlib.nullcontext() if tf.distribute.get_strategy() is strategy else strategy.scope():
+    with step_state.scope_of(strategy):
         return original(self, reference_variable, *args, **kwargs)
 
 
@@ -147,21 +145,25 @@ def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list
     weight = step_state.state.weight
     if weight is None or optimizer.gradient_accumulation_steps:  # Accumulated gradients have been weighted.
         return strategy.extended.reduce_gradients(gradients, labels, checks, {})
-    weighted = _scaled_unless(weight == 1, gradients, weight)
+    weighted = scaled_unless(weight == 1, gradients, weight)
     *summed, total = strategy.extended.reduce_gradients(weighted, labels, checks, {"rows": weight})
     step_state.state.total = total
     size = tf.cast(strategy.num_replicas_in_sync, tf.float32)
-    return _scaled_unless(total == size, summed, size / total)
+    return scaled_unless(total == size, summed, size / total)
 
 
 def _largest(values: list[tf.Tensor], variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     """The maxima over the ranks of the values that overwrite variables. Collective."""
-    if step_state.state.rows is not None:  # The value of a rank without rows may be anything, also NaN.
-        values = [tf.where(step_state.state.rows == 0, value.dtype.min, value) for value in values]
-    return collectives.all_reduce(values, Max, "overwritten", list(map(label_of, variables)))
+    return collectives.all_reduce(list(map(counted, values)), Max, "overwritten", list(map(label_of, variables)))
 
 
-def _scaled_unless(is_one: tf.Tensor, gradients: Sequence[Tensor], factor: tf.Tensor) -> list[Tensor]:
+def counted(value: tf.Tensor) -> tf.Tensor:
+    """A value of which the ranks take the largest; that of a rank without rows may be anything, also NaN."""
+    rows = step_state.state.rows
+    return value if rows is None else tf.where(rows == 0, value.dtype.min, value)
+
+
+def scaled_unless(is_one: tf.Tensor, gradients: Sequence[Tensor], factor: tf.Tensor) -> list[Tensor]:
     """The gradients times a factor, or as they are if it is one. A multiplication takes longer than the branch."""
     # Only the values go through the branch. A shape that came out of it would not be known to XLA.
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
@@ -178,8 +180,10 @@ def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
     return tf.cast(tf.math.multiply_no_nan(wide, tf.cast(factor, wide.dtype)), gradient.dtype)
 
 
-def _compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
+def compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
     """Raise MismatchError unless all ranks begin a loop of the user's with the same weights. Collective; once."""
+    if step_state.state.rows is not None or state_of(optimizer).is_compared:
+        return
     state_of(optimizer).is_compared = True
     if not runtime.current().settings.is_checked or runtime.current().topology.size == 1:
         return
@@ -249,8 +253,7 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
     if strategy is not None:
         _belongs_to(self, strategy)
         trained = trained_by(self) if variables is None else variables
-        if step_state.state.rows is None and not state_of(self).is_compared:
-            _compare_in_loop(self, trained)
+        compare_in_loop(self, trained)
         overwritten = places_of(trained)
         # The sum of several steps' gradients has no single number of rows.
         if self.gradient_accumulation_steps and step_state.state.weight is not None:
