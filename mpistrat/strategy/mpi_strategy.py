@@ -15,7 +15,6 @@ from ..core.topology import describe_by_rank
 from ..tensorflow import names
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.gradients import GradientGroups, GradientOptions
-from ..tensorflow.kerases import is_keras2_in_use
 from ..tensorflow.pin_gpu import pin_by_default
 from ..tensorflow.types import Structure, TensorLike
 from . import checkpoints
@@ -26,9 +25,10 @@ from .seeds import seed_alike
 
 logger = logging.getLogger(__name__)
 
-# Called while a strategy is made: they raise if there is a version that they cannot adapt, and return the function that
-# adapts it, to be called when the strategy is there. The package appends that of Keras, which imports this module.
-integrations: list[Callable[[], Callable[[], None]]] = []
+# Called while a strategy is made, with whether it needs them: they raise if there is a version that they cannot adapt,
+# and return the function that adapts it, to be called when the strategy is there. The package appends that of Keras,
+# which imports this module.
+integrations: list[Callable[[bool], Callable[[], None]]] = []
 
 
 class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -87,10 +87,9 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             made.)
 
     Raises:
-        InvalidRequestError: `variables` or `groups` has another value, or it is "sharded" with Keras 2 (tf_keras) or
-            without Keras; on this rank, before anything is sent.
-        MissingDependencyError: This version of TensorFlow or Keras is not supported; on this rank, before anything is
-            sent.
+        InvalidRequestError: `variables` or `groups` has another value; on this rank, before anything is sent.
+        MissingDependencyError: This version of TensorFlow or Keras is not supported, or `variables` is "sharded" and
+            there is no Keras 3, or tf.keras is Keras 2; on this rank, before anything is sent.
         MismatchError: The ranks disagree on `variables`, `compression`, `sparse_as_dense` or `groups`; on every rank.
     """
 
@@ -105,11 +104,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             raise InvalidRequestError(f'variables are "mirrored", "central" or "sharded". Received: {variables!r}')
         if groups is not None and not isinstance(groups, int):
             raise InvalidRequestError(f"groups is a number for MPIStrategy. Received: {groups!r}")
-        if variables == "sharded" and is_keras2_in_use():
-            raise InvalidRequestError('variables="sharded" divides the state of optimizers of Keras 3, and tf.keras is '
-                                      'Keras 2 (TF_USE_LEGACY_KERAS). Take variables="mirrored", or Keras 3.')
         gradient_options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups))
-        adaptations = [integration() for integration in integrations]
+        adaptations = [integration(variables == "sharded") for integration in integrations]
         runtime.init()
         options = agreed(communication_options)
         _require_equal({"variables": variables, "compression": compression.__name__,

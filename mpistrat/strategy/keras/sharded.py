@@ -109,7 +109,8 @@ class UnderStrategy:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """What pickle and copy call. They find the original class by its name."""
-        load, *rest = super().__reduce_ex__(protocol)
+        how: Any = super().__reduce_ex__(protocol)
+        load, *rest = how
         return getattr(original_class(load.__self__), load.__name__), *rest
 
 
@@ -121,8 +122,9 @@ def shard(optimizer: Optimizer, strategy: tf.distribute.Strategy | None) -> None
     Raises:
         InvalidRequestError: The state cannot be divided, or all ranks have it already.
     """
-    cls, divides = type(optimizer), isinstance(strategy, MPIStrategy) and strategy.extended.slots.are_sharded
-    if not divides or hasattr(cls, "is_distributed") or passes_on(optimizer):
+    cls = type(optimizer)
+    if not isinstance(strategy, MPIStrategy) or not strategy.extended.slots.are_sharded \
+            or hasattr(cls, "is_distributed") or passes_on(optimizer):
         return
     require_update_step(cls)
     if optimizer.built:
