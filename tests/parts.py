@@ -18,18 +18,19 @@ from .support.scripts import lines_of
 # "Lately": in the commits of so many hours before the newest one.
 HOURS = 12
 PARTS: tuple[frozenset[str], ...] = (
-    frozenset({"rest on 3", "graphs on 2", "graphs on 3", "coordinator_at_scale", "two_hosts", "failures", "launcher",
-               "supervisor", "jobs", "strangers", "graphs_are_freed", "elastic", "elastic_hosts"}),
-    frozenset({"strategy on 3", "same bits on 2", "same bits on 3", "cluster_resolver", "memory", "chunks", "fork",
-               "join", "process_sets", "quantised", "gpu_figures", "gpu_two_ranks", "examples"}),
+    frozenset({"rest on 3", "graphs on 2", "graphs on 3", "slow networks on 2", "coordinator_at_scale", "two_hosts",
+               "failures", "launcher", "supervisor", "jobs", "strangers", "graphs_are_freed", "elastic",
+               "elastic_hosts"}),
+    frozenset({"strategy on 3", "slow networks on 3", "same bits on 2", "same bits on 3", "cluster_resolver", "memory",
+               "chunks", "fork", "join", "process_sets", "quantised", "gpu_figures", "gpu_two_ranks", "examples"}),
     frozenset({"scripts", "checks on 2", "checks on 3", "features on 2", "order", "transcript", "random_programs",
                "real_scripts", "sessions", "programs", "data_service", "run_function", "deadlocks", "foreign_examples",
                "keras2 on 2", "keras2 on 3", "cli_run", "cli_bench", "strategy", "slurm", "ranks_lost", "efficiency",
                "timeline"}),
 )
 # What a worker of pytest-xdist runs as a whole, the longest first.
-FIRST = ("rest on 3", "rest on 2", "scripts", "strategy on 2", "strategy on 3", "graphs on 2", "features on 2",
-         "same bits on 2", "same bits on 3", "checks on 2")
+FIRST = ("rest on 3", "scripts", "rest on 2", "strategy on 2", "strategy on 3", "slow networks on 3",
+         "slow networks on 2", "graphs on 2", "features on 2", "same bits on 2", "same bits on 3", "checks on 2")
 
 
 def place(item: pytest.Item) -> int:

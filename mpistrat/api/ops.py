@@ -78,8 +78,8 @@ def allreduce_async(array: TensorLike, average: bool | None = None, name: str | 
                     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                     process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As allreduce, but returns at once. `array` must not change until the collective is complete."""
-    return _collective([array], _auto_name(name, "allreduce", process_set), process_set, _FIRST,
-                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)))
+    return collective([array], _auto_name(name, "allreduce", process_set), process_set, _FIRST,
+                      partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)))
 
 
 def allreduce(array: TensorLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -109,33 +109,33 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
         EngineError: The engine has ended (StallError, ShutdownError).
         NotInitializedError: Before init() or after shutdown().
     """
-    return _collective([array], _name(name, "allreduce"), process_set, _FIRST,
-                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)),
-                       blocking=True).wait()
+    return collective([array], _name(name, "allreduce"), process_set, _FIRST,
+                      partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)),
+                      blocking=True).wait()
 
 
 def grouped_allreduce_async(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> AsyncResult[list[Any]]:
     """As grouped_allreduce, but returns at once. The arrays must not change until the collective is complete."""
-    return _collective(arrays, _auto_name(name, "grouped_allreduce", process_set), process_set, list,
-                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)))
+    return collective(arrays, _auto_name(name, "grouped_allreduce", process_set), process_set, list,
+                      partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)))
 
 
 def grouped_allreduce(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
                       op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set) -> list[Any]:
     """As allreduce, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
-    return _collective(arrays, _name(name, "grouped_allreduce"), process_set, list,
-                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)),
-                       blocking=True).wait()
+    return collective(arrays, _name(name, "grouped_allreduce"), process_set, list,
+                      partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)),
+                      blocking=True).wait()
 
 
 def allgather_async(array: TensorLike, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As allgather, but returns at once. `array` must not change until the collective is complete."""
-    return _collective([array], _auto_name(name, "allgather", process_set), process_set, _FIRST,
-                       partial(allgather_request))
+    return collective([array], _auto_name(name, "allgather", process_set), process_set, _FIRST,
+                      partial(allgather_request))
 
 
 def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -148,8 +148,8 @@ def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSe
         name: Matches the calls of the ranks.
         process_set: The ranks that take part.
     """
-    return _collective([array], _name(name, "allgather"), process_set, _FIRST,
-                       partial(allgather_request), blocking=True).wait()
+    return collective([array], _name(name, "allgather"), process_set, _FIRST,
+                      partial(allgather_request), blocking=True).wait()
 
 
 def broadcast_async(array: TensorLike, root_rank: int, name: str | None = None,
@@ -171,8 +171,8 @@ def reducescatter_async(array: TensorLike, name: str | None = None, op: ReduceOp
                         prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                         process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """As reducescatter, but returns at once. `array` must not change until the collective is complete."""
-    return _collective([array], _auto_name(name, "reducescatter", process_set), process_set, _FIRST,
-                       partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)))
+    return collective([array], _auto_name(name, "reducescatter", process_set), process_set, _FIRST,
+                      partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)))
 
 
 def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
@@ -190,18 +190,18 @@ def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | Non
         postscale_factor: Multiplies the result.
         process_set: The ranks that take part.
     """
-    return _collective([array], _name(name, "reducescatter"), process_set, _FIRST,
-                       partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)),
-                       blocking=True).wait()
+    return collective([array], _name(name, "reducescatter"), process_set, _FIRST,
+                      partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)),
+                      blocking=True).wait()
 
 
 def grouped_reducescatter(arrays: Sequence[TensorLike], name: str | None = None, op: ReduceOp | None = None,
                           prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
     """As reducescatter, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
-    return _collective(arrays, _name(name, "grouped_reducescatter"), process_set, list,
-                       partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)),
-                       blocking=True).wait()
+    return collective(arrays, _name(name, "grouped_reducescatter"), process_set, list,
+                      partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)),
+                      blocking=True).wait()
 
 
 def alltoall_async(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None, name: str | None = None,
@@ -303,8 +303,9 @@ def exchange(obj: T, marks: Sequence[int], name: str, process_set: ProcessSet) -
     return [pickle.loads(payload) for payload in payloads], of_ranks
 
 
-def _collective(arrays: Sequence[TensorLike], name: str, process_set: ProcessSet, finish: Callable[[list[Any]], T],
-                make_request: "partial[Request]", blocking: bool = False) -> AsyncResult[T]:
+def collective(arrays: Sequence[TensorLike], name: str, process_set: ProcessSet, finish: Callable[[list[Any]], T],
+               make_request: "partial[Request]", blocking: bool = False) -> AsyncResult[T]:
+    """Submit a collective, for the rest of the package. `make_request` takes the name, the specs, and `device=`."""
     return _submit(resolved(process_set).group(name), name, tensors_of(name, arrays), finish, blocking, make_request)
 
 

@@ -15,6 +15,8 @@ PARTS = {"strategy": [file for file in FILES if "test_strategy" in file],
          "same bits": [file for file in FILES if "test_differential" in file or "test_changed_results" in file],
          "graphs": [file for file in FILES if any(name in file for name in (
              "nested_gradients", "gpu_tensorflow", "freed_graphs", "xla_collectives"))],
+         "slow networks": [file for file in FILES if any(name in file for name in (
+             "sharded", "quantised", "local_sgd"))],
          "checks": [file for file in FILES if any(name in file for name in ("first_steps", "fit_checks", "drift"))]}
 KERAS_2 = "keras2"  # In processes whose tf.keras is Keras 2.
 PARTS[KERAS_2] = [file for file in FILES if "test_keras2" in file]

@@ -15,6 +15,7 @@ hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy  # noqa: E402
 
+from ..differential.legs import DEFAULT, HOST_EACH, TWO_HOSTS, under  # noqa: E402
 from .helpers import assert_equal_on_all_ranks, everywhere  # noqa: E402
 
 STEPS, BATCH, COLUMNS = 5, 4, 6
@@ -132,6 +133,30 @@ def test_diloco_is_its_algorithm(overlap: bool, rank: int) -> None:
     assert_equal_on_all_ranks(values_of(model.weights))
 
 
+@pytest.mark.parametrize("compression", ["int8", "bf16"])
+def test_compressed_progress_of_diloco_is_near(compression: str, rank: int, size: int) -> None:
+    """Between made-up hosts; on one, int8 changes nothing. Overlapped, so that what is rounded off travels too."""
+    def trained(of: str) -> list[np.ndarray]:
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.Dense(2048, activation="tanh"),
+                                  keras.layers.Dense(2)])  # of more than 16 KiB, and of several blocks
+        fit(model, keras.optimizers.SGD(0.05), rank,
+            [hvd.callbacks.DiLoCo(2, overlap=True, compression=getattr(hvd.Compression, of))], steps=8)
+        assert_equal_on_all_ranks(values_of(model.weights))
+        return values_of(model.weights)
+
+    with under(DEFAULT):
+        right, on_one = trained("none"), trained(compression)
+    with under(TWO_HOSTS if size > 2 else HOST_EACH):
+        plain, between = trained("none"), trained(compression)
+    mpistrat.init()
+    for a, b in zip(plain, between, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3)
+    is_exact = all(np.array_equal(a, b) for a, b in zip(right, on_one, strict=True))
+    assert is_exact == (compression == "int8")
+    assert not all(np.array_equal(a, b) for a, b in zip(plain, between, strict=True))
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "local": lambda: hvd.callbacks.LocalSGD(every=2), "slots": lambda: hvd.callbacks.LocalSGD(3, average_slots=True),
     "diloco": lambda: hvd.callbacks.DiLoCo(2, keras.optimizers.SGD(0.7)),
@@ -238,6 +263,7 @@ def test_gradients_are_averaged_within_a_scope_and_weights_over_all_ranks(rank: 
     (lambda: hvd.callbacks.DiLoCo(2, scope="hosts", uneven="join"), "leave out scope="),
     (lambda: hvd.callbacks.DiLoCo(every=2, outer="sgd"), r"DiLoCo\(outer=\) is a Keras optimizer"),
     (lambda: hvd.callbacks.DiLoCo(2, hvd.DistributedOptimizer(keras.optimizers.SGD())), "is not distributed"),
+    (lambda: hvd.callbacks.DiLoCo(every=2, compression="int8"), r"DiLoCo\(compression=\) is one of Compression"),
 ])
 def test_arguments_are_checked(make: Callable[[], Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):

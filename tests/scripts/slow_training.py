@@ -54,7 +54,8 @@ WAYS: dict[str, Callable[[], Any]] = {
     "alone": lambda: (keras.optimizers.Adam(1e-3), []), "none": distributed,
     **{name: lambda name=name: distributed(compression=getattr(hvd.Compression, name))
        for name in ("bf16", "int8") if hasattr(hvd.Compression, name)},
-    "hosts": hosts, "diloco": diloco, "overlap": lambda: diloco(overlap=True)}
+    "hosts": hosts, "diloco": diloco,
+    "diloco int8": lambda: diloco(compression=hvd.Compression.int8), "overlap": lambda: diloco(overlap=True)}
 
 
 def measure(way: str, steps: int) -> tuple[float, float]:

@@ -4,17 +4,19 @@ For users. A callback of fit, and an object for loops; collective.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
 from ...api import ops as array_ops
 from ...api.ops import AsyncResult
+from ...api.process_sets import global_process_set
 from ...core.errors import InvalidRequestError
-from ...core.request import Average
+from ...core.request import Average, ScaledOp, allreduce_request
 from ...tensorflow.bridge.cpu import to_array
+from ...tensorflow.compression import Compressed, Compression, Compressor
 from ..fit.training import optimizers_of
 from ..nested_optimizers import distributed_in
 from .averaging import PeriodicAveraging, assign_means
@@ -46,15 +48,18 @@ class DiLoCo(PeriodicAveraging):
         outer: A Keras optimizer, which this object keeps; default: SGD(0.7, momentum=0.9, nesterov=True),
             with `overlap` SGD(0.5).
         overlap: Whether the ranks go on while the average is under way.
+        compression: One of Compression, for the progress that is averaged. What int8 and fp8 round off between hosts is
+            added to the progress of the next round.
         scope, average_slots, uneven: As for LocalSGD.
 
     Raises:
         ValueError: As LocalSGD, or `outer` is no Keras optimizer, is distributed, scales the loss, or is the optimizer
-            of the model.
+            of the model, or `compression` is none.
     """
 
     def __init__(self, every: int, outer: Optimizer | None = None, overlap: bool = False, scope: Scope = None,
-                 average_slots: bool = False, uneven: str = "error"):
+                 average_slots: bool = False, uneven: str = "error",
+                 compression: type[Compressor] = Compression.none):
         if outer is None:
             outer = keras.optimizers.SGD(0.5) if overlap else keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
         if not isinstance(outer, Optimizer) or isinstance(outer, LossScaleOptimizer):
@@ -63,16 +68,20 @@ class DiLoCo(PeriodicAveraging):
         if distributed_in(outer):
             raise InvalidRequestError("DiLoCo(outer=) gets the average of all ranks already: give it "
                                       f"keras.optimizers.{type(outer).__name__}(...) itself, which is not distributed.")
-        self.outer, self.overlap = (outer,), overlap
+        if not (isinstance(compression, type) and issubclass(compression, Compressor)):
+            raise InvalidRequestError("DiLoCo(compression=) is one of Compression, for example hvd.Compression.int8. "
+                                      f"Received: {compression!r}")
+        self.outer, self.overlap, self.compression = (outer,), overlap, compression
         self._point: list[keras.Variable] = []  # the weights at the last outer step
         self._has_point = False
-        self._under_way: AsyncResult[list[np.ndarray]] | None = None
+        self._under_way: AsyncResult[list[tf.Tensor]] | None = None
         super().__init__(every, 0, scope, average_slots, uneven)
 
     def _settings(self) -> dict[str, object]:
         outer, = self.outer
         arguments = {name: value for name, value in outer.get_config().items() if value and name != "name"}
-        return {**super()._settings(), "overlap": self.overlap, "outer": f"{type(outer).__name__}({arguments})"}
+        return {**super()._settings(), "overlap": self.overlap, "compression": self.compression.__name__,
+                "outer": f"{type(outer).__name__}({arguments})"}
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -130,11 +139,15 @@ class DiLoCo(PeriodicAveraging):
     def _average(self, training: LocalTraining, is_round: bool) -> None:
         if not self._has_point:  # The first batches have made the weights.
             return assign_means(training.weights, f"{training.name}/weights")
-        progress = [to_array(tf.convert_to_tensor(p) - tf.convert_to_tensor(w))
+        progress = [tf.convert_to_tensor(p) - tf.convert_to_tensor(w)
                     for p, w in zip(self._point, training.weights, strict=True)] if self.steps_apart else []
         self._step_outside()
         if progress:
-            self._under_way = array_ops.grouped_allreduce_async(progress, op=Average, name=f"{training.name}/progress")
+            compressed = Compressed(progress, self.compression, by_host=True)
+            request = partial(allreduce_request, scaled=ScaledOp(Average), wire_dtype=compressed.wire_dtype)
+            self._under_way = array_ops.collective(
+                [to_array(tensor) for tensor in compressed.tensors], f"{training.name}/progress", global_process_set,
+                lambda means: compressed.restored([tf.convert_to_tensor(mean) for mean in means]), request)
         if not (self.overlap and is_round):
             self._step_outside()
         for point, weight in zip(self._point, training.weights, strict=True):
@@ -144,5 +157,5 @@ class DiLoCo(PeriodicAveraging):
     def _step_outside(self) -> None:
         """Make the outer step with the average that is under way, if any."""
         if self._under_way is not None:
-            self.outer[0].apply([tf.convert_to_tensor(mean) for mean in self._under_way.wait()], self._point)
+            self.outer[0].apply(self._under_way.wait(), self._point)
             self._under_way = None
