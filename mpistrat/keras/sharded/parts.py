@@ -230,11 +230,12 @@ class Parts:
     def _request(self, name: str, spec: ReduceSpec, arrays: Submitted) -> Request:
         return reducescatter_request(name, specs_of(arrays), spec.scaled, process_set=self.number)
 
-    def _own(self, place: int, gradient: Tensor) -> OptionalGradient:
+    def _own(self, place: int, gradient: Tensor) -> Tensor:
         """This rank's part of a reduced gradient."""
         part = self.of_place[place]
         if not self.plan.is_split:
-            return gradient if part.size else None
+            # Without a part a rank makes the step all the same: for the first variable, and without elements.
+            return gradient if part.size else tf.zeros(self.shards[place].shape, gradient.dtype)
         return _rows_of(gradient, part) if isinstance(gradient, tf.IndexedSlices) else _cut(gradient, part)
 
 
