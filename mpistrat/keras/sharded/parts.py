@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import keras
 import numpy as np
@@ -43,7 +43,7 @@ class _Noting(list):
         self.place: int | None = None
         self._variables = list(variables)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: SupportsIndex | slice) -> Any:
         return self._variables[key] if isinstance(key, slice) else super().__getitem__(key)
 
     def __iter__(self) -> Iterator[keras.Variable]:
