@@ -8,7 +8,7 @@ strategy's, and all ranks save.
 The functions run in a replica, in TensorFlow's thread, unless the docstring says otherwise.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, SupportsIndex
 
@@ -20,13 +20,10 @@ from ...core.errors import InvalidRequestError
 from ...core.request import Sum
 from ...keras.applying import Applying
 from ...keras.clone import original_class
-from ...keras.nested_optimizers import parts_of, passes_on
+from ...keras.nested_optimizers import passes_on
 from ...keras.optimizer import class_with
 from ...keras.optimizer_state import OptimizerState
-from ...keras.patches import Function
-from ...keras.patches import replaces_for_strategy as replaces
 from ...keras.sharded.optimizer import Sharded, require_update_step
-from ...tensorflow import files
 from ...tensorflow.consistency import FirstSteps
 from ...tensorflow.gradients import GradientReducer, reduce_gradients
 from ...tensorflow.names import OptimizerName
@@ -35,9 +32,7 @@ from ...tensorflow.types import OptionalGradient
 from ..mpi_strategy import MPIStrategy
 from ..replica_context import without_strategy
 from . import step_state
-from .optimizer import OWN_ROWS, compare_in_loop, counted, scaled_unless
-from .step_state import strategy_here, strategy_of
-from .trainer import Trainer
+from .gradients import OWN_ROWS, compare_in_loop, counted, scaled_unless
 
 
 class _Reducer(GradientReducer):
@@ -84,7 +79,7 @@ class UnderStrategy:
 
     def _mpistrat_apply(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
                         variables: list[keras.Variable]) -> tf.Tensor | None:
-        if strategy_here() is None:
+        if step_state.strategy_here() is None:
             raise InvalidRequestError('MPIStrategy(variables="sharded"): an optimizer reduces gradients, so it is '
                                       "applied in a replica. Call optimizer.apply in a function for strategy.run.")
         compare_in_loop(self, variables)
@@ -114,10 +109,10 @@ class UnderStrategy:
         return getattr(original_class(load.__self__), load.__name__), *rest
 
 
-def shard(optimizer: Optimizer, strategy: tf.distribute.Strategy | None) -> None:
+def shard(optimizer: Optimizer, strategy: tf.distribute.Strategy | None) -> bool:
     """Divide the state of an optimizer among the ranks, if the strategy is one that does. Local.
 
-    Of an optimizer with others in it these are sharded.
+    Returns whether the optimizer was not sharded before, and is now. Of one with others in it these are sharded.
 
     Raises:
         InvalidRequestError: The state cannot be divided, or all ranks have it already.
@@ -125,7 +120,7 @@ def shard(optimizer: Optimizer, strategy: tf.distribute.Strategy | None) -> None
     cls = type(optimizer)
     if not isinstance(strategy, MPIStrategy) or not strategy.extended.slots.are_sharded \
             or hasattr(cls, "is_distributed") or passes_on(optimizer):
-        return
+        return False
     require_update_step(cls)
     if optimizer.built:
         raise InvalidRequestError(f"{cls.__name__} was built outside of strategy.scope(), so every rank has its whole "
@@ -133,27 +128,4 @@ def shard(optimizer: Optimizer, strategy: tf.distribute.Strategy | None) -> None
     reducer = _Reducer(OptimizerName(0), strategy.extended.gradient_options, Sum)
     vars(optimizer).update(_mpistrat=OptimizerState(cls.__name__, reducer), _distribution_strategy=strategy)
     optimizer.__class__ = class_with((UnderStrategy, Sharded, Applying), cls)
-
-
-@replaces(Optimizer, "__init__", "every rank would have the whole state", "tf.distribute.get_strategy()")
-def make(original: Function, self: Optimizer, *args: object, **kwargs: object) -> None:
-    original(self, *args, **kwargs)
-    # One without an update_step may have others in it, which it does not know yet.
-    if not files.in_alone() and type(self).update_step is not Optimizer.update_step:
-        shard(self, tf.distribute.get_strategy())
-
-
-@replaces(Trainer, "_maybe_symbolic_build", "likewise, of an optimizer that was made outside of the scope",
-          "self._symbolic_build(")
-def maybe_symbolic_build(original: Function, self: keras.Model, *args: object, **kwargs: object) -> None:
-    for part in parts_of(self.optimizer):
-        shard(part, strategy_of(self))
-    original(self, *args, **kwargs)
-
-
-@replaces(Optimizer, "apply", "likewise", "self._backend_apply_gradients(grads, trainable_variables)")
-def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient],
-          trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
-    cls = type(self)
-    shard(self, strategy_here())
-    return original(self, grads, trainable_variables) if type(self) is cls else self.apply(grads, trainable_variables)
+    return True
