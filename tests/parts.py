@@ -18,8 +18,8 @@ from .support.scripts import lines_of
 # "Lately": in the commits of so many hours before the newest one.
 HOURS = 12
 PARTS: tuple[frozenset[str], ...] = (
-    frozenset({"rest on 3", "graphs on 2", "graphs on 3", "slow networks on 2", "coordinator_at_scale", "two_hosts",
-               "failures", "launcher", "supervisor", "jobs", "strangers", "graphs_are_freed", "elastic",
+    frozenset({"rest on 3", "graphs on 2", "graphs on 3", "slow networks on 2", "coordinator_at_scale", "gpu_command",
+               "two_hosts", "failures", "launcher", "supervisor", "jobs", "strangers", "graphs_are_freed", "elastic",
                "elastic_hosts"}),
     frozenset({"strategy on 3", "slow networks on 3", "same bits on 2", "same bits on 3", "cluster_resolver", "memory",
                "chunks", "fork", "join", "process_sets", "quantised", "gpu_figures", "gpu_two_ranks", "examples"}),

@@ -91,7 +91,6 @@ def test_ranks_without_workers_end_with_an_error_that_names_the_file(tmp_path: P
     assert "no.json is not there after 1 s. Has the job of the workers started?" in trained.output
 
 
-@pytest.mark.quick
 def test_the_example_learns_the_same_on_all_ranks(tmp_path: Path) -> None:
     config = tmp_path / "service.json"
     served, trained = run_both(config, 1, [

@@ -148,7 +148,6 @@ def test_a_data_file_that_one_rank_lacks_ends_the_job(example: str, tmp_path: Pa
     assert "test accuracy" not in job.output
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_without_scikit_learn_the_pip_line_is_named(example: str, tmp_path: Path) -> None:
     broken = tmp_path / "sklearn"

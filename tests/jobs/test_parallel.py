@@ -57,7 +57,7 @@ def chosen(request: pytest.FixtureRequest, part: str, ranks: int) -> list[str]:
 
 @needs_mpirun
 @pytest.mark.parametrize("ranks, part", [
-    pytest.param(ranks, part, marks=[pytest.mark.quick] if part in ("strategy", "rest", KERAS_2) else [])
+    pytest.param(ranks, part, marks=[pytest.mark.quick] if part in ("strategy", "rest") else [])
     for ranks in (2, 3) for part in PARTS if files_of(part, ranks)])
 def test_every_rank_passes(ranks: int, part: str, watch: Callable[[str], None],
                            request: pytest.FixtureRequest) -> None:
