@@ -93,8 +93,8 @@ def _config_without(optimizer: Optimizer, arguments: Iterable[str]) -> dict[str,
 
 
 def original_class(cls: type[Optimizer]) -> type[Optimizer]:
-    """The class of which a class of distributed optimizers is made; another class itself."""
-    return cls.__bases__[-1] if getattr(cls, "is_distributed", False) else cls
+    """The class of which one with mix-ins of mpistrat is made; another class itself."""
+    return cls.__bases__[-1] if hasattr(cls, "is_distributed") else cls
 
 
 def _copied(value: object, copies: dict[int, Optimizer]) -> object:

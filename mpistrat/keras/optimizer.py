@@ -36,7 +36,7 @@ from .optimizer_state import Arguments, OptimizerState
 from .patches import Function, replaces
 from .sharded.optimizer import Sharded, require_shardable, whole_state
 
-_classes: dict[tuple[type, bool], type] = {}
+_classes: dict[tuple[type, tuple[type, ...]], type] = {}
 
 
 class _Distributed:
@@ -320,15 +320,18 @@ def _advice(optimizer: object) -> str:
 
 
 def _distributed_class(original: type[Optimizer], is_sharded: bool = False) -> type[Optimizer]:
-    """The distributed subclass of the class of an optimizer or of a copy. There is one for each class."""
+    """The distributed subclass of the class of an optimizer or of a copy."""
     original = original_class(original)
-    mix_ins = (Sharded, _Distributed) if is_sharded else (_Distributed,)
-    key = (original, is_sharded)
-    if key not in _classes:
+    return class_with((*((Sharded,) if is_sharded else ()), _Distributed, _applying(original)), original)
+
+
+def class_with(mix_ins: tuple[type, ...], original: type[Optimizer]) -> type[Optimizer]:
+    """The subclass of a class of optimizers with these bases before it. There is one for each class and bases."""
+    if (original, mix_ins) not in _classes:
         body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
-        _classes[key] = type(original.__name__, (*mix_ins, _applying(original), original), body)
-        serialise_as(_classes[key], original)
-    return _classes[key]
+        _classes[original, mix_ins] = type(original.__name__, (*mix_ins, original), body)
+        serialise_as(_classes[original, mix_ins], original)
+    return _classes[original, mix_ins]
 
 
 def _applying(original: type[Optimizer]) -> type:

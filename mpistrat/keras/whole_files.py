@@ -48,7 +48,7 @@ def _by_all_ranks(model: object, filepath: object, write: Callable[[], object]) 
     with contextlib.suppress(ShutdownError):
         average_statistics(training)
     with training.known_values():
-        files.write_once(str(filepath), write)
+        files.write_once(str(filepath), write, training.consolidate if training.divided_states else None)
     return None
 
 

@@ -11,6 +11,7 @@ from importlib import import_module
 
 from ..core.errors import MissingDependencyError
 from ..process.launch_env import launched_rank
+from ..tensorflow.kerases import is_keras2_in_use
 from .mpi_strategy import MPIStrategy, integrations
 from .strategies import strategy
 
@@ -19,18 +20,22 @@ __all__ = ["MPIStrategy", "strategy"]
 _logger = logging.getLogger(__name__)
 
 
-def _adapt_keras() -> Callable[[], None]:
-    """The function that adapts Keras to MPIStrategy; without Keras 3 it does nothing.
+def _adapt_keras(is_needed: bool) -> Callable[[], None]:
+    """The function that adapts Keras to MPIStrategy; without Keras 3 it does nothing, unless it is needed.
 
     Raises:
         MissingDependencyError: It cannot adapt this version of Keras. Without it each rank would train a model of its
             own, and no error would say so.
     """
+    if is_needed and is_keras2_in_use():
+        raise MissingDependencyError('variables="sharded" divides the state of optimizers of Keras 3, and tf.keras is '
+                                     'Keras 2 (TF_USE_LEGACY_KERAS). Take variables="mirrored", or Keras 3.')
     try:
         apply: Callable[[], None] = import_module("mpistrat.strategy.keras").apply
     except MissingDependencyError as error:
         keras = sys.modules.get("keras")
-        if keras is not None and not keras.__version__.startswith("2.") and keras.backend.backend() == "tensorflow":
+        if is_needed or (keras is not None and not keras.__version__.startswith("2.")
+                         and keras.backend.backend() == "tensorflow"):
             raise
         rank = launched_rank(os.environ)  # The strategy has not called init() yet.
         _logger.log(logging.DEBUG if rank else logging.INFO,

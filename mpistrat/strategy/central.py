@@ -23,32 +23,37 @@ class RemoteSlotVariable(RankMirroredVariable):
         return self
 
 
-_MARK = "_mpistrat_is_central"
+_MARK = "_mpistrat_is_slot"
 _ELSEWHERE = {tf.VariableSynchronization.ON_WRITE: RemoteSlotVariable}
 
 
-def is_central(variable: tf.Variable) -> bool:
-    """Whether only the chief has the contents of a variable; the same on all ranks."""
-    return _MARK in vars(variable)  # Not by hasattr, which may run a collective; see checkpoints.
+def is_everywhere(variable: tf.Variable) -> bool:
+    """Whether all ranks have the contents of a variable, and not only the chief or its owner; the same on all ranks."""
+    return _MARK not in vars(variable)  # Not by hasattr, which may run a collective; see checkpoints.
 
 
 class Slots:
-    """The optimizers' variables of one strategy."""
+    """The optimizers' variables of one strategy. `variables` is as for MPIStrategy."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, central: bool):
+    def __init__(self, strategy: tf.distribute.Strategy, variables: str):
         topology = runtime.current().topology
         self._strategy = strategy
-        self.are_central = central and topology.size > 1  # Whether the chief alone has them. Never with one rank.
-        self.are_here = not self.are_central or topology.rank == 0  # Whether this rank has them
+        # With one rank neither is so.
+        self.are_central = variables == "central" and topology.size > 1  # Whether the chief alone has them.
+        self.are_sharded = variables == "sharded" and topology.size > 1  # Whether each rank has its part of them.
+        self.are_here = not self.are_central or topology.rank == 0  # Whether this rank has them.
         self._creates_slots = False
         if self.are_central:
             runtime.current().losses.irreplaceable[0] = ('Only it had the optimizers\' slots: MPIStrategy(variables='
                                                          '"central").')
+        if self.are_sharded:
+            runtime.current().losses.irreplaceable.update(dict.fromkeys(range(topology.size), (
+                'Only it had its part of the optimizers\' slots: MPIStrategy(variables="sharded").')))
 
     @contextmanager
     def created(self) -> Iterator[None]:
         """A context in which new variables are slots."""
-        before, self._creates_slots = self._creates_slots, self.are_central
+        before, self._creates_slots = self._creates_slots, self.are_central or self.are_sharded
         try:
             yield
         finally:

@@ -21,8 +21,10 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 from tensorflow.python.saved_model import save as saved_models
 
-from ..core.errors import ShutdownError
+from ..core.errors import InvalidRequestError, ShutdownError
 from ..tensorflow import files, names
+from ..tensorflow.elastic import divided_states
+from ..tensorflow.kerases import is_optimizer
 from .variables import RankMirroredVariable, RankSyncOnReadVariable
 
 Options: TypeAlias = tf.train.CheckpointOptions | None
@@ -74,7 +76,14 @@ def _is_of_strategy(trackable: object) -> bool:
 def _write(self: tf.train.Checkpoint, file_prefix: str, options: Options = None) -> str:
     """Replaces Checkpoint._write, which `write`, `save` and CheckpointManager call."""
     original = _originals["_write"]
-    if not _is_of_strategy(self) or _is_asynchronous(options):
+    if not _is_of_strategy(self):
+        return original(self, file_prefix, options)
+    gather = _gathering(self)
+    if _is_asynchronous(options):
+        if gather is not None:
+            raise InvalidRequestError("an asynchronous checkpoint would have this rank's part of a sharded optimizer "
+                                      'only (MPIStrategy(variables="sharded")). Leave out '
+                                      "experimental_enable_async_checkpoint.")
         return original(self, file_prefix, options)
     name_space = getattr(self, _NAME_SPACE, None)
     if name_space is not None:
@@ -83,8 +92,20 @@ def _write(self: tf.train.Checkpoint, file_prefix: str, options: Options = None)
     # A rank may still be looking for the newest checkpoint, and must not find this one.
     files.exchange_status()
     with with_values_of(self):
-        files.write_once(f"{file_prefix}.index", lambda: original(self, file_prefix, options))
+        files.write_once(f"{file_prefix}.index", lambda: original(self, file_prefix, options), gather)
     return file_prefix
+
+
+def _gathering(trackable: object) -> Callable[[int], None] | None:
+    """What gathers the states of optimizers on a rank that are divided among the ranks; None if there are none."""
+    optimizers = filter(is_optimizer, tf.train.TrackableView(trackable).descendants())
+    states = {id(state): state for optimizer in optimizers for find in divided_states for state in find(optimizer)}
+
+    def gather(rank: int) -> None:
+        for state in states.values():
+            state.consolidate(to=rank)
+
+    return gather if states else None
 
 
 def _write_copies(checkpoint: tf.train.Checkpoint, file_prefix: str, options: Options) -> str:
@@ -108,7 +129,7 @@ def _save_model(obj: object, export_dir: str | os.PathLike, *args: object, **kwa
         return original()
     files.exchange_status()  # As in _write.
     with with_values_of(obj):
-        files.write_once(os.path.join(export_dir, "saved_model.pb"), original)
+        files.write_once(os.path.join(export_dir, "saved_model.pb"), original, _gathering(obj))
     return None
 
 

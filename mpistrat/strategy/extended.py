@@ -31,7 +31,7 @@ from ..tensorflow.gradients import GradientOptions, reduce_gradients
 from ..tensorflow.timed_steps import count_step
 from ..tensorflow.types import Structure, Tensor, TensorLike
 from . import collectives, input
-from .central import Slots, is_central
+from .central import Slots, is_everywhere
 from .checkpoints import with_values_of
 from .options import CommunicationOptions, apply_timeout
 from .replica_context import RankReplicaContext, reduce_op_of
@@ -49,7 +49,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         device: Where variables and computation are.
         options: tf.distribute.experimental.CommunicationOptions, the default for all collectives.
         random_per_rank: Whether Keras' layers draw different random numbers on each rank.
-        central: Whether the chief alone has the optimizers' slots.
+        variables: Which rank has the optimizers' slots, as for MPIStrategy.
         gradient_options: How gradients are sent.
     """
 
@@ -61,13 +61,13 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     _retrace_functions_for_each_device = False
 
     def __init__(self, strategy: tf.distribute.Strategy, device: str, options: CommunicationOptions,
-                 random_per_rank: bool, central: bool, gradient_options: GradientOptions):
+                 random_per_rank: bool, variables: str, gradient_options: GradientOptions):
         super().__init__(strategy)
-        self._options, self._gradient_options = options, gradient_options
+        self._options, self.gradient_options = options, gradient_options
         self._device, self.random_per_rank = device, random_per_rank
         self._known = runtime.current().topology
         self._input = input.Pipelines(strategy, lambda: self._topology, device)
-        self.slots = Slots(strategy, central)
+        self.slots = Slots(strategy, variables)
 
     @property
     def _topology(self) -> Topology:
@@ -199,7 +199,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
             return [*gradients, *exact.values()]
         return collectives.in_program_order("gradients", lambda name: reduce_gradients(gradients, ReduceSpec(
             name, ScaledOp(Sum), labels, bucket_bytes=self._bucket_bytes(),
-            observer=checks.observer((), (), may_read=False)), self._gradient_options, exact=exact))
+            observer=checks.observer((), (), may_read=False)), self.gradient_options, exact=exact))
 
     def local(self, value: object) -> Any:
         """This rank's part of a distributed value, or the value of this rank's component of a distributed variable."""
@@ -210,8 +210,8 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return value
 
     def is_everywhere(self, variable: tf.Variable) -> bool:
-        """Whether all ranks have the contents of a variable, and not the chief alone."""
-        return not is_central(variable)
+        """As central.is_everywhere."""
+        return is_everywhere(variable)
 
     def known_values(self, trackable: object) -> AbstractContextManager[None]:
         """As checkpoints.with_values_of."""

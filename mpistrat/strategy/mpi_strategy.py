@@ -25,9 +25,10 @@ from .seeds import seed_alike
 
 logger = logging.getLogger(__name__)
 
-# Called while a strategy is made: they raise if there is a version that they cannot adapt, and return the function that
-# adapts it, to be called when the strategy is there. The package appends that of Keras, which imports this module.
-integrations: list[Callable[[], Callable[[], None]]] = []
+# Called while a strategy is made, with whether it needs them: they raise if there is a version that they cannot adapt,
+# and return the function that adapts it, to be called when the strategy is there. The package appends that of Keras,
+# which imports this module.
+integrations: list[Callable[[bool], Callable[[], None]]] = []
 
 
 class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -63,7 +64,16 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             to this rank (it is called here, under the same conditions as by init()), or the CPU if there is none.
         random_per_rank: Whether Keras' layers (Dropout, augmentation) draw different numbers on each rank, as a single
             process does for each row of the global batch.
-        variables: "mirrored", or "central" to save memory. With "central" the slots of Keras' optimizers (for Adam
+        variables: "mirrored", or "sharded" or "central" to save memory. In all three every rank has the model's
+            variables, and those that you make in the scope. With "sharded" the slots of Keras' optimizers and the work
+            of the update are divided among the ranks, as ShardedOptimizer does it: gradients are reduce-scattered, each
+            rank updates its part of the weights and has the slots for that part, and the new weights are gathered. A
+            step sends as many bytes as with "mirrored". SGD and Adam give the bits of "mirrored" on one host, in steps
+            that XLA does not compile; norms (clipping) and accumulated gradients, which are reduced in every pass,
+            differ by rounding. It is for optimizers with an update_step, made in the scope or not built before.
+            `optimizer.variables` has what all ranks have, such as the counter of steps. Files and checkpoints are those
+            of "mirrored", with any number of ranks: to save gathers the slots on the rank that writes. With "central"
+            the slots of Keras' optimizers (for Adam
             twice the size of the model) are on rank 0 only. Rank 0 applies the sum of the gradients and broadcasts the
             new values in one collective. The numbers are those of "mirrored". On the other ranks slots have no
             elements, and an optimizer saved there has none either. Every rank still has a working copy of the model's
@@ -78,8 +88,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Raises:
         InvalidRequestError: `variables` or `groups` has another value; on this rank, before anything is sent.
-        MissingDependencyError: This version of TensorFlow or Keras is not supported; on this rank, before anything is
-            sent.
+        MissingDependencyError: This version of TensorFlow or Keras is not supported, or `variables` is "sharded" and
+            there is no Keras 3, or tf.keras is Keras 2; on this rank, before anything is sent.
         MismatchError: The ranks disagree on `variables`, `compression`, `sparse_as_dense` or `groups`; on every rank.
     """
 
@@ -90,18 +100,18 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                  compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                  groups: int | None = None):
         """Connect the ranks and agree on the options. Collective. The class describes the arguments and errors."""
-        if variables not in ("mirrored", "central"):
-            raise InvalidRequestError(f'variables are "mirrored" or "central". Received: {variables!r}')
+        if variables not in ("mirrored", "central", "sharded"):
+            raise InvalidRequestError(f'variables are "mirrored", "central" or "sharded". Received: {variables!r}')
         if groups is not None and not isinstance(groups, int):
             raise InvalidRequestError(f"groups is a number for MPIStrategy. Received: {groups!r}")
         gradient_options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups))
-        adaptations = [integration() for integration in integrations]
+        adaptations = [integration(variables == "sharded") for integration in integrations]
         runtime.init()
         options = agreed(communication_options)
         _require_equal({"variables": variables, "compression": compression.__name__,
                         "sparse_as_dense": sparse_as_dense, "groups": groups})
         extended = RankExtended(self, _full_name(device or _default_device()), options, random_per_rank,
-                                variables == "central", gradient_options)
+                                variables, gradient_options)
         # Not the constructor of MultiWorkerMirroredStrategy, which would read TF_CONFIG and start a server.
         tf.distribute.Strategy.__init__(self, extended)
         seed_alike()

@@ -84,12 +84,13 @@ def known_value(variable: tf.Variable) -> tf.Tensor | None:
     return _state.known.get(variable.ref())
 
 
-def write_once(path: str, write: Callable[[], object]) -> None:
+def write_once(path: str, write: Callable[[], object], prepare: Callable[[int], object] | None = None) -> None:
     """Call `write` on the chief, and on each other rank that must write to have the file. Collective.
 
     Args:
         path: The file or directory, on this rank.
         write: Writes it; must not be collective.
+        prepare: Called with a rank on all ranks, before that rank writes; may be collective.
 
     Raises:
         OSError: On every rank, when a rank could not write.
@@ -100,13 +101,22 @@ def write_once(path: str, write: Callable[[], object]) -> None:
         return
     topology = runtime.current().topology
     own = path if "://" in path else os.path.abspath(path)
+    if prepare is not None and exchange_status() is not None:
+        prepare(0)
     _, error = attempt(write) if topology.rank == 0 else (None, None)
     statuses = exchange_status(error, own)
     if statuses is not None and (len(topology.hosts) > 1 or any(status.path != own for status in statuses)):
+        writes = writes_too(topology.rank, [status.path for status in statuses], topology.local_ranks,
+                            statuses[0].stamp == _stamp(own))
+        writers = [topology.rank] if writes else []
+        if prepare is not None:
+            writers = [rank for rank, status in enumerate(exchange_status(value=writes) or ()) if status.value]
         error = None
-        if writes_too(topology.rank, [status.path for status in statuses], topology.local_ranks,
-                      statuses[0].stamp == _stamp(own)):
-            _, error = attempt(write)
+        for rank in writers:
+            if prepare is not None:
+                prepare(rank)
+            if rank == topology.rank:
+                _, error = attempt(write)
         exchange_status(error, own)
 
 

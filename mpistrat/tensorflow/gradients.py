@@ -125,10 +125,12 @@ class GradientReducer:
     Attributes:
         changes_early: Whether the optimizer may change a variable before its gradient is reduced (weight decay).
         checks_weights: Whether the first reductions compare the weights of the ranks.
+        is_global: Whether the script's batches are those of all ranks together.
     """
 
     changes_early = False
     checks_weights = True
+    is_global = False
 
     def __init__(self, optimizer: names.OptimizerName | None, options: GradientOptions, op: ReduceOp,
                  gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
@@ -180,7 +182,7 @@ class GradientReducer:
             MismatchError: On every rank, when the ranks train different weights.
         """
         self.require_no_strategy()
-        count_step(is_global=False)
+        count_step(self.is_global)
         if not self.process_set.has_others():
             return list(gradients)
         overwritten = places_of(variables)

@@ -12,6 +12,7 @@ import mpistrat.keras as hvd
 from mpistrat.keras.nested_optimizers import states_in
 from mpistrat.keras.sharded.optimizer import whole_state
 from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy
+from mpistrat.tensorflow.overwritten import places_of
 
 from .turns import Turns, in_turns
 
@@ -81,7 +82,10 @@ class Recipe:
     @property
     def can_be_sharded(self) -> bool:
         """Whether the state of the optimizer can be divided among the ranks."""
-        return self.way == "fit" and not hasattr(self.optimizer(), "inner_optimizer")
+        optimizer = self.optimizer()
+        if optimizer.gradient_accumulation_steps and places_of(self.model().trainable_variables):
+            return False
+        return self.way.startswith("strategy") or (self.way == "fit" and not hasattr(optimizer, "inner_optimizer"))
 
     @property
     def is_same_when_sharded(self) -> bool:
@@ -167,7 +171,8 @@ def _own_data(recipe: Recipe, model: keras.Model, seed: int) -> tuple[np.ndarray
 def _strategy(recipe: Recipe) -> MPIStrategy:
     # Layers draw the same numbers on all ranks, as they do in Horovod's way from the same seed.
     options = {name: value for name, value in recipe.distribute.items() if name in ("sparse_as_dense", "compression")}
-    return MPIStrategy(random_per_rank=False, **options)
+    is_sharded = recipe.distribute.get("shard_state", False)
+    return MPIStrategy(random_per_rank=False, variables="sharded" if is_sharded else "mirrored", **options)
 
 
 def _by_fit(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:

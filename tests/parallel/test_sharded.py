@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import h5py
@@ -24,13 +25,14 @@ TOKENS, ROWS = 300, 12
 Optimizers = keras.optimizers
 
 
-def new_model(seed: int = 1) -> Any:
+def new_model(seed: int = 1, strategy: Any = None) -> Any:
     """An embedding that is divided between its rows, an array of its own, and small variables."""
     keras.utils.clear_session()  # The names of layers and of the optimizer's variables are those of each other model.
     keras.utils.set_random_seed(seed)
-    return keras.Sequential([
-        keras.Input((3,)), keras.layers.Embedding(TOKENS, 60), keras.layers.Flatten(),
-        keras.layers.Dense(100, activation="tanh", kernel_constraint="max_norm"), keras.layers.Dense(2)])
+    with nullcontext() if strategy is None else strategy.scope():
+        return keras.Sequential([
+            keras.Input((3,)), keras.layers.Embedding(TOKENS, 60), keras.layers.Flatten(),
+            keras.layers.Dense(100, activation="tanh", kernel_constraint="max_norm"), keras.layers.Dense(2)])
 
 
 def rows_of(rank: int) -> tuple[np.ndarray, np.ndarray]:

@@ -273,7 +273,7 @@ def test_an_optimizer_takes_slots_on_all_ranks(central: MPIStrategy, rank: int) 
 
 
 def test_another_kind_of_variables_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r'variables are "mirrored" or "central"\. Received: .partitioned'):
+    with pytest.raises(ValueError, match=r'variables are "mirrored", "central" or "sharded"\. Received: .part'):
         MPIStrategy(variables="partitioned")
 
 

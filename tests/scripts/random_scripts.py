@@ -82,7 +82,7 @@ class Script:
     execution: int  # The steps of fit in one execution.
     is_for_both: bool = False  # It runs through both doors, and draws what both have.
     is_local: bool = False  # Weights are averaged, and not gradients.
-    is_sharded: bool = False  # The state of a distributed optimizer is divided among the ranks.
+    is_sharded: bool = False  # The state of optimizers is divided among the ranks.
 
     def by_local_sgd(self) -> "Script":
         """The script in which the ranks average weights."""
@@ -133,7 +133,7 @@ def script_of(number: int) -> Script:
                   is_horovods and model not in ("unbuilt", "local") and draw.randrange(2) == 0, joins,
                   is_horovods and draw.randrange(2) == 0, 1 if joins else draw.choice((1, 1, 2, 3)), is_for_both,
                   # With draws of its own: a number is the script that it was before there were sharded ones.
-                  is_sharded=is_horovods and loop != "tape" and not joins and model != "local"
+                  is_sharded=loop != "tape" and not joins and model != "local"
                   and optimizer != "averages" and random.Random(f"sharded {number}").randrange(2) == 0)
 
 
@@ -250,8 +250,8 @@ class Local(Horovod):
 class Strategy(Alone):
     """Each rank passes all rows."""
 
-    def __init__(self) -> None:
-        self.strategy = hvd.MPIStrategy()
+    def __init__(self, is_sharded: bool) -> None:
+        self.strategy = hvd.MPIStrategy(variables="sharded" if is_sharded else "mirrored")
         self.rank, self.size = hvd.rank(), hvd.size()
 
     def scope(self) -> Any:
@@ -536,7 +536,7 @@ class Run:
         with_all, on_all = ((draw.randrange(2) == 0 and how != "checkpoint") or way.strategy is not None
                             or (self.script.is_for_both and how != "checkpoint") for _ in range(2))
         on_all = on_all or self.script.is_sharded
-        if self.script.is_sharded and how == "checkpoint":
+        if self.script.is_sharded and how == "checkpoint" and (self.script.door == HOROVOD or self.script.is_for_both):
             how = "weights"
         self._consolidate()
         saves, loads = with_all or way.rank == 0, on_all or way.rank == 0
@@ -842,7 +842,8 @@ def differences(states: Sequence[dict[str, np.ndarray]], others: Sequence[dict[s
 def outcome_through_door(script: Script, folder: str, right: Sequence[Sequence[np.ndarray]]
                          ) -> tuple[str, list[dict[str, np.ndarray]]]:
     """How a script has ended through its door, and the state after each stage, which is `right` in one process."""
-    way: Alone = Local() if script.is_local else Horovod() if script.door == HOROVOD else Strategy()
+    way: Alone = Local() if script.is_local else Horovod() if script.door == HOROVOD \
+        else Strategy(script.is_sharded)
     folder = mpistrat.broadcast_object(folder, 0)
     largest, states = (0.0, ""), []
     run, stages, place, name = None, None, 0, "making the model"

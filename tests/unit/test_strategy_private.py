@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import mpistrat
+from mpistrat.core.errors import MissingDependencyError
 from mpistrat.core.install import require_version
 
 from ..support.jobs import job_environment
@@ -45,6 +46,20 @@ def test_keras_has_what_is_patched_and_gets_it_back() -> None:
     assert [patch.name in vars(patch.owner) for patch in patches] == own
     assert all(patch.reason for patch in integration.PATCHES)
     assert len({(patch.owner, patch.name) for patch in patches}) == len(patches)
+
+
+def test_sharded_variables_need_keras_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.strategy.is_keras2_in_use", lambda: True)
+    with pytest.raises(MissingDependencyError, match='variables="sharded" divides the state of optimizers of Keras 3'):
+        importlib.import_module("mpistrat.strategy").MPIStrategy(variables="sharded")
+    monkeypatch.undo()
+    monkeypatch.setattr("mpistrat.strategy.import_module", missing)
+    with pytest.raises(MissingDependencyError, match="no Keras"):
+        importlib.import_module("mpistrat.strategy").MPIStrategy(variables="sharded")
+
+
+def missing(name: str) -> ModuleType:
+    raise MissingDependencyError("no Keras")
 
 
 def test_the_newest_keras_still_has_the_lines_that_make_the_patches_needed() -> None:
@@ -111,7 +126,7 @@ import keras
 keras.__version__ = "3.99.0"
 import mpistrat.tensorflow
 try:
-    mpistrat.tensorflow.MPIStrategy()
+    mpistrat.importlib.import_module("mpistrat.strategy").MPIStrategy()
 except ImportError as error:
     print(type(error).__name__, error)
 """

@@ -97,10 +97,10 @@ class Training:
         return [v for v in self.shared(list(IdentitySet([*weights_of(self.model), *compared_in(self.parts)])))
                 if v not in own]
 
-    def consolidate(self) -> None:
-        """Gather the state of sharded optimizers on the first rank, where the model may be saved. Collective."""
+    def consolidate(self, place: int = 0) -> None:
+        """Gather the state of sharded optimizers on a rank, where the model may be saved. Collective."""
         for state in self.divided_states:
-            state.consolidate(to=self.process_set.group("fit").topology.job_ranks[0])
+            state.consolidate(to=self.process_set.group("fit").topology.job_ranks[place])
 
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
         """This rank's value of a variable, eager."""

@@ -6,7 +6,7 @@ Norms are those of the whole gradients. keras/optimizer.py makes the class.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -27,7 +27,7 @@ from .state import WholeState
 
 # They compute each element of a variable from the same element of the gradient and of the state alone.
 _ELEMENT_WISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
-_INSTEAD = "Take hvd.DistributedOptimizer."
+_INSTEAD = 'Take hvd.DistributedOptimizer, or MPIStrategy(variables="mirrored").'
 _NO_LOCAL = f"a sharded optimizer has no local variables (register_local_var, local_layers). {_INSTEAD}"
 
 
@@ -45,12 +45,17 @@ def require_shardable(optimizer: Optimizer, uneven: str) -> None:
     if passes_on(optimizer):
         raise InvalidRequestError(f"{cls.__name__} passes gradients on to the optimizers in it, which have the state. "
                                   f"Shard these: {cls.__name__}(hvd.ShardedOptimizer(...)).")
-    if cls.update_step is Optimizer.update_step:
-        raise InvalidRequestError(f"{cls.__name__} has no update_step(), so its update cannot be divided among the "
-                                  f"ranks. {_INSTEAD}")
+    require_update_step(cls)
     if uneven == "join":
         raise InvalidRequestError('a sharded optimizer needs every rank in every step, so uneven="join" does not work '
                                   "with it. Take hvd.DistributedOptimizer, or give all ranks as many batches.")
+
+
+def require_update_step(cls: type[Optimizer]) -> None:
+    """Raise InvalidRequestError if the update of optimizers of this class cannot be divided."""
+    if cls.update_step is Optimizer.update_step:
+        raise InvalidRequestError(f"{cls.__name__} has no update_step(), so its update cannot be divided among the "
+                                  f"ranks. {_INSTEAD}")
 
 
 class Sharded:
@@ -73,22 +78,19 @@ class Sharded:
             own.whole = WholeState(own.parts, self._iterations)  # type: ignore[attr-defined]
             super().build(own.parts.noting)  # type: ignore[misc]
             own.whole.variables = super().variables  # type: ignore[misc]
-            vars(self)["_trainable_variables"] = own.parts.variables  # By plain assignment Keras would track them.
         else:
             super().build(variables)  # type: ignore[misc]
 
     def add_variable_from_reference(self, reference_variable: keras.Variable, *args: object,
                                     **kwargs: object) -> keras.Variable:
-        variable = super().add_variable_from_reference(reference_variable, *args, **kwargs)  # type: ignore[misc]
-        if self._mpistrat.parts is not None:
-            self._mpistrat.parts.note(variable, reference_variable)
-        return variable
+        parts = self._mpistrat.parts
+        with nullcontext() if parts is None else parts.made_for(reference_variable):
+            return super().add_variable_from_reference(reference_variable, *args, **kwargs)  # type: ignore[misc]
 
-    def add_variable(self, *args: object, **kwargs: object) -> keras.Variable:
-        variable = super().add_variable(*args, **kwargs)  # type: ignore[misc]
+    def _track_variable(self, variable: keras.Variable) -> None:
         if self._mpistrat.parts is not None:
             self._mpistrat.parts.note(variable)
-        return variable
+        super()._track_variable(variable)  # type: ignore[misc]
 
     @property
     def variables(self) -> list[Any]:
@@ -148,7 +150,8 @@ class Sharded:
         parts: Parts | None = self._mpistrat.parts
         if parts is None:
             return super()._clip_gradients(grads)  # type: ignore[misc]
-        factor = self._mpistrat.arguments.factor
+        its = self._mpistrat.arguments
+        factor = 1.0 if its is None else its.factor
         if self.gradient_accumulation_steps and factor != 1.0:  # type: ignore[attr-defined]
             grads = [_scaled(g, factor) for g in grads]
         each, all_of_them = self.clipnorm, self.global_clipnorm  # type: ignore[attr-defined]

@@ -6,8 +6,10 @@ elements. So all ranks have as many of them, in the order of the optimizer witho
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any, SupportsIndex
 
 import keras
 import numpy as np
@@ -31,9 +33,18 @@ from .plan import Part, Planned, plan_of
 
 
 class _Noting(list):
-    """The variables for which an optimizer is built. It tells which of them build() looks at."""
+    """The shards for which an optimizer is built. It tells which of them build() looks at.
 
-    place: int | None = None
+    A slice, which build() keeps, has the variables that are trained.
+    """
+
+    def __init__(self, shards: Sequence[keras.Variable], variables: Sequence[keras.Variable]):
+        super().__init__(shards)
+        self.place: int | None = None
+        self._variables = list(variables)
+
+    def __getitem__(self, key: SupportsIndex | slice) -> Any:
+        return self._variables[key] if isinstance(key, slice) else super().__getitem__(key)
 
     def __iter__(self) -> Iterator[keras.Variable]:
         for self.place, variable in enumerate(super().__iter__()):
@@ -69,11 +80,11 @@ class Parts:
         self.of_place = self.plan.parts(self.topology.rank)
         with tf.init_scope():
             self.shards = [self._shard(i, v) for i, v in enumerate(variables)]
-        self.noting = _Noting(self.shards)
+        self.noting = _Noting(self.shards, self.variables)
         self.slots: dict[int, int] = {}
         self._applied: list[int] = []
         self._places = {id(each): i for i, v in enumerate(self.variables) for each in (v, v.value)}
-        self._shard_places = {id(each): i for i, v in enumerate(self.shards) for each in (v, v.value)}
+        self._shard_places = {id(each): i for i, v in enumerate(self.shards) for each in (v, v.value, _component(v))}
 
     def _shard(self, place: int, variable: keras.Variable) -> keras.Variable:
         part = self.of_place.get(place)
@@ -85,9 +96,18 @@ class Parts:
         shard._path = variable.path  # Slots are named after it.
         return shard
 
-    def note(self, slot: keras.Variable, reference: object = None) -> None:
-        """Begin: the optimizer has made a variable, for `reference` or for the one that build() looks at."""
-        place = self._shard_places.get(id(reference), self.noting.place)
+    @contextmanager
+    def made_for(self, reference: object) -> Iterator[None]:
+        """A context in which the optimizer makes a variable for one of the shards."""
+        before, self.noting.place = self.noting.place, self._shard_places.get(id(reference), self.noting.place)
+        try:
+            yield
+        finally:
+            self.noting.place = before
+
+    def note(self, slot: keras.Variable) -> None:
+        """Begin: the optimizer has made a variable, in `made_for` or for the shard that build() looks at."""
+        place = self.noting.place
         if place is not None and place in self.of_place:
             self.slots[id(slot)] = place
 
@@ -156,8 +176,8 @@ class Parts:
             for block, flat in zip(blocks, gathered, strict=True):
                 for i, value in zip(block.members, tf.split(tf.reshape(flat, [-1]), block.sizes), strict=True):
                     if i in changed and self.shards[i] is not self.variables[i]:
-                        assignment = self.variables[i].value.assign(tf.reshape(value, self.variables[i].shape),
-                                                                    read_value=False)
+                        assignment = _component(self.variables[i]).assign(
+                            tf.reshape(value, self.variables[i].shape), read_value=False)
                         assigned[-1] += [] if assignment is None else [assignment]
 
     def _reduce_to_owners(self, gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,
@@ -210,12 +230,18 @@ class Parts:
     def _request(self, name: str, spec: ReduceSpec, arrays: Submitted) -> Request:
         return reducescatter_request(name, specs_of(arrays), spec.scaled, process_set=self.number)
 
-    def _own(self, place: int, gradient: Tensor) -> OptionalGradient:
+    def _own(self, place: int, gradient: Tensor) -> Tensor:
         """This rank's part of a reduced gradient."""
         part = self.of_place[place]
         if not self.plan.is_split:
-            return gradient if part.size else None
+            # Without a part a rank makes the step all the same: for the first variable, and without elements.
+            return gradient if part.size else tf.zeros(self.shards[place].shape, gradient.dtype)
         return _rows_of(gradient, part) if isinstance(gradient, tf.IndexedSlices) else _cut(gradient, part)
+
+
+def _component(variable: keras.Variable) -> tf.Variable:
+    """The tf.Variable of a variable; one of a strategy has it inside."""
+    return getattr(variable.value, "values", [variable.value])[0]
 
 
 def _planned(variable: keras.Variable) -> Planned:

@@ -14,12 +14,14 @@ import tensorflow as tf
 
 from ...api import ops as array_ops
 from ...core.errors import InvalidRequestError
+from ...tensorflow import files
 from ...tensorflow.list_ops import broadcast_list, gather_list
 from ...tensorflow.types import TensorLike
 from .parts import Parts
 
 # The collectives of a state have so many elements at most, so that a rank that does not keep it needs little memory.
 _MOST_ELEMENTS = 16 * 1024 * 1024
+_VALUE = "VARIABLE_VALUE"  # TensorFlow's name of a variable's value in a checkpoint
 
 
 class WholeState:
@@ -50,12 +52,7 @@ class WholeState:
         Raises:
             InvalidRequestError: The state is read, and this rank does not have it.
         """
-        whole = self._now()
-        if is_read and whole is None:
-            raise InvalidRequestError(
-                "this rank does not have the whole state of the sharded optimizer, which is to be saved or copied. "
-                "Call optimizer.consolidate_state() on all ranks before, for rank 0, or consolidate_state(to=None) for "
-                "all ranks. fit does so for rank 0 at the end of each epoch; a step makes it necessary again.")
+        whole = self._read() if is_read else self._now()
         shown = self._shown = [Shown(v, None if whole is None else whole[i], self) if id(v) in self._parts.slots else v
                                for i, v in enumerate(self.variables)]
         try:
@@ -64,6 +61,20 @@ class WholeState:
             self._shown = None
         if not is_read and all(not isinstance(each, Shown) or each.value is not None for each in shown):
             self._know([np.asarray(each) for each in shown])
+
+    def checkpointed(self, slot: keras.Variable) -> dict[str, Any]:
+        """The methods of one of the optimizer's variables that tf.train.Checkpoint calls, with the whole state."""
+        def to_tensors() -> dict[str, tf.Tensor]:
+            # A rank that restores a checkpoint asks for the names only; one that writes is alone.
+            found = [value for v, value in zip(self.variables, self._read(), strict=True) if v is slot] \
+                if files.in_alone() else [slot]
+            return {_VALUE: tf.convert_to_tensor(found[0])}
+
+        def from_tensors(tensors: dict[str, tf.Tensor]) -> None:
+            self.forget()
+            self.assign(slot, tensors[_VALUE])
+
+        return {"_serialize_to_tensors": to_tensors, "_restore_from_tensors": from_tensors}
 
     def consolidate(self, to: int | None) -> None:
         """Gather the state on a rank of the job; None: on all. Collective, eager."""
@@ -132,6 +143,15 @@ class WholeState:
     def _now(self) -> list[np.ndarray] | None:
         """The state after the last step, if this rank has it."""
         return self._known[1] if self._known is not None and self._known[0] == int(self._steps) else None
+
+    def _read(self) -> list[np.ndarray]:
+        whole = self._now()
+        if whole is None:
+            raise InvalidRequestError(
+                "this rank does not have the whole state of the sharded optimizer, which is to be saved or copied. "
+                "Call optimizer.consolidate_state() on all ranks before, for rank 0, or consolidate_state(to=None) for "
+                "all ranks. fit does so for rank 0 at the end of each epoch; a step makes it necessary again.")
+        return whole
 
     @property
     def _name(self) -> str:

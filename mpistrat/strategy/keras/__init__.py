@@ -1,8 +1,9 @@
 """Keras under MPIStrategy: the functions of Keras that are replaced, ordered by Keras' concepts.
 
-trainer: fit, evaluate, predict, and the random seeds of layers. optimizer: gradients, clipping, loss scaling, and the
-slots of variables="central". empty_parts: evaluate and predict without rows. callbacks: which callbacks run where.
-saving: files of models. step_state has what they share while a step is traced.
+trainer: fit, evaluate, predict, and the random seeds of layers. optimizer: reduction, clipping, loss scaling, and the
+slots of variables="central"; gradients: those of uneven batches; sharded: the optimizers of variables="sharded".
+empty_parts: evaluate and predict without rows. callbacks: which callbacks run where. saving: files of models.
+step_state has what they share while a step is traced.
 
 `mpistrat.strategy` imports this package when the first strategy is created, then calls `apply`. The import raises
 MissingDependencyError where Keras is too old.

@@ -1,10 +1,4 @@
-"""Keras' optimizers under MPIStrategy: gradients of uneven batches, clipping, loss scaling, and central slots.
-
-Keras sums the gradients over the ranks and expects each rank to have the same number of rows. Where a global batch does
-not divide evenly (the last one, or fewer rows than ranks) that is not the gradient of the global batch. So each rank's
-gradients are weighted by its number of rows. The numbers are reduced together with the gradients, and when all ranks
-have the usual number nothing is multiplied. Gradients that are accumulated are weighted in each step, after a
-collective of its own.
+"""Keras' optimizers under MPIStrategy: reduction, clipping, loss scaling, and central slots.
 
 With variables="central" the slots (momenta, averages) are on the chief only. Gradients are reduced as in the mirrored
 mode, on all ranks and in the same order. Methods that read or write slots run on the chief only, which then broadcasts
@@ -13,53 +7,30 @@ the updated variables.
 The functions run in a replica, in TensorFlow's thread, unless the docstring says otherwise.
 """
 
-import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
-from ...api import ops as array_ops
-from ...api import runtime
-from ...core.errors import MismatchError
-from ...core.request import Max
 from ...keras._private import trained_by
-from ...keras.fit.rates import rates_of, require_equal_rates
-from ...keras.fit.training import StrategyTraining
-from ...keras.nested_optimizers import parts_of
 from ...keras.optimizer import agreements_on_finite
-from ...keras.optimizer_state import OptimizerState
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
+from ...tensorflow import files
 from ...tensorflow.accumulators import is_accumulator
-from ...tensorflow.consistency import FirstSteps
-from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.gradients import label_of
-from ...tensorflow.names import OptimizerName, eager
 from ...tensorflow.overwritten import places_of, with_largest
 from ...tensorflow.types import OptionalGradient, Tensor
 from .. import collectives
 from ..central import Slots
 from ..mpi_strategy import MPIStrategy
 from . import step_state
+from .gradients import compare_in_loop, largest, reduce_gradients, scaled, state_of
+from .sharded import shard
 
 GradientsAndVariables = list[tuple[OptionalGradient, tf.Variable]]
-
-_HALVES = (tf.float16, tf.bfloat16)
-_OWN_ROWS = ("dataset.shard(context.num_input_pipelines, context.input_pipeline_id) in the function of "
-             "distribute_datasets_from_function; other datasets are sharded, so their rows are equal")
-
-
-def state_of(optimizer: Optimizer) -> OptimizerState:
-    """The state of an optimizer. The first call gives it its name, on all ranks in the same order."""
-    if "_mpistrat" not in vars(optimizer):
-        checks = FirstSteps(OptimizerName(0)(), way_out=_OWN_ROWS)
-        # By plain assignment Keras would track it.
-        object.__setattr__(optimizer, "_mpistrat", OptimizerState(type(optimizer).__name__, strategys_checks=checks))
-    state: OptimizerState = optimizer._mpistrat
-    return state
 
 
 # -- optimizers that were made outside of the scope -------------------------------------------------------------------
@@ -75,6 +46,14 @@ def _belongs_to(optimizer: Optimizer, strategy: MPIStrategy) -> None:
         optimizer._distribution_strategy = strategy
 
 
+@replaces(Optimizer, "__init__", "sharded slots would be on every rank", "tf.distribute.get_strategy()")
+def make(original: Function, self: Optimizer, *args: object, **kwargs: object) -> None:
+    original(self, *args, **kwargs)
+    # One without an update_step may have others in it, which it does not know yet.
+    if not files.in_alone() and type(self).update_step is not Optimizer.update_step:
+        shard(self, tf.distribute.get_strategy())
+
+
 @replaces(Optimizer, "add_variable_from_reference", "an optimizer made outside of the scope could not make its slots",
           "self._distribution_strategy.extended.colocate_vars_with(")
 def add_variable_from_reference(original: Function, self: Optimizer, reference_variable: keras.Variable | tf.Variable,
@@ -84,8 +63,7 @@ def add_variable_from_reference(original: Function, self: Optimizer, reference_v
     if not isinstance(strategy, MPIStrategy):
         return original(self, reference_variable, *args, **kwargs)
     _belongs_to(self, strategy)
-    # In a replica it is in the scope already, which cannot be entered there again.
-    with contextlib.nullcontext() if tf.distribute.get_strategy() is strategy else strategy.scope():
+    with step_state.scope_of(strategy):
         return original(self, reference_variable, *args, **kwargs)
 
 
@@ -136,69 +114,6 @@ def _agree_on_finite(_: LossScaleOptimizer, finite: tf.Tensor) -> tf.Tensor:
 agreements_on_finite.append(_agree_on_finite)
 
 
-def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list[str]) -> list[Tensor]:
-    """Return the gradients of the global batch. Collective, in a replica of MPIStrategy.
-
-    `gradients` has no None; `labels` are users' names of the variables, for error messages.
-    """
-    if not gradients:
-        return []
-    strategy, checks = tf.distribute.get_strategy(), state_of(optimizer).strategys_checks
-    weight = step_state.state.weight
-    if weight is None or optimizer.gradient_accumulation_steps:  # Accumulated gradients have been weighted.
-        return strategy.extended.reduce_gradients(gradients, labels, checks, {})
-    weighted = _scaled_unless(weight == 1, gradients, weight)
-    *summed, total = strategy.extended.reduce_gradients(weighted, labels, checks, {"rows": weight})
-    step_state.state.total = total
-    size = tf.cast(strategy.num_replicas_in_sync, tf.float32)
-    return _scaled_unless(total == size, summed, size / total)
-
-
-def _largest(values: list[tf.Tensor], variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
-    """The maxima over the ranks of the values that overwrite variables. Collective."""
-    if step_state.state.rows is not None:  # The value of a rank without rows may be anything, also NaN.
-        values = [tf.where(step_state.state.rows == 0, value.dtype.min, value) for value in values]
-    return collectives.all_reduce(values, Max, "overwritten", list(map(label_of, variables)))
-
-
-def _scaled_unless(is_one: tf.Tensor, gradients: Sequence[Tensor], factor: tf.Tensor) -> list[Tensor]:
-    """The gradients times a factor, or as they are if it is one. A multiplication takes longer than the branch."""
-    # Only the values go through the branch. A shape that came out of it would not be known to XLA.
-    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    results = tf.cond(is_one, lambda: list(map(tf.identity, values)), lambda: [_scaled(v, factor) for v in values])
-    return [tf.IndexedSlices(result, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else result
-            for g, result in zip(gradients, results, strict=True)]
-
-
-def _scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    wide = tf.cast(gradient, tf.float32) if gradient.dtype in _HALVES else gradient
-    # The gradient of a rank without rows may be anything, also NaN, and must not spoil the sum.
-    return tf.cast(tf.math.multiply_no_nan(wide, tf.cast(factor, wide.dtype)), gradient.dtype)
-
-
-def _compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """Raise MismatchError unless all ranks begin a loop of the user's with the same weights. Collective; once."""
-    state_of(optimizer).is_compared = True
-    if not runtime.current().settings.is_checked or runtime.current().topology.size == 1:
-        return
-    with tf.init_scope():
-        if not tf.executing_eagerly():
-            return
-        place, rates = f"in the first step of {optimizer.name}", rates_of(parts_of(optimizer))
-
-        def compare_rates() -> None:
-            require_equal_rates(array_ops.allgather_object(rates, eager("strategy/rates")), place)
-
-        try:
-            require_equal_weights(variables, eager("strategy/weights"), place, causes=StrategyTraining.causes,
-                                  rates=(repr(rates).encode(), compare_rates))
-        except MismatchError as error:
-            error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph would raise a StagingError instead.
-            raise
-
-
 # -- central slots ----------------------------------------------------------------------------------------------------
 
 
@@ -246,19 +161,20 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
     grads = list(grads)
     variables = None if trainable_variables is None else list(trainable_variables)
     strategy = step_state.strategy_here()
+    if shard(self, strategy):
+        return self.apply(grads, variables)
     if strategy is not None:
         _belongs_to(self, strategy)
         trained = trained_by(self) if variables is None else variables
-        if step_state.state.rows is None and not state_of(self).is_compared:
-            _compare_in_loop(self, trained)
+        compare_in_loop(self, trained)
         overwritten = places_of(trained)
         # The sum of several steps' gradients has no single number of rows.
         if self.gradient_accumulation_steps and step_state.state.weight is not None:
             factor = step_state.share()
-            grads = [gradient if gradient is None or i in overwritten else _scaled(gradient, factor)
+            grads = [gradient if gradient is None or i in overwritten else scaled(gradient, factor)
                      for i, gradient in enumerate(grads)]
         if overwritten and len(grads) == len(trained):  # Otherwise Keras says what is wrong.
-            grads = with_largest(grads, trained, overwritten, _largest)
+            grads = with_largest(grads, trained, overwritten, largest)
     result = original(self, grads, variables)
     slots = slots_of(self)
     if slots is None or not grads:

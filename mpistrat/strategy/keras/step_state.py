@@ -9,6 +9,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import keras
@@ -82,6 +83,11 @@ def strategy_here() -> MPIStrategy | None:
     return strategy if isinstance(strategy, MPIStrategy) else None
 
 
+def scope_of(strategy: MPIStrategy) -> AbstractContextManager[object]:
+    """The scope of a strategy. In a replica the code is in it already, and it cannot be entered there again."""
+    return contextlib.nullcontext() if tf.distribute.get_strategy() is strategy else strategy.scope()
+
+
 def strategy_of(model: keras.Model | None) -> MPIStrategy | None:
     """The MPIStrategy in whose scope a model was created, or None."""
     strategy = getattr(model, "_distribute_strategy", None)
@@ -112,11 +118,16 @@ def share() -> tf.Tensor:
 
     Collective, unless the sum of the gradients has told how many rows all have. Only where there is a weight.
     """
+    return state.weight * tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32) / total_weight()
+
+
+def total_weight() -> tf.Tensor:
+    """The sum of all ranks' weights. Likewise."""
     assert state.weight is not None
     total = captured_in_function(state.total)
     if total is None:
         total = state.total = collectives.all_reduce([state.weight], tf.distribute.ReduceOp.SUM, "rows")[0]
-    return state.weight * tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32) / total
+    return total
 
 
 def unscaled(loss: T) -> T:

@@ -22,7 +22,7 @@ from ...keras._private import trainer as keras_trainer
 from ...keras.fit.row_counts import rows_of
 from ...keras.fit.running_statistics import average_statistics, running_statistics
 from ...keras.fit.training import StrategyTraining, in_fit, step_values_of
-from ...keras.nested_optimizers import distributed_in
+from ...keras.nested_optimizers import distributed_in, parts_of
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
 from ...keras.sync_batch_norm import SyncBatchNormalization
@@ -36,6 +36,7 @@ from ..seeds import state_of_first_rank
 from ..variables import RankMirroredVariable
 from . import step_state
 from .empty_parts import never_called_without_rows
+from .sharded import shard
 from .step_state import state, strategy_here, strategy_of
 
 T = TypeVar("T")
@@ -191,6 +192,8 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
     strategy = strategy_of(self)
     if strategy is None:
         return original(self, iterator, data_batch)
+    for optimizer in parts_of(self.optimizer):
+        shard(optimizer, strategy)
     rows = None
     if iterator is not None and _may_read_once(iterator):
         # A batch that is taken from a generator cannot be put back.
