@@ -10,7 +10,7 @@ from ..support.jobs import ROOT, needs_mpirun, run_job
 
 FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/parallel/test_*.py"))
 # Each is a session of its own, so that none is long.
-PARTS = {"strategy": [file for file in FILES if "test_strategy" in file],
+PARTS = {"strategy": [file for file in FILES if "test_strategy" in file and "sharded" not in file],
          "features": [file for file in FILES if "test_features" in file],
          "same bits": [file for file in FILES if "test_differential" in file or "test_changed_results" in file],
          "graphs": [file for file in FILES if any(name in file for name in (

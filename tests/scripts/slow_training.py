@@ -47,7 +47,7 @@ def hosts() -> Any:
 
 
 def diloco(**arguments: Any) -> Any:
-    return keras.optimizers.AdamW(1e-3), [hvd.callbacks.DiLoCo(every=50, **arguments)]
+    return keras.optimizers.Adam(1e-3), [hvd.callbacks.DiLoCo(every=50, **arguments)]
 
 
 WAYS: dict[str, Callable[[], Any]] = {
@@ -65,7 +65,8 @@ def measure(way: str, steps: int) -> tuple[float, float]:
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
     start = model.get_weights()
     x, y = rows(1 + hvd.rank(), BATCH * steps)
-    model.fit(x[:WARM_UP * BATCH], y[:WARM_UP * BATCH], batch_size=BATCH, verbose=0)  # traces the step
+    model.fit(x[:WARM_UP * BATCH], y[:WARM_UP * BATCH], batch_size=BATCH, verbose=0,
+              callbacks=WAYS[way]()[1])  # traces the step
     for variable in model.optimizer.variables:
         if variable.name != "learning_rate":
             variable.assign(np.zeros(variable.shape, variable.dtype))
