@@ -8,7 +8,7 @@ import pytest
 import mpistrat
 
 tf = pytest.importorskip("tensorflow")
-pytest.importorskip("keras")
+keras = pytest.importorskip("keras")
 
 import mpistrat.tensorflow as hvd  # noqa: E402
 
@@ -71,6 +71,27 @@ def test_what_is_not_a_sum_of_floats_is_sent_as_it_is(size: int) -> None:
         np.testing.assert_array_equal(plain.values, sent.values)
         plain, sent = both(tf.constant(values), op=hvd.Average, prescale_factor=2.0, postscale_factor=3.0)
         assert 0 < np.abs(plain - sent).max() < 0.02 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_ranks_of_a_set_between_hosts_accumulate(passes: int, rank: int, size: int) -> None:
+    """The first rank and the last, on two hosts; the others train by themselves."""
+    def trained_in(process_set: hvd.ProcessSet, compression: type) -> np.ndarray:
+        optimizer = hvd.DistributedOptimizer(SGD(0.1, momentum=0.9), compression=compression, process_set=process_set,
+                                             backward_passes_per_step=passes)
+        variable = keras.Variable(np.ones(10_000, np.float32), name="kernel")
+        for step in range(8):
+            optimizer.apply([tf.linspace(0.1, 1.0 + rank + step, 10_000)], [variable])
+        return np.array(variable)
+
+    with under(TWO_HOSTS if size > 2 else HOST_EACH):
+        of_set = hvd.add_process_set([0, size - 1])
+        if of_set.included():
+            plain, sent = (trained_in(of_set, each) for each in (hvd.Compression.none, hvd.Compression.int8))
+            off = np.linalg.norm(sent - plain) / np.linalg.norm(plain - 1)
+            assert 1e-5 < off < 0.01, off
+            assert all(np.array_equal(sent, other) for other in
+                       mpistrat.allgather_object(sent, process_set=of_set))
 
 
 def test_ranks_with_other_formats_are_told_so(rank: int, size: int) -> None:

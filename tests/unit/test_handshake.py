@@ -28,7 +28,7 @@ def test_a_version_with_other_fields_is_named(of: str) -> None:
     (newer if of == "info" else newer["settings"])["new"] = 1
     with pytest.raises(SettingsError, match=r"cannot run together: 0\.1 on ranks \[0, 2\]; 0\.2 on ranks \[1\]\. Inst"):
         from_texts([json.dumps(each) for each in (sent, newer, sent)])
-    del (sent if of == "info" else sent["settings"])["script" if of == "info" else "fast_path"]
+    del (sent if of == "info" else sent["settings"])["script" if of == "info" else "disable"]
     with pytest.raises(SettingsError, match="different versions of mpistrat"):
         from_texts([to_text(FIRST), json.dumps(sent)])
 

@@ -126,7 +126,7 @@ import keras
 keras.__version__ = "3.99.0"
 import mpistrat.tensorflow
 try:
-    mpistrat.importlib.import_module("mpistrat.strategy").MPIStrategy()
+    mpistrat.tensorflow.MPIStrategy()
 except ImportError as error:
     print(type(error).__name__, error)
 """

@@ -33,7 +33,7 @@ from . import step_state
 
 _HALVES = (tf.float16, tf.bfloat16)
 OWN_ROWS = ("dataset.shard(context.num_input_pipelines, context.input_pipeline_id) in the function of "
-             "distribute_datasets_from_function; other datasets are sharded, so their rows are equal")
+            "distribute_datasets_from_function; other datasets are sharded, so their rows are equal")
 
 
 def state_of(optimizer: Optimizer) -> OptimizerState:
