@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import mpistrat
-from mpistrat.core.errors import MissingDependencyError
 from mpistrat.core.install import require_version
 
 from ..support.jobs import job_environment
@@ -50,16 +49,17 @@ def test_keras_has_what_is_patched_and_gets_it_back() -> None:
 
 def test_sharded_variables_need_keras_3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpistrat.strategy.is_keras2_in_use", lambda: True)
-    with pytest.raises(MissingDependencyError, match='variables="sharded" divides the state of optimizers of Keras 3'):
+    with pytest.raises(mpistrat.MissingDependencyError,
+                       match='variables="sharded" divides the state of optimizers of Keras 3'):
         importlib.import_module("mpistrat.strategy").MPIStrategy(variables="sharded")
     monkeypatch.undo()
     monkeypatch.setattr("mpistrat.strategy.import_module", missing)
-    with pytest.raises(MissingDependencyError, match="no Keras"):
+    with pytest.raises(mpistrat.MissingDependencyError, match="no Keras"):
         importlib.import_module("mpistrat.strategy").MPIStrategy(variables="sharded")
 
 
 def missing(name: str) -> ModuleType:
-    raise MissingDependencyError("no Keras")
+    raise mpistrat.MissingDependencyError("no Keras")
 
 
 def test_the_newest_keras_still_has_the_lines_that_make_the_patches_needed() -> None:
