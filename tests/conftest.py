@@ -29,8 +29,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = config.getoption("--part")
     chosen, left_out = [], []
     for item in items:
-        own = parts.part_of(parts.unit_of(item)) if item.get_closest_marker("long") else part
-        is_run = part in (None, own) or parts.has_changed(item)
+        is_run = part is None or item.get_closest_marker("long") is None or \
+            part == parts.part_of(parts.unit_of(item)) or parts.has_changed(item)
         (chosen if is_run else left_out).append(item)
         if JOBS not in item.path.parents:
             item.add_marker(pytest.mark.xdist_group(item.path.name))  # One worker runs the tests of a file.
