@@ -62,8 +62,8 @@ def quantised_sum(job: QuantisedSum) -> None:
         wire = np.empty(wire_bytes(count), np.uint8)
         codec.encode(total, memory_at(job.errors, count, single) if job.errors else None, wire)
         blocks, scales = _blocks_at(job.wire, job.blocks), wire[:job.blocks * SCALE_BYTES]
-        blocks[:, :SCALE_BYTES] = scales.reshape(job.blocks, -1)
-        blocks[:, SCALE_BYTES:] = wire[scales.size:].reshape(job.blocks, -1)
+        blocks[:, :SCALE_BYTES] = scales.reshape(job.blocks, SCALE_BYTES)
+        blocks[:, SCALE_BYTES:] = wire[scales.size:].reshape(job.blocks, BLOCK)
 
 
 def _blocks_at(address: int, blocks: int) -> np.ndarray:

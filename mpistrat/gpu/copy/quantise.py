@@ -45,29 +45,34 @@ extern "C" __global__ void quantised_sum(
         unsigned long long filled, unsigned long long wires, unsigned long long wire_rows, unsigned long long wire_step,
         unsigned long long total, unsigned long long wire, unsigned long long errors) {
     const unsigned long long block = blockIdx.x, first = block * BLOCK;
-    float values[BLOCK / THREADS];
+    float values[BLOCK / THREADS] = {};
+    for (unsigned long long row = 0; row < float_rows; row++) {
+        const float* read = reinterpret_cast<const float*>(floats + row * float_step);
+#pragma unroll
+        for (int k = 0; k < BLOCK / THREADS; k++) {
+            const unsigned long long i = first + k * THREADS + threadIdx.x;
+            const float number = i < filled ? read[i] : 0.0f;
+            values[k] = row ? __fadd_rn(values[k], number) : number;
+        }
+    }
+    for (unsigned long long row = 0; row < wire_rows; row++) {
+        const unsigned long long start = wires + row * wire_step + block * BLOCK_BYTES;
+        const unsigned char* read = reinterpret_cast<const unsigned char*>(start);
+        const float scale = *reinterpret_cast<const float*>(read);
+#pragma unroll
+        for (int k = 0; k < BLOCK / THREADS; k++) {
+            const float number = __fmul_rn(number_of(read[SCALE_BYTES + k * THREADS + threadIdx.x]), scale);
+            values[k] = row + float_rows ? __fadd_rn(values[k], number) : number;
+        }
+    }
     unsigned int most = LEAST;  // The bits of positive floats have their order, and those of NaN come last.
 #pragma unroll
     for (int k = 0; k < BLOCK / THREADS; k++) {
-        const unsigned int place = k * THREADS + threadIdx.x;
-        const unsigned long long i = first + place;
-        float value = 0.0f;
-        for (unsigned long long row = 0; row < float_rows; row++) {
-            const float number = i < filled ? reinterpret_cast<const float*>(floats + row * float_step)[i] : 0.0f;
-            value = row ? __fadd_rn(value, number) : number;
-        }
-        for (unsigned long long row = 0; row < wire_rows; row++) {
-            const unsigned char* read = reinterpret_cast<const unsigned char*>(
-                wires + row * wire_step + block * BLOCK_BYTES);
-            const float number = __fmul_rn(number_of(read[SCALE_BYTES + place]),
-                                           *reinterpret_cast<const float*>(read));
-            value = row + float_rows ? __fadd_rn(value, number) : number;
-        }
-        if (total) reinterpret_cast<float*>(total)[i] = value;
-        if (errors) value = __fadd_rn(reinterpret_cast<float*>(errors)[i], value);
-        const unsigned int magnitude = __float_as_uint(value) & 0x7FFFFFFF;
+        const unsigned long long i = first + k * THREADS + threadIdx.x;
+        if (total) reinterpret_cast<float*>(total)[i] = values[k];
+        if (errors) values[k] = __fadd_rn(reinterpret_cast<float*>(errors)[i], values[k]);
+        const unsigned int magnitude = __float_as_uint(values[k]) & 0x7FFFFFFF;
         most = most > magnitude ? most : magnitude;
-        values[k] = value;
     }
     if (!wire) return;
     for (int distance = 16; distance; distance /= 2) {
