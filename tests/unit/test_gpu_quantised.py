@@ -20,7 +20,7 @@ import pytest
 from mpistrat.core.arithmetic import Reduction, Scale
 from mpistrat.core.error_feedback import ErrorFeedback
 from mpistrat.core.errors import EngineError
-from mpistrat.core.quantised import BLOCK, FORMATS, SCALE_BYTES, Quantised
+from mpistrat.core.quantised import BLOCK, FORMATS, Quantised
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
 from mpistrat.core.tuning import HIERARCHICAL_ALLGATHER_BYTES
@@ -28,11 +28,11 @@ from mpistrat.gpu.copy.quantise import BLOCK_BYTES, THREADS, QuantisedSum, sourc
 from mpistrat.gpu.nccl.data import NcclData
 from mpistrat.gpu.nccl.quantised import QuantisedReduces
 from mpistrat.gpu.nccl.types import AVERAGES_FROM
+from tests.gpu import quantised_kernel
 from tests.support import copy_model
 from tests.support.gpu_stand_in import Communicator, Device
 
 each_format = pytest.mark.parametrize("format_", FORMATS)
-BLOCKS = 7
 
 
 # -- the kernel -------------------------------------------------------------------------------------------------------
@@ -85,64 +85,19 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[Qua
     return made
 
 
-def hard_values(rows: int) -> np.ndarray:
-    """Floats of BLOCKS blocks: of all magnitudes, equal to each other, zeros, too small, too large, not finite."""
-    random = np.random.default_rng(rows)
-    values = random.standard_normal((rows, BLOCKS, BLOCK)) * 10.0 ** random.integers(-6, 6, (BLOCKS, 1))
-    values[:, 0] = np.linspace(-127, 127, BLOCK).round(1)  # many are halfway between two numbers
-    values[:, 1, ::2] = -0.0
-    values[:, 2] *= 1e-40
-    values[:, 3] = np.where(np.arange(BLOCK) % 2, 3.3e38, -1e33) / rows
-    values[-1, 4, 17], values[-1, 5, 3] = np.nan, -np.inf
-    return np.ascontiguousarray(values.reshape(rows, -1).astype(np.float32))
-
-
-def results(job: QuantisedSum, errors: np.ndarray | None, run: Callable[[QuantisedSum], None]) -> list[np.ndarray]:
-    """What a launch leaves: the sum, the scales, the numbers, and the errors."""
-    total = np.full(BLOCKS * BLOCK, 7, np.float32)
-    wire = np.full((BLOCKS, BLOCK_BYTES), 7, np.uint8)
-    kept = np.zeros(0, np.float32) if errors is None else errors.copy()
-    run(job._replace(total=total.ctypes.data, wire=wire.ctypes.data, errors=kept.ctypes.data if kept.size else 0))
-    return [total, wire[:, :SCALE_BYTES].copy().view(np.float32)[:, 0], wire[:, SCALE_BYTES:], kept]
-
-
 @each_format
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("missing", [0, 5, BLOCK + 1, 4 * BLOCK])
-@pytest.mark.parametrize("has_errors", [False, True])
-def test_the_kernel_has_the_bits_of_the_path_for_cpu_tensors(format_: str, rows: int, missing: int, has_errors: bool,
+@pytest.mark.parametrize("number", range(len(list(quantised_kernel.cases()))))
+def test_the_kernel_has_the_bits_of_the_path_for_cpu_tensors(format_: str, number: int,
                                                              kernels: dict[str, Any]) -> None:
-    floats = hard_values(rows)
-    errors = np.random.default_rng(1).standard_normal(BLOCKS * BLOCK).astype(np.float32) if has_errors else None
-    job = QuantisedSum(format_, BLOCKS, floats.ctypes.data, rows, floats.strides[0], BLOCKS * BLOCK - missing)
-    model = results(job, errors, copy_model.quantised_sum)
-    is_finite = np.isfinite(model[1])
-    assert missing == 4 * BLOCK or not is_finite.all()  # and nobody reads the numbers of the others
-    for by_kernel, by_model in zip(results(job, errors, kernels[format_]), model, strict=True):
-        if by_model.dtype == np.uint8:
-            np.testing.assert_array_equal(by_kernel[is_finite], by_model[is_finite])
-        else:
-            np.testing.assert_array_equal(by_kernel, by_model)
-            is_number = ~np.isnan(by_model)
-            assert by_kernel[is_number].tobytes() == by_model[is_number].tobytes()  # zeros have their sign
+    case = list(quantised_kernel.cases())[number]
+    quantised_kernel.check(quantised_kernel.HostMemory(kernels[format_]), format_, case)
 
 
 @each_format
-@pytest.mark.parametrize("has_floats", [False, True])
-def test_the_kernel_reads_every_number_and_adds_in_the_order_of_the_rows(format_: str, has_floats: bool,
-                                                                         kernels: dict[str, Any]) -> None:
-    random = np.random.default_rng(3)
-    wires = random.integers(0, 256, (3, BLOCKS, BLOCK_BYTES), np.uint8)
-    wires[0, 0, SCALE_BYTES:] = np.arange(256)
-    scales = (10.0 ** random.integers(-8, 8, (3, BLOCKS))).astype(np.float32)
-    scales[2, 3:6] = np.nan, np.inf, 3e36
-    wires[:, :, :SCALE_BYTES] = scales.view(np.uint8).reshape(3, BLOCKS, SCALE_BYTES)
-    floats = hard_values(1)
-    job = QuantisedSum(format_, BLOCKS, floats.ctypes.data, int(has_floats), 0, BLOCKS * BLOCK, wires.ctypes.data, 3,
-                       wires.strides[0])
-    by_kernel, by_model = (results(job, None, run)[0] for run in (kernels[format_], copy_model.quantised_sum))
-    np.testing.assert_array_equal(by_kernel, by_model)
-    assert np.isfinite(by_model).any()
+def test_the_cases_have_blocks_that_are_finite_and_others(format_: str) -> None:
+    scales = [quantised_kernel.results(quantised_kernel.HostMemory(copy_model.quantised_sum), format_, case)[1]
+              for case in quantised_kernel.cases()]
+    assert 0.3 < np.isfinite(scales).mean() < 0.9
 
 
 @each_format
