@@ -176,8 +176,12 @@ class GpuErrors(Errors):
     def __init__(self, device: GpuDevice, stream: GpuStream, count: int, parts: Sequence[tuple[int, int, int]],
                  limit_s: float):
         super().__init__(count)
-        self._device, self._stream, self._parts, self._limit_s = device, stream, parts, limit_s
-        self._nbytes = max(sum(room for _, _, room in parts), 1) * _FLOAT_BYTES
+        self._device, self._stream, self._limit_s, end = device, stream, limit_s, 0
+        self._places: list[tuple[slice, slice]] = []  # in the bucket, and in the memory
+        for first, filled, room in parts:
+            self._places.append((slice(first, first + filled), slice(end, end + filled)))
+            end += room
+        self._nbytes = max(end, 1) * _FLOAT_BYTES
         memory = device.scratch(self._nbytes, stream)
         if memory is None:
             raise MemoryError
@@ -186,21 +190,19 @@ class GpuErrors(Errors):
         self.set(None)
 
     def set(self, values: np.ndarray | None) -> None:
-        staged, end = self._device.pinned(self._nbytes), 0
-        staged[:] = 0
+        staged = self._device.pinned(self._nbytes).view(np.float32)
+        staged[:] = 0.0
         if values is not None:
-            for first, count, room in self._parts:
-                staged.view(np.float32)[end:end + count] = values[first:first + count]
-                end += room
+            for place, at in self._places:
+                staged[at] = values[place]
         self._copy(self.address, staged.ctypes.data)
 
     def own(self) -> np.ndarray:
-        staged, result, end = self._device.pinned(self._nbytes), np.zeros(self.count, np.float32), 0
+        staged, result = self._device.pinned(self._nbytes).view(np.float32), np.zeros(self.count, np.float32)
         with self._device.current():
             self._copy(staged.ctypes.data, self.address)
-        for first, count, room in self._parts:
-            result[first:first + count] = staged.view(np.float32)[end:end + count]
-            end += room
+        for place, at in self._places:
+            result[place] = staged[at]
         return result
 
     def _copy(self, target: int, source: int) -> None:
