@@ -31,12 +31,12 @@ def _initialised_afterwards() -> Iterator[None]:
 
 
 @contextmanager
-def on_hosts(hosts: str, is_gpu: bool, **settings: str) -> Iterator[Any]:
+def on_hosts(hosts: str, is_gpu: bool) -> Iterator[Any]:
     """Have ranks on these hosts, and tensors on a stand-in for their GPUs. Gives a function that gets it."""
     with pytest.MonkeyPatch.context() as patch:
         if is_gpu:
             tensorflow_stand_in.install(MPI.COMM_WORLD.Get_rank(), patch.setattr)
-        with under(Leg(hosts, settings, hosts=hosts)):
+        with under(Leg(hosts, hosts=hosts)):
             yield lambda: own_gpu.this_ranks_gpu(0)
 
 
@@ -102,15 +102,6 @@ def test_a_rank_that_cannot_compile_the_kernel_has_all_staged(rank: int, size: i
                 patch.setattr(tensorflow_stand_in.Device, "compile_sum", fails)
             same(gradients("int8", range(2)), expected)
             assert launches(gpu) == 0
-
-
-def test_with_two_streams_errors_are_used_in_the_order_of_the_steps(size: int) -> None:
-    settings = {"MPISTRAT_NUM_NCCL_STREAMS": "2", "MPISTRAT_FUSION_THRESHOLD": "65536"}
-    for hosts in HOSTS[size]:
-        with on_hosts(hosts, is_gpu=False, **settings):
-            expected = gradients("fp8", range(5))
-        with on_hosts(hosts, is_gpu=True, **settings):
-            same(gradients("fp8", range(5)), expected)
 
 
 def test_a_rank_that_has_joined_takes_part(rank: int, size: int) -> None:

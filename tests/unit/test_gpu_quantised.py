@@ -151,17 +151,19 @@ class Post:
 class Job:
     """A rank for each letter of `hosts`, the name of its host. `members`: Their ranks in the job."""
 
-    def __init__(self, hosts: str, buffer_bytes: int = 2**22, free_bytes: int = 2**40, members: tuple[int, ...] = ()):
+    def __init__(self, hosts: str, buffer_bytes: int = 2**22, free_bytes: int = 2**40, members: tuple[int, ...] = (),
+                 streams: int = 1):
         self.size = size = len(hosts)
         self.post = Post(size)
         self.devices = [Device(seed=rank) for rank in range(size)]
         self.nccl, self.feedback, self.reduces = [], [], []
         for rank, device in enumerate(self.devices):
-            communicator = Communicator(device, 1)
-            communicator._comm = self.post.of(rank)
-            buffers: Any = [device.scratch(buffer_bytes) for _ in range(2)]
+            communicators = [Communicator(device, 1) for _ in range(streams)]
+            for communicator in communicators:
+                communicator._comm = self.post.of(rank)
+            buffers: Any = [[device.scratch(buffer_bytes) for _ in range(2)] for _ in range(streams)]
             device.free_bytes = free_bytes
-            self.nccl.append(NcclData(device, rank, size, [communicator], [buffers], buffer_bytes, AVERAGES_FROM))
+            self.nccl.append(NcclData(device, rank, size, communicators, buffers, buffer_bytes, AVERAGES_FROM))
             topology = Topology(rank, tuple(hosts), members)
             # As if all ranks had the memory that this one has.
             plane: Any = SimpleNamespace(allgather=lambda own, gathered, counts: gathered.fill(own[0]))
@@ -169,20 +171,22 @@ class Job:
             self.reduces.append(QuantisedReduces(device, self.nccl[-1], topology, lambda own: [own] * size,
                                                  self.feedback[-1], 10.0))
 
-    def enqueue(self, values: Sequence[Sequence[np.ndarray]], reduction: Reduction) -> list[list[Any]]:
-        """Enqueue the reduction of `values[rank]`; return the arrays of the results."""
-        targets = []
-        for rank, device in enumerate(self.devices):
-            sources = [device.seen(device.tensor(value)) for value in values[rank]]
-            device.run_all()
-            into = [device.seen(device.tensor(np.zeros_like(value))) for value in values[rank]]
-            device.run_all()
-            reduce = self.reduces[rank].reducer(sources, reduction)
+    def arrays(self, values: Sequence[Sequence[np.ndarray]]) -> list[list[Any]]:
+        """The values of each rank on its GPU."""
+        made = [[device.seen(device.tensor(value)) for value in own]
+                for device, own in zip(self.devices, values, strict=True)]
+        for device in self.devices:
+            device.synchronize()
+        return made
+
+    def enqueue(self, sources: Sequence[Sequence[Any]], targets: Sequence[Sequence[Any]],
+                reduction: Reduction) -> None:
+        """Enqueue the reduction of the arrays of each rank."""
+        for rank, (read, written) in enumerate(zip(sources, targets, strict=True)):
+            reduce = self.reduces[rank].reducer(read, reduction)
             self.nccl[rank].wait_for([])
-            reduce([each.address for each in sources], [each.address for each in into])
+            reduce([each.address for each in read], [each.address for each in written])
             self.nccl[rank].finish()
-            targets.append([*into, *sources])
-        return targets
 
     def run(self) -> None:
         """Let all GPUs go on until nothing is left."""
@@ -195,9 +199,10 @@ class Job:
 
     def reduce(self, values: Sequence[Sequence[np.ndarray]], reduction: Reduction) -> list[np.ndarray]:
         """The results, which all ranks have with the same bits."""
-        targets = self.enqueue(values, reduction)
+        sources, targets = self.arrays(values), self.arrays(values)
+        self.enqueue(sources, targets, reduction)
         self.run()
-        ranks = [[array.owner.view().copy() for array in arrays[:len(values[0])]] for arrays in targets]
+        ranks = [[array.owner.view().copy() for array in arrays] for arrays in targets]
         for other in ranks[1:]:
             assert [each.tobytes() for each in other] == [each.tobytes() for each in ranks[0]]
         return ranks[0]
@@ -282,6 +287,20 @@ def test_other_floats_are_added_up_in_float32(dtype: type) -> None:
         np.testing.assert_allclose(got.astype(np.float64), 2 * value.astype(np.float64), atol=0.03)
 
 
+@pytest.mark.parametrize("hosts", ["AB", "AAB"])
+def test_steps_that_are_enqueued_together_use_the_errors_in_their_order(hosts: str) -> None:
+    steps = [values_of(len(hosts), COUNTS, seed) for seed in range(5)]
+    one_by_one = Job(hosts)
+    expected = [[each.tobytes() for each in one_by_one.reduce(values, quantised())] for values in steps]
+    job = Job(hosts, streams=2)
+    sources, targets = ([job.arrays(values) for values in steps] for _ in range(2))
+    for read, written in zip(sources, targets, strict=True):
+        job.enqueue(read, written, quantised())
+    job.run()
+    for written, results in zip(targets, expected, strict=True):
+        assert [[each.owner.view().tobytes() for each in arrays] for arrays in written] == [results] * len(hosts)
+
+
 def test_without_a_name_nothing_is_kept_and_the_same_values_have_the_same_bits() -> None:
     job, values = Job("AABB"), values_of(4, [20_000])
     first, second = (job.reduce(values, quantised(name=""))[0] for _ in range(2))
@@ -316,22 +335,23 @@ def test_results_are_nan_when_ranks_are_lost_meanwhile() -> None:
     job = Job("AB")
     for nccl in job.nccl:
         nccl.guard_results()
-    targets = job.enqueue(values_of(2, [20_000, 5]), quantised())
+    arrays = job.arrays(values_of(2, [20_000, 5]))
+    job.enqueue(arrays, arrays, quantised())
     for nccl in job.nccl:
         nccl.revoke()
     job.run()
-    assert all(np.isnan(array.owner.view()).all() for arrays in targets for array in arrays[:2])
+    assert all(np.isnan(array.owner.view()).all() for own in arrays for array in own)
     for nccl in job.nccl:
         nccl.abandon()
     with pytest.raises(EngineError, match="communicators were aborted"):
-        job.enqueue(values_of(2, [20_000]), quantised())
+        job.enqueue(arrays, arrays, quantised())
 
 
 def test_a_gpu_without_memory_for_the_errors_says_what_to_take() -> None:
     job = Job("AB", free_bytes=1000, members=(3, 7))
     with pytest.raises(EngineError, match=r"bucket: ranks \[3, 7\] have no memory for the error feedback of "
                                           r"Compression\.int8, 80000 bytes\. Take Compression\.bf16"):
-        job.enqueue(values_of(2, [20_000]), quantised())
+        job.reduce(values_of(2, [20_000]), quantised())
 
 
 def test_a_kernel_that_a_rank_cannot_compile_and_a_small_buffer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
