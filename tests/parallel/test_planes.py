@@ -210,6 +210,7 @@ def test_the_planes_of_ranks_of_one_host_are_those_that_the_tests_mean(planes: d
         assert planes["two hosts"].name == ("hierarchical" if size > 2 else "mpi")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", SCATTERED)
 def test_every_plane_scatters_the_same_bits(planes: dict[str, DataPlane], rank: int, size: int, dtype: str) -> None:
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
