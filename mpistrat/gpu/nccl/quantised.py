@@ -59,6 +59,8 @@ class QuantisedReduces:
         # The ranks that have this rank's part, by host; none if it has no part.
         self._across = [topology.ranks_on(host)[topology.local_rank] for host in self._hosts
                         if topology.local_rank < self._parts]
+        # The blocks of a part, such that a fusion buffer has room for the packed values, for the parts from a
+        # host's ranks, and for what is sent to and received from the other hosts.
         rows = max(sizes) if max(sizes) > 1 else 0
         self._most_blocks = (nccl.buffer_bytes - len(self._hosts) * BLOCK_BYTES - HIERARCHICAL_ALLGATHER_BYTES) // (
             (self._parts + rows) * _FLOATS_BYTES + 2 * BLOCK_BYTES)
@@ -198,8 +200,9 @@ class GpuErrors(Errors):
         self._copy(self.address, staged.ctypes.data)
 
     def own(self) -> np.ndarray:
-        staged, result = self._device.pinned(self._nbytes).view(np.float32), np.zeros(self.count, np.float32)
+        result = np.zeros(self.count, np.float32)
         with self._device.current():
+            staged = self._device.pinned(self._nbytes).view(np.float32)
             self._copy(staged.ctypes.data, self.address)
         for place, at in self._places:
             result[place] = staged[at]
