@@ -92,8 +92,7 @@ class Compression:
     int8 and fp8 change only what hosts send each other: each host's own sum, in float32. On one host, and for what is
     not a sum or an average of floating-point tensors by an all-reduce, they change nothing; nor do they for less than
     16 KiB at a time and for `tf.IndexedSlices`. What rounding takes from a gradient is added to the next gradient of
-    the same variables, which costs up to 4 bytes of memory for each value. GPUs of several hosts send by way of host
-    memory.
+    the same variables, which costs up to 4 bytes of memory for each value, of the GPU for tensors on a GPU.
     """
 
     none = NoneCompressor
