@@ -67,7 +67,8 @@ class Watch(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"momentum": 0.9, "nesterov": True},
-                                       {"momentum": 0.9, "gradient_accumulation_steps": 2}], ids=str)
+                                       {"momentum": 0.9, "gradient_accumulation_steps": 2},
+                                       {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 4}], ids=str)
 def test_an_average_in_every_step_is_that_of_gradients(arguments: dict[str, Any], rank: int) -> None:
     local, together = model_of("normalised"), model_of("normalised")
     fit(local, keras.optimizers.SGD(0.1, **arguments), rank, [hvd.callbacks.LocalSGD(every=1)])
@@ -79,7 +80,7 @@ def test_an_average_in_every_step_is_that_of_gradients(arguments: dict[str, Any]
 
 def test_the_ranks_have_the_same_bits_after_the_warmup_and_then_every_so_many_steps(rank: int, size: int) -> None:
     model, watch = model_of(), Watch()
-    local = hvd.callbacks.LocalSGD(every=3, warmup=2, average_slots=True)
+    local = hvd.callbacks.LocalSGD(every=np.int64(3), warmup=2, average_slots=True)
     fit(model, keras.optimizers.Adam(0.01), rank, [watch, local], steps=9, epochs=1)
     assert watch.equal() == ([True, True, False, False, True, False, False, True, False] if size > 1 else [True] * 9)
     assert_equal_on_all_ranks(values_of([*model.weights, *model.optimizer.variables]))
@@ -263,7 +264,7 @@ def test_gradients_are_averaged_within_a_scope_and_weights_over_all_ranks(rank: 
     (lambda: hvd.callbacks.DiLoCo(2, scope="hosts", uneven="join"), "leave out scope="),
     (lambda: hvd.callbacks.DiLoCo(every=2, outer="sgd"), r"DiLoCo\(outer=\) is a Keras optimizer"),
     (lambda: hvd.callbacks.DiLoCo(2, hvd.DistributedOptimizer(keras.optimizers.SGD())), "is not distributed"),
-    (lambda: hvd.callbacks.DiLoCo(every=2, compression="int8"), r"DiLoCo\(compression=\) is one of Compression"),
+    (lambda: hvd.callbacks.DiLoCo(every=2, compression="int8"), "compression is one of Compression"),
 ])
 def test_arguments_are_checked(make: Callable[[], Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):

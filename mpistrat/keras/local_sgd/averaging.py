@@ -6,6 +6,7 @@ For users. A callback of fit, and an object for loops; collective.
 from collections.abc import Iterable, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.callbacks import Callback
 from keras.optimizers import Optimizer
@@ -46,7 +47,7 @@ class PeriodicAveraging(Callback):
                  uneven: str = "error"):
         super().__init__()
         for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int | np.integer) or value < least:
                 raise InvalidRequestError(f"{type(self).__name__}({name}=) is a number of steps, {least} or more. "
                                           f"Received: {value!r}")
         if uneven not in ("error", "join"):
@@ -219,7 +220,8 @@ class LocalSGD(PeriodicAveraging):
 
     Give it to the callbacks of all ranks. The ranks also synchronise at the end of each epoch, before the validation,
     before a callback saves the model within an epoch, and in a commit of an elastic job. So what is validated, saved
-    and compared is the average. All ranks have the same bits then. Running statistics are averaged with the weights.
+    and compared is the average. All ranks have the same bits then. Running statistics, and moving averages of the
+    weights (use_ema), are averaged with the weights.
     Gradients that are accumulated, and loss scales, are each rank's own. In a loop of your own:
 
         local = hvd.callbacks.LocalSGD(every=16)

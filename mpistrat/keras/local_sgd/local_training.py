@@ -99,10 +99,11 @@ class LocalTraining(Training):
 
     @property
     def slots(self) -> list[keras.Variable]:
-        """The state of the optimizers that is averaged."""
+        """The state of the optimizers that is averaged: what Keras puts in the place of weights (use_ema), or all."""
         own = [part for part in self.parts if part not in IdentitySet(self._averaging.outer)]
-        return self.shared([v for v in compared_in(own) if v.name != "learning_rate" and keras.backend.is_float_dtype(
-            v.dtype)]) if self._averaging.average_slots else []
+        emas = IdentitySet(v for part in own for v in getattr(part, "_model_variables_moving_average", ()))
+        return self.shared([v for v in compared_in(own) if v in emas or (
+            self._averaging.average_slots and v.name != "learning_rate" and keras.backend.is_float_dtype(v.dtype))])
 
     @property
     def weights(self) -> list[keras.Variable]:
