@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from ..api import ops
 from ..api.process_sets import ProcessSet, global_process_set, resolved
+from ..core.errors import InvalidRequestError
 from ..core.request import Sum
 from .async_op import call_site
 
@@ -24,6 +25,13 @@ class Compressor:
     def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
         """Return the result of the reduction in the form of the original tensor."""
         raise NotImplementedError
+
+
+def require_compression(compression: object) -> None:
+    """Raise InvalidRequestError unless it is one of Compression, or a class with the methods of Compressor."""
+    if not (isinstance(compression, type) and hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise InvalidRequestError("compression is one of Compression, for example hvd.Compression.int8. Received: "
+                                  f"{compression!r}")
 
 
 class NoneCompressor(Compressor):
@@ -140,6 +148,7 @@ class Compressed:
 
     def __init__(self, tensors: Sequence[tf.Tensor], compression: type[Compressor], by_host: bool = False,
                  process_set: int = 0):
+        require_compression(compression)
         self._compression = compression
         self.tensors, self.wire_dtype = list(tensors), ""
         self._contexts: list[Any] | None = None

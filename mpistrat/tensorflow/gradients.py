@@ -17,7 +17,7 @@ from .bridge.program_order import HOST
 from .bridge.reduce_spec import ReduceSpec
 from .bridge.submission import Observer
 from .bridge.tf_errors import as_tf_error
-from .compression import Compression, Compressor
+from .compression import Compression, Compressor, require_compression
 from .consistency import FirstSteps
 from .identity_set import IdentitySet
 from .list_ops import all_true, number_of, place_in, reduce_dense, reduce_tensors
@@ -79,6 +79,10 @@ class GradientOptions:
     compression: type[Compressor] = Compression.none  # One of Compression.
     sparse_as_dense: bool = False  # Whether to convert tf.IndexedSlices to dense tensors first.
     groups: GradientGroups = field(default_factory=GradientGroups)  # Which gradients are reduced together.
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequestError."""
+        require_compression(self.compression)
 
 
 def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,

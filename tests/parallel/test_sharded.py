@@ -17,6 +17,7 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.keras.nested_optimizers import states_in  # noqa: E402
+from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 from mpistrat.tensorflow.xla import ffi  # noqa: E402
 
 from .helpers import assert_equal_on_all_ranks, both_ways, everywhere  # noqa: E402
@@ -301,13 +302,39 @@ class Direct(Optimizers.Optimizer):
     (lambda: Direct(0.1), {}, r"Direct has no update_step\(\)"),
     (lambda: Optimizers.SGD(0.1), {"uneven": "join"}, "needs every rank in every step"),
     (lambda: Optimizers.SGD(0.1), {"op": mpistrat.Adasum}, "op currently only supports Average and Sum"),
+    (lambda: Optimizers.SGD(0.1), {"compression": "int8"}, "compression is one of Compression, .*Received: 'int8'"),
     (lambda: "adam", {}, "takes a Keras optimizer"),
     (lambda: hvd.DistributedOptimizer(Optimizers.SGD(0.1)), {}, "is distributed already")],
-    ids=["passes on", "no update_step", "join", "adasum", "no optimizer", "distributed"])
+    ids=["passes on", "no update_step", "join", "adasum", "compression", "no optimizer", "distributed"])
 def test_what_cannot_be_sharded_is_an_error_on_every_rank(optimizer: Callable, arguments: dict[str, Any],
                                                           words: str) -> None:
     with pytest.raises(ValueError, match=words):
         hvd.ShardedOptimizer(optimizer(), **arguments)
+
+
+@pytest.mark.parametrize("is_under_strategy", [False, True])
+def test_swapped_averages_are_an_error_on_every_rank(is_under_strategy: bool, rank: int, size: int) -> None:
+    optimizer = Optimizers.SGD(0.1, use_ema=True)
+    strategy = MPIStrategy(variables="sharded") if is_under_strategy else None
+    model = new_model(strategy=strategy)
+    with nullcontext() if strategy is None else strategy.scope():
+        model.compile(optimizer if is_under_strategy else hvd.ShardedOptimizer(optimizer), "mse", jit_compile=False)
+    with nullcontext() if size == 1 else pytest.raises(ValueError, match="SwapEMAWeights would leave the model"):
+        fit(model, 0, keras.callbacks.SwapEMAWeights())
+
+
+@pytest.mark.parametrize("weight_decay", [None, 0.1])
+def test_fit_without_a_broadcast_is_an_error_on_every_rank(weight_decay: float | None, rank: int, size: int) -> None:
+    """A step makes the weights equal, but of parts of each rank's. So it is in the second fit."""
+    model = compiled_model(hvd.ShardedOptimizer(Optimizers.SGD(0.1, weight_decay=weight_decay)))
+    fit(model, rank)
+    if rank == 0:
+        model.set_weights([weight + 1 for weight in model.get_weights()])
+    with nullcontext() if size == 1 else pytest.raises(mpistrat.MismatchError, match="the ranks train different weigh"):
+        fit(model, rank)
+    if rank == 0:
+        model.set_weights([weight + 1 for weight in model.get_weights()])
+    fit(model, rank, hvd.callbacks.BroadcastGlobalVariablesCallback(0))
 
 
 def test_local_variables_are_an_error_on_every_rank() -> None:

@@ -82,6 +82,10 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
         xla.follow_ranks(model)
     if training is None or not (training.process_set.has_others() or timer):
         return original(*call.args, **call.kwargs)
+    if training.shards_state and any(is_of_keras(callback, "SwapEMAWeights") for callback in users):
+        raise InvalidRequestError("SwapEMAWeights would leave the model as it is: a sharded optimizer has moving "
+                                  "averages of this rank's parts of the weights only. Take hvd.DistributedOptimizer, "
+                                  'or MPIStrategy(variables="mirrored").')
     own: list[Callback] = []
     if training.process_set.has_others():
         if averaging is not None:  # It comes before all that compares, reads or saves weights.

@@ -166,7 +166,8 @@ class FitChecks(Callback):
         # With "join" the ranks may have different steps.
         if any(begin.compares_weights for begin in begins) and not self._joins:
             self._weights_to_compare = _COMPARED_STEPS
-            if self._training.settings:  # After the first step they differ in any case.
+            # After the first step local weights differ in any case, and those of sharded optimizers never.
+            if self._training.settings or self._training.shards_state:
                 self._differed = {"weights"}
         self._names_steps = not self._joins and any(begin.steps is None for begin in begins) \
             and not any(begin.accumulates for begin in begins) and not self._training.is_under_strategy

@@ -140,9 +140,9 @@ class DistributedTraining(Training):
 
     @property
     def leaves_weights_uncompared(self) -> bool:
-        """As with weight decay."""
-        return any(reducer.changes_early and reducer.checks_weights and reducer.checks is not None
-                   and not reducer.checks.is_done for reducer in self.reducers)
+        """As with weight decay. A step of sharded optimizers makes weights equal that were not, in any fit."""
+        return any(reducer.checks_weights and reducer.checks is not None and (
+            self.shards_state or (reducer.changes_early and not reducer.checks.is_done)) for reducer in self.reducers)
 
     @property
     def has_local(self) -> bool:
@@ -193,6 +193,7 @@ class StrategyTraining(Training):
         self.usual_rows = 1  # The rows of this rank's part of the first batch, once they are known
         self.has_begun = False  # Whether the ranks have exchanged them
         self._extended = model.distribute_strategy.extended
+        self.shards_state = self._extended.slots.are_sharded
 
     def begin(self, usual_rows: int, reads_logs: bool) -> None:
         """Take what the ranks have exchanged: the rows of a full batch on each rank, and whether a rank reads logs."""

@@ -16,7 +16,7 @@ from ...api.process_sets import global_process_set
 from ...core.errors import InvalidRequestError
 from ...core.request import Average, ScaledOp, allreduce_request
 from ...tensorflow.bridge.cpu import to_array
-from ...tensorflow.compression import Compressed, Compression, Compressor
+from ...tensorflow.compression import Compressed, Compression, Compressor, require_compression
 from .._private import Logs
 from ..fit.training import optimizers_of
 from ..nested_optimizers import distributed_in
@@ -69,9 +69,7 @@ class DiLoCo(PeriodicAveraging):
         if distributed_in(outer):
             raise InvalidRequestError("DiLoCo(outer=) gets the average of all ranks already: give it "
                                       f"keras.optimizers.{type(outer).__name__}(...) itself, which is not distributed.")
-        if not (isinstance(compression, type) and issubclass(compression, Compressor)):
-            raise InvalidRequestError("DiLoCo(compression=) is one of Compression, for example hvd.Compression.int8. "
-                                      f"Received: {compression!r}")
+        require_compression(compression)
         self.outer, self.overlap, self.compression = (outer,), overlap, compression
         self._point: list[keras.Variable] = []  # the weights at the last outer step
         self._has_point = False
