@@ -70,6 +70,8 @@ def weights_of(model: keras.Model) -> list[keras.Variable]:
     """The weights of a model. To Keras 2 the sums of metrics in attributes of a model are weights too, but not here."""
     if not is_keras2(model):
         return list(model.weights)
+    if not model.built and "build" in vars(type(model)):
+        return []  # Keras 2 raises an error, as for a Sequential without an input shape before its first batch.
     metrics = [*model.metrics, *(metric for layer in (model, *all_layers(model)) for metric in layer._metrics)]
     sums = IdentitySet(variable for metric in metrics for variable in metric.variables)
     return [variable for variable in model.weights if variable not in sums]

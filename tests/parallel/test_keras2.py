@@ -242,6 +242,17 @@ def test_fit_is_that_of_one_process(name: str, rank: int, size: int) -> None:
     assert all(value > 0 for value in history.history["rows_per_second"])
 
 
+def test_a_model_may_get_its_weights_from_the_first_batch(rank: int, size: int) -> None:
+    """Keras 2 raises an error for those of such a Sequential before. With weight decay fit itself compares them."""
+    for optimizer in (keras.optimizers.SGD(0.1), keras.optimizers.AdamW(0.01)):
+        keras.utils.set_random_seed(rank)
+        model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(optimizer), "mse")
+        model.fit(*own_rows(rank, size), batch_size=4, epochs=2, verbose=0,
+                  callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+        assert_equal_on_all_ranks(weights_of(model))
+
+
 @pytest.mark.horovod("lr-warmup", "lr-schedule", "lr-momentum")
 @pytest.mark.parametrize("module", [keras.optimizers, old], ids=["new", "legacy"])
 def test_learning_rates_rise_and_fall(module: Any, rank: int, size: int) -> None:
