@@ -323,6 +323,15 @@ def test_swapped_averages_are_an_error_on_every_rank(is_under_strategy: bool, ra
         fit(model, 0, keras.callbacks.SwapEMAWeights())
 
 
+def test_it_does_not_go_into_the_scope_of_a_strategy(size: int) -> None:
+    strategy = MPIStrategy(variables="sharded")
+    model = new_model(strategy=strategy)
+    with strategy.scope():
+        model.compile(hvd.ShardedOptimizer(Optimizers.SGD(0.1)), "mse", jit_compile=False)
+    with nullcontext() if size == 1 else pytest.raises(ValueError, match="would average gradients twice"):
+        fit(model, 0)
+
+
 @pytest.mark.parametrize("weight_decay", [None, 0.1])
 def test_fit_without_a_broadcast_is_an_error_on_every_rank(weight_decay: float | None, rank: int, size: int) -> None:
     """A step makes the weights equal, but of parts of each rank's. So it is in the second fit."""

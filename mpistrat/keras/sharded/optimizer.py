@@ -62,6 +62,7 @@ class Sharded:
     """A mix-in before a distributed optimizer's class: each rank updates a part of the variables."""
 
     _mpistrat: Any
+    is_distributed: bool
 
     # -- variables -----------------------------------------------------------------------------------------------------
 
@@ -69,6 +70,8 @@ class Sharded:
         """Create the state of this rank's parts. Local; all ranks pass the same variables."""
         own = self._mpistrat
         if own.parts is None and own.reducer_or_none is not None and own.reducer.process_set.has_others():
+            if self.is_distributed:  # Not an optimizer of a strategy
+                own.reducer.require_no_strategy()
             if own.reducer.has_local:
                 raise InvalidRequestError(_NO_LOCAL)
             if self.gradient_accumulation_steps and places_of(variables):  # type: ignore[attr-defined]
