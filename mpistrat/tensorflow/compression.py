@@ -106,7 +106,7 @@ class Compression:
     def error_feedback(process_set: ProcessSet = global_process_set) -> dict[str, np.ndarray]:
         """What int8 and fp8 have rounded off the gradients of all ranks so far: for a checkpoint. Collective.
 
-        Call it between two steps. Nothing else keeps it: not the model's files, and no commit.
+        Call it between two steps. The model's files do not have it; a commit of an elastic job has it.
 
         Returns:
             Flat float32 arrays by the names of collectives, the same on all ranks; none on one host.
