@@ -74,9 +74,10 @@ def test_with_new_processes_after_each_loss() -> None:
     assert "mpistrat timeline" not in job.output  # There is no file of a generation that was lost.
 
 
-def test_the_state_of_a_lost_rank_is_in_the_commits() -> None:
+@pytest.mark.parametrize("door", [(), ("strategy",)], ids=["optimizer", "strategy"])
+def test_the_state_of_a_lost_rank_is_in_the_commits(door: Sequence[str]) -> None:
     job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "3", sys.executable,
-                       "tests/scripts/elastic_sharded.py"], limit_s=150)
+                       "tests/scripts/elastic_sharded.py", *door], limit_s=150)
     assert job.code == 0 and job.left == (), job.output
     assert "the state of the sharded optimizer is divided among the ranks anew" in job.output
     lines = re.findall(r"rank \d: of \d, generation (\d), as one process: (\w+)", job.output)
