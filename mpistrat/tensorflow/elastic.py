@@ -25,7 +25,6 @@ from ..api.elastic.sampler import ElasticSampler
 from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, Snapshot, run
 from ..core.errors import ElasticError
 from ..core.request import Average, Max, ReduceOp, ScaledOp
-from ..elastic import membership
 from .accumulators import accumulators_among
 from .bridge.buckets import reduce_list
 from .bridge.reduce_spec import ReduceSpec
@@ -126,8 +125,7 @@ class TensorFlowState(ObjectState):
         return has_changed
 
     def _broadcast(self, root: int) -> None:
-        if membership.current() is not None:
-            self._restore_errors(array_ops.broadcast_object(self._errors, root, name="elastic.errors"))
+        self._restore_errors(array_ops.broadcast_object(self._errors, root, name="elastic.errors"))
         if self._session is not None:
             self._assign(array_ops.broadcast_object(self._values(), root))
         else:
