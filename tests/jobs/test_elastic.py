@@ -87,7 +87,7 @@ def test_the_state_of_a_lost_rank_is_in_the_commits(door: Sequence[str]) -> None
 @pytest.mark.parametrize(("way", "ranks", "generation"), [("--elastic", 2, 1), ("--elastic=restart", 3, 2)])
 def test_what_8_bit_numbers_have_rounded_off_is_in_the_commits(way: str, ranks: int, generation: int) -> None:
     job = run_limited([sys.executable, "-m", "mpistrat", "run", way, "-np", "3", sys.executable,
-                       "tests/scripts/elastic_quantised.py"], limit_s=90)
+                       "tests/scripts/elastic_quantised.py"], limit_s=150)
     assert job.code == 0 and job.left == (), job.output
     lines = re.findall(rf"rank \d: of {ranks} on 2 hosts, generation {generation}, rounded off (\S+), lost (\S+)",
                        job.output)
