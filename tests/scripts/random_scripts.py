@@ -829,17 +829,20 @@ def outcome_of(script: Script, folder: str) -> str:
         other = script.through(STRATEGY if script.door == HOROVOD else HOROVOD)
         os.mkdir(os.path.join(folder, "other"))
         _, others = outcome_through_door(other, os.path.join(folder, "other"), right)
-        outcome += f", and {differences(states, others)} through the other door"
+        # In some graphs TensorFlow divides by a square root (RMSprop) as a product with rsqrt.
+        is_exact = not hvd.size() & (hvd.size() - 1) and not (script.is_sharded and script.optimizer == "schedule")
+        outcome += f", and {differences(states, others, is_exact)} through the other door"
     return outcome
 
 
-def differences(states: Sequence[dict[str, np.ndarray]], others: Sequence[dict[str, np.ndarray]]) -> str:
-    """Which arrays differ after a stage, in a few words. Raises AssertionError on 2, 4, 8 ... ranks if any does."""
+def differences(states: Sequence[dict[str, np.ndarray]], others: Sequence[dict[str, np.ndarray]],
+                is_exact: bool) -> str:
+    """Which arrays differ after a stage, in a few words. Raises AssertionError if any does and `is_exact`."""
     assert len(states) == len(others), "the doors have different stages"
     different = [f"{name} after stage {place}" for place, (one, other) in enumerate(zip(states, others, strict=True))
                  for (name, a), b in zip(one.items(), other.values(), strict=False) if a.tobytes() != b.tobytes()
                  and (len(one) == len(other) or not name.startswith("optimizer"))]  # It may be built in one only.
-    assert not different or hvd.size() & (hvd.size() - 1), f"the doors have different {different}"
+    assert not different or not is_exact, f"the doors have different {different}"
     return f"{len(different)} other arrays" if different else "the same"
 
 
