@@ -21,11 +21,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the long tests of other parts. The longest come first, lest one of them runs alone at the end."""
+    sampled = [item for item in items if item.get_closest_marker("sampled")]
+    first = {item.nodeid.split("[")[0]: item for item in reversed(sampled)}
+    for item in sampled:
+        if item is not first[item.nodeid.split("[")[0]]:
+            item.add_marker(pytest.mark.long)
     part = config.getoption("--part")
     chosen, left_out = [], []
     for item in items:
-        own = parts.part_of(parts.unit_of(item)) if item.get_closest_marker("long") else part
-        is_run = part in (None, own) or parts.has_changed(item)
+        is_run = part is None or item.get_closest_marker("long") is None or \
+            part == parts.part_of(parts.unit_of(item)) or parts.has_changed(item)
         (chosen if is_run else left_out).append(item)
         if JOBS not in item.path.parents:
             item.add_marker(pytest.mark.xdist_group(item.path.name))  # One worker runs the tests of a file.

@@ -16,21 +16,24 @@ from .support.jobs import ROOT
 from .support.scripts import lines_of
 
 # "Lately": in the commits of so many hours before the newest one.
-HOURS = 12
+HOURS = 4
 PARTS: tuple[frozenset[str], ...] = (
     frozenset({"rest on 3", "graphs on 2", "graphs on 3", "slow networks on 2", "coordinator_at_scale", "gpu_command",
                "two_hosts", "failures", "launcher", "supervisor", "jobs", "strangers", "graphs_are_freed", "elastic",
-               "elastic_hosts"}),
+               "elastic_hosts", "rest on 2, long", "two_shot", "old_keras"}),
     frozenset({"strategy on 3", "slow networks on 3", "same bits on 2", "same bits on 3", "cluster_resolver", "memory",
-               "chunks", "fork", "join", "process_sets", "quantised", "gpu_figures", "gpu_two_ranks", "examples"}),
+               "chunks", "fork", "join", "process_sets", "quantised", "gpu_figures", "gpu_two_ranks", "examples",
+               "strategy on 2, long", "as_horovod", "garbage"}),
     frozenset({"scripts", "checks on 2", "checks on 3", "features on 2", "order", "transcript", "random_programs",
                "real_scripts", "sessions", "programs", "data_service", "run_function", "deadlocks", "foreign_examples",
                "keras2 on 2", "keras2 on 3", "cli_run", "cli_bench", "strategy", "slurm", "ranks_lost", "efficiency",
-               "timeline"}),
+               "timeline", "completion", "gpu_assignment", "annotations_of_profilers", "async_op",
+               "elastic_decisions"}),
 )
 # What a worker of pytest-xdist runs as a whole, the longest first.
 FIRST = ("rest on 3", "scripts", "rest on 2", "strategy on 2", "strategy on 3", "slow networks on 3",
-         "slow networks on 2", "graphs on 2", "features on 2", "same bits on 2", "same bits on 3", "checks on 2")
+         "strategy on 2, long", "rest on 2, long", "slow networks on 2", "graphs on 2", "features on 2",
+         "same bits on 2", "same bits on 3", "checks on 2")
 
 
 def place(item: pytest.Item) -> int:
@@ -43,7 +46,8 @@ def unit_of(item: pytest.Item) -> str:
     if any(lines_of(item)):
         return "scripts"
     if item.path.name == "test_parallel.py":
-        return f"{item.callspec.params['part']} on {item.callspec.params['ranks']}"
+        part, ranks, tests = (item.callspec.params[name] for name in ("part", "ranks", "tests"))
+        return f"{part} on {ranks}" + (", long" if tests == "long" else "")
     return item.path.stem.removeprefix("test_")
 
 
@@ -71,7 +75,7 @@ def changed_lately() -> Sequence[str]:
 def has_changed(item: pytest.Item) -> bool:
     """Whether the file of a test of tests/jobs, or a script that it names, has changed lately."""
     if item.path.name == "test_parallel.py":  # which runs no other file of the session
-        session = item.callspec.params["part"], item.callspec.params["ranks"]
+        session = (item.callspec.params[name] for name in ("part", "ranks", "tests"))
         return any(file in changed_lately() for file in item.module.files_of(*session))
     scripts = [Path(path).stem for path in changed_lately()
                if path.startswith(("examples/", "tests/scripts/", "tests/tutorials/", "tests/real_scripts/"))]

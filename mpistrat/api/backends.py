@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..core.error_feedback import ErrorFeedback
 from ..core.errors import MpistratError
 from ..core.interfaces import AgreementRound, ControlPlane, DataPlane
 from ..core.interruption import Interruption
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from ..transport.mpi.data import MpiData
-    from ..transport.mpi.quantised import ErrorFeedback
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Backends:
     control: ControlPlane  # Sends and receives control messages.
     data: DataPlane  # Reduces, gathers and broadcasts CPU arrays.
     agreement: AgreementRound | None = None  # Agreement rounds for the fast path; None if the fast path is off.
-    feedback: "ErrorFeedback | None" = None  # What `data` rounds off between hosts; None for one rank.
+    feedback: ErrorFeedback | None = None  # What is rounded off between hosts; None for one rank.
 
     def surrender(self) -> list[Any]:
         """Give up all resources: ranks are lost. Local; after the engine has ended. Returns as DataPlane's method."""

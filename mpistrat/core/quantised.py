@@ -20,10 +20,10 @@ from .memory import rounded_up
 from .tuning import QUANTISED_BATCH_BLOCKS
 
 BLOCK = 256
-_SCALE_BYTES = 4
+SCALE_BYTES = 4
 # A block of smaller values is sent with this largest value: no scale, and no inverse of one, leaves the normal floats.
-_LEAST = np.float32(1e-35)
-_MOST = np.float32(3e38)  # and from here on the product with the scale may overflow
+LEAST = np.float32(1e-35)
+MOST = np.float32(3e38)  # and from here on the product with the scale may overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,15 @@ class Quantised:
 
 def wire_bytes(count: int) -> int:
     """The bytes of `count` values: the scales of the blocks, the values, and what is missing to a multiple of 4."""
-    return -(-count // BLOCK) * _SCALE_BYTES + rounded_up(count, _SCALE_BYTES)
+    return -(-count // BLOCK) * SCALE_BYTES + rounded_up(count, SCALE_BYTES)
 
 
 class Format(ABC):
-    """An 8-bit format. Not for several threads at once.
+    """An 8-bit format. Not for several threads at once."""
 
-    Args:
-        largest: The largest number.
-    """
+    largest: np.float32  # The largest number.
 
-    def __init__(self, largest: float):
-        self._largest = np.float32(largest)
+    def __init__(self) -> None:
         self._work = np.empty((4, QUANTISED_BATCH_BLOCKS * BLOCK), np.float32)
 
     def encode(self, values: np.ndarray, errors: np.ndarray | None, wire: np.ndarray) -> None:
@@ -73,13 +70,13 @@ class Format(ABC):
                     np.copyto(wanted, values[elements].reshape(shape), casting="same_kind")
                 np.absolute(wanted, out=work)
                 most, scale = np.maximum.reduce(work, axis=1), scales[blocks]
-                np.maximum(most, _LEAST, out=most)
-                np.divide(most, self._largest, out=scale)
-                self._round(wanted, (self._largest / most)[:, None], work, spare, codes[elements].reshape(shape))
+                np.maximum(most, LEAST, out=most)
+                np.divide(most, self.largest, out=scale)
+                self._round(wanted, (self.largest / most)[:, None], work, spare, codes[elements].reshape(shape))
                 if errors is not None:
                     np.multiply(work, scale[:, None], out=work)
                     np.subtract(wanted, work, out=wanted)
-                    is_lost = ~(most < _MOST)
+                    is_lost = ~(most < MOST)
                     if is_lost.any():
                         wanted[is_lost] = 0.0
 
@@ -111,8 +108,7 @@ class Format(ABC):
 class Int8(Format):
     """Whole numbers from -127 to 127."""
 
-    def __init__(self) -> None:
-        super().__init__(127.0)
+    largest = np.float32(127.0)
 
     def _round(self, values: np.ndarray, inverse: np.ndarray, rounded: np.ndarray, spare: Sequence[np.ndarray],
                codes: np.ndarray) -> None:
@@ -127,6 +123,7 @@ class Int8(Format):
 class Float8(Format):
     """E4M3 of the OCP's 8-bit floating point specification (arXiv 2209.05433): 3 bits of mantissa, up to 448."""
 
+    largest = np.float32(448.0)
     # The sum of a float and 1.5 * 2**23 quanta has the float as a number of quanta in its last bits. A quantum is an
     # eighth of the float's power of two, and at least that of the subnormal numbers.
     _QUANTA, _LEAST_POWER = np.float32(1.5 * 2**20), np.float32(2.0**-6)
@@ -135,7 +132,7 @@ class Float8(Format):
     _SIGN, _SIGN_STEP = np.int32(-2**31), np.int32(24)  # likewise
 
     def __init__(self) -> None:
-        super().__init__(448.0)
+        super().__init__()
         codes = np.arange(256)
         exponent, mantissa = codes >> 3 & 15, codes & 7
         numbers = np.where(exponent > 0, (8 + mantissa) * 2.0**(exponent - 10.0), mantissa * 2.0**-9)
@@ -176,7 +173,7 @@ def formats() -> dict[str, Format]:
 
 def _parts(wire: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """The scales and the values of `count` values."""
-    scales_end = -(-count // BLOCK) * _SCALE_BYTES
+    scales_end = -(-count // BLOCK) * SCALE_BYTES
     return wire[:scales_end].view(np.float32), wire[scales_end:scales_end + count]
 
 

@@ -24,9 +24,11 @@ from ..core.memory import rounded_up
 from ..core.tuning import COPY_BLOCK_THREADS
 from . import driver
 from .arrays import GpuArray, GpuEvent, GpuStream, RecordedStream
+from .copy import quantise
 from .copy.compiler import compiled
 from .copy.kernel import GUARD, NAME, source, variant
 from .copy.plan import PIECE, PIECES_PER_LAUNCH, CopyJob
+from .copy.quantise import QuantisedSum
 from .nccl import library
 
 # Beyond the range of any GPU, which is 0 to -5. cudaStreamCreateWithPriority then takes the end of the range.
@@ -72,7 +74,7 @@ class Device:
     def __init__(self, number: int):
         self.number = number
         self.identity = f"{driver.uuid(number)} on {platform.node()}"
-        self._module = cache(self._compile)
+        self._module, self._sums = cache(self._compile), cache(self._compile_sum)
         self._recording, self._event_numbers = Lock(), count()
         self._spare_events: list[Any] = []  # Operations on lists are atomic.
         self._context = 0
@@ -128,11 +130,14 @@ class Device:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def scratch(self, nbytes: int) -> GpuArray | None:
-        """Allocate uninitialised bytes on this GPU; None if there is not enough memory."""
+    def scratch(self, nbytes: int, stream: GpuStream | None = None) -> GpuArray | None:
+        """Allocate uninitialised bytes on this GPU; None if there is not enough memory.
+
+        `stream`: The only one whose work uses it. It may be freed while enqueued work uses it.
+        """
         # On a stream of ours: memory in cupy's pool of the caller's stream may still be in use by enqueued work.
         try:
-            with self._imports:
+            with stream or self._imports:
                 memory = cupy.cuda.alloc(nbytes)
         except cupy.cuda.memory.OutOfMemoryError:
             return None
@@ -168,10 +173,25 @@ class Device:
         driver.launch(self._module(_PLAIN)[GUARD].ptr, len(table), COPY_BLOCK_THREADS, stream.ptr, (
             _by_value(table), c_uint64(itemsize), c_uint64(lost)))
 
+    def compile_sum(self, format_: str) -> None:
+        """Compile and load the kernel of `quantised_sum` for a format. Raises as `compile`."""
+        self._sums(format_)
+
+    def quantised_sum(self, job: QuantisedSum, stream: GpuStream) -> None:
+        """Enqueue what the job says."""
+        if job.blocks:
+            driver.launch(self._sums(job.format).ptr, job.blocks, quantise.THREADS, stream.ptr,
+                          [c_uint64(argument) for argument in job[2:]])
+
     def _compile(self, job: CopyJob) -> dict[str, Any]:
         module = cupy.cuda.Module()
         module.load(compiled(source(job)))
         return {name: module.get_function(name) for name in (NAME, GUARD)}
+
+    def _compile_sum(self, format_: str) -> Any:
+        module = cupy.cuda.Module()
+        module.load(compiled(quantise.source(format_)))
+        return module.get_function(quantise.NAME)
 
     # -- tensors of other libraries -----------------------------------------------------------------------------------
 

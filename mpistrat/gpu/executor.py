@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..core.error_feedback import ErrorFeedback
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, complete_all
@@ -29,6 +30,7 @@ from .completion import check_waiting
 from .connect import connect, exchange_over
 from .nccl.claims import release
 from .nccl.data import NcclData
+from .nccl.quantised import QuantisedReduces
 from .single import SingleCollectives
 from .staged import StagedData
 from .watchdog import Watchdog
@@ -44,11 +46,12 @@ class GpuExecutor(DeviceExecutor):
         host: The data plane for CPU tensors of these ranks.
         settings: The same on all ranks.
         observer: Gets the entries that are complete.
+        feedback: Keeps what 8-bit numbers between hosts round off; None: for one rank.
         clock: Seconds, from any origin.
     """
 
     def __init__(self, topology: Topology, host: DataPlane, settings: Settings, observer: Observer,
-                 clock: Callable[[], float] = time.monotonic):
+                 feedback: ErrorFeedback | None = None, clock: Callable[[], float] = time.monotonic):
         self._observer = observer
         self._topology, self._host, self._settings, self._clock = topology, host, settings, clock
         self._rank, self._size = topology.rank, topology.size
@@ -63,7 +66,9 @@ class GpuExecutor(DeviceExecutor):
         self.kept: deque[Batch] = deque()
         self._looked = -math.inf
         self._underway: list[Work] = []
-        self._reducers: dict[FusionBucket, tuple[GpuBackend, Reducer]] = {}
+        self._reducers: dict[FusionBucket, Reducer] = {}
+        self._feedback = feedback
+        self._quantised: QuantisedReduces | None = None  # None: staging does it, or there is one host.
         self._sizes: dict[Request, int] = {}
         self._completes_by_streams = False
         self._logged: set[str] = set()
@@ -226,6 +231,9 @@ class GpuExecutor(DeviceExecutor):
         self._staged = StagedData(device, self._rank, self._host, self._limit_s)
         self._backends = self._single.backends = (self._staged,) if nccl is None else (nccl, self._staged)
         if nccl is not None:
+            if self._feedback is not None and len(self._topology.hosts) > 1:
+                self._quantised = QuantisedReduces(device, nccl, self._topology, self._exchange, self._feedback,
+                                                   self._limit_s)
             self._completes_by_streams = self._streams_wait(device, nccl)
             self._watchdog = Watchdog(
                 self._limit_s, nccl.revoke, self.abandon, f"NCCL has kept rank {self._topology.job_rank} waiting for "
@@ -253,30 +261,31 @@ class GpuExecutor(DeviceExecutor):
                 replace(array, address=works[place].made.addresses[i])
                 for array, (place, i) in zip(arrays, bucket.members, strict=True)], bucket.request.root_rank)
             return
-        kept = self._reducers.get(bucket)
-        if kept is None:
+        reduce = self._reducers.get(bucket)
+        if reduce is None:
             if len(self._reducers) >= KEPT_FUSION_PLANS:
                 self._reducers.clear()
-            kept = self._reducers[bucket] = self._reducer(bucket, works)
+            reduce = self._reducers[bucket] = self._reducer(bucket, works)
         if bucket.whole is not None:
-            kept[1](works[bucket.whole].tensors.addresses, works[bucket.whole].made.addresses)
+            reduce(works[bucket.whole].tensors.addresses, works[bucket.whole].made.addresses)
         else:
-            kept[1]([works[place].tensors.addresses[i] for place, i in bucket.members],
-                    [works[place].made.addresses[i] for place, i in bucket.members])
+            reduce([works[place].tensors.addresses[i] for place, i in bucket.members],
+                   [works[place].made.addresses[i] for place, i in bucket.members])
 
-    def _reducer(self, bucket: FusionBucket, works: Sequence[Work]) -> tuple[GpuBackend, Reducer]:
+    def _reducer(self, bucket: FusionBucket, works: Sequence[Work]) -> Reducer:
         arrays = [works[place].tensors[i] for place, i in bucket.members]
         backend, reduction, wire_dtype = self._backends[0], bucket.reduction, bucket.request.wire_dtype
-        if reduction.quantised is not None and len(self._topology.local_sizes) > 1:
-            # One communicator has the ranks of all hosts, and NCCL sums the numbers that it sends.
-            reason = f"hosts send {wire_dtype} with scales, which NCCL cannot sum"
+        wire_dtype = "" if wire_dtype in FORMATS else wire_dtype
+        if reduction.quantised is not None and self._quantised is not None:
+            reason = self._quantised.why_not(reduction.quantised.format)
+            if not reason:
+                return self._quantised.reducer(arrays, reduction)
         else:
-            wire_dtype = "" if wire_dtype in FORMATS else wire_dtype
             reason = backend.why_not(arrays, reduction.op, wire_dtype)
         if reason:
             backend = self._backends[-1]
             self._log_once(f"some GPU tensors are staged through host memory: {reason}")
-        return backend, backend.reducer(arrays, reduction, wire_dtype)
+        return backend.reducer(arrays, reduction, wire_dtype)
 
     def _check(self) -> None:
         for backend in self._backends:

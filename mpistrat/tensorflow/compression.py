@@ -92,8 +92,7 @@ class Compression:
     int8 and fp8 change only what hosts send each other: each host's own sum, in float32. On one host, and for what is
     not a sum or an average of floating-point tensors by an all-reduce, they change nothing; nor do they for less than
     16 KiB at a time and for `tf.IndexedSlices`. What rounding takes from a gradient is added to the next gradient of
-    the same variables, which costs up to 4 bytes of memory for each value. GPUs of several hosts send by way of host
-    memory.
+    the same variables, which costs up to 4 bytes of memory for each value, of the GPU for tensors on a GPU.
     """
 
     none = NoneCompressor
@@ -109,7 +108,8 @@ class Compression:
         Call it between two steps. The model's files do not have it; a commit of an elastic job has it.
 
         Returns:
-            Flat float32 arrays by the names of collectives, the same on all ranks; none on one host.
+            Flat float32 arrays by the names of collectives, the same on all ranks. On one host it is what was
+            restored.
         """
         feedback = resolved(process_set).group("error_feedback").feedback
         return {name: ops.allreduce(own, op=Sum, name=f"error feedback of {name}", process_set=process_set)

@@ -1,14 +1,16 @@
-"""The batched copy kernel on a GPU against its model in numpy, for every job: python -m tests.gpu.kernel."""
+"""The kernels on a GPU against their models in numpy, for every job: python -m tests.gpu.kernel."""
 
 import sys
 from typing import Any
 
 import numpy as np
 
+from mpistrat.core.quantised import FORMATS
 from mpistrat.core.tuning import COPY_BLOCK_ELEMENTS
 from mpistrat.gpu.backend import await_on_host
 from mpistrat.gpu.copy.kernel import TYPES
 from mpistrat.gpu.copy.plan import PIECES_PER_LAUNCH, CopyJob, block_count, copy_tables
+from tests.gpu import quantised_kernel
 from tests.gpu.memory import LIMIT_S, can_test, download, open_device, upload
 from tests.support import copy_model
 from tests.support.dtypes import dtype_of
@@ -17,7 +19,8 @@ from tests.support.dtypes import dtype_of
 SCALES = ((1.0, 1), (0.5, 3), (1.0, 3), (2.0, 1))
 CONVERSIONS = (("int16", "int32"), ("int32", "int16"), ("uint16", "uint32"), ("uint32", "uint16"),
                ("float32", "float16"), ("float16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"),
-               ("float64", "float16"), ("float16", "float64"), ("float64", "bfloat16"), ("bfloat16", "float64"))
+               ("float64", "float16"), ("float16", "float64"), ("float64", "bfloat16"), ("bfloat16", "float64"),
+               ("float64", "float32"), ("float32", "float64"))
 # More pieces than a launch takes, of all kinds of lengths.
 COUNTS = [1, 3, 17, COPY_BLOCK_ELEMENTS, COPY_BLOCK_ELEMENTS + 5, *([7] * PIECES_PER_LAUNCH)]
 GUARD = 0xA5
@@ -44,7 +47,7 @@ def tolerance(job: CopyJob) -> float:
     """How far the kernel may be from the model, relatively. A scaled float64 is rounded in another order."""
     if job.source != "float64" or (job.factor, job.divisor) == (1.0, 1):
         return 0.0
-    return {"float64": 1e-15, "float16": 2.0**-10, "bfloat16": 2.0**-7}[job.target]
+    return {"float64": 1e-15, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[job.target]
 
 
 def check(device: Any, job: CopyJob, shift: int) -> None:
@@ -81,7 +84,13 @@ def main() -> None:
                     check(device, job, shift)
                 except AssertionError as error:
                     failed.append(f"{job}, shifted by {shift}: {error}")
-    print("\n".join([*failed, f"{len(chosen)} jobs, {len(failed)} differences from the model"]))
+        sums = [(format_, case) for format_ in FORMATS for case in quantised_kernel.cases()]
+        for format_, case in sums:
+            try:
+                quantised_kernel.check(quantised_kernel.GpuMemory(device), format_, case)
+            except AssertionError as error:
+                failed.append(f"8-bit numbers, {format_}: {error}")
+    print("\n".join([*failed, f"{len(chosen) + len(sums)} jobs, {len(failed)} differences from the model"]))
     raise SystemExit(bool(failed))
 
 

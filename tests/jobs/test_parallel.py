@@ -1,4 +1,7 @@
-"""Run tests/parallel, the same pytest session on every rank, with 2 and with 3 ranks."""
+"""Run tests/parallel, the same pytest session on every rank, with 2 and with 3 ranks.
+
+The sessions of QUICK on 2 ranks leave out tests that are marked as long, and a session of its own runs those.
+"""
 
 import re
 from collections.abc import Callable
@@ -25,10 +28,15 @@ PARTS["rest"] = [file for file in FILES if not any(file in part for part in PART
 ONCE = ("test_first_steps", "test_fit_checks", "test_features", "test_nested_gradients", "test_freed_graphs",
         "test_strategy_files", "test_strategy_threads", "test_gpu_tensorflow", "test_written_once", "test_scale_page")
 
+QUICK = ("strategy", "rest")
+SESSIONS = [(ranks, part, tests) for ranks in (2, 3) for part in PARTS
+            for tests in (("not long", "long") if ranks == 2 and part in QUICK else ("long or not long",))]
 
-def files_of(part: str, ranks: int) -> list[str]:
-    """The files of a session."""
-    return [file for file in PARTS[part] if ranks == 2 or not file.removesuffix(".py").endswith(ONCE)]
+
+def files_of(part: str, ranks: int, tests: str = "") -> list[str]:
+    """The files of a session; of a session of long tests those that have any."""
+    files = [file for file in PARTS[part] if ranks == 2 or not file.removesuffix(".py").endswith(ONCE)]
+    return files if tests != "long" else [file for file in files if "pytest.mark.long" in (ROOT / file).read_text()]
 
 
 @pytest.fixture
@@ -43,26 +51,28 @@ def watch(request: pytest.FixtureRequest) -> Callable[[str], None]:
     return show
 
 
-def chosen(request: pytest.FixtureRequest, part: str, ranks: int) -> list[str]:
+def chosen(request: pytest.FixtureRequest, session: tuple[int, str, str]) -> list[str]:
     """The files of a session that are to be run: all, or those that have changed lately if the session is in another
     part of the long tests (tests/parts.py).
     """
+    ranks, part, tests = session
     number = request.config.getoption("--part")
     is_long = request.node.get_closest_marker("long") is not None
-    files = files_of(part, ranks)
+    files = files_of(part, ranks, tests)
     if number is None or not is_long or number == parts.part_of(parts.unit_of(request.node)):
         return files
     return [file for file in files if file in parts.changed_lately()]
 
 
 @needs_mpirun
-@pytest.mark.parametrize("ranks, part", [
-    pytest.param(ranks, part, marks=[pytest.mark.quick] if part in ("strategy", "rest") else [])
-    for ranks in (2, 3) for part in PARTS if files_of(part, ranks)])
-def test_every_rank_passes(ranks: int, part: str, watch: Callable[[str], None],
+@pytest.mark.parametrize("ranks, part, tests", [
+    pytest.param(ranks, part, tests, marks=[pytest.mark.quick] if tests == "not long" else [],
+                 id=f"{ranks}-{part}" + ("-long" if tests == "long" else ""))
+    for ranks, part, tests in SESSIONS if files_of(part, ranks, tests)])
+def test_every_rank_passes(ranks: int, part: str, tests: str, watch: Callable[[str], None],
                            request: pytest.FixtureRequest) -> None:
-    files = chosen(request, part, ranks)
-    command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=15", *files]
+    files = chosen(request, (ranks, part, tests))
+    command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=15", "-m", tests, *files]
     if part == KERAS_2:
         pytest.importorskip("tf_keras")
     env = {"TF_USE_LEGACY_KERAS": "1"} if part == KERAS_2 else {}

@@ -165,6 +165,7 @@ def test_min_and_max(op: Any, of_list: Callable, dtype: np.dtype, reduced: Calla
     np.testing.assert_array_equal(result, np.array([of_list(column) for column in columns], dtype))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [*INTEGERS, np.dtype("bool"), *FLOATS, *COMPLEX], ids=str)
 def test_product(dtype: np.dtype, reduced: Callable, rank: int, size: int) -> None:
     result = reduced(np.array([2, 1, 0, rank]).astype(dtype), op=mpistrat.Product)
@@ -273,6 +274,7 @@ def wait_until_nothing_is_kept() -> None:
         """The thread that has looked is done with it."""
 
 
+@pytest.mark.long
 def test_steps_of_random_sizes_leave_no_wrong_value_and_no_memory(library: Any, rank: int, size: int) -> None:
     """Memory that is free is poisoned, or soon another tensor.
 

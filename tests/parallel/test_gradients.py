@@ -122,6 +122,7 @@ def slopes(case: Case, values: list[Any], process_set: hvd.ProcessSet) -> list[n
             for number, shape in enumerate(case.shapes(place, n))]
 
 
+@pytest.mark.sampled
 @pytest.mark.horovod("allreduce-gradient", "grouped-allreduce-gradient", "allgather-gradient",
                      "broadcast-gradient", "reducescatter-gradient", "alltoall-gradient")
 @pytest.mark.parametrize("name", CASES)

@@ -249,6 +249,7 @@ def state_of(model: Any) -> list[bytes]:
     return [keras.ops.convert_to_numpy(v).tobytes() for v in (*model.weights, *model.optimizer.variables)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arguments", [{}, {"backward_passes_per_step": 2}], ids=["", "accumulated"])
 @pytest.mark.parametrize("validates", [True, False], ids=["validation", "no validation"])
 def test_fit_on_uneven_rows(validates: bool, arguments: dict, rank: int, size: int) -> None:

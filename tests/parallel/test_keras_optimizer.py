@@ -97,6 +97,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.horovod("optimizer")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_does_with_the_ranks_gradients_what_one_process_does_with_their_average(name: str, rank: int,
@@ -469,6 +470,7 @@ def train_embedding(optimizer: Any, batches: Sequence[tuple[np.ndarray, ...]], w
     return model.get_weights()
 
 
+@pytest.mark.sampled
 @pytest.mark.horovod("backward-passes-slices")
 @both_ways
 @pytest.mark.parametrize("make", [
@@ -726,6 +728,7 @@ def loaded_again(model: Any) -> Any:
         return hvd.load_model(path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("make", "has_state"), [
     pytest.param(copy.deepcopy, True, id="deepcopy"),
     pytest.param(lambda m: pickle.loads(pickle.dumps(m)), True, id="pickle"),

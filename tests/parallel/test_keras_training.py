@@ -80,6 +80,7 @@ class Watch(keras.callbacks.Callback):
 # -- the same weights -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["input", "no input", "subclassed"])
 def test_training_with_sgd_is_that_of_one_process_on_the_global_batches(kind: str, rank: int, size: int) -> None:
     model = new_model(kind, seed=5)
@@ -140,6 +141,7 @@ def test_a_model_with_an_input_layer_starts_from_the_roots_weights(rank: int, si
     assert_equal_on_all_ranks(values_of([*model.weights, *model.optimizer.variables]))
 
 
+@pytest.mark.sampled
 @pytest.mark.horovod("broadcast-callback")
 @pytest.mark.parametrize("kind", ["no input", "subclassed"])
 def test_a_model_that_is_built_by_its_first_batch_is_equal_after_it(kind: str, rank: int, size: int) -> None:
@@ -343,6 +345,7 @@ def test_a_smooth_schedule_changes_the_rate_at_batches() -> None:
     np.testing.assert_allclose(driver.rates, 0.4 * (1 + np.arange(2 * STEPS) / STEPS), rtol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.horovod("lr-momentum")
 @pytest.mark.parametrize("front, run_eagerly", [("optimizer", False), ("optimizer", True), ("strategy", False),
                                                 ("central", False)])
@@ -499,6 +502,7 @@ def test_the_short_forms_of_the_collectives(rank: int, size: int) -> None:
     assert int(hvd.broadcast(rank, size - 1)) == size - 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["optimizer", "strategy"])
 def test_a_fit_goes_on_with_gradients_that_it_has_accumulated(rank: int, size: int, way: str) -> None:
     """Rank 0 broadcasts its sums, or writes them to a file, so they have to be the mean of all ranks."""

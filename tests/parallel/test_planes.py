@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from mpistrat.api.backends import backends_over
 from mpistrat.core.arithmetic import Reduction, Scale
+from mpistrat.core.error_feedback import ErrorFeedback
 from mpistrat.core.errors import StallError
 from mpistrat.core.interfaces import DataPlane, Outcome
 from mpistrat.core.interruption import Interruption
@@ -34,7 +35,6 @@ from mpistrat.transport.mpi import data as mpi
 from mpistrat.transport.mpi.control import MpiControl
 from mpistrat.transport.mpi.data import MpiData
 from mpistrat.transport.mpi.peer_wait import PeerWait
-from mpistrat.transport.mpi.quantised import ErrorFeedback
 from mpistrat.transport.unix_socket import UnixSocketChannel
 
 from ..support.planes import hosts_of_one_rank, over_mpi, waits
@@ -210,6 +210,7 @@ def test_the_planes_of_ranks_of_one_host_are_those_that_the_tests_mean(planes: d
         assert planes["two hosts"].name == ("hierarchical" if size > 2 else "mpi")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", SCATTERED)
 def test_every_plane_scatters_the_same_bits(planes: dict[str, DataPlane], rank: int, size: int, dtype: str) -> None:
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)

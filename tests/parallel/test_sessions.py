@@ -348,6 +348,7 @@ def weights_of(session: Any) -> list[np.ndarray]:
     return [np.asarray(value) for value in session.run(v1.trainable_variables())]
 
 
+@pytest.mark.sampled
 @pytest.mark.horovod("session-optimizer")
 @pytest.mark.parametrize("arguments", [
     {}, {"kind": v1.train.GradientDescentOptimizer}, {"kind": lambda rate: v1.train.MomentumOptimizer(rate, 0.9)},

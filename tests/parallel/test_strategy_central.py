@@ -101,6 +101,7 @@ MAKERS: dict[str, Callable] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs_multi_optimizer if name == "several" else ())
                                   for name in MAKERS])
 def test_an_optimizer_gives_the_bits_of_the_mirrored_mode(central: MPIStrategy, mirrored: MPIStrategy,
@@ -199,6 +200,7 @@ def fit(model: Any, epochs: int = 1, **arguments: Any) -> dict[str, list[float]]
     return dict(history)
 
 
+@pytest.mark.long
 def test_fit_evaluate_and_predict_give_the_bits_of_the_mirrored_mode(central: MPIStrategy,
                                                                      mirrored: MPIStrategy) -> None:
     x, y = global_data(61)
@@ -212,6 +214,7 @@ def test_fit_evaluate_and_predict_give_the_bits_of_the_mirrored_mode(central: MP
     assert_equal_on_all_ranks(results[0])
 
 
+@pytest.mark.long
 def test_averages_take_turns_with_the_weights(central: MPIStrategy, mirrored: MPIStrategy) -> None:
     def make() -> Any:
         return optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
@@ -227,6 +230,7 @@ def test_averages_take_turns_with_the_weights(central: MPIStrategy, mirrored: MP
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_training_goes_on_from_the_chiefs_file(central: MPIStrategy, rank: int, shared_dir: str) -> None:
     model = model_of(central, dropped=0.0)
     fit(model)

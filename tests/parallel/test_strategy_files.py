@@ -59,6 +59,7 @@ def writers_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # -- a model ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["model.keras", "model.h5", "model.weights.h5"])
 def test_all_ranks_save_to_one_path_and_load_at_once(strategy: MPIStrategy, name: str, shared_dir: str) -> None:
     model, path = compiled(strategy), os.path.join(shared_dir, name)
@@ -217,6 +218,7 @@ def test_a_checkpoint_where_a_file_is_in_the_way(strategy: MPIStrategy, shared_d
 # -- ModelCheckpoint --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("whole", "arguments"), [
     (True, {}), (False, {"save_freq": 2}), (False, {"save_best_only": True, "monitor": "val_loss"})], ids=str)
 def test_checkpoints_are_those_of_one_process(strategy: MPIStrategy, shared_dir: str, rank: int, arguments: dict,
@@ -255,6 +257,7 @@ def test_a_checkpoint_of_the_chief_alone(strategy: MPIStrategy, shared_dir: str,
 # -- logs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("append", [False, True])
 def test_a_log_has_each_epoch_once(strategy: MPIStrategy, shared_dir: str, append: bool) -> None:
     model = compiled(strategy)
@@ -310,6 +313,7 @@ class Interrupt(keras.callbacks.Callback):
             raise TrainingInterruptedError
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["mirrored", "central"])
 def test_training_goes_on_after_an_interruption(kind: str, shared_dir: str) -> None:
     strategy = MPIStrategy(variables=kind)
@@ -325,6 +329,7 @@ def test_training_goes_on_after_an_interruption(kind: str, shared_dir: str) -> N
     assert not os.path.exists(f"{shared_dir}/backup")
 
 
+@pytest.mark.long
 def test_a_backup_in_the_middle_of_an_epoch(strategy: MPIStrategy, shared_dir: str) -> None:
     first, second = compiled(strategy, keras.layers.BatchNormalization), \
         compiled(strategy, keras.layers.BatchNormalization)

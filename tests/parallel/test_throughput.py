@@ -102,6 +102,7 @@ def lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if "fit has trained" in line]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make, not_counted", [
     (new_model, 1), (lambda: new_model(run_eagerly=True), 1), (lambda: new_model(OwnStep), 1),
     (lambda: new_model(steps_per_execution=2), 2)], ids=["plain", "eager", "own-step", "two-steps"])
@@ -216,6 +217,7 @@ def test_a_fit_of_a_strategy_counts_the_rows_of_all_ranks(is_in_scope: bool, ran
     assert totals == [rows - batch, rows] + ([2 * rows - batch] if size > 1 else [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [
     hvd.callbacks.Throughput, hvd.callbacks.MetricAverageCallback, hvd.callbacks.Elastic,
     lambda: hvd.callbacks.BroadcastGlobalVariablesCallback(0),

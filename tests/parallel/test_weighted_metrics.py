@@ -70,6 +70,7 @@ def assert_means(history: dict[str, list[float]], size: int, names: tuple[str, .
 ALL = ("loss", "mae", "val_loss", "val_mae")
 
 
+@pytest.mark.sampled
 @pytest.mark.horovod("metric-average")
 @pytest.mark.parametrize("arguments", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}], ids=str)
 def test_the_metrics_are_those_of_one_process_over_all_rows(rank: int, size: int, arguments: dict) -> None:

@@ -228,7 +228,7 @@ def test_an_error_while_nccl_is_looked_for_stages_with_a_warning(monkeypatch: py
 def test_a_compiler_that_does_not_work_is_found_while_connecting(monkeypatch: pytest.MonkeyPatch,
                                                                  caplog: pytest.LogCaptureFixture) -> None:
     def fail(self: Device, job: CopyJob) -> None:
-        raise EngineError("the copy kernel cannot be compiled: libnvrtc.so.12: cannot open shared object file")
+        raise EngineError("a kernel cannot be compiled: libnvrtc.so.12: cannot open shared object file")
 
     monkeypatch.setattr(Device, "compile", fail)
     monkeypatch.setattr(Device, "batched_copy", fail)
@@ -236,7 +236,7 @@ def test_a_compiler_that_does_not_work_is_found_while_connecting(monkeypatch: py
     handle = job.submit("a", np.ones(2), np.ones(3))
     job.settle()
     assert values_of(handle) == [[1, 1], [1, 1, 1]]
-    assert caplog.messages[0].endswith("NCCL cannot be used (rank 0: EngineError: the copy kernel cannot be compiled: "
+    assert caplog.messages[0].endswith("NCCL cannot be used (rank 0: EngineError: a kernel cannot be compiled: "
                                        "libnvrtc.so.12: cannot open shared object file)")
 
 

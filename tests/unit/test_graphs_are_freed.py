@@ -64,6 +64,7 @@ def test_hundreds_of_functions(hvd: Any) -> None:
     assert live_call_sites() == before
 
 
+@pytest.mark.long
 def test_as_many_collectives_under_way_as_there_were_numbers_of_queues(hvd: Any) -> None:
     """In one execution of one graph, each with a queue."""
     COMPLETIONS.prepare()

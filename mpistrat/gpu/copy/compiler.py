@@ -1,4 +1,4 @@
-"""Compiles the copy kernel for the current GPU, by cupy and NVRTC.
+"""Compiles kernels for the current GPU, by cupy and NVRTC.
 
 Imports cupy, so only gpu/device.py imports this module. Any thread may call it.
 """
@@ -25,7 +25,7 @@ def compiled(code: str) -> bytes:
         find_nvrtc()
         binary: bytes = compiler.compile_using_nvrtc(code, OPTIONS, cache_in_memory=True)[0]
     except (RuntimeError, OSError, compiler.CompileException) as error:
-        raise EngineError(f"the copy kernel cannot be compiled: {error}") from error
+        raise EngineError(f"a kernel cannot be compiled: {error}") from error
     return binary
 
 

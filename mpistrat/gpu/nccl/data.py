@@ -37,9 +37,9 @@ class NcclData(GpuBackend):
     def __init__(self, device: GpuDevice, rank: int, size: int, communicators: Sequence[NcclCommunicator],
                  buffers: Sequence[Sequence[GpuArray]], buffer_bytes: int, version: int, is_alone: bool = True):
         # buffer: One of the fusion buffers.
-        self.is_alone, self.buffer = is_alone, buffers[0][0]
+        self.is_alone, self.buffer, self.buffer_bytes = is_alone, buffers[0][0], buffer_bytes
         self._device, self._lost = device, np.zeros(0, np.uint8)
-        self._rank, self._size, self._buffer_bytes, self._version = rank, size, buffer_bytes, version
+        self._rank, self._size, self._version = rank, size, version
         self._streams = [NcclStream(device, *parts) for parts in zip(communicators, buffers, strict=True)]
         self._turn, self._lock = 0, Lock()
 
@@ -85,7 +85,7 @@ class NcclData(GpuBackend):
 
     def _reducer_of_one(self, count: int, wire: WireFormat, by_nccl: NcclReduction) -> Reducer:
         """As `reducer`, for a tensor that is converted, in pieces that fit into a fusion buffer."""
-        step = self._buffer_bytes // (wire.itemsize * ALIGNMENT) * ALIGNMENT
+        step = self.buffer_bytes // (wire.itemsize * ALIGNMENT) * ALIGNMENT
         pieces = [(start * wire.memory_bytes, FusedCopies([min(step, count - start)], wire.memory_bytes, wire.itemsize))
                   for start in range(0, count, step)]
 
@@ -142,18 +142,22 @@ class NcclData(GpuBackend):
             streams, self._streams = self._streams, []
         return streams
 
-    def _next_stream(self) -> NcclStream:
+    def stream(self, turn: int) -> NcclStream:
+        """One of the streams. Equal turns have the same one."""
         if not self._streams:
             raise EngineError("NCCL's communicators were aborted, for a rank has left.")
+        return self._streams[turn % len(self._streams)]
+
+    def _next_stream(self) -> NcclStream:
         self._turn += 1
-        return self._streams[self._turn % len(self._streams)]
+        return self.stream(self._turn)
 
     def _why_no_room(self, arrays: Sequence[GpuArray], wire: WireFormat) -> str:
         _, elements = fused_offsets([array.size * wire.parts for array in arrays],
                                     min(wire.memory_bytes, wire.itemsize))
         nbytes = elements * wire.itemsize
-        if nbytes > self._buffer_bytes:
-            return f"{nbytes} bytes of {arrays[0].dtype.name} do not fit into a fusion buffer of {self._buffer_bytes}"
+        if nbytes > self.buffer_bytes:
+            return f"{nbytes} bytes of {arrays[0].dtype.name} do not fit into a fusion buffer of {self.buffer_bytes}"
         return ""
 
 

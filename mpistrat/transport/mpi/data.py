@@ -12,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...core.arithmetic import Reduction, Scale, combine
+from ...core.error_feedback import ErrorFeedback, HostErrors
 from ...core.interfaces import DataPlane
 from ...core.memory import FusionBuffer
 from ...core.packing import pack, unpack
@@ -20,7 +21,7 @@ from ...core.request import ReduceOp
 from ...core.topology import Topology
 from ...core.tuning import MPI_ALLGATHER_BYTES, MPI_CHUNK_BYTES, MPI_PIECE_BYTES
 from .peer_wait import PeerWait
-from .quantised import ErrorFeedback, QuantisedExchange
+from .quantised import QuantisedExchange
 
 # MPI's counts and displacements are C ints. Above this, an allgather is a broadcast by each rank in turn, and an
 # all-to-all consists of messages between two ranks each.
@@ -100,7 +101,7 @@ class MpiData(DataPlane):
     def _allreduce_quantised(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction,
                              quantised: Quantised, exchange: QuantisedExchange, feedback: ErrorFeedback) -> None:
         packed = self._packed.view(sum(source.size for source in sources), sources[0].dtype)
-        errors = feedback.of(quantised, packed.size)
+        errors = feedback.of(quantised, packed.size, HostErrors)
         pack(sources, packed, reduction.prescale)
         step = MPI_CHUNK_BYTES // packed.itemsize
         for start in range(0, packed.size, step):

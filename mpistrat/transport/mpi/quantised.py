@@ -1,104 +1,20 @@
-"""All-reduces between hosts that send 8-bit numbers: a slice's way over MPI, and what was rounded off.
+"""All-reduces between hosts that send 8-bit numbers: a slice's way over MPI.
 
 Used by the engine's thread.
 """
 
 import itertools
 from collections.abc import Mapping
-from contextlib import suppress
 
 import numpy as np
 from mpi4py import MPI
 
 from ...core.arithmetic import Scale
-from ...core.errors import EngineError
-from ...core.interfaces import DataPlane
 from ...core.memory import FusionBuffer
-from ...core.quantised import BLOCK, Format, Quantised, wire_bytes
-from ...core.topology import Topology
+from ...core.quantised import BLOCK, Format, wire_bytes
 from ...core.tuning import HIERARCHICAL_ALLGATHER_BYTES
 
 _BYTE, _FLOAT = np.dtype(np.uint8), np.dtype(np.float32)
-
-
-class Errors:
-    """What was rounded off the values of a bucket, in float32."""
-
-    def __init__(self, values: np.ndarray):
-        self.values = values
-        self._own: set[tuple[int, int]] = set()  # Where this rank sends.
-
-    def part(self, first: int, count: int) -> np.ndarray:
-        """Those of values that this rank sends."""
-        self._own.add((first, first + count))
-        return self.values[first:first + count]
-
-    def own(self) -> np.ndarray:
-        """Those of the values that this rank sends, and zeros."""
-        result = np.zeros_like(self.values)
-        for first, last in self._own:
-            result[first:last] = self.values[first:last]
-        return result
-
-
-class ErrorFeedback:
-    """What was rounded off, by the names of buckets, as long as the plane exists.
-
-    Args:
-        plane: Tells the ranks whether all have the memory.
-        topology: Its ranks.
-    """
-
-    def __init__(self, plane: DataPlane, topology: Topology):
-        self._plane, self._topology = plane, topology
-        self._kept: dict[str, tuple[Quantised, Errors]] = {}
-        self._restored: dict[str, np.ndarray] = {}
-
-    def own(self) -> dict[str, np.ndarray]:
-        """This rank's errors by the names of buckets, whose sum is that of the tensors. Local; nothing is in flight.
-
-        Those that were restored are rank 0's until their bucket comes.
-        """
-        waiting = {name: errors if self._topology.rank == 0 else np.zeros_like(errors)
-                   for name, errors in self._restored.items()}
-        return dict(sorted((waiting | {name: errors.own() for name, (_, errors) in self._kept.items()}).items()))
-
-    def restore(self, errors: Mapping[str, np.ndarray]) -> None:
-        """Begin with sums that ranks have made of `own`, the same on all ranks. Local; nothing is in flight."""
-        self._kept, self._restored = {}, dict(errors)
-
-    def of(self, quantised: Quantised, count: int) -> Errors | None:
-        """The errors of a bucket of `count` values, zeros at first; None: none are kept. Collective.
-
-        Raises:
-            EngineError: Some ranks have no memory for them; on all ranks.
-        """
-        if not quantised.name:
-            return None
-        before, errors = self._kept.get(quantised.name, (quantised, None))
-        if errors is None or before.request != quantised.request or errors.values.size != count:
-            errors = self._allocated(quantised, count)
-        elif before.labels != quantised.labels:
-            errors.values.fill(0.0)
-        self._kept[quantised.name] = quantised, errors
-        return errors
-
-    def _allocated(self, quantised: Quantised, count: int) -> Errors:
-        """Memory that is not written to is not taken, and a rank writes only where it sends. Collective."""
-        self._kept.pop(quantised.name, None)
-        values, size = None, self._topology.size
-        with suppress(MemoryError):
-            values = np.zeros(count, np.float32)
-        missing = np.empty(size, np.uint8)
-        self._plane.allgather(np.array([values is None], np.uint8), missing, [1] * size)
-        if values is None or missing.any():
-            raise EngineError(f"{quantised.name}: ranks {self._topology.listed(np.flatnonzero(missing).tolist())} have "
-                              f"no memory for the error feedback of Compression.{quantised.format}, "
-                              f"{4 * count} bytes. Take Compression.bf16, which keeps none.")
-        restored = self._restored.pop(quantised.name, values)
-        if restored.size == count and self._topology.host == self._topology.hosts[0]:
-            values[:] = restored  # Of each value, one rank of a host sends it.
-        return Errors(values)
 
 
 class QuantisedExchange:
