@@ -71,8 +71,13 @@ class ErrorFeedback:
         self._restored: dict[str, np.ndarray] = {}
 
     def own(self) -> dict[str, np.ndarray]:
-        """This rank's errors by the names of buckets, whose sum is that of the tensors. Local; nothing is in flight."""
-        return {name: self._kept[name][1].own() for name in sorted(self._kept)}
+        """This rank's errors by the names of buckets, whose sum is that of the tensors. Local; nothing is in flight.
+
+        Those that were restored are rank 0's until their bucket comes.
+        """
+        waiting = {name: errors if self._topology.rank == 0 else np.zeros_like(errors)
+                   for name, errors in self._restored.items()}
+        return dict(sorted((waiting | {name: errors.own() for name, (_, errors) in self._kept.items()}).items()))
 
     def restore(self, errors: Mapping[str, np.ndarray]) -> None:
         """Begin with sums that ranks have made of `own`, the same on all ranks. Local; nothing is in flight."""

@@ -54,6 +54,7 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     Attributes:
         local: The variables that are not broadcast.
+        process_set: The argument.
         first_steps: What checks the first reductions of each optimizer. Those before the broadcast do not count. Set by
             fit.
         has_users_own: Whether fit has callbacks of the user's own classes, which may average weights. Set by fit.
@@ -65,10 +66,10 @@ class BroadcastGlobalVariablesCallback(Callback):
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Variable] | None = None,
                  process_set: ProcessSet = global_process_set):
         super().__init__()
-        self.root_rank, self._process_set = root_rank, resolved(process_set)
+        self.root_rank, self.process_set = root_rank, resolved(process_set)
         self.local = IdentitySet(local_variables or ())
         self._sent, self._is_first_batch = 0, True
-        self._alone = Alone(self._process_set)
+        self._alone = Alone(self.process_set)
 
     def register_local_var(self, variable: Variable) -> None:
         """Exclude this variable from the broadcast."""
@@ -112,8 +113,8 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def _broadcast(self, variables: list[keras.Variable]) -> None:
         self._sent = len(variables)
-        if self._process_set.has_others():
-            broadcast_state(self.model, variables, self.root_rank, self._process_set)
+        if self.process_set.has_others():
+            broadcast_state(self.model, variables, self.root_rank, self.process_set)
 
 
 def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank: int, process_set: ProcessSet) -> None:

@@ -113,10 +113,11 @@ class Compression:
     def error_feedback(process_set: ProcessSet = global_process_set) -> dict[str, np.ndarray]:
         """What int8 and fp8 have rounded off the gradients of all ranks so far: for a checkpoint. Collective.
 
-        Call it between two steps. Nothing else keeps it: not the model's files, and no commit.
+        Call it between two steps. The model's files do not have it; a commit of an elastic job has it.
 
         Returns:
-            Flat float32 arrays by the names of collectives, the same on all ranks; none on one host.
+            Flat float32 arrays by the names of collectives, the same on all ranks. On one host it is what was
+            restored.
         """
         feedback = resolved(process_set).group("error_feedback").feedback
         return {name: ops.allreduce(own, op=Sum, name=f"error feedback of {name}", process_set=process_set)

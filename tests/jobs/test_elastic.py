@@ -74,13 +74,26 @@ def test_with_new_processes_after_each_loss() -> None:
     assert "mpistrat timeline" not in job.output  # There is no file of a generation that was lost.
 
 
-def test_the_state_of_a_lost_rank_is_in_the_commits() -> None:
+@pytest.mark.parametrize("door", [(), ("strategy",)], ids=["optimizer", "strategy"])
+def test_the_state_of_a_lost_rank_is_in_the_commits(door: Sequence[str]) -> None:
     job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "3", sys.executable,
-                       "tests/scripts/elastic_sharded.py"], limit_s=150)
+                       "tests/scripts/elastic_sharded.py", *door], limit_s=150)
     assert job.code == 0 and job.left == (), job.output
     assert "the state of the sharded optimizer is divided among the ranks anew" in job.output
     lines = re.findall(r"rank \d: of \d, generation (\d), as one process: (\w+)", job.output)
     assert len(lines) >= 2 and set(lines) == {("2", "True")}, job.output
+
+
+@pytest.mark.parametrize(("way", "ranks", "generation"), [("--elastic", 2, 1), ("--elastic=restart", 3, 2)])
+def test_what_8_bit_numbers_have_rounded_off_is_in_the_commits(way: str, ranks: int, generation: int) -> None:
+    job = run_limited([sys.executable, "-m", "mpistrat", "run", way, "-np", "3", sys.executable,
+                       "tests/scripts/elastic_quantised.py"], limit_s=150)
+    assert job.code == 0 and job.left == (), job.output
+    lines = re.findall(rf"rank \d: of {ranks} on 2 hosts, generation {generation}, rounded off (\S+), lost (\S+)",
+                       job.output)
+    assert len(lines) == ranks, job.output
+    for rounded_off, lost in lines:
+        assert float(rounded_off) > 0.001 and float(lost) < 0.0002, job.output
 
 
 def test_a_script_that_always_fails_ends_the_job_with_its_error() -> None:

@@ -128,6 +128,16 @@ def test_what_one_rank_calls_alone_is_named_with_its_cause(what: str, tmp_path: 
 
 
 @needs_mpirun
+def test_sharded_slots_go_on_from_a_file_with_fewer_ranks(tmp_path: Path) -> None:
+    for jobs_before, ranks in enumerate((3, 2, 1)):
+        job = run_job(ranks, ["python", "tests/scripts/strategy_goes_on.py", str(tmp_path)])
+        steps = 4 * (jobs_before + 1)
+        for rank in range(ranks):
+            assert job.of_rank(rank) == [f"of {ranks}: {name} after {steps} steps, {arrays} arrays, same bits: True"
+                                         for name, arrays in (("momentum", 10), ("Adam", 14))], job.output
+
+
+@needs_mpirun
 def test_the_chief_may_save_a_model_alone_at_the_end(tmp_path: Path) -> None:
     job = run_job(2, ["python", "tests/scripts/strategy_under_one_rank.py", "save-at-the-end", str(tmp_path)])
     assert job.of_rank(0) == ["returned True", "ends"], job.output

@@ -15,7 +15,7 @@ hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy  # noqa: E402
 
-from ..differential.legs import DEFAULT, HOST_EACH, TWO_HOSTS, under  # noqa: E402
+from ..differential.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under  # noqa: E402
 from .helpers import assert_equal_on_all_ranks, everywhere  # noqa: E402
 
 STEPS, BATCH, COLUMNS = 5, 4, 6
@@ -150,7 +150,9 @@ def test_compressed_progress_of_diloco_is_near(compression: str, rank: int, size
         right, on_one = trained("none"), trained(compression)
     with under(TWO_HOSTS if size > 2 else HOST_EACH):
         plain, between = trained("none"), trained(compression)
+        kept = hvd.Compression.error_feedback()
     mpistrat.init()
+    assert [*kept] == (["local_sgd/progress[0]"] if compression == "int8" else [])
     for a, b in zip(plain, between, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-3)
     is_exact = all(np.array_equal(a, b) for a, b in zip(right, on_one, strict=True))
@@ -290,12 +292,36 @@ def test_what_does_not_go_together_is_an_error_on_every_rank(rank: int, size: in
     if size > 1:
         with pytest.raises(mpistrat.MismatchError, match=r"in different ways: LocalSGD\(every=2, .*Give all ranks"):
             fit(model_of(), keras.optimizers.SGD(0.1), rank, [hvd.callbacks.LocalSGD(every=2 + rank)])
+        sets = [mpistrat.add_process_set([each]) for each in range(size)]
+        for scope in (None, sets[rank]):
+            optimizer = keras.optimizers.SGD(0.1)
+            optimizer = optimizer if scope is None else hvd.DistributedOptimizer(optimizer, process_set=scope)
+            averaging = hvd.callbacks.LocalSGD(2, scope=scope)
+            with pytest.raises(mpistrat.MismatchError, match=r"in different ways: none on ranks \[0\]; LocalSGD\("):
+                fit(model_of(), optimizer, rank, [averaging] if rank else [])
+        for each in sets:
+            mpistrat.remove_process_set(each)
         model = model_of()
         with pytest.raises(mpistrat.MismatchError, match="in different ways"):
             hvd.callbacks.LocalSGD(every=2, warmup=rank).begin(model)
         model.trainable_variables[0].assign_add(tf.fill(model.trainable_variables[0].shape, float(rank)))
         with pytest.raises(mpistrat.MismatchError, match=r"LocalSGD.begin: the ranks have different weights"):
             hvd.callbacks.LocalSGD(every=2).begin(model)
+
+
+def test_ranks_that_wait_for_one_without_the_callback_say_so(rank: int, size: int) -> None:
+    """Without a broadcast the ranks do not meet when fit begins."""
+    if size == 1:
+        pytest.skip("nobody waits")
+    with under(Leg("deadlock", {"MPISTRAT_DEADLOCK_S": "1"})):
+        model = model_of()
+        model.compile(keras.optimizers.SGD(0.1), loss="mse")
+        words = "give it to the callbacks of all ranks" if rank else "a deadlock"
+        with pytest.raises(mpistrat.DeadlockError, match=words):
+            if rank:
+                model.fit(*rows(rank), batch_size=BATCH, verbose=0, callbacks=[hvd.callbacks.LocalSGD(every=2)])
+            mpistrat.barrier(name="elsewhere")
+    mpistrat.init()
 
 
 def test_weights_that_were_not_broadcast_are_an_error(rank: int, size: int) -> None:

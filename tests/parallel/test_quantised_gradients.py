@@ -149,7 +149,7 @@ def test_what_is_rounded_off_goes_on_in_another_job(size: int) -> None:
     with under(DEFAULT):
         hvd.Compression.restore_error_feedback(errors)
         np.testing.assert_array_equal(total_of(1), np.float32(size) * values)
-        assert hvd.Compression.error_feedback() == {}
+        assert [*hvd.Compression.error_feedback()] == (["tape[0]"] if size > 1 else [])  # for hosts that come
 
 
 def test_a_rank_without_memory_for_the_errors_tells_all(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:

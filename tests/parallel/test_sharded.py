@@ -26,14 +26,17 @@ TOKENS, ROWS = 300, 12
 Optimizers = keras.optimizers
 
 
-def new_model(seed: int = 1, strategy: Any = None) -> Any:
+def new_model(seed: int = 1, strategy: Any = None, policy: str = "float32") -> Any:
     """An embedding that is divided between its rows, an array of its own, and small variables."""
     keras.utils.clear_session()  # The names of layers and of the optimizer's variables are those of each other model.
     keras.utils.set_random_seed(seed)
     with nullcontext() if strategy is None else strategy.scope():
-        return keras.Sequential([
+        keras.config.set_dtype_policy(policy)
+        model = keras.Sequential([
             keras.Input((3,)), keras.layers.Embedding(TOKENS, 60), keras.layers.Flatten(),
             keras.layers.Dense(100, activation="tanh", kernel_constraint="max_norm"), keras.layers.Dense(2)])
+        keras.config.set_dtype_policy("float32")
+        return model
 
 
 def rows_of(rank: int) -> tuple[np.ndarray, np.ndarray]:

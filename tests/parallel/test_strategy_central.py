@@ -16,6 +16,7 @@ keras = pytest.importorskip("keras")
 
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
+from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data  # noqa: E402
 
 optimizers = keras.optimizers
@@ -101,7 +102,8 @@ MAKERS: dict[str, Callable] = {
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_multi_optimizer if name == "several" else ())
+                                  for name in MAKERS])
 def test_an_optimizer_gives_the_bits_of_the_mirrored_mode(central: MPIStrategy, mirrored: MPIStrategy,
                                                           name: str) -> None:
     ours, expected = Loop(central, MAKERS[name]).run(), Loop(mirrored, MAKERS[name]).run()
@@ -127,7 +129,7 @@ def elements_of_slots(optimizer: Any) -> int:
     return sum(variable.numpy().size for variable in optimizer.variables if len(variable.shape))
 
 
-@pytest.mark.parametrize("name", ["Adam", "EMA", "loss scale", "several"])
+@pytest.mark.parametrize("name", ["Adam", "EMA", "loss scale", pytest.param("several", marks=needs_multi_optimizer)])
 def test_slots_take_memory_on_the_chief_only(central: MPIStrategy, mirrored: MPIStrategy, name: str,
                                              rank: int) -> None:
     expected = elements_of_slots(Loop(mirrored, MAKERS[name]).optimizer)

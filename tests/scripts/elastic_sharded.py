@@ -1,12 +1,14 @@
-"""A loop of an elastic job with a sharded optimizer, in which rank 2 of the first generation dies after its third step.
+"""An elastic job with a sharded optimizer, in which rank 2 of the first generation dies after its third step.
 
-usage: mpistrat run --elastic -np 3 python tests/scripts/elastic_sharded.py
+usage: mpistrat run --elastic -np 3 python tests/scripts/elastic_sharded.py [strategy]
 
-All ranks have the same gradients, so each rank of the last generation has the weights of one process.
+It is a loop, or fit under MPIStrategy. All ranks have the same gradients, so each rank of the last generation has the
+weights of one process; of one with as many rows, in another order of additions, under a strategy.
 """
 
 import os
 import signal
+import sys
 from typing import Any
 
 import keras
@@ -15,6 +17,7 @@ import tensorflow as tf
 
 import mpistrat.keras as hvd
 from mpistrat.elastic import membership
+from mpistrat.tensorflow import MPIStrategy
 
 STEPS = 6
 hvd.init()
@@ -42,10 +45,29 @@ def train(state: Any) -> None:
         state.commit()
 
 
-model, alone = layer(), layer()
-model.optimizer = hvd.ShardedOptimizer(model.optimizer)
-train(hvd.elastic.KerasState(model, step=0))
-for number in range(STEPS):
-    step_of(alone, number)
-is_same = all(np.array_equal(a, b) for a, b in zip(model.get_weights(), alone.get_weights(), strict=True))
+class Die(keras.callbacks.Callback):
+    """Kills rank 2 of the first generation before its fourth step."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if (generation, hvd.rank(), batch) == (1, 2, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+alone = layer()
+if "strategy" in sys.argv:
+    x = np.tile(np.linspace(-1, 1, 9, dtype=np.float32), (6 * STEPS, 1))
+    with MPIStrategy(variables="sharded").scope():
+        model = layer()
+    model.fit(x, x[:, :7], batch_size=6, shuffle=False, verbose=0,
+              callbacks=[Die(), hvd.callbacks.Elastic(commit_every=1)])
+    assert hasattr(model.optimizer, "consolidate_state")
+    alone.fit(x, x[:, :7], batch_size=6, shuffle=False, verbose=0)
+else:
+    model = layer()
+    model.optimizer = hvd.ShardedOptimizer(model.optimizer)
+    train(hvd.elastic.KerasState(model, step=0))
+    for number in range(STEPS):
+        step_of(alone, number)
+most = 1e-5 if "strategy" in sys.argv else 0
+is_same = all(np.allclose(a, b, most, most) for a, b in zip(model.get_weights(), alone.get_weights(), strict=True))
 print(f"rank {hvd.rank()}: of {hvd.size()}, generation {generation}, as one process: {is_same}", flush=True)

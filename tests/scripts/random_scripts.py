@@ -658,7 +658,8 @@ class Run:
 
                 # The first batch: how far fit reads ahead of its steps depends on the way.
                 dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(way.batch).map(unreadable)
-                kept = [(v, np.asarray(v)) for v in (*self.model.weights, *self.optimizer.variables)]
+                divided = [v for state in states_in([self.optimizer]) for v in state.variables]
+                kept = [(v, np.array(v)) for v in (*self.model.weights, *self.optimizer.variables, *divided)]
                 with contextlib.suppress(tf.errors.InvalidArgumentError):
                     self.model.fit(dataset, verbose=0, callbacks=[*way.callbacks(), *way.averaging(self.script)])
                     raise AssertionError("no error")
@@ -783,9 +784,11 @@ def exchanged(own: Any) -> list[Any]:
 def worst(state: dict[str, np.ndarray], right: Sequence[np.ndarray], where: str) -> tuple[float, str]:
     """The largest difference, and where it is."""
     found = (0.0, "")
-    # An optimizer, which comes last, may be built by an evaluation already.
+    # An optimizer, which comes last, may be built by an evaluation already. Its variables have another order then.
     assert all(name.startswith("optimizer") for name in list(state)[len(right):]), \
         f"{where}: {len(state)} values, and {len(right)} in one process"
+    if len(state) > len(right):
+        state = {name: value for name, value in state.items() if not name.startswith("optimizer")}
     for (name, value), wanted in zip(state.items(), right, strict=False):
         assert value.shape == wanted.shape, f"{where}: {name} {value}, and {wanted} in one process"
         if value.size:
@@ -826,16 +829,20 @@ def outcome_of(script: Script, folder: str) -> str:
         other = script.through(STRATEGY if script.door == HOROVOD else HOROVOD)
         os.mkdir(os.path.join(folder, "other"))
         _, others = outcome_through_door(other, os.path.join(folder, "other"), right)
-        outcome += f", and {differences(states, others)} through the other door"
+        # In some graphs TensorFlow divides by a square root (RMSprop) as a product with rsqrt.
+        is_exact = not hvd.size() & (hvd.size() - 1) and not (script.is_sharded and script.optimizer == "schedule")
+        outcome += f", and {differences(states, others, is_exact)} through the other door"
     return outcome
 
 
-def differences(states: Sequence[dict[str, np.ndarray]], others: Sequence[dict[str, np.ndarray]]) -> str:
-    """Which arrays differ after a stage, in a few words. Raises AssertionError on 2, 4, 8 ... ranks if any does."""
+def differences(states: Sequence[dict[str, np.ndarray]], others: Sequence[dict[str, np.ndarray]],
+                is_exact: bool) -> str:
+    """Which arrays differ after a stage, in a few words. Raises AssertionError if any does and `is_exact`."""
     assert len(states) == len(others), "the doors have different stages"
     different = [f"{name} after stage {place}" for place, (one, other) in enumerate(zip(states, others, strict=True))
-                 for name in one if one[name].tobytes() != other[name].tobytes()]
-    assert not different or hvd.size() & (hvd.size() - 1), f"the doors have different {different}"
+                 for (name, a), b in zip(one.items(), other.values(), strict=False) if a.tobytes() != b.tobytes()
+                 and (len(one) == len(other) or not name.startswith("optimizer"))]  # It may be built in one only.
+    assert not different or not is_exact, f"the doors have different {different}"
     return f"{len(different)} other arrays" if different else "the same"
 
 

@@ -34,7 +34,7 @@ from ..local_sgd.local_training import LocalTraining
 from ..patches import Function, replaces
 from .adapted import layers_of_inputs
 from .elastic_fit import Elastic, run_fit
-from .fit_checks import ChecksWithinEpochs, FitChecks
+from .fit_checks import ChecksWithinEpochs, FitChecks, require_no_averaging
 from .fit_states import is_users
 from .join_epochs import JoinEpochs
 from .row_counts import RowCount
@@ -78,6 +78,8 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
     if averaging is not None:
         training = LocalTraining(model, averaging)
         averaging.enter(training)
+    else:
+        require_no_averaging(training, users)
     if training is not None and not training.is_under_strategy:
         xla.follow_ranks(model)
     if training is None or not (training.process_set.has_others() or timer):

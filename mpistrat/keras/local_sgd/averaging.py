@@ -277,4 +277,5 @@ def problem_of_settings(of_ranks: Sequence[str]) -> str:
     if len(set(of_ranks)) == 1:
         return ""
     found = describe_by_rank([each or "none" for each in of_ranks])
-    return f"the ranks average their weights in different ways: {found}. Give all ranks the same arguments."
+    return (f"the ranks average their weights in different ways: {found}. Give all ranks the same callback, "
+            "with the same arguments.")

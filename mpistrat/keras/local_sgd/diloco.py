@@ -17,6 +17,7 @@ from ...core.errors import InvalidRequestError
 from ...core.request import Average, ScaledOp, allreduce_request
 from ...tensorflow.bridge.cpu import to_array
 from ...tensorflow.compression import Compressed, Compression, Compressor, require_compression
+from ...tensorflow.gradients import label_of
 from .._private import Logs
 from ..fit.training import optimizers_of
 from ..nested_optimizers import distributed_in
@@ -143,7 +144,8 @@ class DiLoCo(PeriodicAveraging):
         self._step_outside()
         if progress:
             compressed = Compressed(progress, self.compression, by_host=True)
-            request = partial(allreduce_request, scaled=ScaledOp(Average), wire_dtype=compressed.wire_dtype)
+            request = partial(allreduce_request, scaled=ScaledOp(Average), wire_dtype=compressed.wire_dtype,
+                              labels=tuple(map(label_of, training.weights)))
             self._under_way = array_ops.collective(
                 [to_array(tensor) for tensor in compressed.tensors], f"{training.name}/progress", global_process_set,
                 lambda means: compressed.restored([tf.convert_to_tensor(mean) for mean in means]), request)
