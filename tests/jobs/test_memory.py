@@ -51,7 +51,6 @@ def test_ten_thousand_collectives_of_other_sizes_leave_neither_memory_nor_descri
         assert grown and int(grown[1]) < MOST_GROWTH_BYTES, job.output
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("operations", "way"), [("shared_memory", "with votes"), ("mpi", "without votes")])
 def test_either_backend_can_be_asked_for(ranks: int, operations: str, way: str) -> None:
@@ -66,7 +65,6 @@ HOSTS = {"one host": (2, 2, "shared_memory"), "two hosts of one rank": (2, 1, "m
 
 
 # On one host, the test above has ranks that vote.
-@pytest.mark.quick
 @pytest.mark.parametrize(("disabled", "hosts", "ranks"), [
     (disabled, hosts, HOSTS[hosts][0]) for disabled in ("fast_path", "none") for hosts in HOSTS
     if (disabled, hosts) != ("none", "one host")])

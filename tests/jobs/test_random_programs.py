@@ -10,7 +10,7 @@ from ..support.jobs import needs_mpirun, run_job
 
 @needs_mpirun
 @pytest.mark.parametrize("ranks, options", [
-    pytest.param(2, ["30"], marks=pytest.mark.quick), (3, ["20", "1000"]), (4, ["10", "2000", "hosts"]),
+    pytest.param(2, ["10"], marks=pytest.mark.quick), (3, ["20", "1000"]), (4, ["10", "2000", "hosts"]),
     (2, ["10", "3000", "background"]), (3, ["50", "4000", "tensors"])])
 def test_programs_of_all_collectives(ranks: int, options: list[str]) -> None:
     job = run_job(ranks, ["python", "tests/scripts/random_calls.py", *options], limit_s=400)

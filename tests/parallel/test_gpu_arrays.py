@@ -206,6 +206,7 @@ def test_a_group_of_mixed_dtypes_and_sizes(library: Any, rank: int, size: int) -
                                       np.full_like(value, size * i + size * (size - 1) // 2))
 
 
+@pytest.mark.sampled
 def test_rows_are_gathered_in_the_order_of_the_ranks(library: Any, rank: int, size: int) -> None:
     for rows in (2, rank, rank + 1):
         result = mpistrat.allgather(library.array(np.full((rows, 3), rank, np.int16)))
@@ -238,6 +239,7 @@ def test_wrong_splits_are_an_error_on_all_ranks(library: Any, rank: int, size: i
     assert library.values(mpistrat.allreduce(library.array(np.ones(2)), op=mpistrat.Sum)).tolist() == [size] * 2
 
 
+@pytest.mark.sampled
 def test_collectives_go_on_without_a_rank_that_has_joined(library: Any, rank: int, size: int) -> None:
     mpistrat.allreduce(library.array(np.ones(1)))  # All ranks choose the backend together.
     for step in range(rank + 1):

@@ -73,6 +73,7 @@ def by_tape(is_bad: bool, wrap: Callable = lambda step: step) -> None:
         run(x[:BATCH], y[:BATCH])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("train", "ago"), [
     (by_fit, 4), (lambda is_bad: by_fit(is_bad, run_eagerly=True), 4), (by_strategy, 4), (by_tape, 20),
     (lambda is_bad: by_tape(is_bad, tf.function), 20),
@@ -90,6 +91,7 @@ def test_the_rank_and_its_tensors_are_named_once(train: Callable[[bool], None], 
         assert "first/kernel" in text and "last/bias" in text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_inside", [True, False], ids=["around the optimizer", "in the optimizer"])
 def test_overflow_that_a_scale_of_the_loss_skips_is_none(is_inside: bool, caplog: pytest.LogCaptureFixture) -> None:
     def scaled(optimizer: Any) -> Any:

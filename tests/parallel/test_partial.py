@@ -130,6 +130,7 @@ def test_each_rank_keeps_the_statistics_of_its_local_layer(averages: bool, rank:
     assert len(set(map(tuple, of_ranks))) == (1 if averages else size)
 
 
+@pytest.mark.sampled
 @pytest.mark.horovod("partial-optimizer")
 @pytest.mark.parametrize("is_scaled", [False, True], ids=["plain", "loss scale"])
 def test_ranks_with_few_batches_keep_the_optimizers_state_of_their_local_layer(is_scaled: bool, rank: int,

@@ -112,6 +112,7 @@ def test_an_optimizer_gives_the_bits_of_the_mirrored_mode(central: MPIStrategy, 
     assert not np.array_equal(ours.values[0], Loop(mirrored, MAKERS[name]).values[0]), "nothing was trained"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [{"build": False}, {"graph": False}], ids=str)
 def test_an_optimizer_may_be_built_in_the_step_and_the_step_run_eagerly(central: MPIStrategy, mirrored: MPIStrategy,
                                                                          arguments: dict, rank: int) -> None:
@@ -129,6 +130,7 @@ def elements_of_slots(optimizer: Any) -> int:
     return sum(variable.numpy().size for variable in optimizer.variables if len(variable.shape))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["Adam", "EMA", "loss scale", pytest.param("several", marks=needs_multi_optimizer)])
 def test_slots_take_memory_on_the_chief_only(central: MPIStrategy, mirrored: MPIStrategy, name: str,
                                              rank: int) -> None:

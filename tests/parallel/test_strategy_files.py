@@ -257,7 +257,7 @@ def test_a_checkpoint_of_the_chief_alone(strategy: MPIStrategy, shared_dir: str,
 # -- logs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("append", [False, True])
 def test_a_log_has_each_epoch_once(strategy: MPIStrategy, shared_dir: str, append: bool) -> None:
     model = compiled(strategy)
@@ -269,6 +269,7 @@ def test_a_log_has_each_epoch_once(strategy: MPIStrategy, shared_dir: str, appen
     assert float(rows[-1]["loss"]) == pytest.approx(history["loss"][-1])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arguments", [{}, {"update_freq": 2, "histogram_freq": 1, "embeddings_freq": 1,
                                             "write_steps_per_second": True}], ids=str)
 def test_events_are_written_once(strategy: MPIStrategy, shared_dir: str, arguments: dict) -> None:
@@ -421,6 +422,7 @@ def test_a_manager_of_a_directory_of_the_rank(strategy: MPIStrategy, shared_dir:
     assert tf.train.latest_checkpoint(f"{shared_dir}/{rank}") == manager.latest_checkpoint
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_a_keras_model(strategy: MPIStrategy, shared_dir: str, rank: int) -> None:
     model, other = (compiled(strategy, keras.layers.BatchNormalization) for _ in range(2))
     fit(model)

@@ -77,6 +77,7 @@ def test_gradients_are_sent_compressed_and_the_share_of_rows_is_not(name: str, c
     assert sorted(spec.dtype for spec in sent[0].tensors) == sorted([*[wire_dtype] * 4, "float32"])
 
 
+@pytest.mark.long
 def test_groups_of_gradients_are_a_collective_each(rank: int, sent: list[Request]) -> None:
     strategy = MPIStrategy(groups=3)
     model, reference = both(strategy, rank)
@@ -85,7 +86,7 @@ def test_groups_of_gradients_are_a_collective_each(rank: int, sent: list[Request
     assert [len(request.tensors) for request in sent] == [2, 1, 2] * steps  # The last has the number of rows too.
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_slices_are_sent_dense_if_wished(is_dense: bool, rank: int, sent: list[Request]) -> None:
     def embedding() -> Any:
@@ -208,7 +209,7 @@ class Largest(keras.metrics.Metric):
         return self.value
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("metric", [lambda: CountOfRows("float32"), lambda: CountOfRows("int32"), Largest],
                          ids=["float32", "int32", "largest"])
 def test_the_result_of_a_metric_may_be_its_state(strategy: MPIStrategy, metric: Callable, rank: int) -> None:
@@ -352,7 +353,7 @@ class NeedsRows(keras.layers.Layer):
         return x
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
 def test_a_rank_without_rows_evaluates_and_predicts_none_of_its_own(strategy: MPIStrategy, eagerly: bool,
                                                                     rank: int) -> None:
@@ -485,7 +486,7 @@ def test_ranks_drop_different_units_unless_asked_otherwise(differs: bool, rank: 
 
 
 # Keras itself slices a matrix only if its rows are in order, with and without a strategy; the columns need not be.
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "kind"), [("matrix", "csr_matrix"), ("matrix", "coo_array"),
                                            ("generator", "csr_matrix"), ("generator", "csc_matrix")])
 def test_scipy_matrices(strategy: MPIStrategy, kind: str, way: str, rank: int) -> None:

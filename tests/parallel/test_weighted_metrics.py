@@ -99,6 +99,7 @@ def test_rows_of_a_dataset_without_a_known_length_are_counted(rank: int, size: i
     assert_means(history, size, ("loss", "mae"))
 
 
+@pytest.mark.long
 def test_an_optimizer_that_is_not_distributed_and_a_second_fit(rank: int, size: int) -> None:
     model = new_model(is_distributed=False)
     fit(model, rank, epochs=1)
