@@ -74,7 +74,8 @@ class Device:
     def __init__(self, number: int):
         self.number = number
         self.identity = f"{driver.uuid(number)} on {platform.node()}"
-        self._module, self._sums = cache(self._compile), cache(self._compile_sum)
+        self._module = cache(lambda job: _functions(source(job), NAME, GUARD))
+        self._sums = cache(lambda format_: _functions(quantise.source(format_), quantise.NAME))
         self._recording, self._event_numbers = Lock(), count()
         self._spare_events: list[Any] = []  # Operations on lists are atomic.
         self._context = 0
@@ -180,18 +181,8 @@ class Device:
     def quantised_sum(self, job: QuantisedSum, stream: GpuStream) -> None:
         """Enqueue what the job says."""
         if job.blocks:
-            driver.launch(self._sums(job.format).ptr, job.blocks, quantise.THREADS, stream.ptr,
+            driver.launch(self._sums(job.format)[quantise.NAME].ptr, job.blocks, quantise.THREADS, stream.ptr,
                           [c_uint64(argument) for argument in job[2:]])
-
-    def _compile(self, job: CopyJob) -> dict[str, Any]:
-        module = cupy.cuda.Module()
-        module.load(compiled(source(job)))
-        return {name: module.get_function(name) for name in (NAME, GUARD)}
-
-    def _compile_sum(self, format_: str) -> Any:
-        module = cupy.cuda.Module()
-        module.load(compiled(quantise.source(format_)))
-        return module.get_function(quantise.NAME)
 
     # -- tensors of other libraries -----------------------------------------------------------------------------------
 
@@ -232,6 +223,13 @@ class Device:
     unique_id = staticmethod(library.unique_id)
     communicator = staticmethod(library.Communicator)
     nccl_group = staticmethod(library.group)
+
+
+def _functions(code: str, *names: str) -> dict[str, Any]:
+    """Kernels of these names in the code, compiled for the current GPU and loaded. Raises as `compiled`."""
+    module = cupy.cuda.Module()
+    module.load(compiled(code))
+    return {name: module.get_function(name) for name in names}
 
 
 def _by_value(table: np.ndarray) -> "Array[c_char]":

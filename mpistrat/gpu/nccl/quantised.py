@@ -30,12 +30,10 @@ from ..copy.quantise import BLOCK_BYTES, QuantisedSum
 from .communicators import Exchange
 from .data import NcclData
 from .stream import NcclStream
-from .types import OPERATIONS, UINT8, NcclReduction, WireFormat
+from .types import OPERATIONS, NcclReduction, WireFormat
 
 _FLOAT_BYTES = 4
 _FLOATS_BYTES = BLOCK * _FLOAT_BYTES  # of a block
-
-_Bytes = tuple[int, int, int]  # (address, bytes, the rank that gets or sends them)
 
 
 class QuantisedReduces:
@@ -111,15 +109,15 @@ class QuantisedReduces:
         floats, free = packed, packed + self._parts * part_bytes
         if len(local) > 1:
             floats, free = free, free + len(local) * part_bytes
-            self._transfer(stream, parts, [(floats + i * part_bytes, part_bytes, peer) for i, peer in enumerate(local)
-                                           if self._across])
+            stream.transfer(parts, [(floats + i * part_bytes, part_bytes, peer) for i, peer in enumerate(local)
+                                    if self._across])
         if self._across:
             summed = QuantisedSum(format_, piece.blocks, floats, len(local), part_bytes, piece.part(own)[1],
                                   errors=errors)
             self._exchange_hosts(stream, summed, parts[own][0], free)
         if len(local) > 1:
-            self._transfer(stream, [(parts[own][0], part_bytes, peer) for i, peer in enumerate(local)
-                                    if i != own and self._across], [*parts[:own], *parts[own + 1:]])
+            stream.transfer([(parts[own][0], part_bytes, peer) for i, peer in enumerate(local)
+                             if i != own and self._across], [*parts[:own], *parts[own + 1:]])
 
     def _exchange_hosts(self, stream: NcclStream, summed: QuantisedSum, total: int, free: int) -> None:
         """Enqueue the sum over the hosts of what `summed` adds up on this one, to the address `total`.
@@ -132,7 +130,7 @@ class QuantisedReduces:
             rows = [(free + host * nbytes, nbytes, rank) for host, rank in enumerate(self._across)]
             add(summed._replace(wire=rows[this][0]))
             others = [*rows[:this], *rows[this + 1:]]
-            self._transfer(stream, [(rows[this][0], nbytes, rank) for _, _, rank in others], others)
+            stream.transfer([(rows[this][0], nbytes, rank) for _, _, rank in others], others)
             add(QuantisedSum(summed.format, blocks, wires=free, wire_rows=hosts, wire_step=nbytes, total=total))
             return
         bounds = [blocks * host // hosts for host in range(hosts + 1)]
@@ -144,22 +142,11 @@ class QuantisedReduces:
         add(_some(summed, 0, first)._replace(wire=free))
         add(_some(summed, first, last)._replace(total=kept, errors=0))
         add(_some(summed, last, blocks)._replace(wire=own + own_bytes))
-        self._transfer(stream, others, [(received + i * own_bytes, own_bytes, rank)
-                                        for i, (_, _, rank) in enumerate(others)])
+        stream.transfer(others, [(received + i * own_bytes, own_bytes, rank) for i, (_, _, rank) in enumerate(others)])
         add(_some(summed, first, last)._replace(floats=kept, float_rows=1, wires=received, wire_rows=hosts - 1,
                                                 wire_step=own_bytes, wire=own))
-        self._transfer(stream, [(own, own_bytes, rank) for _, _, rank in others], others)
+        stream.transfer([(own, own_bytes, rank) for _, _, rank in others], others)
         add(QuantisedSum(summed.format, blocks, wires=free, wire_rows=1, total=total))
-
-    def _transfer(self, stream: NcclStream, sent: Sequence[_Bytes], received: Sequence[_Bytes]) -> None:
-        """Enqueue the sends and receives as one operation."""
-        with self._device.nccl_group():
-            for address, nbytes, rank in sent:
-                if nbytes:
-                    stream.communicator.send(address, nbytes, UINT8, rank, stream.reductions.ptr)
-            for address, nbytes, rank in received:
-                if nbytes:
-                    stream.communicator.recv(address, nbytes, UINT8, rank, stream.reductions.ptr)
 
 
 class GpuErrors(Errors):

@@ -6,6 +6,7 @@ buckets out to several NcclStreams. All calls only enqueue work. Used by the eng
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, zip_longest
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from ..arrays import GpuArray, GpuDevice, GpuEvent, GpuStream
 from ..copy.plan import CopyJob, FusedCopies, KeptCopies
 from .types import DTYPES, UINT8, NcclCommunicator, NcclReduction, WireFormat
 
+Transfer = tuple[int, int, int]  # (address, bytes, the rank that gets or sends them)
 BUFFERS = 2  # More would have no effect: one bucket is packed while one other is reduced.
 
 
@@ -164,18 +166,24 @@ class NcclStream:
 
     def exchange(self, source: int, target: int, sent: Sequence[int], received: Sequence[int]) -> None:
         """Send rank r the next `sent[r]` bytes at `source`, and receive `received[r]` bytes from it at `target`."""
-        def enqueue() -> None:
-            sending, receiving = source, target
-            with self._device.nccl_group():
-                for peer, (to_peer, from_peer) in enumerate(zip(sent, received, strict=True)):
-                    if to_peer:
-                        self.communicator.send(sending, to_peer, UINT8, peer, self.reductions.ptr)
-                    if from_peer:
-                        self.communicator.recv(receiving, from_peer, UINT8, peer, self.reductions.ptr)
-                    sending, receiving = sending + to_peer, receiving + from_peer
+        def after_each_other(start: int, sizes: Sequence[int]) -> list[Transfer]:
+            places = zip(accumulate(sizes, initial=start), sizes, strict=False)
+            return [(address, size, peer) for peer, (address, size) in enumerate(places)]
 
         if any(sent) or any(received):
-            self._run_directly(enqueue, KeptCopies([sum(received)]), [target])
+            sends, receives = after_each_other(source, sent), after_each_other(target, received)
+            self._run_directly(lambda: self.transfer(sends, receives), KeptCopies([sum(received)]), [target])
+
+    def transfer(self, sent: Sequence[Transfer], received: Sequence[Transfer]) -> None:
+        """Enqueue sends and receives on `reductions`, as one NCCL operation. Those of no bytes are left out."""
+        nothing = (0, 0, 0)
+        with self._device.nccl_group():
+            for (sending, to_peer, receiver), (receiving, from_peer, sender) in zip_longest(sent, received,
+                                                                                            fillvalue=nothing):
+                if to_peer:
+                    self.communicator.send(sending, to_peer, UINT8, receiver, self.reductions.ptr)
+                if from_peer:
+                    self.communicator.recv(receiving, from_peer, UINT8, sender, self.reductions.ptr)
 
     # -- the pipeline -------------------------------------------------------------------------------------------------
 
