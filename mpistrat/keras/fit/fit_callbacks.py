@@ -9,7 +9,7 @@ predict, which may run on one rank.
 import hashlib
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -17,25 +17,28 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ...api import ops as array_ops
 from ...api import runtime
+from ...api.process_sets import global_process_set
 from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, MismatchError
 from ...elastic import membership
 from ...process import step_timer
 from ...process.step_timer import StepTimer
 from ...tensorflow.kerases import is_keras2, is_of_keras
+from ...tensorflow.names import eager
 from ...tensorflow.same_data import some_rows
 from .. import xla
 from .._private import Callback, Logs, trainer
 from ..callbacks import BroadcastGlobalVariablesCallback
 from ..keras2_arguments import bound
 from ..local_sgd.averaging import averaging_among
-from ..local_sgd.local_training import LocalTraining
+from ..local_sgd.local_training import LOCAL_SGD, LocalTraining
 from ..patches import Function, replaces
 from .adapted import layers_of_inputs
 from .elastic_fit import Elastic, run_fit
-from .fit_checks import ChecksWithinEpochs, FitChecks, require_no_averaging
-from .fit_states import is_users
+from .fit_checks import ChecksWithinEpochs, FitChecks
+from .fit_states import Begin, is_users, problem_at_begin
 from .join_epochs import JoinEpochs
 from .row_counts import RowCount
 from .running_statistics import AverageStatistics
@@ -79,7 +82,7 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
         training = LocalTraining(model, averaging)
         averaging.enter(training)
     else:
-        require_no_averaging(training, users)
+        _require_no_averaging(training, users)
     if training is not None and not training.is_under_strategy:
         xla.follow_ranks(model)
     if training is None or not (training.process_set.has_others() or timer):
@@ -111,6 +114,24 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
             in_fit[model] = before
         if timer is not None:
             timer.is_in_fit = False
+
+
+def _require_no_averaging(training: Training | None, callbacks: Sequence[Callback]) -> None:
+    """Meet the ranks whose fit averages weights, when it begins without that here. Collective.
+
+    A rank that trains by itself, or with the ranks of its host, can meet all others only where all have a broadcast.
+
+    Raises:
+        MismatchError: On every rank, if some average weights.
+    """
+    is_for_all = any(isinstance(callback, BroadcastGlobalVariablesCallback)
+                     and callback.process_set.process_set_id == 0 for callback in callbacks)
+    has_met = training is not None and (training.is_under_strategy or training.process_set.process_set_id == 0)
+    if is_for_all and not has_met and global_process_set.has_others():
+        begins, _ = array_ops.exchange(Begin(None, None, 0, (), (), True), (0, 0, 0), f"{eager(LOCAL_SGD)}/fit",
+                                       global_process_set)
+        if problem := problem_at_begin(begins):
+            raise MismatchError(f"fit: {problem}")
 
 
 def _is_list(callbacks: object) -> TypeGuard[keras.callbacks.CallbackList]:

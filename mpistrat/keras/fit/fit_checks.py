@@ -19,7 +19,6 @@ import keras
 
 from ...api import ops as array_ops
 from ...api import runtime
-from ...api.process_sets import global_process_set
 from ...core.errors import CollectiveError, MismatchError
 from ...core.topology import rank_list
 from ...tensorflow.consistency import describe_weights, differing, digests_of_weights, warn_of_equal_data
@@ -27,7 +26,6 @@ from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.gradients import label_of
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.kerases import is_keras2, is_of_keras
-from ...tensorflow.names import eager
 from ...tensorflow.types import Variable
 from .._private import Callback, Logs, all_layers, weights_of
 from ..callbacks import BroadcastGlobalVariablesCallback
@@ -58,24 +56,6 @@ from .written_once import Entry, WrittenOnce, entry_of, is_backup, role_of
 logger = logging.getLogger(__name__)
 
 _COMPARED_STEPS = 3  # In the first of them there may be no weights yet.
-
-
-def require_no_averaging(training: Training | None, callbacks: Sequence[Callback]) -> None:
-    """Meet the ranks whose fit averages weights, when it begins without that here. Collective.
-
-    A rank that trains by itself, or with the ranks of its host, can meet all others only where all have a broadcast.
-
-    Raises:
-        MismatchError: On every rank, if some average weights.
-    """
-    is_for_all = any(isinstance(callback, BroadcastGlobalVariablesCallback)
-                     and callback.process_set.process_set_id == 0 for callback in callbacks)
-    has_met = training is not None and (training.is_under_strategy or training.process_set.process_set_id == 0)
-    if is_for_all and not has_met and global_process_set.has_others():
-        begins, _ = array_ops.exchange(Begin(None, None, 0, (), (), True), (0, 0, 0), f"{eager('local_sgd')}/fit",
-                                       global_process_set)
-        if problem := problem_at_begin(begins):
-            raise MismatchError(f"fit: {problem}")
 
 
 class FitChecks(Callback):

@@ -16,6 +16,8 @@ from .._private import non_trainable_variables
 from ..fit.training import Training, compared_in, is_under_strategy, optimizers_of, training_of
 from ..nested_optimizers import distributed_in, parts_of
 
+LOCAL_SGD = "local_sgd"  # Names the collectives of all ranks that average weights, by names.eager.
+
 
 class Averaging(Protocol):
     """What averages the weights: a PeriodicAveraging."""
@@ -58,7 +60,7 @@ class LocalTraining(Training):
         self._averaging, self._optimizers = averaging, list(optimizers) or optimizers_of(model)
         is_step_known = not optimizers and type(model).train_step is keras.Model.train_step
         _require_scope(model, averaging.process_set, self._optimizers, type(averaging).__name__, is_step_known)
-        self.name, self.process_set, self.joins = eager("local_sgd"), global_process_set, averaging.joins
+        self.name, self.process_set, self.joins = eager(LOCAL_SGD), global_process_set, averaging.joins
         self._within = training_of(model)  # by the ranks of the scope
         self.averages_statistics = self._within is None or self._within.averages_statistics
         self.settings = str(averaging)
