@@ -21,11 +21,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the long tests of other parts. The longest come first, lest one of them runs alone at the end."""
-    sampled = [item for item in items if item.get_closest_marker("sampled")]
-    first = {item.nodeid.split("[")[0]: item for item in reversed(sampled)}
-    for item in sampled:
-        if item is not first[item.nodeid.split("[")[0]]:
-            item.add_marker(pytest.mark.long)
+    has_first: set[str] = set()  # The tests of which a parameter has come.
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            test = item.nodeid.split("[")[0]
+            if test in has_first:
+                item.add_marker(pytest.mark.long)
+            has_first.add(test)
     part = config.getoption("--part")
     chosen, left_out = [], []
     for item in items:

@@ -33,7 +33,7 @@ SESSIONS = [(ranks, part, tests) for ranks in (2, 3) for part in PARTS
             for tests in (("not long", "long") if ranks == 2 and part in QUICK else ("long or not long",))]
 
 
-def files_of(part: str, ranks: int, tests: str = "") -> list[str]:
+def files_of(part: str, ranks: int, tests: str) -> list[str]:
     """The files of a session; of a session of long tests those that have any."""
     files = [file for file in PARTS[part] if ranks == 2 or not file.removesuffix(".py").endswith(ONCE)]
     return files if tests != "long" else [file for file in files if "pytest.mark.long" in (ROOT / file).read_text()]

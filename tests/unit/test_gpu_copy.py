@@ -17,6 +17,7 @@ from mpistrat.gpu.copy.plan import ALIGNMENT, PIECE, PIECES_PER_LAUNCH, CopyJob,
 from tests.gpu import kernel
 from tests.support import copy_model
 from tests.support.dtypes import dtype_of
+from tests.support.nvrtc import ptx_of
 
 JOBS = kernel.jobs()
 COUNTS = (1, 3, 0, COPY_BLOCK_ELEMENTS, 17, COPY_BLOCK_ELEMENTS + 5)
@@ -180,29 +181,10 @@ def test_the_guard_makes_nan_of_results_once_they_are_lost(dtype: str, compiled:
         assert lost or all((result == 1).all() for result in results)
 
 
-def ptx_of(job: CopyJob, architecture: str) -> str:
-    """The kernel of a job, compiled by NVRTC with the options that the package uses."""
-    pytest.importorskip("cupy", reason="cupy is not installed")
-    from cupy.cuda import compiler
-
-    from mpistrat.gpu.copy.compiler import OPTIONS, find_nvrtc
-    try:
-        find_nvrtc()
-    except OSError as error:
-        pytest.skip(f"no NVRTC: {error}")
-    program = compiler.nvrtc.createProgram(source(job), "batched_copy.cu", [], [])
-    try:
-        compiler.nvrtc.compileProgram(program, (f"--gpu-architecture={architecture}", *OPTIONS))
-        ptx: str = compiler.nvrtc.getPTX(program).decode()
-    finally:
-        compiler.nvrtc.destroyProgram(program)
-    return ptx
-
-
 @each_job
 @pytest.mark.parametrize("architecture", ["compute_80", "compute_90"])
 def test_the_kernel_compiles_for_a_gpu(job: CopyJob, architecture: str) -> None:
-    ptx = ptx_of(job, architecture)
+    ptx = ptx_of(source(job), architecture)
     assert ".entry batched_copy" in ptx
     assert ".ftz" not in ptx, "subnormal numbers would become zero"
     assert ".local" not in ptx, "each thread would copy the table"

@@ -31,6 +31,7 @@ from mpistrat.gpu.nccl.types import AVERAGES_FROM
 from tests.gpu import quantised_kernel
 from tests.support import copy_model
 from tests.support.gpu_stand_in import Communicator, Device
+from tests.support.nvrtc import ptx_of
 
 each_format = pytest.mark.parametrize("format_", FORMATS)
 
@@ -103,20 +104,7 @@ def test_the_cases_have_blocks_that_are_finite_and_others(format_: str) -> None:
 @each_format
 @pytest.mark.parametrize("architecture", ["compute_80", "compute_90"])
 def test_the_kernel_compiles_for_a_gpu(format_: str, architecture: str) -> None:
-    pytest.importorskip("cupy", reason="cupy is not installed")
-    from cupy.cuda import compiler
-
-    from mpistrat.gpu.copy.compiler import OPTIONS, find_nvrtc
-    try:
-        find_nvrtc()
-    except OSError as error:
-        pytest.skip(f"no NVRTC: {error}")
-    program = compiler.nvrtc.createProgram(source(format_), "quantised_sum.cu", [], [])
-    try:
-        compiler.nvrtc.compileProgram(program, (f"--gpu-architecture={architecture}", *OPTIONS))
-        ptx: str = compiler.nvrtc.getPTX(program).decode()
-    finally:
-        compiler.nvrtc.destroyProgram(program)
+    ptx = ptx_of(source(format_), architecture)
     assert ".entry quantised_sum" in ptx and ".local" not in ptx
     assert not re.search(r"\.ftz|fma\.|mad\.rn\.f|\.approx", ptx), "the bits would differ"
 
