@@ -42,3 +42,9 @@ def test_a_job_is_done_when_its_first_process_ends_whatever_keeps_the_output_ope
     job = run_limited(["sh", "-c", f"echo begins; {stray}; exit 3"], limit_s=120)
     assert (job.code, job.output, job.left) == (3, "begins\n", ())
     assert job.seconds < 100
+
+
+@pytest.mark.quick
+def test_a_script_ends_well_with_strategies_and_iterators_of_tensorflow() -> None:
+    job = run_job(2, ["python", "tests/scripts/iterators_at_end.py"])
+    assert (job.code, job.output.count("done"), job.left) == (0, 2, ()), job.output
