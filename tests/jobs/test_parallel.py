@@ -14,8 +14,7 @@ from ..support.jobs import ROOT, needs_mpirun, run_job
 FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/parallel/test_*.py"))
 # Each is a session of its own, so that none is long.
 PARTS = {"strategy": [file for file in FILES if "test_strategy" in file and "sharded" not in file],
-         "features": [file for file in FILES if "test_features" in file],
-         "same bits": [file for file in FILES if "test_differential" in file or "test_changed_results" in file],
+         "same bits": [file for file in FILES if "test_changed_results" in file],
          "graphs": [file for file in FILES if any(name in file for name in (
              "nested_gradients", "gpu_tensorflow", "freed_graphs", "xla_collectives"))],
          "slow networks": [file for file in FILES if any(name in file for name in (
@@ -25,7 +24,7 @@ KERAS_2 = "keras2"  # In processes whose tf.keras is Keras 2.
 PARTS[KERAS_2] = [file for file in FILES if "test_keras2" in file]
 PARTS["rest"] = [file for file in FILES if not any(file in part for part in PARTS.values())]
 # What a third rank would only repeat. What a rank does with graphs and files does not depend on the number of ranks.
-ONCE = ("test_first_steps", "test_fit_checks", "test_features", "test_nested_gradients", "test_freed_graphs",
+ONCE = ("test_first_steps", "test_fit_checks", "test_nested_gradients", "test_freed_graphs",
         "test_strategy_files", "test_strategy_threads", "test_gpu_tensorflow", "test_written_once", "test_scale_page")
 
 QUICK = ("strategy", "rest")
