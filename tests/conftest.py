@@ -41,9 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def unit_of(item: pytest.Item) -> str:
     """What one process runs as a whole, see tests/durations.py."""
-    groups = [mark.args[0] for mark in item.iter_markers("xdist_group")]
-    file = item.nodeid.split("::")[0]
-    return file if JOBS not in item.path.parents else f"{file.rsplit('/', 1)[0]}/{groups[0]}" if groups else item.nodeid
+    return item.nodeid if JOBS in item.path.parents else item.nodeid.split("::")[0]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

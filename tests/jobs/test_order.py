@@ -28,14 +28,6 @@ def test_errors_in_the_midst_of_such_steps_are_caught_and_leave_nothing_behind()
     job.assert_each_says(2, lambda rank: f"rank {rank}: 200 steps, 40 errors")
 
 
-@pytest.mark.nightly
-@needs_mpirun
-def test_random_programs_under_a_strategy() -> None:
-    ranks = 3
-    job = run_job(ranks, ["python", "tests/scripts/random_programs.py", "12"], limit_s=300)
-    job.assert_each_says(ranks, lambda rank: f"rank {rank}: 12 programs are right")
-
-
 @needs_mpirun
 @sample("ranks", [2, 3])
 def test_ranks_that_wait_in_all_ways_get_what_they_wait_for(ranks: int) -> None:

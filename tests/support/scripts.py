@@ -6,7 +6,7 @@ The job runs the lines of all selected tests, in the order of the tests.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,9 @@ class Line:
 
     ranks: int  # How many ranks run it; 1 is a process without mpirun.
     words: str  # Variables of the environment, the path of the script from the root of the checkout, its arguments.
+    # Variables of the environment with which its job starts. Only lines that have the same share a job.
+    start: str = field(default="", kw_only=True)
+    after: "Line | None" = field(default=None, kw_only=True)  # A line that runs before it, with whose files it goes on.
 
     def __str__(self) -> str:
         return f"{self.words} on {self.ranks}"
@@ -49,7 +52,7 @@ def lines_of(item: pytest.Item) -> Iterator[Line]:
     for value in item.callspec.params.values():
         for line in value if isinstance(value, tuple) else (value,):
             if isinstance(line, Line):
-                yield line
+                yield from (line,) if line.after is None else (line.after, line)
 
 
 def endings(job: Finished, ranks: int) -> list[tuple[str, Ran]]:

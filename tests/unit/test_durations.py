@@ -10,7 +10,7 @@ TEXT = """# a comment
 budget 30
    10.0     0.0 tests/unit/test_a.py
     5.0    60.0 tests/jobs/test_b.py::test_c[1]
-    0.0    70.0 tests/jobs/scripts
+    0.0    70.0 tests/programs/test_c.py
 """
 DURATIONS = Durations.read(TEXT)
 
@@ -42,7 +42,7 @@ def test_a_unit_without_a_duration_is_refused_with_the_command_that_measures_it(
 
 def test_shares_are_of_about_the_same_length_and_have_every_unit_once() -> None:
     shares = [DURATIONS.share(DURATIONS.units, f"{number}/2") for number in (1, 2)]
-    assert shares == [{"tests/jobs/scripts"}, {"tests/jobs/test_b.py::test_c[1]", "tests/unit/test_a.py"}]
+    assert shares == [{"tests/programs/test_c.py"}, {"tests/jobs/test_b.py::test_c[1]", "tests/unit/test_a.py"}]
     assert DURATIONS.share(DURATIONS.units, "1/1") == set(DURATIONS.units)
 
 
