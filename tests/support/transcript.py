@@ -112,7 +112,7 @@ SCENES = (
            "timeline .mpistrat/", f"{_ENDED} 1")),
     Scene("Ctrl-C", "Ctrl-C in the third epoch.",
           "long_training.py", "mpistrat run -np 2 python long_training.py", 1,
-          ("Epoch 3/100000", "^C", f"{_ENDED} 1: it was ended by Ctrl-C"), _press_ctrl_c),
+          ("Epoch 3/100000", "^C", f"{_ENDED} 130: it was ended by Ctrl-C"), _press_ctrl_c),
     Scene("kill -9", "The same script. In the third epoch rank 1 is killed from another terminal, as the kernel does "
           "when memory runs out:\n`kill -9` with the process id that the rank has printed.",
           "long_training.py", "mpistrat run -np 2 python long_training.py", 137,
