@@ -55,7 +55,7 @@ def test_the_table_is_aligned_with_rows_that_come_one_by_one() -> None:
     above, titles = table.header().splitlines()
     rows = [table.row(point()), table.row(point(case="small", nbytes=4, mpistrat_s=1e-4, mpi_s=None))]
     assert len({len(line) for line in (above, titles, *rows)}) == 1
-    assert above.strip() == "times as long as"
+    assert above.strip() == "times as long as (below 1: faster)"
     assert titles.split() == ["case", "tensors", "bytes", "ms", "bus", "GB/s", "MPI", "memcpy"]
     assert rows[0].split() == ["1GB", "1", "1,000,000,000", "500.000", "3.00", "0.50", "4.00"]
     assert rows[1].split() == ["small", "1", "4", "0.100", "0.00", "-", "0.00"]
@@ -138,9 +138,11 @@ def test_a_row_is_printed_before_the_next_case_is_measured(monkeypatch: pytest.M
         return point(case=name, ranks=1, mpi_s=None)
 
     monkeypatch.setattr(command, "measure", measured)
+    monkeypatch.setattr(command.os, "getloadavg", lambda: (1000.0, 1000.0, 1000.0))
     assert command.main(["1KB", "64KB"]) == 0
-    assert printed[0].startswith(
-        "1 rank on 1 host, local. 4 measurements, most of them within 3 s, so at most about 1 minute\n")
+    first, second = printed[0].splitlines()[:2]
+    assert first.startswith("The times say little now: other processes want its cores: in the last five minutes 1000.0")
+    assert second == "1 rank on 1 host, local. 4 measurements, most of them within 3 s, so at most about 1 minute"
     assert [line.split()[0] for line in printed[1].splitlines()] == ["1KB"]
 
 

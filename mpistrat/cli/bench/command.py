@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from math import ceil
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import mpistrat
 
 from ...api import runtime
 from ...core.errors import LaunchError
+from ...process.cores import own_cpus
 from ..arguments import Parser, counted, positive_int
+from ..inventory import busy_cores
 from .cases import CASES
 from .measure import LIMIT_S, measure, measurements
 from .output import Output, Table
@@ -76,6 +79,8 @@ def _measure(options: argparse.Namespace) -> None:
     steps = sum(len(measurements(case, comm)) for case in cases.values())
     with Output(steps, is_chief=mpistrat.rank() == 0) as out:
         table = Table(cases)
+        if busy := busy_cores(os.getloadavg()[1], len(own_cpus())):
+            out.line(f"The times say little now: {busy}.")
         out.line(f"{where}, {runtime.current().data_name}. {steps} measurements"
                  + ("" if options.repeats else f", most of them within {LIMIT_S:g} s, so at most about "
                     f"{counted(ceil(steps * LIMIT_S / 60), 'minute')}") + f"\n{table.header()}")
@@ -99,7 +104,7 @@ def _train(options: argparse.Namespace) -> None:
     with Output(2 * len(options.models), is_chief=mpistrat.rank() == 0) as out:
         for name in options.models:
             out.begin(f"{name}: steps with and without averaging")
-            without, averaged = measure_training(name, options.image, options.batch, repeats)
+            without, averaged = measure_training(name, options.image, options.batch, repeats, out.line)
             samples = options.batch * mpistrat.size() / averaged
             out.line(f"{name}: {1e3 * averaged:.1f} ms per step with averaging, {1e3 * without:.1f} without, on "
                      f"{ranks}; efficiency {without / averaged:.1%}, {samples:.1f} samples per second")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _WIDTH = 78  # Ranks do not know the width of the terminal: the pty that Open MPI gives them has none.
 # Wide enough for any case and the times of slow machines, because a row is printed before the next is measured.
 _TITLES = {"ms": 10, "bus GB/s": 8, "MPI": 8, "memcpy": 8}
-_GROUP = "times as long as"  # above the last two columns
+_GROUP = "times as long as (below 1: faster)"  # above the last two columns
 
 
 class Output:
