@@ -247,8 +247,9 @@ def _parser() -> Parser:
     parser.add_argument("--output-filename", metavar="DIR", type=os.path.expanduser, help="rank R prints into "
                         "DIR/rank.R/stdout and DIR/rank.R/stderr; the last lines, on why a job has failed, are on the "
                         "terminal as always")
-    parser.add_argument("--grace-period", type=seconds, metavar="S", help="how long ranks have to save after SIGTERM and "
-                        f"Ctrl-C, which they get, before they are ended (default {_GRACE_S:g}; not for --elastic)")
+    parser.add_argument("--grace-period", type=seconds, metavar="S", help="how long ranks have to save after SIGTERM "
+                        "or Ctrl-C, which they get, before they are ended "
+                        f"(default {_GRACE_S:g}; not for --elastic)")
     elastic.add_options(parser)
     as_horovod.add_option(parser)
     horovodrun.add_options(parser)
