@@ -36,6 +36,7 @@ from . import handshake, own_cores
 from .backends import Backends, backends_alone, backends_over
 from .elastic.losses import Losses
 from .group import Group
+from .interrupt import interrupt
 from .job import Job, log_step
 from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
 
@@ -146,7 +147,7 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
             raise
         forked.claim(os.environ)
         _runtime = runtime
-        hand_on.begin(launched_rank(os.environ), os.environ)
+        hand_on.begin(launched_rank(os.environ), os.environ, lambda: interrupt(lambda: current().world.engine))
         if (member := membership.current()) is not None:
             member.connected()
         global_process_set.mpi_comm = cast("MPI.Comm", comm) if hasattr(comm, "Get_group") else None

@@ -133,7 +133,7 @@ class MetricAverageCallback(Callback):
 
     Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint), so that these get the
     same numbers on all ranks. Metrics that only some ranks have, because only these have validation data, stay as they
-    are, and rank 0 logs a warning.
+    are, and rank 0 logs a warning; so it does if the ranks validate on different numbers of batches.
 
     By default the mean is not weighted, so the ranks should have equal numbers of rows. With `weighted=True` the value
     of each rank counts by the number of rows in the batches that this rank has trained on in the epoch; the values of
@@ -167,18 +167,18 @@ class MetricAverageCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._has_trained = self._has_tested = False
-        self._rows_tested = 0
+        self._rows_tested = self._batches_tested = 0
         self._trained_before = 0 if self._trained is None else self._trained.rows
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._has_trained = True
 
     def on_test_begin(self, logs: Logs = None) -> None:
-        self._has_tested = False
+        self._has_tested, self._batches_tested = False, 0
         self._tested_before = 0 if self._tested is None else self._tested.rows
 
     def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
-        self._has_tested = True
+        self._has_tested, self._batches_tested = True, batch + 1
 
     def on_test_end(self, logs: Logs = None) -> None:
         # Now, since a callback may evaluate other rows later in this epoch.
@@ -193,7 +193,7 @@ class MetricAverageCallback(Callback):
             rows = (UNKNOWN if self._has_trained and not trained else trained,
                     UNKNOWN if self._has_tested and not self._rows_tested else self._rows_tested)
         name = name_in_fit(self.model, "metric_average", self._process_set)
-        uncounted(lambda: self._means.replace(name, {} if logs is None else logs, rows))
+        uncounted(lambda: self._means.replace(name, {} if logs is None else logs, rows, self._batches_tested))
 
 
 class LearningRateScheduleCallback(Callback):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -36,8 +37,10 @@ NO_ANSWER = ("node9 cannot be reached by ssh (connect to host node9 port 22: Con
 RANK = "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
 
 
-def mpistrat(*words: str, env: dict[str, str] | None = None, limit_s: float = 60) -> Finished:
-    return run_limited([*BARE, *words], env=env, limit_s=limit_s)
+def mpistrat(*words: str, env: dict[str, str] | None = None, limit_s: float = 60, interrupts: bool = False) -> Finished:
+    # Tests that a shell has started in the background inherit that Ctrl-C is ignored.
+    before = ["env", "--default-signal=INT"] if interrupts else []
+    return run_limited([*before, *BARE, *words], env=env, limit_s=limit_s)
 
 
 @pytest.mark.horovod("horovodrun")
@@ -207,13 +210,62 @@ def test_a_signal_ends_all_ranks_and_the_last_line_says_so(number: signal.Signal
         wait_until(lambda: sum(p.name() == "sleep" for p in processes_of(name)) == 2, 30)
         process.send_signal(number)
         output, _ = process.communicate(timeout=30)
-        assert process.returncode != 0
+        assert process.returncode == 128 + number
         last = f"mpistrat run: the job has ended with exit code {process.returncode}: it was ended by "
         assert output.splitlines()[-1].startswith(last), output
         wait_until(lambda: not processes_of(name), 10)
     finally:
         process.kill()
         kill_processes_of(name)
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("way", "code", "last"), [
+    ("goes on", 0, "rank 0 goes on"), ("raises", 130, "saved"), ("again", 130, "interrupted in steps")])
+def test_ctrl_c_interrupts_all_ranks_in_the_same_step_and_leaves_them_time_to_save(way: str, code: int,
+                                                                                   last: str) -> None:
+    job = mpistrat("run", "-np", "2", "tests/scripts/interrupted.py", way, interrupts=True)
+    assert (job.code, job.left) == (code, ()), job.output
+    assert last in job.output and (way != "again" or "saved" not in job.output), job.output
+    one, other = map(int, re.findall(r"interrupted in steps \[(\d+), (\d+)\]", job.output)[0])
+    assert abs(one - other) <= 1, job.output
+    if code:
+        assert job.output.splitlines()[-1] == \
+            "mpistrat run: the job has ended with exit code 130: it was ended by Ctrl-C", job.output
+
+
+@needs_mpirun
+def test_rank_0_gets_stdin_to_its_end_and_a_loop_of_a_shell_keeps_its_lines(tmp_path: Path) -> None:
+    run = f"{shlex.join(BARE)} run -np 2"
+    reads, empty = (f"{run} {shlex.join(['sh', '-c', each])}" for each in ("cat; echo end", "cat >&2; echo empty"))
+    (tmp_path / "list").write_text("skipped\nof a file\n")
+    script = f"""
+echo of a pipe | {reads}
+{{ read first; {reads}; }} <{tmp_path / "list"}
+{empty} </dev/null
+printf '1\\n2\\n' | while read line; do {run} true; echo "turn $line"; done
+"""
+    job = run_limited(["sh", "-c", script], limit_s=120)
+    assert sorted(job.output.split("\n")) == sorted(
+        ["", "of a pipe", "of a file", *["end"] * 4, "empty", "empty", "turn 1", "turn 2"]), job.output
+
+
+@needs_mpirun
+@pytest.mark.parametrize("wrapper", ["{} 2>&1 | cat", "exec >{} 2>&1; {}"])
+def test_a_rank_in_a_wrapper_reports_to_the_summary_or_as_without_mpistrat_run(wrapper: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import mpistrat, numpy as np\nmpistrat.init()\nmpistrat.allreduce(np.ones(3))\n"
+                      "if mpistrat.rank():\n    raise ValueError('a bad row')\nmpistrat.allreduce(np.ones(3))\n")
+    python, log = f"{sys.executable} {script}", tmp_path / f"log{RANK}"
+    is_redirected = wrapper.startswith("exec")
+    job = mpistrat("run", "-np", "2", "bash", "-c", wrapper.format(*[log] * is_redirected, python))
+    assert job.code == 1 and "[mpistrat] rank" not in job.output, job.output
+    if is_redirected:
+        said = (tmp_path / "log1").read_text()
+        assert "ValueError: a bad row" in said and "[mpistrat] rank 1 on " in said and "begins eJ" not in said, said
+    else:
+        assert "mpistrat run: rank 1 on " in job.output and "Traceback" in job.output, job.output
+        assert "the last operations of ranks [0, 1]" in job.output, job.output
 
 
 @pytest.fixture

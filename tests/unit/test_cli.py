@@ -21,13 +21,14 @@ from mpistrat.cli.main import COMMANDS, main
 from mpistrat.cli.mpirun import Machine, Mpirun
 from mpistrat.cli.probe import Findings, probe
 from mpistrat.cli.run import asks_for_help
-from mpistrat.cli.script import with_text
+from mpistrat.cli.script import other_python, with_text
 from mpistrat.cli.supervisor import Outcome
 from mpistrat.core import version
 from mpistrat.core.errors import LaunchError
 from mpistrat.core.install import pip_extra
 from mpistrat.process.launchers import MPICH, OPEN_MPI
 
+ROOT = Path(__file__).parents[2]
 MPICH_VERSION = "HYDRA build details:\n    Version:   5.0.2"
 
 
@@ -50,6 +51,19 @@ def fake(monkeypatch, tmp_path):
 def dry_run(capsys, *words: str) -> str:
     assert main(["run", "--dry-run", *words]) == 0
     return capsys.readouterr().out.strip()
+
+
+def test_another_python_is_named_where_it_has_no_mpistrat(tmp_path: Path) -> None:
+    environ = {"PATH": f"{tmp_path}:{Path(sys.executable).parent}"}
+    assert not other_python("python", {"PATH": str(tmp_path)})
+    python = tmp_path / "python3"
+    for options, is_named in ("-I -S", True), ("", False):
+        python.write_text(f'#!/bin/sh\ncd {ROOT}; exec {sys.executable} {options} "$@"\n')
+        python.chmod(0o755)
+        said = other_python("python3", environ)
+        assert said.startswith(f"python3 is {python} here, which has no mpistrat.") is is_named
+        assert (sys.executable in said) is is_named
+    assert not other_python(Path(sys.executable).name, {"PATH": str(Path(sys.executable).parent)})
 
 
 # -- parsing ----------------------------------------------------------------------------------------------------------

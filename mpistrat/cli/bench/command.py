@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     mpistrat.init()
     _require_writable(*filter(None, (options.json, options.plot)))
     for sentence in _disturbances():
-        print(f"mpistrat bench: {sentence}. The times below are theirs, too (ps aux --sort=-%cpu | head)", flush=True)
+        print(f"mpistrat bench: {sentence}. The times below say little (ps aux --sort=-%cpu | head)", flush=True)
     if (tracer := runtime.current().tracer) is not None:
         tracer.is_line_due = False  # Its figures are those of the cases together.
     if options.train:
@@ -112,7 +112,7 @@ def _train(options: argparse.Namespace) -> None:
     with Output(2 * len(options.models), is_chief=mpistrat.rank() == 0) as out:
         for name in options.models:
             out.begin(f"{name}: steps with and without averaging")
-            without, averaged = measure_training(name, options.image, options.batch, repeats)
+            without, averaged = measure_training(name, options.image, options.batch, repeats, out.line)
             samples = options.batch * mpistrat.size() / averaged
             out.line(f"{name}: {1e3 * averaged:.1f} ms per step with averaging, {1e3 * without:.1f} without, on "
                      f"{ranks}; efficiency {without / averaged:.1%}, {samples:.1f} samples per second")

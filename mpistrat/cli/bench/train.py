@@ -36,21 +36,27 @@ def models(image: int) -> dict[str, Callable[[], Any]]:
         return keras.Sequential([keras.Input((784,)), layers.Dense(1024, "relu"), layers.Dense(1024, "relu"),
                                  layers.Dense(10)])
 
-    return {"resnet50": lambda: keras.applications.ResNet50(weights=None, input_shape=(image, image, 3), classes=10),
+    return {"resnet50": lambda: keras.applications.ResNet50(weights=None, input_shape=(image, image, 3), classes=10,
+                                                                classifier_activation=None),
             "mlp": mlp}
 
 
-def measure_training(name: str, image: int, batch: int, steps: int) -> tuple[float, float]:
+def measure_training(name: str, image: int, batch: int, steps: int,
+                     say: Callable[[str], None]) -> tuple[float, float]:
     """Return the median seconds per step of one model, (without, with) averaging over the ranks. Collective.
 
     All ranks train in both cases, in alternate steps, so that they share cores, memory and power in the same way. The
-    difference is the cost of averaging. In both cases the ranks start each step at the same time.
+    difference is the cost of averaging. In both cases the ranks start each step at the same time. `say` gets a sentence
+    on how long it will take.
     """
     import mpistrat.keras as hvd
     compiled = [_compiled(name, image, around) for around in (lambda optimizer: optimizer, hvd.DistributedOptimizer)]
     data = _batch(compiled[0], batch, mpistrat.rank())
     seconds: list[list[float]] = [[], []]
-    for _ in range(_WARM_UP + steps):
+    for step in range(_WARM_UP + steps):
+        if step == _WARM_UP:  # As many steps in one process, with the rows of all ranks, take up to as long again.
+            left_s = steps * (seconds[0][-1] + seconds[1][-1])
+            say(f"{name}: {2 * steps} steps on the ranks, about {left_s:.0f} s; then {_WARM_UP + steps} in one process")
         for model, times in zip(compiled, seconds, strict=True):
             mpistrat.barrier()
             times.append(_seconds_of_step(model, data))

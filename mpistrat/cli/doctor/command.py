@@ -63,7 +63,8 @@ def main(argv: list[str]) -> int:
     others = hosts_by_ssh(hosts, machine, (), os.environ)
     if ranks and mpirun is not None:
         line = (sys.executable, "-m", f"{__package__}.rank", str(ranks))
-        job = Job(ranks, in_shell(line, ranks, is_announced=bool(others)), hosts, options.oversubscribe)
+        job = Job(ranks, in_shell(line, ranks, is_announced=bool(others)), hosts, options.oversubscribe,
+                  reads_stdin=False)
         check_count(job, machine, None)
         command = compose(job, mpirun, machine, os.environ)
     say: Callable[[str], None] = (lambda text: None) if options.json else print

@@ -8,36 +8,45 @@ import numpy as np
 
 from ...api import ops as array_ops
 from ...api.process_sets import ProcessSet
-from ...core.topology import rank_list
+from ...core.topology import describe_by_rank, rank_list
 from .row_counts import UNKNOWN
 
 logger = logging.getLogger(__name__)
 
 
 class MetricMeans:
-    """Averages the metrics that all ranks of a process set have, and warns once if a rank lacks one."""
+    """Averages the metrics that all ranks of a process set have, and warns once if a rank lacks one, or has validated
+    on more batches than another.
+    """
 
     def __init__(self, process_set: ProcessSet):
         self._process_set, self._has_warned = process_set, False
 
-    def replace(self, name: str, logs: dict[str, Any], rows: tuple[int, int] | None = None) -> None:
+    def replace(self, name: str, logs: dict[str, Any], rows: tuple[int, int] | None = None, batches: int = 0) -> None:
         """Replace the metrics in `logs` by their means. Collective. Metrics that some ranks lack stay as they are.
 
-        `rows` are this rank's rows of training and of validation, to weight by; None on all ranks: no weights. Raises
-        ValueError on every rank, as weighted_means.
+        `rows` are this rank's rows of training and of validation, to weight by; None on all ranks: no weights.
+        `batches` are those of its validation, if they are known. Raises ValueError on every rank, as weighted_means.
         """
         own = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0 and not isinstance(value, str)}
-        found = array_ops.allgather_object((rows, own), name, self._process_set)
-        names, missing = shared_names([metrics for _, metrics in found])
-        values = np.array([[metrics[key] for key in names] for _, metrics in found])
+        found = array_ops.allgather_object((rows, batches, own), name, self._process_set)
+        names, missing = shared_names([metrics for *_, metrics in found])
+        values = np.array([[metrics[key] for key in names] for *_, metrics in found])
         means = np.mean(values, axis=0) if rows is None else \
-            weighted_means(names, np.array([weights for weights, _ in found]), values)
+            weighted_means(names, np.array([weights for weights, *_ in found]), values)
         logs.update(zip(names, means.tolist(), strict=True))
-        if missing and not self._has_warned and self._process_set.rank() == 0:
-            logger.warning("rank 0: fit cannot average metrics that only some ranks have: %s. Callbacks that read them "
-                           "may decide differently on each rank: give validation_data to all ranks.",
-                           "; ".join(f"{key} on ranks {rank_list(ranks)}" for key, ranks in missing.items()))
-        self._has_warned |= bool(missing)
+        problem = ""
+        if missing:
+            where = "; ".join(f"{key} on ranks {rank_list(ranks)}" for key, ranks in missing.items())
+            problem = (f"fit cannot average metrics that only some ranks have: {where}. Callbacks that read them may "
+                       "decide differently on each rank: give validation_data to all ranks.")
+        elif rows is None and len({batches for _, batches, _ in found}) > 1:
+            problem = (f"the ranks validate on different numbers of batches: "
+                       f"{describe_by_rank([batches for _, batches, _ in found])}. The means of their metrics count "
+                       "each rank alike. By rows: hvd.callbacks.MetricAverageCallback(weighted=True).")
+        if problem and not self._has_warned and self._process_set.rank() == 0:
+            logger.warning("mpistrat: %s", problem)
+        self._has_warned |= bool(problem)
 
 
 def weighted_means(names: Sequence[str], rows: np.ndarray, values: np.ndarray) -> np.ndarray:

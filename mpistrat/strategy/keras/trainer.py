@@ -5,6 +5,7 @@ functions that it calls (reduce_per_replica, the seeds) run while TensorFlow tra
 """
 
 import contextlib
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from ...keras.nested_optimizers import distributed_in, parts_of
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
 from ...keras.sync_batch_norm import SyncBatchNormalization
+from ...process.error_text import is_users
 from ...tensorflow import names
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
@@ -55,6 +57,12 @@ def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
                 variable._initialize(tf.convert_to_tensor(variable))  # a new tf.Variable, of this scope
 
 
+def _users_level() -> int:
+    """The stacklevel of the user's code, for a warning of the function that calls this one."""
+    levels = enumerate(frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    return next((level for level, file in levels if level and is_users(file)), 1)
+
+
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
@@ -67,11 +75,11 @@ def make_function(original: Function, self: keras.Model, step_function: Function
         if step_function == self.train_step and runtime.is_initialized() and runtime.current().topology.size > 1 \
                 and not distributed_in(self.optimizer):
             warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a model of its "
-                          "own. Build and compile it under `with strategy.scope():`.", stacklevel=2)
+                          "own. Build and compile it under `with strategy.scope():`.", stacklevel=_users_level())
         return original(self, step_function)
     if self.jit_compile and (reason := xla.why_not()):
         warnings.warn(f"jit_compile=True is switched off: collectives cannot be compiled by XLA ({reason}).",
-                      stacklevel=2)
+                      stacklevel=_users_level())
         self.jit_compile = False
     # Keras' own steps do not use the logs, so the ranks may return different ones.
     logs_may_differ = all(getattr(type(self), name) is getattr(keras.Model, name) for name in (
