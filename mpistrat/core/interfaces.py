@@ -166,6 +166,12 @@ class DeviceExecutor:
         """The entries that are not complete. The device may write to their memory even after a failure."""
         return []
 
+    def halt(self) -> None:
+        """Keep enqueued work from memory that is freed when its handles fail, which comes next. Does not raise.
+
+        It takes some seconds at most.
+        """
+
     def abandon(self) -> None:
         """Give up all work: this rank or another one has failed. Does not raise."""
 

@@ -118,6 +118,17 @@ class Allocated(NamedTuple):
     stream: RecordedStream | None
 
 
+@dataclass(frozen=True, eq=False)
+class BucketList:
+    """A list of tensors that is reduced in buckets, each of them a request. All of them are submitted, in any order.
+
+    The readers of the buckets are the same. They wait for results only when all buckets are enqueued: a wait for the
+    first one would keep them from the work that computes the tensors of the others.
+    """
+
+    count: int  # Of the buckets, which are numbered from 0.
+
+
 class GpuTensors(Sequence[GpuArray]):
     """The tensors of a request, all on one GPU, in place of a list of numpy arrays.
 
@@ -139,6 +150,7 @@ class GpuTensors(Sequence[GpuArray]):
         # allocate: Allocates results of the given shapes, of the same dtypes.
         self.streams, self.readers, self.allocate = streams, readers, allocate
         self.ready: Sequence[GpuEvent] = ()  # Events of `streams`.
+        self.bucket: tuple[BucketList, int] | None = None  # The list that this is a bucket of, and its number there.
         self.made: Allocated | None = None  # The results, if their shapes are known when the request is submitted.
         # Events after which the results are there, if the request was complete before.
         self.ends: Sequence[GpuEvent] = ()

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -15,15 +15,15 @@ import numpy as np
 
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
-from ..core.handle import Entry, complete_all
+from ..core.handle import Entry
 from ..core.interfaces import DataPlane, DeviceExecutor, Observer
 from ..core.protocols import Array
 from ..core.quantised import FORMATS
 from ..core.request import CollectiveType, Request
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS
-from .arrays import GpuDevice, GpuEvent, RecordedStream
+from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS, WATCHDOG_REVOKE_S
+from .arrays import BucketList, GpuDevice, GpuEvent, RecordedStream
 from .backend import GpuBackend, Reducer, await_on_host, last_of_streams
 from .completion import check_waiting
 from .connect import connect, exchange_over
@@ -31,7 +31,7 @@ from .nccl.claims import release
 from .nccl.data import NcclData
 from .single import SingleCollectives
 from .staged import StagedData
-from .watchdog import Watchdog
+from .watchdog import Watchdog, within
 from .work import Batch, Work, over, tensors_in
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,10 @@ class GpuExecutor(DeviceExecutor):
         self._plans = BucketPlans(topology.size)
         self._fusion_bytes = 0
         self.batches: deque[Batch] = deque()
-        # The handles of these are done; their memory is kept while the GPU uses it.
+        # For these streams wait. Their memory is kept while the GPU uses it.
         self.kept: deque[Batch] = deque()
+        # Those of them whose list has buckets that are not enqueued, by the number in the list.
+        self._lists: dict[BucketList, dict[int, Batch]] = {}
         self._looked = -math.inf
         self._underway: list[Work] = []
         self._reducers: dict[FusionBucket, Reducer] = {}
@@ -91,7 +93,6 @@ class GpuExecutor(DeviceExecutor):
         began = time.monotonic_ns()
         events: list[GpuEvent] = []
         late: dict[int, RecordedStream] = {}  # results were allocated in their order after the events
-        readers: dict[int, RecordedStream] | None = {} if self._completes_by_streams else None
         for entry in entries:
             # All results are allocated before the first collective. A rank that is short of memory then fails before
             # the others wait for it in a collective.
@@ -108,11 +109,6 @@ class GpuExecutor(DeviceExecutor):
                     late[made.stream.ptr] = made.stream
             events += tensors.ready
             works.append(Work(entry, tensors, made, run))
-            if tensors.readers is None:
-                readers = None
-            elif readers is not None:
-                for reader in tensors.readers:
-                    readers[reader.ptr] = reader
         events = last_of_streams([*events, *map(device.record, late.values())] if late else events)
         for backend in self._backends:
             backend.wait_for(events)
@@ -122,18 +118,55 @@ class GpuExecutor(DeviceExecutor):
             if work.run is not None:
                 work.run(work)
         ends = [event for backend in self._backends for event in backend.finish()]
-        self._underway, batch = [], Batch(works, ends, self._clock(), began)
-        if readers is None:
-            self.batches.append(batch)
-            return
-        for reader in readers.values():
-            for end in ends:
-                device.wait(reader, end)
+        self._underway, now = [], self._clock()
+        for of_list in self._by_list(works):
+            batch = Batch(of_list, ends, now, began)
+            if not self._completes_by_streams or any(work.tensors.readers is None for work in of_list):
+                self.batches.append(batch)
+                continue
+            self.kept.append(batch)
+            self._await_in_streams(device, self._due(batch))
+        self._release(but=1)
+
+    def _by_list(self, works: list[Work]) -> Iterable[list[Work]]:
+        """The entries without a list, and those of each list."""
+        if len(works) < 2:  # The usual case.
+            return [works] if works else []
+        found: dict[BucketList | None, list[Work]] = {}
+        for work in works:
+            found.setdefault(work.tensors.bucket and work.tensors.bucket[0], []).append(work)
+        return found.values()
+
+    def _due(self, batch: Batch) -> list[Batch]:
+        """The batches that streams wait for now that this one is enqueued."""
+        due = [batch]
+        for work in batch.works:
+            if work.tensors.bucket is not None:
+                list_, number = work.tensors.bucket
+                enqueued, due = self._lists.setdefault(list_, {}), []
+                if number in enqueued:  # The execution of the graph before this one has ended in an error.
+                    due = list(enqueued.values())
+                    enqueued.clear()
+                enqueued[number] = batch
+                if len(enqueued) == list_.count:
+                    due += self._lists.pop(list_).values()
+        return due
+
+    def _await_in_streams(self, device: GpuDevice, batches: Sequence[Batch]) -> None:
+        """Make the readers of these batches wait for them, and complete the handles."""
+        left = [batch for batch in dict.fromkeys(batches) if not batch.is_complete]
+        ends = last_of_streams([end for batch in left for end in batch.ends])
+        works = [work for batch in left for work in batch.works]
+        self._make_wait(device, works, ends)
         for work in works:
             work.tensors.ends = ends
-        self.kept.append(batch)
-        complete_all([(work.entry.handle, work.made.results) for work in works])
-        self._release(but=1)
+        for batch in left:
+            batch.complete()
+
+    def _make_wait(self, device: GpuDevice, works: Sequence[Work], ends: Sequence[GpuEvent]) -> None:
+        for reader in {reader.ptr: reader for work in works for reader in work.tensors.readers or ()}.values():
+            for end in ends:
+                device.wait(reader, end)
 
     def poll(self) -> bool:
         looks_at_kept = bool(self.kept) and self._clock() - self._looked >= ENGINE_IDLE_POLL_S
@@ -143,8 +176,7 @@ class GpuExecutor(DeviceExecutor):
         with self._device.current():
             finished = False
             for batch in over(self.batches):
-                complete_all((work.entry.handle, work.made.results) for work in batch.works)
-                self._record_end(batch)
+                self._end(batch)
                 finished = True
             if looks_at_kept:
                 self._release()
@@ -156,10 +188,11 @@ class GpuExecutor(DeviceExecutor):
         """Free what the GPU does not use any more. Does not look at the last `but` batches."""
         self._looked = self._clock()
         for batch in over(self.kept, but):
-            self._record_end(batch)
+            self._end(batch)
 
-    def _record_end(self, batch: Batch) -> None:
-        """Note in the trace that a batch is over. For one whose handles were done before that is when it is seen."""
+    def _end(self, batch: Batch) -> None:
+        """A batch is over, which the trace learns. For one whose handles were done before that is when it is seen."""
+        batch.complete()
         ended = time.monotonic_ns()
         for work in batch.works:
             if len(work.tensors) > 1 and is_fused(work.entry.request):
@@ -191,6 +224,24 @@ class GpuExecutor(DeviceExecutor):
 
     def unfinished(self) -> list[Entry]:
         return [work.entry for batch in (*self.batches, *self.kept) for work in batch.works]
+
+    def halt(self) -> None:
+        enqueued = [work for batch in (*self.batches, *self.kept) if not batch.is_complete for work in batch.works]
+        works, device = [*self._underway, *enqueued], self._device
+        if device is None or not works:
+            return
+        try:
+            with device.current():
+                ends = [event for backend in self._backends for event in backend.last_events()]
+                self._make_wait(device, works, ends)
+                if all(work.tensors.readers is not None for work in works):
+                    return
+            within(WATCHDOG_REVOKE_S, self.abandon)
+            with device.current():
+                for end in ends:
+                    await_on_host(end, WATCHDOG_REVOKE_S)
+        except Exception:  # The first failure is reported. After it, every call to the GPU may fail.
+            logger.debug("rank %d: the GPU may still write to memory", self._topology.job_rank, exc_info=True)
 
     def abandon(self) -> None:
         if self._device is None:

@@ -79,6 +79,9 @@ class StagedData(GpuBackend):
     def finish(self) -> list[GpuEvent]:
         return []  # The host has waited for all of it.
 
+    def last_events(self) -> list[GpuEvent]:
+        return [self._device.record(self._stream)]  # The host may have given up.
+
     def uploaded(self, arrays: Sequence[np.ndarray]) -> GpuTensors:
         """Copies of arrays on the GPU, whose results nobody reads: for a rank in join(). Local. Waits for the GPU.
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.handle import Entry
+from ..core.handle import Entry, complete_all
 from .arrays import Allocated, GpuArray, GpuEvent, GpuTensors
 
 
@@ -23,7 +23,7 @@ class Work:
         return list(map(GpuArray, self.made.addresses, shapes, self.tensors.dtypes, self.made.results))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Batch:
     """Entries that were enqueued together at the time `since`, and are over after `ends`."""
 
@@ -31,6 +31,13 @@ class Batch:
     ends: list[GpuEvent]
     since: float
     began: int  # As `since`, as time.monotonic_ns().
+    is_complete: bool = False  # Whether the handles are.
+
+    def complete(self) -> None:
+        """Complete the handles that are not."""
+        if not self.is_complete:
+            self.is_complete = True
+            complete_all([(work.entry.handle, work.made.results) for work in self.works])
 
 
 def tensors_in(entry: Entry) -> GpuTensors:

@@ -49,9 +49,13 @@ class Event:
 
     def __init__(self, device: "Device", stream: Stream, number: int):
         self._device, self.has_fired, self.stream, self.number = device, False, stream.ptr, number
+        self.is_late = False  # Whether the next answer is one of some time ago.
 
     @property
     def done(self) -> bool:
+        if self.is_late:
+            self.is_late = False
+            return False
         self._device.run_a_little()
         return self.has_fired
 

@@ -41,6 +41,7 @@ class NcclData(GpuBackend):
         self._device, self._lost = device, np.zeros(0, np.uint8)
         self._rank, self._size, self._version = rank, size, version
         self._streams = [NcclStream(device, *parts) for parts in zip(communicators, buffers, strict=True)]
+        self._all_streams = tuple(self._streams)  # also when the communicators are gone
         self._turn, self._lock = 0, Lock()
 
     def guard_results(self) -> None:
@@ -116,6 +117,9 @@ class NcclData(GpuBackend):
 
     def finish(self) -> list[GpuEvent]:
         return [end for stream in self._streams for end in stream.finish()]
+
+    def last_events(self) -> list[GpuEvent]:
+        return [event for stream in self._all_streams for event in stream.last_events()]
 
     def check(self) -> None:
         for stream in self._streams:

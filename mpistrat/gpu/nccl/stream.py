@@ -45,6 +45,10 @@ class NcclStream:
         self._unpack_pending()
         return [self._device.record(stream) for stream in self._begun]
 
+    def last_events(self) -> list[GpuEvent]:
+        """Return events after all work. What has not been unpacked never is."""
+        return [self._device.record(stream) for stream in (self._reductions, self._copies)]
+
     def reduce_directly(self, source: int, target: int, copies: KeptCopies, count: int, wire: WireFormat,
                         reduction: NcclReduction) -> None:
         """Reduce one tensor without a fusion buffer. NCCL reads and writes the tensors' own memory.

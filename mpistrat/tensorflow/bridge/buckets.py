@@ -12,6 +12,7 @@ import tensorflow as tf
 from ...core.fusion import buckets_from_last
 from ...core.request import ReduceOp, Request, TensorSpec, allreduce_request, specs_of
 from ...core.tuning import BUCKET_BYTES, GPU_BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
+from ...gpu.arrays import BucketList
 from ..async_op import call_site
 from ..xla import context as xla
 from . import cpu
@@ -88,11 +89,13 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
         is_joined = device is None and spec.scaled.op is not ReduceOp.ADASUM
         buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, JOINED_TENSOR_BYTES if is_joined else 0)
     results: list[tf.Tensor | None] = [None] * len(tensors)
+    list_ = BucketList(len(buckets))
     for number, bucket in enumerate(buckets):
         wait = Wait.NEVER
         if number == len(buckets) - 1 and bucket.nbytes <= SUBMIT_WAIT_BYTES:
             wait = Wait.ALWAYS if spec.may_wait else Wait.IF_LAST
-        run = partial(cpu.run, wait=wait) if device is None else partial(call_site.run, device)
+        run = partial(cpu.run, wait=wait) if device is None else partial(
+            call_site.run, device, bucket=None if len(buckets) == 1 else (list_, number))
         run = partial(run, observer=spec.observer if number == 0 else None)
         of_bucket = replace(spec, name=spec.name if len(buckets) == 1 else f"{spec.name}/{number}")
         with nullcontext() if device is None else tf.device(device):
