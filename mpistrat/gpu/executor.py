@@ -19,7 +19,7 @@ from ..core.handle import Entry
 from ..core.interfaces import DataPlane, DeviceExecutor, Observer
 from ..core.protocols import Array
 from ..core.quantised import FORMATS
-from ..core.request import CollectiveType, Request
+from ..core.request import CollectiveType, ReduceOp, Request
 from ..core.settings import Settings
 from ..core.topology import Topology
 from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS, WATCHDOG_REVOKE_S
@@ -29,6 +29,7 @@ from .completion import check_waiting
 from .connect import connect, exchange_over
 from .nccl.claims import release
 from .nccl.data import NcclData
+from .proof import Kind, Proof, Shadow
 from .single import SingleCollectives
 from .staged import StagedData
 from .watchdog import Watchdog, within
@@ -65,7 +66,10 @@ class GpuExecutor(DeviceExecutor):
         self._lists: dict[BucketList, dict[int, Batch]] = {}
         self._looked = -math.inf
         self._underway: list[Work] = []
-        self._reducers: dict[FusionBucket, Reducer] = {}
+        # Those of NCCL have a kind for as long as it is not trusted.
+        self._reducers: dict[FusionBucket, tuple[Reducer, Kind | None]] = {}
+        self._proof: Proof | None = None
+        self._shadows: list[Shadow] = []  # of what is being enqueued
         self._sizes: dict[Request, int] = {}
         self._completes_by_streams = False
         self._logged: set[str] = set()
@@ -118,6 +122,9 @@ class GpuExecutor(DeviceExecutor):
             if work.run is not None:
                 work.run(work)
         ends = [event for backend in self._backends for event in backend.finish()]
+        if self._shadows and self._proof is not None:
+            shadows, self._shadows = self._shadows, []
+            self._proof.compare(shadows, ends)
         self._underway, now = [], self._clock()
         for of_list in self._by_list(works):
             batch = Batch(of_list, ends, now, began)
@@ -275,12 +282,31 @@ class GpuExecutor(DeviceExecutor):
         nccl, self._fusion_bytes = connect(device, self._rank, self._size, self._exchange, self._host, self._settings,
                                            self)
         self._staged = StagedData(device, self._rank, self._host, self._limit_s)
-        self._backends = self._single.backends = (self._staged,) if nccl is None else (nccl, self._staged)
+        self._backends = (self._staged,) if nccl is None else (nccl, self._staged)
         if nccl is not None:
-            self._completes_by_streams = self._streams_wait(device, nccl)
             self._watchdog = Watchdog(
                 self._limit_s, nccl.revoke, self.abandon, f"NCCL has kept rank {self._topology.job_rank} waiting for "
                 f"{self._limit_s:g} s; another rank may have died, or never begun")
+            if self._settings.uses("shadow"):
+                self._prove(device, nccl)
+        if nccl in self._backends and nccl is not None:
+            self._completes_by_streams = self._streams_wait(device, nccl)
+        self._single.backends = self._backends
+
+    def _prove(self, device: GpuDevice, nccl: NcclData) -> None:
+        """Reduce known numbers by NCCL, and do without it if they come out wrong on any rank."""
+        self._proof = Proof(device, self._staged, self._host, self._exchange, self._rank, self._size)
+        with self._watchdog or nullcontext():
+            wrong = self._proof.refusals(nccl)
+        if not wrong:
+            return
+        if self._settings.gpu_operations == "nccl":
+            raise EngineError(f"MPISTRAT_GPU_OPERATIONS=nccl: NCCL gives wrong numbers: {wrong}")
+        if self._rank == 0:
+            logger.warning("rank 0: GPU tensors are staged through host memory and reduced by %s, since NCCL gives "
+                           "wrong numbers: %s", self._host.name, wrong)
+        self.abandon()
+        self._backends, self._watchdog, self._fusion_bytes = (self._staged,), None, self._settings.fusion_bytes
 
     def _streams_wait(self, device: GpuDevice, nccl: NcclData) -> bool:
         """Whether handles are done when their work is enqueued. Local: the ranks need not do the same."""
@@ -304,18 +330,28 @@ class GpuExecutor(DeviceExecutor):
                 replace(array, address=works[place].made.addresses[i])
                 for array, (place, i) in zip(arrays, bucket.members, strict=True)], bucket.request.root_rank)
             return
-        reduce = self._reducers.get(bucket)
-        if reduce is None:
+        known = self._reducers.get(bucket)
+        if known is None:
             if len(self._reducers) >= KEPT_FUSION_PLANS:
                 self._reducers.clear()
-            reduce = self._reducers[bucket] = self._reducer(bucket, works)
+            known = self._reducers[bucket] = self._reducer(bucket, works)
+        reduce, kind = known
         if bucket.whole is not None:
-            reduce(works[bucket.whole].tensors.addresses, works[bucket.whole].made.addresses)
+            sources, targets = works[bucket.whole].tensors.addresses, works[bucket.whole].made.addresses
         else:
-            reduce([works[place].tensors.addresses[i] for place, i in bucket.members],
-                   [works[place].made.addresses[i] for place, i in bucket.members])
+            sources = [works[place].tensors.addresses[i] for place, i in bucket.members]
+            targets = [works[place].made.addresses[i] for place, i in bucket.members]
+        if kind is not None and self._proof is not None:
+            shadow = self._proof.shadow(
+                kind, [works[place].entry.request.name for place, _ in bucket.members],
+                [works[place].tensors[i] for place, i in bucket.members], sources, targets, bucket.reduction)
+            if shadow is None:
+                self._reducers[bucket] = reduce, None
+            else:
+                self._shadows.append(shadow)
+        reduce(sources, targets)
 
-    def _reducer(self, bucket: FusionBucket, works: Sequence[Work]) -> Reducer:
+    def _reducer(self, bucket: FusionBucket, works: Sequence[Work]) -> tuple[Reducer, Kind | None]:
         arrays = [works[place].tensors[i] for place, i in bucket.members]
         backend, reduction, wire_dtype = self._backends[0], bucket.reduction, bucket.request.wire_dtype
         wire_dtype = "" if wire_dtype in FORMATS else wire_dtype
@@ -326,7 +362,9 @@ class GpuExecutor(DeviceExecutor):
         if reason:
             backend = self._backends[-1]
             self._log_once(f"some GPU tensors are staged through host memory: {reason}")
-        return backend.reducer(arrays, reduction, wire_dtype)
+        kind = None if backend is self._staged or reduction.op is ReduceOp.PRODUCT else (
+            arrays[0].dtype.name, reduction.op, wire_dtype)
+        return backend.reducer(arrays, reduction, wire_dtype), kind
 
     def _check(self) -> None:
         for backend in self._backends:

@@ -207,6 +207,10 @@ class Device:
             self.enqueue(stream, lambda: np.copyto(copy_model.memory_at(target, nbytes, byte),
                                                    copy_model.memory_at(source, nbytes, byte)))
 
+    def write_number(self, address: int, number: int, words: int, stream: Stream) -> None:
+        kind = np.dtype(np.int64 if words == 2 else np.int32)
+        self.enqueue(stream, lambda: copy_model.memory_at(address, 1, kind).fill(number))
+
     def compile(self, job: CopyJob) -> None:
         """There is nothing to compile."""
 

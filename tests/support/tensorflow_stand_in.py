@@ -19,6 +19,10 @@ class Device(gpu_stand_in.Device):
     thread that does. Whoever asks for the event next, once, is told what was so before the wait.
     """
 
+    def write_number(self, address: int, number: int, words: int, stream: gpu_stand_in.Stream) -> None:
+        super().write_number(address, number, words, stream)
+        self.synchronize(stream)
+
     def wait(self, stream: gpu_stand_in.Stream, event: gpu_stand_in.Event) -> None:
         if stream is not self._user:
             super().wait(stream, event)

@@ -1,7 +1,7 @@
 """A step of training on a GPU in virtual time: the executor is the real one, and work takes the time that it is told.
 
 Three clocks: the host, which enqueues kernels of the backward pass and submits buckets; TensorFlow's one compute
-stream; the streams of the engine. Nothing is computed. So it shows what waits for what, and how long a step takes by that.
+stream; the streams of the engine. Nothing is computed: it shows what waits for what, and how long a step takes by that.
 """
 
 import itertools
@@ -114,7 +114,7 @@ class Step:
 
         self.device.stream = known
         self._executor = GpuExecutor(Topology(0, ("",)), ThreadGroup(1).data(0),
-                                     Settings(nccl_streams=1, stall_check_disable=True), Observer(),
+                                     Settings(nccl_streams=1, stall_check_disable=True, disable="shadow"), Observer(),
                                      clock=lambda: self.device.now)
         self._agreed: list[tuple[float, Entry]] = []
 

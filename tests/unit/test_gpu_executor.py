@@ -91,7 +91,7 @@ class Job:
         self.device = device or Device()
         self.now = 0.0
         group = ThreadGroup(1)
-        chosen = Settings(**{"fusion_bytes": 2**16, **settings})
+        chosen = Settings(**{"fusion_bytes": 2**16, "disable": "shadow", **settings})
         self.executor = GpuExecutor(Topology(0, ("",)), group.data(0), chosen, Observer(), clock=lambda: self.now)
         self.engine = make_engine(0, 1, group.control(0), group.data(0), chosen, clock=lambda: self.now,
                                   device=self.executor)
@@ -126,7 +126,7 @@ def values_of(handle: Handle) -> list[list[float]]:
 
 
 def test_completed_by_the_host_a_handle_is_done_when_the_gpu_is_and_not_before() -> None:
-    job = Job(disable="stream_order")
+    job = Job(disable="stream_order,shadow")
     handle = job.submit("a", np.arange(3.0), np.ones(2))
     job.engine.controller.run_cycle()
     assert not handle.is_done
@@ -344,7 +344,7 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Communicator, "_with_all", never_end)
 
 
-@pytest.fixture(params=["stream_order", "none"])
+@pytest.fixture(params=["stream_order,shadow", "shadow"])
 def stuck(request: pytest.FixtureRequest, endless: None) -> Job:
     """A job whose collectives never end, for which the host waits, or the caller's stream."""
     return Job(stall_warning_s=1.0, stall_abort_s=10.0, disable=request.param)
@@ -698,3 +698,62 @@ def test_two_buckets_of_a_list_and_another_request_may_be_enqueued_together() ->
     handles.append(job.submit("2", np.ones(3), bucket=(list_, 2)))
     job.engine.controller.run_cycle()
     assert [values_of(handle) for handle in [*handles, alone]] == [[[1, 1, 1]]] * 4
+
+
+# -- what the path proves ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["unpack", "stream", "NCCL"])
+def test_known_numbers_that_come_out_wrong_when_nccl_is_connected_stage_all_tensors(
+        wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    copy, wait, all_reduce = Device.batched_copy, Device.wait, Communicator.allReduce
+    if wrong == "unpack":  # The last tensor is left out.
+        monkeypatch.setattr(Device, "batched_copy", lambda self, table, *of: copy(self, table[:-1], *of))
+    elif wrong == "stream":  # The copies do not wait for the reduction.
+        monkeypatch.setattr(Device, "wait", lambda self, stream, event: (
+            stream.ptr == 3 or wait(self, stream, event)))
+    else:
+        def off_by_one(self: Communicator, source: int, target: int, *of: int) -> None:
+            all_reduce(self, source, target, *of)
+            stream = self._device.stream_at(of[-1])
+            self._device.enqueue(stream, lambda: memory_at(target, 1, np.dtype(np.uint8)).fill(1))
+
+        monkeypatch.setattr(Communicator, "allReduce", off_by_one)
+    job = Job(disable="none", fusion_bytes=2**18)
+    handle = job.submit("a", np.ones(2), np.ones(3))
+    job.settle()
+    assert values_of(handle) == [[1, 1], [1, 1, 1]]
+    warning, = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("rank 0: GPU tensors are staged through host memory and reduced by local, since NCCL "
+                              "gives wrong numbers: rank 0: sum of float32: tensor ")
+    assert ("abort",) in job.device.log
+    with pytest.raises(EngineError, match="MPISTRAT_GPU_OPERATIONS=nccl: NCCL gives wrong numbers: rank 0: sum of"):
+        broken = Job(disable="none", fusion_bytes=2**18, gpu_operations="nccl")
+        broken.submit("a", np.ones(2))
+        broken.engine.controller.run_cycle()
+
+
+def test_the_first_two_buckets_of_a_kind_are_reduced_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, reduced = Job(disable="none"), []
+    host = job.executor._host
+    allreduce = host.allreduce
+    monkeypatch.setattr(host, "allreduce", lambda sources, *of: (reduced.append(len(sources)), allreduce(sources, *of)))
+    for number in range(4):
+        handles = [job.submit(f"{number} {kind}", np.full(3, 0.1), np.full(5, 7.0), wire=kind)
+                   for kind in ("", "float16")]
+        job.settle()
+        assert [round(values_of(handle)[0][0], 3) for handle in handles] == [0.1, 0.1]
+    assert reduced == [2] * 4
+
+
+def test_a_bucket_that_is_wrong_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(disable="none")
+    job.submit("right", np.ones(3), np.ones(2))
+    job.settle()
+    copy = Device.batched_copy
+    monkeypatch.setattr(Device, "batched_copy", lambda self, table, *of: copy(self, table[:1], *of))
+    handle = job.submit("layer/kernel", np.full(3, 2.0), np.full(5, 7.0))
+    job.engine.start()
+    with pytest.raises(EngineError, match=r"NCCL has not given .* on the CPU: rank 0: layer/kernel, element 0: .* "
+                                          r"instead of 7\.0\. Look for errors .*MPISTRAT_DISABLE=shadow does not look"):
+        handle.wait(30)

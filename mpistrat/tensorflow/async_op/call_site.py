@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop.own_gpu import go_by_host, host_copies_of, why_no_cupy
+from ...api.interop.own_gpu import go_by_host, host_copies_of
 from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...gpu.arrays import Allocated, BucketList, GpuTensors
@@ -80,18 +80,17 @@ def device_of(tensors: Sequence[tf.Tensor], process_set: int = 0) -> str | None:
 
 def _is_used(where: str, process_set: int) -> bool:
     """Whether tensors on this device of TensorFlow's are reduced there. Checks that once, and warns; it is local."""
-    if _why_not() or go_by_host():
+    if go_by_host():
+        return False
+    if reason := gpu_device.why_no_gpu(where) or kernel.why_not():
+        _warn_once(runtime.current().topology.rank, reason)
         return False
     return streams.stream_for(device_at(where), where, process_set) is not None
 
 
 @cache
-def _why_not() -> str:
-    """Why the engine cannot read TensorFlow's tensors on a GPU, which is warned about once; "" if it can."""
-    reason = f"cupy is missing: {why_no_cupy()}" if why_no_cupy() else kernel.why_not()
-    if reason:
-        logger.warning(streams.BY_HOST, runtime.current().topology.rank, reason)
-    return reason
+def _warn_once(rank: int, reason: str) -> None:
+    logger.warning(streams.BY_HOST, rank, reason)
 
 
 def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],

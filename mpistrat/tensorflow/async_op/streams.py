@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BY_HOST = "rank %d: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: %s"
+BY_HOST = ("rank %d: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: %s. If "
+           "other ranks can use their GPUs, set MPISTRAT_GPU_OPERATIONS=host for all of them.")
 _CHECKED_ELEMENTS = 2**25  # A kernel takes 0.1 ms, by the bandwidth of an H100.
 
 
@@ -48,7 +49,6 @@ class ContextStream:
 
     def __init__(self, device: "Device", where: str):
         del device, where  # The context is this thread's.
-        _require_xla()
         self.ptr = self._context = driver.context()
 
     def record(self, event: CudaEvent) -> None:
@@ -67,7 +67,8 @@ class _Handler:
 
 def stream_of_handler(device: "Device", where: str) -> RecordedStream:
     """The stream itself, which XLA tells a handler that a small compiled function calls."""
-    _require_xla()
+    if ffi.api() is None:
+        raise EngineError(f"TensorFlow {tf.__version__} does not tell its stream; 2.21 does")
     handler = _Handler()
 
     @tf.function(autograph=False, jit_compile=True)
@@ -79,12 +80,6 @@ def stream_of_handler(device: "Device", where: str) -> RecordedStream:
     return device.stream_at(handler.pointer)
 
 
-def _require_xla() -> None:
-    """Raise EngineError if this TensorFlow is older than those that have run on a GPU."""
-    if ffi.api() is None:
-        raise EngineError(f"TensorFlow {tf.__version__} does not tell its stream; 2.21 does")
-
-
 class Found(NamedTuple):
     """What stands for TensorFlow's compute stream."""
 
@@ -92,8 +87,9 @@ class Found(NamedTuple):
     reader: RecordedStream | None  # The stream itself, which waits for results; None: the host waits.
 
 
-# By runtime, whose GPU is one, and by TensorFlow's name, since each logical GPU has a stream of its own: for collectives
-# of all ranks, and for those of process sets. A stream may refer to its Device, which as a weak key would never be freed.
+# By runtime, whose GPU is one, and by TensorFlow's name, since each logical GPU has a stream of its own: for
+# collectives of all ranks, and for those of process sets. A stream may refer to its Device, which as a weak key would
+# never be freed.
 _found: "WeakKeyDictionary[Job, dict[str, tuple[Found | None, Found | None]]]" = WeakKeyDictionary()
 _finding = threading.Lock()
 

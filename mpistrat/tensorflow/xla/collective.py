@@ -138,7 +138,7 @@ class _Reading:
         if gpu_memory.is_used():
             memory = GpuMemory(call, [np.int64], dtypes)
             for i, value in enumerate(values):
-                memory.write(i, value)
+                memory.write_number(i, int(value))
             return
         for value, result in zip(values, call.results(dtypes), strict=True):
             result[...] = value
@@ -185,7 +185,7 @@ class _CompiledCallSite(CollectiveCallSite):
 
         its = self.submission(memory.tensors(1, count) if self._stays_on_gpu else on_host(), past, on_host)
         if self._counts:  # Before XLA's stream waits for the collective.
-            memory.write(1 + count, np.array(its.number))
+            memory.write_number(1 + count, its.number)
         shapes = [result.shape for result in memory.results[1:1 + count]]
         found = _Outcome(self._submitted(its), shapes, self._ranks, its.group.topology.size).results()
         if not self._stays_on_gpu:

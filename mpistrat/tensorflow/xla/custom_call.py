@@ -12,11 +12,11 @@ import tensorflow as tf
 from ...core.errors import EngineError
 from ..bridge._private import set_node_attribute, stop_recording, xla_call_module
 from ..bridge.calls import SITE_ATTRIBUTE
+from ..bridge.gpu_device import has_gpu
 from ..bridge.python_op import keep_in_graph, keep_thread_state
 from ..bridge.targets import Targets
 from ..bridge.tf_errors import described
 from . import ffi
-from .context import is_for_gpu
 
 _NAME = "mpistrat"
 _NO_GRADIENT = "MpistratNoGradient"
@@ -59,7 +59,7 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
         outputs: list[tf.Tensor] = xla_call_module(
             args=list(inputs), version=_STABLEHLO, module=_program(number, given, returned, times_rows),
             Sout=[list(shape) for _, shape in returned], Tout=list(dtypes),
-            platforms=["CUDA" if is_for_gpu() else "CPU"])
+            platforms=["CUDA" if has_gpu() else "CPU"])
     set_node_attribute(outputs[0].op, SITE_ATTRIBUTE, tf.compat.v1.AttrValue(s=str(number).encode()))
     return list(outputs)
 
@@ -138,4 +138,4 @@ def _execute(call: ffi.Call) -> tuple[str, int] | None:
     return None
 
 
-_targets = Targets[Target](56, lambda: ffi.register(_NAME, "CUDA" if is_for_gpu() else "Host", _execute))
+_targets = Targets[Target](56, lambda: ffi.register(_NAME, "CUDA" if has_gpu() else "Host", _execute))

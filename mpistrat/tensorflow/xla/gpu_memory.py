@@ -17,15 +17,16 @@ import numpy as np
 from ...api.interop.own_gpu import host_copies_of, this_ranks_gpu
 from ...core.errors import EngineError
 from ...gpu.arrays import Allocated, GpuArray, GpuStream, GpuTensors
-from . import context, ffi
+from ..bridge.gpu_device import has_gpu
+from . import ffi
 
 if TYPE_CHECKING:
     from ...gpu.device import Device  # It needs cupy.
 
 
 def is_used() -> bool:
-    """Whether the memory of custom calls is a GPU's."""
-    return context.is_for_gpu()
+    """Whether the memory of custom calls is a GPU's: TensorFlow calls compiled functions there if it has one."""
+    return has_gpu()
 
 
 def place_of(call: ffi.Call) -> "tuple[Device, GpuStream]":
@@ -75,6 +76,12 @@ class GpuMemory:
     def on_host(self, first: int, count: int) -> list[np.ndarray]:
         """Copies of `count` arguments from `first` on. Waits for XLA's stream."""
         return host_copies_of(self._device).fetched(self._tensors(self.arguments[first:first + count], ()))
+
+    def write_number(self, place: int, number: int) -> None:
+        """Write the integer that is the result with this place, in XLA's stream. The host does not wait."""
+        result = self.results[place]
+        with self._device.current():
+            self._device.write_number(result.address, number, result.dtype.itemsize // 4, self._stream)
 
     def write(self, place: int, value: np.ndarray) -> None:
         """Copy the result with this place from the host. Waits for XLA's stream."""
