@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
@@ -169,6 +170,7 @@ class GpuExecutor(DeviceExecutor):
             work.tensors.ends = ends
         for batch in left:
             batch.complete()
+            batch.release()
 
     def _make_wait(self, device: GpuDevice, works: Sequence[Work], ends: Sequence[GpuEvent]) -> None:
         for reader in {reader.ptr: reader for work in works for reader in work.tensors.readers or ()}.values():
@@ -241,6 +243,10 @@ class GpuExecutor(DeviceExecutor):
             with device.current():
                 ends = [event for backend in self._backends for event in backend.last_events()]
                 self._make_wait(device, works, ends)
+                for work in works:  # Those in whose streams the caller would have waited later.
+                    if work.tensors.readers is not None and not work.tensors.readers:
+                        for stream, end in product(work.tensors.streams, ends):
+                            device.wait(stream, end)
                 if all(work.tensors.readers is not None for work in works):
                     return
             within(WATCHDOG_REVOKE_S, self.abandon)

@@ -182,8 +182,8 @@ class Device:
             self.used_bytes += nbytes
 
     def free(self, memory: np.ndarray) -> None:
-        """Poison a tensor's memory."""
-        memory.fill(_POISON)
+        """Poison a tensor's memory when its stream has come to that: until then the work before it may use it."""
+        self.enqueue(self._user, lambda: memory.fill(_POISON))
         self.count(-memory.nbytes)
 
     def scratch(self, nbytes: int) -> GpuArray | None:

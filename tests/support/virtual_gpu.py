@@ -184,3 +184,21 @@ def _reduced(step: Step, buckets: int, backward: Callable[[], None],
         backward()
         handles.append(step.submit(str(number), bucket(number))[0])
     step.await_all(handles)
+
+
+def started_and_awaited(step: Step, buckets: int, backward: Callable[[], None]) -> None:
+    """A function that XLA has compiled: each bucket is submitted by a call, and another call behind the last waits."""
+    started = []
+    for number in range(buckets):
+        backward()
+        started.append(step.submit(str(number), None, reads=False))
+    step.await_all([handle for handle, _ in started])
+    for _, tensors in started:
+        tensors.follow(step.compute)
+
+
+def one_call(step: Step, buckets: int, backward: Callable[[], None]) -> None:
+    """One call behind the backward pass, which waits for all buckets."""
+    for _ in range(buckets):
+        backward()
+    step.await_all([step.submit(str(number), None)[0] for number in range(buckets)])

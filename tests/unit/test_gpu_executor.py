@@ -447,8 +447,21 @@ def test_between_the_submission_and_the_end_of_a_step_nothing_waits_allocates_or
     assert values_of(handle) == [[1] * 2, [1] * 300]
 
 
-def test_memory_is_kept_until_the_gpu_is_done_and_then_freed_and_the_operation_is_over() -> None:
+def test_memory_is_given_back_where_the_streams_keep_it_from_being_used_too_early() -> None:
+    job = Job()
+    first = job.submit("a", np.ones(3))
+    job.settle()
+    results = first.wait(0)
+    assert len(job.executor.kept) == 1 and job.device.used_bytes == results[0].memory.nbytes
+    del first, results
+    assert job.device.used_bytes == 0
+    job.device.run_all()
+
+
+def test_memory_is_kept_until_the_gpu_is_done_and_then_freed_and_the_operation_is_over(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     job, ring = Job(), OperationRing(10)
+    monkeypatch.setattr(GpuTensors, "release", lambda self: None)  # as with tensors of several streams
     job.executor._observer = ring
     first = job.submit("a", np.ones(3))
     job.settle()

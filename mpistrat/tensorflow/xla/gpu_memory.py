@@ -44,24 +44,35 @@ class GpuMemory:
     """
 
     def __init__(self, call: ffi.Call, given: Sequence[Any], returned: Sequence[Any]):
-        self._device, self._stream = place_of(call)
+        self._device, self.stream = place_of(call)
         # arguments, results: As arrays.
         self.arguments: list[GpuArray] = call.arguments(given, _array)
         self.results: list[GpuArray] = call.results(returned, _array)
 
-    def tensors(self, first: int, count: int) -> GpuTensors:
-        """`count` arguments from `first` on as the engine takes them. The results are those at the same places."""
-        return self._tensors(self.arguments[first:first + count], self.results[first:first + count])
+    def tensors(self, first: int, count: int, reads: bool) -> GpuTensors:
+        """`count` arguments from `first` on as the engine takes them. The results are those at the same places.
 
-    def _tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray]) -> GpuTensors:
+        `reads`: XLA's stream reads the results when the request is complete; else it waits for them later.
+        """
+        return self._tensors(self.arguments[first:first + count], self.results[first:first + count], reads)
+
+    def pass_on(self, first: int, count: int) -> None:
+        """Make `count` arguments from `first` on the results at these places, if XLA has given them other memory."""
+        with self._device.current():
+            for place in range(first, first + count):
+                source, target = self.arguments[place], self.results[place]
+                if source.address != target.address:
+                    self._device.copy(target.address, source.address, source.nbytes, self.stream)
+
+    def _tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray], reads: bool = True) -> GpuTensors:
         def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
             made = [result if shape == result.shape else self._other(shape, result.dtype)
                     for shape, result in zip(shapes, results, strict=True)]
             return Allocated([array.address for array in made], made, None)
 
         tensors = GpuTensors(self._device, [array.address for array in arguments], [array.shape for array in arguments],
-                             [array.dtype for array in arguments], None, [self._stream],
-                             [self._stream] if self._device.can_wait(self._stream) else None, allocate)
+                             [array.dtype for array in arguments], None, [self.stream],
+                             ([self.stream] if reads else []) if self._device.can_wait(self.stream) else None, allocate)
         tensors.prepare(keeps_shapes=False)
         return tensors
 
@@ -81,7 +92,7 @@ class GpuMemory:
         """Write the integer that is the result with this place, in XLA's stream. The host does not wait."""
         result = self.results[place]
         with self._device.current():
-            self._device.write_number(result.address, number, result.dtype.itemsize // 4, self._stream)
+            self._device.write_number(result.address, number, result.dtype.itemsize // 4, self.stream)
 
     def write(self, place: int, value: np.ndarray) -> None:
         """Copy the result with this place from the host. Waits for XLA's stream."""
