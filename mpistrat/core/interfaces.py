@@ -128,6 +128,8 @@ class DeviceExecutor:
     batches: Sized = ()
     # Those that are complete while the device still uses their memory. `poll` must be called now and then.
     kept: Sized = ()
+    # What was found out about the device before its first collective, for users.
+    findings: Sequence[str] = ()
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
         """Enqueue the collectives of entries that are the same on all ranks. Collective.

@@ -74,6 +74,7 @@ class GpuExecutor(DeviceExecutor):
         self._sizes: dict[Request, int] = {}
         self._completes_by_streams = False
         self._logged: set[str] = set()
+        self.findings: list[str] = []
         self._exchange = exchange_over(host, topology.size)
         self._single = SingleCollectives(topology, self._exchange, self._plans.reduction)
         self._watchdog: Watchdog | None = None
@@ -289,6 +290,8 @@ class GpuExecutor(DeviceExecutor):
                                            self)
         self._staged = StagedData(device, self._rank, self._host, self._limit_s)
         self._backends = (self._staged,) if nccl is None else (nccl, self._staged)
+        self.findings = [f"GPU tensors are reduced by {self._host.name}, through host memory"
+                         if nccl is None else "GPU tensors are reduced by NCCL"]
         if nccl is not None:
             self._watchdog = Watchdog(
                 self._limit_s, nccl.revoke, self.abandon, f"NCCL has kept rank {self._topology.job_rank} waiting for "
@@ -304,6 +307,7 @@ class GpuExecutor(DeviceExecutor):
         self._proof = Proof(device, self._staged, self._host, self._exchange, self._rank, self._size)
         with self._watchdog or nullcontext():
             wrong = self._proof.refusals(nccl)
+        self.findings.append(f"known numbers through NCCL: {wrong or 'proved'}")
         if not wrong:
             return
         if self._settings.gpu_operations == "nccl":
@@ -323,9 +327,12 @@ class GpuExecutor(DeviceExecutor):
         try:
             check_waiting(device, nccl.buffer)
         except Exception as error:
-            logger.warning("rank %d: the host waits for the results of collectives on the GPU, since no stream can: "
-                           "%s", self._topology.job_rank, " ".join(str(error).split())[:300])
+            text = " ".join(str(error).split())[:300]
+            logger.warning("rank %d: the host waits for the results of collectives on the GPU, since no stream can: %s",
+                           self._topology.job_rank, text)
+            self.findings.append(f"streams that wait: {text}")
             return False
+        self.findings.append("streams that wait: proved")
         nccl.guard_results()
         return True
 

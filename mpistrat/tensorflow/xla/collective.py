@@ -53,11 +53,12 @@ _last: "weakref.WeakKeyDictionary[tf.Graph, str]" = weakref.WeakKeyDictionary() 
 class Started:
     """The collectives of a list whose calls only submit them, in a function that XLA compiles for a GPU.
 
-    XLA launches what comes after such a call, while the ranks agree and reduce. `results` waits, behind the last one.
+    XLA launches what comes after such a call, while the ranks agree and reduce in the memory of the tensors. XLA knows
+    of no work outside of its stream. So each result has the memory of its tensor, and all that reads it comes behind
+    the call of `results`, which waits for all of them and gives back the same memory.
     """
 
     def __init__(self) -> None:
-        self._tensors: list[tf.Tensor] = []
         self._results: list[tf.Tensor] = []
         self._site = _Awaiting()
 
@@ -70,44 +71,38 @@ class Started:
             shapes: Sequence[tf.TensorShape], process_set: int, observer: Observer | None = None) -> list[tf.Tensor]:
         """As `run`; what it returns are places in that which `results` returns."""
         results = run(name, make_request, tensors, shapes, process_set, observer, 0, self._site)
-        self._tensors += tensors
         self._results += results
         return results
 
     def results(self) -> list[tf.Tensor]:
         """The results of all of them, in their order."""
-        # The tensors are in use until then. XLA gives each result the memory in which it is already.
-        count, inputs = len(self._results), [*self._results, *self._tensors]
-        self._site.expect([t.dtype.as_numpy_dtype for t in inputs], count)
-        outputs = _linked(lambda link: custom_call(
-            self._site, [link, *inputs], [tf.int64, *[t.dtype for t in self._results]],
-            [tf.TensorShape([]), *[t.shape for t in self._results]], aliases={i: i for i in range(1, 1 + count)}))
-        return outputs[1:]
+        self._site.dtypes = dtypes = [tf.int64, *[t.dtype for t in self._results]]
+        return _linked(lambda link: custom_call(
+            self._site, [link, *self._results], dtypes, [tf.TensorShape([]), *[t.shape for t in self._results]],
+            0, range(1, len(dtypes))))[1:]
 
 
 class _Awaiting:
     """The target of the custom call that waits for what was started."""
 
-    def __init__(self) -> None:
-        self.started: list[tuple[CollectiveCallSite, Handle, GpuTensors]] = []
-        self._given: list[Any] = []
-        self._count = 0
+    dtypes: Sequence[tf.DType]  # Of the arguments and the results.
 
-    def expect(self, dtypes: Sequence[Any], count: int) -> None:
-        """The dtypes of the arguments behind the link, of which so many are results."""
-        self._given, self._count = [np.int64, *dtypes], count
+    def __init__(self) -> None:
+        # By the call that has started it. An execution that ends in an error may leave some.
+        self.started: dict[CollectiveCallSite, tuple[Handle, GpuTensors]] = {}
 
     def execute(self, call: ffi.Call) -> None:
-        started, self.started = self.started, []
-        memory, made = GpuMemory(call, self._given, self._given[:1 + self._count]), list[int]()
-        for site, handle, tensors in started:
+        started, self.started = self.started, {}
+        kinds = [dtype.as_numpy_dtype for dtype in self.dtypes]
+        memory = GpuMemory(call, kinds, kinds)
+        given, moved = {array.address for array in memory.arguments}, False
+        for site, (handle, tensors) in started.items():
             _await(site, handle)
             tensors.follow(memory.stream)
-            made += [] if tensors.made is None else tensors.made.addresses
-        if made != [array.address for array in memory.arguments[1:1 + self._count]]:
+            moved |= any(array.nbytes and array.address not in given for array in tensors)
+        if moved or not memory.is_in_place(1, len(kinds) - 1):
             raise EngineError("XLA has moved the results of collectives before they were complete. "
                               "MPISTRAT_DISABLE=xla does without.")
-        memory.pass_on(1, self._count)
 
 
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
@@ -143,7 +138,7 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     dtypes = [tf.int64, *[t.dtype for t in tensors], *[tf.int64] * counts]
     outputs = in_order(lambda: _linked(lambda link: custom_call(
         site, [link, *tensors, *past], dtypes, [tf.TensorShape([]), *shapes, *[tf.TensorShape([])] * counts],
-        times_rows, is_early=awaiting is not None)), context.device_of_compiled())
+        times_rows, range(1, 1 + len(tensors)) if awaiting is not None else ())), context.device_of_compiled())
     site.belongs_to(outputs[0].op)
     if execution is not None and counts:
         execution.number = outputs.pop()
@@ -249,14 +244,15 @@ class _CompiledCallSite(CollectiveCallSite):
         def on_host() -> list[np.ndarray]:
             return memory.on_host(1, count)
 
-        tensors = memory.tensors(1, count, self._awaiting is None) if self._stays_on_gpu else None
+        # If a result has not the memory of its tensor, XLA may use that again behind this call, which then waits.
+        awaiting = self._awaiting if memory.is_in_place(1, count) else None
+        tensors = memory.tensors(1, count, awaiting is None) if self._stays_on_gpu else None
         its = self.submission(on_host() if tensors is None else tensors, past, on_host)
-        if self._counts:  # Before XLA's stream waits for the collective.
+        if self._counts:
             memory.write_number(1 + count, its.number)
-        if self._awaiting is not None and tensors is not None:
-            tensors.made = tensors.allocate(tensors.shapes)
+        if awaiting is not None and tensors is not None:
             handle = its.group.engine.submit(its.request, its.arrays, self.origin)
-            self._awaiting.started.append((self, handle, tensors))
+            awaiting.started[self] = handle, tensors
             return
         shapes = [result.shape for result in memory.results[1:1 + count]]
         found = _Outcome(self._submitted(its), shapes, self._ranks, its.group.topology.size).results()

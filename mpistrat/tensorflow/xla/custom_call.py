@@ -4,7 +4,7 @@ The program that the node stands for is text, in StableHLO. It has the number of
 As with host_call, the target lives as long as the Python object of the graph.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import tensorflow as tf
@@ -41,8 +41,8 @@ def has_type(dtype: tf.DType) -> bool:
 
 
 def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType],
-                shapes: Sequence[tf.TensorShape], times_rows: int = 1, aliases: Mapping[int, int] | None = None,
-                is_early: bool = False) -> list[tf.Tensor]:
+                shapes: Sequence[tf.TensorShape], times_rows: int = 1,
+                in_place: Sequence[int] = ()) -> list[tf.Tensor]:
     """Make the node, which has no gradient.
 
     Args:
@@ -51,9 +51,7 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
         dtypes: The dtypes of the results, at least one.
         shapes: Their shapes. Extents that are not known follow from the input with the same place.
         times_rows: How many times as many rows as that input has such a result has. Other extents are the input's.
-        aliases: The results, by their places, that have the memory of an input, by its place.
-        is_early: Whether XLA launches it as soon as its inputs are there. Its scheduler for GPUs otherwise may put it
-            behind all that does not need it.
+        in_place: The places of results that have the memory of the inputs with these places.
     """
     number = _targets.add(target)
     keep_in_graph(target)
@@ -62,7 +60,7 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
     with stop_recording(), tf.compat.v1.get_default_graph().gradient_override_map({"XlaCallModule": _NO_GRADIENT}):
         outputs: list[tf.Tensor] = xla_call_module(
             args=list(inputs), version=_STABLEHLO,
-            module=_program(number, given, returned, times_rows, aliases or {}, is_early),
+            module=_program(number, given, returned, times_rows, in_place),
             Sout=[list(shape) for _, shape in returned], Tout=list(dtypes),
             platforms=["CUDA" if has_gpu() else "CPU"])
     set_node_attribute(outputs[0].op, SITE_ATTRIBUTE, tf.compat.v1.AttrValue(s=str(number).encode()))
@@ -72,8 +70,8 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
 _Tensors = Sequence[tuple[tf.DType, tuple[int | None, ...]]]
 
 
-def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int, aliases: Mapping[int, int],
-             is_early: bool) -> str:
+def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int,
+             in_place: Sequence[int]) -> str:
     """The program of one call. Without layouts XLA would choose the order of dimensions in memory.
 
     If there are unknown extents, the shapes of all results are operands too. The compiler computes and removes them.
@@ -87,9 +85,9 @@ def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int, 
     indices = list(range(len(given), len(given) + len(shapes)))
     where = "" if known else f", indices_of_shape_operands = dense<{indices}> : tensor<{len(shapes)}xi64>"
     results = ", ".join(f"%r#{i}" for i in range(len(returned)))
-    same = "" if not aliases else ", output_operand_aliases = [{}]".format(", ".join(
-        f"#stablehlo.output_operand_alias<output_tuple_indices = [{result}], operand_index = {operand}, "
-        "operand_tuple_indices = []>" for result, operand in aliases.items()))
+    same = "" if not in_place else ", output_operand_aliases = [{}]".format(", ".join(
+        f"#stablehlo.output_operand_alias<output_tuple_indices = [{place}], operand_index = {place}, "
+        "operand_tuple_indices = []>" for place in in_place))
     lines += [
         f"%r:{len(returned)} = stablehlo.custom_call @{_NAME}({operands}) {{api_version = 4 : i32, "
         f"has_side_effect = true, backend_config = {{target = {number} : i64}}, "

@@ -56,13 +56,10 @@ class GpuMemory:
         """
         return self._tensors(self.arguments[first:first + count], self.results[first:first + count], reads)
 
-    def pass_on(self, first: int, count: int) -> None:
-        """Make `count` arguments from `first` on the results at these places, if XLA has given them other memory."""
-        with self._device.current():
-            for place in range(first, first + count):
-                source, target = self.arguments[place], self.results[place]
-                if source.address != target.address:
-                    self._device.copy(target.address, source.address, source.nbytes, self.stream)
+    def is_in_place(self, first: int, count: int) -> bool:
+        """Whether `count` results from `first` on have the memory of the arguments with these places."""
+        return all(self.arguments[place].address == self.results[place].address or not self.results[place].nbytes
+                   for place in range(first, first + count))
 
     def _tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray], reads: bool = True) -> GpuTensors:
         def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
