@@ -132,7 +132,8 @@ def test_what_ranks_say_is_read_among_other_lines() -> None:
             {"kind": "mpi", "rank": 0, "size": 2, "vendor": "Open MPI", "version": "5.0.11", "shared_memory": ""},
             {"kind": "link", **dataclasses.asdict(LINK)}, {"kind": "silence", "ranks": [0, 2], "hosts": ["a", "b"]},
             {"kind": "error", "rank": 1, "text": "no"}, {"kind": "allreduce", **RIGHT},
-            *({"kind": "gpu", "rank": rank, "right": True, "findings": ["streams that wait: proved"]} for rank in (1, 0))]
+            *({"kind": "gpu", "rank": rank, "right": True, "findings": ["streams that wait: proved"]}
+              for rank in (1, 0))]
     lines = [f"[1,0]<stdout>: {MARK}{json.dumps(each)}" for each in said]
     printed = "\n".join(["noise", *lines, MARK + '{"kind": "fa'])
     observed = observed_of(2, list(understood(printed)), Outcome(3, ""), "line", {"": 2})
