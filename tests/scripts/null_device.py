@@ -243,6 +243,7 @@ def main() -> None:
     own_gpu.make_device = lambda number: make()
     libraries.KINDS["__main__"] = libraries.Cupy()
     executor.check_waiting = lambda device, buffer: None
+    os.environ["MPISTRAT_DISABLE"] = "shadow"  # There are no numbers.
     mpistrat.init()
     print(f"load {os.getloadavg()[0]:.0f}")
     (tensors if "tensorflow" in sys.argv else arrays)()

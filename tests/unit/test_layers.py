@@ -66,7 +66,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
     "api.ops": {"numpy", "cloudpickle"}, "api.interop.libraries": {"numpy", "ml_dtypes"},
     # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.
-    "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py"}, "cli.top": {"rich", "prometheus_client"},
+    "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py", "cupy"},
+    "cli.top": {"rich", "prometheus_client"},
     "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
     "trace.files": {"perfetto"},
     "cli.bench.output": {"rich"}, "cli.bench.train": {"numpy", "keras"},

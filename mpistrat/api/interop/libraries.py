@@ -110,12 +110,13 @@ class Torch(AnyLibrary):
         return {value.get_device() if value.is_cuda else None for value in values}
 
     def on_gpu(self, values: Sequence[Any], device: "Device") -> GpuTensors:
-        torch, stream = sys.modules["torch"], self.stream(device)
-        tensors, where = _plain(values), values[0].device
+        torch, tensors, where = sys.modules["torch"], _plain(values), values[0].device
+        # Not an ExternalStream with its address: that of the default stream is 0, by which torch takes one of its pool.
+        current, stream = torch.cuda.current_stream(device.number), self.stream(device)
         kinds = [tensor.dtype for tensor in tensors]
 
         def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr, where)):
+            with torch.cuda.stream(current):
                 made = [torch.empty(shape, dtype=dtype, device=where)
                         for shape, dtype in zip(shapes, kinds, strict=True)]
             return Allocated([tensor.data_ptr() for tensor in made], made, stream)
