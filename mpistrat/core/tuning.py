@@ -356,10 +356,6 @@ COMPLETION_QUEUES_MADE = 16
 # 400 single all-reduces of a tf.function: 100 ms with one operation per queue, 60 to 80 of them in these operations.
 COMPLETION_QUEUES_WRITTEN = (64, 8)
 
-# Seconds between two looks for the file of a data service.
-# Not measured: the service takes seconds to start, and a network file system sends no notifications.
-DATA_SERVICE_FILE_POLL_S = 0.1
-
 # -- cli --------------------------------------------------------------------------------------------------------------
 
 # Seconds between two looks of `mpistrat run` at mpirun and at what the job has left.

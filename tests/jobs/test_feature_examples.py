@@ -36,6 +36,14 @@ def test_adasum_is_not_the_average(needed: tuple[Line, ...], ran: Callable[[Line
     assert adasum[2] != average[2]
 
 
+@pytest.mark.horovod("data-service")
+@needs_mpirun
+@pytest.mark.parametrize("needed", [Line(2, "examples/data_service_digits.py")], ids=str)
+def test_ranks_prepare_input_for_each_other(needed: Line, ran: Callable[[Line], Ran]) -> None:
+    line = last_line(ran(needed), r"test accuracy (\d\.\d+), weights \w+, of 2 ranks")
+    assert float(line[1]) >= 0.8, line[0]
+
+
 @pytest.mark.quick
 @needs_mpirun
 @pytest.mark.parametrize("needed", [Line(ranks, "examples/process_sets.py") for ranks in (2, 3)], ids=str)
