@@ -138,9 +138,8 @@ class Settings:
         "did last to a timeline, in the directory .mpistrat of its directory. status: the file for mpistrat top alone. "
         "0: nothing is recorded, and there is no timeline.", choices=("all", "status", "0"))
     timeline: str = _setting(
-        "TIMELINE", "none", "File to which rank 0 writes the operations of all ranks, as start_timeline does: .json "
-        "(Chrome's trace format) or .pftrace (Perfetto's). none, or DYNAMIC as in Horovod: no file "
-        "before start_timeline.")
+        "TIMELINE", "none", "File to which rank 0 writes the operations of all ranks, as start_timeline does, in "
+        "Chrome's trace format. none, or DYNAMIC as in Horovod: no file before start_timeline.")
     timeline_mark_cycles: bool = _setting(
         "TIMELINE_MARK_CYCLES", False, "1: mark in that file when each rank begins to execute what was agreed on.")
     timeline_steps: str = _setting(
