@@ -17,7 +17,7 @@ COMMANDS = {
     "doctor": "show what this machine has, and what will go wrong on the hosts of a job, with the remedies",
     "check": "another name for doctor",
     "top": "show what the ranks of a running job do, and which is the slowest",
-    "bench": "measure all-reduces, or synthetic training, on the ranks of a job",
+    "bench": "measure collectives on the ranks of a job",
     "timeline": "say what a timeline shows: where the time went, who came last, what was not fused",
     "as-horovod": "for programs that import horovod and that you cannot edit, under mpirun or srun",
 }

@@ -67,7 +67,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.
     "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py"}, "cli.top": {"rich", "prometheus_client"},
     "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
-    "cli.bench.output": {"rich"}, "cli.bench.train": {"numpy", "keras"},
+    "cli.bench.output": {"rich"},
 }
 
 
