@@ -27,15 +27,6 @@ _OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)
 _LEAST_CHUNK_BYTES = 4096  # A slice of a chunk for each of some ranks is then a few cache lines, at least.
 FastWay = Literal["fast_path", "stream_order", "xla"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# Names that were settings, and what to write now.
-_REPLACED = {"CONSISTENCY_CHECK_DISABLE": "write MPISTRAT_CHECK_ACTION=off for no checks",
-             "FAST_PATH": "write MPISTRAT_DISABLE=fast_path to negotiate all operations through rank 0",
-             "GPU_COMPLETION": "write MPISTRAT_DISABLE=stream_order to let the host wait for collectives of a GPU",
-             "HEARTBEAT_S": "hosts are probed five times within MPISTRAT_LOST_AFTER_S",
-             "FAILURE_TIMELINE": "write MPISTRAT_RECORDER=status for no timeline of a failure",
-             "PIN_GPU": "write MPISTRAT_BIND=cores to assign no GPU",
-             "STATUS_FILE": "write MPISTRAT_RECORDER=0 for no status file",
-             "XLA": "write MPISTRAT_DISABLE=xla for no collectives in functions that XLA compiles"}
 _LEAST_PROBE_S = 1.0  # The kernel counts in seconds.
 
 
@@ -161,9 +152,6 @@ class Settings:
         problems: list[str] = []
         for name in sorted(n for n in environ if n.startswith(PREFIX)):
             if name not in by_env and _OF_OTHERS.fullmatch(name.removeprefix(PREFIX)):
-                continue
-            if why := _REPLACED.get(name.removeprefix(PREFIX)):
-                problems.append(f"{name} is no setting any more: {why}.")
                 continue
             if name not in by_env:
                 # Compared without the prefix, which makes all names similar.
