@@ -84,11 +84,10 @@ class Settings:
         "never; fit still compares when an epoch ends.", low=0, high=2**31)
     check_action: str = _setting(
         "CHECK_ACTION", "abort", "What happens when these differ by more than rounding. abort: an error on every rank. "
-        "warn: a warning. repair: a warning, and all ranks get the values of the largest group of ranks with the same "
-        "ones; of groups of that size the one with the lowest rank. off: the ranks do not check that they train the "
-        "same weights, not all on the same data, and in fit with as many steps, the same callbacks and learning rates; "
+        "warn: a warning. off: the ranks do not check that they train the same weights, not all on the same data, and "
+        "in fit with as many steps, the same callbacks and learning rates; "
         "and the metrics that callbacks such as EarlyStopping read are not averaged.",
-        choices=("abort", "warn", "repair", "off"))
+        choices=("abort", "warn", "off"))
     nan_warning: bool = _setting(
         "NAN_WARNING", True, "0: no warning names the rank whose gradients are the first with Inf or NaN, and the "
         "tensors. It is for gradients that are reduced on the CPU, dense ones.")
