@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .copy.plan import CopyJob
-from .copy.quantise import QuantisedSum
 from .nccl.types import NcclCommunicator
 
 
@@ -89,7 +88,7 @@ class GpuDevice(Protocol):
 
     def wait(self, stream: RecordedStream, event: GpuEvent) -> None: ...  # an event of the same device
 
-    def scratch(self, nbytes: int, stream: GpuStream | None = None) -> GpuArray | None: ...
+    def scratch(self, nbytes: int) -> GpuArray | None: ...
 
     def pinned(self, nbytes: int) -> np.ndarray: ...
 
@@ -100,10 +99,6 @@ class GpuDevice(Protocol):
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream) -> None: ...
 
     def guard(self, table: np.ndarray, itemsize: int, lost: int, stream: GpuStream) -> None: ...
-
-    def compile_sum(self, format_: str) -> None: ...
-
-    def quantised_sum(self, job: QuantisedSum, stream: GpuStream) -> None: ...
 
     def nccl_version(self) -> int: ...
 

@@ -24,11 +24,9 @@ from ..core.memory import rounded_up
 from ..core.tuning import COPY_BLOCK_THREADS
 from . import driver
 from .arrays import GpuArray, GpuEvent, GpuStream, RecordedStream
-from .copy import quantise
 from .copy.compiler import compiled
 from .copy.kernel import GUARD, NAME, source, variant
 from .copy.plan import PIECE, PIECES_PER_LAUNCH, CopyJob
-from .copy.quantise import QuantisedSum
 from .nccl import library
 
 # Beyond the range of any GPU, which is 0 to -5. cudaStreamCreateWithPriority then takes the end of the range.
@@ -75,7 +73,6 @@ class Device:
         self.number = number
         self.identity = f"{driver.uuid(number)} on {platform.node()}"
         self._module = cache(lambda job: _functions(source(job), NAME, GUARD))
-        self._sums = cache(lambda format_: _functions(quantise.source(format_), quantise.NAME))
         self._recording, self._event_numbers = Lock(), count()
         self._spare_events: list[Any] = []  # Operations on lists are atomic.
         self._context = 0
@@ -131,14 +128,11 @@ class Device:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def scratch(self, nbytes: int, stream: GpuStream | None = None) -> GpuArray | None:
-        """Allocate uninitialised bytes on this GPU; None if there is not enough memory.
-
-        `stream`: The only one whose work uses it. It may be freed while enqueued work uses it.
-        """
+    def scratch(self, nbytes: int) -> GpuArray | None:
+        """Allocate uninitialised bytes on this GPU; None if there is not enough memory."""
         # On a stream of ours: memory in cupy's pool of the caller's stream may still be in use by enqueued work.
         try:
-            with stream or self._imports:
+            with self._imports:
                 memory = cupy.cuda.alloc(nbytes)
         except cupy.cuda.memory.OutOfMemoryError:
             return None
@@ -173,16 +167,6 @@ class Device:
         """
         driver.launch(self._module(_PLAIN)[GUARD].ptr, len(table), COPY_BLOCK_THREADS, stream.ptr, (
             _by_value(table), c_uint64(itemsize), c_uint64(lost)))
-
-    def compile_sum(self, format_: str) -> None:
-        """Compile and load the kernel of `quantised_sum` for a format. Raises as `compile`."""
-        self._sums(format_)
-
-    def quantised_sum(self, job: QuantisedSum, stream: GpuStream) -> None:
-        """Enqueue what the job says."""
-        if job.blocks:
-            driver.launch(self._sums(job.format)[quantise.NAME].ptr, job.blocks, quantise.THREADS, stream.ptr,
-                          [c_uint64(argument) for argument in job[2:]])
 
     # -- tensors of other libraries -----------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..core.error_feedback import ErrorFeedback
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, complete_all
@@ -30,7 +29,6 @@ from .completion import check_waiting
 from .connect import connect, exchange_over
 from .nccl.claims import release
 from .nccl.data import NcclData
-from .nccl.quantised import QuantisedReduces
 from .single import SingleCollectives
 from .staged import StagedData
 from .watchdog import Watchdog
@@ -46,12 +44,11 @@ class GpuExecutor(DeviceExecutor):
         host: The data plane for CPU tensors of these ranks.
         settings: The same on all ranks.
         observer: Gets the entries that are complete.
-        feedback: Keeps what 8-bit numbers between hosts round off; None: for one rank.
         clock: Seconds, from any origin.
     """
 
     def __init__(self, topology: Topology, host: DataPlane, settings: Settings, observer: Observer,
-                 feedback: ErrorFeedback | None = None, clock: Callable[[], float] = time.monotonic):
+                 clock: Callable[[], float] = time.monotonic):
         self._observer = observer
         self._topology, self._host, self._settings, self._clock = topology, host, settings, clock
         self._rank, self._size = topology.rank, topology.size
@@ -67,8 +64,6 @@ class GpuExecutor(DeviceExecutor):
         self._looked = -math.inf
         self._underway: list[Work] = []
         self._reducers: dict[FusionBucket, Reducer] = {}
-        self._feedback = feedback
-        self._quantised: QuantisedReduces | None = None  # None: staging does it, or there is one host.
         self._sizes: dict[Request, int] = {}
         self._completes_by_streams = False
         self._logged: set[str] = set()
@@ -231,9 +226,6 @@ class GpuExecutor(DeviceExecutor):
         self._staged = StagedData(device, self._rank, self._host, self._limit_s)
         self._backends = self._single.backends = (self._staged,) if nccl is None else (nccl, self._staged)
         if nccl is not None:
-            if self._feedback is not None and len(self._topology.hosts) > 1:
-                self._quantised = QuantisedReduces(device, nccl, self._topology, self._exchange, self._feedback,
-                                                   self._limit_s)
             self._completes_by_streams = self._streams_wait(device, nccl)
             self._watchdog = Watchdog(
                 self._limit_s, nccl.revoke, self.abandon, f"NCCL has kept rank {self._topology.job_rank} waiting for "
@@ -276,10 +268,8 @@ class GpuExecutor(DeviceExecutor):
         arrays = [works[place].tensors[i] for place, i in bucket.members]
         backend, reduction, wire_dtype = self._backends[0], bucket.reduction, bucket.request.wire_dtype
         wire_dtype = "" if wire_dtype in FORMATS else wire_dtype
-        if reduction.quantised is not None and self._quantised is not None:
-            reason = self._quantised.why_not(reduction.quantised.format)
-            if not reason:
-                return self._quantised.reducer(arrays, reduction)
+        if reduction.quantised is not None and len(self._topology.hosts) > 1:
+            reason = "NCCL cannot sum 8-bit numbers with scales, which go between the hosts"
         else:
             reason = backend.why_not(arrays, reduction.op, wire_dtype)
         if reason:

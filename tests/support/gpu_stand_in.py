@@ -21,7 +21,6 @@ import numpy as np
 
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.copy.plan import PIECES_PER_LAUNCH, CopyJob
-from mpistrat.gpu.copy.quantise import QuantisedSum
 from mpistrat.gpu.nccl.types import AVERAGE
 from tests.support import copy_model
 
@@ -183,7 +182,7 @@ class Device:
         memory.fill(_POISON)
         self.count(-memory.nbytes)
 
-    def scratch(self, nbytes: int, stream: Stream | None = None) -> GpuArray | None:
+    def scratch(self, nbytes: int) -> GpuArray | None:
         if nbytes > self.free_bytes:
             return None
         memory = Scratch(self.allocate(nbytes))
@@ -216,13 +215,6 @@ class Device:
     def guard(self, table: np.ndarray, itemsize: int, lost: int, stream: Stream) -> None:
         by_value = table.copy()
         self.enqueue(stream, lambda: copy_model.guard(by_value, itemsize, lost))
-
-    def compile_sum(self, format_: str) -> None:
-        """There is nothing to compile."""
-
-    def quantised_sum(self, job: QuantisedSum, stream: Stream) -> None:
-        self.log.append(("quantised_sum", job, stream.ptr))
-        self.enqueue(stream, lambda: copy_model.quantised_sum(job))
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 

@@ -142,15 +142,11 @@ class NcclData(GpuBackend):
             streams, self._streams = self._streams, []
         return streams
 
-    def stream(self, turn: int) -> NcclStream:
-        """One of the streams. Equal turns have the same one."""
-        if not self._streams:
-            raise EngineError("NCCL's communicators were aborted, for a rank has left.")
-        return self._streams[turn % len(self._streams)]
-
     def _next_stream(self) -> NcclStream:
         self._turn += 1
-        return self.stream(self._turn)
+        if not self._streams:
+            raise EngineError("NCCL's communicators were aborted, for a rank has left.")
+        return self._streams[self._turn % len(self._streams)]
 
     def _why_no_room(self, arrays: Sequence[GpuArray], wire: WireFormat) -> str:
         _, elements = fused_offsets([array.size * wire.parts for array in arrays],

@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...core.arithmetic import IDENTITY, Reduction, combine
-from ...core.error_feedback import ErrorFeedback, HostErrors
+from ...core.error_feedback import ErrorFeedback, Errors
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
 from ...core.quantised import formats
@@ -76,7 +76,7 @@ class HierarchicalData(TwoShotData):
         self._rows = [FusionBuffer() for _ in range(self.slots)]
         self._underway: dict[int, tuple[list[MPI.Request], list[np.ndarray]]] = {}
         self._feedback, kept = feedback, formats()
-        self._errors: HostErrors | None = None  # of what is under way
+        self._errors: Errors | None = None  # of what is under way
         self._exchanges = [QuantisedExchange(cross, kept) for _ in range(self.slots)]
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
@@ -89,7 +89,7 @@ class HierarchicalData(TwoShotData):
     def run(self, work: Chunked, stages: Sequence[Stage]) -> None:
         if isinstance(work, TwoShotReduce) and work.reduction.quantised is not None and self._feedback is not None:
             count = sum([source.size for source in work.inputs])
-            self._errors = self._feedback.of(work.reduction.quantised, count, HostErrors)
+            self._errors = self._feedback.of(work.reduction.quantised, count)
         super().run(work, stages)
 
     @property

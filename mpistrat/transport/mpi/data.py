@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...core.arithmetic import Reduction, Scale, combine
-from ...core.error_feedback import ErrorFeedback, HostErrors
+from ...core.error_feedback import ErrorFeedback
 from ...core.interfaces import DataPlane
 from ...core.memory import FusionBuffer
 from ...core.packing import pack, unpack
@@ -101,7 +101,7 @@ class MpiData(DataPlane):
     def _allreduce_quantised(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction,
                              quantised: Quantised, exchange: QuantisedExchange, feedback: ErrorFeedback) -> None:
         packed = self._packed.view(sum(source.size for source in sources), sources[0].dtype)
-        errors = feedback.of(quantised, packed.size, HostErrors)
+        errors = feedback.of(quantised, packed.size)
         pack(sources, packed, reduction.prescale)
         step = MPI_CHUNK_BYTES // packed.itemsize
         for start in range(0, packed.size, step):
