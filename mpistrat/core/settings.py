@@ -84,9 +84,8 @@ class Settings:
         "never; fit still compares when an epoch ends.", low=0, high=2**31)
     check_action: str = _setting(
         "CHECK_ACTION", "abort", "What happens when these differ by more than rounding. abort: an error on every rank. "
-        "warn: a warning. off: the ranks do not check that they train the same weights, not all on the same data, and "
-        "in fit with as many steps, the same callbacks and learning rates; "
-        "and the metrics that callbacks such as EarlyStopping read are not averaged.",
+        "warn: a warning. off: no consistency checks (weights, data, steps, callbacks, learning rates). What fit "
+        "computes is the same in each case.",
         choices=("abort", "warn", "off"))
     nan_warning: bool = _setting(
         "NAN_WARNING", True, "0: no warning names the rank whose gradients are the first with Inf or NaN, and the "
