@@ -42,7 +42,6 @@ from .api.run_function import run
 from .core.errors import (
     ClusterError,
     CollectiveError,
-    DataServiceError,
     DeadlockError,
     DuplicateNameError,
     ElasticError,
@@ -66,7 +65,7 @@ from .core.roles import Role
 from .core.version import __version__ as __version__
 
 __all__ = [
-    "AsyncResult", "ClusterError", "CollectiveError", "DataServiceError", "DeadlockError", "DuplicateNameError",
+    "AsyncResult", "ClusterError", "CollectiveError", "DeadlockError", "DuplicateNameError",
     "ElasticError", "EngineError", "InvalidRequestError", "LaunchError", "MismatchError", "MissingDependencyError",
     "MpistratError", "NotInitializedError", "RankDiedError", "RanksLostError", "RecoveryError", "ReduceOp", "Role",
     "RunError", "SettingsError", "ShutdownError", "StallError", "allgather", "allgather_async", "allreduce",

@@ -21,7 +21,7 @@ _SETTINGS = {
     "--stall-check-shutdown-time-seconds": ("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "S",
                                             "time until a stall ends the job"),
     "--num-nccl-streams": ("MPISTRAT_NUM_NCCL_STREAMS", "N", "number of NCCL communicators"),
-    "--timeline-filename": ("MPISTRAT_TIMELINE", "FILE", "file for a timeline of all ranks: .json or .pftrace"),
+    "--timeline-filename": ("MPISTRAT_TIMELINE", "FILE", "file for a timeline of all ranks"),
     "--log-level": ("MPISTRAT_LOG_LEVEL", "LEVEL", "least severity of the messages shown"),
 }
 # Options without a value that set a variable.

@@ -299,17 +299,15 @@ def test_fit_leaves_out_no_batch_of_an_execution_and_no_gradient_of_an_update(do
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("action", ["repair", "abort"])
-def test_a_commit_compares_the_weights_that_are_trained(action: str) -> None:
+def test_a_commit_compares_the_weights_that_are_trained() -> None:
     job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "3", sys.executable,
                        "tests/scripts/elastic_drift.py"], limit_s=180,
-                      env={"MPISTRAT_CHECK_EVERY": "2", "MPISTRAT_CHECK_ACTION": action})
+                      env={"MPISTRAT_CHECK_EVERY": "2"})
     assert job.code == 0, job.output
     assert "in commit 2 the ranks have different weights, so they no longer train one model: the values of shared:0 " \
         "differ among ranks [0]; [1, 2]." in job.output
     # An error ends the generation, and the next one goes on from the commit before.
-    assert ("All ranks get the values of ranks [1, 2]." in job.output) is (action == "repair")
-    assert ("generation 2 starts" in job.output) is (action == "abort")
+    assert "generation 2 starts" in job.output
     for rank in range(3):
         assert f"rank {rank}: after commit 2 [3.0, 4.0], own {rank}, statistics {rank}" in job.output
         assert f"rank {rank}: restored [4.0, 5.0]" in job.output

@@ -214,8 +214,7 @@ def test_lines_stand_above_the_bar_and_the_cursor_is_never_left_hidden(monkeypat
 
 
 @pytest.mark.parametrize(("argv", "text"), [
-    (["2KB"], "'2KB' is not a case; there are: 1KB, 64KB"), (["--repeats", "0"], "a number from 1 is needed"),
-    (["--train", "--models", "vgg"], "invalid choice: 'vgg'"), (["--batch", "x"], "a number from 1 is needed")])
+    (["2KB"], "'2KB' is not a case; there are: 1KB, 64KB"), (["--repeats", "0"], "a number from 1 is needed")])
 def test_wrong_input_is_named(argv: list[str], text: str) -> None:
     with pytest.raises(MpistratError, match=text):
         command.main(argv)

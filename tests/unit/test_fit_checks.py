@@ -26,7 +26,6 @@ from mpistrat.keras.fit.rates import rates_of  # noqa: E402
 from mpistrat.keras.fit.running_statistics import SaveSchedule  # noqa: E402
 from mpistrat.keras.fit.training import DistributedTraining, training_of  # noqa: E402
 from mpistrat.tensorflow.digests import digest_of  # noqa: E402
-from mpistrat.tensorflow.equal_weights import largest_group  # noqa: E402
 
 BEGIN = Begin(steps=8, epochs=3, weights=4, collective=(), readers=(), averages_statistics=True)
 BROADCAST = ("BroadcastGlobalVariablesCallback",)
@@ -248,9 +247,3 @@ def test_variables_that_are_trained_in_another_process_set_are_not_shared() -> N
     assert isinstance(found, DistributedTraining)
     assert [v is here for v in found.shared([here, there])] == [True]
     assert found.parts == [model.optimizer]
-
-
-@pytest.mark.parametrize(("values", "ranks"), [("a", [0]), ("ab", [0]), ("abb", [1, 2]), ("abab", [0, 2]),
-                                               ("abcb", [1, 3]), ("aabb", [0, 1])])
-def test_the_largest_group_of_ranks_with_one_value(values: str, ranks: list[int]) -> None:
-    assert largest_group(values) == ranks

@@ -30,7 +30,6 @@ PACKAGES: dict[str, set[str]] = {
     "elastic": {"core", "process"},
     "api": {"core", "negotiation", "transport", "gpu", "engine", "trace", "process", "elastic"},
     "cluster": {"core", "process", "api"},
-    "data": {"core", "process", "api", "cluster"},
     "tensorflow": {"core", "gpu", "process", "api"},
     "keras": {"core", "process", "elastic", "api", "tensorflow"},
     "strategy": {"core", "process", "api", "cluster", "tensorflow", "keras"},
@@ -39,7 +38,7 @@ PACKAGES: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 # Modules of one package that stand in another's directory, because users import them from there.
-ELSEWHERE = {"tensorflow.keras": "keras", "tensorflow.data": "data"}
+ELSEWHERE = {"tensorflow.keras": "keras"}
 # The imports that point up, as (module, function, imported module): mpistrat.tensorflow has DistributedOptimizer, as in
 # Horovod, MPIStrategy and MPIClusterResolver; the slices of a tape may go to an optimizer of Keras; programs that
 # import horovod may ask for words of Keras 2; and mpistrat.run starts ranks with the launcher. Each is allowed inside
@@ -55,7 +54,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "core": {"numpy"}, "negotiation": set(), "transport": {"numpy", "mpi4py"}, "gpu": {"numpy"}, "engine": {"numpy"},
     "trace": set(), "process": set(), "elastic": set(), "api": {"numpy"}, "tensorflow": {"numpy", "tensorflow"},
     "keras": {"numpy", "tensorflow", "keras"}, "strategy": {"numpy", "tensorflow"},
-    "cluster": {"tensorflow"}, "data": {"tensorflow"},
+    "cluster": {"tensorflow"},
     "keras.keras2": {"tensorflow", "tf_keras"},
     "strategy.keras": {"numpy", "tensorflow", "keras"},
     "cli": {"numpy"}, "": set(), "__main__": set(),
@@ -69,8 +68,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py", "cupy"},
     "cli.top": {"rich", "prometheus_client"},
     "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
-    "trace.files": {"perfetto"},
-    "cli.bench.output": {"rich"}, "cli.bench.train": {"numpy", "keras"},
+    "cli.bench.output": {"rich"},
 }
 
 

@@ -33,7 +33,7 @@ _START_S = 30.0  # for ranks on other hosts
 _EPILOG = """\
 Without -np and hosts it looks at this machine. With them it starts a rank in each place, and each rank tells what it
 sees: versions, cores, memory, disks, limits. Then links between hosts are measured, and an all-reduce is run. Every
-wait has a limit. `mpistrat check` is another name for this command.
+wait has a limit.
 
 The exit code is 0 if nothing was found that will fail a job, warnings or not; 1 if something was; 2 for wrong input.
 

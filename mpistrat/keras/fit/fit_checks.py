@@ -108,6 +108,13 @@ class FitChecks(Callback):
             self._statistics.schedules = [schedule for begin in begins for schedule in begin.saves]
         if self._is_checked:
             self._check_begin(begins, [digest for digest, *_ in marks])
+        if self._joins:
+            use_longest_epoch(self._callbacks, [begin.steps for begin in begins])
+        found = {rank: begin.readers for rank, begin in enumerate(begins) if begin.readers}
+        self._averages_metrics = bool(found)
+        if found and self._process_set.rank() == 0:
+            logger.info("rank 0: fit averages the metrics over the ranks at the end of each epoch, for %s on ranks %s",
+                        ", ".join(sorted({name for names in found.values() for name in names})), rank_list(found))
         self._assign_roles([begin.entries for begin in begins])
         for callback in self._callbacks:
             if isinstance(callback, BroadcastGlobalVariablesCallback):
@@ -161,13 +168,6 @@ class FitChecks(Callback):
                                   causes=self._training.causes)
         if warning and self._process_set.rank() == 0:
             logger.warning("mpistrat: fit%s: %s", self._numbering(), warning)
-        if self._joins:
-            use_longest_epoch(self._callbacks, [begin.steps for begin in begins])
-        found = {rank: begin.readers for rank, begin in enumerate(begins) if begin.readers}
-        self._averages_metrics = bool(found)
-        if found and self._process_set.rank() == 0:
-            logger.info("rank 0: fit averages the metrics over the ranks at the end of each epoch, for %s on ranks %s",
-                        ", ".join(sorted({name for names in found.values() for name in names})), rank_list(found))
         if self._process_set.rank() == 0 and have_same_rows(rows):
             warn_of_equal_data("fit got the same rows on all of them")
         # With "join" the ranks may have different steps.
@@ -197,8 +197,13 @@ class FitChecks(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Raises an error of the engine, when this rank has stopped within the epoch, and others go on."""
         self._epochs = epoch + 1
-        if not self._is_checked:
-            return
+        if self._is_checked:
+            self._check_end()
+        if self._averages_metrics:
+            self._means.replace(f"{self._name}/metrics", {} if logs is None else logs)
+
+    def _check_end(self) -> None:
+        """Raise an error if the ranks end this epoch differently, or with different weights."""
         is_within = self._batches < ((self.params or {}).get("steps") or 0)
         if self._names_steps:
             self._require_ended(f"ended epoch {self._epochs} after {self._batches} steps")
@@ -208,8 +213,6 @@ class FitChecks(Callback):
         for first_steps in self._training.first_steps:
             first_steps.conclude()  # It says more of weights that were never equal.
         self.require_equal_weights(f"fit: at the end of epoch {self._epochs}")
-        if self._averages_metrics:
-            self._means.replace(f"{self._name}/metrics", {} if logs is None else logs)
 
     def on_train_end(self, logs: Logs = None) -> None:
         """As on_epoch_begin."""

@@ -159,19 +159,14 @@ class PeriodicAveraging(Callback):
 
     def average_weights(self) -> None:
         """Give all ranks the same weights, if there were steps since they had. Collective."""
-        if self._begun.weights and not self._is_settled:
-            self._average(self._begun, is_round=False)
+        if self._begun.weights and self.steps_apart:
+            self._average(self._begun)
             self._is_together()
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
-    def _average(self, training: LocalTraining, is_round: bool) -> None:
-        """Give all ranks the same weights. Collective.
-
-        Args:
-            training: That of the model.
-            is_round: After `every` steps, and not because somebody needs the weights.
-        """
+    def _average(self, training: LocalTraining) -> None:
+        """Give all ranks the same weights, after steps apart. Collective."""
         raise NotImplementedError
 
     def _remember(self) -> None:
@@ -180,11 +175,6 @@ class PeriodicAveraging(Callback):
     def _forget(self) -> None:
         """The weights may be other ones now. Local."""
         self.steps, self.steps_apart = int(self._done), 0
-
-    @property
-    def _is_settled(self) -> bool:
-        """Whether all ranks have the same weights, and nothing is under way."""
-        return not self.steps_apart
 
     @property
     def _begun(self) -> LocalTraining:
@@ -199,7 +189,7 @@ class PeriodicAveraging(Callback):
         self.steps += steps
         self.steps_apart += steps
         if self.steps_apart >= self.every or self.steps <= self.warmup:
-            self._average(training, is_round=True)
+            self._average(training)
             if training.averages_statistics:
                 average_statistics(training)
             self._is_together()
@@ -252,7 +242,7 @@ class LocalSGD(PeriodicAveraging):
             arguments.
     """
 
-    def _average(self, training: LocalTraining, is_round: bool) -> None:
+    def _average(self, training: LocalTraining) -> None:
         assign_means([*training.weights, *training.slots], f"{training.name}/weights")
 
 

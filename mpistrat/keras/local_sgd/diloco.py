@@ -4,20 +4,17 @@ For users. A callback of fit, and an object for loops; collective.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
-from ...api import ops as array_ops
-from ...api.ops import AsyncResult
-from ...api.process_sets import global_process_set
 from ...core.errors import InvalidRequestError
-from ...core.request import Average, ScaledOp, allreduce_request
-from ...tensorflow.bridge.cpu import to_array
-from ...tensorflow.compression import Compressed, Compression, Compressor, require_compression
+from ...core.request import Average, ScaledOp
+from ...tensorflow.bridge.reduce_spec import ReduceSpec
+from ...tensorflow.compression import Compression, Compressor, require_compression
 from ...tensorflow.gradients import label_of
+from ...tensorflow.list_ops import reduce_tensors
 from .._private import Logs
 from ..fit.training import optimizers_of
 from ..nested_optimizers import distributed_in
@@ -40,18 +37,11 @@ class DiLoCo(PeriodicAveraging):
     is averaged, and the errors. It takes the memory of the weights twice more, in place: the weights at the last outer
     step, and the momentum of the outer optimizer.
 
-    With `overlap` the average of a round travels while the ranks make the steps of the next one, and the outer step
-    with it comes at the end of that one: it is delayed by one round. So the first round seems to change nothing. With
-    a momentum of 0.9 late outer steps overshoot further and further; the default has none then. Where somebody needs
-    the weights (the end of an epoch, a file, a commit) the ranks wait for what is under way.
-
     Args:
         every: The steps between two outer steps, as in LocalSGD.
-        outer: A Keras optimizer, which this object keeps; default: SGD(0.7, momentum=0.9, nesterov=True),
-            with `overlap` SGD(0.5).
-        overlap: Whether the ranks go on while the average is under way.
-        compression: One of Compression, for the progress that is averaged. What int8 and fp8 round off between hosts is
-            added to the progress of the next round.
+        outer: A Keras optimizer, which this object keeps; default: SGD(0.7, momentum=0.9, nesterov=True).
+        compression: One of Compression, for the progress that is averaged. What int8 rounds off between hosts is added
+            to the progress of the next round.
         scope, average_slots, uneven: As for LocalSGD.
 
     Raises:
@@ -59,11 +49,10 @@ class DiLoCo(PeriodicAveraging):
             of the model, or `compression` is none.
     """
 
-    def __init__(self, every: int, outer: Optimizer | None = None, overlap: bool = False, scope: Scope = None,
-                 average_slots: bool = False, uneven: str = "error",
-                 compression: type[Compressor] = Compression.none):
+    def __init__(self, every: int, outer: Optimizer | None = None, scope: Scope = None, average_slots: bool = False,
+                 uneven: str = "error", compression: type[Compressor] = Compression.none):
         if outer is None:
-            outer = keras.optimizers.SGD(0.5) if overlap else keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+            outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
         if not isinstance(outer, Optimizer) or isinstance(outer, LossScaleOptimizer):
             raise InvalidRequestError("DiLoCo(outer=) is a Keras optimizer, for example keras.optimizers.SGD(0.7, "
                                       f"momentum=0.9, nesterov=True). Received: {outer!r}")
@@ -71,16 +60,15 @@ class DiLoCo(PeriodicAveraging):
             raise InvalidRequestError("DiLoCo(outer=) gets the average of all ranks already: give it "
                                       f"keras.optimizers.{type(outer).__name__}(...) itself, which is not distributed.")
         require_compression(compression)
-        self.outer, self.overlap, self.compression = (outer,), overlap, compression
+        self.outer, self.compression = (outer,), compression
         self._point: list[keras.Variable] = []  # the weights at the last outer step
         self._has_point = False
-        self._under_way: AsyncResult[list[tf.Tensor]] | None = None
         super().__init__(every, 0, scope, average_slots, uneven)
 
     def _settings(self) -> dict[str, object]:
         outer, = self.outer
         arguments = {name: value for name, value in outer.get_config().items() if value and name != "name"}
-        return {**super()._settings(), "overlap": self.overlap, "compression": self.compression.__name__,
+        return {**super()._settings(), "compression": self.compression.__name__,
                 "outer": f"{type(outer).__name__}({arguments})"}
 
     @property
@@ -130,33 +118,15 @@ class DiLoCo(PeriodicAveraging):
 
     def _forget(self) -> None:
         super()._forget()
-        self._has_point, self._under_way = False, None
+        self._has_point = False
 
-    @property
-    def _is_settled(self) -> bool:
-        return super()._is_settled and self._under_way is None
-
-    def _average(self, training: LocalTraining, is_round: bool) -> None:
+    def _average(self, training: LocalTraining) -> None:
         if not self._has_point:  # The first batches have made the weights.
             return assign_means(training.weights, f"{training.name}/weights")
         progress = [tf.convert_to_tensor(p) - tf.convert_to_tensor(w)
-                    for p, w in zip(self._point, training.weights, strict=True)] if self.steps_apart else []
-        self._step_outside()
-        if progress:
-            compressed = Compressed(progress, self.compression, by_host=True)
-            request = partial(allreduce_request, scaled=ScaledOp(Average), wire_dtype=compressed.wire_dtype,
-                              labels=tuple(map(label_of, training.weights)))
-            self._under_way = array_ops.collective(
-                [to_array(tensor) for tensor in compressed.tensors], f"{training.name}/progress", global_process_set,
-                lambda means: compressed.restored([tf.convert_to_tensor(mean) for mean in means]), request)
-        if not (self.overlap and is_round):
-            self._step_outside()
+                    for p, w in zip(self._point, training.weights, strict=True)]
+        spec = ReduceSpec(f"{training.name}/progress", ScaledOp(Average), [label_of(v) for v in training.weights])
+        self.outer[0].apply(reduce_tensors(progress, spec, self.compression), self._point)
         for point, weight in zip(self._point, training.weights, strict=True):
             weight.assign(point)
         assign_means(training.slots, f"{training.name}/slots")
-
-    def _step_outside(self) -> None:
-        """Make the outer step with the average that is under way, if any."""
-        if self._under_way is not None:
-            self.outer[0].apply(self._under_way.wait(), self._point)
-            self._under_way = None
