@@ -55,7 +55,11 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
     call = bound(original, self, *args, **kwargs)
     users = users_callbacks(call.arguments.get("callbacks"))
     elastic = next((each for each in users if isinstance(each, Elastic)), None)
-    if elastic is None or membership.current() is None:
+    job = membership.current()
+    if elastic is None or job is None:
+        if job is not None and not job.has_state and runtime.current().topology.rank == 0:
+            logger.warning("mpistrat: this job is elastic, but its training begins anew after each loss: fit has no "
+                           "callback that commits. Type model.fit(..., callbacks=[..., hvd.callbacks.Elastic()])")
         return _fit_once(original, self, call)
     if is_keras2(self):
         raise InvalidRequestError("the callback Elastic works with models of Keras 3. For one of Keras 2 (tf_keras) "
