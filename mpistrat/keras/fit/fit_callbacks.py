@@ -47,6 +47,8 @@ from .training import DistributedTraining, Training, in_fit, training_of
 from .written_once import written_once
 
 logger = logging.getLogger(__name__)
+_COMMITS_IN_KERAS_2 = ("With a model of Keras 2 (tf_keras) call fit in a function with hvd.elastic.run, and give it an "
+                       "hvd.elastic.CommitStateCallback with an hvd.elastic.KerasState.")
 
 
 @replaces(trainer.TensorFlowTrainer, "fit", "the ranks would not be compared, nor their running statistics averaged",
@@ -58,13 +60,12 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
     job = membership.current()
     if elastic is None or job is None:
         if job is not None and not job.has_state and runtime.current().topology.rank == 0:
-            logger.warning("mpistrat: this job is elastic, but its training begins anew after each loss: fit has no "
-                           "callback that commits. Type model.fit(..., callbacks=[..., hvd.callbacks.Elastic()])")
+            logger.warning("mpistrat: this job is elastic, but its training begins anew after each loss: nothing in "
+                           "fit commits. %s", _COMMITS_IN_KERAS_2 if is_keras2(self) else
+                           "Type model.fit(..., callbacks=[..., hvd.callbacks.Elastic()])")
         return _fit_once(original, self, call)
     if is_keras2(self):
-        raise InvalidRequestError("the callback Elastic works with models of Keras 3. For one of Keras 2 (tf_keras) "
-                                  "call fit in a function with hvd.elastic.run, and give it an "
-                                  "hvd.elastic.CommitStateCallback with an hvd.elastic.KerasState.")
+        raise InvalidRequestError(f"the callback Elastic works with models of Keras 3. {_COMMITS_IN_KERAS_2}")
 
     def from_epoch(epoch: int) -> Any:
         call.arguments["initial_epoch"] = epoch
