@@ -1,7 +1,4 @@
-"""Which of the tests that start jobs are `long`, and the jobs that several tests look at.
-
-Long are all that are not marked as `quick`, and all with a parameter `ranks`, or a `Line`, of other than 2 ranks.
-"""
+"""The jobs that several tests look at."""
 
 import signal
 import sys
@@ -16,17 +13,11 @@ from ..support.scripts import Line, Ran, endings, lines_of
 HERE = Path(__file__).parent
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m selects
+@pytest.hookimpl(tryfirst=True)  # before tests/conftest.py reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents:
-            lines = list(lines_of(item))
-            ranks = {line.ranks for line in lines} or {
-                item.callspec.params.get("ranks", 2) if hasattr(item, "callspec") else 2}
-            if item.get_closest_marker("quick") is None or ranks != {2}:
-                item.add_marker(pytest.mark.long)
-            if lines:
-                item.add_marker(pytest.mark.xdist_group("scripts"))  # The fixture `ran` starts their jobs once.
+        if HERE in item.path.parents and any(lines_of(item)):
+            item.add_marker(pytest.mark.xdist_group("scripts"))  # The fixture `ran` starts their jobs once.
 
 
 @pytest.fixture(scope="session", autouse=True)

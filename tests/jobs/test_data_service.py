@@ -36,6 +36,7 @@ def assert_ended(served: Finished, config: Path) -> None:
     assert list(config.parent.iterdir()) == [], "the file with the key is removed"
 
 
+@pytest.mark.nightly
 @pytest.mark.horovod("data-service")
 @pytest.mark.parametrize(("side", "workers"), [("compute", 2), ("training", 1)])
 def test_each_element_arrives_once(side: str, workers: int, tmp_path: Path) -> None:
@@ -47,6 +48,7 @@ def test_each_element_arrives_once(side: str, workers: int, tmp_path: Path) -> N
     assert_ended(served, config)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("side", ["compute", "training"])
 def test_with_a_dispatcher_for_each_rank_each_gets_all_elements(side: str, tmp_path: Path) -> None:
     config = tmp_path / "service.json"
@@ -56,6 +58,7 @@ def test_with_a_dispatcher_for_each_rank_each_gets_all_elements(side: str, tmp_p
     assert_ended(served, config)
 
 
+@pytest.mark.nightly
 def test_ranks_that_do_not_share_the_dataset_each_get_all_elements(tmp_path: Path) -> None:
     config = tmp_path / "service.json"
     served, trained = run_both(config, 2, [
@@ -64,6 +67,7 @@ def test_ranks_that_do_not_share_the_dataset_each_get_all_elements(tmp_path: Pat
     assert_ended(served, config)
 
 
+@pytest.mark.nightly
 @pytest.mark.horovod("data-service")
 def test_ranks_take_turns(tmp_path: Path) -> None:
     config = tmp_path / "service.json"
@@ -74,6 +78,7 @@ def test_ranks_take_turns(tmp_path: Path) -> None:
     assert_ended(served, config)
 
 
+@pytest.mark.nightly
 def test_workers_without_a_dispatcher_end_with_an_error_that_names_it(tmp_path: Path) -> None:
     config = tmp_path / "service.json"
     served = run_job(1, [*WORKER, str(config), "--dispatcher-side", "training", "--timeout", "1"], limit_s=100)
@@ -82,6 +87,7 @@ def test_workers_without_a_dispatcher_end_with_an_error_that_names_it(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_ranks_without_workers_end_with_an_error_that_names_the_file(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys, mpistrat.tensorflow.data.compute_service as service\n"
@@ -91,6 +97,7 @@ def test_ranks_without_workers_end_with_an_error_that_names_the_file(tmp_path: P
     assert "no.json is not there after 1 s. Has the job of the workers started?" in trained.output
 
 
+@pytest.mark.nightly
 def test_the_example_learns_the_same_on_all_ranks(tmp_path: Path) -> None:
     config = tmp_path / "service.json"
     served, trained = run_both(config, 1, [

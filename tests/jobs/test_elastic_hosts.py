@@ -36,12 +36,14 @@ def test_new_processes_go_on_when_a_rank_of_two_hosts_is_lost(hosts: Hosts) -> N
     assert_whole(job, ranks=4, generation=2, most_twice=0)
 
 
+@pytest.mark.nightly
 def test_the_other_host_goes_on_from_its_own_commits(hosts: Hosts) -> None:
     job = elastic(hosts, "--kill", "1:2:5:host")
     assert_whole(job, ranks=2, generation=2, most_twice=4)
     assert f"{hosts.names[1]} is lost" in job.output
 
 
+@pytest.mark.nightly
 def test_a_host_that_returns_is_taken_in_again(hosts: Hosts) -> None:
     job = elastic(hosts, "--kill", "1:2:5:host", "--pause", "0.3", options=("--blacklist-cooldown-range", "1", "1"))
     assert_whole(job, ranks=4, generation=3, most_twice=6)
@@ -49,6 +51,7 @@ def test_a_host_that_returns_is_taken_in_again(hosts: Hosts) -> None:
     assert "there is room for 4 ranks instead of 2" in job.output
 
 
+@pytest.mark.nightly
 def test_one_side_of_a_cut_link_goes_on_for_longer_than_the_other_one_is_left_out(hosts: Hosts) -> None:
     with hosts.mended_after():
         job = elastic(hosts, "--kill", "1:0:5:cut", "--pause", "0.2", options=("--blacklist-cooldown-range", "1", "1"))
@@ -56,6 +59,7 @@ def test_one_side_of_a_cut_link_goes_on_for_longer_than_the_other_one_is_left_ou
     assert re.search(rf"{hosts.names[1]} is lost: no sign of life", job.output), job.output
 
 
+@pytest.mark.nightly
 def test_the_commits_of_the_only_host_outlive_a_link_that_is_cut_for_longer_than_it_is_left_out(
         hosts: Hosts, tmp_path: Path) -> None:
     log = tmp_path / "log"

@@ -64,7 +64,6 @@ def last_line(ran: Ran) -> re.Match[str]:
     return match
 
 
-@pytest.mark.quick
 @each_run
 def test_reaches_the_accuracy_and_says_so_in_its_last_line(needed: Line, ran: Callable[[Line], Ran]) -> None:
     said = last_line(ran(needed))
@@ -72,6 +71,7 @@ def test_reaches_the_accuracy_and_says_so_in_its_last_line(needed: Line, ran: Ca
     assert int(said[3]) == needed.ranks
 
 
+@pytest.mark.nightly
 @each_run
 def test_only_the_chief_shows_progress(needed: Line, ran: Callable[[Line], Ran]) -> None:
     chief, *others = ran(needed).output
@@ -79,6 +79,7 @@ def test_only_the_chief_shows_progress(needed: Line, ran: Callable[[Line], Ran])
     assert others == [""] * (needed.ranks - 1)
 
 
+@pytest.mark.nightly
 @each_run
 def test_only_the_chief_writes_a_checkpoint(needed: Line, ran: Callable[[Line], Ran]) -> None:
     name = needed.words.split()[-1]
@@ -86,6 +87,7 @@ def test_only_the_chief_writes_a_checkpoint(needed: Line, ran: Callable[[Line], 
     assert written == [True] + [False] * (needed.ranks - 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.horovod("optimizer-class")
 @needs_mpirun
 @pytest.mark.parametrize("needed", [tuple(training(example, 2) for example in EXAMPLES)], ids=["both"])
@@ -98,6 +100,7 @@ def test_the_checkpoints_have_the_weights_of_the_last_lines_and_load_without_mpi
 
 
 # Without mpistrat's own check of the first steps, which ends the job before that of the example.
+@pytest.mark.nightly
 @needs_mpirun
 @each(lambda example: with_files(
     2, Line(2, f"MPISTRAT_CHECK_ACTION=off {example}_alone.py --epochs 1")))
@@ -107,12 +110,14 @@ def test_weights_that_differ_among_the_ranks_are_an_error(needed: tuple[Line, ..
     assert "test accuracy" not in ending.output[0]
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @each(lambda example: with_files(2, line(example, 2, "--data mnist.npz --epochs 8 --batch-size 10")))
 def test_data_takes_a_file_in_the_layout_of_mnist(needed: tuple[Line, ...], ran: Callable[[Line], Ran]) -> None:
     assert last_line(ran(needed[-1]))[1] == "0.500", "half of the test labels are wrong, and the others easy"
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @each(lambda example: line(example, 3, "--data nowhere.npz"))
 def test_every_rank_names_a_data_file_that_is_missing(needed: Line, ran: Callable[[Line], Ran]) -> None:
@@ -120,18 +125,21 @@ def test_every_rank_names_a_data_file_that_is_missing(needed: Line, ran: Callabl
         assert error.startswith("--data nowhere.npz cannot be read as an .npz file"), error
 
 
+@pytest.mark.nightly
 @each(lambda example: with_files(1, line(example, 1, "--data other.npz")))
 def test_a_data_file_of_another_kind_is_named(needed: tuple[Line, ...], ran: Callable[[Line], Ran]) -> None:
     error, = ran(needed[-1]).error
     assert "in the layout of Keras' mnist: 'x_train is not a file in the archive'" in error
 
 
+@pytest.mark.nightly
 @each(lambda example: with_files(1, line(example, 1, "--data few.npz")))
 def test_a_data_file_with_fewer_images_than_ranks_is_an_error(needed: tuple[Line, ...],
                                                               ran: Callable[[Line], Ran]) -> None:
     assert ran(needed[-1]).error == ("0 training images are too few for 1 ranks",)
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_a_data_file_that_one_rank_lacks_ends_the_job(example: str, tmp_path: Path) -> None:
@@ -148,6 +156,7 @@ def test_a_data_file_that_one_rank_lacks_ends_the_job(example: str, tmp_path: Pa
     assert "test accuracy" not in job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_without_scikit_learn_the_pip_line_is_named(example: str, tmp_path: Path) -> None:
     broken = tmp_path / "sklearn"

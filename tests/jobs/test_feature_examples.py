@@ -18,7 +18,6 @@ def last_line(ran: Ran, pattern: str) -> re.Match[str]:
     return match
 
 
-@pytest.mark.quick
 @needs_mpirun
 @pytest.mark.parametrize("needed", [Line(ranks, "examples/adasum_digits.py") for ranks in (1, 2, 3)], ids=str)
 def test_adasum_learns_the_same_on_all_ranks(needed: Line, ran: Callable[[Line], Ran]) -> None:
@@ -27,6 +26,7 @@ def test_adasum_learns_the_same_on_all_ranks(needed: Line, ran: Callable[[Line],
     assert float(line[1]) >= 0.93, line[0]
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("needed", [tuple(
     Line(2, f"examples/adasum_digits.py --op {op} --epochs 1") for op in ("adasum", "average"))], ids=["both"])
@@ -36,7 +36,6 @@ def test_adasum_is_not_the_average(needed: tuple[Line, ...], ran: Callable[[Line
     assert adasum[2] != average[2]
 
 
-@pytest.mark.quick
 @needs_mpirun
 @pytest.mark.parametrize("needed", [Line(ranks, "examples/process_sets.py") for ranks in (2, 3)], ids=str)
 def test_process_sets_train_two_models(needed: Line, ran: Callable[[Line], Ran]) -> None:
@@ -47,6 +46,7 @@ def test_process_sets_train_two_models(needed: Line, ran: Callable[[Line], Ran])
     assert line[1] != line[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("needed", [Line(1, "examples/process_sets.py")], ids=str)
 def test_process_sets_on_one_rank_say_what_they_need(needed: Line, ran: Callable[[Line], Ran]) -> None:
     error, = ran(needed).error

@@ -23,6 +23,7 @@ def is_installed(library: str) -> bool:
     return importlib.util.find_spec(library) is not None
 
 
+@pytest.mark.nightly
 @every_library
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun), pytest.param(3, marks=needs_mpirun)])
 def test_it_reaches_the_accuracy_with_the_same_weights_on_all_ranks(ranks: int, library: str) -> None:
@@ -37,6 +38,7 @@ def test_it_reaches_the_accuracy_with_the_same_weights_on_all_ranks(ranks: int, 
     assert int(match[2]) == ranks
 
 
+@pytest.mark.nightly
 @every_library
 def test_without_the_library_the_pip_line_is_named(library: str) -> None:
     if is_installed(library):

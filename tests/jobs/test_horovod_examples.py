@@ -28,6 +28,7 @@ def advanced(ranks: int) -> tuple[Line, ...]:
                              "--warmup-epochs 2") for epochs in (2, 5))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("needed", [benchmark(1), benchmark(2)], ids=str)
 def test_the_benchmark_prints_what_each_rank_and_all_together_do(needed: Line, ran: Callable[[Line], Ran]) -> None:
     output, ranks = ran(needed).well, needed.ranks
@@ -38,6 +39,7 @@ def test_the_benchmark_prints_what_each_rank_and_all_together_do(needed: Line, r
     assert ran(needed).output[1:] == ("",) * (ranks - 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("needed", [advanced(1), advanced(2)], ids=["1", "2"])
 def test_the_others_learn_the_same_on_all_ranks_and_go_on_after_the_last_epoch(
         needed: tuple[Line, ...], ran: Callable[[Line], Ran]) -> None:
@@ -50,6 +52,7 @@ def test_the_others_learn_the_same_on_all_ranks_and_go_on_after_the_last_epoch(
         assert ran(line).output[1:] == ("",) * (line.ranks - 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("needed", [compiled(2)], ids=["2"])
 def test_examples_whose_steps_xla_compiles_learn_the_same_on_all_ranks(
         needed: tuple[Line, ...], ran: Callable[[Line], Ran]) -> None:

@@ -67,7 +67,7 @@ def run(programs: Path, where: Path, *words: str) -> str:
     return job.output
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_deepmd_kit_trains_on_two_ranks_as_in_one_process(programs: Path, tmp_path: Path) -> None:
     losses = {}
     for ranks in (1, 2):
@@ -85,7 +85,7 @@ def test_deepmd_kit_trains_on_two_ranks_as_in_one_process(programs: Path, tmp_pa
     assert losses[2][-1, 1] < losses[2][0, 1]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_lines_of_the_page(programs: Path, tmp_path: Path) -> None:
     """The commands of docs/programs.md, as they stand there."""
     where = tmp_path / "water"

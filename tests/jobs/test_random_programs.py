@@ -8,21 +8,24 @@ import pytest
 from ..support.jobs import needs_mpirun, run_job
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("ranks, options", [
-    pytest.param(2, ["10"], marks=pytest.mark.quick), (3, ["20", "1000"]), (4, ["10", "2000", "hosts"]),
+    (2, ["10"]), (3, ["20", "1000"]), (4, ["10", "2000", "hosts"]),
     (2, ["10", "3000", "background"]), (3, ["50", "4000", "tensors"])])
 def test_programs_of_all_collectives(ranks: int, options: list[str]) -> None:
     job = run_job(ranks, ["python", "tests/scripts/random_calls.py", *options], limit_s=400)
     job.assert_each_says(ranks, lambda rank: f"rank {rank}: {options[0]} programs of ")
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_programs_in_functions_some_of_which_fail() -> None:
     job = run_job(3, ["python", "tests/scripts/random_functions.py", "12"], limit_s=400)
     job.assert_each_says(3, lambda rank: f"rank {rank}: 12 programs are right")
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("ranks, options", [(3, []), (2, ["gpu"])], ids=["CPU", "stand-in for a GPU"])
 def test_gradients_of_programs_under_a_strategy(ranks: int, options: list[str]) -> None:
@@ -30,6 +33,7 @@ def test_gradients_of_programs_under_a_strategy(ranks: int, options: list[str]) 
     job.assert_each_says(ranks, lambda rank: f"rank {rank}: 5 programs are right")
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("options", [["4", "1000"], ["3", "3000", "gradients"], ["6", "6000", "gpu"]],
                          ids=["values", "gradients", "stand-in for a GPU"])
@@ -41,6 +45,7 @@ def test_programs_that_xla_compiles(options: list[str]) -> None:
     job.assert_each_says(2, lambda rank: f"rank {rank}: {options[0]} programs are right")
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("ranks, options", [(2, ["0"]), (3, ["200"]), (3, ["400", "local"])])
 def test_whole_scripts(ranks: int, options: list[str]) -> None:

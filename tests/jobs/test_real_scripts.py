@@ -38,6 +38,7 @@ def all_ran(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Ran]]:
     return [(Path(words).stem, ran) for words, ran in endings(finished, 2)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("script", dict.fromkeys(SCRIPTS))
 def test_it_trains_to_the_same_finite_weights_on_all_ranks_and_only_the_chief_prints(
         script: str, all_ran: list[tuple[str, Ran]]) -> None:
@@ -49,6 +50,7 @@ def test_it_trains_to_the_same_finite_weights_on_all_ranks_and_only_the_chief_pr
             assert equal.endswith(": equal") and ("model" in equal or "policy" in equal), ran
 
 
+@pytest.mark.nightly
 def test_ranks_that_go_apart_would_be_seen(all_ran: list[tuple[str, Ran]]) -> None:
     name, apart = all_ran[-1]
     assert name == "apart"
@@ -56,15 +58,18 @@ def test_ranks_that_go_apart_would_be_seen(all_ran: list[tuple[str, Ran]]) -> No
     assert apart.output[1] == "I am rank 1\n"
 
 
+@pytest.mark.nightly
 def test_a_job_that_goes_on_counts_the_epochs_on(all_ran: list[tuple[str, Ran]]) -> None:
     first, second = (ran.output[0] for name, ran in all_ran if name == "resume")
     assert "Epoch 3/3" in first and "Epoch 4/6" in second
 
 
+@pytest.mark.nightly
 def test_all_of_them_are_run() -> None:
     assert {path.stem for path in DIRECTORY.glob("*.py")} == set(SCRIPTS)
 
 
+@pytest.mark.nightly
 def test_interactive_python_goes_on_after_errors(tmp_path: Path) -> None:
     session = DIRECTORY / "interactive.txt"
     job = run_job(2, ["sh", "-c", TYPED, session, tmp_path, "python", "-i"])

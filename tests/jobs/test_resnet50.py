@@ -30,6 +30,7 @@ def last_line(ran: Ran) -> re.Match[str]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("needed", [
     resnet50(2, "--synthetic --mixed-precision bfloat16 --learning-rate 0.64")], ids=["bfloat16"])
 def test_made_up_images_in_mixed_precision_reach_the_rate_of_the_warm_up(needed: Line,
@@ -39,11 +40,13 @@ def test_made_up_images_in_mixed_precision_reach_the_rate_of_the_warm_up(needed:
     assert int(line[3]) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("needed", [files(2)], ids=["2"])
 def test_each_rank_trains_on_files_of_its_own(needed: tuple[Line, ...], ran: Callable[[Line], Ran]) -> None:
     assert int(last_line(ran(needed[-1]))[3]) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("needed", [files(3)], ids=["3"])
 def test_fewer_files_than_ranks_are_an_error(needed: tuple[Line, ...], ran: Callable[[Line], Ran]) -> None:
     for error in ran(needed[-1]).error:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ..support.jobs import ROOT, needs_mpirun, run_job
+from ..support.levels import sample
 from ..support.scripts import Line, Ran
 
 # What trains on any number of ranks as it does on one.
@@ -31,11 +32,13 @@ def last_line(ran: Ran) -> re.Match[str]:
     return found[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("strategy_*.py")), ids=lambda path: path.stem)
 def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("needed", [line(example, 1) for example in EXAMPLES], ids=str)
 def test_an_example_runs_without_mpirun(needed: Line, ran: Callable[[Line], Ran]) -> None:
     said = last_line(ran(needed))
@@ -43,6 +46,7 @@ def test_an_example_runs_without_mpirun(needed: Line, ran: Callable[[Line], Ran]
     assert said[3] == "1"
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("needed", [(line(example, ranks), line(example, 1)) for example, ranks in [
     *((example, 2) for example in EXAMPLES), (EXAMPLES[-1], 3)]], ids=lambda lines: str(lines[0]))
@@ -53,6 +57,7 @@ def test_an_example_trains_as_one_process_does(needed: tuple[Line, ...], ran: Ca
     assert int(said[3]) == needed[0].ranks
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("needed", [tuple(
     Line(ranks, f"tests/scripts/strategy_trains.py trained.{ranks}") for ranks in (1, 2, 3))], ids=["all"])
@@ -71,6 +76,7 @@ def test_all_ranks_have_the_same_bits_and_one_process_almost(needed: tuple[Line,
                                        err_msg=f"{name}, {line.ranks} ranks")
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("needed", [line(f"{example} --batch-size {rows // 2}", 2) for example, rows in OTHERS.items()],
                          ids=str)
@@ -80,12 +86,14 @@ def test_an_example_with_statistics_of_its_rows_learns(needed: Line, ran: Callab
     assert int(said[3]) == 2
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("needed", [line("strategy_resnet56 --images 16 --batch-size 16 --epochs 1", 2)], ids=str)
 def test_the_whole_resnet_56_takes_a_step(needed: Line, ran: Callable[[Line], Ran]) -> None:
     assert int(last_line(ran(needed))[3]) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("needed", [line("strategy_dataset_fn", 1),
                                     pytest.param(line("strategy_dataset_fn", 3), marks=needs_mpirun)], ids=str)
 def test_a_dataset_function_gives_each_rank_its_points(needed: Line, ran: Callable[[Line], Ran]) -> None:
@@ -98,6 +106,7 @@ def interrupted(ranks: int) -> tuple[Line, ...]:
                  for more in (" --interrupt-after 2", ""))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("needed", [interrupted(1), pytest.param(interrupted(2), marks=needs_mpirun)], ids=["1", "2"])
 def test_an_interrupted_training_goes_on_where_it_was(needed: tuple[Line, ...], ran: Callable[[Line], Ran]) -> None:
     first, second = (ran(line) for line in needed)
@@ -115,7 +124,7 @@ def test_a_rank_that_leaves_the_loop_is_named() -> None:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("what", ["metric", "variable", "checkpoint", "save", "evaluate"])
+@sample("what", ["metric", "variable", "checkpoint", "save", "evaluate"])
 def test_what_one_rank_calls_alone_is_named_with_its_cause(what: str, tmp_path: Path) -> None:
     job = run_job(2, ["python", "tests/scripts/strategy_under_one_rank.py", what, str(tmp_path)],
                   env={"MPISTRAT_DEADLOCK_S": "0"})  # It would come before the limit.
@@ -127,6 +136,7 @@ def test_what_one_rank_calls_alone_is_named_with_its_cause(what: str, tmp_path: 
         assert "Ended after 3 s (CommunicationOptions.timeout_seconds)" in error
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_sharded_slots_go_on_from_a_file_with_fewer_ranks(tmp_path: Path) -> None:
     for jobs_before, ranks in enumerate((3, 2, 1)):
@@ -137,6 +147,7 @@ def test_sharded_slots_go_on_from_a_file_with_fewer_ranks(tmp_path: Path) -> Non
                                          for name, arrays in (("momentum", 10), ("Adam", 14))], job.output
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_the_chief_may_save_a_model_alone_at_the_end(tmp_path: Path) -> None:
     job = run_job(2, ["python", "tests/scripts/strategy_under_one_rank.py", "save-at-the-end", str(tmp_path)])

@@ -20,6 +20,7 @@ def named(name: str, ranks: int) -> Line:
 ALONE = named("one_device", 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("needed", [(named(name, 1), ALONE) for name in ("mirrored", "central_storage", "default")],
                          ids=lambda lines: str(lines[0]))
 def test_the_same_script_gives_the_same_numbers_on_one_rank(needed: tuple[Line, ...],
@@ -28,6 +29,7 @@ def test_the_same_script_gives_the_same_numbers_on_one_rank(needed: tuple[Line, 
     assert ran(needed[0]).well == ran(ALONE).well
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("needed", [(named("multi_worker_mirrored", 2), ALONE), (named("central_storage", 3), ALONE)],
                          ids=lambda lines: str(lines[0]))
@@ -43,6 +45,7 @@ def test_the_same_script_gives_the_same_numbers_on_several_ranks(needed: tuple[L
 # -- parameter servers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("needed", [named("parameter_server", 2)], ids=str)
 def test_two_ranks_are_too_few_for_parameter_servers(needed: Line, ran: Callable[[Line], Ran]) -> None:
@@ -51,6 +54,7 @@ def test_two_ranks_are_too_few_for_parameter_servers(needed: Line, ran: Callable
                           "ranks; there are 2 (mpirun -np 3).\n")
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("needed", [named("parameter_server chief=1 worker=2 ps=1", 2)], ids=str)
 def test_jobs_that_do_not_fit_the_ranks_are_an_error_on_every_rank(needed: Line, ran: Callable[[Line], Ran]) -> None:
@@ -70,6 +74,7 @@ def last_lines(ran: Ran) -> tuple[list[int], float, int, str]:
     return [int(nbytes) for nbytes in slots], float(found[1]), int(found[2]), found[3]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("needed", [Line(1, f"{EXAMPLE} --epochs 4")], ids=str)
 def test_the_example_is_short_and_runs_without_mpirun(needed: Line, ran: Callable[[Line], Ran]) -> None:
     assert len((ROOT / EXAMPLE).read_text().splitlines()) < 80
@@ -78,6 +83,7 @@ def test_the_example_is_short_and_runs_without_mpirun(needed: Line, ran: Callabl
     assert (len(slots), ranks) == (1, 1)
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("needed", [tuple(Line(3, f"{EXAMPLE} --epochs 2{more}") for more in (
     "", " --strategy mirrored"))], ids=["3"])

@@ -31,6 +31,7 @@ def summary(lines: tuple[str, ...]) -> str:
     return re.sub(r"mpistratrun:thelastoperationsofranks.*?\.json", "", said)
 
 
+@pytest.mark.nightly
 @each_scene
 def test_a_scene_ends_on_one_screen_as_on_the_page(scene: Scene) -> None:
     recording = record(scene)
@@ -43,7 +44,6 @@ def test_a_scene_ends_on_one_screen_as_on_the_page(scene: Scene) -> None:
     assert summary(recording.lines) == summary(on_the_page(scene)), text
 
 
-@pytest.mark.quick
 @each_scene
 def test_the_page_has_the_scene_and_its_script(scene: Scene) -> None:
     lines = on_the_page(scene)
@@ -55,7 +55,6 @@ def test_the_page_has_the_scene_and_its_script(scene: Scene) -> None:
         assert script_block(scene) in PAGE.read_text()
 
 
-@pytest.mark.quick
 def test_no_frame_of_a_framework_is_on_the_page() -> None:
     page = PAGE.read_text()
     assert 'File "/home/me/no_file.py"' in page
@@ -63,20 +62,17 @@ def test_no_frame_of_a_framework_is_on_the_page() -> None:
     assert "site-packages" not in page
 
 
-@pytest.mark.quick
 def test_the_quick_start_is_the_first_script_of_the_readme() -> None:
     assert script_block(SCENES[1]) == f"```python\n{(SCRIPTS / 'quick_start.py').read_text()}```"
     assert script_block(SCENES[1]) in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.quick
 def test_the_install_command_is_that_of_the_readme() -> None:
     extras = re.search(r"pip install '(\.\[[a-z,]+\])'", PAGE.read_text())
     assert extras is not None
     assert f"pip install '{extras[1]}' && .venv/bin/mpistrat run" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.quick
 def test_a_screen_resolves_progress_bars_and_colours_and_wraps() -> None:
     assert screen("1/9 \x1b[32m--\x1b[0m\r9/9 \x1b[1mdone\x1b[0m\x1b[K\r\nab\bc\r\n") == ("9/9 done", "ac")
     lines = screen("a" * (COLUMNS + 1) + "\r\nb\r\n")

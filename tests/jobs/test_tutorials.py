@@ -16,6 +16,7 @@ def tutorial(words: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("needed", [Line(2, f"tests/tutorials/{words}")], ids=str)
 
 
+@pytest.mark.nightly
 @tutorial("multi_worker_with_keras.py with_keras/")
 def test_multi_worker_training_with_keras(needed: Line, ran: Callable[[Line], Ran]) -> None:
     line = ran(needed).well.splitlines()[-1]
@@ -29,6 +30,7 @@ def test_multi_worker_training_with_keras(needed: Line, ran: Callable[[Line], Ra
     assert "model.keras" in match[4] and "ckpt" in match[4]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("needed", [tuple(Line(2, f"tests/tutorials/multi_worker_loop.py loop/ {epochs}")
                                           for epochs in (2, 4))], ids=["both"])
 def test_a_multi_worker_loop_that_is_interrupted_and_goes_on(needed: tuple[Line, ...],
@@ -40,6 +42,7 @@ def test_a_multi_worker_loop_that_is_interrupted_and_goes_on(needed: tuple[Line,
     assert float(match[1]) > 0.85
 
 
+@pytest.mark.nightly
 @tutorial("custom_training.py custom/")
 def test_custom_training(needed: Line, ran: Callable[[Line], Ran]) -> None:
     line = ran(needed).well.splitlines()[-1]

@@ -17,6 +17,7 @@ hvd = pytest.importorskip("mpistrat.keras")
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
 from ..features.keras_models import Subclassed  # noqa: E402
+from ..support.levels import sample  # noqa: E402
 from .helpers import assert_equal_on_all_ranks  # noqa: E402
 
 STEPS, BATCH, COLUMNS, EPOCHS = 4, 8, 5, 3
@@ -80,8 +81,7 @@ class Watch(keras.callbacks.Callback):
 # -- the same weights -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("kind", ["input", "no input", "subclassed"])
+@sample("kind", ["input", "no input", "subclassed"])
 def test_training_with_sgd_is_that_of_one_process_on_the_global_batches(kind: str, rank: int, size: int) -> None:
     model = new_model(kind, seed=5)
     fit_on_all_ranks(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), rank, size)
@@ -141,9 +141,8 @@ def test_a_model_with_an_input_layer_starts_from_the_roots_weights(rank: int, si
     assert_equal_on_all_ranks(values_of([*model.weights, *model.optimizer.variables]))
 
 
-@pytest.mark.sampled
 @pytest.mark.horovod("broadcast-callback")
-@pytest.mark.parametrize("kind", ["no input", "subclassed"])
+@sample("kind", ["no input", "subclassed"])
 def test_a_model_that_is_built_by_its_first_batch_is_equal_after_it(kind: str, rank: int, size: int) -> None:
     watch = Watch()
     model = new_model(kind, seed=rank)
@@ -345,9 +344,8 @@ def test_a_smooth_schedule_changes_the_rate_at_batches() -> None:
     np.testing.assert_allclose(driver.rates, 0.4 * (1 + np.arange(2 * STEPS) / STEPS), rtol=1e-6)
 
 
-@pytest.mark.sampled
 @pytest.mark.horovod("lr-momentum")
-@pytest.mark.parametrize("front, run_eagerly", [("optimizer", False), ("optimizer", True), ("strategy", False),
+@sample("front, run_eagerly", [("optimizer", False), ("optimizer", True), ("strategy", False),
                                                 ("central", False)])
 def test_the_momentum_is_corrected_for_the_batch_of_the_change(front: str, run_eagerly: bool) -> None:
     """Each gradient is 1, so that the weights tell the rates and the momentum of all steps."""
@@ -502,8 +500,7 @@ def test_the_short_forms_of_the_collectives(rank: int, size: int) -> None:
     assert int(hvd.broadcast(rank, size - 1)) == size - 1
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("way", ["optimizer", "strategy"])
+@sample("way", ["optimizer", "strategy"])
 def test_a_fit_goes_on_with_gradients_that_it_has_accumulated(rank: int, size: int, way: str) -> None:
     """Rank 0 broadcasts its sums, or writes them to a file, so they have to be the mean of all ranks."""
     x, y = (array[:3 * size * BATCH] for array in global_data(size))

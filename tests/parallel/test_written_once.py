@@ -13,6 +13,7 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
 
+from ..support.levels import sample  # noqa: E402
 from .helpers import everywhere  # noqa: E402
 
 COLUMNS, BATCH, STEPS = 4, 8, 3
@@ -70,8 +71,7 @@ def test_the_chief_writes_what_all_ranks_name_and_all_read_it_at_once(rank: int,
         *(f"{each}.weights.h5" for each in range(size)), "deep", "events", "log.csv"])
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("on_ranks", ["the chief", "all, in other orders"])
+@sample("on_ranks", ["the chief", "all, in other orders"])
 def test_no_rank_waits_where_the_ranks_have_different_callbacks(on_ranks: str, rank: int, shared_dir: str) -> None:
     model, average = new_model(), hvd.callbacks.MetricAverageCallback()
     saves = Counted(model, "save_weights")

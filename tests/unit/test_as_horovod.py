@@ -150,7 +150,7 @@ def test_functions_of_its_util() -> None:
     assert [n for n in range(9) if names.num_rank_is_power_2(n)] == [1, 2, 4, 8]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_three_words_of_keras_2() -> None:
     program = """
 import horovod.tensorflow as hvd

@@ -294,7 +294,7 @@ class _Heap(ctypes.Structure):
         "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_ten_thousand_calls_leave_nothing() -> None:
     in_use = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if in_use is None:

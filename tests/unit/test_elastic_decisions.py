@@ -271,7 +271,7 @@ def fault(world: World, kind: str) -> None:
         world.supervise(world.plan.signalled("SIGTERM", 143, False, world.now))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @settings(max_examples=150, deadline=None)
 @given(count=st.integers(1, 8), slots=st.integers(1, 8), seed=st.integers(0, 10**6),
        faults=st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 30)), max_size=25))

@@ -70,7 +70,7 @@ def test_without_a_gpu_every_part_says_why_it_is_skipped() -> None:
     assert all(f"skipped: {reason}" in line for line in lines)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["kernel", "one_rank", "calls", "price"])
 def test_the_programs_of_the_parts_run_on_the_stand_in(name: str) -> None:
     done = subprocess.run([sys.executable, "-m", f"tests.gpu.{name}", "--stand-in"], cwd=ROOT, capture_output=True,
