@@ -95,8 +95,13 @@ def test_a_file_is_complete_or_that_of_the_commit_before(tmp_path: Path, monkeyp
     assert [each.name for each in tmp_path.iterdir()] == ["commit"]
 
 
-HOLDS = "import sys, pathlib; from mpistrat.elastic.commits import claim; claim(pathlib.Path(sys.argv[1])); print(1, " \
-    "flush=True); sys.stdin.read()"
+HOLDS = """
+import pathlib, sys
+from mpistrat.elastic.commits import claim
+claim(pathlib.Path(sys.argv[1]))
+print(1, flush=True)
+sys.stdin.read()
+"""
 
 
 def test_one_job_at_a_time_saves_its_commits_in_a_directory(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ CallbackList is left alone: users call its methods in loops of their own, maybe 
 predict, which may run on one rank.
 """
 
+import functools
 import hashlib
 import inspect
 import logging
@@ -60,9 +61,8 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
     job = membership.current()
     if elastic is None or job is None:
         if job is not None and not job.has_state and runtime.current().topology.rank == 0:
-            logger.warning("mpistrat: this job is elastic, but its training begins anew after each loss: nothing in "
-                           "fit commits. %s", _COMMITS_IN_KERAS_2 if is_keras2(self) else
-                           "Type model.fit(..., callbacks=[..., hvd.callbacks.Elastic()])")
+            _say_that_nothing_commits(_COMMITS_IN_KERAS_2 if is_keras2(self) else
+                                      "Type model.fit(..., callbacks=[..., hvd.callbacks.Elastic()])")
         return _fit_once(original, self, call)
     if is_keras2(self):
         raise InvalidRequestError(f"the callback Elastic works with models of Keras 3. {_COMMITS_IN_KERAS_2}")
@@ -72,6 +72,12 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
         return _fit_once(original, self, call)
     return run_fit(elastic, from_epoch, self, call.arguments.get("initial_epoch", 0),
                    averaging_among(users))
+
+
+@functools.cache
+def _say_that_nothing_commits(remedy: str) -> None:
+    logger.warning("mpistrat: this job is elastic, but its training begins anew after each loss: nothing in fit "
+                   "commits. %s", remedy)
 
 
 def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
