@@ -32,7 +32,7 @@ from ..trace import last
 from .arguments import counted, read_hosts
 from .hostfile import HostList, parse_list
 from .mpirun import Mpirun, find_mpirun, identify
-from .ssh import unreachable
+from .ssh import reached
 from .supervisor import Interference, Outcome
 from .termination import TimeLimits
 
@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace, launched: Callable[..., Outcome], control:
     printer = threading.Thread(target=_print_sentences, name="mpistrat-printer", daemon=True)
     printer.start()
     service = Service(limits, first, find_hosts, addresses_towards(host for host in first if host != _LOCAL), _say,
-                      control.stop, lambda host: not unreachable([host], os.environ), directory,
+                      control.stop, lambda hosts: reached(hosts, os.environ), directory,
                       options.elastic_checkpoint_every or _CHECKPOINT_EVERY)
     control.service = service
     signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -14,7 +14,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, cast
 
@@ -43,18 +43,18 @@ class Service:
         addresses: Names and addresses of this host, for the keepers.
         say: Prints a sentence.
         stop: Ends the mpirun of a generation. Called with its number, why, and whether all its ranks have ended well.
-        is_reached: Whether a host answers whose name has no address here, as with an alias of ssh.
+        reached: Those of the hosts that answer, whose names have no address here, as aliases of ssh have none.
         checkpoint, checkpoint_every: See ElasticJob.
     """
 
     def __init__(self, limits: Limits, hosts: Mapping[str, int], find_hosts: Callable[[], Mapping[str, int] | None],
                  addresses: Iterable[str], say: Callable[[str], None], stop: Callable[[int, str, bool], None],
-                 is_reached: Callable[[str], bool], checkpoint: str = "", checkpoint_every: int = 0):
+                 reached: Callable[[Sequence[str]], set[str]], checkpoint: str = "", checkpoint_every: int = 0):
         own = socket.gethostname()
         self._plan = Plan(limits, time.monotonic(), saves=bool(checkpoint),
                           own={own, own.partition(".")[0], "localhost", "127.0.0.1"})
         self._plan.hosts_found(dict(hosts), time.monotonic())
-        self._find_hosts, self._say, self._stop, self._is_reached = find_hosts, say, stop, is_reached
+        self._find_hosts, self._say, self._stop, self._reached = find_hosts, say, stop, reached
         self._stay_s = max(STAY_S, limits.timeout_s + HOST_LOST_AFTER_S)
         self._checkpoint = checkpoint, checkpoint_every
         self._addresses = tuple(addresses)
@@ -132,12 +132,13 @@ class Service:
             found, asked = self._find_hosts(), self._asked
             if found is not None:
                 # One that is asked may have a new address.
-                known = {host: known.get(host) if known.get(host) and host not in asked else
-                         _addresses_of(host.rpartition("@")[2]) for host in found}
+                known = {host: (host not in asked and known.get(host)) or _addresses_of(host.rpartition("@")[2])
+                         for host in found}
                 self._put(kind="hosts", slots=dict(found), addresses=known)
-                answering = _answering({address for host in asked for address in known.get(host, ())})
-                self._put(kind="answers", hosts=[host for host in asked & known.keys() if (
-                    known[host] & answering if known[host] else self._is_reached(host))])
+                asked = asked & known.keys()
+                answering = _answering({address for host in asked for address in known[host]})
+                reached = self._reached([host for host in asked if not known[host]])
+                self._put(kind="answers", hosts=[host for host in asked if known[host] & answering or host in reached])
             if self._is_closed.wait(_DISCOVERY_S):
                 return
 

@@ -453,6 +453,30 @@ def test_after_sigterm_a_rank_that_fails_gives_the_exit_code_and_a_job_that_save
     assert job.generation_over(1, 3, 2.0) == [Done(3, "SIGTERM has arrived, and generation 1 has failed")]
 
 
+@pytest.mark.parametrize("phase", ["no rank is there yet", "it trains", "it leaves", "it backs off",
+                                   "it waits for hosts"])
+@pytest.mark.parametrize(("name", "code", "is_urgent", "wanted"), [
+    ("SIGTERM", 143, False, PREEMPTED_CODE), ("SIGTERM", 143, True, 143), ("SIGINT", 130, True, 130)])
+def test_the_exit_code_after_a_signal_is_the_same_in_all_phases(phase: str, name: str, code: int, is_urgent: bool,
+                                                                wanted: int) -> None:
+    job = running(Limits(max_np=4))
+    if phase == "no rank is there yet":
+        job = Plan(Limits(max_np=4), 0.0)
+        job.hosts_found({"a": 2}, 0.0)
+        job.tick(0.0)
+    elif phase == "it leaves":
+        job.preempted("a", 1, "SIGUSR1", 0.5)
+    elif phase != "it trains":
+        job.generation_over(1, 1, 0.5)
+        if phase == "it waits for hosts":
+            job.hosts_found({}, 0.5)
+            assert kinds(job.tick(0.6)) == [Say]
+    actions = job.signalled(name, code, is_urgent, 1.0)
+    # What is there of the ranks ends, with the code of a signal for mpirun.
+    done, = [*actions, *job.generation_over(1, 143, 2.0)][-1:]
+    assert isinstance(done, Done) and done.code == wanted
+
+
 def test_a_signal_that_is_sent_to_the_process_and_to_its_group_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     took, now = [], [5.0]
     control = elastic._Control()
