@@ -1,7 +1,7 @@
 """The hosts of an elastic job: where a generation may start, and which hosts are left out for a while. Pure."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 ANSWER_S = 5.0  # How long an answer of a host holds.
 
@@ -22,7 +22,7 @@ class Hosts:
         self._cooled: dict[str, tuple[float, int]] = {}  # until when a host is left out, and how often it was
         self._gone: dict[str, tuple[float, str]] = {}  # whose keeper is gone: since when, and why
         self._answered: dict[str, float] = {}  # when a host has answered last
-        self._trusted: set[str] = set()  # where ranks may start unasked: those of the first start, and with a keeper
+        self._trusted: set[str] = set()  # where ranks may start unasked
         self._vain: set[str] = set()  # that have answered, and nothing has started there
         self._kept: set[str] = set()  # Those with a keeper.
         self.slots: dict[str, int] = {}  # The number of ranks for each host that discovery has found.
@@ -31,7 +31,7 @@ class Hosts:
         """Discovery has found these hosts; `is_first`: no generation has started yet."""
         self.slots = {host: count for host, count in slots.items() if count > 0}
         if is_first:
-            self._trusted |= self.slots.keys()
+            self.trust(self.slots)
 
     def answered(self, hosts: Collection[str], now: float) -> None:
         """These hosts have answered."""
@@ -58,10 +58,14 @@ class Hosts:
             host: slots for host, slots in self.slots.items() if self._is_rested(host, now) or self.is_reached(host)
             or (self.is_there(host, now) and host not in self._vain)}
 
-    def room(self, running: Collection[str], now: float) -> int:
-        """The number of ranks for which there is room, beside these hosts on those that are there."""
-        return sum(slots for host, slots in self.slots.items()
-                   if host in running or (self._is_rested(host, now) and self.is_there(host, now)))
+    def room(self, running: Collection[str], now: float) -> dict[str, int]:
+        """The number of ranks for each host where there is room: on these hosts, and on those that are there."""
+        return {host: slots for host, slots in self.slots.items()
+                if host in running or (self._is_rested(host, now) and self.is_there(host, now))}
+
+    def trust(self, hosts: Iterable[str]) -> None:
+        """Let ranks start on these hosts without another answer."""
+        self._trusted.update(hosts)
 
     def unreached(self, now: float, is_needed: bool) -> set[str]:
         """The hosts to ask, which are not reached. Those that are left out are asked if they `is_needed`."""

@@ -81,10 +81,12 @@ class Plan:
         if running is None or running.leaves or running.is_stopped or running.has_loss:
             return []
         # A place that a lost rank has left is not new room, unless it is to be filled again.
-        room = min(self._limits.max_np, self._hosts.room(running.hosts, now))
+        hosts = self._hosts.room(running.hosts, now)
+        room = min(self._limits.max_np, sum(hosts.values()))
         now_there = running.size if self._limits.restart_failed else running.ranks
         if room <= now_there:
             return []
+        self._hosts.trust(hosts)  # The next commit may be far, and an answer old by then.
         return self._leave(f"there is room for {room} ranks instead of {running.size}")
 
     def _leave(self, why: str) -> list[Action]:

@@ -798,9 +798,9 @@ def test_a_generation_that_was_to_leave_is_followed_at_once_by_the_next() -> Non
     assert job.hosts_found({"a": 1, "b": 1, "c": 1}, 1.0) == [] and job.asked(1.0) == {"a", "b", "c"}
     assert kinds(job.answered(["c"], 1.0)) == [Say, Leave]
     for host, pid in (("a", 100), ("b", 101)):
-        job.ended(host, pid, 1, LEAVE_CODE, "", 2.0)
-    job.generation_over(1, 0, 2.0, silent=["b"])
-    assert job.tick(2.0) == [Start(2, 3, (("a", 1), ("b", 1), ("c", 1)))]
+        job.ended(host, pid, 1, LEAVE_CODE, "", 90.0)  # The next commit was far.
+    job.generation_over(1, 0, 90.0, silent=["b"])
+    assert job.tick(90.0) == [Start(2, 3, (("a", 1), ("b", 1), ("c", 1)))]
 
 
 # -- hosts that are gone ----------------------------------------------------------------------------------------------
