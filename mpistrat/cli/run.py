@@ -1,6 +1,7 @@
 """`mpistrat run`: start a command on several ranks with mpirun, and make the job end as a whole. Called by main.py."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -131,6 +132,8 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
         planned = replace(planned, variables={**planned.variables, **both})
 
     def why_not() -> str:
+        if not planned.others:
+            return ""
         needed = [planned.mpirun.path, *(word for word in planned.command[:1] if os.path.isabs(word))]
         try:
             found = unreachable(planned.others, {**environ, **planned.variables}, needed)
@@ -138,7 +141,9 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
             return f"ssh cannot be tried: {error}"
         return next(map(" ".join, found.values()), "")
 
-    start = Start(job.ranks, options.start_timeout or _START_TIMEOUT_S, why_not) if planned.others else None
+    timeout_s = math.inf if is_here else options.start_timeout or _START_TIMEOUT_S
+    start = Start(job.ranks, timeout_s, why_not, 1 if job.hosts is None else len(job.hosts.hosts)) \
+        if planned.is_announced else None
     level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
     limits = limits or TimeLimits(grace_s=_grace_s(planned.mpirun, options.grace_period))
@@ -160,6 +165,7 @@ class Plan:
     machine: Machine
     variables: dict[str, str]  # Set by options, for mpirun and the ranks.
     others: list[str]  # The hosts where mpirun starts ranks by ssh.
+    is_announced: bool  # Whether ranks say that they start.
     warning: str  # On the number of ranks; or "".
 
     def composed(self, environ: Mapping[str, str]) -> LaunchCommand:
@@ -201,7 +207,8 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     job = replace(job, reads_stdin=not is_direct, command=in_shell(
         command, options.np, options.output_filename or None, is_announced, stdin))
     named = {**as_horovod.variables(options.as_horovod, environ), **horovodrun.variables(options, mpirun.launcher)}
-    return Plan(command, job, mpirun, machine, named, others, check_count(job, machine, options.force))
+    return Plan(command, job, mpirun, machine, named, others, is_announced,
+                check_count(job, machine, options.force))
 
 
 def _grace_s(mpirun: Mpirun, asked: float | None) -> float:

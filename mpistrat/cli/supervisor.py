@@ -50,8 +50,8 @@ from .termination import USUAL, Termination, TimeLimits
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 # Why ranks have not started on hosts that ssh reaches.
-_NO_ANSWER = ("ssh reaches the hosts, but mpirun has no answer from there. They must reach this host by TCP (a "
-              "firewall?), and have the same MPI under the same path")
+_NO_ANSWER = ("mpirun has no answer from the hosts. They must reach this host by TCP (a firewall?), and have the same "
+              "MPI under the same path")
 _LOOK_S = 0.5  # between two looks at what the ranks have told, until all of them have called init()
 # From then on that a rank is known to have ended without init(): mpirun may end the job itself, with that rank's code.
 _WITHOUT_INIT_S = 2.0
@@ -66,6 +66,7 @@ class Start:
     ranks: int  # How many there are.
     timeout_s: float  # Seconds from the start of mpirun within which all of them start.
     why_not: Callable[[], str]  # Called if they have not: why, or "". It takes some seconds.
+    hosts: int = 1  # On how many hosts.
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Outcome:
     # mpirun's exit code, that of the ranks; or 128 + the number of the signal that ended mpirun, or the job.
     code: int
     why: str  # Why mpirun was terminated or killed; "" if it has ended by itself.
-    has_started: bool = True  # Whether all ranks had started.
+    has_started: bool = True  # Whether ranks had started on all hosts.
     # What ranks have measured, as JSON (process/step_timer.py).
     measured: Mapping[int, str] = field(default_factory=dict)
 
@@ -210,8 +211,8 @@ class _Run:
         why = self._termination.reason if is_ended else ""
         # mpirun's code says nothing of the job if the signal was for mpirun, and MPICH's is its number for the ranks'.
         if (last := self._last_signal) is not None and (is_ended or not self._is_handed_on or code == last):
-            return Outcome(128 + last, why, self._has_started)
-        return Outcome(1 if is_ended else code if code >= 0 else 128 - code, why, self._has_started)
+            return Outcome(128 + last, why, self._are_hosts_reached)
+        return Outcome(1 if is_ended else code if code >= 0 else 128 - code, why, self._are_hosts_reached)
 
     def _look_at_ranks(self, now: float) -> None:
         """End a job whose ranks wait for one that has ended."""
@@ -227,6 +228,12 @@ class _Run:
     @property
     def _has_started(self) -> bool:
         return self._start is None or len(self._output.told.started) >= self._start.ranks
+
+    @property
+    def _are_hosts_reached(self) -> bool:
+        """Whether ranks have started on all hosts. All ranks have not if one has ended the job before."""
+        hosts = {host for host, _ in self._output.told.started.values()}
+        return self._has_started or (self._start is not None and len(hosts) >= self._start.hosts)
 
     def _handing_on(self, number: int) -> tuple[signal.Signals, ...]:
         """The signals for mpirun by which the ranks get this one; () if they are to have no time."""
