@@ -32,7 +32,7 @@ from ...tensorflow import names
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
 from ...tensorflow.xla import context as xla
-from ..input import takes_from_generator
+from ..input import rows_in_order, takes_from_generator
 from ..mpi_strategy import MPIStrategy
 from ..seeds import state_of_first_rank
 from ..variables import RankMirroredVariable
@@ -306,13 +306,14 @@ def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: boo
 # -- running statistics -----------------------------------------------------------------------------------------------
 
 
-@replaces(Trainer, "predict", "the ranks would predict by models with different running statistics",
-          "self.make_predict_function()")
+@replaces(Trainer, "predict", "the ranks would predict by models with different running statistics, and rows of files "
+          "in another order", "self.make_predict_function()")
 def predict(original: Function, self: keras.Model, *args: object, **kwargs: object) -> object:
     strategy = strategy_of(self)
     if strategy is not None and strategy.num_replicas_in_sync > 1:
         average(self)
-    return original(self, *args, **kwargs)
+    with rows_in_order():
+        return original(self, *args, **kwargs)
 
 
 def average(model: keras.Model) -> StrategyTraining:
