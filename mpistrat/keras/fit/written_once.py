@@ -3,6 +3,7 @@
 The ranks exchange their callbacks and paths when training begins (fit_checks.py). The other ranks wait until the
 callback has written, when training begins and ends and at the end of each epoch, if all ranks have their common
 callbacks in the same order. Otherwise waiting could be a deadlock, and the ranks meet when the next epoch begins.
+There the other ranks get the state of the callback: its counts, its best metric.
 
 Only Keras' own classes are run by one rank. A class that is derived from them may call collectives, so it runs on all
 ranks; whole_files.py keeps their models whole. `role_of` is pure.
@@ -14,8 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ...core.errors import MismatchError
@@ -31,6 +34,7 @@ _PATHS = {"ModelCheckpoint": "filepath", _BACKUP: "backup_dir", "CSVLogger": "fi
 _INITIAL_EPOCH = "_initial_epoch"  # of a model; fit of an old Keras begins anew, with the weights of the backup
 _HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
 _MEETINGS = ("on_train_begin", "on_epoch_end", "on_train_end")
+_SAVE = "_save_model"  # the method of Keras 3's callbacks that save, and of Keras 2's ModelCheckpoint
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ class WrittenOnce(Callback):
         self.callback, self.role = callback, Role(False, False)
         self._training, self._name = training, f"{training.name}/files"
         self._given: keras.Model | None = None
+        self._known = self._state()  # as all ranks have it
         for hook in _HOOKS:
             if not getattr(getattr(callback, hook), "_is_default", False):  # Keras looks which of them do something.
                 setattr(self, hook, partial(self._call, hook))
@@ -144,6 +149,9 @@ class WrittenOnce(Callback):
             if self.role.runs:
                 with self._alone():
                     action()
+            elif hasattr(self.callback, _SAVE):  # Between two meetings this rank counts as well.
+                with mock.patch.object(self.callback, _SAVE):
+                    action()
         elif hook == "on_train_begin" and is_of_keras(self.callback, _BACKUP):
             self._restore(action)
         else:
@@ -161,14 +169,22 @@ class WrittenOnce(Callback):
         All callbacks have one name for it, so that an error of one reaches the ranks that are in another.
         """
         result, error = files.attempt(action) if self.role.runs else (None, None)
-        own = result, getattr(self.callback, "best", None)  # a ModelCheckpoint's best metric
-        statuses = files.exchange_status(error, value=own, name=self._name, process_set=self._training.process_set)
+        changed = {name: value for name, value in self._state().items()
+                   if name not in self._known or self._known[name] != value}
+        statuses = files.exchange_status(error, value=(result, changed), name=self._name,
+                                         process_set=self._training.process_set)
         if statuses is None:
             return result
-        result, best = statuses[0].value
-        if not self.role.runs and hasattr(self.callback, "best"):
-            self.callback.best = best
+        result, changed = statuses[0].value
+        if not self.role.runs:
+            vars(self.callback).update(changed)
+        self._known = self._state()
         return result
+
+    def _state(self) -> dict[str, Any]:
+        """The counts and marks of the callback, and what it was made with, which does not change."""
+        return {name: value for name, value in vars(self.callback).items()
+                if value is None or isinstance(value, bool | int | float | str | np.generic)}
 
     def _restore(self, action: Callable[[], None]) -> None:
         """Restore a backup on the first rank, and broadcast what it has restored."""
