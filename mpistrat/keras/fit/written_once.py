@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -149,15 +148,22 @@ class WrittenOnce(Callback):
             if self.role.runs:
                 with self._alone():
                     action()
-            elif hasattr(self.callback, _SAVE):  # Between two meetings this rank counts as well.
-                with mock.patch.object(self.callback, _SAVE):
-                    action()
+            elif hook not in _MEETINGS and hasattr(self.callback, _SAVE):
+                self._count(action)
         elif hook == "on_train_begin" and is_of_keras(self.callback, _BACKUP):
             self._restore(action)
         else:
             saves = hook == "on_epoch_end" and getattr(self.callback, "save_freq", "") == "epoch"
             with self._training.known_values() if saves else contextlib.nullcontext():
                 self._on_all_ranks(action)
+
+    def _count(self, action: Callable[[], None]) -> None:
+        """Call a hook between two meetings without saving: this rank counts batches and epochs as those that save."""
+        setattr(self.callback, _SAVE, lambda *args, **kwargs: None)
+        try:
+            action()
+        finally:
+            delattr(self.callback, _SAVE)
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         """A context in which this rank writes without the others; with distributed optimizers it always does."""
