@@ -174,9 +174,10 @@ class WrittenOnce(Callback):
 
         All callbacks have one name for it, so that an error of one reaches the ranks that are in another.
         """
+        before = self._known, self._state()  # The other ranks have one of them: not all count between two meetings.
         result, error = files.attempt(action) if self.role.runs else (None, None)
         changed = {name: value for name, value in self._state().items()
-                   if name not in self._known or self._known[name] != value}
+                   if any(name not in each or each[name] != value for each in before)}
         statuses = files.exchange_status(error, value=(result, changed), name=self._name,
                                          process_set=self._training.process_set)
         if statuses is None:
