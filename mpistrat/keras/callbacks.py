@@ -291,14 +291,15 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def __init__(self, initial_lr: float, warmup_epochs: int = 5, momentum_correction: bool = True,
                  steps_per_epoch: int | None = None, verbose: int = 0):
-        def multiplier(epoch: float) -> float:
-            epoch += 1.0 / float(self.steps_per_epoch or 1)  # The last batch of the warm-up reaches the full rate.
-            size = runtime.current().topology.size
-            return 1.0 / size * (epoch * (size - 1) / warmup_epochs + 1)
-
-        super().__init__(initial_lr, multiplier, start_epoch=0, end_epoch=warmup_epochs, staircase=False,
+        # A method, which belongs to the copy in a copy of the callback.
+        super().__init__(initial_lr, self._rising, start_epoch=0, end_epoch=warmup_epochs, staircase=False,
                          momentum_correction=momentum_correction, steps_per_epoch=steps_per_epoch)
-        self._verbose = verbose
+        self._warmup_epochs, self._verbose = warmup_epochs, verbose
+
+    def _rising(self, epoch: float) -> float:
+        epoch += 1.0 / float(self.steps_per_epoch or 1)  # The last batch of the warm-up reaches the full rate.
+        size = runtime.current().topology.size
+        return 1.0 / size * (epoch * (size - 1) / self._warmup_epochs + 1)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_end(epoch, logs)

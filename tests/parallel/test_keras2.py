@@ -253,6 +253,40 @@ def test_a_model_may_get_its_weights_from_the_first_batch(rank: int, size: int) 
         assert_equal_on_all_ranks(weights_of(model))
 
 
+class Towers(keras.Model):
+    """Has two models inside, of which one has no weights before the first batch; and a layer and a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = [keras.Sequential([keras.layers.Dense(4, input_shape=(3,))]),
+                       keras.Sequential([keras.layers.Dense(4), keras.layers.BatchNormalization()])]
+        self.factor = self.add_weight(name="factor", initializer="ones")
+        self.seen = keras.metrics.Mean()
+
+    def call(self, x: Any) -> Any:
+        left, right = (tower(x) for tower in self.towers)
+        return tf.reduce_sum(left * right, axis=1, keepdims=True) * self.factor
+
+
+@pytest.mark.parametrize("door", ["optimizer", "strategy"])
+def test_a_model_inside_may_get_its_weights_from_the_first_batch(door: str, rank: int, size: int) -> None:
+    from mpistrat.keras._private import weights_of
+    keras.utils.set_random_seed(rank)
+    if door == "optimizer":
+        model, data = Towers(), own_rows(rank, size)
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    else:
+        with hvd.MPIStrategy().scope():
+            model, data = Towers(), rows(size)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+    assert [weight.shape for weight in weights_of(model)] == [(), (3, 4), (4,)]
+    model.fit(*data, batch_size=4, epochs=2, verbose=0,
+              callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if door == "optimizer" else [])
+    found = weights_of(model)
+    assert len(found) == 9
+    assert_equal_on_all_ranks([weight.numpy() for weight in found])
+
+
 @pytest.mark.horovod("lr-warmup", "lr-schedule", "lr-momentum")
 @pytest.mark.parametrize("module", [keras.optimizers, old], ids=["new", "legacy"])
 def test_learning_rates_rise_and_fall(module: Any, rank: int, size: int) -> None:

@@ -346,6 +346,21 @@ def test_a_backup_in_the_middle_of_an_epoch(strategy: MPIStrategy, shared_dir: s
     assert_equal_on_all_ranks(second.get_weights())
 
 
+def test_all_ranks_have_the_state_of_a_callback_that_one_runs(strategy: MPIStrategy, shared_dir: str) -> None:
+    model = compiled(strategy)
+    callbacks = [keras.callbacks.BackupAndRestore(f"{shared_dir}/backup", save_freq=2, delete_checkpoint=False),
+                 keras.callbacks.ModelCheckpoint(f"{shared_dir}/best.keras", "loss", save_best_only=True)]
+    steps = fit(model, epochs=1).params["steps"]
+    with pytest.raises(TrainingInterruptedError):
+        fit(model, *callbacks, Interrupt(2 * steps + 1), epochs=4)
+    states = [{name: value for name, value in vars(callback).items() if isinstance(value, int | float)}
+              for callback in callbacks]
+    assert mpistrat.allgather_object(states) == [states] * mpistrat.size()
+    backup, best = states
+    assert (backup["_current_epoch"], backup["_last_batch_seen"]) == (2, 0)
+    assert best["_current_epoch"] == 2 and best["best"] < float("inf")
+
+
 def test_a_backup_that_only_the_chief_sees(strategy: MPIStrategy, shared_dir: str, rank: int) -> None:
     first, second = compiled(strategy), compiled(strategy)
     with pytest.raises(TrainingInterruptedError):

@@ -118,6 +118,18 @@ def test_all_ranks_go_on_with_the_backup_of_the_chief(rank: int, shared_dir: str
     assert os.listdir(shared_dir) == []
 
 
+def test_all_ranks_have_the_state_of_a_callback_that_one_runs(rank: int, shared_dir: str) -> None:
+    callbacks = [Callbacks.BackupAndRestore(f"{shared_dir}/backup"),
+                 Callbacks.ModelCheckpoint(f"{shared_dir}/m.weights.h5", save_weights_only=True, save_freq=2,
+                                           verbose=rank)]
+    with pytest.raises(TrainingInterruptedError):
+        fit(new_model(), rank, *callbacks, Callbacks.LambdaCallback(on_epoch_begin=interrupt), epochs=3)
+    backup, checkpoint = map(vars, callbacks)
+    state = [backup["_current_epoch"], checkpoint["_current_epoch"], checkpoint["_last_batch_seen"]]
+    assert mpistrat.allgather_object(state) == [[2, 2, STEPS - 1]] * mpistrat.size()
+    assert checkpoint["verbose"] == rank, "the arguments are those of each rank"
+
+
 @pytest.mark.parametrize("name", ["m.keras", "m.h5", "m.weights.h5"])
 def test_all_ranks_may_save_to_one_path_at_the_same_time(name: str, shared_dir: str) -> None:
     model, path = new_model(), f"{shared_dir}/{name}"

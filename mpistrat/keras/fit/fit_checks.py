@@ -138,7 +138,7 @@ class FitChecks(Callback):
             entries, settings=training.settings)
 
     def _trained(self) -> list[Variable]:
-        return self._training.shared(self.model.trainable_variables if weights_of(self.model) else ())
+        return self._training.shared([weight for weight in weights_of(self.model) if weight.trainable])
 
     def _assign_roles(self, entries: list[tuple[Entry, ...]]) -> None:
         """Tell the callbacks that write files which ranks run them."""
