@@ -89,6 +89,11 @@ def scripts(ranks: int, count: int, words: str) -> Program:
                    all_say=True)
 
 
+def orders(ranks: int, words: str, says: str) -> Program:
+    """Ranks that build their collectives in other orders, or wait for them in other ways."""
+    return Program(ranks, f"tests/scripts/{words}", rf"^rank \d: {says}", all_say=True, start=ONE_THREAD)
+
+
 SAME = r"^test accuracy (\S+), .*weights \w+, the same on all ranks \({ranks}\)$"
 OF_STRATEGY = r"^test accuracy (\S+), norm of the weights (\S+), {ranks} ranks$"
 ADASUM = r"^test accuracy (\S+) with \w+, weights \w+, the same on all ranks \({ranks}\)$"
@@ -159,6 +164,7 @@ PROGRAMS = [
     example(2, "adasum_digits", ADASUM, least=0.93),
     example(2, "process_sets", r"^test accuracy (\S+) and (\S+) of the models on 1 and 1 ranks, (\S+) together$",
             least=0.9, equal=None),
+    example(2, "join_digits", r"^epoch 3: steps of the ranks \[29, 28\], loss \S+$", equal="model"),
     example(1, "process_sets", error="Two models need two ranks or more: mpirun -np 2"),
     example(2, "strategy_mobilenet --epochs 3 --batch-size 32", OF_STRATEGY, least=0.7),
     example(2, "strategy_resnet56 --depth 8 --images 512 --batch-size 16", OF_STRATEGY, least=0.7),
@@ -181,6 +187,9 @@ PROGRAMS = [
         example(1, f"{name} --data few.npz", error="0 training images are too few for 1 ranks"))),
     *(Program(2, f"COMPILED=1 examples/{name}.py --epochs 3", SAME.replace("{ranks}", "2"), least=0.8, needs_ffi=True)
       for name in ("keras_digits", "custom_loop_digits")),
+    orders(2, "shuffled_order.py 300 50", "300 steps of 50 tensors are right"),
+    orders(2, "mismatch_caught.py 200 30", "200 steps, 40 errors"),
+    orders(2, "waits_of_all_kinds.py 300 3", "300 steps in one thread, and in 3"),
     *map(features, FEATURES),
     arrays(2, 10), graphs(2, "functions", 6), graphs(2, "strategy", 4, "gradients"), graphs(2, "sessions", 4),
     graphs(2, "strategy", 2, "1000 compiled"), scripts(2, 4, "0"), scripts(2, 2, "400 local"),
@@ -200,6 +209,7 @@ NIGHTLY = [
     example(2, "strategy_resnet56 --images 16 --batch-size 16 --epochs 1", OF_STRATEGY),
     example(3, "strategy_dataset_fn", r"^weights \[1\.0, -2\.0, 0\.5\], 3 ranks$"),
     *(example(ranks, f"{name}_digits", SAME, least=0.95, needs=name) for name in ("torch", "jax") for ranks in (2, 3)),
+    orders(3, "waits_of_all_kinds.py 300 3", "300 steps in one thread, and in 3"),
     arrays(3, 20, "1000"), arrays(4, 10, "2000 hosts"), arrays(2, 10, "3000 background"), arrays(3, 50, "4000 tensors"),
     graphs(3, "functions", 12), graphs(3, "strategy", 12), graphs(3, "strategy", 5, "gradients"),
     graphs(2, "strategy", 5, "gradients gpu"), graphs(2, "strategy", 3, "3000 gradients compiled"),
