@@ -34,10 +34,9 @@ def example(ranks: int, words: str, says: str = "", **more: object) -> Program:
     return Program(ranks, f"examples/{name}.py {arguments}".rstrip(), says.replace("{ranks}", str(ranks)), **more)
 
 
-def script(name: str, says: str = "", **more: object) -> Program:
+def script(name: str) -> Program:
     """One of scripts/, on two ranks."""
-    model = "policy" if name == "policy_gradient" else "model"
-    return Program(2, f"{HERE}/scripts/{name}.py", says, equal=model, **more)
+    return Program(2, f"{HERE}/scripts/{name}.py", equal="policy" if name == "policy_gradient" else "model")
 
 
 def then(before: Program, arguments: str, says: str, least: float = 0.0) -> Program:
@@ -90,6 +89,11 @@ def scripts(ranks: int, count: int, words: str) -> Program:
                    all_say=True)
 
 
+def orders(ranks: int, words: str, says: str) -> Program:
+    """Ranks that build their collectives in other orders, or wait for them in other ways."""
+    return Program(ranks, f"tests/scripts/{words}", rf"^rank \d: {says}", all_say=True, start=ONE_THREAD)
+
+
 SAME = r"^test accuracy (\S+), .*weights \w+, the same on all ranks \({ranks}\)$"
 OF_STRATEGY = r"^test accuracy (\S+), norm of the weights (\S+), {ranks} ranks$"
 ADASUM = r"^test accuracy (\S+) with \w+, weights \w+, the same on all ranks \({ranks}\)$"
@@ -121,7 +125,7 @@ def central(ranks: int, *arguments: str) -> tuple[Program, ...]:
 
 def benchmark(ranks: int) -> Program:
     return example(ranks, "synthetic_benchmark --model MobileNet --image-size 32 --batch-size 2 --warmup-steps 1 "
-                   "--steps 2 --measurements 2 --compression fp16", r"images/s in total on {ranks} ranks$")
+                   "--steps 2 --measurements 2 --compression fp16", r"images/s in total on {ranks} ranks$", equal=None)
 
 
 # -- rows that a test beside those of the table looks at again --------------------------------------------------------
@@ -147,22 +151,21 @@ FEATURES = ("input", "keras_callbacks", "keras_data", "keras_files", "keras_laye
             "keras_steps", "loops", "replica", "variables")
 BITS = ("adam", "loss scale", "gradient accumulation", "tape", "embedding", "local SGD")
 BITS_WITH_XLA = ("a small network like ResNet", "strategy loop")
-MORE_BITS = ("clipped by global norm", "strategy fit", "few large", "a transformer", "seed 3")
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
 # The first forks, and comes before there are many threads.
 PROGRAMS = [
     *map(script, ("processes", "callbacks", "transformer", "gan", "five_models", "weights", "generators", "tape_loop",
-                  "two_inputs", "transfer", "text_rnn", "accumulation", "autoencoder", "policy_gradient",
-                  "strategy_tabular")),
-    then(script("resume"), "again", r"\AEpoch 4/6\n"), *TUTORIALS,
+                  "two_inputs", "transfer", "text_rnn", "autoencoder", "policy_gradient", "strategy_tabular")),
+    *TUTORIALS,
     then(Program(2, f"{HERE}/tutorials/multi_worker_loop.py loop/ 2"), "loop/ 4",
          r"^epochs 2 to 4, loss \S+, accuracy (\S+), 2 workers$", least=0.85),
     *DIGITS, digits("keras_digits", 1), advanced(2), resumed(2), BENCHMARK,
     example(2, "adasum_digits", ADASUM, least=0.93),
     example(2, "process_sets", r"^test accuracy (\S+) and (\S+) of the models on 1 and 1 ranks, (\S+) together$",
             least=0.9, equal=None),
+    example(2, "join_digits", r"^epoch 3: steps of the ranks \[29, 28\], loss \S+$", equal="model"),
     example(1, "process_sets", error="Two models need two ranks or more: mpirun -np 2"),
     example(2, "strategy_mobilenet --epochs 3 --batch-size 32", OF_STRATEGY, least=0.7),
     example(2, "strategy_resnet56 --depth 8 --images 512 --batch-size 16", OF_STRATEGY, least=0.7),
@@ -185,6 +188,9 @@ PROGRAMS = [
         example(1, f"{name} --data few.npz", error="0 training images are too few for 1 ranks"))),
     *(Program(2, f"COMPILED=1 examples/{name}.py --epochs 3", SAME.replace("{ranks}", "2"), least=0.8, needs_ffi=True)
       for name in ("keras_digits", "custom_loop_digits")),
+    orders(2, "shuffled_order.py 300 50", "300 steps of 50 tensors are right"),
+    orders(2, "mismatch_caught.py 200 30", "200 steps, 40 errors"),
+    orders(2, "waits_of_all_kinds.py 300 3", "300 steps in one thread, and in 3"),
     *map(features, FEATURES),
     arrays(2, 10), graphs(2, "functions", 6), graphs(2, "strategy", 4, "gradients"), graphs(2, "sessions", 4),
     graphs(2, "strategy", 2, "1000 compiled"), scripts(2, 4, "0"), scripts(2, 2, "400 local"),
@@ -204,15 +210,16 @@ NIGHTLY = [
     example(2, "strategy_resnet56 --images 16 --batch-size 16 --epochs 1", OF_STRATEGY),
     example(3, "strategy_dataset_fn", r"^weights \[1\.0, -2\.0, 0\.5\], 3 ranks$"),
     *(example(ranks, f"{name}_digits", SAME, least=0.95, needs=name) for name in ("torch", "jax") for ranks in (2, 3)),
+    orders(3, "waits_of_all_kinds.py 300 3", "300 steps in one thread, and in 3"),
     arrays(3, 20, "1000"), arrays(4, 10, "2000 hosts"), arrays(2, 10, "3000 background"), arrays(3, 50, "4000 tensors"),
     graphs(3, "functions", 12), graphs(3, "strategy", 12), graphs(3, "strategy", 5, "gradients"),
     graphs(2, "strategy", 5, "gradients gpu"), graphs(2, "strategy", 3, "3000 gradients compiled"),
     graphs(2, "strategy", 4, "1002 compiled"), graphs(2, "strategy", 6, "6000 compiled gpu"),
     graphs(3, "sessions", 12, "1000"), graphs(2, "sessions", 12, "2000 gpu"),
     scripts(2, 6, "4"), scripts(3, 6, "200"), scripts(3, 6, "400 local"),
-    *(differential(3, name) for name in BITS),
-    *(differential(ranks, name, "") for ranks in (2, 3) for name in (*BITS_WITH_XLA, *MORE_BITS)
-      if ranks == 3 or name in MORE_BITS),
-    *(differential(2, f"seed {number}", "") for number in range(4, 8)),
+    *(differential(3, name) for name in BITS), *(differential(3, name, "") for name in BITS_WITH_XLA),
+    # All others that have a name.
+    Program(2, f"{HERE}/differential/__main__.py --but {' '.join(map(shlex.quote, BITS + BITS_WITH_XLA))}",
+            r"is the same .*\n\Z"),
 ]
 ALL = [*PROGRAMS, *(pytest.param(row, marks=pytest.mark.nightly) for row in NIGHTLY)]

@@ -7,21 +7,14 @@ import mpi4py.MPI
 from .compare import assert_equal_in_both, assert_equal_on_all_ranks, assert_near_in_both
 from .legs import COMPILED, COMPILED_MPI, DEFAULT, MPI, OTHER_DOOR, SHARDED, legs_for, under
 from .programs import PROGRAMS
-from .random_models import random_recipe
-from .training import Recipe, train
+from .training import train
 
-SEED = "seed "
 # How far the losses, and the sum of all updates of the weights, may be from those without XLA, relative to their norms.
 # A gradient that is 0 but for rounding, as that of a bias before a normalization, moves its weight as far as any other
 # in Adam and its kind. In bfloat16 a dozen layers under RMSprop have moved by 0.8 of it.
 ROUNDING = {"float64": (1e-6, 1e-3), "float32": (1e-3, 0.1), "mixed_float16": (0.01, 0.2),
             "mixed_bfloat16": (0.1, 0.95)}
 ONE_THREAD = {"TF_NUM_INTEROP_THREADS": "1"}  # in the environment, with which TensorFlow repeats every program
-
-
-def recipe_named(name: str) -> Recipe:
-    """The program of that name, or `seed N` for a random one."""
-    return random_recipe(int(name.removeprefix(SEED))) if name.startswith(SEED) else PROGRAMS[name]
 
 
 def assert_same_in_all_legs(name: str, with_xla: bool = True) -> None:
@@ -38,7 +31,7 @@ def assert_same_in_all_legs(name: str, with_xla: bool = True) -> None:
     Raises:
         AssertionError: On all ranks, when any of them has other bits than the others, or in one leg than in another.
     """
-    recipe = recipe_named(name)
+    recipe = PROGRAMS[name]
     size = mpi4py.MPI.COMM_WORLD.Get_size()
     legs = legs_for(size, with_xla and recipe.can_be_compiled, recipe.has_other_door, recipe.can_be_sharded)
     trained = {}

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 from keras import layers
-from keras.optimizers import SGD, Adadelta, Adagrad, Adam, Ftrl, Lamb, LossScaleOptimizer, RMSprop
+from keras.optimizers import SGD, Adadelta, Adagrad, Adam, Adamax, Ftrl, Lamb, Lion, LossScaleOptimizer, Nadam, RMSprop
 
 import mpistrat.keras as hvd
 from mpistrat.tensorflow import Compression
@@ -74,6 +74,18 @@ def transformer() -> keras.Model:
         x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 8)(x, x))
         x = layers.LayerNormalization()(x + layers.Dense(16)(layers.Dense(32, "gelu")(x)))
     return keras.Model(tokens, layers.Dense(CLASSES)(layers.GlobalAveragePooling1D()(x)))
+
+
+def recurrent() -> keras.Model:
+    """An LSTM over embedded tokens."""
+    return keras.Sequential([keras.Input((6,), dtype="int32"), layers.Embedding(40, 17), layers.LSTM(12),
+                             layers.Dropout(0.2, seed=3), layers.Dense(CLASSES)])
+
+
+def signals() -> keras.Model:
+    """Convolutions in one dimension."""
+    return keras.Sequential([keras.Input((12, 5)), layers.Conv1D(24, 3, padding="same"), layers.DepthwiseConv1D(3),
+                             layers.GlobalMaxPooling1D(), layers.LayerNormalization(), layers.Dense(CLASSES)])
 
 
 def resnet50() -> keras.Model:
@@ -168,6 +180,10 @@ PROGRAMS: dict[str, Recipe] = {
     "a network like ResNet": Recipe(residual(), _momentum()),
     "a small network like ResNet": Recipe(residual(2, 16), _momentum()),
     "a transformer": Recipe(transformer, _adam(), tokens=40, rounds_by_door=True),
+    "recurrent": Recipe(recurrent, lambda: Nadam(1e-3), tokens=40),
+    "signals, strategy": Recipe(signals, lambda: Adamax(1e-3), way="strategy fit"),
+    "in double precision": Recipe(dense(17, 3, bias=True), lambda: Lion(1e-3, weight_decay=0.01), policy="float64"),
+    "divided before and after the sum": replace(_MOMENTUM, distribute={"gradient_predivide_factor": 2.0}),
     "resnet50": Recipe(resnet50, _momentum(), steps=8, batch=2, is_repeatable=False),
     "resnet50, at the same time": Recipe(resnet50, _adam(), steps=12, batch=2, takes_turns=False, is_repeatable=False),
     "resnet50, strategy": Recipe(resnet50, _momentum(), steps=4, batch=2, way="strategy fit", is_repeatable=False),
