@@ -121,7 +121,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     def __repr__(self) -> str:
         # TensorFlow has it in errors, which are printed once for ranks with the same text.
-        return f"<MPIStrategy of {basics.size()} ranks>" if basics.is_initialized() else "<MPIStrategy>"
+        return f"<MPIStrategy of {basics.size()} ranks>" if runtime.is_initialized() else "<MPIStrategy>"
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
                axis: int | Sequence[int] | None = None) -> Structure:
