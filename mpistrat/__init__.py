@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-if sys.argv[1:2] == ["run"] and os.path.basename(sys.argv[0]) == "mpistrat":
+if sys.argv[1:2] == ["run"] and "mpistrat" in (os.path.basename(sys.argv[0]), *sys.orig_argv[2:3]):
     # `mpistrat run` has the exit code of a signal from its first moment on. Ctrl-C would be an error of one of these
     # imports otherwise.
     for number in (signal.SIGINT, signal.SIGTERM):

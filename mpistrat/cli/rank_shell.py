@@ -29,7 +29,7 @@ _FILES = "; ".join((
 
 @dataclass(frozen=True)
 class Stdin:
-    """A stdin for rank 0, which a process of this host has open.
+    """A stdin for rank 0, which a process of this host has open. The other ranks have an empty one.
 
     The rank opens it itself, rather than read it through mpirun: Open MPI 5 never tells it that the end has come, and
     mpirun reads ahead, so that a loop `while read line; do mpistrat run ...; done` would lose its lines.
@@ -49,7 +49,7 @@ class Stdin:
         """The command of a shell that opens it."""
         seek = f"; dd bs=1 skip={self.offset} count=0 2>/dev/null" if self.offset else ""
         return f'if [ "$rank" = 0 ] && [ "$(readlink {self.path})" = {shlex.quote(self.link)} ]; then ' \
-               f"exec <{self.path}{seek}; fi"
+               f"exec <{self.path}{seek}; else exec <{os.devnull}; fi"
 
 
 def own_stdin() -> Stdin | None:

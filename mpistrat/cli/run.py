@@ -203,7 +203,7 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     own = None if options.dry_run or any(option.lstrip("-") == "stdin" for option in passed) else own_stdin()
     # The rest is for mpirun: a terminal, and what rank 0 reads on another host.
     is_direct = own is not None and (own.is_empty or has_first_rank(job, machine))
-    stdin = own if own is not None and is_direct and not own.is_empty else None
+    stdin = own if own is not None and is_direct and not (own.is_empty and mpirun.launcher.no_stdin) else None
     job = replace(job, reads_stdin=not is_direct, command=in_shell(
         command, options.np, options.output_filename or None, is_announced, stdin))
     named = {**as_horovod.variables(options.as_horovod, environ), **horovodrun.variables(options, mpirun.launcher)}

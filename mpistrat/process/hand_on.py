@@ -4,8 +4,11 @@ Open MPI's mpirun does not hand them on: it ends all ranks within a second (`prt
 in src/mca/odls/base/odls_base_default_fns.c of PRRTE, which has no setting for that second). But it hands on other
 signals to the ranks of all hosts (`ess_base_forward_signals` is "all"), of which programs ignore two, SIGURG and
 SIGCONT, unless they ask for them. The rest would end a shell around the script, or a process that loads data. So
-`mpistrat run` sends mpirun SIGURG, and a rank that gets it sends itself SIGTERM; or SIGINT (api/interrupt.py), if
-SIGCONT has come just before it. MPICH's mpiexec hands SIGTERM and SIGINT on.
+`mpistrat run` sends mpirun SIGURG, and a rank that gets it sends itself SIGTERM; or SIGINT, if SIGCONT has come just
+before it. MPICH's mpiexec hands SIGTERM and SIGINT on.
+
+Python's own handler of SIGINT raises KeyboardInterrupt in the main thread at once, which may be in the middle of a
+collective. So the ranks come to that by api/interrupt.py.
 """
 
 import math
@@ -18,6 +21,7 @@ from types import FrameType
 
 from ..core import signal_handlers
 from . import report
+from .launchers import launcher_of
 
 _TOGETHER_S = 3.0  # Between SIGCONT and SIGURG of a Ctrl-C. SIGCONT alone comes from a terminal (Ctrl-Z, fg).
 
@@ -30,7 +34,7 @@ def begin(rank: int, environ: MutableMapping[str, str], interrupt: Callable[[], 
     ranks are connected.
 
     Does nothing without `mpistrat run`, on another thread than the main one, and if the script handles SIGURG itself.
-    `interrupt`: Sends SIGINT to this process. Called by the signal's handler, so it returns at once.
+    `interrupt`: Sends SIGINT to this process, soon. Called by a signal's handler, so it returns at once.
     """
     if not report.mode(environ) or threading.current_thread() is not threading.main_thread() \
             or signal.getsignal(signal.SIGURG) is not signal.SIG_DFL:
@@ -51,8 +55,18 @@ def begin(rank: int, environ: MutableMapping[str, str], interrupt: Callable[[], 
             else:
                 os.kill(process, signal.SIGTERM)
 
-    signal_handlers.harmless.update((note, handle))
+    def take_first(number: int, frame: FrameType | None) -> None:
+        global is_interrupted
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        is_interrupted = True
+        interrupt()
+
+    signal_handlers.harmless.update((note, handle, take_first))
     signal.signal(signal.SIGURG, handle)
     if signal.getsignal(signal.SIGCONT) is signal.SIG_DFL:
         signal.signal(signal.SIGCONT, note)
+    launcher = launcher_of(environ)
+    if launcher is not None and launcher.handed_on.get(signal.SIGINT) == (signal.SIGINT,) \
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, take_first)
     report.tell(rank, report.HANDS_ON, environ)

@@ -57,7 +57,8 @@ class Launcher:
     # Its options that are used with training jobs, without dashes, and the number of values of each.
     options: Mapping[str, int] = field(default_factory=dict)
     tag: str = ""  # Its option by which each line that it prints begins with the rank.
-    no_stdin: tuple[str, ...] = ()  # Options with which it reads no stdin, and all ranks have an empty one.
+    # Options with which it reads no stdin, and all ranks have an empty one; without it that of MPICH's has no end.
+    no_stdin: tuple[str, ...] = ()
     interface: str = ""  # The variable with the network interface.
     ssh_arguments: tuple[str, ...] = ()  # The variables with arguments for ssh.
     # The variables with which it starts processes on other hosts by something else than ssh.

@@ -158,7 +158,9 @@ def _finds_launcher(number: str, environ: MutableMapping[str, str]) -> bool:
         return True
     path, readers = f"/proc/{first}/fd/{number or 2}", f"/proc/{launcher}/fd"
     try:
-        if os.readlink(path) not in {os.readlink(f"{readers}/{name}") for name in os.listdir(readers)}:
+        pipe = os.readlink(path)
+        if not pipe.startswith("pipe:") or pipe not in {os.readlink(f"{readers}/{name}")
+                                                        for name in os.listdir(readers)}:
             return False
         _descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except OSError:

@@ -135,8 +135,9 @@ def test_ranks_that_hand_a_signal_on_have_some_time_before_mpirun_gets_sigterm(n
         run.process.send_signal(number)  # As from a sender that signals a process and its group.
         assert run.code() == 128 + number
         ends = f"mpistrat run: the ranks have not ended within 1 s after {name} (--grace-period); it is sent SIGTERM\n"
-        before = run.output.partition(ends)[0]
-        assert [line for line in before.splitlines() if line.startswith("got ")] == [f"got {each}" for each in got]
+        assert ends in run.output
+        assert [line.removeprefix("got ") for line in run.output.splitlines() if line.startswith("got ")] == [
+            *got, "SIGTERM"]
         assert "it is sent SIGKILL" in run.output
 
 

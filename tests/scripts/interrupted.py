@@ -28,6 +28,7 @@ except KeyboardInterrupt:
     if rank == 0:
         print(f"interrupted in steps {steps}", flush=True)
         if way == "again":
+            time.sleep(0.5)  # Two signals within 0.3 s are one.
             os.kill(launcher, signal.SIGINT)
             time.sleep(60)
         time.sleep(1)

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import stat
 import subprocess
 import sys
@@ -51,6 +52,19 @@ def fake(monkeypatch, tmp_path):
 def dry_run(capsys, *words: str) -> str:
     assert main(["run", "--dry-run", *words]) == 0
     return capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(("program", "number", "code"), [
+    ("mpistrat", signal.SIGINT, 130), ("mpistrat", signal.SIGTERM, 143), ("train.py", signal.SIGTERM, -15)])
+def test_mpistrat_run_has_the_exit_code_of_a_signal_before_it_runs(program: str, number: int, code: int) -> None:
+    script = f"""import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv = ["/bin/{program}", "run"]
+import mpistrat
+os.kill(os.getpid(), {int(number)})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_another_python_is_named_where_it_has_no_mpistrat(tmp_path: Path) -> None:
