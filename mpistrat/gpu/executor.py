@@ -279,8 +279,9 @@ class GpuExecutor(DeviceExecutor):
             self._exchange(None)  # A barrier: no rank destroys its communicators while another one uses them.
             for backend in self._backends:
                 backend.close()
-        release(self._device, self)
-        self._backends = ()
+            release(self._device, self)
+            self._backends = ()
+            self._device.trim()
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
