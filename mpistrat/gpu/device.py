@@ -133,6 +133,10 @@ class Device:
             return None
         return GpuArray(memory.ptr, (nbytes,), np.dtype(np.uint8), memory)
 
+    def trim(self) -> None:
+        """Give scratch memory that is free back to CUDA: no later Device uses this one's arena of cupy's pool."""
+        cupy.get_default_memory_pool().free_all_blocks(stream=self._imports)
+
     def pinned(self, nbytes: int) -> np.ndarray:
         """Allocate uninitialised bytes of pinned host memory."""
         return np.asarray(cupyx.empty_pinned(nbytes, np.uint8))

@@ -148,17 +148,16 @@ class GpuExecutor(DeviceExecutor):
 
     def _due(self, batch: Batch) -> list[Batch]:
         """The batches that streams wait for now that this one is enqueued."""
-        due = [batch]
-        for work in batch.works:
-            if work.tensors.bucket is not None:
-                list_, number = work.tensors.bucket
-                enqueued, due = self._lists.setdefault(list_, {}), []
-                if number in enqueued:  # The execution of the graph before this one has ended in an error.
-                    due = list(enqueued.values())
-                    enqueued.clear()
-                enqueued[number] = batch
-                if len(enqueued) == list_.count:
-                    due += self._lists.pop(list_).values()
+        buckets = [work.tensors.bucket for work in batch.works if work.tensors.bucket is not None]
+        due = [] if buckets else [batch]
+        for list_, number in buckets:
+            enqueued = self._lists.setdefault(list_, {})
+            if number in enqueued:  # The execution of the graph before this one has ended in an error.
+                due += enqueued.values()
+                enqueued.clear()
+            enqueued[number] = batch
+            if len(enqueued) == list_.count:
+                due += self._lists.pop(list_).values()
         return due
 
     def _await_in_streams(self, device: GpuDevice, batches: Sequence[Batch]) -> None:
@@ -279,8 +278,9 @@ class GpuExecutor(DeviceExecutor):
             self._exchange(None)  # A barrier: no rank destroys its communicators while another one uses them.
             for backend in self._backends:
                 backend.close()
-        release(self._device, self)
-        self._backends = ()
+            release(self._device, self)
+            self._backends = ()
+            self._device.trim()
 
     # -- internals -----------------------------------------------------------------------------------------------------
 

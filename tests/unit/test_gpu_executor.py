@@ -635,6 +635,7 @@ def test_what_was_enqueued_before_a_shutdown_is_completed() -> None:
     job.executor.close()
     job.executor.close()
     assert job.device.log[-1] == ("destroy",)
+    assert job.device.trimmed_bytes == 2**40  # The next job on this GPU has the memory of the fusion buffers again.
 
 
 @pytest.mark.parametrize("make", [allgather_request, partial(reducescatter_request, scaled=ScaledOp(Sum))],
@@ -770,3 +771,15 @@ def test_a_bucket_that_is_wrong_is_an_error_that_names_it(monkeypatch: pytest.Mo
     with pytest.raises(EngineError, match=r"NCCL has not given .* on the CPU: rank 0: layer/kernel, element 0: .* "
                                           r"instead of 7\.0\. Look for errors .*MPISTRAT_DISABLE=shadow does not look"):
         handle.wait(30)
+
+
+def test_several_communicators_of_an_old_nccl_are_warned_about(monkeypatch: pytest.MonkeyPatch,
+                                                               caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(Device, "nccl_version", lambda self: 22505)
+    for streams in (1, 2):
+        job = Job(nccl_streams=streams)
+        handle = job.submit("a", np.ones(2))
+        job.settle()
+        assert values_of(handle) == [[1, 1]]
+    assert [record.message[:38] for record in caplog.records if record.levelname == "WARNING"] == [
+        "rank 0: MPISTRAT_NUM_NCCL_STREAMS=2: N"]

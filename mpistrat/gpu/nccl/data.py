@@ -139,6 +139,8 @@ class NcclData(GpuBackend):
     def close(self) -> None:
         for stream in self._taken():
             stream.communicator.destroy()
+            stream.buffers.clear()
+            self.__dict__.pop("buffer", None)
 
     def _taken(self) -> list[NcclStream]:
         # The watchdog's thread and the engine's may both abort. One of them gets the communicators.

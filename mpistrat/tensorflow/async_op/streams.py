@@ -3,9 +3,9 @@
 The kernel of an asynchronous operation runs when the work that computes its inputs is in TensorFlow's stream, and the
 engine's streams must wait for that work. TensorFlow's C API gives no stream of a GPU to a kernel:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.cc#L358
-XLA's C API gives it to a handler, and that stream can also wait for the results. An event of the whole context cannot,
-so that the host waits for them. Each way is checked on the GPU before it is used. If there is none, the tensors are
-reduced through the host.
+XLA's C API gives it to a handler, and that stream can also wait for the results. Where XLA does not, before TensorFlow
+2.21, an event of the whole context takes its place, and the host waits for the results. Each way is checked on the GPU
+before it is used. If there is none, the tensors are reduced through the host.
 """
 
 import itertools
@@ -116,19 +116,21 @@ def stream_for(device: "Device", where: str, process_set: int = 0) -> Found | No
 def _find(device: "Device", where: str) -> tuple[Found | None, Found | None]:
     rank, reasons = runtime.current().topology.rank, list[str]()
     own = _checked(stream_of_handler, device, where, reasons)
-    if own is not None and runtime.current().settings.uses("stream_order"):
-        try:
-            with device.current():
-                check_waiting(own, device, where)
-            return Found(own, own), Found(own, own)
-        except Exception as error:
-            logger.warning("rank %d: TensorFlow waits on the host for what is reduced on its GPU, since its stream "
-                           "cannot: %s", rank, _one_line(error))
-    context = _checked(ContextStream, device, where, reasons)
-    if context is None and own is None:
-        logger.warning(BY_HOST, rank, "; ".join(dict.fromkeys(reasons)))
-    by_stream = None if own is None else Found(own, None)
-    return by_stream if context is None else Found(context, None), by_stream
+    if own is None:
+        context = _checked(ContextStream, device, where, reasons)
+        if context is None:
+            logger.warning(BY_HOST, rank, "; ".join(dict.fromkeys(reasons)))
+        return None if context is None else Found(context, None), None
+    if not runtime.current().settings.uses("stream_order"):
+        return (Found(own, None),) * 2
+    try:
+        with device.current():
+            check_waiting(own, device, where)
+        return (Found(own, own),) * 2
+    except Exception as error:
+        logger.warning("rank %d: TensorFlow waits on the host for what is reduced on its GPU, since its stream "
+                       "cannot: %s", rank, _one_line(error))
+        return (Found(own, None),) * 2
 
 
 def _checked(way: Callable[["Device", str], RecordedStream], device: "Device", where: str,

@@ -24,15 +24,17 @@ def device_at(where: str) -> "Device":
     return this_ranks_gpu(cuda_number(where))
 
 
-def why_no_gpu(where: str = "/device:GPU:0") -> str:
+def why_no_gpu(where: str) -> str:
     """Why the engine cannot use a GPU of TensorFlow's, which it opens; "" if it can. Raises as device_at.
+
+    `where`: TensorFlow's name of it; "": none is opened, if none has been.
 
     cupy can be imported where it cannot use the driver, or the GPU is full, or is another process' alone.
     """
     if why_no_cupy():
         return f"cupy is missing: {why_no_cupy()}"
     current = runtime.current()
-    if current not in _problems:
+    if where and current not in _problems:
         try:
             device_at(where)
             _problems[current] = ""
@@ -41,7 +43,7 @@ def why_no_gpu(where: str = "/device:GPU:0") -> str:
         except Exception as error:
             text = " ".join(str(error).split())[:300]
             _problems[current] = f"cupy cannot use the GPU: {type(error).__name__}: {text}"
-    return _problems[current]
+    return _problems.get(current, "")
 
 
 @cache

@@ -56,7 +56,8 @@ def why_not() -> str:
         return "MPISTRAT_DISABLE=xla switches it off"
     if not has_gpu():
         return ""
-    if reason := why_no_gpu():
+    # Of several GPUs the script may use another one than the first.
+    if reason := why_no_gpu("/device:GPU:0" if len(tf.config.get_visible_devices("GPU")) == 1 else ""):
         return reason
     return "MPISTRAT_GPU_OPERATIONS=host keeps GPU tensors on the host" if go_by_host() else ""
 
