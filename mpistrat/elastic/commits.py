@@ -108,7 +108,7 @@ def claim(directory: Path) -> tuple[int, str]:
         os.close(lock)
         raise BlockingIOError(f"another job saves its commits there ({holder})") from None
     except OSError as error:
-        problem = error.strerror or repr(error)
+        problem = str(error.strerror)
     os.truncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
     for partial in directory.glob(f"{FILE}.*.tmp"):

@@ -148,8 +148,8 @@ class FitState(TensorFlowKerasState):
 
     def find_place(self, steps: int | None, is_under_strategy: bool) -> None:
         """Let `batch` be the same share of an epoch that has `steps` batches on this rank. Collective."""
-        each = ops.allgather_object(steps, name="elastic.steps")
-        known = [number for number in each if number is not None]
+        each: list[int | None] = ops.allgather_object(steps, name="elastic.steps")
+        known = [count for count in each if count is not None]
         steps = max(known) if len(known) == len(each) else None
         if steps is not None and self.steps is not None:
             self.batch = self.batch * steps // self.steps
