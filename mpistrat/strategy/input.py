@@ -3,7 +3,8 @@
 What the policy AUTO means is decided here. TensorFlow's AUTO shards by files as far as it can, and if it finds a source
 without files after that, it shards the graph that it has changed by rows: a zip of files and memory then pairs rows of
 a rank's files with other labels (TensorFlow 2.21, grappler/optimizers/data/auto_shard.cc). And where it can, `take`,
-`skip` or `zip` count the rows of a rank's files, and not those of the dataset.
+`skip` or `zip` count the rows of a rank's files, and not those of the dataset. So AUTO is FILE here where each rank has
+rows of the dataset then, and else DATA of the unchanged dataset.
 
 Datasets may end at different times on different ranks. For that, TensorFlow runs a collective before each step, which
 finds out whether any rank has data left. It is switched off where all ranks are known to have the same number of
@@ -35,8 +36,9 @@ _Policy = tf.data.experimental.AutoShardPolicy
 # The kinds of datasets that TensorFlow shards by files.
 _READERS = ("ArrayRecordDataset", "FixedLengthRecordDataset", "RecordIODataset", "SSTableDataset", "TextLineDataset",
             "TFRecordDataset")
-# The kinds of datasets, of those that TensorFlow shards by files, whose rows depend on the rows before, or beside.
-_COUNTS_ROWS = ("Shard", "Skip", "Take", "Window", "Zip")
+# The kinds of datasets, of those that TensorFlow shards by files, whose rows depend on the rows before, or beside. A
+# cache in memory has all rows if the program has read it before, and keeps them when it is sharded.
+_OF_ALL_ROWS = ("Cache", "Shard", "Skip", "Take", "Window", "Zip")
 
 _in_order: ContextVar[bool] = ContextVar("mpistrat_rows_in_order", default=False)
 
@@ -130,10 +132,10 @@ class Pipelines:
         """
         distributed, own, names_of_files = None, "", _names_of_files(dataset)
         if policy == _Policy.AUTO and _in_order.get():
-            own = "sharded by files, rows would be in another order."
+            own = "sharded by files, a dataset would have another order."
         elif policy == _Policy.AUTO and names_of_files is None:
-            own = ("sharded by files, a dataset that zips or counts rows (take, skip, window, shard), or has rows in "
-                   "memory, would have other rows.")
+            own = ("sharded by files, a dataset would have other rows if it zips, caches or counts them (take, skip, "
+                   "window, shard), or has rows in memory too.")
         else:
             try:
                 distributed = self._distributed(_with_policy(dataset, _Policy.FILE), options)
@@ -158,8 +160,8 @@ class Pipelines:
     def _by_rows(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """The dataset with the policy DATA. Each rank reads all rows, so they must have one order on all ranks."""
         if self._rank == 0 and any(getattr(part, "_deterministic", "") == "false" for part in _parts_of(dataset)):
-            _say_once("a part of the dataset has deterministic=False: each rank may have another order of rows, so that "
-                      "rows are left out or read twice. Leave deterministic out.")
+            _say_once("a part of the dataset has deterministic=False: each rank may have another order of rows, and "
+                      "leave out rows or read them twice. Leave deterministic out.")
         return _with_policy(dataset, _Policy.DATA)
 
     def distribute_from_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
@@ -283,7 +285,7 @@ def _names_of_files(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
     if _has_reader(dataset):
         return list(getattr(dataset, "_impl", dataset)._inputs())
     found = [_names_of_files(other) for other in dataset._inputs()]
-    if not found or None in found or type(dataset).__name__.strip("_").removesuffix("Dataset") in _COUNTS_ROWS:
+    if not found or None in found or type(dataset).__name__.strip("_").removesuffix("Dataset") in _OF_ALL_ROWS:
         return None
     return [names for part in found for names in part or ()]
 

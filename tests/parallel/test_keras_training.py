@@ -282,6 +282,27 @@ def test_metrics_are_averaged_for_the_callbacks_that_follow(rank: int, size: int
     assert_equal_on_all_ranks([history.history["loss"], history.history["val_loss"]])
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_metrics_that_are_arrays_are_averaged(weighted: bool, rank: int, size: int) -> None:
+    own, shown = Keep(), Keep()
+    classes, callback = 3, hvd.callbacks.MetricAverageCallback(weighted=weighted)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(classes, "softmax")])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "categorical_crossentropy", metrics=[
+        keras.metrics.F1Score(average=None, name="each"), keras.metrics.F1Score(average="macro", name="all")])
+    x = np.random.default_rng(rank).normal(size=(8 * (1 + rank), 4)).astype(np.float32)
+    y = np.eye(classes, dtype=np.float32)[x[:, :classes].argmax(1)]
+    history = model.fit(x, y, batch_size=4 * (1 + rank), verbose=0, validation_data=(x, y), callbacks=[
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0), own, callback, shown])
+    weights = [1 + r if weighted else 1 for r in range(size)]
+    for name in ("each", "val_each", "all", "val_all"):
+        of_ranks = mpistrat.allgather_object(np.asarray(own.logs[0][name]))
+        mean = np.average(of_ranks, axis=0, weights=weights)
+        assert np.shape(shown.logs[0][name]) == of_ranks[0].shape
+        for found in (shown.logs[0][name], history.history[name][0]):
+            np.testing.assert_allclose(found, mean, rtol=1e-6)
+        assert_equal_on_all_ranks([np.asarray(history.history[name][0])])
+
+
 def number(value: Any) -> float:
     """A learning rate. A variable of Keras 3.0 has no __float__."""
     return float(keras.ops.convert_to_numpy(value))

@@ -36,9 +36,10 @@ class RandomPipelines:
         unary: dict[str, Callable[[], Any]] = {
             "map": lambda: first.map(lambda a, b: (a, b), num_parallel_calls=2),
             "filter": lambda: first.filter(lambda a, b: a % 4 != number % 4),
-            "shuffle": lambda: first.shuffle(number, seed=number),
-            "take": lambda: first.take(number + 4), "skip": lambda: first.skip(number), "repeat": lambda: first.repeat(2),
-            "rebatch": lambda: first.batch(number).unbatch(), "cache": lambda: first.cache().prefetch(1),
+            "shuffle": lambda: first.shuffle(number, seed=number, reshuffle_each_iteration=False),
+            "take": lambda: first.take(number + 4), "skip": lambda: first.skip(number),
+            "repeat": lambda: first.repeat(2), "rebatch": lambda: first.batch(number).unbatch(),
+            "cache": lambda: first.cache().prefetch(1),
             "window": lambda: first.batch(2).window(2, shift=1).flat_map(
                 lambda a, b: tf.data.Dataset.zip((a, b))).unbatch(),
             "enumerate": lambda: first.enumerate().map(lambda i, pair: (pair[0], pair[1] + i))}
@@ -118,7 +119,7 @@ def test_the_ranks_have_the_rows_of_the_dataset(seed: int, shared_dir: str) -> N
         plain = pairs_of(dataset)
         own = pairs_of(strategy.experimental_distribute_dataset(dataset),
                        lambda part: strategy.experimental_local_results(part)[0])
-        found = sum(mpistrat.allgather_object(own), [])
+        found = [pair for of_rank in mpistrat.allgather_object(own) for pair in of_rank]
         assert Counter(found) == Counter(plain), f"depth {depth}"
     with strategy.scope():
         model = Tally()

@@ -144,41 +144,6 @@ def reduce_per_replica(original: Function, values: Structure, strategy: tf.distr
     return tf.cond(flags.read("logs_wanted"), reduced, lambda: tf.nest.map_structure(tf.identity, values))
 
 
-# -- losses and means that the user's own steps report ----------------------------------------------------------------
-
-
-@replaces(keras_trainer.loss_module, "scale_loss_for_distribution",
-          "a mean of losses that a step of the user's keeps would be divided by the number of ranks",
-          "1.0 / num_replicas")
-def scale_loss(original: Function, value: tf.Tensor) -> tf.Tensor:
-    loss = original(value)
-    if state.weight is not None and loss is not value:
-        state.scaled.append(loss)
-    return loss
-
-
-@replaces(keras_trainer.base_trainer.Trainer, "compute_loss", "likewise, for a sum of losses", "ops.sum(losses)")
-def compute_loss(original: Function, self: keras.Model, *args: object, **kwargs: object) -> tf.Tensor:
-    loss = original(self, *args, **kwargs)
-    if state.weight is not None and strategy_here() is not None:
-        state.scaled.append(loss)
-    return loss
-
-
-@replaces(keras.metrics.Mean, "update_state", "a scalar, as a loss is, would count by ranks and not by rows",
-          "num_samples = 1")
-def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike,
-                sample_weight: TensorLike | None = None) -> object:
-    values = step_state.unscaled(values)
-    if state.weight is not None and strategy_here() is not None and isinstance(values, tf.Tensor):
-        if values.shape.rank == 0:
-            values = tf.where(state.rows == 0, tf.zeros_like(values), values)  # It may be NaN.
-            sample_weight = step_state.share() if sample_weight is None else sample_weight
-        elif values.shape == (0,) and sample_weight is not None and len(tf.convert_to_tensor(sample_weight).shape) == 0:
-            values = tf.zeros([], values.dtype)  # An eager loss of no rows; Keras gives their number as the weight.
-    return original(self, values, sample_weight)
-
-
 @replaces(keras_trainer.base_trainer.Trainer, "_get_metrics_result_or_logs",
           "a metric among other logs of a step of the user's would be the mean of those of the ranks", "return logs")
 def metrics_or_logs(original: Function, self: keras.Model, logs: object) -> object:
