@@ -111,6 +111,7 @@ def run(line: str, root: Path) -> None:
     mpistrat.shutdown()
     keras.utils.clear_session()
     keras.mixed_precision.set_global_policy("float32")
+    tf.random.set_seed(None)  # A new process has none; a shuffle takes it with its own.
     say(json.dumps({"line": line, "error": error, "output": output, "equal": equal,
                     "directory": os.getcwd(), "seconds": round(time.monotonic() - began, 1)}))
 

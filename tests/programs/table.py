@@ -210,7 +210,7 @@ NIGHTLY = [
     example(3, "strategy_dataset_fn", r"^weights \[1\.0, -2\.0, 0\.5\], 3 ranks$"),
     *(example(ranks, f"{name}_digits", SAME, least=0.95, needs=name) for name in ("torch", "jax") for ranks in (2, 3)),
     orders(3, "waits_of_all_kinds.py 300 3", "300 steps in one thread, and in 3"),
-    arrays(3, 20, "1000"), arrays(4, 10, "2000 hosts"), arrays(2, 10, "3000 background"), arrays(3, 50, "4000 tensors"),
+    arrays(3, 20, "1000"), arrays(4, 10, "2000 hosts"), arrays(2, 10, "3000 background"),
     graphs(3, "functions", 12), graphs(3, "strategy", 12), graphs(3, "strategy", 5, "gradients"),
     graphs(2, "strategy", 5, "gradients gpu"), graphs(2, "strategy", 3, "3000 gradients compiled"),
     graphs(2, "strategy", 4, "1002 compiled"), graphs(2, "strategy", 6, "6000 compiled gpu"),
