@@ -4,9 +4,9 @@
 
 SCRIPT is a path from here, or from DIRECTORY. They run in DIRECTORY, which all ranks share; "{rank}" in a line is the
 rank, and an argument with a slash at its end is a directory that is made. With COMPILED=all XLA compiles the script's
-models and functions though it does not say so; with any value the script is skipped where XLA cannot. After each, every rank says as JSON how it
-has ended and what it has printed (tests/support/scripts.py has the fields), and compares with the other ranks what the
-script's global names hold: models, optimizers, variables.
+models and functions though it does not say so; with any value the script is skipped where XLA cannot. After each, every
+rank says as JSON how it has ended and what it has printed (tests/support/scripts.py has the fields), and compares with
+the other ranks what the script's global names hold: models, optimizers, variables.
 """
 
 import contextlib
@@ -108,8 +108,8 @@ def run(line: str, root: Path) -> None:
         printed.seek(0)
         output = printed.read()
     equal = compare(names)
-    os.environ.clear()
-    os.environ.update(before)
+    for name in {*os.environ} - {*before}:
+        del os.environ[name]
     sys.path.remove(str(path.parent))
     mpistrat.shutdown()
     keras.utils.clear_session()
