@@ -1,16 +1,16 @@
-"""Random programs of all collectives against numpy: arrays in several threads, eager tensors and tf.function.
+"""Random programs of all collectives on arrays, in several threads, against numpy.
 
-A program is the same on all ranks but for the order of what may be in any order. Each thread makes such *free* calls
-(asynchronous ones on arrays, or all of a graph) among blocking ones, which have one order on all ranks, and then waits
-for them. It does so several times, under the same names, so that most of it is not negotiated again, with other values
-and other numbers of gathered rows. Calls are for all ranks or for a process set; the sets overlap. In some programs
-each rank makes another number of steps and then joins, and in some a rank disagrees with the others.
+A program is the same on all ranks but for the order of what may be in any order. Each thread makes such *free* calls,
+which are asynchronous, among blocking ones, which have one order on all ranks, and then waits for them. It does so
+several times, under the same names, so that most of it is not negotiated again, with other values and other numbers of
+gathered rows. Calls are for all ranks or for a process set; the sets overlap. In some programs each rank makes another
+number of steps and then joins, and in some a rank disagrees with the others.
 
-usage: random_arrays.py PROGRAMS [FIRST] [tensors] [background] [hosts]
+usage: random_arrays.py PROGRAMS [FIRST] [background] [hosts]
 
-FIRST is the number of the first program. With "tensors" some programs are of tensors; with "background" TensorFlow
-computes meanwhile; with "hosts" two consecutive ranks are a host each. A program that is wrong is reported with its
-number, and a rank that does not come is an error after a minute.
+FIRST is the number of the first program. With "background" TensorFlow computes meanwhile; with "hosts" two consecutive
+ranks are a host each. A program that is wrong is reported with its number, and a rank that does not come is an error
+after a minute.
 """
 
 import os
@@ -33,11 +33,11 @@ from tests.support.pretended_hosts import pretend_hosts
 HALVES = ("float16", "bfloat16")
 WHOLE = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 DTYPES = (*HALVES, "float32", "float64", "float32", "float32", *WHOLE, "bool", "complex64", "complex128")
-OF_TENSORS = (*HALVES, "float32", "float64", "int8", "uint8", "int32", "int64")
+OF_SCATTERS = (*HALVES, "float32", "float64", "int8", "uint8", "int32", "int64")
 SHAPES = ((), (0,), (1,), (3, 0, 2), (2, 3), (7,), (64,), (5, 13))
 
 REDUCTIONS = ("allreduce", "grouped_allreduce")
-GATHERS = ("allgather", "grouped_allgather")
+GATHERS = ("allgather",)
 SCATTERS = ("reducescatter", "grouped_reducescatter")
 EXCHANGES = ("alltoall", "alltoall_splits")
 KINDS = (*REDUCTIONS * 2, "allreduce", *GATHERS, *SCATTERS, "broadcast", "broadcast", *EXCHANGES, "adasum")
@@ -79,7 +79,6 @@ class Program:
     """The phases of each thread, which each rank runs `steps[rank]` times; then it joins, if the numbers differ."""
 
     seed: int
-    how: str  # arrays, eager or graph
     threads: tuple[tuple[Phase, ...], ...]
     steps: tuple[int, ...]
 
@@ -96,24 +95,20 @@ class Draw:
 
     Args:
         sets: The ranks of each process set, of which the first are all.
-        ways: What its calls may be of.
     """
 
-    def __init__(self, seed: int, sets: Sequence[tuple[int, ...]], ways: Sequence[str]):
+    def __init__(self, seed: int, sets: Sequence[tuple[int, ...]]):
         self._sets, self._choose = sets, random.Random(f"{seed}/{sets}")
-        self._how, size, choose = self._choose.choice(ways), len(sets[0]), self._choose
+        size, choose = len(sets[0]), self._choose
         self._joins = choose.random() < 0.2
         self._steps = tuple(choose.randint(0, 3) for _ in range(size)) if self._joins else \
-            (choose.choice([1, 3, 6] if self._how == "arrays" else [1, 2, 3]),) * size
+            (choose.choice([1, 3, 6]),) * size
         self._number = 0
-        threads = choose.choice([1, 1, 2, 3]) if self._how == "arrays" and not self._joins else 1
-        self.program = Program(seed, self._how, tuple(self._phases(thread) for thread in range(threads)), self._steps)
+        threads = choose.choice([1, 1, 2, 3]) if not self._joins else 1
+        self.program = Program(seed, tuple(self._phases(thread) for thread in range(threads)), self._steps)
 
     def _phases(self, thread: int) -> tuple[Phase, ...]:
         choose = self._choose
-        if self._how != "arrays":
-            calls = tuple(self._call(is_free=False) for _ in range(choose.randint(1, 6)))
-            return (Phase(calls, ()) if self._how == "graph" else Phase((), calls),)
         phases = []
         for _ in range(choose.randint(1, 2)):
             free = [self._call(is_free=True) for _ in range(choose.randint(0, 6))]
@@ -128,17 +123,15 @@ class Draw:
         return self._number
 
     def _call(self, is_free: bool) -> Call:
-        choose, of_arrays = self._choose, self._how == "arrays"
+        choose = self._choose
         kind = choose.choice([kind for kind in KINDS if not (
-            (self._joins and kind in NOT_WITH_JOIN) or (of_arrays and kind == "grouped_allgather")
-            or (is_free and kind == "grouped_reducescatter"))])
+            (self._joins and kind in NOT_WITH_JOIN) or (is_free and kind == "grouped_reducescatter"))])
         place = 0 if self._joins or choose.random() < 0.5 else choose.randrange(len(self._sets))
         reduces, members = kind in REDUCTIONS + SCATTERS, self._sets[place]
         op = choose.choice(OPS if kind in REDUCTIONS else OPS[:2])
         dtypes = ("float32", "float64") if kind == "adasum" else \
-            DTYPES if of_arrays and kind not in SCATTERS else \
-            OF_TENSORS if reduces else (*OF_TENSORS, "bool", "int16")
-        counts = [1, 2, 4] if self._joins or not of_arrays or kind != "grouped_allreduce" else [0, 1, 2, 5, 30]
+            OF_SCATTERS if kind in SCATTERS else DTYPES
+        counts = [1, 2, 4] if self._joins or kind != "grouped_allreduce" else [0, 1, 2, 5, 30]
         count, arrays = choose.choice(counts) if kind.startswith("grouped") else 1, []
         dtype = choose.choice(dtypes)
         for _ in range(count):
@@ -156,14 +149,14 @@ class Draw:
             self._next(), kind, tuple(arrays), op, *scales, place, members,
             root=choose.choice([rank for rank in members if self._steps[rank] == max(self._steps)]),
             is_whole=kind == "adasum" or choose.random() < 0.5,
-            disagrees=(not self._joins and self._how != "graph" and len(members) > 1 and choose.random() < 0.05
+            disagrees=(not self._joins and len(members) > 1 and choose.random() < 0.05
                        and kind in ("allreduce", "broadcast")))
 
     def _shape(self) -> tuple[int, ...]:
         choose, drawn = self._choose, self._choose.random()
         if drawn < 0.55:
             return choose.choice(SHAPES)
-        if drawn < 0.97 or self._how != "arrays":
+        if drawn < 0.97:
             return (choose.randint(1, 30_000),)
         return (choose.randint(1, 4), choose.randint(50_000, 250_000))
 
@@ -235,7 +228,6 @@ def magnitude(call: Call, parts: Sequence[np.ndarray]) -> np.ndarray:
 
 def assert_right(result: Any, expected: np.ndarray, magnitudes: np.ndarray | None, what: str) -> None:
     """Compare a result with numpy's: bit by bit without `magnitudes`, else as exactly as they and the dtype allow."""
-    result = np.asarray(result.numpy() if hasattr(result, "numpy") else result)
     assert result.dtype == expected.dtype and result.shape == expected.shape, \
         f"{what}: {result.dtype}{result.shape}, not {expected.dtype}{expected.shape}"
     if magnitudes is None:
@@ -269,8 +261,8 @@ def exchanged(call: Call, seed: int, step: int, mine: int, of_ranks: Sequence[Se
 # -- the calls --------------------------------------------------------------------------------------------------------
 
 
-def call_of(module: Any, call: Call, arrays: Sequence[Any], splits: Any, process_set: Any, suffix: str = "") -> Any:
-    """Make the call in the way of a module: mpistrat, with the suffix "_async" too, or mpistrat.tensorflow."""
+def call_of(call: Call, arrays: Sequence[Any], splits: Any, process_set: Any, suffix: str = "") -> Any:
+    """Make the call; with the suffix "_async" it is a handle."""
     options: dict[str, Any] = {"name": call.name, "process_set": process_set}
     kind = {"adasum": "allreduce", "alltoall_splits": "alltoall"}.get(call.kind, call.kind)
     if call.kind in REDUCTIONS + SCATTERS:
@@ -281,7 +273,7 @@ def call_of(module: Any, call: Call, arrays: Sequence[Any], splits: Any, process
         options |= {"root_rank": call.root}
     elif call.kind == "alltoall_splits":
         options |= {"splits": splits}
-    return getattr(module, kind + suffix)(arrays if kind.startswith("grouped") else arrays[0], **options)
+    return getattr(mpistrat, kind + suffix)(arrays if kind.startswith("grouped") else arrays[0], **options)
 
 
 class Rank:
@@ -297,18 +289,16 @@ class Rank:
             for future in [pool.submit(self._run_thread, program, i) for i in range(len(program.threads))]:
                 future.result()
         if program.joins:
-            last = mpistrat.join() if program.how == "arrays" else int(tensors().join())
+            last = mpistrat.join()
             assert len(set(mpistrat.allgather_object(last))) == 1, program
         return sum(len(p.free) + len(p.blocking) for t in program.threads for p in t) * program.steps[self.rank]
 
     def _run_thread(self, program: Program, thread: int) -> None:
         own = random.Random(f"{program.seed}/{self.rank}/{thread}")  # other orders on each rank
         kept: list[tuple[Call, int, Any]] = []
-        functions = {phase: self._graph(phase, own) for phase in program.threads[thread]} \
-            if program.how == "graph" else {}
         for step in range(program.steps[self.rank]):
             for phase in program.threads[thread]:
-                kept += functions[phase](program, step) if functions else self._run_phase(program, phase, step, own)
+                kept += self._run_phase(program, phase, step, own)
                 kept = kept[-5:]
         for call, step, results in kept:
             self._check(program, call, step, results)  # Still right, after others have come.
@@ -326,7 +316,7 @@ class Rank:
                 self._collect(program, call, step, lambda c=call, b=brought: self._block(program, c, b, step), done)
             else:
                 splits, process_set = splits_of(call, program.seed, step, self.rank), self._sets[call.place]
-                pending.append((call, call_of(mpistrat, call, brought, splits, process_set, "_async"), brought))
+                pending.append((call, call_of(call, brought, splits, process_set, "_async"), brought))
             if own.random() < 0.1:
                 sum(range(own.randint(0, 100_000)))  # holds Python's lock
         own.shuffle(pending)
@@ -346,9 +336,7 @@ class Rank:
         if call.kind == "objects":
             return mpistrat.allgather_object((self.rank, step))
         splits, process_set = splits_of(call, program.seed, step, self.rank), self._sets[call.place]
-        if program.how == "arrays":
-            return call_of(mpistrat, call, arrays, splits, process_set)
-        return call_of(tensors(), call, list(map(constant, arrays)), splits, process_set)
+        return call_of(call, arrays, splits, process_set)
 
     def _collect(self, program: Program, call: Call, step: int, get: Callable[[], Any],
                  done: list[tuple[Call, int, Any]]) -> None:
@@ -363,28 +351,6 @@ class Rank:
         else:
             raise AssertionError(f"no error: {call} in {program}")
 
-    def _graph(self, phase: Phase, own: random.Random) -> Callable[[Program, int], list[tuple[Call, int, Any]]]:
-        import tensorflow as tf
-        calls = [call for call in phase.free if self.rank in call.members]
-        own.shuffle(calls)
-        signature = [[tf.TensorSpec([None, *shape] if call.kind in GATHERS + EXCHANGES else shape, dtype)
-                      for dtype, shape in call.arrays] for call in calls]
-        of_splits = [tf.TensorSpec([len(call.members)], tf.int32) for call in calls]
-
-        @tf.function(input_signature=[signature, of_splits], autograph=False)
-        def function(arrays: list, splits: list) -> list:
-            return [call_of(tensors(), call, brought, counts, self._sets[call.place])
-                    for call, brought, counts in zip(calls, arrays, splits, strict=True)]
-
-        def run(program: Program, step: int) -> list[tuple[Call, int, Any]]:
-            brought = [list(map(constant, self._brought(program, call, step))) for call in calls]
-            splits = [tf.constant(splits_of(call, program.seed, step, self.rank)) for call in calls]
-            done = [(call, step, got) for call, got in zip(calls, function(brought, splits), strict=True)]
-            for each in done:
-                self._check(program, *each)
-            return done
-        return run
-
     def _check(self, program: Program, call: Call, step: int, results: Any) -> None:
         what = f"step {step} of {call} in {program}"
         if call.kind == "barrier":
@@ -394,8 +360,7 @@ class Rank:
             assert results == [(rank, step) for rank in ranks], f"{what}: {results}"
             return
         found = results if call.kind.startswith("grouped") or call.kind == "alltoall_splits" else [results]
-        if program.how == "arrays":
-            assert all(type(result) is np.ndarray for result in found), what
+        assert all(type(result) is np.ndarray for result in found), what
         expected = list(self._expected(program, call, step))
         assert len(found) == len(expected), what
         for result, (array, magnitudes) in zip(found, expected, strict=True):
@@ -435,16 +400,6 @@ class Rank:
         # Each host rounds its sum before it sends it to the others.
         is_rounded_twice = dtype.name in HALVES and len(mpistrat.hosts()) > 1
         return call.is_whole or (self._in_order and not is_rounded_twice)
-
-
-def tensors() -> Any:
-    import mpistrat.tensorflow
-    return mpistrat.tensorflow
-
-
-def constant(array: np.ndarray) -> Any:
-    import tensorflow as tf
-    return tf.constant(array)
 
 
 @contextmanager
@@ -488,20 +443,16 @@ def main() -> None:
     os.environ.setdefault("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "60")
     if "hosts" in options:
         pretend_hosts(2)
-    if "tensors" in options:
-        import tensorflow as tf
-        tf.config.threading.set_inter_op_parallelism_threads(1)
-        tf.get_logger().setLevel("ERROR")  # It warns of functions that are traced often.
     mpistrat.init()
     size = mpistrat.size()
     members = list(dict.fromkeys([tuple(range(size)), tuple(range(size - 1)), tuple(range(1, size)), (0, size - 1)]))
     sets = [mpistrat.global_process_set, *map(mpistrat.add_process_set, members[1:])]
     # Over hosts of several ranks, sums are sums of the hosts' sums.
     own = Rank(sets, sums_in_rank_order=len(mpistrat.hosts()) == 1 or size <= 3)
-    calls, ways = 0, ["arrays", "eager", "graph"] if "tensors" in options else ["arrays"]
+    calls = 0
     with tensorflow_in_the_background() if "background" in options else nullcontext():
         for seed in range(first, first + count):
-            program = Draw(seed, members, ways).program
+            program = Draw(seed, members).program
             assert len(set(mpistrat.allgather_object(repr(program)))) == 1, "the ranks have drawn different programs"
             calls += own.run(program)
     print(f"rank {own.rank}: {count} programs of {calls} collectives are right", flush=True)

@@ -3,10 +3,10 @@
     mpirun -np 2 python tests/programs/run.py DIRECTORY "[NAME=VALUE ...] SCRIPT [ARGUMENT ...]" ...
 
 SCRIPT is a path from here, or from DIRECTORY. They run in DIRECTORY, which all ranks share; "{rank}" in a line is the
-rank, and an argument with a slash at its end is a directory that is made. With COMPILED=1 XLA compiles the script's
-models and functions though it does not say so. After each, every rank says as JSON how it
-has ended and what it has printed (tests/support/scripts.py has the fields), and compares with the other ranks what the
-script's global names hold: models, optimizers, variables.
+rank, and an argument with a slash at its end is a directory that is made. With COMPILED=all XLA compiles the script's
+models and functions though it does not say so; with any value the script is skipped where XLA cannot. After each, every
+rank says as JSON how it has ended and what it has printed (tests/support/scripts.py has the fields), and compares with
+the other ranks what the script's global names hold: models, optimizers, variables.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 import mpistrat
+from mpistrat.tensorflow.xla import ffi
 from tests.scripts.reporting import launched_rank, say
 from tests.support.compiled import compiled_by_xla
 
@@ -94,7 +95,9 @@ def run(line: str, root: Path) -> None:
     error, names = "", {}
     with tempfile.TemporaryFile("w+") as printed:
         try:
-            compiled = compiled_by_xla() if "COMPILED" in os.environ else contextlib.nullcontext()
+            if "COMPILED" in os.environ and ffi.api() is None:
+                sys.exit("skipped: this TensorFlow does not export XLA's FFI")
+            compiled = compiled_by_xla() if os.environ.get("COMPILED") == "all" else contextlib.nullcontext()
             with printed_to(printed.fileno()), compiled:
                 names = runpy.run_path(str(path), run_name="__main__")
         except SystemExit as ending:
@@ -105,12 +108,13 @@ def run(line: str, root: Path) -> None:
         printed.seek(0)
         output = printed.read()
     equal = compare(names)
-    os.environ.clear()
-    os.environ.update(before)
+    for name in {*os.environ} - {*before}:
+        del os.environ[name]
     sys.path.remove(str(path.parent))
     mpistrat.shutdown()
     keras.utils.clear_session()
     keras.mixed_precision.set_global_policy("float32")
+    tf.random.set_seed(None)  # A new process has none; a shuffle takes it with its own.
     say(json.dumps({"line": line, "error": error, "output": output, "equal": equal,
                     "directory": os.getcwd(), "seconds": round(time.monotonic() - began, 1)}))
 

@@ -56,7 +56,7 @@ def lines_of(item: pytest.Item) -> Iterator[Line]:
 
 
 def endings(job: Finished, ranks: int) -> list[tuple[str, Ran]]:
-    """The words of each script of a job of one_after_other.py, and how it has ended."""
+    """The words of each script of a job of tests/programs/run.py, and how it has ended."""
     assert job.code == 0, job.output
     assert job.left == (), job.output
     by_rank = [[json.loads(line) for line in job.of_rank(rank) if line.startswith("{")] for rank in range(ranks)]

@@ -27,8 +27,8 @@ from .pieces import WHOLE, WIDTH, Graphs, Piece, World, drawn, every, rows, smal
 
 FAULTS = ("fault", "fault aside")  # with what follows behind it, or beside it
 CALLS = ("call", "call twice")
-KINDS = ("sum", "mean", "tape", "named", "gather", "several", "unused", *(*CALLS, "branch", "loop") * 2)
-NOT_WITH_JOIN = ("set", "optimizer")
+KINDS = ("sum", "mean", "tape", "named", "gather", "several", "unused", "typed", *(*CALLS, "branch", "loop") * 2)
+NOT_WITH_JOIN = ("set", "optimizer", "scattered", "exchanged")
 OWN = ("own set", "optimizer", *CALLS)  # in two threads that the ranks cannot tell apart
 # What ends the engines after an error that a script has caught.
 ENDED = (r"ended in an error|disagree on how many executions|This is a deadlock|"

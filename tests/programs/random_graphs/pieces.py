@@ -18,6 +18,7 @@ import mpistrat.tensorflow as hvd
 
 WIDTH = 3
 WHOLE = 6.0  # The mean of so many times a whole number is whole on up to three ranks.
+DTYPES = ("float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
 NESTS = ("branch", "loop", "parallel", "call", "call twice")
 Pullback = Callable[[np.ndarray], np.ndarray]
 
@@ -106,8 +107,10 @@ def rows_of(piece: Piece, x: np.ndarray, world: World) -> tuple[np.ndarray, Pull
 
     if kind in ("sum", "named"):
         return small(x + total), lambda g: g + to_all(g.sum(0))
-    if kind == "merged":
+    if kind in ("merged", "typed", "scattered"):
         return small(x + total), no_gradient
+    if kind == "exchanged":
+        return small(x + np.arange(1.0, size + 1)[:, np.newaxis] * total), no_gradient
     if kind == "mean":
         return small(x + WHOLE * total / size), lambda g: g + to_all(WHOLE * g.mean(0))
     if kind == "tape":
@@ -179,6 +182,12 @@ class Graphs:
             return small(x + self.sum(x))
         if kind == "named":
             return small(x + hvd.allreduce(x, op=hvd.Sum, name=f"named/{number}"))
+        if kind == "typed":
+            return small(x + tf.cast(hvd.allreduce(tf.cast(x, DTYPES[number % len(DTYPES)]), op=hvd.Sum), tf.float32))
+        if kind == "scattered":
+            return small(x + hvd.reducescatter(tf.stack([x] * self.size), op=hvd.Sum)[0])
+        if kind == "exchanged":
+            return small(x + tf.reduce_sum(hvd.alltoall(tf.stack([x * (i + 1.0) for i in range(self.size)])), 0))
         if kind == "mean":
             return small(x + self.mean(x * WHOLE))
         if kind == "several":
