@@ -1,4 +1,4 @@
-"""What `Compression.int8` and `Compression.fp8` round off, kept by the names of buckets. See core/quantised.py.
+"""What `Compression.int8` rounds off, kept by the names of buckets. See core/quantised.py.
 
 Used by the engine's thread.
 """
@@ -91,7 +91,7 @@ class ErrorFeedback:
         self._plane.allgather(np.array([errors is None], np.uint8), missing, [1] * size)
         if errors is None or missing.any():
             raise EngineError(f"{quantised.name}: ranks {self._topology.listed(np.flatnonzero(missing).tolist())} have "
-                              f"no memory for the error feedback of Compression.{quantised.format}, "
+                              f"no memory for the error feedback of Compression.int8, "
                               f"{4 * count} bytes. Take Compression.bf16, which keeps none.")
         restored = self._restored.pop(quantised.name, None)
         if restored is not None and restored.size == count and self._topology.host == self._topology.hosts[0]:

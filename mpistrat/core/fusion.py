@@ -8,7 +8,7 @@ from typing import Protocol
 from .arithmetic import Reduction, Scale
 from .dtypes import is_half
 from .protocols import Array
-from .quantised import FORMATS, Quantised
+from .quantised import INT8, Quantised
 from .request import CollectiveType, ReduceOp, Request
 from .tuning import KEPT_FUSION_PLANS, QUANTISED_LEAST_BYTES
 
@@ -132,7 +132,7 @@ class BucketPlans:
             if is_fused(request):
                 key = (request.kind, request.scaled, request.root_rank, request.device, request.wire_dtype,
                        # Error feedback is kept by place in a bucket, which must be the same in each step.
-                       request.name if request.wire_dtype in FORMATS else "")
+                       request.name if request.wire_dtype == INT8 else "")
                 arrays_at += [(index, i) for i in range(len(entry.arrays))]
                 members += [((key, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []
@@ -142,7 +142,7 @@ class BucketPlans:
             request, arrays = entries[first].request, entries[first].arrays
             whole = first if members_of_bucket == tuple((first, i) for i in range(len(arrays))) else None
             reduction = self.reduction(request, divisor)
-            if request.wire_dtype in FORMATS and reduction.op is ReduceOp.SUM:
+            if request.wire_dtype == INT8 and reduction.op is ReduceOp.SUM:
                 reduction = replace(reduction, quantised=_quantised(request, [arrays[i] for _, i in members_of_bucket],
                                                                     members_of_bucket[0][1]))
             buckets.append(FusionBucket(request, members_of_bucket, whole, reduction))
@@ -163,5 +163,5 @@ def _quantised(request: Request, arrays: Sequence[Array], first: int) -> Quantis
         return None
     # Only gradients have labels, and come again and again. An error of other tensors would be added to unrelated ones.
     if not request.labels:
-        return Quantised(request.wire_dtype)
-    return Quantised(request.wire_dtype, f"{request.name}[{first}]", request, request.labels)
+        return Quantised()
+    return Quantised(f"{request.name}[{first}]", request, request.labels)

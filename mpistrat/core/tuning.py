@@ -203,7 +203,7 @@ QUANTISED_LEAST_BYTES = 16 * 1024
 
 # How many blocks of 256 values are rounded, or read, at once.
 # 4 million floats, int8, ns for each, to round with feedback and to read: 2.0 and 0.6 with 256, 3.6 and 0.9 with 128,
-# 3.3 and 0.8 with 64, 3.1 and 0.8 with 512; a memcpy of the floats takes 0.35. fp8 with 256: 4.7 and 1.3.
+# 3.3 and 0.8 with 64, 3.1 and 0.8 with 512; a memcpy of the floats takes 0.35.
 QUANTISED_BATCH_BLOCKS = 256
 
 # -- transport.mpi ----------------------------------------------------------------------------------------------------

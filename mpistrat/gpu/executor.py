@@ -18,7 +18,7 @@ from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Observer
 from ..core.protocols import Array
-from ..core.quantised import FORMATS
+from ..core.quantised import INT8
 from ..core.request import CollectiveType, Request
 from ..core.settings import Settings
 from ..core.topology import Topology
@@ -267,7 +267,7 @@ class GpuExecutor(DeviceExecutor):
     def _reducer(self, bucket: FusionBucket, works: Sequence[Work]) -> Reducer:
         arrays = [works[place].tensors[i] for place, i in bucket.members]
         backend, reduction, wire_dtype = self._backends[0], bucket.reduction, bucket.request.wire_dtype
-        wire_dtype = "" if wire_dtype in FORMATS else wire_dtype
+        wire_dtype = "" if wire_dtype == INT8 else wire_dtype
         if reduction.quantised is not None and len(self._topology.hosts) > 1:
             reason = "NCCL cannot sum 8-bit numbers with scales, which go between the hosts"
         else:

@@ -111,14 +111,13 @@ def test_hosts_send_8_bit_numbers_and_the_ranks_of_one_host_do_not(has_hosts: bo
         mpistrat.init()
     tensor = tf.cast(tf.linspace(-1.0, 1.0, 10_000), tf.float32) * (rank + 1)
     plain = hvd.allreduce(tensor, op=hvd.Sum).numpy()
-    for compression in (hvd.Compression.int8, hvd.Compression.fp8):
-        result = hvd.allreduce(tensor, op=hvd.Sum, compression=compression)
-        assert_equal_on_all_ranks(result.numpy())
-        assert result.device == tensor.device
-        off = np.abs(result.numpy() - plain).max()
-        assert 1e-5 < off < 0.07 * plain.max() if has_hosts else off == 0.0
-        np.testing.assert_array_equal(hvd.allreduce(tensor, op=hvd.Max, compression=compression), tensor / (rank + 1)
-                                      * tf.where(tensor > 0, float(size), 1.0))
+    result = hvd.allreduce(tensor, op=hvd.Sum, compression=hvd.Compression.int8)
+    assert_equal_on_all_ranks(result.numpy())
+    assert result.device == tensor.device
+    off = np.abs(result.numpy() - plain).max()
+    assert 1e-5 < off < 0.02 * plain.max() if has_hosts else off == 0.0
+    np.testing.assert_array_equal(hvd.allreduce(tensor, op=hvd.Max, compression=hvd.Compression.int8),
+                                  tensor / (rank + 1) * tf.where(tensor > 0, float(size), 1.0))
 
 
 # -- in tf.function ---------------------------------------------------------------------------------------------------

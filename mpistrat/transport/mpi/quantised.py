@@ -4,7 +4,6 @@ Used by the engine's thread.
 """
 
 import itertools
-from collections.abc import Mapping
 
 import numpy as np
 from mpi4py import MPI
@@ -29,20 +28,20 @@ class QuantisedExchange:
 
     Args:
         comm: The communicator; COMM_NULL on a rank that sends nothing.
-        formats: The formats by name.
+        format_: Rounds and reads; may be shared by those of one thread.
     """
 
-    def __init__(self, comm: MPI.Comm, formats: Mapping[str, Format]):
-        self._comm, self._formats = comm, formats
+    def __init__(self, comm: MPI.Comm, format_: Format):
+        self._comm, self._format = comm, format_
         self._hosts, self._host = (comm.Get_size(), comm.Get_rank()) if comm != MPI.COMM_NULL else (0, 0)
         self._sent, self._received, self._total = FusionBuffer(), FusionBuffer(), FusionBuffer()
 
-    def send(self, format_: str, values: np.ndarray, errors: np.ndarray | None) -> list[MPI.Request]:
+    def send(self, values: np.ndarray, errors: np.ndarray | None) -> list[MPI.Request]:
         """Start to send `values`, the host's own, as 8-bit numbers. For `errors` see Format.encode.
 
         Both stay as they are until `combine`. Returns the requests to complete before that.
         """
-        self._format, self._values, self._errors, count = self._formats[format_], values, errors, values.size
+        self._values, self._errors, count = values, errors, values.size
         nbytes = wire_bytes(count)
         self._is_whole = self._hosts == 2 or nbytes * self._hosts <= HIERARCHICAL_ALLGATHER_BYTES
         if self._is_whole:
