@@ -63,7 +63,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "elastic.encoding": {"msgpack", "numpy", "ml_dtypes"},
     "gpu.copy.compiler": {"cupy"}, "gpu.nccl.library": {"cupy"},
     "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
-    "api.ops": {"numpy", "cloudpickle"}, "api.interop.libraries": {"numpy", "ml_dtypes"},
+    "api.ops": {"numpy", "cloudpickle"},
     # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.
     "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py"}, "cli.top": {"rich", "prometheus_client"},
     "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
