@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -48,7 +49,34 @@ UPWARDS = {("tensorflow", "__getattr__", "keras"), ("api.run_function", "run", "
            ("tensorflow", "__getattr__", "cluster.resolver"), ("tensorflow", "", "cluster.resolver"),
            ("tensorflow.gradient_tape", "_adapt_keras", "keras.patches"),
            ("api.as_horovod", "exec_module", "keras.keras2_words")}
+MOST_UPWARDS = 8  # It may only become less.
 MOST_FLOORS = 8
+# The rooms of a package are its directories; its own name is that of the modules at its root. What each imports of the
+# other rooms: it may only become less, since two rooms that import each other are one.
+ROOMS: dict[str, set[str]] = {
+    "api": {"api.elastic", "api.interop"}, "api.elastic": {"api"}, "api.interop": {"api"},
+    "cli": {"cli.doctor", "cli.startup", "cli.stderr"}, "cli.bench": {"cli"}, "cli.doctor": {"cli"},
+    "cli.timeline": {"cli"}, "cli.top": {"cli"},
+    "gpu": {"gpu.copy", "gpu.nccl"}, "gpu.copy": {"gpu"}, "gpu.nccl": {"gpu", "gpu.copy"},
+    "keras": {"keras.fit", "keras.keras2", "keras.local_sgd", "keras.sharded"},
+    "keras.fit": {"keras", "keras.local_sgd"}, "keras.keras2": {"keras", "keras.fit"},
+    "keras.local_sgd": {"keras", "keras.fit"}, "keras.sharded": {"keras"}, "tensorflow.keras": {"keras"},
+    "strategy": {"strategy.keras"}, "strategy.keras": {"strategy"},
+    "tensorflow": {"tensorflow.async_op", "tensorflow.bridge", "tensorflow.sessions", "tensorflow.xla"},
+    "tensorflow.async_op": {"tensorflow.bridge", "tensorflow.sessions", "tensorflow.xla"},
+    "tensorflow.bridge": {"tensorflow", "tensorflow.async_op", "tensorflow.sessions", "tensorflow.xla"},
+    "tensorflow.sessions": {"tensorflow", "tensorflow.async_op", "tensorflow.bridge", "tensorflow.xla"},
+    "tensorflow.xla": {"tensorflow", "tensorflow.bridge"},
+    "transport": {"transport.shm"}, "transport.hierarchical": {"transport.mpi", "transport.shm"},
+    "transport.mpi": {"transport.shm"}, "transport.shm": {"transport"},
+}
+# The most lines that the modules of each package may have, and all files of tests. It is a whole number of fifties. A
+# commit that raises one says why nothing can be deleted for it.
+ROOM_LINES = {
+    "core": 3_100, "negotiation": 1_300, "transport": 3_350, "gpu": 2_750, "engine": 1_600, "trace": 1_900,
+    "process": 2_150, "elastic": 2_150, "api": 4_100, "cluster": 450, "tensorflow": 7_300, "keras": 6_000,
+    "strategy": 2_800, "cli": 5_800, "": 100, "__main__": 50, "tests": 57_500,
+}
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
     "core": {"numpy"}, "negotiation": set(), "transport": {"numpy", "mpi4py"}, "gpu": {"numpy"}, "engine": {"numpy"},
@@ -63,7 +91,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "elastic.encoding": {"msgpack", "numpy", "ml_dtypes"},
     "gpu.copy.compiler": {"cupy"}, "gpu.nccl.library": {"cupy"},
     "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
-    "api.ops": {"numpy", "cloudpickle"}, "api.interop.libraries": {"numpy", "ml_dtypes"},
+    "api.ops": {"numpy", "cloudpickle"},
     # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.
     "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py", "cupy"},
     "cli.top": {"rich", "prometheus_client"},
@@ -196,6 +224,7 @@ def test_every_import_that_points_up_is_inside_of_its_function_or_for_types() ->
     assert not [each for each in UPWARDS & executed if not each[1]]
     found = {(module, function, own_name(name)) for module in modules() for function, name in placed_imports(module)}
     assert found >= UPWARDS
+    assert len(UPWARDS) <= MOST_UPWARDS
 
 
 def test_the_walk_tells_imports_of_a_function_from_those_at_the_top() -> None:
@@ -222,6 +251,39 @@ def test_the_packages_stand_on_few_floors() -> None:
         return 1 + max((floor(below) for below in PACKAGES[package]), default=0)
 
     assert max(map(floor, PACKAGES)) <= MOST_FLOORS
+
+
+def room_of(module: str) -> str:
+    """The directory that a module is in, as a package."""
+    return module if is_package(module) else module.rpartition(".")[0]
+
+
+def test_the_rooms_of_a_package_import_each_other_only_as_listed() -> None:
+    found: dict[str, set[str]] = {}
+    for module in modules():
+        for name in own_imports_but_upwards(module):
+            if package_of(name) == package_of(module) and room_of(name) != room_of(module):
+                found.setdefault(room_of(module), set()).add(room_of(name))
+    new = [f"{module} imports {name}" for module in modules() for name in own_imports_but_upwards(module)
+           if room_of(name) in found.get(room_of(module), set()) - ROOMS.get(room_of(module), set())]
+    assert not new, "put what both need below both rooms"
+    gone = {room: listed for room, names in ROOMS.items() if (listed := names - found.get(room, set()))}
+    assert not gone, "take these out of ROOMS"
+
+
+def lines_of(paths: Iterable[Path]) -> int:
+    """The lines of these files together."""
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+@pytest.mark.parametrize("room", [*PACKAGES, "tests"], ids=titled)
+def test_a_room_has_no_more_lines_than_its_budget(room: str) -> None:
+    of_room = Path(__file__).parent.parent.rglob("*.py") if room == "tests" else [
+        PACKAGE / module.replace(".", "/") / "__init__.py" if is_package(module)
+        else PACKAGE / f"{module.replace('.', '/')}.py" for module in modules() if package_of(module) == room]
+    lines, budget = lines_of(of_room), ROOM_LINES[room]
+    assert lines <= budget, (f"{titled(room)} has {lines:,} lines, {lines - budget:,} more than its budget. Delete as "
+                             "many, or raise ROOM_LINES in a commit that says why.")
 
 
 @every_module
