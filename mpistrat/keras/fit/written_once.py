@@ -184,7 +184,7 @@ class WrittenOnce(Callback):
             return result
         result, changed = statuses[0].value
         if not self.role.runs:
-            vars(self.callback).update(changed)
+            self.callback.__dict__.update(changed)
         self._known = self._state()
         return result
 
