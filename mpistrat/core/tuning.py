@@ -284,10 +284,10 @@ PIGGYBACK_HOST_BYTES = 2 * 1024 * 1024
 # take 0.53 ms instead of 0.76; 4 hosts, three runs: up to 4 KB 0.88 instead of 1.12.
 PIGGYBACK_CROSS_BYTES = 32 * 1024
 
-# Bytes of the first message with a vote, and of each further one.
-# Not measured: below the limit to which MPI sends without asking the receiver, a further round trip: 64 KiB over TCP in
-# Open MPI, its header included.
-VOTE_MESSAGE_BYTES = 48 * 1024
+# Bytes of a message between hosts, of which larger data consist.
+# Below the limit to which MPI sends without asking the receiver: 64 KiB over TCP in Open MPI, its header included. See
+# transport.mpi.eager for what that saves. 30 KB over 1 Gbit/s takes as long.
+EAGER_MESSAGE_BYTES = 60 * 1024
 
 # -- gpu --------------------------------------------------------------------------------------------------------------
 
@@ -333,6 +333,11 @@ JOINED_TENSOR_BYTES = 64 * 1024
 # 142 ms with 16 MiB, and 12 with 64 MiB, since with no core to spare nothing overlaps; three runs with 1 MiB: 22. Hosts
 # with spare cores or GPUs, for which the buckets are, were not measured.
 BUCKET_BYTES = 16 * 1024 * 1024
+
+# The same between hosts, and of the first bucket, which lets the wire begin early.
+# Not measured.
+HOSTS_BUCKET_BYTES = 4 * 1024 * 1024
+HOSTS_FIRST_BUCKET_BYTES = 1024 * 1024
 
 # The same on GPUs. Each bucket there costs some calls of Python beside the training step, whatever its size.
 # Not measured on a GPU. On its stand-in these take 0.27 ms of a core; ResNet-50 has 4 buckets in place of 8, and
