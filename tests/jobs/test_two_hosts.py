@@ -14,7 +14,7 @@ from mpistrat.trace import files
 from mpistrat.trace.analysis import analyse, last_submissions
 from mpistrat.trace.timeline import records_in
 
-from ..support.hosts_in_namespaces import Ended, Hosts, Link, can_make_links, two_hosts, why_not
+from ..support.hosts_in_namespaces import Ended, Hosts, Link, can_make_links, several_hosts, two_hosts, why_not
 from ..support.jobs import JOB_VARIABLE, find_mpirun
 
 
@@ -99,6 +99,21 @@ def test_an_allreduce_of_two_hosts_sends_every_byte_once_in_each_direction(hosts
     assert job.code == 0, job.output
     # Each of two hosts sends half of the array to be summed, and half of the sum.
     assert 1 <= sent / (2 * size * times) < 1.05
+
+
+@pytest.mark.parametrize("ranks_per_host", [
+    [1, 1, 1], *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in ([2, 2, 2], [1, 1, 1, 1], [2, 1, 2, 1]))])
+def test_an_allreduce_of_more_hosts_sends_every_byte_twice_but_for_the_own_part(ranks_per_host: list[int]) -> None:
+    require_namespaces()
+    size, times = 2**23, 4
+    with several_hosts(len(ranks_per_host)) as made:
+        before = made.wire_bytes()
+        job = made.run(ranks_per_host, ["python", "tests/scripts/large_allreduce.py", str(size), str(times)])
+        sent = made.wire_bytes() - before
+    print(f"{times} all-reduces of {size:,} bytes: {sent:,} bytes on the wire")
+    assert job.code == 0, job.output
+    # 2 (H - 1) / H of the bytes from each of H hosts.
+    assert 1 <= sent / (2 * (len(ranks_per_host) - 1) * size * times) < 1.05
 
 
 def test_an_exception_on_the_second_host_ends_the_job_with_its_traceback(hosts: Hosts, tmp_path: Path) -> None:
