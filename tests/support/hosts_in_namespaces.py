@@ -285,8 +285,8 @@ def several_hosts(count: int, link: Link | None = None) -> Iterator[Hosts]:
         slow = [] if link is None else [sys.executable, str(ROOT / "tests/support/slow_link.py"),
                                         *(f"{n}.net" for n in names), _CABLE,
                                         *map(str, (link.delay_s, link.loss, link.bits_per_s))]
-        world = subprocess.Popen([*_WORLD, _SET_UP, "-", text, " ".join(names), *slow], text=True, stdin=subprocess.PIPE,
-                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        world = subprocess.Popen([*_WORLD, _SET_UP, "-", text, " ".join(names), *slow], text=True,
+                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert world.stdin and world.stdout and world.stderr
         try:
             if world.stdout.readline() != "ready\n":
