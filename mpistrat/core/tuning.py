@@ -330,8 +330,8 @@ JOINED_TENSOR_BYTES = 64 * 1024
 
 # Bytes of a bucket of gradients, which is reduced while backprop makes the next one.
 # Dense layers with 64 MB of gradients, 2 ranks, a core for each, six runs in turn: averaging adds 28 ms to a step of
-# 142 ms with 16 MiB, and 12 with 64 MiB, since with no core to spare nothing overlaps; three runs with 1 MiB: 22. Hosts
-# with spare cores or GPUs, for which the buckets are, were not measured.
+# 142 ms with 16 MiB, and 12 with 64 MiB, since with no core to spare nothing overlaps; three runs with 1 MiB: 22. A
+# host with spare cores was not measured.
 BUCKET_BYTES = 16 * 1024 * 1024
 
 # The same with several hosts, and of the first bucket, which lets the wire begin early.
