@@ -93,7 +93,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
     else:
         # On a GPU the engine packs the tensors of a bucket. Adasum combines each tensor by itself.
         is_joined = device is None and spec.scaled.op is not ReduceOp.ADASUM
-        buckets = plan([(t.dtype, t.shape) for t in tensors], *_bucket_bytes(spec, device),
+        buckets = plan([(t.dtype, t.shape) for t in tensors], *limits_of(spec, device),
                        JOINED_TENSOR_BYTES if is_joined else 0)
     results: list[tf.Tensor | None] = [None] * len(tensors)
     for number, bucket in enumerate(buckets):
@@ -110,12 +110,13 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
     return results
 
 
-def _bucket_bytes(spec: ReduceSpec, device: str | None) -> tuple[int, int]:
+def limits_of(spec: ReduceSpec, device: str | None) -> tuple[int, int]:
     """The most bytes of a bucket, and of the first one; the same on all ranks."""
-    if spec.bucket_bytes or device is not None:
-        return (spec.bucket_bytes or GPU_BUCKET_BYTES,) * 2
     # Between hosts what is sent takes longer than what a bucket costs beside that.
-    return (HOSTS_BUCKET_BYTES, HOSTS_FIRST_BUCKET_BYTES) if runtime.current().spans_hosts else (BUCKET_BYTES,) * 2
+    if not spec.bucket_bytes and device is None and runtime.current().spans_hosts:
+        return HOSTS_BUCKET_BYTES, HOSTS_FIRST_BUCKET_BYTES
+    most = spec.bucket_bytes or (GPU_BUCKET_BYTES if device else BUCKET_BYTES)
+    return most, most
 
 
 def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, spec: ReduceSpec,

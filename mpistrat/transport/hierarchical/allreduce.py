@@ -1,4 +1,4 @@
-"""Data plane of hosts with several ranks: shared memory within hosts and MPI between them, at the same time.
+"""Data plane of several hosts: shared memory within hosts and MPI between them, at the same time.
 
 Used by the engine's thread.
 """
@@ -48,7 +48,10 @@ class HierarchicalData(TwoShotData):
     All ranks of a host pack a chunk into shared memory. Each of the first ranks reduces a slice of it, and all-reduces
     the slice over its cross_comm, all of them at the same time. All ranks unpack all slices. The exchange of a slice is
     that of MpiData; two hosts exchange whole slices. Between H hosts, 2 (H-1)/H of a host's bytes cross the wire.
-    Several chunks are at different stages at a time, so that the wire and the memory work in parallel.
+    Several chunks are at different stages at a time, so that the wire and the memory work in parallel. A rank alone on
+    its host sends from its tensors, and reduces into its targets, where a slice is of one of them.
+
+    If every host has one rank, a reduce-scatter runs in chunks as well.
 
     A quantised reduction (Reduction.quantised) exchanges 8-bit numbers, as QuantisedExchange does.
 
