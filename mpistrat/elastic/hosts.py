@@ -97,7 +97,3 @@ class Hosts:
         for host in found:
             del self._gone[host]
         return found
-
-    def is_own(self, host: str) -> bool:
-        """Whether it is the supervisor's host."""
-        return host in self._own

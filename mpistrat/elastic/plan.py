@@ -140,7 +140,7 @@ class Plan:
             running = self._running
             if running is None:
                 # The generation has ended because of it, before the supervisor knew.
-                if not self._hosts.is_own(host) and self._awaited.pop(host, None) is not None:
+                if not self._hosts.is_reached(host) and self._awaited.pop(host, None) is not None:
                     self._hosts.cool(host, now)
                     actions.append(Say(f"{host} is lost: {why}"))
             elif processes := running.running_on(host):
@@ -293,11 +293,10 @@ class Plan:
             if running.has_left and self._saves and self.newest.number:
                 why += f". The job can go on later from {self._named}"
             return self._finish(Done(PREEMPTED_CODE, why))
-        self._has_said_wait = False
         if is_vain:
             self._start_at = now
             return []
-        self._waits_since = now
+        self._waits_since, self._has_said_wait = now, False
         if running.has_left:
             self._start_at = self._verdict_at = now
             return []
