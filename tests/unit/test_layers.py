@@ -83,7 +83,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "trace": set(), "process": set(), "elastic": set(), "api": {"numpy"}, "tensorflow": {"numpy", "tensorflow"},
     "keras": {"numpy", "tensorflow", "keras"}, "strategy": {"numpy", "tensorflow"},
     "cluster": {"tensorflow"},
-    "keras.keras2": {"tensorflow", "tf_keras"}, "strategy.keras.keras2": {"numpy", "tensorflow", "tf_keras"},
+    "keras.keras2": {"tensorflow", "tf_keras"}, "strategy.keras.keras2": {"tensorflow", "tf_keras"},
     "strategy.keras": {"numpy", "tensorflow", "keras"},
     "cli": {"numpy"}, "": set(), "__main__": set(),
     # Each of these wraps one package for all others.
