@@ -205,7 +205,8 @@ PROGRAMS = [
 NIGHTLY = [
     resnet50(2, "--synthetic --mixed-precision bfloat16 --learning-rate 0.64",
              says=r"^training loss (\S+), validation accuracy \S+, learning rate 0\.01000, 2 ranks$"),
-    compiled("custom_loop_digits"), digits("custom_loop_digits", 1), digits("custom_loop_digits", 3), benchmark(1), advanced(1), resumed(1),
+    compiled("custom_loop_digits"), digits("custom_loop_digits", 1), digits("custom_loop_digits", 3),
+    benchmark(1), advanced(1), resumed(1),
     example(1, "adasum_digits", ADASUM, least=0.93), example(3, "adasum_digits", ADASUM, least=0.93),
     example(3, "process_sets", r"^test accuracy (\S+) and (\S+) of the models on 1 and 2 ranks, (\S+) together$",
             least=0.9, equal=None),
