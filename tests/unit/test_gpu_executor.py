@@ -36,6 +36,7 @@ from mpistrat.gpu.executor import GpuExecutor
 from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64, UINT8
 from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
 from mpistrat.gpu.watchdog import Watchdog
+from mpistrat.gpu.work import Batch
 from mpistrat.trace.ring import OperationRing
 from tests.support.copy_model import memory_at
 from tests.support.engines import make_engine
@@ -461,7 +462,7 @@ def test_memory_is_given_back_where_the_streams_keep_it_from_being_used_too_earl
 def test_memory_is_kept_until_the_gpu_is_done_and_then_freed_and_the_operation_is_over(
         monkeypatch: pytest.MonkeyPatch) -> None:
     job, ring = Job(), OperationRing(10)
-    monkeypatch.setattr(GpuTensors, "release", lambda self: None)  # as with tensors of several streams
+    monkeypatch.setattr(Batch, "release", lambda self: None)  # as with tensors of several streams
     job.executor._observer = ring
     first = job.submit("a", np.ones(3))
     job.settle()
