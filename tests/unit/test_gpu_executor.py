@@ -784,3 +784,22 @@ def test_several_communicators_of_an_old_nccl_are_warned_about(monkeypatch: pyte
         assert values_of(handle) == [[1, 1]]
     assert [record.message[:38] for record in caplog.records if record.levelname == "WARNING"] == [
         "rank 0: MPISTRAT_NUM_NCCL_STREAMS=2: N"]
+
+
+def test_the_memory_of_a_rank_that_has_joined_is_kept_until_the_gpu_is_done() -> None:
+    job = Job()
+    job.submit("connect", np.ones(1))
+    job.settle()
+    free = job.device.free_bytes
+    tensors: Any = job.executor.uploaded([np.zeros(3)])
+    request = allreduce_request("a", specs_of(tensors), ScaledOp(Sum), device=DEVICE_GPU)
+    handle = job.engine.submit(request, tensors)
+    del tensors
+    job.engine.controller.run_cycle()
+    assert handle.is_done
+    del handle
+    assert job.device.free_bytes == free - 2 * 24
+    job.device.run_all()
+    job.now += 1.0
+    job.settle()
+    assert job.device.free_bytes == free
