@@ -67,7 +67,7 @@ ROOMS: dict[str, set[str]] = {
     "tensorflow.bridge": {"tensorflow", "tensorflow.async_op", "tensorflow.sessions", "tensorflow.xla"},
     "tensorflow.sessions": {"tensorflow", "tensorflow.async_op", "tensorflow.bridge", "tensorflow.xla"},
     "tensorflow.xla": {"tensorflow", "tensorflow.bridge"},
-    "transport": {"transport.shm"}, "transport.hierarchical": {"transport.mpi", "transport.shm"},
+    "transport.hierarchical": {"transport.mpi", "transport.shm"},
     "transport.mpi": {"transport.shm"}, "transport.shm": {"transport"},
 }
 # The most lines that the modules of each package may have, and all files of tests. It is a whole number of fifties. A
