@@ -54,7 +54,7 @@ config.read(ROOT / "setup.cfg")
 _EDIT = config["metadata"]["url"] + "/edit/HEAD/"
 html_theme_options = {"source_edit_link": _EDIT + "docs/{filename}"}
 # Pages whose text is in another file.
-_TEXT_OF = {"features": "tests/features/README.md", "changelog": "CHANGELOG.md"}
+_TEXT_OF = {"features": "tests/programs/features/README.md", "changelog": "CHANGELOG.md"}
 
 
 def _markdown_to_rst(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:

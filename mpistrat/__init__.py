@@ -7,6 +7,17 @@
 Importing it loads neither TensorFlow nor an MPI library. `mpistrat.tensorflow` and `mpistrat.keras` are built on it.
 """
 
+import os
+import signal
+import sys
+
+if sys.argv[1:2] == ["run"] and "mpistrat" in (os.path.basename(sys.argv[0]), *sys.orig_argv[2:3]):
+    # `mpistrat run` has the exit code of a signal from its first moment on. Ctrl-C would be an error of one of these
+    # imports otherwise.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: os._exit(128 + number))
+
 from .api import common, horovod_modules, missing_names
 from .api.common import *  # noqa: F403
 from .api.ops import (

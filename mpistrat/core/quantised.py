@@ -41,7 +41,7 @@ def wire_bytes(count: int) -> int:
     return -(-count // BLOCK) * SCALE_BYTES + rounded_up(count, SCALE_BYTES)
 
 
-class Format:
+class Codec:
     """Rounds values to blocks, and reads them. Not for several threads at once. Takes no memory before it is used."""
 
     def __init__(self) -> None:

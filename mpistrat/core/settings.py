@@ -25,7 +25,7 @@ HOROVOD_PREFIX = "HOROVOD_"
 _OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|"
                         r"PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 _LEAST_CHUNK_BYTES = 4096  # A slice of a chunk for each of some ranks is then a few cache lines, at least.
-FastWay = Literal["fast_path", "stream_order", "xla"]
+FastWay = Literal["fast_path", "fixed_input", "shadow", "stream_order", "xla"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _LEAST_PROBE_S = 1.0  # The kernel counts in seconds.
 
@@ -112,10 +112,14 @@ class Settings:
     disable: str = _setting(
         "DISABLE", "none", "Fast ways that are not used, separated by commas. fast_path: votes on an operation among "
         "ranks that wait for one after the other; all are then negotiated through rank 0, slower, with the same "
-        "results. stream_order: the caller's stream on the GPU that waits for the end of a collective, where a check "
-        "finds that it does; the host then waits, and lets the caller go on. xla: collectives that XLA compiles, with "
-        "TensorFlow 2.21 and later; they are then an error in a function with jit_compile=True, and Keras models are "
-        "trained without XLA.", words=get_args(FastWay))
+        "results. fixed_input: datasets of tf.data without TensorFlow's autotuning, the threads of which may stop all "
+        "ranks for a minute at the end of an iterator; maps are parallel all the same. shadow: the proofs "
+        "that NCCL gives right numbers: known ones when it connects, and the first two reductions of each kind, which "
+        "are done on the CPU as well, and compared. stream_order: the caller's stream on the GPU that waits for the "
+        "end of a collective, where a check finds that it does; the host then waits, and lets the caller go on. xla: "
+        "collectives that XLA compiles, with TensorFlow 2.21 and later; they are then an error in a function with "
+        "jit_compile=True, and Keras models are trained without XLA.",
+        words=get_args(FastWay))
     bind: str = _setting(
         "BIND", "all", "What each rank of a host gets for itself. cores: an equal share of the cores that the job may "
         "use there, unless the launcher has bound the ranks. gpu: a GPU, which init() of mpistrat.tensorflow and "

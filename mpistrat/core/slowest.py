@@ -35,7 +35,7 @@ def shares_of(waits: Sequence[tuple[float, float, float]], names: Sequence[str])
     share = fmean((waiting + moving) / seconds for seconds, waiting, moving in waits)
     found = slowest([waiting / seconds for seconds, waiting, _ in waits])
     who = "and no rank was slower than the others" if found is None else \
-        f"and for {found[1]:.0%} the others waited for {names[found[0]]}"
+        f"a mean over the ranks: the others waited for {names[found[0]]} for {found[1]:.0%} of theirs"
     return f"; collectives took {share:.0%} of the time, {who}"
 
 

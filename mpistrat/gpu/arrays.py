@@ -90,9 +90,13 @@ class GpuDevice(Protocol):
 
     def scratch(self, nbytes: int) -> GpuArray | None: ...
 
+    def trim(self) -> None: ...
+
     def pinned(self, nbytes: int) -> np.ndarray: ...
 
     def copy(self, target: int, source: int, nbytes: int, stream: GpuStream) -> None: ...
+
+    def write_number(self, address: int, number: int, words: int, stream: GpuStream) -> None: ...
 
     def compile(self, job: CopyJob) -> None: ...
 
@@ -118,6 +122,17 @@ class Allocated(NamedTuple):
     stream: RecordedStream | None
 
 
+@dataclass(frozen=True, eq=False)
+class BucketList:
+    """A list of tensors that is reduced in buckets, each of them a request. All of them are submitted, in any order.
+
+    The readers of the buckets are the same. They wait for results only when all buckets are enqueued: a wait for the
+    first one would keep them from the work that computes the tensors of the others.
+    """
+
+    count: int  # Of the buckets, which are numbered from 0.
+
+
 class GpuTensors(Sequence[GpuArray]):
     """The tensors of a request, all on one GPU, in place of a list of numpy arrays.
 
@@ -139,6 +154,7 @@ class GpuTensors(Sequence[GpuArray]):
         # allocate: Allocates results of the given shapes, of the same dtypes.
         self.streams, self.readers, self.allocate = streams, readers, allocate
         self.ready: Sequence[GpuEvent] = ()  # Events of `streams`.
+        self.bucket: tuple[BucketList, int] | None = None  # The list that this is a bucket of, and its number there.
         self.made: Allocated | None = None  # The results, if their shapes are known when the request is submitted.
         # Events after which the results are there, if the request was complete before.
         self.ends: Sequence[GpuEvent] = ()
@@ -165,6 +181,12 @@ class GpuTensors(Sequence[GpuArray]):
                 addresses, results, _ = self.allocate(self.shapes)
                 self.made = Allocated(addresses, results, None)
             self.ready = [self.device.record(stream) for stream in self.streams]
+
+    def release(self) -> None:
+        """Drop the memory, for all work that may use it comes after `ends` in its own order: the readers wait."""
+        readers = {reader.ptr for reader in self.readers or ()}
+        if readers.issuperset(stream.ptr for stream in self.streams):
+            self.owner = self.made = self.allocate = None  # type: ignore[assignment]
 
     def follow(self, stream: RecordedStream) -> None:
         """Make another stream than the readers wait for the results."""

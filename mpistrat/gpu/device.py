@@ -19,7 +19,6 @@ import cupy
 import cupyx
 import numpy as np
 
-from ..core.errors import EngineError
 from ..core.memory import rounded_up
 from ..core.tuning import COPY_BLOCK_THREADS
 from . import driver
@@ -32,7 +31,6 @@ from .nccl import library
 # Beyond the range of any GPU, which is 0 to -5. cudaStreamCreateWithPriority then takes the end of the range.
 _URGENT = -100
 _RESULT_ALIGNMENT = 512  # of the allocations of cupy and torch
-_NOT_READY = 600  # cudaErrorNotReady
 _PER_THREAD = 2  # cudaStreamPerThread
 _PLAIN = CopyJob("float32", "float32")
 
@@ -52,10 +50,7 @@ class Event:
     @property
     def done(self) -> bool:
         """Whether the stream has reached it. Raises EngineError if the GPU has failed."""
-        status = cupy.cuda.runtime.eventQuery(self.cupy_event.ptr)
-        if status not in (0, _NOT_READY):
-            raise EngineError(f"the GPU has failed: {cupy.cuda.runtime.CUDARuntimeError(status)}")
-        return bool(status == 0)
+        return driver.is_done(self.cupy_event.ptr)
 
     def __del__(self) -> None:
         self._spare.append(self.cupy_event)
@@ -138,6 +133,10 @@ class Device:
             return None
         return GpuArray(memory.ptr, (nbytes,), np.dtype(np.uint8), memory)
 
+    def trim(self) -> None:
+        """Give scratch memory that is free back to CUDA: no later Device uses this one's arena of cupy's pool."""
+        cupy.get_default_memory_pool().free_all_blocks(stream=self._imports)
+
     def pinned(self, nbytes: int) -> np.ndarray:
         """Allocate uninitialised bytes of pinned host memory."""
         return np.asarray(cupyx.empty_pinned(nbytes, np.uint8))
@@ -146,6 +145,10 @@ class Device:
         """Enqueue a copy between addresses of GPU memory or pinned memory."""
         if nbytes:
             cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyDefault, stream.ptr)
+
+    def write_number(self, address: int, number: int, words: int, stream: GpuStream) -> None:
+        """Enqueue the write of an integer of so many words of 32 bits. The host does not wait."""
+        driver.write_number(address, number, words, stream.ptr)
 
     def compile(self, job: CopyJob) -> None:
         """Compile and load the kernel for `job`. Raises what `compiled` raises, or the error of the GPU's driver."""

@@ -119,6 +119,10 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         for adapt in adaptations:
             adapt()
 
+    def __repr__(self) -> str:
+        # TensorFlow has it in errors, which are printed once for ranks with the same text.
+        return f"<MPIStrategy of {basics.size()} ranks>" if runtime.is_initialized() else "<MPIStrategy>"
+
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
                axis: int | Sequence[int] | None = None) -> Structure:
         """Reduce over the replicas, after reducing each value over `axis`. Collective.

@@ -1,17 +1,22 @@
 """Compression: the dtype in which gradients are sent. Users may pass any class with the two methods of Compressor."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from ..api import ops
+from ..api import ops, runtime
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError
 from ..core.quantised import INT8
 from ..core.request import Sum
 from .async_op import call_site
+
+logger = logging.getLogger(__name__)
+
+_told: list[str] = []  # the formats of which it was said that they change nothing
 
 
 class Compressor:
@@ -82,7 +87,13 @@ class Int8Compressor(NoneCompressor):
     """
 
 
-class Compression:
+class _Choices(type):
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(f"Compression has no {name!r}. There are: Compression."
+                             f"{', '.join(each for each in vars(cls) if isinstance(vars(cls)[each], type))}.")
+
+
+class Compression(metaclass=_Choices):
     """The choices: `Compression.none`, `fp16`, `bf16` and `int8`.
 
     With fp16 and bf16 the CPU sums in float32 in any case, a GPU in the dtype in which gradients are sent.
@@ -146,6 +157,11 @@ class Compressed:
             return
         if compression is Compression.int8:
             self.wire_dtype = INT8
+            topology = runtime.group_of("compression", process_set).topology
+            if len(topology.hosts) == 1 and topology.rank == 0 and not _told:
+                _told.append(self.wire_dtype)
+                logger.warning("mpistrat: Compression.%s changes nothing here: it is for what hosts send each other, "
+                               "and all ranks run on one.", self.wire_dtype)
             return
         is_cast = compression in (Compression.fp16, Compression.bf16)
         is_on_gpu = call_site.are_on_gpu if tf.executing_eagerly() else call_site.device_of

@@ -1,10 +1,9 @@
-"""join() in jobs of their own: the example, and the average of Horovod."""
-
-import re
+"""join() in jobs of its own: the average of Horovod, and a rank that ends."""
 
 import pytest
 
 from ..support.jobs import needs_mpirun, run_job
+from ..support.levels import sample
 
 SUM_AND_AVERAGES = """
 import numpy, mpistrat
@@ -18,7 +17,7 @@ mpistrat.join()
 
 @needs_mpirun
 @pytest.mark.horovod("join")
-@pytest.mark.parametrize(("average", "expected"), [
+@sample(("average", "expected"), [
     ("active", "[8. 8. 8.] [8. 8. 8.]"), ("all", "[8. 8. 8.] [4. 4. 4.]")])
 def test_what_an_average_divides_by_is_a_setting(average: str, expected: str) -> None:
     job = run_job(2, ["python", "-c", SUM_AND_AVERAGES], env={"MPISTRAT_JOIN_AVERAGE": average})
@@ -26,15 +25,7 @@ def test_what_an_average_divides_by_is_a_setting(average: str, expected: str) ->
     assert expected in job.output
 
 
-@needs_mpirun
-def test_the_example_trains_on_all_rows() -> None:
-    job = run_job(2, ["python", "examples/join_digits.py"])
-    assert job.code == 0, job.output
-    losses = re.findall(r"epoch \d: steps of the ranks \[29, 28\], loss (.*)", job.output)
-    assert len(losses) == 3, job.output
-    assert float(losses[-1]) < float(losses[0])
-
-
+@pytest.mark.nightly
 @needs_mpirun
 def test_a_rank_that_ends_instead_of_joining_ends_the_job() -> None:
     script = "import sys, mpistrat; mpistrat.init(); mpistrat.join() if mpistrat.rank() == 0 else sys.exit()"

@@ -1,5 +1,5 @@
-"""Ranks that build their collectives in different orders, with one inter-op thread, and that wait for them in different
-ways: no deadlock, right sums. And the order in which several threads of each rank add.
+"""Ranks that build their collectives in different orders, on a stand-in for a GPU and in the background, and between
+hosts: no deadlock, right sums. And the order in which several threads of each rank add.
 """
 
 import pytest
@@ -8,38 +8,12 @@ from ..support.jobs import needs_mpirun, run_job
 
 
 @needs_mpirun
-def test_steps_in_another_order_on_each_rank() -> None:
-    job = run_job(2, ["python", "tests/scripts/shuffled_order.py", "300", "50"], limit_s=600)
-    job.assert_each_says(2, lambda rank: f"rank {rank}: 300 steps of 50 tensors are right")
-
-
-@needs_mpirun
 def test_tensors_on_a_gpu_in_another_order_on_each_rank() -> None:
     job = run_job(2, ["python", "tests/scripts/shuffled_order.py", "30", "20", "gpu"])
     job.assert_each_says(2, lambda rank: f"rank {rank}: 30 steps of 20 tensors are right")
 
 
-@needs_mpirun
-def test_errors_in_the_midst_of_such_steps_are_caught_and_leave_nothing_behind() -> None:
-    job = run_job(2, ["python", "tests/scripts/mismatch_caught.py", "200", "30"])
-    job.assert_each_says(2, lambda rank: f"rank {rank}: 200 steps, 40 errors")
-
-
-@needs_mpirun
-def test_random_programs_under_a_strategy() -> None:
-    ranks = 3
-    job = run_job(ranks, ["python", "tests/scripts/random_programs.py", "12"], limit_s=300)
-    job.assert_each_says(ranks, lambda rank: f"rank {rank}: 12 programs are right")
-
-
-@pytest.mark.quick
-@needs_mpirun
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_wait_in_all_ways_get_what_they_wait_for(ranks: int) -> None:
-    job = run_job(ranks, ["python", "tests/scripts/waits_of_all_kinds.py", "300", "3"])
-    job.assert_each_says(ranks, lambda rank: f"rank {rank}: 300 steps in one thread, and in 3")
-
-
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_train_while_tensorflow_executes_in_the_background(ranks: int) -> None:
@@ -48,6 +22,7 @@ def test_ranks_train_while_tensorflow_executes_in_the_background(ranks: int) -> 
 
 
 # Over TCP a large message needs calls of MPI by its sender; and with one child each, rank 1 sends to another host.
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("rounds, tree, mpi", [("300", [], {}), ("100", ["1"], {
     "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"})], ids=["flat", "line over TCP"])
@@ -61,7 +36,7 @@ def test_large_decisions_behind_others_while_votes_are_open_between_hosts(rounds
         assert job.of_rank(rank) == [f"{rounds} rounds are right"], job.output
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @needs_mpirun
 def test_compiled_functions_touch_no_variable_of_another_device() -> None:
     job = run_job(2, ["python", "tests/scripts/second_device.py"], limit_s=400)
@@ -71,6 +46,7 @@ def test_compiled_functions_touch_no_variable_of_another_device() -> None:
             "horovod", "accumulated", "scaled", "strategy", "tape", "embedding", "functions")], job.output
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_that_repeat_are_added_in_one_order_by_all_ranks(ranks: int) -> None:

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from ..support.jobs import needs_mpirun, run_job
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_three_models_learn_as_well_with_8_bit_numbers_between_hosts() -> None:
     job = run_job(4, ["python", "tests/scripts/quantised_convergence.py"], limit_s=400)

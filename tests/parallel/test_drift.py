@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
+from mpistrat.keras.fit.fit_checks import ChecksWithinEpochs  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy, equal_weights  # noqa: E402
 
 from .helpers import everywhere  # noqa: E402
@@ -181,3 +183,14 @@ def test_ranks_of_a_process_set_are_named_as_ranks_of_the_job(rank: int, size: i
     found = warnings_in(caplog)
     assert len(found) == (2 if rank == 1 else 0)
     assert all("differ among ranks [1]; [2]." in text for text in found)
+
+
+def test_weights_are_compared_after_ten_batches_for_the_first_time() -> None:
+    places: list[str] = []
+    checks = ChecksWithinEpochs(places.append, 1000, SimpleNamespace(is_synchronised=True))
+    for epoch in range(2):
+        checks.on_epoch_begin(epoch)
+        for batch in range(1200):
+            checks.on_train_batch_begin(batch)
+    assert places == ["fit: before batch 11 of epoch 1", "fit: before batch 1011 of epoch 1",
+                      "fit: before batch 1001 of epoch 2"]

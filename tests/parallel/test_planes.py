@@ -37,6 +37,7 @@ from mpistrat.transport.mpi.data import MpiData
 from mpistrat.transport.mpi.peer_wait import PeerWait
 from mpistrat.transport.unix_socket import UnixSocketChannel
 
+from ..support.levels import sample
 from ..support.planes import hosts_of_one_rank, over_mpi, waits
 from ..support.shared_memory_of_threads import host_memories
 
@@ -210,8 +211,7 @@ def test_the_planes_of_ranks_of_one_host_are_those_that_the_tests_mean(planes: d
         assert planes["two hosts"].name == ("hierarchical" if size > 2 else "mpi")
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", SCATTERED)
+@sample("dtype", SCATTERED)
 def test_every_plane_scatters_the_same_bits(planes: dict[str, DataPlane], rank: int, size: int, dtype: str) -> None:
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     for elements, random in random_sizes(SCATTERED.index(dtype), 25):

@@ -11,6 +11,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
 import mpistrat.tensorflow as hvd  # noqa: E402
+from mpistrat.tensorflow import compression  # noqa: E402
 
 from ..differential.legs import DEFAULT, HOST_EACH, MPI, TWO_HOSTS, under  # noqa: E402
 from ..differential.programs import SGD, dense  # noqa: E402
@@ -45,6 +46,17 @@ def test_a_training_between_hosts_is_near_and_on_one_host_the_same(way: str, is_
             near = trained(way, "int8", is_compiled)
             off = np.linalg.norm(near.moved - plain.moved) / np.linalg.norm(plain.moved)
             assert 1e-5 < off < 0.05, (leg, off)
+
+
+def test_on_one_host_it_is_said_once_that_nothing_changes(rank: int, monkeypatch: pytest.MonkeyPatch,
+                                                         caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(compression, "_told", [])
+    for _ in range(2):
+        hvd.allreduce(tf.ones(5000), compression=hvd.Compression.int8)
+    texts = [each.getMessage() for each in caplog.records if "Compression.int8 changes nothing" in each.getMessage()]
+    assert len(texts) == (rank == 0)
+    with pytest.raises(AttributeError, match=r"There are: Compression\.none, fp16, bf16, int8"):
+        getattr(hvd.Compression, "int4")  # noqa: B009 - a user's slip, which mypy sees otherwise
 
 
 def test_what_is_not_a_sum_of_floats_is_sent_as_it_is(size: int) -> None:

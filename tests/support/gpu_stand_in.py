@@ -49,9 +49,13 @@ class Event:
 
     def __init__(self, device: "Device", stream: Stream, number: int):
         self._device, self.has_fired, self.stream, self.number = device, False, stream.ptr, number
+        self.is_late = False  # Whether the next answer is one of some time ago.
 
     @property
     def done(self) -> bool:
+        if self.is_late:
+            self.is_late = False
+            return False
         self._device.run_a_little()
         return self.has_fired
 
@@ -178,8 +182,8 @@ class Device:
             self.used_bytes += nbytes
 
     def free(self, memory: np.ndarray) -> None:
-        """Poison a tensor's memory."""
-        memory.fill(_POISON)
+        """Poison a tensor's memory when its stream has come to that: until then the work before it may use it."""
+        self.enqueue(self._user, lambda: memory.fill(_POISON))
         self.count(-memory.nbytes)
 
     def scratch(self, nbytes: int) -> GpuArray | None:
@@ -194,6 +198,9 @@ class Device:
         with self._lock:
             self.free_bytes -= nbytes
 
+    def trim(self) -> None:
+        self.trimmed_bytes = self.free_bytes
+
     def pinned(self, nbytes: int) -> np.ndarray:
         return self.allocate(nbytes)
 
@@ -202,6 +209,10 @@ class Device:
         if nbytes:
             self.enqueue(stream, lambda: np.copyto(copy_model.memory_at(target, nbytes, byte),
                                                    copy_model.memory_at(source, nbytes, byte)))
+
+    def write_number(self, address: int, number: int, words: int, stream: Stream) -> None:
+        kind = np.dtype(np.int64 if words == 2 else np.int32)
+        self.enqueue(stream, lambda: copy_model.memory_at(address, 1, kind).fill(number))
 
     def compile(self, job: CopyJob) -> None:
         """There is nothing to compile."""

@@ -6,7 +6,7 @@ The job runs the lines of all selected tests, in the order of the tests.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,9 @@ class Line:
 
     ranks: int  # How many ranks run it; 1 is a process without mpirun.
     words: str  # Variables of the environment, the path of the script from the root of the checkout, its arguments.
+    # Variables of the environment with which its job starts. Only lines that have the same share a job.
+    start: str = field(default="", kw_only=True)
+    after: "Line | None" = field(default=None, kw_only=True)  # A line that runs before it, with whose files it goes on.
 
     def __str__(self) -> str:
         return f"{self.words} on {self.ranks}"
@@ -49,11 +52,11 @@ def lines_of(item: pytest.Item) -> Iterator[Line]:
     for value in item.callspec.params.values():
         for line in value if isinstance(value, tuple) else (value,):
             if isinstance(line, Line):
-                yield line
+                yield from (line,) if line.after is None else (line.after, line)
 
 
 def endings(job: Finished, ranks: int) -> list[tuple[str, Ran]]:
-    """The words of each script of a job of one_after_other.py, and how it has ended."""
+    """The words of each script of a job of tests/programs/run.py, and how it has ended."""
     assert job.code == 0, job.output
     assert job.left == (), job.output
     by_rank = [[json.loads(line) for line in job.of_rank(rank) if line.startswith("{")] for rank in range(ranks)]

@@ -175,8 +175,10 @@ def test_callbacks_that_decide_by_metrics_need_averaged_ones() -> None:
 
 
 def test_metrics_that_all_ranks_have_are_averaged() -> None:
-    assert shared_names([{"loss": 1.0, "acc": 1.0, "val": 3.0}, {"loss": 2.0, "acc": 1.0},
-                         {"acc": 0.0, "loss": 6.0, "x": 1.0}]) == (["acc", "loss"], {"val": [0], "x": [2]})
+    one, two = np.float64(1.0), np.ones(2)
+    assert shared_names([{"loss": one, "acc": one, "val": one, "f1": two, "each": two}, {
+        "loss": one, "acc": one, "f1": two, "each": np.ones(3)}, {"acc": one, "loss": one, "x": one, "f1": two}]) == (
+            ["acc", "f1", "loss"], {"val": [0], "x": [2], "each of shape (2,)": [0], "each of shape (3,)": [1]})
 
 
 def test_rows_are_the_same_if_all_ranks_know_them_and_have_the_same() -> None:

@@ -82,7 +82,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "trace": set(), "process": set(), "elastic": set(), "api": {"numpy"}, "tensorflow": {"numpy", "tensorflow"},
     "keras": {"numpy", "tensorflow", "keras"}, "strategy": {"numpy", "tensorflow"},
     "cluster": {"tensorflow"},
-    "keras.keras2": {"tensorflow", "tf_keras"},
+    "keras.keras2": {"tensorflow", "tf_keras"}, "strategy.keras.keras2": {"numpy", "tensorflow", "tf_keras"},
     "strategy.keras": {"numpy", "tensorflow", "keras"},
     "cli": {"numpy"}, "": set(), "__main__": set(),
     # Each of these wraps one package for all others.
@@ -92,7 +92,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
     "api.ops": {"numpy", "cloudpickle"},
     # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.
-    "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py"}, "cli.top": {"rich", "prometheus_client"},
+    "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py", "cupy"},
+    "cli.top": {"rich", "prometheus_client"},
     "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
     "cli.bench.output": {"rich"},
 }

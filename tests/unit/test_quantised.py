@@ -7,7 +7,7 @@ import pytest
 from mpistrat.core.arithmetic import Reduction
 from mpistrat.core.fusion import BucketPlans
 from mpistrat.core.handle import Entry, Handle
-from mpistrat.core.quantised import BLOCK, Format, Quantised, wire_bytes
+from mpistrat.core.quantised import BLOCK, Codec, Quantised, wire_bytes
 from mpistrat.core.request import Average, Max, ScaledOp, allreduce_request, specs_of
 from mpistrat.core.tuning import QUANTISED_BATCH_BLOCKS
 
@@ -16,9 +16,9 @@ COUNTS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, BLOCK * QUANTISED_BATCH_BLO
 
 def there_and_back(values: np.ndarray, errors: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """What is read, and the bytes."""
-    format_, wire, read = Format(), np.empty(wire_bytes(values.size), np.uint8), np.empty(values.size, np.float32)
-    format_.encode(values, errors, wire)
-    format_.decode(wire, read)
+    codec, wire, read = Codec(), np.empty(wire_bytes(values.size), np.uint8), np.empty(values.size, np.float32)
+    codec.encode(values, errors, wire)
+    codec.decode(wire, read)
     return read, wire
 
 

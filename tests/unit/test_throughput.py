@@ -40,7 +40,8 @@ def test_the_line_has_three_figures_or_all_before_the_point(per_second: float, t
 
 
 @pytest.mark.parametrize("waiting, end", [
-    ((4.1, 0.5), "collectives took 33% of the time, and for 36% the others waited for rank 3 on b."),
+    ((4.1, 0.5), "collectives took 33% of the time, a mean over the ranks: the others waited for rank 3 on b for 36% "
+                 "of theirs."),
     ((1.0, 0.9), "collectives took 20% of the time, and no rank was slower than the others."),
 ])
 def test_the_line_says_who_was_waited_for(waiting: tuple[float, float], end: str) -> None:

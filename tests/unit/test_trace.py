@@ -262,7 +262,7 @@ def test_totals_have_the_intervals_with_collectives_but_the_first() -> None:
 
 @pytest.mark.parametrize(("first", "second", "line"), [
     (Totals(10.0, 6.0, 1.0, 50, 100), Totals(10.0, 0.0, 1.0, 50, 100), "2 ranks have done 5 steps per second; "
-     "collectives took 40% of the time, and for 60% the others waited for rank 1 on b."),
+     "collectives took 40% of the time, a mean over the ranks: the others waited for rank 1 on b for 60% of theirs."),
     (Totals(10.0, 1.0, 1.0, 0, 2000), Totals(10.0, 1.0, 1.0, 0, 2000), "2 ranks have done 200 collectives per second; "
      "collectives took 20% of the time, and no rank was slower than the others."),
     (Totals(4.9, 0.0, 0.0, 9, 99), Totals(10.0, 0.0, 0.0, 9, 99), ""),

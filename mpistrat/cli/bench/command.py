@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import socket
 from math import ceil
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import mpistrat
 from ...api import runtime
 from ...core.errors import LaunchError
 from ..arguments import Parser, counted, positive_int
+from ..inventory import busy_cores
+from ..mpirun import this_machine
 from .cases import CASES
 from .measure import LIMIT_S, measure, measurements
 from .output import Output, Table
@@ -18,11 +22,11 @@ from .plot import plot, require_matplotlib
 _EPILOG = """\
 Run it on ranks: mpistrat run -np 2 -- mpistrat bench
 
-For each case it prints: the median time of the collective on float32 arrays (each time is that of the slowest rank);
-the bandwidth in 10^9 bytes per second that this requires of each rank's link (2 (n-1)/n of the bytes over the time in
-an all-reduce, (n-1)/n in the others); and how many times as long it takes as MPI's own collective (MPI_Allreduce,
-MPI_Reduce_scatter, MPI_Alltoallv), and as one memcpy, on the same number of bytes in the same run. A case without the
-name of a collective is a grouped all-reduce.
+For each case it prints the median time of the collective on float32 arrays (each time is that of the slowest rank), of
+MPI's own collective (MPI_Allreduce, MPI_Reduce_scatter, MPI_Alltoallv) and of one memcpy on the same number of bytes in
+the same run; the bandwidth in 10^9 bytes per second that this requires of each rank's link (2 (n-1)/n of the bytes over
+the time in an all-reduce, (n-1)/n in the others); and how many times faster or slower than MPI's own collective it is.
+A case without the name of a collective is a grouped all-reduce.
 """
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -38,11 +42,20 @@ def main(argv: list[str]) -> int:
             raise LaunchError("--plot draws all-reduces, and there is none among the cases.")
     mpistrat.init()
     _require_writable(*filter(None, (options.json, options.plot)))
+    for sentence in _disturbances():
+        print(f"mpistrat bench: {sentence}. The times below say little (ps aux --sort=-%cpu | head)", flush=True)
     if (tracer := runtime.current().tracer) is not None:
         tracer.is_line_due = False  # Its figures are those of the cases together.
     _measure(options)
     mpistrat.shutdown()
     return 0
+
+
+def _disturbances() -> list[str]:
+    """On rank 0, for each host whose cores are wanted by other processes, a sentence; elsewhere []. Collective."""
+    busy = "" if mpistrat.local_rank() else busy_cores(os.getloadavg()[1], this_machine(os.environ).cores)
+    sentences = mpistrat.allgather_object(f"on {socket.gethostname()} {busy}" if busy else "")
+    return list(filter(None, sentences)) if mpistrat.rank() == 0 else []
 
 
 def _require_writable(*paths: str) -> None:

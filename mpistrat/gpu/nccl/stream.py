@@ -24,7 +24,7 @@ class NcclStream:
     """
 
     def __init__(self, device: GpuDevice, communicator: NcclCommunicator, buffers: Sequence[GpuArray]):
-        self._device, self.communicator, self._buffers = device, communicator, buffers
+        self._device, self.communicator, self.buffers = device, communicator, list(buffers)
         # With priority over kernels of the training step. All ranks wait for the last one to begin a collective.
         self._copies, self._reductions = device.stream(is_urgent=True), device.stream(is_urgent=True)
         self._pending: tuple[GpuEvent, Callable[[], None]] | None = None  # event of a reduction, its unpack
@@ -44,6 +44,10 @@ class NcclStream:
         """Return events after all work enqueued since `wait_for`."""
         self._unpack_pending()
         return [self._device.record(stream) for stream in self._begun]
+
+    def last_events(self) -> list[GpuEvent]:
+        """Return events after all work. What has not been unpacked never is."""
+        return [self._device.record(stream) for stream in (self._reductions, self._copies)]
 
     def reduce_directly(self, source: int, target: int, copies: KeptCopies, count: int, wire: WireFormat,
                         reduction: NcclReduction) -> None:
@@ -179,7 +183,7 @@ class NcclStream:
     def _next_buffer(self) -> int:
         """The address of the buffer to use next. The stream unpacks its former bucket before it packs the next one."""
         self._turn += 1
-        return int(self._buffers[self._turn % BUFFERS].address)
+        return int(self.buffers[self._turn % BUFFERS].address)
 
     def _begin(self, stream: GpuStream) -> None:
         if stream not in self._begun:

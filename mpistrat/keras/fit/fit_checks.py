@@ -56,6 +56,7 @@ from .written_once import Entry, WrittenOnce, entry_of, is_backup, role_of
 logger = logging.getLogger(__name__)
 
 _COMPARED_STEPS = 3  # In the first of them there may be no weights yet.
+_FIRST_BATCHES = 10  # after which fit compares weights for the first time
 
 
 class FitChecks(Callback):
@@ -137,7 +138,7 @@ class FitChecks(Callback):
             entries, settings=training.settings)
 
     def _trained(self) -> list[Variable]:
-        return self._training.shared(self.model.trainable_variables if weights_of(self.model) else ())
+        return self._training.shared([weight for weight in weights_of(self.model) if weight.trainable])
 
     def _assign_roles(self, entries: list[tuple[Entry, ...]]) -> None:
         """Tell the callbacks that write files which ranks run them."""
@@ -320,8 +321,9 @@ class FitChecks(Callback):
 class ChecksWithinEpochs(Callback):
     """Calls `check` before a batch when so many have passed, in the epoch or since the last call. Collective.
 
-    So weights that drift apart are found within an epoch. fit adds it. With steps_per_execution it is before the next
-    execution. Nothing is called after a batch, because Keras may do that in another thread while the next step runs.
+    So weights that drift apart are found within an epoch, and after ten batches if they do from the beginning. fit adds
+    it. With steps_per_execution it is before the next execution. Nothing is called after a batch, because Keras may do
+    that in another thread while the next step runs.
 
     Args:
         check: Gets the place for messages: "fit: before batch 1001 of epoch 3".
@@ -332,10 +334,10 @@ class ChecksWithinEpochs(Callback):
     def __init__(self, check: Callable[[str], None], every: int, training: Training):
         super().__init__()
         self._check, self._every, self._training = check, every, training
-        self._epoch, self._next = 0, every
+        self._epoch, self._next, self._first = 0, every, min(_FIRST_BATCHES, every)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        self._epoch, self._next = epoch, self._every
+        self._epoch, self._next, self._first = epoch, self._first, self._every
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if batch >= self._next and self._training.is_synchronised:

@@ -13,7 +13,7 @@ from ...core.arithmetic import IDENTITY, Reduction, combine
 from ...core.error_feedback import ErrorFeedback, Errors
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
-from ...core.quantised import Format
+from ...core.quantised import Codec
 from ...core.topology import Topology
 from ...core.tuning import (
     HIERARCHICAL_ALLGATHER_BYTES,
@@ -75,9 +75,9 @@ class HierarchicalData(TwoShotData):
         self._partial = [FusionBuffer() for _ in range(self.slots)]
         self._rows = [FusionBuffer() for _ in range(self.slots)]
         self._underway: dict[int, tuple[list[MPI.Request], list[np.ndarray]]] = {}
-        self._feedback, format_ = feedback, Format()
+        self._feedback, codec = feedback, Codec()
         self._errors: Errors | None = None  # of what is under way
-        self._exchanges = [QuantisedExchange(cross, format_) for _ in range(self.slots)]
+        self._exchanges = [QuantisedExchange(cross, codec) for _ in range(self.slots)]
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
         elements = sum([source.size for source in sources])

@@ -16,7 +16,7 @@ from ...core.error_feedback import ErrorFeedback
 from ...core.interfaces import DataPlane
 from ...core.memory import FusionBuffer
 from ...core.packing import pack, unpack
-from ...core.quantised import Format, Quantised
+from ...core.quantised import Codec, Quantised
 from ...core.request import ReduceOp
 from ...core.topology import Topology
 from ...core.tuning import MPI_ALLGATHER_BYTES, MPI_CHUNK_BYTES, MPI_PIECE_BYTES
@@ -53,7 +53,7 @@ class MpiData(DataPlane):
         self._parts, self._packed = FusionBuffer(), FusionBuffer()
         self.feedback = None if topology is None else ErrorFeedback(self, topology)
         self._exchange = None if topology is None or max(topology.local_sizes) > 1 else QuantisedExchange(
-            comm, Format())
+            comm, Codec())
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
         if reduction.quantised is not None and self._exchange is not None and self.feedback is not None:
