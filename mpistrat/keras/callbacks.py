@@ -25,8 +25,7 @@ from .fit.rates import number
 from .fit.row_counts import UNKNOWN, RowCount
 from .fit.throughput import Throughput
 from .fit.training import is_under_strategy, name_in_fit, optimizers_of
-from .local_sgd.averaging import LocalSGD
-from .local_sgd.diloco import DiLoCo
+from .local_sgd import DiLoCo, LocalSGD
 from .nested_optimizers import parts_of, states_in
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", "Elastic",
