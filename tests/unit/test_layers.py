@@ -72,9 +72,9 @@ ROOMS: dict[str, set[str]] = {
 # The most lines that the modules of each package may have, and all files of tests. It is a whole number of fifties. A
 # commit that raises one says why nothing can be deleted for it.
 ROOM_LINES = {
-    "core": 3_100, "negotiation": 1_300, "transport": 3_350, "gpu": 3_150, "engine": 1_600, "trace": 1_900,
+    "core": 3_150, "negotiation": 1_300, "transport": 3_400, "gpu": 3_150, "engine": 1_600, "trace": 1_950,
     "process": 2_250, "elastic": 2_300, "api": 4_200, "cluster": 450, "tensorflow": 7_550, "keras": 6_050,
-    "strategy": 3_100, "cli": 6_000, "": 100, "__main__": 50, "tests": 58_600,
+    "strategy": 3_100, "cli": 6_050, "": 100, "__main__": 50, "tests": 59_300,
 }
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
