@@ -49,15 +49,17 @@ def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[li
     return buckets
 
 
-def buckets_from_last(nbytes: Sequence[int], limit: int) -> list[list[int]]:
+def buckets_from_last(nbytes: Sequence[int], limit: int, first_limit: int | None = None) -> list[list[int]]:
     """Group gradients by their bytes from the last to the first, the order in which the backward pass computes them.
 
-    A bucket has at most `limit` bytes, or one larger gradient. Returns the indices of each bucket, in that order.
+    A bucket has at most `limit` bytes, the first one at most `first_limit` if there is one, or one larger gradient.
+    Returns the indices of each bucket, in that order.
     """
     buckets: list[list[int]] = []
     used = 0
     for index in reversed(range(len(nbytes))):
-        if not buckets or (used and used + nbytes[index] > limit):
+        most = limit if first_limit is None or len(buckets) > 1 else first_limit
+        if not buckets or (used and used + nbytes[index] > most):
             buckets.append([])
             used = 0
         buckets[-1].append(index)

@@ -182,12 +182,6 @@ class GpuTensors(Sequence[GpuArray]):
                 self.made = Allocated(addresses, results, None)
             self.ready = [self.device.record(stream) for stream in self.streams]
 
-    def release(self) -> None:
-        """Drop the memory, for all work that may use it comes after `ends` in its own order: the readers wait."""
-        readers = {reader.ptr for reader in self.readers or ()}
-        if readers.issuperset(stream.ptr for stream in self.streams):
-            self.owner = self.made = self.allocate = None  # type: ignore[assignment]
-
     def follow(self, stream: RecordedStream) -> None:
         """Make another stream than the readers wait for the results."""
         if self.ends and all(stream.ptr != reader.ptr for reader in self.readers or ()):

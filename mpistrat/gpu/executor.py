@@ -148,9 +148,10 @@ class GpuExecutor(DeviceExecutor):
 
     def _due(self, batch: Batch) -> list[Batch]:
         """The batches that streams wait for now that this one is enqueued."""
-        buckets = [work.tensors.bucket for work in batch.works if work.tensors.bucket is not None]
-        due = [] if buckets else [batch]
-        for list_, number in buckets:
+        if batch.works[0].tensors.bucket is None:  # Then none of them is one.
+            return [batch]
+        due: list[Batch] = []
+        for list_, number in [work.tensors.bucket for work in batch.works if work.tensors.bucket is not None]:
             enqueued = self._lists.setdefault(list_, {})
             if number in enqueued:  # The execution of the graph before this one has ended in an error.
                 due += enqueued.values()
@@ -162,9 +163,11 @@ class GpuExecutor(DeviceExecutor):
 
     def _await_in_streams(self, device: GpuDevice, batches: Sequence[Batch]) -> None:
         """Make the readers of these batches wait for them, and complete the handles."""
-        left = [batch for batch in dict.fromkeys(batches) if not batch.is_complete]
-        ends = last_of_streams([end for batch in left for end in batch.ends])
-        works = [work for batch in left for work in batch.works]
+        left, ends, works = batches, batches[0].ends if batches else [], batches[0].works if batches else []
+        if len(batches) > 1:
+            left = [batch for batch in dict.fromkeys(batches) if not batch.is_complete]
+            ends = last_of_streams([end for batch in left for end in batch.ends])
+            works = [work for batch in left for work in batch.works]
         self._make_wait(device, works, ends)
         for work in works:
             work.tensors.ends = ends
@@ -173,7 +176,9 @@ class GpuExecutor(DeviceExecutor):
             batch.release()
 
     def _make_wait(self, device: GpuDevice, works: Sequence[Work], ends: Sequence[GpuEvent]) -> None:
-        for reader in {reader.ptr: reader for work in works for reader in work.tensors.readers or ()}.values():
+        readers = works[0].tensors.readers or () if len(works) == 1 else \
+            {reader.ptr: reader for work in works for reader in work.tensors.readers or ()}.values()
+        for reader in readers:
             for end in ends:
                 device.wait(reader, end)
 

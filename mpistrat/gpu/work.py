@@ -10,6 +10,7 @@ from .arrays import Allocated, GpuArray, GpuEvent, GpuTensors
 
 _COMPLETE = Handle("complete")  # Without results.
 _COMPLETE.complete([])
+_NOTHING = Allocated((), [], None)
 
 
 @dataclass(slots=True)
@@ -43,14 +44,14 @@ class Batch:
             complete_all([(work.entry.handle, work.made.results) for work in self.works])
 
     def release(self) -> None:
-        """Drop memory that the GPU may still use, where the order of streams keeps it from being used again."""
+        """Drop memory that the GPU may still use, if it belongs to the order of streams that wait for the end."""
         for work in self.works:
-            work.tensors.release()
-            if work.tensors.owner is None:
-                entry = work.entry
-                work.made = work.made._replace(results=[])
-                work.entry = Entry(entry.request, entry.arrays, _COMPLETE, entry.is_awaited, entry.origin,
-                                   entry.submitted, entry.agreed, entry.number)
+            tensors = work.tensors
+            if tensors.streams and tensors.streams == tensors.readers:
+                entry, work.made = work.entry, _NOTHING
+                tensors.owner = tensors.made = tensors.allocate = None  # type: ignore[assignment]
+                work.entry = Entry(entry.request, tensors, _COMPLETE, False, None, entry.submitted, entry.agreed,
+                                   entry.number)
 
 
 def tensors_in(entry: Entry) -> GpuTensors:

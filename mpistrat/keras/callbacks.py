@@ -25,8 +25,7 @@ from .fit.rates import number
 from .fit.row_counts import UNKNOWN, RowCount
 from .fit.throughput import Throughput
 from .fit.training import is_under_strategy, name_in_fit, optimizers_of
-from .local_sgd.averaging import LocalSGD
-from .local_sgd.diloco import DiLoCo
+from .local_sgd import DiLoCo, LocalSGD
 from .nested_optimizers import parts_of, states_in
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", "Elastic",
@@ -132,8 +131,9 @@ class MetricAverageCallback(Callback):
     """Replaces the metrics of an epoch by their average over the ranks. Collective.
 
     Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint), so that these get the
-    same numbers on all ranks. Metrics that only some ranks have, because only these have validation data, stay as they
-    are, and rank 0 logs a warning; so it does if the ranks validate on different numbers of batches.
+    same numbers on all ranks. Arrays, such as a number for each class, are averaged element by element. Metrics that
+    only some ranks have, because only these have validation data, stay as they are, and rank 0 logs a warning; so it
+    does if the ranks validate on different numbers of batches.
 
     By default the mean is not weighted, so the ranks should have equal numbers of rows. With `weighted=True` the value
     of each rank counts by the number of rows in the batches that this rank has trained on in the epoch; the values of

@@ -32,7 +32,7 @@ from ..tensorflow.same_data import ADVICE, difference, sources_of
 logger = logging.getLogger(__name__)
 
 InputOptions: TypeAlias = tf.distribute.InputOptions | None
-_Policy = tf.data.experimental.AutoShardPolicy
+_Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
 # The kinds of datasets that TensorFlow shards by files.
 _READERS = ("ArrayRecordDataset", "FixedLengthRecordDataset", "RecordIODataset", "SSTableDataset", "TextLineDataset",
             "TFRecordDataset")

@@ -13,6 +13,7 @@ from typing import Any
 Values = Mapping[str, int | str]
 Part = tuple[str, int, int]  # name, begin, end
 OPERATION = "operation"  # the category of the spans that `spans_in` returns
+PLACE = "place"  # the category of the marks that `places_in` returns
 
 _PAGE_BYTES = 4096
 _CLOSE = b"\n]"
@@ -28,10 +29,21 @@ def spans_in(path: str) -> tuple[list[tuple[str, int, Values]], bool]:
         OSError: It cannot be read.
         ValueError: It is not a timeline.
     """
-    spans, is_cut = _spans(Path(path).read_bytes())
+    events, is_cut = _events(Path(path).read_bytes())
+    try:
+        spans = [(event["name"], round(event["ts"] * 1000), event["args"]) for event in events
+                 if event.get("cat") == OPERATION]
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"it is not written by mpistrat: {error!r}.") from error
     if not spans:
         raise ValueError(f"{path} has no operation of mpistrat. It is empty, or not written by mpistrat.")
     return spans, is_cut
+
+
+def places_in(path: str) -> list[tuple[int, int, str]]:
+    """Where in the script the ranks were, once a second, in a file of `spans_in`: (rank, nanoseconds, place)."""
+    return [(event["pid"], round(event["ts"] * 1000), event["name"]) for event in _events(Path(path).read_bytes())[0]
+            if event.get("cat") == PLACE]
 
 
 class TraceFile:
@@ -69,9 +81,9 @@ class TraceFile:
                        "dur": (end - begin) / 1000, "args": values})
             category, values = "phase", {}
 
-    def mark(self, group: int, lane: int, name: str, at: int) -> None:
+    def mark(self, group: int, lane: int, name: str, at: int, category: str = "") -> None:
         """Add a moment."""
-        self._add({"name": name, "ph": "i", "s": "t", "pid": group, "tid": lane, "ts": at / 1000})
+        self._add({"name": name, "cat": category, "ph": "i", "s": "t", "pid": group, "tid": lane, "ts": at / 1000})
 
     def _add(self, event: dict[str, Any]) -> None:
         self._events.append(json.dumps(event, separators=(",", ":")).encode())
@@ -111,7 +123,8 @@ class TraceFile:
             self._file = -1
 
 
-def _spans(data: bytes) -> tuple[list[tuple[str, int, Values]], bool]:
+def _events(data: bytes) -> tuple[list[dict[str, Any]], bool]:
+    """The events of a file, and whether its end is missing."""
     is_cut = False
     try:
         found = json.loads(data)
@@ -121,8 +134,4 @@ def _spans(data: bytes) -> tuple[list[tuple[str, int, Values]], bool]:
         for line in data.splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 events.append(json.loads(line.strip().rstrip(b",")))
-    try:
-        return [(event["name"], round(event["ts"] * 1000), event["args"]) for event in events or ()
-                if isinstance(event, dict) and event.get("cat") == OPERATION], is_cut
-    except (KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"it is not written by mpistrat: {error!r}.") from error
+    return [event for event in events if isinstance(event, dict)] if isinstance(events, list) else [], is_cut

@@ -107,6 +107,11 @@ class Recording:
                 self._awaited.discard(rank)
                 self._timeline.lost += lost
 
+    def mark_places(self, places: Mapping[int, str], now: int) -> None:
+        """Where in the script each rank is, for the file, if there is one; written with the next operations."""
+        if self._timeline is not None:
+            self._timeline.add_places(places, now)
+
     def end(self, steps: int, limit_s: float | None) -> None:
         """Close the file, if there is one, and say what is not in it.
 

@@ -15,7 +15,6 @@ pytestmark = [needs_mpirun, pytest.mark.nightly]
 
 _KERAS = importlib.util.find_spec("keras")
 _SOURCE = Path(_KERAS.origin).parent / "src" if _KERAS is not None and _KERAS.origin else Path("no Keras")
-_TEST_S = 90  # The limit of one test.
 _HANGS = 5  # How many tests of a directory may hang before the others are not run.
 
 # What is not run, and why.
@@ -64,7 +63,7 @@ FAIL: dict[str, dict[str, tuple[str, ...]]] = {
 def test_those_that_fail_are_known(directory: str, tmp_path: Path) -> None:
     if not any((_SOURCE / directory).glob("*_test.py")):
         pytest.skip(f"this Keras comes without its tests of {directory}")
-    ends = run(directory, tmp_path / "ends")
+    ends = run(_SOURCE, directory, tmp_path / "ends")
     print(f"{directory}: {sum(end.outcome == 'passed' for end in ends.values())} of {len(ends)} pass, "
           f"{sum(end.outcome == 'skipped' for end in ends.values())} are skipped")
     reasons = {name: reason for reason, names in FAIL[directory].items() for name in names}
@@ -75,16 +74,55 @@ def test_those_that_fail_are_known(directory: str, tmp_path: Path) -> None:
     assert not new and not mended, "\n".join([*new, f"These pass now: {mended}"])
 
 
-def run(directory: str, file: Path) -> dict[str, End]:
-    """How the tests of a directory have ended, in as many jobs as it takes."""
-    command = ["python", "-m", "pytest", "-c", "/dev/null", "--rootdir", _SOURCE, "-p", "no:cacheprovider",
+SAMPLE = """
+import os
+import time
+import numpy as np
+import pytest
+import tensorflow as tf
+import mpistrat
+
+def test_passes():
+    assert tf.distribute.get_strategy().num_replicas_in_sync == 2
+    assert np.ptp(mpistrat.allgather(np.random.rand(1))) == 0
+
+def test_fails_on_one_rank_alone():
+    if mpistrat.rank():
+        raise ValueError("of rank 1")
+    mpistrat.barrier()
+
+def test_skips():
+    import a_package_that_is_not_there
+
+def test_hangs():
+    time.sleep(1000 * mpistrat.rank())
+    mpistrat.barrier()
+
+def test_comes_after():
+    mpistrat.barrier()
+"""
+
+
+def test_a_test_that_hangs_and_one_that_fails_on_one_rank_cost_no_other(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "some_test.py").write_text(SAMPLE)
+    ends = run(tmp_path, "own", tmp_path / "ends", test_s=15)
+    outcomes = {test.removeprefix("own/some_test.py::test_"): end.outcome for test, end in ends.items()}
+    assert outcomes == {"passes": "passed", "fails_on_one_rank_alone": "failed", "skips": "skipped", "hangs": "hangs",
+                        "comes_after": "passed"}
+    assert any("of rank 1" in text for text in ends["own/some_test.py::test_fails_on_one_rank_alone"].texts)
+
+
+def run(root: Path, directory: str, file: Path, test_s: int = 90) -> dict[str, End]:
+    """How the tests of a directory have ended, in as many jobs as it takes. `test_s` is the limit of one test."""
+    command = ["python", "-m", "pytest", "-c", "/dev/null", "--rootdir", root, "-p", "no:cacheprovider",
                "-p", "tests.support.in_scope", "--ends", file, "-o", "python_files=*_test.py",
-               "-o", f"faulthandler_timeout={_TEST_S}", "-o", "faulthandler_exit_on_timeout=true", "-q", "-W", "ignore",
-               *(f"--ignore={_SOURCE / directory / name}" for name in IGNORED[directory]),
-               *(f"--leave-out={test}" for test in LEFT_OUT), _SOURCE / directory]
+               "-o", f"faulthandler_timeout={test_s}", "-o", "faulthandler_exit_on_timeout=true", "-q", "-W", "ignore",
+               *(f"--ignore={root / directory / name}" for name in IGNORED.get(directory, ())),
+               *(f"--leave-out={test}" for test in LEFT_OUT), root / directory]
     hung = 0
     while True:
-        job = run_job(2, command, limit_s=1200, env={
+        job = run_job(2, command, limit_s=1800, env={
             "MPISTRAT_STALL_CHECK_TIME_SECONDS": "20", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "40"})
         ends = ends_of(file) if file.exists() else {}
         hanging = [test for test, end in ends.items() if end.outcome == "hangs"]
@@ -92,5 +130,5 @@ def run(directory: str, file: Path) -> dict[str, End]:
             assert ends and "INTERNALERROR" not in job.output, job.output
             return ends
         hung = len(hanging)
-        print(f"{hanging[-1]} does not end within {_TEST_S} s, or ends its process:\n{job.output[-20000:]}")
+        print(f"{hanging[-1]} does not end within {test_s} s, or ends its process:\n{job.output[-20000:]}")
         assert hung < _HANGS, f"these hang, and the rest is not run: {hanging}"

@@ -14,7 +14,7 @@ from mpistrat.trace import files
 from mpistrat.trace.analysis import analyse, last_submissions
 from mpistrat.trace.timeline import records_in
 
-from ..support.hosts_in_namespaces import Ended, Hosts, Link, can_make_links, two_hosts, why_not
+from ..support.hosts_in_namespaces import Ended, Hosts, Link, can_make_links, several_hosts, two_hosts, why_not
 from ..support.jobs import JOB_VARIABLE, find_mpirun
 from ..support.levels import sample
 
@@ -105,6 +105,21 @@ def test_an_allreduce_of_two_hosts_sends_every_byte_once_in_each_direction(hosts
     assert 1 <= sent / (2 * size * times) < 1.05
 
 
+@pytest.mark.parametrize("ranks_per_host", [
+    [1, 1, 1], *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in ([2, 2, 2], [1, 1, 1, 1], [2, 1, 2, 1]))])
+def test_an_allreduce_of_more_hosts_sends_every_byte_twice_but_for_the_own_part(ranks_per_host: list[int]) -> None:
+    require_namespaces()
+    size, times = 2**23, 4
+    with several_hosts(len(ranks_per_host)) as made:
+        before = made.wire_bytes()
+        job = made.run(ranks_per_host, ["python", "tests/scripts/large_allreduce.py", str(size), str(times)])
+        sent = made.wire_bytes() - before
+    print(f"{times} all-reduces of {size:,} bytes: {sent:,} bytes on the wire")
+    assert job.code == 0, job.output
+    # 2 (H - 1) / H of the bytes from each of H hosts.
+    assert 1 <= sent / (2 * (len(ranks_per_host) - 1) * size * times) < 1.05
+
+
 @pytest.mark.nightly
 def test_an_exception_on_the_second_host_ends_the_job_with_its_traceback(hosts: Hosts, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
@@ -141,25 +156,26 @@ def test_a_stall_among_hosts_fails_on_every_rank(hosts: Hosts) -> None:
 # -- a network that fails ---------------------------------------------------------------------------------------------
 
 LIMIT_S = 3.0
-# The collective, its bytes, when the link is cut, and what reduces. Small ones are agreed on by vote, or, with MPI
-# alone, by rank 0, which then cannot tell the other host; large ones are on the wire.
+# The ranks of each host, the collective, its bytes, when the link is cut, and what reduces. Small ones are agreed on by
+# vote, or, with MPI alone, by rank 0, which then cannot tell the other host; large ones are on the wire.
 CUTS = {
-    "an all-reduce under vote": ("allreduce", 4000, "between", "auto"),
-    "a broadcast": ("broadcast", 32_000_000, "within", "auto"),
-    "an all-reduce by MPI": ("allreduce", 4000, "between", "mpi"),
+    "an all-reduce under vote": (2, "allreduce", 4000, "between", "auto"),
+    "chunks of an all-reduce": (1, "allreduce", 64_000_000, "within", "auto"),
+    "a broadcast": (2, "broadcast", 32_000_000, "within", "auto"),
+    "an all-reduce by MPI": (2, "allreduce", 4000, "between", "mpi"),
 }
 
 
 @sample("during", CUTS)
 def test_a_link_that_is_cut_for_good_ends_every_rank(hosts: Hosts, tmp_path: Path, during: str) -> None:
-    kind, nbytes, when, backend = CUTS[during]
+    per_host, kind, nbytes, when, backend = CUTS[during]
     command = ["python", "tests/scripts/over_a_link.py", kind, str(nbytes), when, "0", str(tmp_path)]
     with hosts.mended_after():
-        job = hosts.run_until_ranks_end([2, 2], command, limit_s=60, env={
+        job = hosts.run_until_ranks_end([per_host] * 2, command, limit_s=60, env={
             **stalls_after(LIMIT_S), "MPISTRAT_CPU_OPERATIONS": backend})
-    all_had_an_error_after_the_cut(hosts, tmp_path, job)
+    all_had_an_error_after_the_cut(hosts, tmp_path, job, 2 * per_host)
     # What the far host prints cannot reach the launcher.
-    for rank in range(2):
+    for rank in range(per_host):
         assert f"[mpistrat] rank {rank} on {hosts.names[0]} ends the job: " in job.output, job.output
 
 
@@ -199,10 +215,10 @@ def stalls_after(seconds: float) -> dict[str, str]:
             "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": str(seconds)}
 
 
-def all_had_an_error_after_the_cut(hosts: Hosts, told: Path, job: Ended) -> None:
+def all_had_an_error_after_the_cut(hosts: Hosts, told: Path, job: Ended, ranks: int = 4) -> None:
     """Every rank has had an error that names the hosts, in time, and has ended soon after it."""
     cut_at = float((told / "cut").read_text())
-    for rank in range(4):
+    for rank in range(ranks):
         assert (told / str(rank)).exists(), f"rank {rank} has said nothing. {job.output}"
         at, _, error = (told / str(rank)).read_text().partition(" ")
         assert error.startswith("StallError: "), error

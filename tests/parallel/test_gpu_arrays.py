@@ -501,3 +501,42 @@ def test_ranks_whose_streams_wait_and_ranks_that_wait_on_the_host_meet(
     mpistrat.init()
     assert caplog.messages == [f"rank {rank}: the host waits for the results of collectives on the GPU, since no "
                                "stream can: the GPU has no memory left for a check that needs 96 bytes"] * (rank == 0)
+
+
+@pytest.mark.parametrize("begins", ["at once", "later"])
+def test_a_rank_whose_gpu_gives_wrong_numbers_is_found_by_all(begins: str, rank: int, size: int,
+                                                              monkeypatch: pytest.MonkeyPatch,
+                                                              caplog: pytest.LogCaptureFixture) -> None:
+    found, copy = StandIn(rank), gpu_stand_in.Device.batched_copy
+    monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
+    monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+
+    def garbled() -> None:
+        if rank == size - 1:  # The last tensor of each launch is left out.
+            monkeypatch.setattr(gpu_stand_in.Device, "batched_copy",
+                                lambda self, table, *of: copy(self, table[:-1], *of))
+
+    def reduced() -> list[Any]:
+        arrays = [found.array(np.full(count, rank + 1.0, np.float32)) for count in (300, 7)]
+        return [found.values(each).tolist() for each in mpistrat.grouped_allreduce(arrays, op=mpistrat.Sum, name="sum")]
+
+    right = [[size * (size + 1) / 2] * count for count in (300, 7)]
+    mpistrat.shutdown()
+    mpistrat.init()
+    try:
+        if begins == "at once":
+            garbled()
+            with caplog.at_level(logging.WARNING):
+                assert [reduced() for _ in range(3)] == [right] * 3  # Through host memory.
+            messages = [text for text in caplog.messages if "NCCL gives wrong numbers" in text]
+            assert len(messages) == (rank == 0) and all(f"numbers: rank {size - 1}: sum of float32" in text
+                                                        for text in messages)
+        else:
+            assert reduced() == right
+            garbled()
+            with pytest.raises(EngineError, match=rf"on the CPU: rank {size - 1}: sum, element 0: "):
+                reduced()
+    finally:
+        mpistrat.shutdown()
+        monkeypatch.undo()
+        mpistrat.init()

@@ -271,12 +271,13 @@ class Towers(keras.Model):
 @pytest.mark.parametrize("door", ["optimizer", "strategy"])
 def test_a_model_inside_may_get_its_weights_from_the_first_batch(door: str, rank: int, size: int) -> None:
     from mpistrat.keras._private import weights_of
+    from mpistrat.tensorflow import MPIStrategy
     keras.utils.set_random_seed(rank)
     if door == "optimizer":
         model, data = Towers(), own_rows(rank, size)
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
     else:
-        with hvd.MPIStrategy().scope():
+        with MPIStrategy().scope():
             model, data = Towers(), rows(size)
             model.compile(keras.optimizers.SGD(0.1), "mse")
     assert [weight.shape for weight in weights_of(model)] == [(), (3, 4), (4,)]

@@ -105,6 +105,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
     "mask and a step of one's own": (own_step, lambda rows: (sequences(rows), targets(rows, TOKENS, 1), None)),
     "mean by weights": (lambda: dense(mse(reduction="mean_with_sample_weight")),
                         lambda rows: (numbers(rows), targets(rows, 1), row_weights(rows))),
+    "mean by weights, compiled": (lambda: dense(mse(reduction="mean_with_sample_weight"), jit_compile=True),
+                                  lambda rows: (numbers(rows), targets(rows, 1), row_weights(rows))),
     "mask, mean by weights": (lambda: tagger(loss=mse(reduction="mean_with_sample_weight")), lambda rows: (
         sequences(rows), targets(rows, TOKENS, 1), np.repeat(row_weights(rows)[:, None], TOKENS, 1))),
     "sum": (lambda: dense(mse(reduction="sum")), lambda rows: (numbers(rows), targets(rows, 1), row_weights(rows))),

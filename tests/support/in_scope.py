@@ -14,6 +14,7 @@ import json
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import types
 import unittest
@@ -64,13 +65,18 @@ class _InScope:
         self._ranks, self._file = MPI.COMM_WORLD, config.getoption("--ends")
         self._reports: list[pytest.TestReport] = []
 
-        def common_directory(case: unittest.TestCase) -> str:
-            """A directory that all ranks see, as a script has it."""
+        own_directory = testing.TestCase.get_temp_dir
+
+        def directory(case: unittest.TestCase) -> str:
+            """A directory of each rank's own, since tests remove files; but the chief alone reads and writes a backup.
+            """
+            if "backup_and_restore" not in type(case).__module__:
+                return str(own_directory(case))
             path: str = self._ranks.bcast("" if self._ranks.rank else tempfile.mkdtemp())
             case.addCleanup(shutil.rmtree, path, ignore_errors=True)
             return path
 
-        testing.TestCase.get_temp_dir = common_directory
+        testing.TestCase.get_temp_dir = directory
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -108,15 +114,18 @@ class _InScope:
         self._reports, began = [], time.monotonic()
         result = yield
         worst = max(self._reports, key=lambda report: _OUTCOMES.index(report.outcome))
+        shutdown = threading.Thread(target=mpistrat.shutdown)  # It returns when all ranks have called it.
         if worst.failed:
-            mpistrat.shutdown()
+            shutdown.start()
         all_done = self._ranks.Ibarrier()
         while not all_done.Test():
             time.sleep(0.005)  # A rank that spins in a call of MPI takes a core from the others.
         outcomes, texts = zip(*self._ranks.allgather((_OUTCOMES.index(worst.outcome), worst.longreprtext)))
         outcome = _OUTCOMES[max(outcomes)]
         if outcome == "failed":
-            mpistrat.shutdown()
+            if not worst.failed:
+                shutdown.start()
+            shutdown.join()
             mpistrat.init()
         self._say(End(item.nodeid, outcome, round(time.monotonic() - began, 1), texts))
         return result

@@ -36,6 +36,7 @@ from mpistrat.gpu.executor import GpuExecutor
 from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64, UINT8
 from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
 from mpistrat.gpu.watchdog import Watchdog
+from mpistrat.gpu.work import Batch
 from mpistrat.trace.ring import OperationRing
 from tests.support.copy_model import memory_at
 from tests.support.engines import make_engine
@@ -461,7 +462,7 @@ def test_memory_is_given_back_where_the_streams_keep_it_from_being_used_too_earl
 def test_memory_is_kept_until_the_gpu_is_done_and_then_freed_and_the_operation_is_over(
         monkeypatch: pytest.MonkeyPatch) -> None:
     job, ring = Job(), OperationRing(10)
-    monkeypatch.setattr(GpuTensors, "release", lambda self: None)  # as with tensors of several streams
+    monkeypatch.setattr(Batch, "release", lambda self: None)  # as with tensors of several streams
     job.executor._observer = ring
     first = job.submit("a", np.ones(3))
     job.settle()
@@ -783,3 +784,22 @@ def test_several_communicators_of_an_old_nccl_are_warned_about(monkeypatch: pyte
         assert values_of(handle) == [[1, 1]]
     assert [record.message[:38] for record in caplog.records if record.levelname == "WARNING"] == [
         "rank 0: MPISTRAT_NUM_NCCL_STREAMS=2: N"]
+
+
+def test_the_memory_of_a_rank_that_has_joined_is_kept_until_the_gpu_is_done() -> None:
+    job = Job()
+    job.submit("connect", np.ones(1))
+    job.settle()
+    free = job.device.free_bytes
+    tensors: Any = job.executor.uploaded([np.zeros(3)])
+    request = allreduce_request("a", specs_of(tensors), ScaledOp(Sum), device=DEVICE_GPU)
+    handle = job.engine.submit(request, tensors)
+    del tensors
+    job.engine.controller.run_cycle()
+    assert handle.is_done
+    del handle
+    assert job.device.free_bytes == free - 2 * 24
+    job.device.run_all()
+    job.now += 1.0
+    job.settle()
+    assert job.device.free_bytes == free

@@ -58,24 +58,23 @@ ROOMS: dict[str, set[str]] = {
     "cli": {"cli.doctor", "cli.startup", "cli.stderr"}, "cli.bench": {"cli"}, "cli.doctor": {"cli"},
     "cli.timeline": {"cli"}, "cli.top": {"cli"},
     "gpu": {"gpu.copy", "gpu.nccl"}, "gpu.copy": {"gpu"}, "gpu.nccl": {"gpu", "gpu.copy"},
-    "keras": {"keras.fit", "keras.keras2", "keras.local_sgd", "keras.sharded"},
-    "keras.fit": {"keras", "keras.local_sgd"}, "keras.keras2": {"keras", "keras.fit"},
-    "keras.local_sgd": {"keras", "keras.fit"}, "keras.sharded": {"keras"}, "tensorflow.keras": {"keras"},
+    "keras": {"keras.fit", "keras.keras2", "keras.sharded"}, "keras.fit": {"keras"},
+    "keras.keras2": {"keras", "keras.fit"}, "keras.sharded": {"keras"}, "tensorflow.keras": {"keras"},
     "strategy": {"strategy.keras"}, "strategy.keras": {"strategy"},
     "tensorflow": {"tensorflow.async_op", "tensorflow.bridge", "tensorflow.sessions", "tensorflow.xla"},
     "tensorflow.async_op": {"tensorflow.bridge", "tensorflow.sessions", "tensorflow.xla"},
     "tensorflow.bridge": {"tensorflow", "tensorflow.async_op", "tensorflow.sessions", "tensorflow.xla"},
     "tensorflow.sessions": {"tensorflow", "tensorflow.async_op", "tensorflow.bridge", "tensorflow.xla"},
     "tensorflow.xla": {"tensorflow", "tensorflow.bridge"},
-    "transport": {"transport.shm"}, "transport.hierarchical": {"transport.mpi", "transport.shm"},
+    "transport.hierarchical": {"transport.mpi", "transport.shm"},
     "transport.mpi": {"transport.shm"}, "transport.shm": {"transport"},
 }
 # The most lines that the modules of each package may have, and all files of tests. It is a whole number of fifties. A
 # commit that raises one says why nothing can be deleted for it.
 ROOM_LINES = {
-    "core": 3_100, "negotiation": 1_300, "transport": 3_350, "gpu": 2_750, "engine": 1_600, "trace": 1_900,
-    "process": 2_150, "elastic": 2_150, "api": 4_100, "cluster": 450, "tensorflow": 7_300, "keras": 6_000,
-    "strategy": 2_800, "cli": 5_800, "": 100, "__main__": 50, "tests": 57_500,
+    "core": 3_150, "negotiation": 1_300, "transport": 3_400, "gpu": 3_150, "engine": 1_600, "trace": 1_950,
+    "process": 2_250, "elastic": 2_300, "api": 4_200, "cluster": 450, "tensorflow": 7_550, "keras": 6_050,
+    "strategy": 3_100, "cli": 6_050, "": 100, "__main__": 50, "tests": 59_300,
 }
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
@@ -83,7 +82,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "trace": set(), "process": set(), "elastic": set(), "api": {"numpy"}, "tensorflow": {"numpy", "tensorflow"},
     "keras": {"numpy", "tensorflow", "keras"}, "strategy": {"numpy", "tensorflow"},
     "cluster": {"tensorflow"},
-    "keras.keras2": {"tensorflow", "tf_keras"}, "strategy.keras.keras2": {"numpy", "tensorflow", "tf_keras"},
+    "keras.keras2": {"tensorflow", "tf_keras"}, "strategy.keras.keras2": {"tensorflow", "tf_keras"},
     "strategy.keras": {"numpy", "tensorflow", "keras"},
     "cli": {"numpy"}, "": set(), "__main__": set(),
     # Each of these wraps one package for all others.

@@ -1,6 +1,7 @@
 """The files of a timeline, what they say, and what becomes of one that cannot be written or read."""
 
 import errno
+import html
 import itertools
 import json
 import logging
@@ -20,6 +21,7 @@ import pytest
 import mpistrat
 from mpistrat.api import job as job_of_init
 from mpistrat.cli.main import main
+from mpistrat.cli.timeline.page import longest_wait
 from mpistrat.core.errors import SettingsError
 from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.request import ScaledOp, Sum, allreduce_request, specs_of
@@ -320,6 +322,24 @@ def test_the_page_needs_nothing_else_and_a_browser_shows_its_charts(tmp_path: Pa
                             "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60, check=True).stdout
     assert shown.count("<svg") == 3 and shown.count("<circle") == 2
     assert "rank 1, computing: 68.8 %" in shown
+
+
+def test_the_page_has_scales_and_says_who_waited_longest_and_where_the_late_rank_was(tmp_path: Path) -> None:
+    longest = longest_wait(JOB)
+    late = max((each for each in JOB if each.number == longest.number), key=lambda each: each.submitted).rank
+    place = 'at "train.py", line 9, in slow: time.sleep(0.05)'
+    file = files.TraceFile(str(tmp_path / "f.json"))
+    timeline = Timeline(file, ["node1"] * 2, mark_cycles=False)
+    timeline.add_places({0: "elsewhere", late: place}, longest.submitted)
+    timeline.add(JOB)
+    timeline.close()
+    page = tmp_path / "page.html"
+    assert main(["timeline", str(tmp_path / "f.json"), "--html", str(page)]) == 0
+    text = html.unescape(page.read_text())
+    assert re.search(rf"Rank {longest.rank} waited \S+ ms for rank {late}.*, for {longest.name}\. "
+                     rf"Rank {late} was {re.escape(place)}", text)
+    assert re.search(r">20 %<.*>100 %<", text) and len(re.findall(r">[\d.e-]+ m?s<", text)) >= 4
+    assert 'class="in">68.8 %<' in text
 
 
 # -- who writes it ----------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
 from mpistrat.core.errors import EngineError, StallError
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
+from mpistrat.transport.memfd import HostFile
 from mpistrat.transport.shm.chunk_choice import ChunkChoice
 from mpistrat.transport.shm.data import SharedMemoryData
-from mpistrat.transport.shm.memfd import HostFile
 from mpistrat.transport.shm.segment import HostMemory
 from tests.support.thread_group import ThreadGroup
 

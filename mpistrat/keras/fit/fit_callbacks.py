@@ -33,8 +33,6 @@ from .. import xla
 from .._private import Callback, Logs, trainer
 from ..callbacks import BroadcastGlobalVariablesCallback
 from ..keras2_arguments import bound
-from ..local_sgd.averaging import averaging_among
-from ..local_sgd.local_training import LOCAL_SGD, LocalTraining
 from ..patches import Function, replaces
 from .adapted import layers_of_inputs
 from .elastic_fit import Elastic, run_fit
@@ -44,7 +42,7 @@ from .join_epochs import JoinEpochs
 from .row_counts import RowCount
 from .running_statistics import AverageStatistics
 from .throughput import FitThroughput
-from .training import DistributedTraining, Training, in_fit, training_of
+from .training import LOCAL_SGD, Training, in_fit, training_of, trains_apart
 from .written_once import written_once
 
 logger = logging.getLogger(__name__)
@@ -70,8 +68,7 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
     def from_epoch(epoch: int) -> Any:
         call.arguments["initial_epoch"] = epoch
         return _fit_once(original, self, call)
-    return run_fit(elastic, from_epoch, self, call.arguments.get("initial_epoch", 0),
-                   averaging_among(users))
+    return run_fit(elastic, from_epoch, self, call.arguments.get("initial_epoch", 0), trains_apart(users))
 
 
 @functools.cache
@@ -87,12 +84,9 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
     for callback in users:
         if isinstance(callback, BroadcastGlobalVariablesCallback):
             callback.has_users_own = has_own
-    averaging = averaging_among(users)
-    training: Training | None = training_of(model)
-    if averaging is not None:
-        training = LocalTraining(model, averaging)
-        averaging.enter(training)
-    else:
+    averaging = trains_apart(users)
+    training = training_of(model) if averaging is None else averaging.training(model)
+    if averaging is None:
         _require_no_averaging(training, users)
     if training is not None and not training.is_under_strategy:
         xla.follow_ranks(model)
@@ -167,7 +161,7 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
         inputs: The arguments x and y of fit.
     """
     own: list[Callback] = []
-    if isinstance(training, DistributedTraining | LocalTraining) and training.joins:
+    if training.joins:
         own.append(JoinEpochs(training))
     settings = runtime.current().settings
     is_checked = settings.is_checked

@@ -184,7 +184,8 @@ class WrittenOnce(Callback):
             return result
         result, changed = statuses[0].value
         if not self.role.runs:
-            self.callback.__dict__.update(changed)
+            for name, value in changed.items():
+                setattr(self.callback, name, value)
         self._known = self._state()
         return result
 

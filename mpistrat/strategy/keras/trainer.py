@@ -5,6 +5,7 @@ functions that it calls (reduce_per_replica, the seeds) run while TensorFlow tra
 """
 
 import contextlib
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -59,8 +60,8 @@ def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
 
 def _users_level() -> int:
     """The stacklevel of the user's code, for a warning of the function that calls this one."""
-    levels = enumerate(frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-    return next((level for level, file in levels if level and is_users(file)), 1)
+    frames = traceback.walk_stack(sys._getframe(1))
+    return next((level for level, (frame, _) in enumerate(frames, 1) if is_users(frame.f_code.co_filename)), 1)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------

@@ -9,9 +9,17 @@ from itertools import chain
 import numpy as np
 import tensorflow as tf
 
+from ...api import runtime
 from ...core.fusion import buckets_from_last
 from ...core.request import ReduceOp, Request, TensorSpec, allreduce_request, specs_of
-from ...core.tuning import BUCKET_BYTES, GPU_BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
+from ...core.tuning import (
+    BUCKET_BYTES,
+    GPU_BUCKET_BYTES,
+    HOSTS_BUCKET_BYTES,
+    HOSTS_FIRST_BUCKET_BYTES,
+    JOINED_TENSOR_BYTES,
+    SUBMIT_WAIT_BYTES,
+)
 from ...gpu.arrays import BucketList
 from ..async_op import call_site
 from ..xla import context as xla
@@ -48,8 +56,8 @@ class GraphBucket:
 
 
 def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int = BUCKET_BYTES,
-         small_bytes: int = JOINED_TENSOR_BYTES) -> list[GraphBucket]:
-    """Distribute tensors over buckets, as buckets_from_last.
+         first_bytes: int | None = None, small_bytes: int = JOINED_TENSOR_BYTES) -> list[GraphBucket]:
+    """Distribute tensors over buckets of at most `bucket_bytes`, as buckets_from_last; the first of `first_bytes`.
 
     A tensor of unknown static shape is a single one, and counts as `small_bytes`.
     """
@@ -57,7 +65,7 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
     nbytes = [int(np.prod(shape.as_list(), dtype=np.int64)) * dtype.size if is_known else small_bytes
               for (dtype, shape), is_known in zip(tensors, known, strict=True)]
     buckets = []
-    for indices in buckets_from_last(nbytes, bucket_bytes):
+    for indices in buckets_from_last(nbytes, bucket_bytes, first_bytes):
         bucket = GraphBucket(nbytes=sum(nbytes[i] for i in indices))
         for i in indices:
             if known[i] and nbytes[i] < small_bytes:
@@ -81,10 +89,9 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
     if not tensors:
         return []
     device = call_site.device_of(tensors, spec.process_set)
-    bucket_bytes = spec.bucket_bytes or (GPU_BUCKET_BYTES if device else BUCKET_BYTES)
     started = None
     if xla.is_compiled() and Started.is_possible(tensors):
-        buckets = plan([(t.dtype, t.shape) for t in tensors], spec.bucket_bytes or GPU_BUCKET_BYTES, 0)
+        buckets = plan([(t.dtype, t.shape) for t in tensors], spec.bucket_bytes or GPU_BUCKET_BYTES, small_bytes=0)
         started = Started() if len(buckets) > 1 else None
     elif tf.executing_eagerly() or xla.is_compiled():
         # Nothing overlaps with an eager call or a call that waits, and the engine's fusion buffer packs the tensors.
@@ -92,7 +99,8 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
     else:
         # On a GPU the engine packs the tensors of a bucket. Adasum combines each tensor by itself.
         is_joined = device is None and spec.scaled.op is not ReduceOp.ADASUM
-        buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, JOINED_TENSOR_BYTES if is_joined else 0)
+        buckets = plan([(t.dtype, t.shape) for t in tensors], *limits_of(spec, device),
+                       JOINED_TENSOR_BYTES if is_joined else 0)
     results: list[tf.Tensor | None] = [None] * len(tensors)
     list_ = BucketList(len(buckets))
     for number, bucket in enumerate(buckets):
@@ -112,6 +120,15 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
         for i, result in zip(places, started.results(), strict=True):
             results[i] = result
     return results
+
+
+def limits_of(spec: ReduceSpec, device: str | None) -> tuple[int, int]:
+    """The most bytes of a bucket, and of the first one; the same on all ranks."""
+    # Between hosts what is sent takes longer than what a bucket costs beside that.
+    if not spec.bucket_bytes and device is None and runtime.current().spans_hosts:
+        return HOSTS_BUCKET_BYTES, HOSTS_FIRST_BUCKET_BYTES
+    most = spec.bucket_bytes or (GPU_BUCKET_BYTES if device else BUCKET_BYTES)
+    return most, most
 
 
 def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, spec: ReduceSpec,

@@ -12,6 +12,7 @@ from ...core.arithmetic import Scale
 from ...core.memory import FusionBuffer
 from ...core.quantised import BLOCK, Codec, wire_bytes
 from ...core.tuning import HIERARCHICAL_ALLGATHER_BYTES
+from .eager import exchange
 
 _BYTE, _FLOAT = np.dtype(np.uint8), np.dtype(np.float32)
 
@@ -45,10 +46,11 @@ class QuantisedExchange:
         nbytes = wire_bytes(count)
         self._is_whole = self._hosts == 2 or nbytes * self._hosts <= HIERARCHICAL_ALLGATHER_BYTES
         if self._is_whole:
-            sent, rows = self._sent.view(nbytes, _BYTE), self._received.view(nbytes * self._hosts, _BYTE)
+            sent = self._sent.view(nbytes, _BYTE)
             self._codec.encode(values, errors, sent)
-            self._rows = rows.reshape(self._hosts, nbytes)
-            return [self._comm.Iallgather([sent, MPI.BYTE], [rows, MPI.BYTE])]
+            self._rows = list(self._received.view(nbytes * self._hosts, _BYTE).reshape(self._hosts, nbytes))
+            self._rows[self._host] = sent
+            return exchange(self._comm, [sent] * self._hosts, self._rows)
         blocks = -(-count // BLOCK)
         bounds = [min(blocks * h // self._hosts * BLOCK, count) for h in range(self._hosts + 1)]
         self._bounds = [slice(*pair) for pair in itertools.pairwise(bounds)]
@@ -59,12 +61,8 @@ class QuantisedExchange:
             if h != self._host:
                 self._codec.encode(values[part], None if errors is None else errors[part], self._part_of(sent, h))
         own = self._sizes[self._host]
-        self._rows = self._received.view(own * self._hosts, _BYTE).reshape(self._hosts, own)
-        elsewhere = [int(h != self._host) for h in range(self._hosts)]
-        sends = [size * counts for size, counts in zip(self._sizes, elsewhere, strict=True)]
-        return [self._comm.Ialltoallv(
-            [sent, sends, self._starts, MPI.BYTE],
-            [self._rows, [own * counts for counts in elsewhere], [own * h for h in range(self._hosts)], MPI.BYTE])]
+        self._rows = list(self._received.view(own * self._hosts, _BYTE).reshape(self._hosts, own))
+        return exchange(self._comm, [self._part_of(sent, h) for h in range(self._hosts)], self._rows)
 
     def combine(self, result: np.ndarray, scale: Scale) -> list[MPI.Request]:
         """Add up what the hosts have sent. Returns the requests to complete before `finish`; none: `result` is there.
@@ -83,8 +81,9 @@ class QuantisedExchange:
                 self._codec.decode(row, total, adds=True)
         self._gathered = self._sent.view(sum(self._sizes), _BYTE)
         errors = None if self._errors is None else self._errors[own]
-        self._codec.encode(total, errors, self._part_of(self._gathered, self._host))
-        return [self._comm.Iallgatherv(MPI.IN_PLACE, [self._gathered, self._sizes, self._starts, MPI.BYTE])]
+        parts = [self._part_of(self._gathered, h) for h in range(self._hosts)]
+        self._codec.encode(total, errors, parts[self._host])
+        return exchange(self._comm, [parts[self._host]] * self._hosts, parts)
 
     def finish(self, result: np.ndarray, scale: Scale) -> None:
         """Write the scaled sum to `result`."""
