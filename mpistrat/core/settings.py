@@ -25,7 +25,7 @@ HOROVOD_PREFIX = "HOROVOD_"
 _OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|"
                         r"PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 _LEAST_CHUNK_BYTES = 4096  # A slice of a chunk for each of some ranks is then a few cache lines, at least.
-FastWay = Literal["fast_path", "stream_order", "xla"]
+FastWay = Literal["fast_path", "small_buckets", "stream_order", "xla"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Names that were settings, and what to write now.
 _REPLACED = {"CONSISTENCY_CHECK_DISABLE": "write MPISTRAT_CHECK_ACTION=off for no checks",
@@ -123,7 +123,8 @@ class Settings:
     disable: str = _setting(
         "DISABLE", "none", "Fast ways that are not used, separated by commas. fast_path: votes on an operation among "
         "ranks that wait for one after the other; all are then negotiated through rank 0, slower, with the same "
-        "results. stream_order: the caller's stream on the GPU that waits for the end of a collective, where a check "
+        "results. small_buckets: buckets of gradients of 4 MiB on several hosts; they are then of 16 MiB as on one. "
+        "stream_order: the caller's stream on the GPU that waits for the end of a collective, where a check "
         "finds that it does; the host then waits, and lets the caller go on. xla: collectives that XLA compiles, with "
         "TensorFlow 2.21 and later; they are then an error in a function with jit_compile=True, and Keras models are "
         "trained without XLA.", words=get_args(FastWay))
