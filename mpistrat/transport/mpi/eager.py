@@ -29,10 +29,12 @@ def exchange(comm: MPI.Comm, sent: Sequence[np.ndarray], received: Sequence[np.n
     others = [(rank + step) % size for step in range(1, size)]
     requests: list[MPI.Request] = []
     try:
-        for start, arrays in ((comm.Irecv, received), (comm.Isend, sent)):
-            for other in others:
-                for piece in pieces(arrays[other]):
-                    requests.append(start([piece, MPI.BYTE], other))
+        for other in others:
+            for piece in pieces(received[other]):
+                requests.append(comm.Irecv([piece, MPI.BYTE], other))
+        for other in others:
+            for piece in pieces(sent[other]):
+                requests.append(comm.Isend([piece, MPI.BYTE], other))
     except BaseException:  # A rank is lost, and MPI may still use the memory of those that have begun.
         never_free(requests)
         raise
