@@ -4,8 +4,10 @@ Hosts of several ranks are in tests/jobs/test_two_hosts.py, and the ranks of one
 tests/unit/test_shared_memory_data.py, too.
 """
 
+import gc
 import itertools
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from typing import Any
@@ -25,7 +27,7 @@ from mpistrat.core.request import ReduceOp
 from mpistrat.core.rows import rows_of_ranks
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
-from mpistrat.core.tuning import MPI_CHUNK_BYTES
+from mpistrat.core.tuning import EAGER_MESSAGE_BYTES, MPI_CHUNK_BYTES
 from mpistrat.transport.hierarchical.agreement import HierarchicalAgreement
 from mpistrat.transport.hierarchical.allreduce import HierarchicalData
 from mpistrat.transport.hierarchical.leader_exchange import leader_exchange
@@ -34,6 +36,7 @@ from mpistrat.transport.host_link import HostLink
 from mpistrat.transport.mpi import data as mpi
 from mpistrat.transport.mpi.control import MpiControl
 from mpistrat.transport.mpi.data import MpiData
+from mpistrat.transport.mpi.eager import exchange
 from mpistrat.transport.mpi.peer_wait import PeerWait
 from mpistrat.transport.unix_socket import UnixSocketChannel
 
@@ -287,6 +290,39 @@ def test_every_plane_gathers_the_same(planes: dict[str, DataPlane], rank: int, s
             target = np.empty(sum(counts), np.float32)
             plane.allgather(values(rank, counts[rank]), target, counts)
             assert target.tobytes() == expected.tobytes(), (name, counts)
+
+
+class Thing:
+    """A request."""
+
+
+class LosesARank:
+    """A communicator of two hosts, the other one of which is lost once this one has received."""
+
+    def __init__(self) -> None:
+        self.received: list[weakref.ref[Thing]] = []
+
+    def Get_size(self) -> int:  # noqa: N802
+        return 2
+
+    def Get_rank(self) -> int:  # noqa: N802
+        return 0
+
+    def Irecv(self, buffer: list, source: int) -> Thing:  # noqa: N802
+        thing = Thing()
+        self.received.append(weakref.ref(thing))
+        return thing
+
+    def Isend(self, buffer: list, dest: int) -> Thing:  # noqa: N802
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+
+def test_what_has_begun_when_a_rank_is_lost_keeps_its_memory() -> None:
+    comm, arrays = LosesARank(), [np.zeros(EAGER_MESSAGE_BYTES * 2)] * 2
+    with pytest.raises(MPI.Exception):
+        exchange(comm, arrays, arrays)  # type: ignore[arg-type]
+    gc.collect()
+    assert len(comm.received) == 16 and all(each() is not None for each in comm.received)
 
 
 # -- waits have an end ------------------------------------------------------------------------------------------------

@@ -9,19 +9,22 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 from mpistrat.core.request import ScaledOp, Sum
+from mpistrat.core.settings import Settings
 from mpistrat.tensorflow.bridge import buckets
 from mpistrat.tensorflow.bridge.reduce_spec import ReduceSpec
 
 MIB = 2**20
 
 
-@pytest.mark.parametrize("spans_hosts, device, asked, expected", [
-    (False, None, 0, (16 * MIB, 16 * MIB)), (True, None, 0, (4 * MIB, MIB)), (True, "GPU:0", 0, (32 * MIB, 32 * MIB)),
-    (True, None, 5, (5, 5)), (False, "GPU:0", 5, (5, 5))])
+@pytest.mark.parametrize("spans_hosts, device, asked, disabled, expected", [
+    (False, None, 0, "none", (16 * MIB, 16 * MIB)), (True, None, 0, "none", (4 * MIB, MIB)),
+    (True, None, 0, "small_buckets", (16 * MIB, 16 * MIB)), (True, "GPU:0", 0, "none", (32 * MIB, 32 * MIB)),
+    (True, None, 5, "none", (5, 5)), (False, "GPU:0", 5, "none", (5, 5))])
 def test_several_hosts_have_small_buckets_unless_a_size_is_asked_for(
-        monkeypatch: pytest.MonkeyPatch, spans_hosts: bool, device: str | None, asked: int,
+        monkeypatch: pytest.MonkeyPatch, spans_hosts: bool, device: str | None, asked: int, disabled: str,
         expected: tuple[int, int]) -> None:
-    monkeypatch.setattr(buckets.runtime, "current", lambda: SimpleNamespace(spans_hosts=spans_hosts))
+    job = SimpleNamespace(spans_hosts=spans_hosts, settings=Settings(disable=disabled))
+    monkeypatch.setattr(buckets.runtime, "current", lambda: job)
     assert buckets.limits_of(ReduceSpec("g", ScaledOp(Sum), bucket_bytes=asked), device) == expected
 
 

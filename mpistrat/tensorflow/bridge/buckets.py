@@ -124,8 +124,9 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
 
 def limits_of(spec: ReduceSpec, device: str | None) -> tuple[int, int]:
     """The most bytes of a bucket, and of the first one; the same on all ranks."""
+    job = runtime.current()
     # Between hosts what is sent takes longer than what a bucket costs beside that.
-    if not spec.bucket_bytes and device is None and runtime.current().spans_hosts:
+    if not spec.bucket_bytes and device is None and job.spans_hosts and job.settings.uses("small_buckets"):
         return HOSTS_BUCKET_BYTES, HOSTS_FIRST_BUCKET_BYTES
     most = spec.bucket_bytes or (GPU_BUCKET_BYTES if device else BUCKET_BYTES)
     return most, most

@@ -6,6 +6,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...core.tuning import EAGER_MESSAGE_BYTES
+from .peer_wait import never_free
 
 
 def pieces(array: np.ndarray) -> list[np.ndarray]:
@@ -26,5 +27,15 @@ def exchange(comm: MPI.Comm, sent: Sequence[np.ndarray], received: Sequence[np.n
     size, rank = comm.Get_size(), comm.Get_rank()
     # The others in turn from the next one on, so that not all send to the same one at first.
     others = [(rank + step) % size for step in range(1, size)]
-    requests = [comm.Irecv([piece, MPI.BYTE], other) for other in others for piece in pieces(received[other])]
-    return requests + [comm.Isend([piece, MPI.BYTE], other) for other in others for piece in pieces(sent[other])]
+    requests: list[MPI.Request] = []
+    try:
+        for other in others:
+            for piece in pieces(received[other]):
+                requests.append(comm.Irecv([piece, MPI.BYTE], other))
+        for other in others:
+            for piece in pieces(sent[other]):
+                requests.append(comm.Isend([piece, MPI.BYTE], other))
+    except BaseException:  # A rank is lost, and MPI may still use the memory of those that have begun.
+        never_free(requests)
+        raise
+    return requests
