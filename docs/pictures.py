@@ -1,4 +1,4 @@
-"""Draw docs/images/averaging.svg and docs/images/slow-networks.svg from the tables of results of their pages.
+"""Draw the picture of the system, and averaging.svg and slow-networks.svg from the tables of results of their pages.
 
     python docs/pictures.py
 """
@@ -76,7 +76,49 @@ def slow_networks() -> str:
                "Rows per second on two hosts of two ranks", lines)
 
 
-PICTURES = {ROOT / "docs" / "images" / "averaging.svg": averaging,
+def box(x: int, y: int, width: int, height: int, color: str, *texts: str) -> list[str]:
+    """A rectangle with lines of text in its middle; white text on what is filled with a strong colour."""
+    ink = "#fff" if color in (BLUE, DARK) else "#222"
+    first = y + height / 2 + 5 - 8 * (len(texts) - 1)
+    return [f'  <rect x="{x}" y="{y}" width="{width}" height="{height}" rx="5" fill="{color}" stroke="{DARK}"/>',
+            *(f'  <text x="{x + width / 2:.0f}" y="{first + 16 * place:.0f}" text-anchor="middle" fill="{ink}">'
+              f'{text}</text>' for place, text in enumerate(texts))]
+
+
+def arrow(x: int, y: int, to_x: int, to_y: int, text: str = "") -> list[str]:
+    """A line with a head at both ends, and a text to the right of its middle."""
+    lines = [f'  <line x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}" stroke="{DARK}" stroke-width="1.5" '
+             'marker-start="url(#a)" marker-end="url(#a)"/>']
+    if text:
+        lines.append(f'  <text x="{(x + to_x) / 2 + 8:.0f}" y="{(y + to_y) / 2 + 4:.0f}" fill="#444">{text}</text>')
+    return lines
+
+
+def system() -> str:
+    """Two hosts of two ranks: script, strategy and callback, engine thread, and the transports between the ranks."""
+    lines = ['  <defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+             f'orient="auto-start-reverse"><path d="M0 0L8 4L0 8z" fill="{DARK}"/></marker></defs>']
+    for host in range(2):
+        left = 16 + 408 * host
+        lines += [f'  <rect x="{left}" y="40" width="388" height="312" rx="8" fill="#f3f6fa" stroke="{GREY}"/>',
+                  f'  <text x="{left + 12}" y="60" fill="#444">host {"AB"[host]}</text>']
+        for place in range(2):
+            rank, x = 2 * host + place, left + 12 + 188 * place
+            lines += box(x, 70, 176, 40, "#fff", f"rank {rank}: {'chief, writes files' if rank == 0 else 'worker'}",
+                         "train.py")
+            lines += box(x, 124, 176, 40, GREY, "MPIStrategy, or optimizer", "and broadcast callback")
+            lines += arrow(x + 88, 164, x + 88, 196, "gradients")
+            lines += box(x, 196, 176, 40, BLUE, "engine thread:", "negotiates, fuses")
+            lines += arrow(x + 88, 236, x + 88, 262)
+        lines += box(left + 12, 262, 364, 28, "#fff", "shared memory of the host, or NCCL between its GPUs")
+        lines += arrow(left + 194, 290, left + 194, 320)
+    lines += box(28, 320, 772, 24, DARK, "between hosts: MPI, or NCCL")
+    return svg(828, 364, 16, "Ranks, their engine threads, and the transports between them",
+               "mpistrat run -np 4 -H A:2,B:2 python train.py", lines)
+
+
+PICTURES = {ROOT / "docs" / "images" / "system.svg": system,
+            ROOT / "docs" / "images" / "averaging.svg": averaging,
             ROOT / "docs" / "images" / "slow-networks.svg": slow_networks}
 
 if __name__ == "__main__":

@@ -7,6 +7,17 @@
 Importing it loads neither TensorFlow nor an MPI library. `mpistrat.tensorflow` and `mpistrat.keras` are built on it.
 """
 
+import os
+import signal
+import sys
+
+if sys.argv[1:2] == ["run"] and "mpistrat" in (os.path.basename(sys.argv[0]), *sys.orig_argv[2:3]):
+    # `mpistrat run` has the exit code of a signal from its first moment on. Ctrl-C would be an error of one of these
+    # imports otherwise.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: os._exit(128 + number))
+
 from .api import common, horovod_modules, missing_names
 from .api.common import *  # noqa: F403
 from .api.ops import (
@@ -31,7 +42,6 @@ from .api.run_function import run
 from .core.errors import (
     ClusterError,
     CollectiveError,
-    DataServiceError,
     DeadlockError,
     DuplicateNameError,
     ElasticError,
@@ -55,7 +65,7 @@ from .core.roles import Role
 from .core.version import __version__ as __version__
 
 __all__ = [
-    "AsyncResult", "ClusterError", "CollectiveError", "DataServiceError", "DeadlockError", "DuplicateNameError",
+    "AsyncResult", "ClusterError", "CollectiveError", "DeadlockError", "DuplicateNameError",
     "ElasticError", "EngineError", "InvalidRequestError", "LaunchError", "MismatchError", "MissingDependencyError",
     "MpistratError", "NotInitializedError", "RankDiedError", "RanksLostError", "RecoveryError", "ReduceOp", "Role",
     "RunError", "SettingsError", "ShutdownError", "StallError", "allgather", "allgather_async", "allreduce",

@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "slow-networks.md"
 WAYS = {"none": "`DistributedOptimizer`", "bf16": "`Compression.bf16`", "int8": "`Compression.int8`",
         "hosts": '`LocalSGD(every=10, scope="hosts")`', "diloco": "`DiLoCo(every=50)`",
         "diloco int8": "`DiLoCo(every=50, compression=hvd.Compression.int8)`",
-        "overlap": "`DiLoCo(every=50, overlap=True)`", "alone": "each rank alone, no network"}
+        "alone": "each rank alone, no network"}
 
 Results = dict[int, dict[str, tuple[float, float]]]  # by the link, and then by the way: rows per second, and the loss
 

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from ..core.settings import take_horovods
+from ..process import error_text
 from ..process.launch_env import RUN_KERAS_2
 from . import missing_names
 
@@ -31,6 +32,10 @@ _OWN: Mapping[str, Mapping[str, tuple[str, str]]] = {
         name: ("mpistrat.api.as_horovod", name) for name in ("check_extension", "num_rank_is_power_2", "split_list")}},
 }
 _OF_KERAS = ("keras", "tensorflow", "tensorflow.keras")
+# How errors of Keras 3 begin, or what they have, where a program says what only Keras 2 knows; and what to do.
+_WORDS_OF_KERAS_2 = ("TypeError: 'list' object is not callable", "experimental_run_tf_function",
+                     "not recognized: {'lr'")
+_KERAS_2 = "If that is a word of Keras 2 in a program that you cannot edit: mpistrat run --as-horovod=keras2 ..."
 
 
 def install(package: str) -> Callable[[str], Any]:
@@ -40,6 +45,9 @@ def install(package: str) -> Callable[[str], Any]:
     """
     take_horovods(os.environ)
     sys.meta_path.append(_Finder())
+    error_text.ADVICE.pop(error_text.NO_HOROVOD, None)
+    if RUN_KERAS_2 not in os.environ:
+        error_text.ADVICE.update(dict.fromkeys(_WORDS_OF_KERAS_2, _KERAS_2))
 
     def find(name: str) -> Any:
         if name == "run":

@@ -45,7 +45,7 @@ def _why_no_mpi() -> str:
 
 def why_no_shared_memory() -> str:
     """Why processes of this host cannot share memory; "" if they can. Local."""
-    from ..transport.shm.memfd import HostFile
+    from ..transport.memfd import HostFile
     try:
         file = HostFile.make()
         try:

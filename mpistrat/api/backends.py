@@ -6,7 +6,6 @@ are imported only when they are used. Called by init(), on the thread that calls
 
 import contextlib
 import logging
-import mmap
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -73,6 +72,7 @@ class _Setup:
     link: HostLink  # Shares memory among the ranks of this host.
     channel: UnixSocketChannel  # Messages among the ranks of this host, over sockets.
     mpi: "MpiData"  # Collectives over MPI, for operations that shared memory does not support.
+    feedback: ErrorFeedback  # What is rounded off between hosts.
     interruption: Interruption  # Ends waits for other ranks.
 
     @property
@@ -97,20 +97,19 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
     rank, local_ranks = topology.rank, topology.local_ranks
     link, sockets = _connect_host(comm, topology, interruption)
     wait = PeerWait(topology, range(topology.size), settings.limit_s, interruption)
-    setup = _Setup(comm, topology, settings, link, sockets, MpiData(comm.Dup(), wait, topology), interruption)
+    mpi = MpiData(comm.Dup(), wait)
+    setup = _Setup(comm, topology, settings, link, sockets, mpi, ErrorFeedback(mpi, topology), interruption)
     parts: _Parts | None = None
     with contextlib.closing(link):
-        if settings.cpu_operations != "mpi" and max(topology.local_sizes) > 1:
+        if settings.cpu_operations != "mpi" or max(topology.local_sizes) == 1:
             parts = _build_for_hosts(setup) if setup.remote_ranks else _build_for_one_host(setup)
-        elif max(topology.local_sizes) == 1 and settings.uses("fast_path"):
-            parts = _build_for_single_rank_hosts(setup)
     data, channel, agreement = parts or (setup.mpi, sockets, None)
     if agreement is not None:
         channel.watch(agreement.has_news)
     leads = agreement is not None and rank == local_ranks[0] and bool(setup.remote_ranks)
     control = MpiControl(comm.Dup(), channel, local_ranks, Node(rank, topology.size).neighbours, wait, leads)
     _log_choice(topology, settings, data, agreement)
-    return Backends(control, data, agreement, setup.mpi.feedback)
+    return Backends(control, data, agreement, setup.feedback)
 
 
 def _build_for_one_host(setup: _Setup) -> _Parts | None:
@@ -135,7 +134,10 @@ def _build_for_one_host(setup: _Setup) -> _Parts | None:
 
 
 def _build_for_hosts(setup: _Setup) -> _Parts | None:
-    """Shared memory within each host, MPI between hosts. None if some ranks cannot share memory. Collective."""
+    """Shared memory within each host, MPI between hosts. None if some ranks cannot share memory. Collective.
+
+    With MPISTRAT_CPU_OPERATIONS=mpi, where each host has one rank: the fast path and messages, and arrays over MPI.
+    """
     from ..transport.hierarchical.agreement import HierarchicalAgreement
     from ..transport.hierarchical.allreduce import HierarchicalData, cross_comm
     from ..transport.hierarchical.leader_exchange import leader_exchange
@@ -144,7 +146,8 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
     topology, settings = setup.topology, setup.settings
     chunk = settings.chunk_bytes or HierarchicalData.chunk_bytes
     count, edges = topology.local_size, edges_among(topology.local_ranks)
-    slot_bytes = Piggyback.largest(topology.local_sizes) if settings.uses("fast_path") else 0
+    has_pipeline = settings.cpu_operations != "mpi"
+    slot_bytes = Piggyback.largest(topology.local_sizes) if settings.uses("fast_path") and has_pipeline else 0
     regions = Regions(plane=HierarchicalData.memory_bytes(count, chunk), channel=ring_bytes(edges),
                       piggyback=Piggyback.memory_bytes(count, slot_bytes))
     memory = _shared_memory(setup, regions.nbytes)
@@ -156,28 +159,20 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
     if settings.uses("fast_path"):
         agreement = HierarchicalAgreement(memory, channel.wake_rank, leader_exchange(setup.comm, topology, piggyback),
                                           setup.remote_ranks)
+    if not has_pipeline:
+        return setup.mpi, channel, agreement
     cross_wait = PeerWait(topology, topology.cross_ranks, settings.limit_s, setup.interruption)
     data = HierarchicalData(memory, chunk, setup.mpi, cross_comm(setup.comm, topology), min(topology.local_sizes),
-                            cross_wait, setup.mpi.feedback, piggyback)
+                            cross_wait, setup.feedback, piggyback)
     return data, channel, agreement
-
-
-def _build_for_single_rank_hosts(setup: _Setup) -> _Parts:
-    """Each host has one rank: arrays go over MPI, and the fast path runs between hosts. Collective."""
-    from ..transport.hierarchical.agreement import HierarchicalAgreement
-    from ..transport.hierarchical.leader_exchange import leader_exchange
-    private = HostMemory(mmap.mmap(-1, HostMemory.size_for(1, 0)), 0, setup.topology.local_ranks)
-    leaders = leader_exchange(setup.comm, setup.topology, None)
-    agreement = HierarchicalAgreement(private, setup.channel.wake_rank, leaders, setup.remote_ranks)
-    return setup.mpi, setup.channel, agreement
 
 
 def _log_choice(topology: Topology, settings: Settings, data: DataPlane, agreement: AgreementRound | None) -> None:
     """Log which backends serve, and why. INFO on rank 0, DEBUG on the others."""
-    if max(topology.local_sizes) == 1:
-        reason = "every host has one rank"
-    elif settings.cpu_operations == "mpi":
+    if settings.cpu_operations == "mpi":
         reason = "MPISTRAT_CPU_OPERATIONS=mpi"
+    elif max(topology.local_sizes) == 1:
+        reason = "every host has one rank"
     else:
         reason = "memory cannot be shared" if data.name == "mpi" else "the ranks of a host share memory"
     logger.log(logging.DEBUG if topology.rank else logging.INFO,

@@ -67,8 +67,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     already.
 
     Args:
-        file_path: Ends in .json (Chrome's trace format) or .pftrace (Perfetto's, which needs the package perfetto). A
-            file of this name is replaced.
+        file_path: A file of this name is replaced. It gets Chrome's trace format, which https://ui.perfetto.dev reads.
         mark_cycles: Whether to mark when each rank begins to execute what the ranks have agreed on.
     """
     forked.require_rank()

@@ -61,7 +61,7 @@ class Group:
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
         self._requests: dict[str, tuple[object, Request]] = {}  # by name, with what they were made from
         ring = OperationRing(RECORDED_OPERATIONS if settings.is_recorded else 0, tracer)
-        self._device = GpuExecutor(topology, backends.data, settings, ring, backends.feedback)
+        self._device = GpuExecutor(topology, backends.data, settings, ring)
         # What looks for Inf and NaN in gradients; None: nothing does.
         self.finite = FiniteWatch(topology.job_rank) if settings.nan_warning else None
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring, self.finite)

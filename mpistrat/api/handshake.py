@@ -11,11 +11,13 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ..core.errors import SettingsError
+from ..core.install import pip_extra
 from ..core.settings import Settings
 from ..core.topology import describe_by_rank, rank_list, ranks_by_value
 from ..core.version import __version__
@@ -85,13 +87,15 @@ def from_texts(texts: Sequence[str]) -> list[RankInfo]:
 
 def versions() -> dict[str, str]:
     """Python's version, and those of the packages on whose versions the ranks should agree."""
-    versions = {"Python": platform.python_version(), "mpistrat": __version__}
-    for package in ("tensorflow", "tensorflow-cpu", "keras", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "none"
-    return versions
+    found = {"Python": platform.python_version(), "mpistrat": __version__}
+    # cupy has a package for each version of CUDA.
+    for name, *packages in (("tensorflow",), ("tensorflow-cpu",), ("keras",), ("numpy",),
+                            ("cupy", "cupy-cuda12x", "cupy-cuda13x")):
+        found[name] = "none"
+        for package in packages or (name,):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(package)
+    return found
 
 
 def script_digest() -> str:
@@ -125,3 +129,11 @@ def differences(infos: Sequence[RankInfo]) -> list[str]:
         if len(set(values)) > 1:
             sentences.append(f"The ranks differ in the {subject}: {describe_by_rank(values)}")
     return sentences
+
+
+def without_cupy(infos: Sequence[RankInfo]) -> str:
+    """Why no rank keeps its tensors on the GPU: some have cupy, and others do not; "" if they are alike."""
+    lacking = [rank for rank, info in enumerate(infos) if info.versions.get("cupy", "none") == "none"]
+    return "" if len(lacking) in (0, len(infos)) else (
+        f"Ranks {rank_list(lacking)} have no cupy ({pip_extra('gpu')}), so tensors on GPUs are copied to the host and "
+        "reduced there on all ranks.")

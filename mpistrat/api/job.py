@@ -43,6 +43,8 @@ class Job:
         # losses: The ranks that have ended in the middle of the job.
         # tracer: Reports what the engines do; None: MPISTRAT_RECORDER=0.
         self.settings, self.world, self.losses, self.tracer = settings, world, losses, tracer
+        # Whether the job began on several hosts. What traced functions rest on does not change when ranks are lost.
+        self.spans_hosts = len(world.topology.hosts) > 1
         self.registry = Registry(world, settings, losses.interruption)
         if tracer is not None:
             tracer.start(lambda: {number: group.traced for number, group in list(self.registry.groups.items())},

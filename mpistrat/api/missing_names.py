@@ -48,7 +48,8 @@ TENSORFLOW: Mapping[str, str] = {
     "keras": _OWN_MODULE.format("mpistrat.tensorflow.keras"),
     "callbacks": "it is in mpistrat.keras.callbacks.",
     "load_model": "it is in mpistrat.keras.",
-    "data": _OWN_MODULE.format("mpistrat.tensorflow.data.compute_service"),
+    "data": "its compute service is TensorFlow's own: the ranks start tf.data.experimental.service.DispatchServer and "
+            "WorkerServer, and read with tf.data.experimental.service.distribute, see examples/data_service_digits.py.",
     "util": INTERNAL + "The functions are in mpistrat.tensorflow.",
     "LocalGradientAggregationHelper": INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",
     "LocalGradientAggregationHelperEager": INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",

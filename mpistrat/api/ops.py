@@ -1,7 +1,7 @@
 """Collectives on numpy and cupy arrays, and on tensors of any library that supports DLPack, on CPU or GPU.
 
-The result is a tensor of the same library as the input for numpy, cupy, torch and jax. For numbers, sequences and other
-libraries it is a numpy array, or a cupy array if the input is on a GPU.
+The result is a tensor of the same library as the input, made by the library's `from_dlpack`. For numbers, sequences and
+libraries without one it is a numpy array, or a cupy array if the input is on a GPU.
 
 Every function is collective over the ranks of `process_set`, by default all ranks, and any thread may call it. Calls of
 different ranks are matched by `name`, which is not empty. Without a name (None), a blocking call uses the name of its

@@ -104,6 +104,10 @@ class ProcessSet:
         if ranks is not None:
             self._ranks = tuple(ranks)
 
+    def __deepcopy__(self, memo: dict) -> "ProcessSet":
+        """The set itself, as a copy of what has it (a callback) is one for the same ranks."""
+        return self
+
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 

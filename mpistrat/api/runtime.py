@@ -5,6 +5,7 @@ of this module; a lock makes init() and shutdown() exclude each other.
 """
 
 import atexit
+import dataclasses
 import logging
 import os
 import platform
@@ -36,6 +37,7 @@ from . import handshake, own_cores
 from .backends import Backends, backends_alone, backends_over
 from .elastic.losses import Losses
 from .group import Group
+from .interrupt import interrupt
 from .job import Job, log_step
 from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
 
@@ -146,7 +148,7 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
             raise
         forked.claim(os.environ)
         _runtime = runtime
-        hand_on.begin(launched_rank(os.environ), os.environ)
+        hand_on.begin(launched_rank(os.environ), os.environ, lambda: interrupt(lambda: current().world.engine))
         if (member := membership.current()) is not None:
             member.connected()
         global_process_set.mpi_comm = cast("MPI.Comm", comm) if hasattr(comm, "Get_group") else None
@@ -266,8 +268,10 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> J
     topology = Topology(rank, unique_hosts([info.host for info in infos], [info.memory_group for info in infos]))
     _configure_logging(settings[rank])
     set_cuda_variables(os.environ, settings[rank].nccl_streams)
+    by_host = handshake.without_cupy(infos) if settings[rank].gpu_operations == "auto" else ""
+    own_settings = dataclasses.replace(settings[rank], gpu_operations="host") if by_host else settings[rank]
     if rank == 0:
-        _warn(horovod_warning(os.environ) + handshake.differences(infos))
+        _warn([*horovod_warning(os.environ), *handshake.differences(infos), *filter(None, [by_host])])
     if binds:
         own_cores.bind(topology, [info.cpus for info in infos], settings[rank].bind)
     processes = {peer: Process(*process) for peer in topology.local_ranks
@@ -277,8 +281,8 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> J
         losses.interruption.progress = library.load_mpi().COMM_SELF.Iprobe
     try:
         losses.watch_hosts(settings[rank].probe_s, settings[rank].lost_after_s)
-        backends = backends_over(own, topology, settings[rank], losses.interruption)
-        return _started(settings[rank], topology, backends, own, losses)
+        backends = backends_over(own, topology, own_settings, losses.interruption)
+        return _started(own_settings, topology, backends, own, losses)
     except BaseException:
         losses.stop()
         raise

@@ -1,1 +1,1 @@
-"""The command `mpistrat`. `main` imports a subcommand when it runs it. Only `bench --train` imports Keras."""
+"""The command `mpistrat`. `main` imports a subcommand when it runs it. None imports Keras."""

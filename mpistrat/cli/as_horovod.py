@@ -58,7 +58,7 @@ def first_line() -> str:
     other = next(iter(importlib.metadata.distributions(name="horovod", path=[
         place for place in sys.path if place != _HERE])), None)
     beside = f" Horovod {other.version} is installed too, in {other.locate_file('')}, and is not used." if other else ""
-    return f"Horovod's names are those of mpistrat {__version__} in this job.{beside}"
+    return f"`import horovod` finds mpistrat {__version__}.{beside}"
 
 
 def main(argv: list[str]) -> int:

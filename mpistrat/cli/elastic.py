@@ -5,6 +5,7 @@ The main thread runs one mpirun after the other (`supervisor.launch`), as the Pl
 """
 
 import argparse
+import contextlib
 import math
 import os
 import shlex
@@ -13,15 +14,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 
 from ..core.errors import LaunchError
 from ..core.install import numbers
-from ..core.ownership import own_directory
+from ..elastic.commits import FILE, claim
 from ..elastic.orders import Done, Limits, Start
+from ..elastic.plan import PREEMPTED_CODE
 from ..elastic.service import Service, addresses_towards
 from ..process.launcher_watch import ABORTED
 from ..process.launchers import OPEN_MPI
@@ -30,6 +32,7 @@ from ..trace import last
 from .arguments import counted, read_hosts
 from .hostfile import HostList, parse_list
 from .mpirun import Mpirun, find_mpirun, identify
+from .ssh import reached
 from .supervisor import Interference, Outcome
 from .termination import TimeLimits
 
@@ -39,6 +42,8 @@ _SCRIPT_LIMIT_S = 10.0
 _CHECKPOINT_EVERY = 10
 # mpirun ends within these times after the supervisor has ended it, or a rank has ended its job.
 _LIMITS = TimeLimits(abort_s=2.0, kill_s=2.0, left_s=2.0)
+_ANEW = (". It begins anew, since there is no commit. A script makes them by fit(..., callbacks=[..., "
+         "hvd.callbacks.Elastic()]), or by commit() of a state in a loop of its own (docs/elastic.md)")
 _PLANNED = (signal.SIGTERM, signal.SIGUSR1)  # the ranks end at their next commit; a second one ends them at once
 _URGENT = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -85,41 +90,46 @@ def run(options: argparse.Namespace, launched: Callable[..., Outcome]) -> int:
     Raises:
         LaunchError: The input is wrong.
     """
+    with _Control() as control, _directory(options) as directory:
+        return _run(options, launched, control, directory)
+
+
+def _run(options: argparse.Namespace, launched: Callable[..., Outcome], control: "_Control", directory: str) -> int:
     limits, find_hosts = limits_of(options), HostFinder(options)
     first = find_hosts()
     if first is None:
         raise LaunchError(f"no hosts: {find_hosts.problem}")
     mpirun = identify(find_mpirun(options.mpirun, os.environ))
-    control = _Control()
     # The main thread alone receives signals: a thread that does not block SIGCHLD would get it, and ignore it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PLANNED, *_URGENT, signal.SIGCHLD, ABORTED})
     printer = threading.Thread(target=_print_sentences, name="mpistrat-printer", daemon=True)
     printer.start()
     service = Service(limits, first, find_hosts, addresses_towards(host for host in first if host != _LOCAL), _say,
-                      control.stop, _directory(options), options.elastic_checkpoint_every or _CHECKPOINT_EVERY)
+                      control.stop, lambda hosts: reached(hosts, os.environ), directory,
+                      options.elastic_checkpoint_every or _CHECKPOINT_EVERY)
     control.service = service
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    with control:
-        while True:
-            order = service.next_order(1.0)
-            if isinstance(order, Start):
-                control.begin(order.generation)
-                if order.generation > 1:
-                    _say(f"generation {order.generation} starts with {counted(order.ranks, 'rank')} on "
-                         f"{', '.join(f'{host}:{slots}' for host, slots in order.hosts)}")
-                tolerant = tolerant_options(mpirun, len(order.hosts)) if options.elastic != RESTART else ()
-                ended = launched(_for_generation(options, order), mpirun, tolerant,
-                                 service.job(order.generation).variable(), _LIMITS, control)
-                service.generation_over(order.generation, ended.code, ended.has_started)
-            elif isinstance(order, Done):
-                service.close()
-                if order.code and (said := last.save(control.told)):
-                    _say(said)
-                if order.why:
-                    _say(order.why)
-                _sentences.put(None)
-                printer.join()
-                return order.code
+    while True:
+        order = service.next_order(1.0)
+        if isinstance(order, Start):
+            control.begin(order.generation)
+            job = service.job(order.generation)
+            if order.generation > 1:
+                has_commit = any(job.newest) or (directory and Path(directory, FILE).exists())
+                _say(f"generation {order.generation} starts with {counted(order.ranks, 'rank')} on "
+                     f"{', '.join(f'{host}:{slots}' for host, slots in order.hosts)}" + ("" if has_commit else _ANEW))
+            tolerant = tolerant_options(mpirun, len(order.hosts)) if options.elastic != RESTART else ()
+            ended = launched(_for_generation(options, order), mpirun, tolerant, job.variable(), _LIMITS, control)
+            service.generation_over(order.generation, ended.code, ended.has_started)
+        elif isinstance(order, Done):
+            service.close()
+            if order.code and (said := last.save(control.told)):
+                _say(said)
+            if order.why:
+                _say(order.why)
+            _sentences.put(None)
+            printer.join()
+            return order.code
 
 
 def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
@@ -178,7 +188,9 @@ class _Control(Interference):
 
     def takes(self, number: int) -> bool:
         """Tell the plan. Only the second SIGTERM, Ctrl-C and their kind reach mpirun."""
-        assert self.service is not None
+        if self.service is None:  # Nothing has started.
+            os.write(2, f"mpistrat run: {signal.Signals(number).name} has arrived\n".encode())
+            sys.exit(PREEMPTED_CODE if number in _PLANNED else 128 + number)
         now = time.monotonic()
         # Some programs send a signal to the process, and then to its group: both are one.
         is_urgent = number in _URGENT or now >= self._planned_at + _LIMITS.second_s
@@ -191,12 +203,13 @@ class _Control(Interference):
         self.told = told
         return ""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "_Control":
         def handle(number: int, frame: FrameType | None) -> None:
             self.takes(number)
         for number in (*_PLANNED, *_URGENT):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, handle)
+        return self
 
     def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
@@ -307,17 +320,28 @@ def slurm_counts(text: str) -> list[int]:
     return counts
 
 
-def _directory(options: argparse.Namespace) -> str:
+@contextlib.contextmanager
+def _directory(options: argparse.Namespace) -> Iterator[str]:
+    """The directory where commits are saved, or "". It is this job's alone meanwhile."""
     if not options.elastic_checkpoint:
-        return ""
+        yield ""
+        return
     directory = Path(options.elastic_checkpoint).expanduser().resolve()
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        own_directory(directory, 0o700, 0o022)
+        lock, problem = claim(directory)
+    except BlockingIOError as error:
+        raise LaunchError(f"--elastic-checkpoint {directory}: {error}. Wait until it has ended, or name another "
+                          "directory.") from None
     except OSError as error:
         raise LaunchError(f"--elastic-checkpoint {directory}: {error}. Name a directory to which only you can "
                           "write.") from None
-    return str(directory)
+    if problem:
+        _say(f"--elastic-checkpoint {directory}: a second job with this directory would not be noticed ({problem})")
+    try:
+        yield str(directory)
+    finally:
+        os.close(lock)
 
 
 _sentences: SimpleQueue[str | None] = SimpleQueue()

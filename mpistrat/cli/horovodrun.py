@@ -21,7 +21,7 @@ _SETTINGS = {
     "--stall-check-shutdown-time-seconds": ("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "S",
                                             "time until a stall ends the job"),
     "--num-nccl-streams": ("MPISTRAT_NUM_NCCL_STREAMS", "N", "number of NCCL communicators"),
-    "--timeline-filename": ("MPISTRAT_TIMELINE", "FILE", "file for a timeline of all ranks: .json or .pftrace"),
+    "--timeline-filename": ("MPISTRAT_TIMELINE", "FILE", "file for a timeline of all ranks"),
     "--log-level": ("MPISTRAT_LOG_LEVEL", "LEVEL", "least severity of the messages shown"),
 }
 # Options without a value that set a variable.
@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ssh-identity-file", metavar="FILE", help="the key for ssh (Open MPI)")
     group.add_argument("--mpi-args", default="", metavar="'OPTIONS'", help="more options for mpirun, in one argument")
     group.add_argument("--start-timeout", type=float, metavar="S", help="seconds within which all ranks start, "
-                       "where mpirun starts some by ssh (default 30)")
+                       "where mpirun starts some by ssh, or the job is elastic (default 30)")
     for option in _IGNORED:
         group.add_argument(option, action="store_true", help=argparse.SUPPRESS)
 

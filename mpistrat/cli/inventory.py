@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
@@ -21,6 +22,7 @@ from ..process.launchers import STARTED
 from .arguments import counted
 from .mpirun import Mpirun
 from .probe import Findings
+from .script import other_python
 
 GPU_TIMEOUT_S = 15.0
 LEAST_FILES = 128  # that a process must be able to open, beside one socket to each other rank
@@ -41,9 +43,12 @@ def busy_cores(load: float, cores: int) -> str:
 
 
 def software() -> list[Row]:
-    """Rows for Python and the packages, from the metadata of installed packages. Imports none of them."""
+    """Rows for Python, for others that are on the PATH, and for the packages, by their metadata. Imports none of them.
+    """
     return [
-        Row("Python", f"{platform.python_version()} ({platform.system()} {platform.machine()})"),
+        Row("Python", f"{platform.python_version()} ({platform.system()} {platform.machine()}), {sys.executable}"),
+        *(Row("", sentence, is_available=False) for name in ("python", "python3")
+          if (sentence := other_python(name, os.environ))),
         Row("mpistrat", __version__),
         framework_row("TensorFlow", installed(TENSORFLOW), OLDEST_TENSORFLOW),
         framework_row("Keras", installed(KERAS), OLDEST_KERAS),

@@ -15,15 +15,13 @@ from ..core.version import __version__
 COMMANDS = {
     "run": "start a script on several ranks, with mpirun's options filled in",
     "doctor": "show what this machine has, and what will go wrong on the hosts of a job, with the remedies",
-    "check": "another name for doctor",
     "top": "show what the ranks of a running job do, and which is the slowest",
-    "bench": "measure all-reduces, or synthetic training, on the ranks of a job",
+    "bench": "measure collectives on the ranks of a job",
     "timeline": "say what a timeline shows: where the time went, who came last, what was not fused",
     "as-horovod": "for programs that import horovod and that you cannot edit, under mpirun or srun",
 }
-# `check` was the first name of doctor, and stands in scripts.
-_MODULES = {"run": "run", "doctor": "doctor.command", "check": "doctor.command", "top": "top.command",
-            "bench": "bench.command", "timeline": "timeline.command", "as-horovod": "as_horovod"}
+_MODULES = {"run": "run", "doctor": "doctor.command", "top": "top.command", "bench": "bench.command",
+            "timeline": "timeline.command", "as-horovod": "as_horovod"}
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 

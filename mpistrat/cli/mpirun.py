@@ -68,6 +68,7 @@ class Job:
     hosts: HostList | None = None
     oversubscribe: bool = False
     options: tuple[str, ...] = ()
+    reads_stdin: bool = True  # Whether mpirun hands its stdin to rank 0.
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class LaunchCommand:
     # The variables that it needs in addition to the caller's environment.
     environment: dict[str, str] = field(default_factory=dict)
     launcher: Launcher | None = None  # What the command is; None: no mpirun.
+    reads_stdin: bool = False  # Whether it has the caller's stdin; otherwise it has an empty one.
 
     def __str__(self) -> str:
         """The command as one line for a POSIX shell."""
@@ -103,6 +105,8 @@ def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, st
     # Open MPI refuses an option that comes twice, and "none" together with a mapping that binds.
     if not sets_binding(job.options):
         argv += launcher.unbound
+    if not job.reads_stdin:
+        argv += launcher.no_stdin
     has_too_few_cores = is_local(job, machine) and job.ranks > machine.cores
     if (job.oversubscribe or has_too_few_cores) and not _sets_oversubscription(job.options):
         argv += launcher.oversubscribe
@@ -118,7 +122,7 @@ def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, st
     added = {name: value for name, value in own.items()
              if name not in inherited and name.removeprefix("OMPI_MCA_") not in job.options}
     options = (_translated(option, launcher) for option in job.options)
-    return LaunchCommand((*argv, *options, *job.command), {**added, **more}, launcher)
+    return LaunchCommand((*argv, *options, *job.command), {**added, **more}, launcher, job.reads_stdin)
 
 
 def _translated(option: str, launcher: Launcher) -> str:
@@ -152,6 +156,11 @@ def is_local(job: Job, machine: Machine) -> bool:
     if job.hosts is None:
         return not machine.has_allocation
     return all(host.name in machine.names for host in job.hosts.hosts)
+
+
+def has_first_rank(job: Job, machine: Machine) -> bool:
+    """Return whether rank 0 runs on this host."""
+    return is_local(job, machine) or (job.hosts is not None and job.hosts.hosts[0].name in machine.names)
 
 
 def check_count(job: Job, machine: Machine, is_forced: bool | None) -> str:

@@ -1,6 +1,7 @@
 """`mpistrat run`: start a command on several ranks with mpirun, and make the job end as a whole. Called by main.py."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from itertools import pairwise
 
 from ..core.errors import LaunchError
 from ..core.install import numbers
-from ..process.launch_env import RUN_CORES
+from ..process.launch_env import RUN_CORES, launched_size
 from ..process.launchers import STARTED
 from . import as_horovod, efficiency, elastic, horovodrun
 from .arguments import AUTO, Parser, add_launch_options, mpirun_options, read_hosts, seconds, split_arguments
@@ -24,14 +25,15 @@ from .mpirun import (
     check_count,
     compose,
     find_mpirun,
+    has_first_rank,
     identify,
     is_local,
     sets_binding,
     this_machine,
     with_home,
 )
-from .rank_shell import in_shell
-from .script import EXAMPLE, checked, with_text
+from .rank_shell import in_shell, own_stdin
+from .script import EXAMPLE, checked, other_python, with_text
 from .ssh import hosts_by_ssh, unreachable
 from .startup import is_python, variables
 from .stderr.output import Output
@@ -57,10 +59,11 @@ The last lines say why a job has failed: ranks, hosts, the last lines of your co
 share it), the file with the last operations of the ranks (MPISTRAT_RECORDER=status: none) and the exit code. Of
 TensorFlow's log lines only errors are printed, once for all ranks (TF_CPP_MIN_LOG_LEVEL=2, unless it is set).
 
-The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. Ctrl-C ends the job, a second Ctrl-C
-kills it. SIGTERM goes to the ranks, which have some time to save. Processes that a failed job leaves on this host are
-killed. mpirun is terminated if it does not end within 15 s after a rank has ended the job. --help among the arguments
-of a Python script runs the script once, without mpirun.
+The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. SIGTERM and Ctrl-C go to the ranks,
+which have some time to save; a second one ends the job at once. The exit code is 143 or 130 then, or 0 if all ranks
+have ended well. stdin is that of rank 0. Processes that a failed job leaves on this host are killed. mpirun is
+terminated if it does not end within 15 s after a rank has ended the job. --help among the arguments of a Python script
+runs the script once, without mpirun.
 
 examples:
   mpistrat run -np 2 python train.py
@@ -85,6 +88,10 @@ def main(argv: list[str]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os.execvp(command[0], command)
+    around, _ = launched_size(os.environ)
+    if around > 1:
+        print(f"mpistrat run: this is one of {around} ranks of another job, which each start a job of their own",
+              file=sys.stderr)
     if options.efficiency is not None and not options.dry_run:
         if _goes_elsewhere(passed):
             raise LaunchError("--efficiency reads what the ranks measure from their stderr: leave out the option that "
@@ -125,6 +132,8 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
         planned = replace(planned, variables={**planned.variables, **both})
 
     def why_not() -> str:
+        if not planned.others:
+            return ""
         needed = [planned.mpirun.path, *(word for word in planned.command[:1] if os.path.isabs(word))]
         try:
             found = unreachable(planned.others, {**environ, **planned.variables}, needed)
@@ -132,12 +141,17 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
             return f"ssh cannot be tried: {error}"
         return next(map(" ".join, found.values()), "")
 
-    start = Start(job.ranks, options.start_timeout or _START_TIMEOUT_S, why_not) if planned.others else None
+    timeout_s = math.inf if is_here else options.start_timeout or _START_TIMEOUT_S
+    start = Start(job.ranks, timeout_s, why_not, 1 if job.hosts is None else len(job.hosts.hosts)) \
+        if planned.is_announced else None
     level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
     limits = limits or TimeLimits(grace_s=_grace_s(planned.mpirun, options.grace_period))
+    def why_no_init() -> str:
+        return other_python(planned.command[0], os.environ) if is_python(planned.command) else ""
+
     return launch(planned.composed(environ), environ, limits=limits, output=output, start=start,
-                  interference=interference, ranks=job.ranks)
+                  interference=interference, ranks=job.ranks, why_no_init=why_no_init)
 
 
 @dataclass(frozen=True)
@@ -151,6 +165,7 @@ class Plan:
     machine: Machine
     variables: dict[str, str]  # Set by options, for mpirun and the ranks.
     others: list[str]  # The hosts where mpirun starts ranks by ssh.
+    is_announced: bool  # Whether ranks say that they start.
     warning: str  # On the number of ranks; or "".
 
     def composed(self, environ: Mapping[str, str]) -> LaunchCommand:
@@ -184,16 +199,22 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     are_read = not options.dry_run and not _goes_elsewhere(passed)
     others = hosts_by_ssh(hosts, machine, passed, environ) if are_read else []
     is_announced = are_read and (bool(others) or elastic.is_asked_for(options))
-    job = Job(options.np, in_shell(command, options.np, options.output_filename or None, is_announced), hosts,
-              options.oversubscribe, passed)
+    job = Job(options.np, command, hosts, options.oversubscribe, passed)
+    own = None if options.dry_run or any(option.lstrip("-") == "stdin" for option in passed) else own_stdin()
+    # The rest is for mpirun: a terminal, and what rank 0 reads on another host.
+    is_direct = own is not None and (own.is_empty or has_first_rank(job, machine))
+    stdin = own if own is not None and is_direct and not (own.is_empty and mpirun.launcher.no_stdin) else None
+    job = replace(job, reads_stdin=not is_direct, command=in_shell(
+        command, options.np, options.output_filename or None, is_announced, stdin))
     named = {**as_horovod.variables(options.as_horovod, environ), **horovodrun.variables(options, mpirun.launcher)}
-    return Plan(command, job, mpirun, machine, named, others, check_count(job, machine, options.force))
+    return Plan(command, job, mpirun, machine, named, others, is_announced,
+                check_count(job, machine, options.force))
 
 
 def _grace_s(mpirun: Mpirun, asked: float | None) -> float:
     """Seconds from SIGTERM to the end of the ranks; 0: they do not get it."""
     launcher = mpirun.launcher
-    if launcher.handed_on is None or numbers(mpirun.version) < list(launcher.hands_on_since):
+    if not launcher.handed_on or numbers(mpirun.version) < list(launcher.hands_on_since):
         return 0.0
     return _GRACE_S if asked is None else asked
 
@@ -233,8 +254,9 @@ def _parser() -> Parser:
     parser.add_argument("--output-filename", metavar="DIR", type=os.path.expanduser, help="rank R prints into "
                         "DIR/rank.R/stdout and DIR/rank.R/stderr; the last lines, on why a job has failed, are on the "
                         "terminal as always")
-    parser.add_argument("--grace-period", type=seconds, metavar="S", help="how long ranks have to save after SIGTERM, "
-                        f"which they get too, before they are ended (default {_GRACE_S:g}; not for --elastic)")
+    parser.add_argument("--grace-period", type=seconds, metavar="S", help="how long ranks have to save after SIGTERM "
+                        "or Ctrl-C, which they get, before they are ended "
+                        f"(default {_GRACE_S:g}; not for --elastic)")
     elastic.add_options(parser)
     as_horovod.add_option(parser)
     horovodrun.add_options(parser)

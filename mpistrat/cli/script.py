@@ -7,6 +7,7 @@ none on the others. `mpistrat run` reads it once, and all ranks, also on other h
 import getopt
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,10 @@ from ..core.errors import LaunchError
 from .startup import is_python
 
 EXAMPLE = "mpistrat run -np 2 python train.py"
+_ANSWER_S = 20.0
+# Not in the current directory, where `python -c` looks too.
+_LACKS_MPISTRAT = "import sys; from importlib.util import find_spec; sys.path[:] = filter(None, sys.path); " \
+    "sys.exit(find_spec('mpistrat') is None)"
 _MOST_BYTES = 128 * 1024 - 1  # Linux takes no longer argument (MAX_ARG_STRLEN, 32 pages).
 # Python's options; those with a value have a colon or an equals sign.
 _SHORT, _LONG = "bBc:dEhiIm:OPqRsStuvVW:xX:?", ("check-hash-based-pycs=",)
@@ -38,6 +43,24 @@ def checked(command: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, 
         raise LaunchError(f"{program}: no such command. Write a program or a .py file after the options, for example: "
                           f"{EXAMPLE}")
     return command
+
+
+def other_python(program: str, environ: Mapping[str, str]) -> str:
+    """A sentence on the Python that is called `program`, if it is another one than mpistrat's, and has no mpistrat.
+
+    "" otherwise. It may start that Python.
+    """
+    found = shutil.which(program, path=environ.get("PATH", os.defpath))
+    if found is None or os.path.dirname(os.path.abspath(found)) == os.path.dirname(sys.executable):
+        return ""
+    try:
+        code = subprocess.run([found, "-c", _LACKS_MPISTRAT], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.DEVNULL, env=dict(environ), timeout=_ANSWER_S, check=False).returncode
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if code != 1 else (
+        f"{program} is {found} here, which has no mpistrat. Activate the environment of mpistrat, or write "
+        f"{sys.executable} in place of {program}")
 
 
 def with_text(command: tuple[str, ...], stdin: TextIO) -> tuple[str, ...]:

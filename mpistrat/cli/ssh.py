@@ -78,6 +78,13 @@ def unreachable(hosts: Sequence[str], environ: Mapping[str, str], needed: Sequen
     return found
 
 
+def reached(hosts: Sequence[str], environ: Mapping[str, str]) -> set[str]:
+    """Connect to hosts by ssh, some dozens of them, for a few seconds. Returns those that are there."""
+    tried = hosts[:_MOST_AT_ONCE]
+    has_ssh = shutil.which("ssh", path=environ.get("PATH", os.defpath)) is not None
+    return set(tried) - unreachable(tried, environ).keys() if tried and has_ssh else set()
+
+
 def _without(host: str, path: str) -> tuple[str, str]:
     """Of a host that ssh reaches, and that lacks a program."""
     prefix = sys.prefix if Path(path).is_relative_to(sys.prefix) else path

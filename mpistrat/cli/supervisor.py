@@ -3,7 +3,8 @@
 Normally mpirun ends its ranks and itself. It has been seen to stay after its ranks had ended, when hosts were cut off
 from each other, and it may be killed before it can end its ranks. So `launch` does the following:
 
-- SIGTERM goes to the ranks (`hand_on`), which have some time to save before mpirun gets it, and ends them.
+- SIGTERM and Ctrl-C go to the ranks (`hand_on`), which have some time to save before mpirun gets SIGTERM, and ends
+  them. A terminal's Ctrl-C goes to all processes there. So mpirun does not see it, unless it hands it on itself.
 - After a rank has ended the job, or after a signal, mpirun has some time to end. Then it is terminated, and killed if
   that does not help. A second signal kills it at once.
 - After a job has failed, its remaining processes on this host are killed. Processes that a successful job has left are
@@ -14,7 +15,7 @@ from each other, and it may be killed before it can end its ranks. So `launch` d
 - mpirun waits without a limit for hosts that do not answer, and then ignores signals. So where ranks start on other
   hosts it is killed if they have not started in time, and soon after a signal before that.
 - What mpirun prints to stderr passes through this process (`forward`, `output`); the last lines are a summary. Its
-  stdout and stdin are those of this process, unless the caller names another stdout.
+  stdout is that of this process, unless the caller names another one, and its stdin if it reads that (`rank_shell`).
 
 Called by `mpistrat run` and `mpistrat doctor`, in their main thread. mpistrat.run starts `mpistrat run`.
 """
@@ -36,7 +37,6 @@ from ..core.errors import LaunchError
 from ..core.topology import rank_list
 from ..core.tuning import SUPERVISOR_POLL_S
 from ..process import procfs
-from ..process.hand_on import HANDED_ON
 from ..process.launch_env import RUN_NAME, RUN_REPORTS
 from ..process.launcher_watch import ABORTED
 from ..process.report import SUMMARY, ReportReader
@@ -50,8 +50,8 @@ from .termination import USUAL, Termination, TimeLimits
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 # Why ranks have not started on hosts that ssh reaches.
-_NO_ANSWER = ("ssh reaches the hosts, but mpirun has no answer from there. They must reach this host by TCP (a "
-              "firewall?), and have the same MPI under the same path")
+_NO_ANSWER = ("mpirun has no answer from the hosts. They must reach this host by TCP (a firewall?), and have the same "
+              "MPI under the same path")
 _LOOK_S = 0.5  # between two looks at what the ranks have told, until all of them have called init()
 # From then on that a rank is known to have ended without init(): mpirun may end the job itself, with that rank's code.
 _WITHOUT_INIT_S = 2.0
@@ -66,16 +66,17 @@ class Start:
     ranks: int  # How many there are.
     timeout_s: float  # Seconds from the start of mpirun within which all of them start.
     why_not: Callable[[], str]  # Called if they have not: why, or "". It takes some seconds.
+    hosts: int = 1  # On how many hosts.
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a job has ended."""
 
-    # mpirun's exit code, or 128 + the number of the signal that ended it, or the job before all ranks started.
+    # mpirun's exit code, that of the ranks; or 128 + the number of the signal that ended mpirun, or the job.
     code: int
     why: str  # Why mpirun was terminated or killed; "" if it has ended by itself.
-    has_started: bool = True  # Whether all ranks had started.
+    has_started: bool = True  # Whether ranks had started on all hosts.
     # What ranks have measured, as JSON (process/step_timer.py).
     measured: Mapping[int, str] = field(default_factory=dict)
 
@@ -110,7 +111,8 @@ class Interference:
 
 def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = USUAL,
            output: Output | None = None, start: Start | None = None, speaker: str = "mpistrat run",
-           interference: Interference | None = None, stdout: int | None = None, ranks: int = 0) -> Outcome:
+           interference: Interference | None = None, stdout: int | None = None, ranks: int = 0,
+           why_no_init: Callable[[], str] = str) -> Outcome:
     """Run mpirun until the job has ended. Call it on the main thread, because it changes the handling of signals.
 
     Args:
@@ -122,6 +124,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
         interference: What a supervisor of several mpiruns has to say.
         stdout: A descriptor for mpirun's stdout; None: that of this process.
         ranks: How many ranks say that they call init(); 0: they do not say it.
+        why_no_init: Called if the job has failed and none of them has: why, or "".
 
     Raises:
         LaunchError: mpirun cannot be started.
@@ -134,7 +137,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
     before = signal.pthread_sigmask(signal.SIG_BLOCK, caught | {signal.SIGCHLD, ABORTED})
     try:
         run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits,
-                   output, start, speaker, interference or Interference(), stdout, ranks)
+                   output, start, speaker, interference or Interference(), stdout, ranks, why_no_init)
         outcome = run.wait()
         run.say_why(outcome.code)
         return replace(outcome, measured=output.told.measured)
@@ -151,15 +154,18 @@ class _Run:
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],
                  mask: Collection[int], limits: TimeLimits, output: Output, start: Start | None, speaker: str,
-                 interference: Interference, stdout: int | None, ranks: int):
+                 interference: Interference, stdout: int | None, ranks: int, why_no_init: Callable[[], str]):
         self._interference = interference
         self._caught, self._limits, self._name = caught, limits, environ[RUN_NAME]
         self._termination = Termination(limits, time.monotonic())
         self._output, self._start, self._launcher, self._speaker = output, start, command.launcher, speaker
         self._start_until = math.inf if start is None else time.monotonic() + start.timeout_s
-        self._ranks, self._are_all_in_init = ranks, not ranks
+        self._ranks, self._are_all_in_init, self._why_no_init = ranks, not ranks, why_no_init
         self._why_vain, self._vain_since = "", math.inf
         self._last_signal: int | None = None  # of those that end programs
+        self._is_handed_on = False  # Whether the ranks have it, and not mpirun.
+        # Whether mpirun does not see the Ctrl-C of a terminal.
+        self._holds_interrupts = self._handing_on(signal.SIGINT) != (signal.SIGINT,)
         self._is_killed = False
         self._can_show_more = environ.get(RUN_REPORTS) == SUMMARY
         sys.stdout.flush()
@@ -167,7 +173,9 @@ class _Run:
         source, sink = os.pipe()
         try:
             self._mpirun = subprocess.Popen(command.argv, env=dict(environ), stdout=stdout, stderr=sink,
-                                            preexec_fn=_prepare(mask, os.getpid()))
+                                            stdin=None if command.reads_stdin else subprocess.DEVNULL,
+                                            preexec_fn=_prepare({*mask, signal.SIGINT} if self._holds_interrupts
+                                                                else mask, os.getpid()))
         except OSError as error:
             os.close(source)
             raise LaunchError(f"{command.argv[0]} cannot be started: {error.strerror}. Try --mpirun PATH.") from None
@@ -199,10 +207,12 @@ class _Run:
             self._kill_remaining()
         if self._is_killed and self._interference.is_done:
             return Outcome(0, self._termination.reason)
-        if self._is_killed or self._is_recalled:
-            return Outcome(128 + self._last_signal if self._last_signal is not None else 1, self._termination.reason,
-                           self._has_started)
-        return Outcome(code if code >= 0 else 128 - code, "", self._has_started)
+        is_ended = self._is_killed or self._is_recalled
+        why = self._termination.reason if is_ended else ""
+        # mpirun's code says nothing of the job if the signal was for mpirun, and MPICH's is its number for the ranks'.
+        if (last := self._last_signal) is not None and (is_ended or not self._is_handed_on or code == last):
+            return Outcome(128 + last, why, self._are_hosts_reached)
+        return Outcome(1 if is_ended else code if code >= 0 else 128 - code, why, self._are_hosts_reached)
 
     def _look_at_ranks(self, now: float) -> None:
         """End a job whose ranks wait for one that has ended."""
@@ -220,13 +230,14 @@ class _Run:
         return self._start is None or len(self._output.told.started) >= self._start.ranks
 
     @property
-    def _hands_on(self) -> bool:
-        """Whether ranks get SIGTERM from mpirun: it hands it on itself, or ranks say that they take SIGURG for it."""
-        return self._limits.grace_s > 0 and (self._handed_on == signal.SIGTERM or bool(self._output.told.handing_on))
+    def _are_hosts_reached(self) -> bool:
+        """Whether ranks have started on all hosts. All ranks have not if one has ended the job before."""
+        hosts = {host for host, _ in self._output.told.started.values()}
+        return self._has_started or (self._start is not None and len(hosts) >= self._start.hosts)
 
-    @property
-    def _handed_on(self) -> signal.Signals | None:
-        return None if self._launcher is None else self._launcher.handed_on
+    def _handing_on(self, number: int) -> tuple[signal.Signals, ...]:
+        """The signals for mpirun by which the ranks get this one; () if they are to have no time."""
+        return () if self._launcher is None or not self._limits.grace_s else self._launcher.handed_on.get(number, ())
 
     @property
     def _is_recalled(self) -> bool:
@@ -249,6 +260,8 @@ class _Run:
         if self._start is not None and code != 0 and self._last_signal is None and not self._has_started:
             why = self._start.why_not() or (_NO_ANSWER if self._termination.is_late else "")
         why = why or self._why_vain
+        if not why and code != 0 and self._last_signal is None and not self._output.told.in_init:
+            why = self._why_no_init()
         if not why and code != 0 and self._last_signal is None and not self._output.words:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             if limit < LEAST_FILES:
@@ -278,16 +291,21 @@ class _Run:
             return
         if self._interference.takes(info.si_signo):
             return
-        now = time.monotonic()
-        is_handed_on = info.si_signo == signal.SIGTERM and self._hands_on and self._termination.is_first(now)
-        if is_handed_on and self._last_signal is None:
-            self._mpirun.send_signal(self._handed_on or HANDED_ON)
+        now, number = time.monotonic(), signal.Signals(info.si_signo)
+        ways, is_first = self._handing_on(number), self._termination.is_first(now)
+        # mpirun hands it on itself, or ranks say that they know by which signals it comes.
+        if not is_first or not (ways == (number,) or self._output.told.handing_on):
+            ways = ()
+        is_repeated = bool(ways) and self._last_signal is not None
         # A terminal sends a signal (with a code above 0) to all processes in the foreground, so mpirun has it already.
-        elif info.si_code <= 0 and not is_handed_on:
-            self._mpirun.send_signal(info.si_signo)
-        if info.si_signo in _ENDING:
-            self._termination.note_signal(now, self._has_started, is_handed_on)
-            self._last_signal = info.si_signo
+        is_there = info.si_code > 0 and not (number == signal.SIGINT and self._holds_interrupts)
+        for each in ways or ((signal.SIGTERM,) if number == signal.SIGINT and self._holds_interrupts else (number,)):
+            if not is_repeated and not is_there:
+                self._mpirun.send_signal(each)
+        if number in _ENDING:
+            name = "Ctrl-C" if number == signal.SIGINT else number.name
+            self._termination.note_signal(now, self._has_started, name if ways else "")
+            self._last_signal, self._is_handed_on = number, bool(ways)
 
     def _kill_remaining(self) -> None:
         """Give the remaining processes of the job on this host `left_s` to end, and kill them after that."""

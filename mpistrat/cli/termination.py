@@ -11,7 +11,7 @@ class TimeLimits:
 
     total_s: float = math.inf  # From the start to SIGTERM for mpirun.
     abort_s: float = 15.0  # From the end of the job by a rank to SIGTERM for mpirun.
-    grace_s: float = 0.0  # From SIGTERM, which ranks get, to SIGTERM for mpirun; 0: mpirun gets it at once.
+    grace_s: float = 0.0  # From SIGTERM or Ctrl-C, which ranks get, to SIGTERM for mpirun; 0: mpirun gets it at once.
     # From the first other signal to SIGKILL for mpirun. Within this time mpirun lets its ranks end.
     signal_s: float = 30.0
     unstarted_s: float = 2.0  # The same, as long as not all ranks have started.
@@ -58,13 +58,13 @@ class Termination:
         """Whether a signal that arrives now is the first one, or counts as the same."""
         return self._signalled_at is None or now - self._signalled_at < self._limits.second_s
 
-    def note_signal(self, now: float, has_started: bool = True, is_handed_on: bool = False) -> None:
-        """Record that a signal that ends programs has arrived. mpirun, or if it `is_handed_on` the ranks, have it too.
-        """
-        if self._signalled_at is None and is_handed_on:
+    def note_signal(self, now: float, has_started: bool = True, handed_on: str = "") -> None:
+        """Record that a signal that ends programs has arrived. mpirun has it too; or the ranks, then it has a name."""
+        if self._signalled_at is None and handed_on:
             self._signalled_at = now
             self._terminate_at = min(self._terminate_at, now + self._limits.grace_s)
-            self.reason = f"the ranks have not ended within {self._limits.grace_s:g} s after SIGTERM (--grace-period)"
+            self.reason = \
+                f"the ranks have not ended within {self._limits.grace_s:g} s after {handed_on} (--grace-period)"
         elif self._signalled_at is None:
             self._signalled_at = now
             limit_s = self._limits.signal_s if has_started else self._limits.unstarted_s

@@ -1,12 +1,10 @@
-"""What `Compression.int8` and `Compression.fp8` round off, kept by the names of buckets. See core/quantised.py.
+"""What `Compression.int8` rounds off, kept by the names of buckets. See core/quantised.py.
 
 Used by the engine's thread.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TypeVar, cast
 
 import numpy as np
 
@@ -16,30 +14,14 @@ from .quantised import Quantised
 from .topology import Topology
 
 
-class Errors(ABC):
-    """What was rounded off the values of a bucket, in float32; zeros at first. `count`: The number of values."""
+class Errors:
+    """What was rounded off the values of a bucket, in float32; zeros at first. `count`: The number of values.
+
+    Memory that is not written to is not taken, and a rank writes only where it sends.
+    """
 
     def __init__(self, count: int):
-        self.count = count
-
-    @abstractmethod
-    def set(self, values: np.ndarray | None) -> None:
-        """Go on with these; None: with zeros."""
-
-    @abstractmethod
-    def own(self) -> np.ndarray:
-        """Those of the values that this rank sends, and zeros."""
-
-
-E = TypeVar("E", bound=Errors)
-
-
-class HostErrors(Errors):
-    """Those in host memory. Memory that is not written to is not taken, and a rank writes only where it sends."""
-
-    def __init__(self, count: int):
-        super().__init__(count)
-        self._values = np.zeros(count, np.float32)
+        self.count, self._values = count, np.zeros(count, np.float32)
         self._own: set[tuple[int, int]] = set()  # Where this rank sends.
 
     def part(self, first: int, count: int) -> np.ndarray:
@@ -48,9 +30,11 @@ class HostErrors(Errors):
         return self._values[first:first + count]
 
     def set(self, values: np.ndarray | None) -> None:
+        """Go on with these; None: with zeros."""
         self._values[:] = 0.0 if values is None else values
 
     def own(self) -> np.ndarray:
+        """Those of the values that this rank sends, and zeros."""
         result = np.zeros_like(self._values)
         for first, last in self._own:
             result[first:last] = self._values[first:last]
@@ -83,35 +67,31 @@ class ErrorFeedback:
         """Begin with sums that ranks have made of `own`, the same on all ranks. Local; nothing is in flight."""
         self._kept, self._restored = {}, dict(errors)
 
-    def of(self, quantised: Quantised, count: int, make: Callable[[int], E]) -> E | None:
+    def of(self, quantised: Quantised, count: int) -> Errors | None:
         """The errors of a bucket of `count` values, zeros at first; None: none are kept. Collective.
 
-        Args:
-            make: Makes them for so many values; the same for a bucket each time. Raises MemoryError.
-
-        Raises:
-            EngineError: Some ranks have no memory for them; on all ranks.
+        Raises EngineError: Some ranks have no memory for them; on all ranks.
         """
         if not quantised.name:
             return None
         before, errors = self._kept.get(quantised.name, (quantised, None))
         if errors is None or before.request != quantised.request or errors.count != count:
-            errors = self._allocated(quantised, count, make)
+            errors = self._allocated(quantised, count)
         elif before.labels != quantised.labels:
             errors.set(None)
         self._kept[quantised.name] = quantised, errors
-        return cast("E", errors)
+        return errors
 
-    def _allocated(self, quantised: Quantised, count: int, make: Callable[[int], E]) -> E:
+    def _allocated(self, quantised: Quantised, count: int) -> Errors:
         self._kept.pop(quantised.name, None)
         errors, size = None, self._topology.size
         with suppress(MemoryError):
-            errors = make(count)
+            errors = Errors(count)
         missing = np.empty(size, np.uint8)
         self._plane.allgather(np.array([errors is None], np.uint8), missing, [1] * size)
         if errors is None or missing.any():
             raise EngineError(f"{quantised.name}: ranks {self._topology.listed(np.flatnonzero(missing).tolist())} have "
-                              f"no memory for the error feedback of Compression.{quantised.format}, "
+                              f"no memory for the error feedback of Compression.int8, "
                               f"{4 * count} bytes. Take Compression.bf16, which keeps none.")
         restored = self._restored.pop(quantised.name, None)
         if restored is not None and restored.size == count and self._topology.host == self._topology.hosts[0]:

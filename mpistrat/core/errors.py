@@ -11,7 +11,6 @@
     ├── LaunchError             (ValueError)   the command line cannot be turned into an mpirun line
     ├── RunError                (RuntimeError) a function that run() has called on other processes has failed
     ├── ElasticError            (RuntimeError) an elastic job cannot keep a commit, or has no keeper on a host
-    ├── DataServiceError        (RuntimeError) a tf.data service does not answer, or did not start in time
     ├── RecoveryError           (RuntimeError) the ranks that are left after a loss cannot go on in their processes
     └── CollectiveError         (RuntimeError) the same on every rank that takes part
         ├── MismatchError       (ValueError)   the ranks disagree about a tensor, or train differently
@@ -69,10 +68,6 @@ class RunError(MpistratError, RuntimeError):
 
 class ElasticError(MpistratError, RuntimeError):
     """A rank of an elastic job has no keeper, or a commit cannot be written or read."""
-
-
-class DataServiceError(MpistratError, RuntimeError):
-    """The job of a tf.data service cannot be reached, has ended, or has not done in time what this rank waits for."""
 
 
 class RecoveryError(MpistratError, RuntimeError):

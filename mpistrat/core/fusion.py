@@ -8,7 +8,7 @@ from typing import Protocol
 from .arithmetic import Reduction, Scale
 from .dtypes import is_half
 from .protocols import Array
-from .quantised import FORMATS, Quantised
+from .quantised import INT8, Quantised
 from .request import CollectiveType, ReduceOp, Request
 from .tuning import KEPT_FUSION_PLANS, QUANTISED_LEAST_BYTES
 
@@ -49,15 +49,17 @@ def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[li
     return buckets
 
 
-def buckets_from_last(nbytes: Sequence[int], limit: int) -> list[list[int]]:
+def buckets_from_last(nbytes: Sequence[int], limit: int, first_limit: int | None = None) -> list[list[int]]:
     """Group gradients by their bytes from the last to the first, the order in which the backward pass computes them.
 
-    A bucket has at most `limit` bytes, or one larger gradient. Returns the indices of each bucket, in that order.
+    A bucket has at most `limit` bytes, the first one at most `first_limit` if there is one, or one larger gradient.
+    Returns the indices of each bucket, in that order.
     """
     buckets: list[list[int]] = []
     used = 0
     for index in reversed(range(len(nbytes))):
-        if not buckets or (used and used + nbytes[index] > limit):
+        most = limit if first_limit is None or len(buckets) > 1 else first_limit
+        if not buckets or (used and used + nbytes[index] > most):
             buckets.append([])
             used = 0
         buckets[-1].append(index)
@@ -132,7 +134,7 @@ class BucketPlans:
             if is_fused(request):
                 key = (request.kind, request.scaled, request.root_rank, request.device, request.wire_dtype,
                        # Error feedback is kept by place in a bucket, which must be the same in each step.
-                       request.name if request.wire_dtype in FORMATS else "")
+                       request.name if request.wire_dtype == INT8 else "")
                 arrays_at += [(index, i) for i in range(len(entry.arrays))]
                 members += [((key, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []
@@ -142,7 +144,7 @@ class BucketPlans:
             request, arrays = entries[first].request, entries[first].arrays
             whole = first if members_of_bucket == tuple((first, i) for i in range(len(arrays))) else None
             reduction = self.reduction(request, divisor)
-            if request.wire_dtype in FORMATS and reduction.op is ReduceOp.SUM:
+            if request.wire_dtype == INT8 and reduction.op is ReduceOp.SUM:
                 reduction = replace(reduction, quantised=_quantised(request, [arrays[i] for _, i in members_of_bucket],
                                                                     members_of_bucket[0][1]))
             buckets.append(FusionBucket(request, members_of_bucket, whole, reduction))
@@ -163,5 +165,5 @@ def _quantised(request: Request, arrays: Sequence[Array], first: int) -> Quantis
         return None
     # Only gradients have labels, and come again and again. An error of other tensors would be added to unrelated ones.
     if not request.labels:
-        return Quantised(request.wire_dtype)
-    return Quantised(request.wire_dtype, f"{request.name}[{first}]", request, request.labels)
+        return Quantised()
+    return Quantised(f"{request.name}[{first}]", request, request.labels)

@@ -19,7 +19,6 @@ EXTRAS = {
     "gpu13": ("cupy-cuda13x", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"),
     "bench": ("matplotlib", "rich"),
     "top": ("rich", "prometheus_client"),
-    "timeline": ("perfetto",),
 }
 
 

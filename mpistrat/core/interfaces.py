@@ -128,6 +128,8 @@ class DeviceExecutor:
     batches: Sized = ()
     # Those that are complete while the device still uses their memory. `poll` must be called now and then.
     kept: Sized = ()
+    # What was found out about the device before its first collective, for users.
+    findings: Sequence[str] = ()
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
         """Enqueue the collectives of entries that are the same on all ranks. Collective.
@@ -165,6 +167,12 @@ class DeviceExecutor:
     def unfinished(self) -> list[Entry]:
         """The entries that are not complete. The device may write to their memory even after a failure."""
         return []
+
+    def halt(self) -> None:
+        """Keep enqueued work from memory that is freed when its handles fail, which comes next. Does not raise.
+
+        It takes some seconds at most.
+        """
 
     def abandon(self) -> None:
         """Give up all work: this rank or another one has failed. Does not raise."""

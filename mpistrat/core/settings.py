@@ -25,17 +25,8 @@ HOROVOD_PREFIX = "HOROVOD_"
 _OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|"
                         r"PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 _LEAST_CHUNK_BYTES = 4096  # A slice of a chunk for each of some ranks is then a few cache lines, at least.
-FastWay = Literal["fast_path", "stream_order", "xla"]
+FastWay = Literal["fast_path", "fixed_input", "shadow", "stream_order", "xla"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# Names that were settings, and what to write now.
-_REPLACED = {"CONSISTENCY_CHECK_DISABLE": "write MPISTRAT_CHECK_ACTION=off for no checks",
-             "FAST_PATH": "write MPISTRAT_DISABLE=fast_path to negotiate all operations through rank 0",
-             "GPU_COMPLETION": "write MPISTRAT_DISABLE=stream_order to let the host wait for collectives of a GPU",
-             "HEARTBEAT_S": "hosts are probed five times within MPISTRAT_LOST_AFTER_S",
-             "FAILURE_TIMELINE": "write MPISTRAT_RECORDER=status for no timeline of a failure",
-             "PIN_GPU": "write MPISTRAT_BIND=cores to assign no GPU",
-             "STATUS_FILE": "write MPISTRAT_RECORDER=0 for no status file",
-             "XLA": "write MPISTRAT_DISABLE=xla for no collectives in functions that XLA compiles"}
 _LEAST_PROBE_S = 1.0  # The kernel counts in seconds.
 
 
@@ -93,11 +84,9 @@ class Settings:
         "never; fit still compares when an epoch ends.", low=0, high=2**31)
     check_action: str = _setting(
         "CHECK_ACTION", "abort", "What happens when these differ by more than rounding. abort: an error on every rank. "
-        "warn: a warning. repair: a warning, and all ranks get the values of the largest group of ranks with the same "
-        "ones; of groups of that size the one with the lowest rank. off: the ranks do not check that they train the "
-        "same weights, not all on the same data, and in fit with as many steps, the same callbacks and learning rates; "
-        "and the metrics that callbacks such as EarlyStopping read are not averaged.",
-        choices=("abort", "warn", "repair", "off"))
+        "warn: a warning. off: no consistency checks (weights, data, steps, callbacks, learning rates). What fit "
+        "computes is the same in each case.",
+        choices=("abort", "warn", "off"))
     nan_warning: bool = _setting(
         "NAN_WARNING", True, "0: no warning names the rank whose gradients are the first with Inf or NaN, and the "
         "tensors. It is for gradients that are reduced on the CPU, dense ones.")
@@ -123,10 +112,14 @@ class Settings:
     disable: str = _setting(
         "DISABLE", "none", "Fast ways that are not used, separated by commas. fast_path: votes on an operation among "
         "ranks that wait for one after the other; all are then negotiated through rank 0, slower, with the same "
-        "results. stream_order: the caller's stream on the GPU that waits for the end of a collective, where a check "
-        "finds that it does; the host then waits, and lets the caller go on. xla: collectives that XLA compiles, with "
-        "TensorFlow 2.21 and later; they are then an error in a function with jit_compile=True, and Keras models are "
-        "trained without XLA.", words=get_args(FastWay))
+        "results. fixed_input: datasets of tf.data without TensorFlow's autotuning, the threads of which may stop all "
+        "ranks for a minute at the end of an iterator; maps are parallel all the same. shadow: the proofs "
+        "that NCCL gives right numbers: known ones when it connects, and the first two reductions of each kind, which "
+        "are done on the CPU as well, and compared. stream_order: the caller's stream on the GPU that waits for the "
+        "end of a collective, where a check finds that it does; the host then waits, and lets the caller go on. xla: "
+        "collectives that XLA compiles, with TensorFlow 2.21 and later; they are then an error in a function with "
+        "jit_compile=True, and Keras models are trained without XLA.",
+        words=get_args(FastWay))
     bind: str = _setting(
         "BIND", "all", "What each rank of a host gets for itself. cores: an equal share of the cores that the job may "
         "use there, unless the launcher has bound the ranks. gpu: a GPU, which init() of mpistrat.tensorflow and "
@@ -138,9 +131,8 @@ class Settings:
         "did last to a timeline, in the directory .mpistrat of its directory. status: the file for mpistrat top alone. "
         "0: nothing is recorded, and there is no timeline.", choices=("all", "status", "0"))
     timeline: str = _setting(
-        "TIMELINE", "none", "File to which rank 0 writes the operations of all ranks, as start_timeline does: .json "
-        "(Chrome's trace format) or .pftrace (Perfetto's). none, or DYNAMIC as in Horovod: no file "
-        "before start_timeline.")
+        "TIMELINE", "none", "File to which rank 0 writes the operations of all ranks, as start_timeline does, in "
+        "Chrome's trace format. none, or DYNAMIC as in Horovod: no file before start_timeline.")
     timeline_mark_cycles: bool = _setting(
         "TIMELINE_MARK_CYCLES", False, "1: mark in that file when each rank begins to execute what was agreed on.")
     timeline_steps: str = _setting(
@@ -162,9 +154,6 @@ class Settings:
         problems: list[str] = []
         for name in sorted(n for n in environ if n.startswith(PREFIX)):
             if name not in by_env and _OF_OTHERS.fullmatch(name.removeprefix(PREFIX)):
-                continue
-            if why := _REPLACED.get(name.removeprefix(PREFIX)):
-                problems.append(f"{name} is no setting any more: {why}.")
                 continue
             if name not in by_env:
                 # Compared without the prefix, which makes all names similar.

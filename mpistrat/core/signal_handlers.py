@@ -25,6 +25,12 @@ def are_installed() -> bool:
                for handler in handlers)
 
 
+def expect() -> None:
+    """Take it from now on that a handler may interrupt the main thread. For a signal handler."""
+    global _found, _next_look_at
+    _found, _next_look_at = True, math.inf
+
+
 def may_interrupt() -> bool:
     """Whether a handler of the script may interrupt the calling thread. New handlers are noticed after 0.1 s."""
     global _found, _next_look_at

@@ -22,21 +22,24 @@ def slowest(waiting: Sequence[float]) -> tuple[int, float] | None:
     return None if cost < LEAST_COST else (place, cost)
 
 
-def shares_of(waits: Sequence[tuple[float, float, float]], names: Sequence[str]) -> str:
+def shares_of(waits: Sequence[tuple[float, float, float]], names: Sequence[str], hidden: Sequence[float] = ()) -> str:
     """The end of a sentence on how long collectives took, and which rank was the slowest; "" if some rank is unknown.
 
     Args:
         waits: Of each rank the seconds that are known, and those of them in which it waited for other ranks, and for
             the bytes.
         names: Of the ranks.
+        hidden: Of each rank the seconds of the collectives in which it went on to compute; (): that is not known.
     """
     if not all(seconds for seconds, *_ in waits):
         return ""
     share = fmean((waiting + moving) / seconds for seconds, waiting, moving in waits)
     found = slowest([waiting / seconds for seconds, waiting, _ in waits])
     who = "and no rank was slower than the others" if found is None else \
-        f"and for {found[1]:.0%} the others waited for {names[found[0]]}"
-    return f"; collectives took {share:.0%} of the time, {who}"
+        f"a mean over the ranks: the others waited for {names[found[0]]} for {found[1]:.0%} of theirs"
+    behind = sum(hidden) / sum(waiting + moving for _, waiting, moving in waits) if any(hidden) else 0.0
+    what = f" ({behind:.0%} of it behind the backward pass)" if behind else ""
+    return f"; collectives took {share:.0%} of the time{what}, {who}"
 
 
 def figure(number: float | None) -> str:

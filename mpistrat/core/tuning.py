@@ -203,7 +203,7 @@ QUANTISED_LEAST_BYTES = 16 * 1024
 
 # How many blocks of 256 values are rounded, or read, at once.
 # 4 million floats, int8, ns for each, to round with feedback and to read: 2.0 and 0.6 with 256, 3.6 and 0.9 with 128,
-# 3.3 and 0.8 with 64, 3.1 and 0.8 with 512; a memcpy of the floats takes 0.35. fp8 with 256: 4.7 and 1.3.
+# 3.3 and 0.8 with 64, 3.1 and 0.8 with 512; a memcpy of the floats takes 0.35.
 QUANTISED_BATCH_BLOCKS = 256
 
 # -- transport.mpi ----------------------------------------------------------------------------------------------------
@@ -284,10 +284,10 @@ PIGGYBACK_HOST_BYTES = 2 * 1024 * 1024
 # take 0.53 ms instead of 0.76; 4 hosts, three runs: up to 4 KB 0.88 instead of 1.12.
 PIGGYBACK_CROSS_BYTES = 32 * 1024
 
-# Bytes of the first message with a vote, and of each further one.
-# Not measured: below the limit to which MPI sends without asking the receiver, a further round trip: 64 KiB over TCP in
-# Open MPI, its header included.
-VOTE_MESSAGE_BYTES = 48 * 1024
+# Bytes of a message between hosts, of which larger data consist.
+# Below the limit to which MPI sends without asking the receiver: 64 KiB over TCP in Open MPI, its header included. See
+# transport.mpi.eager for what that saves. 30 KB over 1 Gbit/s takes as long.
+EAGER_MESSAGE_BYTES = 60 * 1024
 
 # -- gpu --------------------------------------------------------------------------------------------------------------
 
@@ -330,9 +330,15 @@ JOINED_TENSOR_BYTES = 64 * 1024
 
 # Bytes of a bucket of gradients, which is reduced while backprop makes the next one.
 # Dense layers with 64 MB of gradients, 2 ranks, a core for each, six runs in turn: averaging adds 28 ms to a step of
-# 142 ms with 16 MiB, and 12 with 64 MiB, since with no core to spare nothing overlaps; three runs with 1 MiB: 22. Hosts
-# with spare cores or GPUs, for which the buckets are, were not measured.
+# 142 ms with 16 MiB, and 12 with 64 MiB, since with no core to spare nothing overlaps; three runs with 1 MiB: 22. A
+# host with spare cores was not measured.
 BUCKET_BYTES = 16 * 1024 * 1024
+
+# The same with several hosts, and of the first bucket, which lets the wire begin early.
+# Two hosts of one rank, 1 Gbit/s, ten layers of 4 MB: a step takes 487 ms, of which the last bucket 34; 661 to 719 with
+# 16 MiB. The engine reduces together what is ready, so the wire has no more to do. The first one: not measured.
+HOSTS_BUCKET_BYTES = 4 * 1024 * 1024
+HOSTS_FIRST_BUCKET_BYTES = 1024 * 1024
 
 # The same on GPUs. Each bucket there costs some calls of Python beside the training step, whatever its size.
 # Not measured on a GPU. On its stand-in these take 0.27 ms of a core; ResNet-50 has 4 buckets in place of 8, and
@@ -355,10 +361,6 @@ COMPLETION_QUEUES_MADE = 16
 # To how many queues one operation can write, in the order to try.
 # 400 single all-reduces of a tf.function: 100 ms with one operation per queue, 60 to 80 of them in these operations.
 COMPLETION_QUEUES_WRITTEN = (64, 8)
-
-# Seconds between two looks for the file of a data service.
-# Not measured: the service takes seconds to start, and a network file system sends no notifications.
-DATA_SERVICE_FILE_POLL_S = 0.1
 
 # -- cli --------------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ other user can have written it. Local; any thread may call the functions.
 """
 
 import contextlib
+import fcntl
 import os
 import struct
 import zlib
@@ -16,8 +17,12 @@ from ..core.ownership import foreign, own_directory
 from .commit_id import CommitId as CommitId
 from .encoding import decode, encode
 
-_MAGIC = b"mpistrat commit\2"
-_HEADER = struct.Struct("<16sIIQ")  # magic, checksum of all that follows, number of parts, bytes in all
+FILE = "commit.mpistrat"  # the name of the file in a directory of commits
+_LOCK = "lock"
+_MAGIC = b"mpistrat commit\3"
+_START = struct.Struct("<16sI")  # magic, checksum of all that follows
+_COUNTS = struct.Struct("<IQ")  # number of parts, bytes in all
+_HEADER_BYTES = _START.size + _COUNTS.size
 _PART = struct.Struct("<QQ")  # start and length of a part; the first part is the value
 _ALIGNMENT = 64
 _OTHERS = 0o022  # permissions that nobody else may have for a file that is read, and its directory
@@ -36,7 +41,7 @@ class Packed:
     def __init__(self, value: object):
         encoded, buffers = encode(value)
         parts = [memoryview(encoded), *buffers]
-        start = _HEADER.size + _PART.size * len(parts)
+        start = _HEADER_BYTES + _PART.size * len(parts)
         self._parts: list[tuple[int, memoryview]] = []
         for part in parts:
             start += -start % _ALIGNMENT
@@ -46,15 +51,16 @@ class Packed:
 
     def write(self, memory: memoryview) -> None:
         """Write the commit to the first `nbytes` bytes of `memory`."""
-        table = b"".join(_PART.pack(start, part.nbytes) for start, part in self._parts)
-        memory[_HEADER.size:_HEADER.size + len(table)] = table
-        checksum, end = zlib.crc32(table), _HEADER.size + len(table)
+        table = _COUNTS.pack(len(self._parts), self.nbytes) + b"".join(
+            _PART.pack(start, part.nbytes) for start, part in self._parts)
+        checksum, end = zlib.crc32(table), _START.size + len(table)
+        memory[_START.size:end] = table
         for start, part in self._parts:
             memory[end:start] = bytes(start - end)
             memory[start:start + part.nbytes] = part
             checksum = zlib.crc32(part, zlib.crc32(bytes(start - end), checksum))
             end = start + part.nbytes
-        memory[:_HEADER.size] = _HEADER.pack(_MAGIC, checksum, len(self._parts), self.nbytes)
+        memory[:_START.size] = _START.pack(_MAGIC, checksum)
 
 
 def read(memory: memoryview) -> Any:
@@ -62,18 +68,52 @@ def read(memory: memoryview) -> Any:
 
     Raises DamagedCommitError: The bytes are not a whole commit.
     """
-    if memory.nbytes < _HEADER.size:
-        raise DamagedCommitError(f"a commit has at least {_HEADER.size} bytes, here are {memory.nbytes}")
-    magic, checksum, count, nbytes = _HEADER.unpack(memory[:_HEADER.size])
+    if memory.nbytes < _HEADER_BYTES:
+        raise DamagedCommitError(f"a commit has at least {_HEADER_BYTES} bytes, here are {memory.nbytes}")
+    magic, checksum = _START.unpack_from(memory)
+    count, nbytes = _COUNTS.unpack_from(memory, _START.size)
     if magic != _MAGIC:
         raise DamagedCommitError(f"a commit does not begin with {bytes(memory[:16])!r}")
     if nbytes > memory.nbytes:
         raise DamagedCommitError(f"the commit has {nbytes} bytes, and {memory.nbytes} of them are here")
-    if zlib.crc32(memory[_HEADER.size:nbytes]) != checksum:
+    if nbytes < _HEADER_BYTES or zlib.crc32(memory[_START.size:nbytes]) != checksum:
         raise DamagedCommitError("its checksum is wrong")
-    table = memory[_HEADER.size:_HEADER.size + count * _PART.size]
+    table = memory[_HEADER_BYTES:_HEADER_BYTES + count * _PART.size]
     encoded, *buffers = (memory[start:start + length] for start, length in _PART.iter_unpack(table))
     return decode(encoded, buffers)
+
+
+def claim(directory: Path) -> tuple[int, str]:
+    """Make this process's job the only one that saves commits in a directory, and remove what a killed save has left.
+
+    The kernel gives the lock back when the process ends, however it ends.
+
+    Args:
+        directory: It is made if it is not there. That above it is there.
+
+    Returns:
+        The descriptor that has the lock while it is open; and why there is none, or "": some network file systems have
+        no locks.
+
+    Raises:
+        OSError: Another job has it, it cannot be made, or it is not this user's alone.
+    """
+    own_directory(directory, 0o700, _OTHERS)
+    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    problem = ""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 1000, 0).decode(errors="replace")
+        os.close(lock)
+        raise BlockingIOError(f"another job saves its commits there ({holder})") from None
+    except OSError as error:
+        problem = str(error.strerror)
+    os.truncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+    for partial in directory.glob(f"{FILE}.*.tmp"):
+        partial.unlink()
+    return lock, problem
 
 
 def save(packed: Packed, path: str) -> None:

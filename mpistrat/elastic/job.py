@@ -22,6 +22,7 @@ class ElasticJob:
     checkpoint_every: int = 0  # Commits between two of these.
     # Generation and number of the newest commit when the generation starts; (0, 0) for none.
     newest: tuple[int, int] = (0, 0)
+    stay_s: float = 0.0  # How long a keeper that cannot reach the supervisor's host stays.
 
     def to_text(self) -> str:
         """The job as JSON."""

@@ -50,7 +50,7 @@ class Keeper:
         self._supervisor: Line | None = connect([(host, job.port) for host in job.hosts], job.key, _CONNECT_LIMIT_S)
         self._address: Address = cast("tuple[str, int]", self._supervisor.peer)[:2]
         first, second = (f"/proc/{os.getpid()}/fd/{memory}" for memory in self._memory)
-        self._state = KeeperState(time.monotonic(), (first, second))
+        self._state = KeeperState(time.monotonic(), (first, second), job.stay_s)
         self._greet(self._supervisor)
 
     def run(self) -> None:

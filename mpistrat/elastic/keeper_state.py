@@ -9,8 +9,8 @@ Both times begin when the heartbeat was *sent* that the supervisor has answered 
 long, or was read late since this process was stopped, says nothing about the supervisor now. So a commit that arrives
 meanwhile waits for an answer.
 
-A keeper that is cut off stays for `STAY_S`, with its commits, for a generation that starts later. An old commit does no
-harm, since the supervisor knows the newest one.
+A keeper that is cut off stays, with its commits, for a generation that starts later: as long as the supervisor waits
+for hosts. An old commit does no harm, since the supervisor knows the newest one.
 """
 
 import math
@@ -26,7 +26,7 @@ COMMIT_LIMIT_S = 4.0
 HOST_LOST_AFTER_S = 6.0
 SILENT_S = 3 * BEAT_S  # A process that has done nothing for so long was stopped; one that is silent may be lost.
 BACK_S = 2.0  # for the first answer after this process was stopped
-STAY_S = 300.0
+STAY_S = 300.0  # A keeper that is cut off stays at least for so long.
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,11 @@ class KeeperState:
     Args:
         now: The time, in seconds from any origin, as in all methods.
         paths: Those of the two memory files.
+        stay_s: How long it stays when it is cut off.
     """
 
-    def __init__(self, now: float, paths: tuple[str, str] = ("0", "1")):
-        self._paths = paths
+    def __init__(self, now: float, paths: tuple[str, str] = ("0", "1"), stay_s: float = STAY_S):
+        self._paths, self._stay_s = paths, stay_s
         self._heard = -math.inf  # when the heartbeat was sent that was answered last; not after the line was closed
         self._cut_off_at, self._ticked = now + LOST_AFTER_S, now
         self._is_cut_off, self._cut_off_generation = False, 0
@@ -257,7 +258,7 @@ class KeeperState:
         self._ticked = now
         silence = f"the supervisor was not heard for {LOST_AFTER_S + now - self._cut_off_at:.1f} s"
         if self._is_cut_off:
-            return self.end(silence) if now > self._cut_off_at + STAY_S else []
+            return self.end(silence) if now > self._cut_off_at + self._stay_s else []
         if now > self._cut_off_at:
             self._is_cut_off, self._cut_off_generation, self._heard = True, self.generation, -math.inf
             cuts = any(not rank.has_ended for rank in self._ranks.values())

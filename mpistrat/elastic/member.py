@@ -31,7 +31,6 @@ from .keeper_line import KeeperLine, KeeperLostError
 logger = logging.getLogger(__name__)
 
 _END_S, _END_POLL_S = 10.0, 0.05  # for another keeper to hear how this rank ends, if its keeper has just ended
-_CHECKPOINT = "commit.mpistrat"
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class Member:
         self._is_written.set()
         self._failure = ""
         self.number = 0  # Of the last commit of this process. All states of a script count together.
+        self.has_state = False  # Whether the script has a state, which can be committed.
         self._has_said_end, self._leaves = False, ""
         launcher = launcher_here(os.environ)
         self._launcher = 0 if launcher is None else launcher.pid
@@ -229,7 +229,7 @@ class Member:
 
     @property
     def _checkpoint_path(self) -> Path:
-        return Path(self.job.checkpoint, _CHECKPOINT)
+        return Path(self.job.checkpoint, commits.FILE)
 
     def saved(self) -> tuple[CommitId, Any] | None:
         """The newest commit in the job's checkpoint directory, and its value; None if there is none. Local.

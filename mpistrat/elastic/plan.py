@@ -66,7 +66,7 @@ class Plan:
 
     def hosts_found(self, hosts: dict[str, int], now: float) -> list[Action]:
         """Discovery has found these hosts, with the number of ranks for each."""
-        self._hosts.slots = dict(hosts)
+        self._hosts.found(hosts, is_first=not self.generation)
         running = self._running
         if running is None or running.leaves or running.is_stopped:
             return []
@@ -81,10 +81,12 @@ class Plan:
         if running is None or running.leaves or running.is_stopped or running.has_loss:
             return []
         # A place that a lost rank has left is not new room, unless it is to be filled again.
-        room = min(self._limits.max_np, sum(self._hosts.usable(self._limits.min_np, now).values()))
+        hosts = self._hosts.room(running.hosts, now)
+        room = min(self._limits.max_np, sum(hosts.values()))
         now_there = running.size if self._limits.restart_failed else running.ranks
         if room <= now_there:
             return []
+        self._hosts.trust(hosts)  # The next commit may be far, and an answer old by then.
         return self._leave(f"there is room for {room} ranks instead of {running.size}")
 
     def _leave(self, why: str) -> list[Action]:
@@ -103,6 +105,17 @@ class Plan:
         """What the ranks of the generation that runs were told, for a keeper that has not heard it."""
         running = self._running
         return Leave(running.number, running.leaves) if running is not None and running.leaves else None
+
+    def asked(self, now: float) -> set[str]:
+        """The hosts of which an answer would change what follows."""
+        running = self._running
+        hosts = self._hosts.unreached(now, is_needed=running is None)
+        return hosts if running is None or running.ranks < self._limits.max_np else hosts & running.hosts.keys()
+
+    def answered(self, hosts: Collection[str], now: float) -> list[Action]:
+        """These of the hosts that are `asked` have answered, so they and the network to them are up."""
+        self._hosts.answered(hosts, now)
+        return self._grow(now)
 
     def keeper_found(self, host: str) -> None:
         self._hosts.keeper_found(host)
@@ -127,7 +140,7 @@ class Plan:
             running = self._running
             if running is None:
                 # The generation has ended because of it, before the supervisor knew.
-                if not self._hosts.is_own(host) and self._awaited.pop(host, None) is not None:
+                if not self._hosts.is_reached(host) and self._awaited.pop(host, None) is not None:
                     self._hosts.cool(host, now)
                     actions.append(Say(f"{host} is lost: {why}"))
             elif processes := running.running_on(host):
@@ -241,26 +254,33 @@ class Plan:
 
         Args:
             code: mpirun's exit code, for people.
-            has_started: Whether processes have started on all hosts.
+            has_started: Whether processes have started on all hosts. If not, those that were not reached are left out
+                for a while, and the generation counts neither as a failure nor as a loss.
             silent: The hosts whose keepers have not been heard for longer than usual, but are not given up yet.
         """
         running = self._running
         if running is None or self._is_done:
             return []
         self._running = None
-        if not has_started:
-            heard = {process.host for process in running.processes.values()} | self._hosts.kept
-            for host in running.hosts:
-                if heard and host not in heard:
-                    self._hosts.cool(host, now)
+        if running.has_committed:
+            self._fruitless = 0
+        cooled = [] if has_started else self._cool_unreached(running, now)
         self._awaited = {host: set() for host in silent if host in running.hosts}
         self._verdict_at = now + (VERDICT_S if self._awaited else _TELL_S)
         for (host, pid), process in running.processes.items():
             if process.state == "runs":
                 self._awaited.setdefault(host, set()).add(pid)
-        return [*self._lose_hosts(0.0, now), *self._after(running, code, now)]
+        return [*self._lose_hosts(0.0, now), *cooled, *self._after(running, code, bool(cooled), now)]
 
-    def _after(self, running: Generation, code: int, now: float) -> list[Action]:
+    def _cool_unreached(self, running: Generation, now: float) -> list[Action]:
+        """Leave out the hosts where nothing has started. Those that answer are left out only if all of them do."""
+        heard = {process.host for process in running.processes.values()}
+        unreached = [host for host in running.hosts if host not in heard and not self._hosts.is_reached(host)]
+        silent = [host for host in unreached if not self._hosts.is_there(host, now)]
+        return [Say(f"no rank has started on {host}, which is left out for {self._hosts.cool(host, now):g} s")
+                for host in silent or unreached]
+
+    def _after(self, running: Generation, code: int, is_vain: bool, now: float) -> list[Action]:
         if running.is_done:
             return self._finish(Done(0, ""))
         if self._ending is not None:
@@ -273,6 +293,9 @@ class Plan:
             if running.has_left and self._saves and self.newest.number:
                 why += f". The job can go on later from {self._named}"
             return self._finish(Done(PREEMPTED_CODE, why))
+        if is_vain:
+            self._start_at = now
+            return []
         self._waits_since, self._has_said_wait = now, False
         if running.has_left:
             self._start_at = self._verdict_at = now
@@ -291,7 +314,7 @@ class Plan:
 
     def _count_failure(self, running: Generation, code: int, now: float) -> list[Action]:
         self._resets += 1
-        self._fruitless = 0 if running.has_committed else self._fruitless + 1
+        self._fruitless += not running.has_committed
         limit = self._limits.resets
         if limit is not None and self._resets > limit:
             return self._finish(Done(_failure(code), f"generation {running.number} has failed, and --reset-limit "
@@ -330,7 +353,10 @@ class Plan:
             if self._has_said_wait:
                 return []
             self._has_said_wait = True
-            return [Say(f"waits for hosts: there are {slots} slots, and --min-np {self._limits.min_np} asks for more")]
+            out = [host for host in self._hosts.slots if host not in usable]
+            said = f"; {' and '.join(out)} {'is' if len(out) == 1 else 'are'} left out" if out else ""
+            return [Say(f"waits for hosts: there are {slots} slots, and --min-np {self._limits.min_np} asks for more"
+                        f"{said} (--elastic-timeout {self._limits.timeout_s:g})")]
         if now < self._start_at or (self._awaited and now < self._verdict_at):
             return []
         return [self._started(usable)]

@@ -5,27 +5,33 @@ the keepers say arrives over one TCP port of this host, to which all hosts of th
 need a second way to authenticate, and a port that batch systems close as often.
 """
 
+import contextlib
+import errno
 import logging
 import os
 import secrets
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 from ..process import procfs
 from ..process.line import Line, Listening, Message
 from .commits import CommitId
 from .job import ElasticJob
-from .keeper_state import BEAT_S, HOST_LOST_AFTER_S, SILENT_S
+from .keeper_state import BEAT_S, HOST_LOST_AFTER_S, SILENT_S, STAY_S
 from .orders import Action, Done, Leave, Limits, Say, Start, Stop
 from .plan import Plan
 
 logger = logging.getLogger(__name__)
 _DISCOVERY_S = 1.0  # between two looks for hosts
 _END_S = 3.0  # for the keepers to end
+# Where a host that is up answers a connection, or refuses it: at a port where nothing listens, and at that of ssh,
+# since firewalls may drop what goes elsewhere.
+_PORTS, _ANSWERS, _ANSWER_LIMIT_S = (9, 22), (0, errno.ECONNREFUSED), 1.0
 
 
 class Service:
@@ -37,17 +43,19 @@ class Service:
         addresses: Names and addresses of this host, for the keepers.
         say: Prints a sentence.
         stop: Ends the mpirun of a generation. Called with its number, why, and whether all its ranks have ended well.
+        reached: Those of the hosts that answer, whose names have no address here, as aliases of ssh have none.
         checkpoint, checkpoint_every: See ElasticJob.
     """
 
     def __init__(self, limits: Limits, hosts: Mapping[str, int], find_hosts: Callable[[], Mapping[str, int] | None],
                  addresses: Iterable[str], say: Callable[[str], None], stop: Callable[[int, str, bool], None],
-                 checkpoint: str = "", checkpoint_every: int = 0):
+                 reached: Callable[[Sequence[str]], set[str]], checkpoint: str = "", checkpoint_every: int = 0):
         own = socket.gethostname()
         self._plan = Plan(limits, time.monotonic(), saves=bool(checkpoint),
                           own={own, own.partition(".")[0], "localhost", "127.0.0.1"})
         self._plan.hosts_found(dict(hosts), time.monotonic())
-        self._find_hosts, self._say, self._stop = find_hosts, say, stop
+        self._find_hosts, self._say, self._stop, self._reached = find_hosts, say, stop, reached
+        self._stay_s = max(STAY_S, limits.timeout_s + HOST_LOST_AFTER_S)
         self._checkpoint = checkpoint, checkpoint_every
         self._addresses = tuple(addresses)
         self._name, self._secret = secrets.token_hex(8), secrets.token_hex(32)
@@ -60,6 +68,7 @@ class Service:
         # and process number.
         self._awaited: dict[str, dict[int, int]] = {}
         self._hosts: dict[str, set[str]] = {}  # the listed hosts, with their addresses
+        self._asked: set[str] = set()  # those that the Plan wants to hear of
         is_here = all(address in ("localhost", "127.0.0.1") for address in self._addresses)
         listener = socket.create_server(("127.0.0.1" if is_here else "", 0), backlog=1024)
         self._port = listener.getsockname()[1]
@@ -83,7 +92,7 @@ class Service:
         """What the ranks of a generation are told."""
         newest = self._plan.newest
         return ElasticJob(self._name, self._secret, generation, self._addresses, self._port, *self._checkpoint,
-                          newest=(newest.generation, newest.number))
+                          newest=(newest.generation, newest.number), stay_s=self._stay_s)
 
     def started(self, generation: int, processes: Mapping[int, tuple[str, int]], ended: Iterable[int]) -> None:
         """What the ranks have told mpirun.
@@ -114,13 +123,22 @@ class Service:
     # -- the threads ---------------------------------------------------------------------------------------------------
 
     def _look_for_hosts(self) -> None:
-        """Look for hosts again and again. In a thread of its own, since a program or a name server may take long."""
+        """Look for hosts again and again, and ask those of which the Plan wants to hear.
+
+        In a thread of its own, since a program, a name server or a host may take long.
+        """
         known: dict[str, set[str]] = {}
         while True:
-            found = self._find_hosts()
+            found, asked = self._find_hosts(), self._asked
             if found is not None:
-                known = {host: known.get(host) or _addresses_of(host.rpartition("@")[2]) for host in found}
+                # One that is asked may have a new address.
+                known = {host: (host not in asked and known.get(host)) or _addresses_of(host.rpartition("@")[2])
+                         for host in found}
                 self._put(kind="hosts", slots=dict(found), addresses=known)
+                asked = asked & known.keys()
+                answering = _answering({address for host in asked for address in known[host]})
+                reached = self._reached([host for host in asked if not known[host]])
+                self._put(kind="answers", hosts=[host for host in asked if known[host] & answering or host in reached])
             if self._is_closed.wait(_DISCOVERY_S):
                 return
 
@@ -141,6 +159,7 @@ class Service:
                     if procfs.find(pid) is None:
                         self._plan.missing(self._plan.generation, rank, now)
                 self._do(self._plan.tick(now))
+                self._asked = self._plan.asked(now)
             try:
                 source, message = self._events.get(timeout=max(beat_at - time.monotonic(), 0.0))
             except Empty:
@@ -160,6 +179,8 @@ class Service:
             if message["kind"] == "hosts":
                 self._hosts = message["addresses"]
                 return plan.hosts_found(message["slots"], now)
+            if message["kind"] == "answers":
+                return plan.answered(message["hosts"], now)
             if message["kind"] == "over":
                 self._awaited = {}
                 silent = [host for line, host in self._keepers.items() if now - self._heard[line] > SILENT_S]
@@ -271,6 +292,27 @@ def _addresses_of(name: str) -> set[str]:
         return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
     except (OSError, UnicodeError):  # UnicodeError: a part of the name is empty or too long.
         return set()
+
+
+def _answering(addresses: Iterable[str]) -> set[str]:
+    """Those of the addresses where a host is up, with the network to it. Returns within `_ANSWER_LIMIT_S`."""
+    found: set[str] = set()
+    with contextlib.ExitStack() as open_ones, selectors.DefaultSelector() as waiting:
+        for address in addresses:
+            for port in _PORTS:
+                asking = open_ones.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
+                asking.setblocking(False)
+                if (code := asking.connect_ex((address, port))) == errno.EINPROGRESS:
+                    waiting.register(asking, selectors.EVENT_WRITE, address)
+                elif code in _ANSWERS:
+                    found.add(address)
+        until = time.monotonic() + _ANSWER_LIMIT_S
+        while waiting.get_map() and (left_s := until - time.monotonic()) > 0:
+            for key, _ in waiting.select(left_s):
+                waiting.unregister(key.fileobj)
+                if cast("socket.socket", key.fileobj).getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS:
+                    found.add(key.data)
+    return found
 
 
 def addresses_towards(hosts: Iterable[str]) -> list[str]:

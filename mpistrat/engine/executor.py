@@ -69,6 +69,8 @@ class Executor:
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(topology.size)
         self._prepared: tuple[Entry, Prepared] | None = None
+        # What to call once before the next entries are executed, in the thread that drives; it must not block.
+        self.before_next: Callable[[], None] | None = None
 
     def execute(self, entries: Sequence[Entry], all_ready: bool = False, divisor: int | None = None) -> None:
         """Run the collectives of entries that are the same on all ranks, and complete the handles. Collective.
@@ -84,6 +86,9 @@ class Executor:
         """
         if not entries:
             return
+        if self.before_next is not None:
+            call, self.before_next = self.before_next, None
+            call()
         prepared, self._prepared = self._prepared, None
         now = monotonic_ns()
         for number, entry in enumerate(entries, self._executed):

@@ -179,6 +179,8 @@ class LifeCycle:
         if self._parts.fast_path.is_waiting:
             # Other ranks may execute what this rank has voted for.
             self._parts.executor.data.abandon(isinstance(error, StallError))
+        if not is_shutdown:
+            self._parts.executor.device.halt()
         for entry in (*self._parts.executor.device.unfinished(), *self._parts.queue.close(refusal)):
             if not entry.handle.is_done:
                 entry.handle.fail(refusal)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .copy.plan import CopyJob
-from .copy.quantise import QuantisedSum
 from .nccl.types import NcclCommunicator
 
 
@@ -89,21 +88,21 @@ class GpuDevice(Protocol):
 
     def wait(self, stream: RecordedStream, event: GpuEvent) -> None: ...  # an event of the same device
 
-    def scratch(self, nbytes: int, stream: GpuStream | None = None) -> GpuArray | None: ...
+    def scratch(self, nbytes: int) -> GpuArray | None: ...
+
+    def trim(self) -> None: ...
 
     def pinned(self, nbytes: int) -> np.ndarray: ...
 
     def copy(self, target: int, source: int, nbytes: int, stream: GpuStream) -> None: ...
+
+    def write_number(self, address: int, number: int, words: int, stream: GpuStream) -> None: ...
 
     def compile(self, job: CopyJob) -> None: ...
 
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream) -> None: ...
 
     def guard(self, table: np.ndarray, itemsize: int, lost: int, stream: GpuStream) -> None: ...
-
-    def compile_sum(self, format_: str) -> None: ...
-
-    def quantised_sum(self, job: QuantisedSum, stream: GpuStream) -> None: ...
 
     def nccl_version(self) -> int: ...
 
@@ -121,6 +120,17 @@ class Allocated(NamedTuple):
     results: list[Any]  # What the caller gets of each. It keeps the memory alive.
     # Its work so far may still use the memory; None: no work uses it, or an event of the request comes after that work.
     stream: RecordedStream | None
+
+
+@dataclass(frozen=True, eq=False)
+class BucketList:
+    """A list of tensors that is reduced in buckets, each of them a request. All of them are submitted, in any order.
+
+    The readers of the buckets are the same. They wait for results only when all buckets are enqueued: a wait for the
+    first one would keep them from the work that computes the tensors of the others.
+    """
+
+    count: int  # Of the buckets, which are numbered from 0.
 
 
 class GpuTensors(Sequence[GpuArray]):
@@ -144,6 +154,7 @@ class GpuTensors(Sequence[GpuArray]):
         # allocate: Allocates results of the given shapes, of the same dtypes.
         self.streams, self.readers, self.allocate = streams, readers, allocate
         self.ready: Sequence[GpuEvent] = ()  # Events of `streams`.
+        self.bucket: tuple[BucketList, int] | None = None  # The list that this is a bucket of, and its number there.
         self.made: Allocated | None = None  # The results, if their shapes are known when the request is submitted.
         # Events after which the results are there, if the request was complete before.
         self.ends: Sequence[GpuEvent] = ()

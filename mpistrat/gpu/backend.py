@@ -46,9 +46,9 @@ def last_of_streams(events: list[GpuEvent]) -> list[GpuEvent]:
 class GpuBackend(ABC):
     """Collectives on GPU arrays. Used by the engine's thread, within `GpuDevice.current()`.
 
-    All methods but `finish`, `check`, `revoke` and `abandon` are collective. The GPU executes what they enqueue in the
-    order of the calls. It is complete when the events of the next `finish` are done. The last four methods do nothing
-    where the host waits for the work.
+    The methods up to `alltoall` and `close` are collective. The GPU executes what they enqueue in the order of the
+    calls. It is complete when the events of the next `finish` are done. The last four methods do nothing where the host
+    waits for the work.
     """
 
     @abstractmethod
@@ -97,6 +97,10 @@ class GpuBackend(ABC):
     @abstractmethod
     def finish(self) -> list[GpuEvent]:
         """Return events after all work enqueued since `wait_for`, which comes before each list of collectives."""
+
+    @abstractmethod
+    def last_events(self) -> list[GpuEvent]:
+        """Events after all work that may use tensors, also after a call has failed. Local."""
 
     def check(self) -> None:  # noqa: B027
         """Raise the error of enqueued work that has failed, if any. Does not wait."""

@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_KEEPS_ORDER_FROM = 22600  # The first version code of NCCL that knows NCCL_LAUNCH_ORDER_IMPLICIT.
+
 
 def exchange_over(host: DataPlane, size: int) -> Exchange:
     """Return an Exchange among `size` ranks over `host`. Values travel as JSON, which runs no code when it is read."""
@@ -74,6 +76,9 @@ def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: D
     if fusion_bytes < settings.fusion_bytes:
         _log(rank, logging.WARNING, f"GPU memory is short: tensors are fused up to {fusion_bytes} bytes instead of "
                                     f"{settings.fusion_bytes}")
+    if settings.nccl_streams > 1 and found.nccl < _KEEPS_ORDER_FROM:
+        _log(rank, logging.WARNING, f"MPISTRAT_NUM_NCCL_STREAMS={settings.nccl_streams}: NCCL before 2.26 does not "
+                                    "keep the order of several communicators, and may wait for ever. Install 2.26.")
     communicators = make_communicators(
         lambda: (device.communicator(size, _unique_id(plain), rank) for plain in gathered[0][1]), device, rank,
         exchange, settings.limit_s)

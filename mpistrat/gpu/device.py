@@ -19,22 +19,18 @@ import cupy
 import cupyx
 import numpy as np
 
-from ..core.errors import EngineError
 from ..core.memory import rounded_up
 from ..core.tuning import COPY_BLOCK_THREADS
 from . import driver
 from .arrays import GpuArray, GpuEvent, GpuStream, RecordedStream
-from .copy import quantise
 from .copy.compiler import compiled
 from .copy.kernel import GUARD, NAME, source, variant
 from .copy.plan import PIECE, PIECES_PER_LAUNCH, CopyJob
-from .copy.quantise import QuantisedSum
 from .nccl import library
 
 # Beyond the range of any GPU, which is 0 to -5. cudaStreamCreateWithPriority then takes the end of the range.
 _URGENT = -100
 _RESULT_ALIGNMENT = 512  # of the allocations of cupy and torch
-_NOT_READY = 600  # cudaErrorNotReady
 _PER_THREAD = 2  # cudaStreamPerThread
 _PLAIN = CopyJob("float32", "float32")
 
@@ -54,10 +50,7 @@ class Event:
     @property
     def done(self) -> bool:
         """Whether the stream has reached it. Raises EngineError if the GPU has failed."""
-        status = cupy.cuda.runtime.eventQuery(self.cupy_event.ptr)
-        if status not in (0, _NOT_READY):
-            raise EngineError(f"the GPU has failed: {cupy.cuda.runtime.CUDARuntimeError(status)}")
-        return bool(status == 0)
+        return driver.is_done(self.cupy_event.ptr)
 
     def __del__(self) -> None:
         self._spare.append(self.cupy_event)
@@ -75,7 +68,6 @@ class Device:
         self.number = number
         self.identity = f"{driver.uuid(number)} on {platform.node()}"
         self._module = cache(lambda job: _functions(source(job), NAME, GUARD))
-        self._sums = cache(lambda format_: _functions(quantise.source(format_), quantise.NAME))
         self._recording, self._event_numbers = Lock(), count()
         self._spare_events: list[Any] = []  # Operations on lists are atomic.
         self._context = 0
@@ -131,18 +123,19 @@ class Device:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def scratch(self, nbytes: int, stream: GpuStream | None = None) -> GpuArray | None:
-        """Allocate uninitialised bytes on this GPU; None if there is not enough memory.
-
-        `stream`: The only one whose work uses it. It may be freed while enqueued work uses it.
-        """
+    def scratch(self, nbytes: int) -> GpuArray | None:
+        """Allocate uninitialised bytes on this GPU; None if there is not enough memory."""
         # On a stream of ours: memory in cupy's pool of the caller's stream may still be in use by enqueued work.
         try:
-            with stream or self._imports:
+            with self._imports:
                 memory = cupy.cuda.alloc(nbytes)
         except cupy.cuda.memory.OutOfMemoryError:
             return None
         return GpuArray(memory.ptr, (nbytes,), np.dtype(np.uint8), memory)
+
+    def trim(self) -> None:
+        """Give scratch memory that is free back to CUDA: no later Device uses this one's arena of cupy's pool."""
+        cupy.get_default_memory_pool().free_all_blocks(stream=self._imports)
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """Allocate uninitialised bytes of pinned host memory."""
@@ -152,6 +145,10 @@ class Device:
         """Enqueue a copy between addresses of GPU memory or pinned memory."""
         if nbytes:
             cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyDefault, stream.ptr)
+
+    def write_number(self, address: int, number: int, words: int, stream: GpuStream) -> None:
+        """Enqueue the write of an integer of so many words of 32 bits. The host does not wait."""
+        driver.write_number(address, number, words, stream.ptr)
 
     def compile(self, job: CopyJob) -> None:
         """Compile and load the kernel for `job`. Raises what `compiled` raises, or the error of the GPU's driver."""
@@ -173,16 +170,6 @@ class Device:
         """
         driver.launch(self._module(_PLAIN)[GUARD].ptr, len(table), COPY_BLOCK_THREADS, stream.ptr, (
             _by_value(table), c_uint64(itemsize), c_uint64(lost)))
-
-    def compile_sum(self, format_: str) -> None:
-        """Compile and load the kernel of `quantised_sum` for a format. Raises as `compile`."""
-        self._sums(format_)
-
-    def quantised_sum(self, job: QuantisedSum, stream: GpuStream) -> None:
-        """Enqueue what the job says."""
-        if job.blocks:
-            driver.launch(self._sums(job.format)[quantise.NAME].ptr, job.blocks, quantise.THREADS, stream.ptr,
-                          [c_uint64(argument) for argument in job[2:]])
 
     # -- tensors of other libraries -----------------------------------------------------------------------------------
 

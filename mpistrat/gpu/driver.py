@@ -12,6 +12,8 @@ from typing import Any
 
 from ..core.errors import EngineError
 
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+
 
 def context() -> int:
     """The address of this thread's current context; 0 if it has none."""
@@ -74,6 +76,25 @@ def uuid(number: int) -> str:
     return bytes(digits).hex()
 
 
+def is_done(event: int) -> bool:
+    """Whether the GPU has reached an event. Raises EngineError if it has failed.
+
+    The runtime's cudaEventQuery leaves "not ready" as the last error, which other libraries of the process then find:
+    https://github.com/pytorch/pytorch/issues/18584. The driver has no last error.
+    """
+    status = _library().cuEventQuery(ctypes.c_void_p(event))
+    if status not in (0, _NOT_READY):
+        raise EngineError(f"the GPU has failed with CUDA's status {status}")
+    return bool(status == 0)
+
+
+def write_number(address: int, number: int, words: int, stream: int) -> None:
+    """Enqueue the write of an integer of so many words of 32 bits to GPU memory. No memory of the host is used."""
+    for word in range(words):
+        _call("cuMemsetD32Async", ctypes.c_uint64(address + 4 * word), ctypes.c_uint(number >> 32 * word & 0xFFFFFFFF),
+              ctypes.c_size_t(1), ctypes.c_void_p(stream))
+
+
 def record_in_context(context: int, event: int) -> None:
     """Record an event after all work that is enqueued in a CUDA context. The driver has it from version 12.5 on."""
     _call("cuCtxRecordEvent", ctypes.c_void_p(context), ctypes.c_void_p(event))
@@ -89,13 +110,13 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def _library() -> ctypes.PyDLL:
     """The driver, initialised. Raises EngineError if there is none."""
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        status = ctypes.CDLL("libcuda.so.1").cuInit(0)  # May be repeated.
     except OSError as error:
         raise EngineError(f"CUDA's driver cannot be loaded: {error}") from error
-    status = library.cuInit(0)  # May be repeated.
     if status:
         raise EngineError(f"CUDA's cuInit has failed with status {status}")
-    return library
+    # The calls are short. Another thread would get Python's lock in each of them, and keep it for milliseconds.
+    return ctypes.PyDLL("libcuda.so.1")

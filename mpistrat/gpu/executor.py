@@ -7,33 +7,33 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
-from ..core.error_feedback import ErrorFeedback
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
-from ..core.handle import Entry, complete_all
+from ..core.handle import Entry
 from ..core.interfaces import DataPlane, DeviceExecutor, Observer
 from ..core.protocols import Array
-from ..core.quantised import FORMATS
-from ..core.request import CollectiveType, Request
+from ..core.quantised import INT8
+from ..core.request import CollectiveType, ReduceOp, Request
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS
-from .arrays import GpuDevice, GpuEvent, RecordedStream
+from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS, WATCHDOG_REVOKE_S
+from .arrays import BucketList, GpuDevice, GpuEvent, RecordedStream
 from .backend import GpuBackend, Reducer, await_on_host, last_of_streams
 from .completion import check_waiting
 from .connect import connect, exchange_over
 from .nccl.claims import release
 from .nccl.data import NcclData
-from .nccl.quantised import QuantisedReduces
+from .proof import Kind, Proof, Shadow
 from .single import SingleCollectives
 from .staged import StagedData
-from .watchdog import Watchdog
+from .watchdog import Watchdog, within
 from .work import Batch, Work, over, tensors_in
 
 logger = logging.getLogger(__name__)
@@ -46,12 +46,11 @@ class GpuExecutor(DeviceExecutor):
         host: The data plane for CPU tensors of these ranks.
         settings: The same on all ranks.
         observer: Gets the entries that are complete.
-        feedback: Keeps what 8-bit numbers between hosts round off; None: for one rank.
         clock: Seconds, from any origin.
     """
 
     def __init__(self, topology: Topology, host: DataPlane, settings: Settings, observer: Observer,
-                 feedback: ErrorFeedback | None = None, clock: Callable[[], float] = time.monotonic):
+                 clock: Callable[[], float] = time.monotonic):
         self._observer = observer
         self._topology, self._host, self._settings, self._clock = topology, host, settings, clock
         self._rank, self._size = topology.rank, topology.size
@@ -62,16 +61,20 @@ class GpuExecutor(DeviceExecutor):
         self._plans = BucketPlans(topology.size)
         self._fusion_bytes = 0
         self.batches: deque[Batch] = deque()
-        # The handles of these are done; their memory is kept while the GPU uses it.
+        # For these streams wait. Their memory is kept while the GPU uses it.
         self.kept: deque[Batch] = deque()
+        # Those of them whose list has buckets that are not enqueued, by the number in the list.
+        self._lists: dict[BucketList, dict[int, Batch]] = {}
         self._looked = -math.inf
         self._underway: list[Work] = []
-        self._reducers: dict[FusionBucket, Reducer] = {}
-        self._feedback = feedback
-        self._quantised: QuantisedReduces | None = None  # None: staging does it, or there is one host.
+        # Those of NCCL have a kind for as long as it is not trusted.
+        self._reducers: dict[FusionBucket, tuple[Reducer, Kind | None]] = {}
+        self._proof: Proof | None = None
+        self._shadows: list[Shadow] = []  # of what is being enqueued
         self._sizes: dict[Request, int] = {}
         self._completes_by_streams = False
         self._logged: set[str] = set()
+        self.findings: list[str] = []
         self._exchange = exchange_over(host, topology.size)
         self._single = SingleCollectives(topology, self._exchange, self._plans.reduction)
         self._watchdog: Watchdog | None = None
@@ -96,7 +99,6 @@ class GpuExecutor(DeviceExecutor):
         began = time.monotonic_ns()
         events: list[GpuEvent] = []
         late: dict[int, RecordedStream] = {}  # results were allocated in their order after the events
-        readers: dict[int, RecordedStream] | None = {} if self._completes_by_streams else None
         for entry in entries:
             # All results are allocated before the first collective. A rank that is short of memory then fails before
             # the others wait for it in a collective.
@@ -113,11 +115,6 @@ class GpuExecutor(DeviceExecutor):
                     late[made.stream.ptr] = made.stream
             events += tensors.ready
             works.append(Work(entry, tensors, made, run))
-            if tensors.readers is None:
-                readers = None
-            elif readers is not None:
-                for reader in tensors.readers:
-                    readers[reader.ptr] = reader
         events = last_of_streams([*events, *map(device.record, late.values())] if late else events)
         for backend in self._backends:
             backend.wait_for(events)
@@ -127,18 +124,63 @@ class GpuExecutor(DeviceExecutor):
             if work.run is not None:
                 work.run(work)
         ends = [event for backend in self._backends for event in backend.finish()]
-        self._underway, batch = [], Batch(works, ends, self._clock(), began)
-        if readers is None:
-            self.batches.append(batch)
-            return
-        for reader in readers.values():
-            for end in ends:
-                device.wait(reader, end)
+        if self._shadows and self._proof is not None:
+            shadows, self._shadows = self._shadows, []
+            self._proof.compare(shadows, ends)
+        self._underway, now = [], self._clock()
+        for of_list in self._by_list(works):
+            batch = Batch(of_list, ends, now, began)
+            if not self._completes_by_streams or any(work.tensors.readers is None for work in of_list):
+                self.batches.append(batch)
+                continue
+            self.kept.append(batch)
+            self._await_in_streams(device, self._due(batch))
+        self._release(but=1)
+
+    def _by_list(self, works: list[Work]) -> Iterable[list[Work]]:
+        """The entries without a list, and those of each list."""
+        if len(works) < 2:  # The usual case.
+            return [works] if works else []
+        found: dict[BucketList | None, list[Work]] = {}
+        for work in works:
+            found.setdefault(work.tensors.bucket and work.tensors.bucket[0], []).append(work)
+        return found.values()
+
+    def _due(self, batch: Batch) -> list[Batch]:
+        """The batches that streams wait for now that this one is enqueued."""
+        if batch.works[0].tensors.bucket is None:  # Then none of them is one.
+            return [batch]
+        due: list[Batch] = []
+        for list_, number in [work.tensors.bucket for work in batch.works if work.tensors.bucket is not None]:
+            enqueued = self._lists.setdefault(list_, {})
+            if number in enqueued:  # The execution of the graph before this one has ended in an error.
+                due += enqueued.values()
+                enqueued.clear()
+            enqueued[number] = batch
+            if len(enqueued) == list_.count:
+                due += self._lists.pop(list_).values()
+        return due
+
+    def _await_in_streams(self, device: GpuDevice, batches: Sequence[Batch]) -> None:
+        """Make the readers of these batches wait for them, and complete the handles."""
+        left, ends, works = batches, batches[0].ends if batches else [], batches[0].works if batches else []
+        if len(batches) > 1:
+            left = [batch for batch in dict.fromkeys(batches) if not batch.is_complete]
+            ends = last_of_streams([end for batch in left for end in batch.ends])
+            works = [work for batch in left for work in batch.works]
+        self._make_wait(device, works, ends)
         for work in works:
             work.tensors.ends = ends
-        self.kept.append(batch)
-        complete_all([(work.entry.handle, work.made.results) for work in works])
-        self._release(but=1)
+        for batch in left:
+            batch.complete()
+            batch.release()
+
+    def _make_wait(self, device: GpuDevice, works: Sequence[Work], ends: Sequence[GpuEvent]) -> None:
+        readers = works[0].tensors.readers or () if len(works) == 1 else \
+            {reader.ptr: reader for work in works for reader in work.tensors.readers or ()}.values()
+        for reader in readers:
+            for end in ends:
+                device.wait(reader, end)
 
     def poll(self) -> bool:
         looks_at_kept = bool(self.kept) and self._clock() - self._looked >= ENGINE_IDLE_POLL_S
@@ -148,8 +190,7 @@ class GpuExecutor(DeviceExecutor):
         with self._device.current():
             finished = False
             for batch in over(self.batches):
-                complete_all((work.entry.handle, work.made.results) for work in batch.works)
-                self._record_end(batch)
+                self._end(batch)
                 finished = True
             if looks_at_kept:
                 self._release()
@@ -161,10 +202,11 @@ class GpuExecutor(DeviceExecutor):
         """Free what the GPU does not use any more. Does not look at the last `but` batches."""
         self._looked = self._clock()
         for batch in over(self.kept, but):
-            self._record_end(batch)
+            self._end(batch)
 
-    def _record_end(self, batch: Batch) -> None:
-        """Note in the trace that a batch is over. For one whose handles were done before that is when it is seen."""
+    def _end(self, batch: Batch) -> None:
+        """A batch is over, which the trace learns. For one whose handles were done before that is when it is seen."""
+        batch.complete()
         ended = time.monotonic_ns()
         for work in batch.works:
             if len(work.tensors) > 1 and is_fused(work.entry.request):
@@ -197,6 +239,28 @@ class GpuExecutor(DeviceExecutor):
     def unfinished(self) -> list[Entry]:
         return [work.entry for batch in (*self.batches, *self.kept) for work in batch.works]
 
+    def halt(self) -> None:
+        enqueued = [work for batch in (*self.batches, *self.kept) if not batch.is_complete for work in batch.works]
+        works, device = [*self._underway, *enqueued], self._device
+        if device is None or not works:
+            return
+        try:
+            with device.current():
+                ends = [event for backend in self._backends for event in backend.last_events()]
+                self._make_wait(device, works, ends)
+                for work in works:  # Those in whose streams the caller would have waited later.
+                    if work.tensors.readers is not None and not work.tensors.readers:
+                        for stream, end in product(work.tensors.streams, ends):
+                            device.wait(stream, end)
+                if all(work.tensors.readers is not None for work in works):
+                    return
+            within(WATCHDOG_REVOKE_S, self.abandon)
+            with device.current():
+                for end in ends:
+                    await_on_host(end, WATCHDOG_REVOKE_S)
+        except Exception:  # The first failure is reported. After it, every call to the GPU may fail.
+            logger.debug("rank %d: the GPU may still write to memory", self._topology.job_rank, exc_info=True)
+
     def abandon(self) -> None:
         if self._device is None:
             return
@@ -219,8 +283,9 @@ class GpuExecutor(DeviceExecutor):
             self._exchange(None)  # A barrier: no rank destroys its communicators while another one uses them.
             for backend in self._backends:
                 backend.close()
-        release(self._device, self)
-        self._backends = ()
+            release(self._device, self)
+            self._backends = ()
+            self._device.trim()
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
@@ -229,15 +294,34 @@ class GpuExecutor(DeviceExecutor):
         nccl, self._fusion_bytes = connect(device, self._rank, self._size, self._exchange, self._host, self._settings,
                                            self)
         self._staged = StagedData(device, self._rank, self._host, self._limit_s)
-        self._backends = self._single.backends = (self._staged,) if nccl is None else (nccl, self._staged)
+        self._backends = (self._staged,) if nccl is None else (nccl, self._staged)
+        self.findings = [f"GPU tensors are reduced by {self._host.name}, through host memory"
+                         if nccl is None else "GPU tensors are reduced by NCCL"]
         if nccl is not None:
-            if self._feedback is not None and len(self._topology.hosts) > 1:
-                self._quantised = QuantisedReduces(device, nccl, self._topology, self._exchange, self._feedback,
-                                                   self._limit_s)
-            self._completes_by_streams = self._streams_wait(device, nccl)
             self._watchdog = Watchdog(
                 self._limit_s, nccl.revoke, self.abandon, f"NCCL has kept rank {self._topology.job_rank} waiting for "
                 f"{self._limit_s:g} s; another rank may have died, or never begun")
+            if self._settings.uses("shadow"):
+                self._prove(device, nccl)
+        if nccl in self._backends and nccl is not None:
+            self._completes_by_streams = self._streams_wait(device, nccl)
+        self._single.backends = self._backends
+
+    def _prove(self, device: GpuDevice, nccl: NcclData) -> None:
+        """Reduce known numbers by NCCL, and do without it if they come out wrong on any rank."""
+        self._proof = Proof(device, self._staged, self._host, self._exchange, self._rank, self._size)
+        with self._watchdog or nullcontext():
+            wrong = self._proof.refusals(nccl)
+        self.findings.append(f"known numbers through NCCL: {wrong or 'proved'}")
+        if not wrong:
+            return
+        if self._settings.gpu_operations == "nccl":
+            raise EngineError(f"MPISTRAT_GPU_OPERATIONS=nccl: NCCL gives wrong numbers: {wrong}")
+        if self._rank == 0:
+            logger.warning("rank 0: GPU tensors are staged through host memory and reduced by %s, since NCCL gives "
+                           "wrong numbers: %s", self._host.name, wrong)
+        self.abandon()
+        self._backends, self._watchdog, self._fusion_bytes = (self._staged,), None, self._settings.fusion_bytes
 
     def _streams_wait(self, device: GpuDevice, nccl: NcclData) -> bool:
         """Whether handles are done when their work is enqueued. Local: the ranks need not do the same."""
@@ -248,9 +332,12 @@ class GpuExecutor(DeviceExecutor):
         try:
             check_waiting(device, nccl.buffer)
         except Exception as error:
-            logger.warning("rank %d: the host waits for the results of collectives on the GPU, since no stream can: "
-                           "%s", self._topology.job_rank, " ".join(str(error).split())[:300])
+            text = " ".join(str(error).split())[:300]
+            logger.warning("rank %d: the host waits for the results of collectives on the GPU, since no stream can: %s",
+                           self._topology.job_rank, text)
+            self.findings.append(f"streams that wait: {text}")
             return False
+        self.findings.append("streams that wait: proved")
         nccl.guard_results()
         return True
 
@@ -261,31 +348,41 @@ class GpuExecutor(DeviceExecutor):
                 replace(array, address=works[place].made.addresses[i])
                 for array, (place, i) in zip(arrays, bucket.members, strict=True)], bucket.request.root_rank)
             return
-        reduce = self._reducers.get(bucket)
-        if reduce is None:
+        known = self._reducers.get(bucket)
+        if known is None:
             if len(self._reducers) >= KEPT_FUSION_PLANS:
                 self._reducers.clear()
-            reduce = self._reducers[bucket] = self._reducer(bucket, works)
+            known = self._reducers[bucket] = self._reducer(bucket, works)
+        reduce, kind = known
         if bucket.whole is not None:
-            reduce(works[bucket.whole].tensors.addresses, works[bucket.whole].made.addresses)
+            sources, targets = works[bucket.whole].tensors.addresses, works[bucket.whole].made.addresses
         else:
-            reduce([works[place].tensors.addresses[i] for place, i in bucket.members],
-                   [works[place].made.addresses[i] for place, i in bucket.members])
+            sources = [works[place].tensors.addresses[i] for place, i in bucket.members]
+            targets = [works[place].made.addresses[i] for place, i in bucket.members]
+        if kind is not None and self._proof is not None:
+            shadow = self._proof.shadow(
+                kind, [works[place].entry.request.name for place, _ in bucket.members],
+                [works[place].tensors[i] for place, i in bucket.members], sources, targets, bucket.reduction)
+            if shadow is None:
+                self._reducers[bucket] = reduce, None
+            else:
+                self._shadows.append(shadow)
+        reduce(sources, targets)
 
-    def _reducer(self, bucket: FusionBucket, works: Sequence[Work]) -> Reducer:
+    def _reducer(self, bucket: FusionBucket, works: Sequence[Work]) -> tuple[Reducer, Kind | None]:
         arrays = [works[place].tensors[i] for place, i in bucket.members]
         backend, reduction, wire_dtype = self._backends[0], bucket.reduction, bucket.request.wire_dtype
-        wire_dtype = "" if wire_dtype in FORMATS else wire_dtype
-        if reduction.quantised is not None and self._quantised is not None:
-            reason = self._quantised.why_not(reduction.quantised.format)
-            if not reason:
-                return self._quantised.reducer(arrays, reduction)
+        wire_dtype = "" if wire_dtype == INT8 else wire_dtype
+        if reduction.quantised is not None and len(self._topology.hosts) > 1:
+            reason = "NCCL cannot sum 8-bit numbers with scales, which go between the hosts"
         else:
             reason = backend.why_not(arrays, reduction.op, wire_dtype)
         if reason:
             backend = self._backends[-1]
             self._log_once(f"some GPU tensors are staged through host memory: {reason}")
-        return backend.reducer(arrays, reduction, wire_dtype)
+        kind = None if backend is self._staged or reduction.op is ReduceOp.PRODUCT else (
+            arrays[0].dtype.name, reduction.op, wire_dtype)
+        return backend.reducer(arrays, reduction, wire_dtype), kind
 
     def _check(self) -> None:
         for backend in self._backends:

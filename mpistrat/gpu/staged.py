@@ -43,7 +43,7 @@ class StagedData(GpuBackend):
         kinds = [(array.nbytes, array.dtype) for array in arrays]
 
         def reduce(sources: Sequence[int], targets: Sequence[int]) -> None:
-            fetched = [self._fetch(source, nbytes).view(dtype)
+            fetched = [self.fetched(source, nbytes).view(dtype)
                        for source, (nbytes, dtype) in zip(sources, kinds, strict=True)]
             self._host.allreduce(fetched, fetched, reduction)
             for result, target in zip(fetched, targets, strict=True):
@@ -53,17 +53,17 @@ class StagedData(GpuBackend):
 
     def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
         for source, target in zip(sources, targets, strict=True):
-            own = self._fetch(source.address, source.nbytes)
+            own = self.fetched(source.address, source.nbytes)
             self._host.broadcast(own, root_rank)
             self._copy_back(own, target.address)
 
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
-        own, gathered = self._fetch(source.address, source.nbytes), self._device.pinned(target.nbytes)
+        own, gathered = self.fetched(source.address, source.nbytes), self._device.pinned(target.nbytes)
         self._host.allgather(own, gathered, [count * source.dtype.itemsize for count in counts])
         self._copy_back(gathered, target.address)
 
     def reducescatter(self, source: GpuArray, target: GpuArray, counts: Sequence[int], reduction: Reduction) -> None:
-        reduced = self._fetch(source.address, source.nbytes).view(source.dtype)
+        reduced = self.fetched(source.address, source.nbytes).view(source.dtype)
         self._host.allreduce([reduced], [reduced], reduction)
         first = sum(counts[:self._rank])
         self._copy_back(reduced[first:first + counts[self._rank]].view(np.uint8), target.address)
@@ -71,13 +71,17 @@ class StagedData(GpuBackend):
     def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int],
                  largest: int) -> None:
         itemsize, received_bytes = source.dtype.itemsize, self._device.pinned(target.nbytes)
-        own = self._fetch(source.address, source.nbytes)[:sum(sent) * itemsize]  # There may be more rows than are sent.
+        # There may be more rows than are sent.
+        own = self.fetched(source.address, source.nbytes)[:sum(sent) * itemsize]
         self._host.alltoall(own, received_bytes, [count * itemsize for count in sent],
                             [count * itemsize for count in received], largest * itemsize)
         self._copy_back(received_bytes, target.address)
 
     def finish(self) -> list[GpuEvent]:
         return []  # The host has waited for all of it.
+
+    def last_events(self) -> list[GpuEvent]:
+        return [self._device.record(self._stream)]  # The host may have given up.
 
     def uploaded(self, arrays: Sequence[np.ndarray]) -> GpuTensors:
         """Copies of arrays on the GPU, whose results nobody reads: for a rank in join(). Local. Waits for the GPU.
@@ -106,7 +110,7 @@ class StagedData(GpuBackend):
                               "other ranks while it waits in join().")
         return memory
 
-    def _fetch(self, source: int, nbytes: int) -> np.ndarray:
+    def fetched(self, source: int, nbytes: int) -> np.ndarray:
         """Copy the bytes at the address `source` to the host. Waits for the GPU."""
         while self._events:
             self._device.wait(self._stream, self._events.pop())

@@ -8,11 +8,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from ..core.errors import EngineError
 from ..core.tuning import WATCHDOG_LONGEST_SLEEP_S, WATCHDOG_LOOKS, WATCHDOG_REVOKE_S
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
+
+
+def within(limit_s: float, call: Callable[[], T]) -> T | None:
+    """Return `call()`, which does not raise; None: it has not returned in time, and goes on in a thread of its own."""
+    returned: list[T] = []
+    thread = threading.Thread(target=lambda: returned.append(call()), name="mpistrat-gpu-ends", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return returned[0] if returned else None
 
 
 class Watchdog:
@@ -58,7 +70,7 @@ class Watchdog:
                 self._has_fired = since is not None and time.monotonic() - since > self._limit_s
             if self._has_fired:
                 logger.debug("%s", self._text)
-                if not (self._revoke() and self._ended.wait(WATCHDOG_REVOKE_S)):
+                if not (within(WATCHDOG_REVOKE_S, self._revoke) and self._ended.wait(WATCHDOG_REVOKE_S)):
                     self._abort()
                 return
 

@@ -5,8 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.handle import Entry
+from ..core.handle import Entry, Handle, complete_all
 from .arrays import Allocated, GpuArray, GpuEvent, GpuTensors
+
+_COMPLETE = Handle("complete")  # Without results.
+_COMPLETE.complete([])
+_NOTHING = Allocated((), [], None)
 
 
 @dataclass(slots=True)
@@ -23,7 +27,7 @@ class Work:
         return list(map(GpuArray, self.made.addresses, shapes, self.tensors.dtypes, self.made.results))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Batch:
     """Entries that were enqueued together at the time `since`, and are over after `ends`."""
 
@@ -31,6 +35,23 @@ class Batch:
     ends: list[GpuEvent]
     since: float
     began: int  # As `since`, as time.monotonic_ns().
+    is_complete: bool = False  # Whether the handles are.
+
+    def complete(self) -> None:
+        """Complete the handles that are not."""
+        if not self.is_complete:
+            self.is_complete = True
+            complete_all([(work.entry.handle, work.made.results) for work in self.works])
+
+    def release(self) -> None:
+        """Drop memory that the GPU may still use, if it belongs to the order of streams that wait for the end."""
+        for work in self.works:
+            tensors = work.tensors
+            if tensors.streams and tensors.streams == tensors.readers:
+                entry, work.made = work.entry, _NOTHING
+                tensors.owner = tensors.made = tensors.allocate = None  # type: ignore[assignment]
+                work.entry = Entry(entry.request, tensors, _COMPLETE, False, None, entry.submitted, entry.agreed,
+                                   entry.number)
 
 
 def tensors_in(entry: Entry) -> GpuTensors:

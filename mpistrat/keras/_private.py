@@ -67,14 +67,14 @@ def all_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
 
 
 def weights_of(model: keras.Model) -> list[keras.Variable]:
-    """The weights of a model. To Keras 2 the sums of metrics in attributes of a model are weights too, but not here."""
+    """The weights of a model that exist. To Keras 2 the sums of metrics in attributes are weights too, but not here."""
     if not is_keras2(model):
         return list(model.weights)
-    if not model.built and "build" in vars(type(model)):
-        return []  # Keras 2 raises an error, as for a Sequential without an input shape before its first batch.
-    metrics = [*model.metrics, *(metric for layer in (model, *all_layers(model)) for metric in layer._metrics)]
-    sums = IdentitySet(variable for metric in metrics for variable in metric.variables)
-    return [variable for variable in model.weights if variable not in sums]
+    # `weights` of Keras 2 is an error if a model in this one gets its weights from its first batch (tf_keras'
+    # Model._assert_weights_created). A tf.Module that is no layer has `variables` only.
+    return list(IdentitySet(variable for module in model._flatten_modules() for variable in (
+        (*module._trainable_weights, *module._non_trainable_weights) if "_trainable_weights" in vars(module)
+        else module.variables)))
 
 
 def non_trainable_variables(model: keras.Model) -> list[keras.Variable]:

@@ -25,8 +25,7 @@ from .fit.rates import number
 from .fit.row_counts import UNKNOWN, RowCount
 from .fit.throughput import Throughput
 from .fit.training import is_under_strategy, name_in_fit, optimizers_of
-from .local_sgd.averaging import LocalSGD
-from .local_sgd.diloco import DiLoCo
+from .local_sgd import DiLoCo, LocalSGD
 from .nested_optimizers import parts_of, states_in
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", "Elastic",
@@ -132,8 +131,9 @@ class MetricAverageCallback(Callback):
     """Replaces the metrics of an epoch by their average over the ranks. Collective.
 
     Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint), so that these get the
-    same numbers on all ranks. Metrics that only some ranks have, because only these have validation data, stay as they
-    are, and rank 0 logs a warning.
+    same numbers on all ranks. Arrays, such as a number for each class, are averaged element by element. Metrics that
+    only some ranks have, because only these have validation data, stay as they are, and rank 0 logs a warning; so it
+    does if the ranks validate on different numbers of batches.
 
     By default the mean is not weighted, so the ranks should have equal numbers of rows. With `weighted=True` the value
     of each rank counts by the number of rows in the batches that this rank has trained on in the epoch; the values of
@@ -167,18 +167,18 @@ class MetricAverageCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._has_trained = self._has_tested = False
-        self._rows_tested = 0
+        self._rows_tested = self._batches_tested = 0
         self._trained_before = 0 if self._trained is None else self._trained.rows
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._has_trained = True
 
     def on_test_begin(self, logs: Logs = None) -> None:
-        self._has_tested = False
+        self._has_tested, self._batches_tested = False, 0
         self._tested_before = 0 if self._tested is None else self._tested.rows
 
     def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
-        self._has_tested = True
+        self._has_tested, self._batches_tested = True, batch + 1
 
     def on_test_end(self, logs: Logs = None) -> None:
         # Now, since a callback may evaluate other rows later in this epoch.
@@ -193,7 +193,7 @@ class MetricAverageCallback(Callback):
             rows = (UNKNOWN if self._has_trained and not trained else trained,
                     UNKNOWN if self._has_tested and not self._rows_tested else self._rows_tested)
         name = name_in_fit(self.model, "metric_average", self._process_set)
-        uncounted(lambda: self._means.replace(name, {} if logs is None else logs, rows))
+        uncounted(lambda: self._means.replace(name, {} if logs is None else logs, rows, self._batches_tested))
 
 
 class LearningRateScheduleCallback(Callback):
@@ -291,14 +291,15 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def __init__(self, initial_lr: float, warmup_epochs: int = 5, momentum_correction: bool = True,
                  steps_per_epoch: int | None = None, verbose: int = 0):
-        def multiplier(epoch: float) -> float:
-            epoch += 1.0 / float(self.steps_per_epoch or 1)  # The last batch of the warm-up reaches the full rate.
-            size = runtime.current().topology.size
-            return 1.0 / size * (epoch * (size - 1) / warmup_epochs + 1)
-
-        super().__init__(initial_lr, multiplier, start_epoch=0, end_epoch=warmup_epochs, staircase=False,
+        # A method, which belongs to the copy in a copy of the callback.
+        super().__init__(initial_lr, self._rising, start_epoch=0, end_epoch=warmup_epochs, staircase=False,
                          momentum_correction=momentum_correction, steps_per_epoch=steps_per_epoch)
-        self._verbose = verbose
+        self._warmup_epochs, self._verbose = warmup_epochs, verbose
+
+    def _rising(self, epoch: float) -> float:
+        epoch += 1.0 / float(self.steps_per_epoch or 1)  # The last batch of the warm-up reaches the full rate.
+        size = runtime.current().topology.size
+        return 1.0 / size * (epoch * (size - 1) / self._warmup_epochs + 1)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_end(epoch, logs)

@@ -16,7 +16,7 @@ from ..core.request import Average, ReduceOp
 from ..tensorflow import ops, scatter_ops
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.kerases import accumulated_passes, is_keras2_in_use
-from ..tensorflow.types import Tensor
+from ..tensorflow.types import Reducible, Tensor
 from .clone import replace_optimizer
 from .nested_optimizers import distributed_in
 from .optimizer import DistributedOptimizer
@@ -24,7 +24,7 @@ from .optimizer import DistributedOptimizer
 logger = logging.getLogger(__name__)
 
 
-def allreduce(value: ops.Reducible, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
+def allreduce(value: Reducible, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
               postscale_factor: float = 1.0, op: ReduceOp | None = None,
               compression: type[Compressor] = Compression.none) -> Tensor:
     """As mpistrat.tensorflow.allreduce."""
@@ -32,17 +32,17 @@ def allreduce(value: ops.Reducible, name: str | None = None, average: bool | Non
                          postscale_factor=postscale_factor, compression=compression)
 
 
-def allgather(value: ops.Reducible, name: str | None = None) -> tf.Tensor:
+def allgather(value: Reducible, name: str | None = None) -> tf.Tensor:
     """As mpistrat.tensorflow.allgather."""
     return ops.allgather(value, name=name)
 
 
-def broadcast(value: ops.Reducible, root_rank: int, name: str | None = None) -> tf.Tensor:
+def broadcast(value: Reducible, root_rank: int, name: str | None = None) -> tf.Tensor:
     """As mpistrat.tensorflow.broadcast."""
     return ops.broadcast(value, root_rank, name=name)
 
 
-def reducescatter(value: ops.Reducible, name: str | None = None, op: ReduceOp = Average) -> tf.Tensor:
+def reducescatter(value: Reducible, name: str | None = None, op: ReduceOp = Average) -> tf.Tensor:
     """As mpistrat.tensorflow.reducescatter."""
     return scatter_ops.reducescatter(value, op=op, name=name)
 

@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from ..tensorflow.list_ops import with_unique_rows
+from ..tensorflow.list_ops import as_tensor, with_unique_rows
 from ..tensorflow.xla.context import is_compiled
 from .patches import Function, replaces
 
@@ -46,7 +46,7 @@ def assign_sub(original: Function, self: Optimizer, variable: keras.Variable | t
 
 def _scatter(operation: Callable, variable: keras.Variable | tf.Variable, slices: tf.IndexedSlices) -> None:
     resource = variable.value if isinstance(variable, keras.Variable) else variable
-    rows = tf.IndexedSlices(tf.cast(slices.values, resource.dtype), slices.indices)
+    rows = as_tensor(tf.IndexedSlices(tf.cast(slices.values, resource.dtype), slices.indices))
     if _adds_atomically(resource):
         rows = with_unique_rows(rows)
     operation(ref=resource.handle, indices=rows.indices[:, tf.newaxis], updates=rows.values)

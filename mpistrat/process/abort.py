@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from ..core import forked
 from ..core.errors import CollectiveError, SettingsError, StallError
-from . import exit_code, launcher_watch, report
+from . import exit_code, hand_on, launcher_watch, report
 from .error_text import OWN_ERRORS, ErrorText, describe
 from .launch_env import launched_rank
 
@@ -98,8 +98,12 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
             text = describe(error, trace)
             wait_s = _wait_s(error, text.message, rank, is_reported)
         finally:
-            code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
-            if skip_finalize is None:
+            is_interrupt = issubclass(kind, KeyboardInterrupt)
+            code = _INTERRUPTED if is_interrupt else 1
+            if is_interrupt and hand_on.is_interrupted:
+                # The other ranks have it too, and may still save. So this one leaves in order, as at the end.
+                report.announce(rank, host, code, text, os.environ, ends_job=False)
+            elif skip_finalize is None:
                 end_job(mpi, rank, host, text, code, wait_s)
             else:
                 end_alone(rank, host, text, code)

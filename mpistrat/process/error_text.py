@@ -9,6 +9,7 @@ summary of `mpistrat run`.
 import linecache
 import os
 import re
+import sys
 import sysconfig
 import textwrap
 import traceback
@@ -29,13 +30,16 @@ _STACK = "Traceback (most recent call last):"
 _HEADINGS = re.compile(r"(?:Graph execution error:|in user code:|<stack traces unavailable>|"
                        r"Detected at node .* defined at \(most recent call last\):)$")
 _BEGINS_WITH_CLASS = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning): ")
-# What to do about errors of TensorFlow that several ranks bring about, by a part of their text.
-_ADVICE = {"cache lockfile already exists":
-           'Ranks cannot share a cache file. Give each its own: dataset.cache(f"{path}-{mpistrat.rank()}"). Or a job '
-           "that was killed has left the lockfile: delete it.",
-           "allow_missing_files was set to false":
-           "Ranks cannot write a checkpoint or a SavedModel to one path at the same time: save it under "
-           "`if mpistrat.rank() == 0:`."}
+NO_HOROVOD = "No module named 'horovod"
+# What to do about errors that several ranks bring about, or other names, by a part of their text.
+ADVICE = {"cache lockfile already exists":
+          'Ranks cannot share a cache file. Give each its own: dataset.cache(f"{path}-{mpistrat.rank()}"). Or a job '
+          "that was killed has left the lockfile: delete it.",
+          "allow_missing_files was set to false":
+          "Ranks cannot write a checkpoint or a SavedModel to one path at the same time: save it under "
+          "`if mpistrat.rank() == 0:`.",
+          NO_HOROVOD: "Write `import mpistrat.keras as hvd` in place of `import horovod.keras as hvd`, "
+          "and likewise for horovod.tensorflow. A program that you cannot edit: mpistrat run --as-horovod -np 2 ..."}
 _OUTSIDE = tuple(os.path.join(path, "") for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"),
                                                      os.path.dirname(os.path.dirname(os.path.abspath(__file__)))})
 
@@ -66,13 +70,16 @@ class ErrorText:
 
 def describe(error: BaseException, trace: TracebackType | None) -> ErrorText:
     """Return what to print of an exception."""
-    every = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(trace)]
+    every = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(trace)
+             if (each.filename, each.name) != ("<string>", "__init__")]  # It is a dataclass'.
     frames = [frame for frame in every if is_users(frame.file)]
     inner, message = split_message(error)
     frames += [frame for frame in inner if is_users(frame.file) and frame not in frames]
     # A program of a library, such as python -m pytest, has no frame of the user.
     shown = (frames or every)[-MOST_FRAMES:]
-    advice = [line for part, line in _ADVICE.items() if part in message]
+    advice = [line for part, line in ADVICE.items() if part in message]
+    if isinstance(error, ModuleNotFoundError):
+        advice.append(f"(The Python of this rank is {sys.executable}.)")
     return ErrorText("\n".join(map(str, shown)), "\n".join([message, *advice, *_causes(error)]))
 
 

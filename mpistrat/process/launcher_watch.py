@@ -84,6 +84,20 @@ def launcher_here(environ: Mapping[str, str]) -> Process | None:
     return launcher
 
 
+def start_of_rank(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number of the process that the launcher of this rank has started, and that of the launcher.
+
+    The former is this process, or a shell or wrapper around it; the latter is 0 if /proc does not show it. `environ`:
+    As for `launcher_here`.
+    """
+    first = os.getpid()
+    for process in procfs.ancestors(first):
+        if identity(procfs.environment_of(process.pid) or {}) != identity(environ):
+            return first, process.pid
+        first = process.pid
+    return first, 0
+
+
 def launcher_among(own: tuple[str, ...],
                    ancestors: Iterable[tuple[Process, Mapping[str, str] | None]]) -> Process | None:
     """Return the nearest of the ancestors that does not have the rank's identity.

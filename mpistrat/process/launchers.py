@@ -57,14 +57,16 @@ class Launcher:
     # Its options that are used with training jobs, without dashes, and the number of values of each.
     options: Mapping[str, int] = field(default_factory=dict)
     tag: str = ""  # Its option by which each line that it prints begins with the rank.
+    # Options with which it reads no stdin, and all ranks have an empty one; without it that of MPICH's has no end.
+    no_stdin: tuple[str, ...] = ()
     interface: str = ""  # The variable with the network interface.
     ssh_arguments: tuple[str, ...] = ()  # The variables with arguments for ssh.
     # The variables with which it starts processes on other hosts by something else than ssh.
     ssh_agents: tuple[str, ...] = ()
 
     # What it hands on, and what it prints.
-    # The signal by which `mpistrat run` has it hand SIGTERM on to the ranks; None: it cannot.
-    handed_on: signal.Signals | None = None
+    # For SIGTERM and SIGINT the signals by which `mpistrat run` has it hand them on to the ranks; {}: it cannot.
+    handed_on: Mapping[int, tuple[signal.Signals, ...]] = field(default_factory=dict)
     hands_on_since: tuple[int, ...] = ()  # The least version with that.
     # Patterns of its texts on how a process has ended, with the groups rank, host, code and signal.
     endings: tuple[bytes, ...] = ()
@@ -102,10 +104,12 @@ OPEN_MPI = Launcher(
         **dict.fromkeys(("tag-output", "timestamp-output", "merge-stderr-to-stdout", "report-bindings", "display-map",
                          "display-allocation", "display-topo", "nolocal", "nooversubscribe", "use-hwthread-cpus",
                          "allow-run-as-root", "enable-recovery", "disable-recovery", "verbose", "v", "q", "quiet"), 0)},
-    tag="--tag-output", interface="OMPI_MCA_btl_tcp_if_include",
+    # With a stdin of its own it never tells rank 0 that the end has come (tried with 5.0).
+    tag="--tag-output", no_stdin=("--stdin", "none"), interface="OMPI_MCA_btl_tcp_if_include",
     ssh_arguments=("PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args"),  # of Open MPI 5, and of 4
     ssh_agents=("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "OMPI_MCA_orte_launch_agent"),
-    handed_on=signal.SIGURG, hands_on_since=(5,),  # see process/hand_on.py
+    handed_on={signal.SIGTERM: (signal.SIGURG,), signal.SIGINT: (signal.SIGCONT, signal.SIGURG)},
+    hands_on_since=(5,),  # see process/hand_on.py
     endings=(rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)",
              rb"Process name: \[.*?,(?P<rank>\d+)\] Exit code: (?P<code>\d+)",
              rb"MPI_ABORT was invoked on rank (?P<rank>\d+) .*?(?:errorcode|Errorcode:) (?P<code>-?\d+)",
@@ -146,7 +150,7 @@ MPICH = Launcher(
                          "disable-auto-cleanup"), 0)},
     tag="-l", interface="HYDRA_IFACE",
     ssh_agents=("HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP"),
-    handed_on=signal.SIGTERM,
+    handed_on={number: (number,) for number in (signal.SIGTERM, signal.SIGINT)},
     endings=(rb"^Abort\((?P<code>-?\d+)\) on node \d+ \(rank (?P<rank>\d+) in comm \d+\): "
              rb"application called MPI_Abort",),
     line_starts=(b"Abort(",), is_code_ambiguous=True)

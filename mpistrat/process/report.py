@@ -2,8 +2,13 @@
 
 Under `mpistrat run` a rank prints a report in place of the traceback: marked lines, each with the rank, so that the
 lines of several ranks may mix; and its last operations, in code. `mpistrat run` collects them, and prints one summary
-after the job has ended. If stderr goes elsewhere, the lines can be read as they are. Without `mpistrat run` a rank
-prints one sentence beside the traceback. process/abort.py calls `announce`, on the thread of the exception.
+after the job has ended. Without `mpistrat run` a rank prints one sentence beside the traceback. process/abort.py calls
+`announce`, on the thread of the exception.
+
+The lines go by mpirun's stderr, which comes from all hosts. A wrapper may have joined the stderr of Python with its
+stdout (`python train.py 2>&1 | tee log`). So a rank opens, in /proc, the stderr of the process that mpirun has started.
+A shell could instead keep it open under another number for the programs after it, but mpirun waits until all processes
+have closed it, also one that a wrapper leaves behind. What PMIx offers (PMIx_Log) exists only after MPI_Init.
 """
 
 import contextlib
@@ -18,6 +23,7 @@ import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 
+from . import launcher_watch
 from .error_text import ErrorText
 from .launch_env import RUN_REPORTS
 
@@ -49,7 +55,7 @@ _LAST_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) (begins|has) (\S+)\s*$")
 _LINE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) ([|>]) ?(.*?)[\r\n]*$")
 
 _mode: str | None = None
-_descriptor: int | None = None  # where mpirun reads, if stderr goes to a file
+_descriptor: int | None = None  # where mpirun reads, if it is not the stderr of this process
 
 
 @dataclass(frozen=True)
@@ -132,23 +138,49 @@ def mode(environ: MutableMapping[str, str]) -> str:
     """
     global _mode, _descriptor
     if _mode is None:
-        _mode, _, descriptor = environ.pop(RUN_REPORTS, "").partition(" ")
-        if descriptor:
-            _descriptor = int(descriptor)
-            os.set_inheritable(_descriptor, False)
+        _mode, _, number = environ.pop(RUN_REPORTS, "").partition(" ")
+        if _mode and not _finds_launcher(number, environ):
+            _mode = ""
     return _mode
+
+
+def _finds_launcher(number: str, environ: MutableMapping[str, str]) -> bool:
+    """Set _descriptor. Returns whether mpirun reads there; not if a wrapper prints elsewhere (`exec >log 2>&1`).
+
+    `number`: Under which number the process that mpirun has started has it; "": as its stderr.
+    """
+    global _descriptor
+    first, launcher = launcher_watch.start_of_rank(environ)
+    if first == os.getpid():
+        if number:
+            _descriptor = int(number)
+            os.set_inheritable(_descriptor, False)
+        return True
+    path, readers = f"/proc/{first}/fd/{number or 2}", f"/proc/{launcher}/fd"
+    try:
+        pipe = os.readlink(path)
+        if not pipe.startswith("pipe:") or pipe not in {os.readlink(f"{readers}/{name}")
+                                                        for name in os.listdir(readers)}:
+            return False
+        _descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        pass  # /proc does not show it. Most wrappers leave stderr as it is.
+    return True
 
 
 def replaces_traceback(environ: MutableMapping[str, str]) -> bool:
     """Return whether the report is all that this rank prints of an exception.
 
-    It is not if the script has replaced sys.stderr, or if stderr is a file, which may be the log of this rank.
+    It is not if the script has replaced sys.stderr, or if stderr is a file or a pipe of a wrapper, which may lead to a
+    log of this rank.
     """
     stream = sys.__stderr__
     if mode(environ) != SUMMARY or stream is None or sys.stderr is not stream:
         return False
     try:
-        return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+        found = os.fstat(stream.fileno())
+        return not stat.S_ISREG(found.st_mode) and (_descriptor is None
+                                                    or os.path.samestat(found, os.fstat(_descriptor)))
     except (OSError, ValueError):
         return False
 

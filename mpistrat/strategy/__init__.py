@@ -23,6 +23,8 @@ _logger = logging.getLogger(__name__)
 def _adapt_keras(is_needed: bool) -> Callable[[], None]:
     """The function that adapts Keras to MPIStrategy; without Keras 3 it does nothing, unless it is needed.
 
+    Keras 2 is adapted too, if the process has it by now.
+
     Raises:
         MissingDependencyError: It cannot adapt this version of Keras. Without it each rank would train a model of its
             own, and no error would say so.
@@ -32,6 +34,8 @@ def _adapt_keras(is_needed: bool) -> Callable[[], None]:
                                      'Keras 2 (TF_USE_LEGACY_KERAS). Take variables="mirrored", or Keras 3.')
     try:
         apply: Callable[[], None] = import_module("mpistrat.strategy.keras").apply
+        if is_keras2_in_use() or "tf_keras" in sys.modules:
+            import_module("mpistrat.strategy.keras.keras2")
     except MissingDependencyError as error:
         keras = sys.modules.get("keras")
         if is_needed or (keras is not None and not keras.__version__.startswith("2.")

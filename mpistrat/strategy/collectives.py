@@ -15,16 +15,16 @@ from ..core.request import Average, ReduceOp, ScaledOp, Sum
 from ..tensorflow import files, list_ops
 from ..tensorflow.bridge.program_order import complete_in_order
 from ..tensorflow.bridge.reduce_spec import ReduceSpec
-from ..tensorflow.list_ops import broadcast_list, gather_list, reduce_tensors
+from ..tensorflow.list_ops import as_tensor, broadcast_list, gather_list, reduce_tensors
 from ..tensorflow.names import made
-from ..tensorflow.types import Tensor, TensorLike
+from ..tensorflow.types import Reducible, Tensor, TensorLike
 from ..tensorflow.xla.context import device_here
 
 T = TypeVar("T")
 _OPS = {tf.distribute.ReduceOp.SUM: Sum, tf.distribute.ReduceOp.MEAN: Average}
 
 
-def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribute.ReduceOp | ReduceOp,
+def all_reduce(values: Sequence[Reducible], op: tf.distribute.ReduceOp | ReduceOp,
                operation: str = "all_reduce", labels: Sequence[str] = (),
                bucket_bytes: int = 0) -> list[Tensor]:
     """Reduce tensors and tf.IndexedSlices over the ranks, in one call. Collective, differentiable.
@@ -36,7 +36,7 @@ def all_reduce(values: Sequence[TensorLike | tf.IndexedSlices], op: tf.distribut
         labels: Users' names of the values, for error messages.
         bucket_bytes: The size of the buckets.
     """
-    tensors = [v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v) for v in values]
+    tensors = list(map(as_tensor, values))
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
     scaled = ScaledOp(_OPS.get(op, op))

@@ -266,6 +266,15 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     def _in_multi_worker_mode(self) -> bool:
         return self._topology.size > 1
 
+    # Keras 2 and KerasTuner read these of a strategy of several workers, by TensorFlow's private names.
+    @property
+    def _task_type(self) -> str:
+        return str(self._cluster_resolver.task_type)
+
+    @property
+    def _task_id(self) -> int:
+        return self._topology.rank
+
     def _use_merge_call(self) -> bool:
         return False
 

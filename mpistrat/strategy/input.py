@@ -1,5 +1,11 @@
 """Datasets of a strategy: each rank reads its part of every global batch. TensorFlow shards and rebatches.
 
+What the policy AUTO means is decided here. TensorFlow's AUTO shards by files as far as it can, and if it finds a source
+without files after that, it shards the graph that it has changed by rows: a zip of files and memory then pairs rows of
+a rank's files with other labels (TensorFlow 2.21, grappler/optimizers/data/auto_shard.cc). And where it can, `take`,
+`skip` or `zip` count the rows of a rank's files, and not those of the dataset. So AUTO is FILE here where each rank has
+rows of the dataset then, and else DATA of the unchanged dataset.
+
 Datasets may end at different times on different ranks. For that, TensorFlow runs a collective before each step, which
 finds out whether any rank has data left. It is switched off where all ranks are known to have the same number of
 batches.
@@ -8,7 +14,9 @@ batches.
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 from tensorflow.python.distribute.input_lib import InputWorkers
@@ -24,10 +32,25 @@ from ..tensorflow.same_data import ADVICE, difference, sources_of
 logger = logging.getLogger(__name__)
 
 InputOptions: TypeAlias = tf.distribute.InputOptions | None
-_Policy = tf.data.experimental.AutoShardPolicy
+_Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
 # The kinds of datasets that TensorFlow shards by files.
 _READERS = ("ArrayRecordDataset", "FixedLengthRecordDataset", "RecordIODataset", "SSTableDataset", "TextLineDataset",
             "TFRecordDataset")
+# The kinds of datasets, of those that TensorFlow shards by files, whose rows depend on the rows before, or beside. A
+# cache in memory has all rows if the program has read it before, and keeps them when it is sharded.
+_OF_ALL_ROWS = ("Cache", "Shard", "Skip", "Take", "Window", "Zip")
+
+_in_order: ContextVar[bool] = ContextVar("mpistrat_rows_in_order", default=False)
+
+
+@contextmanager
+def rows_in_order() -> Iterator[None]:
+    """A context in which AUTO keeps the order of rows: in each step, the ranks' parts make up the next global batch."""
+    before = _in_order.set(True)
+    try:
+        yield
+    finally:
+        _in_order.reset(before)
 
 
 class Pipelines:
@@ -52,7 +75,8 @@ class Pipelines:
         Raises:
             NotImplementedError: For InputReplicationMode.PER_REPLICA.
             ValueError: On every rank, when the ranks' elements differ in structure, dtype or shape (except for the
-                number of rows), or the policy is FILE and there are fewer files than ranks.
+                number of rows), or the policy is FILE and TensorFlow cannot shard by files, as with fewer files than
+                ranks.
         """
         if options is not None and _is_per_replica(options):
             raise NotImplementedError("InputReplicationMode.PER_REPLICA is only supported in "
@@ -64,19 +88,21 @@ class Pipelines:
             dataset = _with_own_memory(dataset)
             if policy == _Policy.OFF and self._rank == 0:
                 _warn_of_policy_off(self._size)
-        distributed = self._distributed(dataset, options)
         if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and _reads_files(dataset):
-            problem = self._problem_with_files(distributed)
-            if not problem:
-                return distributed
+            by_files, problem = self._by_files(dataset, policy, options)
+            if by_files is not None:
+                return by_files
             if policy == _Policy.FILE:
                 raise InvalidRequestError(f"{problem} Write options.experimental_distribute.auto_shard_policy = "
                                           "tf.data.experimental.AutoShardPolicy.DATA, or make more files.")
             if self._rank == 0:
-                logger.warning("fewer files than ranks: each rank reads all of them and takes its share of the rows")
-            chosen = tf.data.Options()
-            chosen.experimental_distribute.auto_shard_policy = policy = _Policy.DATA
-            distributed = self._distributed(dataset.with_options(chosen), options)
+                _say_once(f"AutoShardPolicy.AUTO: {problem} So each rank reads all files and takes its share of the "
+                          "rows.")
+            if not _reads_generator(dataset):  # One may end at another time on each rank.
+                policy = _Policy.DATA
+        if self._size > 1 and policy in (_Policy.AUTO, _Policy.DATA):
+            dataset = self._by_rows(dataset)
+        distributed = self._distributed(dataset, options)
         if same and (policy == _Policy.DATA or batches != tf.data.UNKNOWN_CARDINALITY):
             _end_on_all_ranks_together(distributed)
         if self._size > 1 and policy == _Policy.OFF:
@@ -98,21 +124,45 @@ class Pipelines:
         self._read_ahead(distributed, options)
         return distributed
 
-    def _problem_with_files(self, distributed: tf.distribute.DistributedDataset) -> str:
-        """Why TensorFlow cannot shard by files; "" if it can. Collective.
+    def _by_files(self, dataset: tf.data.Dataset, policy: Any,
+                  options: InputOptions) -> tuple[tf.distribute.DistributedDataset | None, str]:
+        """The dataset sharded by files and ""; or None and why not. Collective; the same on all ranks.
 
-        TensorFlow raises the error with the first element, and not on every rank.
+        With the policy AUTO it is None too if the ranks would have other rows than the dataset.
         """
-        own = ""
-        try:
-            for _ in _datasets_of(distributed)[0].take(1):
-                break
-        except tf.errors.InvalidArgumentError as error:
-            if "FILE based sharding" not in str(error):
-                raise
-            own = f"rank {self._rank}: there are fewer files than the {self._size} ranks."
+        distributed, own, names_of_files = None, "", _names_of_files(dataset)
+        if policy == _Policy.AUTO and _in_order.get():
+            own = "sharded by files, a dataset would have another order."
+        elif policy == _Policy.AUTO and names_of_files is None:
+            own = ("sharded by files, a dataset would have other rows if it zips, caches or counts them (take, skip, "
+                   "window, shard), or has rows in memory too.")
+        else:
+            try:
+                distributed = self._distributed(_with_policy(dataset, _Policy.FILE), options)
+                counts = [int(names.cardinality()) for names in names_of_files or ()]
+                if not counts or tf.data.UNKNOWN_CARDINALITY in counts:
+                    # TensorFlow raises the error with the first element, and not on every rank.
+                    for _ in _datasets_of(distributed)[0].take(1):
+                        break
+                elif any(0 <= count < self._size for count in counts):
+                    own = f"rank {self._rank}: there are fewer files than the {self._size} ranks."
+            except (tf.errors.InvalidArgumentError, tf.errors.NotFoundError) as error:
+                if "FILE based sharding" in str(error):
+                    own = f"rank {self._rank}: there are fewer files than the {self._size} ranks."
+                elif distributed is None:
+                    own = f"TensorFlow cannot shard the dataset by files ({error.message.split(':')[0]})."
+                else:
+                    raise
         everybody = array_ops.allgather_object(own, names.eager("strategy/files_of_input"))
-        return next((problem for problem in everybody if problem), "")
+        problem = next((problem for problem in everybody if problem), "")
+        return (None if problem else distributed), problem
+
+    def _by_rows(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """The dataset with the policy DATA. Each rank reads all rows, so they must have one order on all ranks."""
+        if self._rank == 0 and any(getattr(part, "_deterministic", "") == "false" for part in _parts_of(dataset)):
+            _say_once("a part of the dataset has deterministic=False: each rank may have another order of rows, and "
+                      "leave out rows or read them twice. Leave deterministic out.")
+        return _with_policy(dataset, _Policy.DATA)
 
     def distribute_from_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
                                  options: InputOptions) -> tf.distribute.DistributedDataset:
@@ -184,6 +234,11 @@ def _warn_of_different_data(differs: str) -> None:
 
 
 @functools.cache
+def _say_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
+@functools.cache
 def _warn_of_policy_off(size: int) -> None:
     logger.warning("AutoShardPolicy.OFF: each rank reads the whole dataset that it has, and a batch of B rows becomes "
                    "%d steps with B / %d rows on each rank. So batch(...) is the size of the global batch here too.",
@@ -198,19 +253,50 @@ def _kind(spec: tf.TypeSpec) -> str:
     return f"{spec.dtype.name}{[None, *shape.as_list()[1:]] if shape.rank else []}"
 
 
+def _parts_of(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """A dataset, its inputs, and theirs."""
+    yield dataset
+    for other in dataset._inputs():
+        yield from _parts_of(other)
+
+
 def _operations(dataset: tf.data.Dataset) -> Iterator[str]:
-    """The class names of a dataset and its inputs, and the types of the operations in their functions."""
+    """The class name of a dataset, without its inputs, and the types of the operations in its functions."""
     yield type(dataset).__name__
     for wrapper in dataset._functions():
         graph_def = wrapper.function.graph.as_graph_def()
         for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
             yield from (node.op for node in nodes)
-    for other in dataset._inputs():
-        yield from _operations(other)
+
+
+def _has_reader(dataset: tf.data.Dataset) -> bool:
+    return any(reader in operation for operation in _operations(dataset) for reader in _READERS)
 
 
 def _reads_files(dataset: tf.data.Dataset) -> bool:
-    return any(reader in operation for operation in _operations(dataset) for reader in _READERS)
+    return any(map(_has_reader, _parts_of(dataset)))
+
+
+def _names_of_files(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
+    """The datasets that TensorFlow shards under the policy FILE; None if the ranks' rows would not be the dataset's.
+
+    They are if each row comes from a file, and what follows on the files takes each row alone.
+    """
+    if _has_reader(dataset):
+        return list(getattr(dataset, "_impl", dataset)._inputs())
+    found = [_names_of_files(other) for other in dataset._inputs()]
+    if not found or None in found or type(dataset).__name__.strip("_").removesuffix("Dataset") in _OF_ALL_ROWS:
+        return None
+    return [names for part in found for names in part or ()]
+
+
+def _with_policy(dataset: tf.data.Dataset, policy: Any) -> tf.data.Dataset:
+    """The dataset with a policy. With DATA its rows have one order, as on all ranks."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    if policy == _Policy.DATA and dataset.options().deterministic is False:
+        options.deterministic = True
+    return dataset.with_options(options)
 
 
 def _datasets_of(distributed: tf.distribute.DistributedDataset) -> list[tf.data.Dataset]:
@@ -226,8 +312,11 @@ def _end_on_all_ranks_together(distributed: tf.distribute.DistributedDataset) ->
 
 def takes_from_generator(distributed: tf.distribute.DistributedDataset) -> bool:
     """Whether a distributed dataset reads a generator of Python, which may give each element only once."""
-    return any(operation == "GeneratorDataset" for dataset in _datasets_of(distributed)
-               for operation in _operations(dataset))
+    return any(map(_reads_generator, _datasets_of(distributed)))
+
+
+def _reads_generator(dataset: tf.data.Dataset) -> bool:
+    return any(operation == "GeneratorDataset" for part in _parts_of(dataset) for operation in _operations(part))
 
 
 def _with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -237,7 +326,8 @@ def _with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
     that memory as its own and writes results to it, which would change the user's arrays. (Seen in TensorFlow 2.21
     without mpistrat too.)
     """
-    if not any(operation in ("PyFunc", "EagerPyFunc", "PyFuncStateless") for operation in _operations(dataset)):
+    if not any(operation in ("PyFunc", "EagerPyFunc", "PyFuncStateless")
+               for part in _parts_of(dataset) for operation in _operations(part)):
         return dataset
     # By the spec an element keeps its structure, also a tuple of one.
     return dataset.map(lambda *element: tf.nest.pack_sequence_as(dataset.element_spec, [

@@ -56,10 +56,10 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Args:
         communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks. `bytes_per_pack`
-            is the size of the buckets in which the tensors of one call are reduced; the default is 16 MiB, and 32 on
-            a GPU. `timeout_seconds` is the time after which a collective that only some ranks have called ends the
-            job; from then on it replaces MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. For `implementation`, NCCL logs a
-            warning where it is not available; RING and AUTO have no effect.
+            is the size of the buckets in which the tensors of one call are reduced; the default is 16 MiB, 4 with
+            several hosts, and 32 on a GPU. `timeout_seconds` is the time after which a collective that only some ranks
+            have called ends the job; from then on it replaces MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. For
+            `implementation`, NCCL logs a warning where it is not available; RING and AUTO have no effect.
         device: Where variables and computation are, for example "GPU:0". The default is the GPU that pin_gpu() assigns
             to this rank (it is called here, under the same conditions as by init()), or the CPU if there is none.
         random_per_rank: Whether Keras' layers (Dropout, augmentation) draw different numbers on each rank, as a single
@@ -118,6 +118,10 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         checkpoints.patch()
         for adapt in adaptations:
             adapt()
+
+    def __repr__(self) -> str:
+        # TensorFlow has it in errors, which are printed once for ranks with the same text.
+        return f"<MPIStrategy of {basics.size()} ranks>" if runtime.is_initialized() else "<MPIStrategy>"
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
                axis: int | Sequence[int] | None = None) -> Structure:

@@ -1,16 +1,22 @@
 """Compression: the dtype in which gradients are sent. Users may pass any class with the two methods of Compressor."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from ..api import ops
+from ..api import ops, runtime
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError
+from ..core.quantised import INT8
 from ..core.request import Sum
 from .async_op import call_site
+
+logger = logging.getLogger(__name__)
+
+_told: list[str] = []  # the formats of which it was said that they change nothing
 
 
 class Compressor:
@@ -74,44 +80,38 @@ class BF16Compressor(_CastCompressor):
     dtype = tf.bfloat16
 
 
-class _QuantisedCompressor(NoneCompressor):
-    """Does not change tensors: the engine sends `wire_format` between hosts."""
+class Int8Compressor(NoneCompressor):
+    """A quarter of the bytes of float32 between hosts: whole numbers, with a scale for each 256 of them.
 
-    wire_format = ""
-
-
-class Int8Compressor(_QuantisedCompressor):
-    """A quarter of the bytes of float32 between hosts: whole numbers, with a scale for each 256 of them."""
-
-    wire_format = "int8"
+    Does not change tensors: the engine sends them so.
+    """
 
 
-class FP8Compressor(_QuantisedCompressor):
-    """As int8, with 8-bit floating-point numbers (E4M3), which are more exact near zero, and less at the largest."""
+class _Choices(type):
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(f"Compression has no {name!r}. There are: Compression."
+                             f"{', '.join(each for each in vars(cls) if isinstance(vars(cls)[each], type))}.")
 
-    wire_format = "fp8"
 
-
-class Compression:
-    """The choices: `Compression.none`, `fp16`, `bf16`, `int8` and `fp8`.
+class Compression(metaclass=_Choices):
+    """The choices: `Compression.none`, `fp16`, `bf16` and `int8`.
 
     With fp16 and bf16 the CPU sums in float32 in any case, a GPU in the dtype in which gradients are sent.
 
-    int8 and fp8 change only what hosts send each other: each host's own sum, in float32. On one host, and for what is
-    not a sum or an average of floating-point tensors by an all-reduce, they change nothing; nor do they for less than
-    16 KiB at a time and for `tf.IndexedSlices`. What rounding takes from a gradient is added to the next gradient of
-    the same variables, which costs up to 4 bytes of memory for each value, of the GPU for tensors on a GPU.
+    int8 changes only what hosts send each other: each host's own sum, in float32. On one host, and for what is not a
+    sum or an average of floating-point tensors by an all-reduce, it changes nothing; nor does it for less than 16 KiB
+    at a time and for `tf.IndexedSlices`. What rounding takes from a gradient is added to the next gradient of the same
+    variables, which costs up to 4 bytes of host memory for each value.
     """
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
     int8 = Int8Compressor
-    fp8 = FP8Compressor
 
     @staticmethod
     def error_feedback(process_set: ProcessSet = global_process_set) -> dict[str, np.ndarray]:
-        """What int8 and fp8 have rounded off the gradients of all ranks so far: for a checkpoint. Collective.
+        """What int8 has rounded off the gradients of all ranks so far: for a checkpoint. Collective.
 
         Call it between two steps. The model's files do not have it; a commit of an elastic job has it.
 
@@ -155,8 +155,13 @@ class Compressed:
         self._contexts: list[Any] | None = None
         if compression is Compression.none:
             return
-        if issubclass(compression, _QuantisedCompressor):
-            self.wire_dtype = compression.wire_format
+        if compression is Compression.int8:
+            self.wire_dtype = INT8
+            topology = runtime.group_of("compression", process_set).topology
+            if len(topology.hosts) == 1 and topology.rank == 0 and not _told:
+                _told.append(self.wire_dtype)
+                logger.warning("mpistrat: Compression.%s changes nothing here: it is for what hosts send each other, "
+                               "and all ranks run on one.", self.wire_dtype)
             return
         is_cast = compression in (Compression.fp16, Compression.bf16)
         is_on_gpu = call_site.are_on_gpu if tf.executing_eagerly() else call_site.device_of

@@ -48,8 +48,8 @@ class TensorFlowState(ObjectState):
     """Variables and Python objects that are the state of a training script.
 
     In an elastic job every MPISTRAT_CHECK_EVERY-th commit first compares the trainable variables of all ranks, except
-    those that an optimizer or a tape leaves to each rank. MPISTRAT_CHECK_ACTION says what a difference is; "repair"
-    repairs before the commit is kept. Each commit there has what Compression.int8 and fp8 have rounded off.
+    those that an optimizer or a tape leaves to each rank. MPISTRAT_CHECK_ACTION says what a difference is. Each
+    commit there has what Compression.int8 has rounded off.
 
     Args:
         variables: tf.Variables or Keras variables, the same ones in the same order on all ranks.
@@ -116,13 +116,11 @@ class TensorFlowState(ObjectState):
         settings = runtime.current().settings
         if runtime.current().topology.size > 1:
             self._errors = Compression.error_feedback()
-        has_changed = bool(self._errors)
         if self._session is None and settings.is_checked and settings.check_every and not number % settings.check_every:
             # Running statistics and random states may differ.
             compared = [v for v in self._variables if getattr(v, "trainable", True) and not is_local_of_any(v)]
-            has_changed |= require_equal_weights(compared, "elastic.weights", f"in commit {number}",
-                                                 action=settings.check_action)
-        return has_changed
+            require_equal_weights(compared, "elastic.weights", f"in commit {number}", action=settings.check_action)
+        return bool(self._errors)
 
     def _broadcast(self, root: int) -> None:
         self._restore_errors(array_ops.broadcast_object(self._errors, root, name="elastic.errors"))
@@ -139,8 +137,7 @@ class Averaging(Protocol):
     @property
     def variables(self) -> list[Any]: ...
 
-    @property
-    def prepare(self) -> Callable[[Any], None]: ...
+    def prepare(self, model: Any) -> None: ...
 
     def before_commit(self) -> bool: ...
 

@@ -21,7 +21,6 @@ from .bridge.sync_execution import SynchronousExecution
 from .consistency import describe_differing, differing
 from .digests import digest_of
 from .gradients import label_of
-from .ops import broadcast_variables
 from .types import Variable
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ _has_warned = False
 def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
                           process_set: ProcessSet = global_process_set, suspects: str = "",
                           causes: str = CAUSES, action: str = "abort",
-                          rates: tuple[bytes, Callable[[], None]] = (b"", lambda: None)) -> bool:
+                          rates: tuple[bytes, Callable[[], None]] = (b"", lambda: None)) -> None:
     """Check that all ranks have the same values. Collective. It copies no CPU tensor.
 
     If the values differ by rounding only, the first rank logs a warning, once in this process.
@@ -53,12 +52,8 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
         place: When this is, for messages: "at the end of epoch 3".
         suspects: A sentence on what may be the cause in this training, for the message.
         causes: The usual causes, and the way out.
-        action: What a difference is. "abort": an error. "warn": a warning of the first rank. "repair": all ranks get
-            the values of the first rank of the largest group of ranks with the same values, with a warning.
+        action: What a difference is. "abort": an error. "warn": a warning of the first rank.
         rates: Other values that must be equal, as bytes, and what all ranks call if they are not. It may be collective.
-
-    Returns:
-        Whether variables have got other values, on some rank.
 
     Raises:
         MismatchError: On every rank, when values differ and the action is "abort", or their number or shapes differ.
@@ -77,7 +72,7 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     if not has_same_rates:
         rates[1]()
     if has_same_weights:
-        return False
+        return
     of_ranks = array_ops.allgather_object((own, [(a.shape, str(a.dtype)) for a in arrays]), f"{name}/digests",
                                           process_set)
     counts = [len(digests) for digests, _ in of_ranks]
@@ -85,36 +80,18 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
         raise MismatchError(f"{place} the ranks' models have different numbers of weights: {describe_by_rank(counts)}. "
                             "Build the same model on all ranks.")
     digests = [[b"", *digests] for digests, _ in of_ranks]
-    numbers, topology = differing(digests), process_set.group(name).topology
-    where = describe_differing([label_of(v) for v in variables], digests, topology.job_ranks)
+    where = describe_differing([label_of(v) for v in variables], digests, process_set.group(name).topology.job_ranks)
     have_same_shapes = all(shapes == of_ranks[0][1] for _, shapes in of_ranks)
     if have_same_shapes and all(_differs_by_rounding(arrays[number], f"{name}/spread", process_set)
-                                for number in numbers):
+                                for number in differing(digests)):
         _warn_of_rounding(place, where, process_set)
-        return False
+        return
     problem = f"{place} the ranks have different weights, so they no longer train one model: {where} " \
         f"{suspects}{' ' if suspects else ''}Usual causes: {causes}"
     if action == "abort" or not have_same_shapes:
         raise MismatchError(f"{problem} MPISTRAT_CHECK_ACTION=off leaves out this check.")
-    majority = largest_group([of_rank for of_rank, _ in of_ranks])
-    consequence = "Training goes on with them, because MPISTRAT_CHECK_ACTION is warn."
-    if action == "repair":
-        consequence = f"All ranks get the values of ranks {topology.listed(majority)}."
     if process_set.rank() == 0:
-        logger.warning("mpistrat: %s %s", problem, consequence)
-    if action == "repair":
-        arrays.clear()  # TensorFlow would copy the variables whose memory is referred to.
-        broadcast_variables([variables[number] for number in numbers], topology.job_ranks[majority[0]], process_set)
-    return action == "repair"
-
-
-def largest_group(values: Sequence[object]) -> list[int]:
-    """The ranks of the largest group with the same value; of groups of that size the one with the lowest rank. Local.
-
-    `values`: Of each rank.
-    """
-    groups = [[rank for rank, value in enumerate(values) if value == other] for other in values]
-    return max(groups, key=len)
+        logger.warning("mpistrat: %s Training goes on with them, because MPISTRAT_CHECK_ACTION is warn.", problem)
 
 
 def _warn_of_rounding(place: str, where: str, process_set: ProcessSet) -> None:

@@ -1,5 +1,6 @@
 """Reduce lists of gradients, dense, sparse or None: for the optimizers, the tape and the strategy. Collective."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -115,7 +116,10 @@ def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: Gra
     return results
 
 
+logger = logging.getLogger(__name__)
+
 _IS_LOCAL = "_mpistrat_is_local"
+_warned: list[bool] = []  # of a strategy
 
 
 class GradientReducer:
@@ -189,6 +193,7 @@ class GradientReducer:
         count_step(self.is_global)
         if not self.process_set.has_others():
             return list(gradients)
+        warn_of_strategy(self.process_set)
         overwritten = places_of(variables)
         results = self.reduce_overwritten(gradients, variables, overwritten) if overwritten else list(gradients)
         purpose, number = self.name, self.process_set.process_set_id or 0
@@ -288,6 +293,19 @@ def observed_eagerly(gradients: Sequence[Tensor], spec: ReduceSpec) -> ReduceSpe
     except MpistratError as error:
         raise as_tf_error(error) from error
     return replace(spec, observer=None)
+
+
+def warn_of_strategy(process_set: ProcessSet) -> None:
+    """Warn on the first rank, once, if another strategy than MPIStrategy trains here. Local."""
+    if not tf.distribute.has_strategy() or process_set.rank() or _warned:
+        return
+    _warned.append(True)
+    name = type(tf.distribute.get_strategy()).__name__
+    logger.warning("mpistrat: gradients are averaged over the ranks within a tf.distribute.%s, which knows nothing of "
+                   "the other ranks: it divides each batch of this rank among the devices of this process, and counts "
+                   "steps and rows by itself. Take one of the two. In a script with a strategy of tf.distribute, write "
+                   "in its place: strategy = mpistrat.tensorflow.MPIStrategy(), and leave out the distributed "
+                   "optimizer or tape. In a script like Horovod's, leave out the strategy and its scope.", name)
 
 
 def is_local_of_any(variable: Variable) -> bool:

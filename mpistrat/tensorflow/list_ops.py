@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
+import numpy as np
 import tensorflow as tf
 
 from ..api import runtime
@@ -25,7 +26,7 @@ from .bridge.submission import Observer
 from .bridge.tf_errors import as_tf_error
 from .compression import Compressed, Compression, Compressor
 from .names import of_gradient
-from .types import Tensor
+from .types import Reducible, Tensor
 from .xla import context as xla
 
 
@@ -63,6 +64,17 @@ def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
 
     rank, size = cpu.read_in_graph(read, 2)
     return rank, size
+
+
+def as_tensor(value: Reducible) -> Tensor:
+    """The value as a tensor, or as tf.IndexedSlices of tensors; those that a user makes may have tuples or arrays."""
+    if isinstance(value, tf.IndexedSlices):
+        # In a graph this turns tensors from outside into tensors of the graph, which have names.
+        return tf.IndexedSlices(tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices),
+                                value.dense_shape)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        raise ValueError("an array of Python objects is no tensor; use broadcast_object or allgather_object.")
+    return tf.convert_to_tensor(value)
 
 
 def reduce_tensors(tensors: Sequence[Tensor], spec: ReduceSpec, compression: type[Compressor] = Compression.none,
@@ -150,6 +162,7 @@ def reduce_slices(slices: tf.IndexedSlices, spec: ReduceSpec) -> tf.IndexedSlice
     if not math.isclose(prescale * postscale, 1.0):
         raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices; use "
                                   "sparse_as_dense=True, or tf.convert_to_tensor.")
+    slices = as_tensor(slices)
     gathered = gather if spec.has_gradient else gather_list
     values, = gathered([slices.values], f"{spec.name}/values", process_set, spec.observer)
     with tf.device(slices.indices.device):

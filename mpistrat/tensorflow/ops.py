@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
-import numpy as np
 import tensorflow as tf
 
 from ..api import ops as array_ops
@@ -28,12 +26,10 @@ from .bridge.program_order import enclosing_function
 from .bridge.reduce_spec import ReduceSpec
 from .bridge.tf_errors import as_tf_error
 from .compression import Compression, Compressor
-from .list_ops import broadcast_list, gather, number_of, reduce_dense, reduce_tensors, topology_of
+from .list_ops import as_tensor, broadcast_list, gather, number_of, reduce_dense, reduce_tensors, topology_of
 from .names import given, made, of_gradient
 from .sessions.graph import session_graph
-from .types import Tensor, TensorLike, Variable
-
-Reducible: TypeAlias = TensorLike | tf.IndexedSlices
+from .types import Reducible, Tensor, Variable
 
 logger = logging.getLogger(__name__)
 
@@ -245,17 +241,6 @@ def _op_for(tensors: Sequence[Reducible], op: ReduceOp | None, average: bool | N
         raise NotImplementedError("The Adasum reduction does not currently support sparse tensors. As a workaround "
                                   "please pass sparse_as_dense=True to DistributedOptimizer")  # Horovod's words
     return scaled_op(op, prescale, postscale, average)
-
-
-def as_tensor(value: Reducible) -> Tensor:
-    """The value as a tensor, or as tf.IndexedSlices of tensors."""
-    if isinstance(value, tf.IndexedSlices):
-        # In a graph this turns tensors from outside into tensors of the graph, which have names.
-        return tf.IndexedSlices(tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices),
-                                value.dense_shape)
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        raise ValueError("an array of Python objects is no tensor; use broadcast_object or allgather_object.")
-    return tf.convert_to_tensor(value)
 
 
 def name_of(operation: str, name: str | None, process_set: int, ignore_name_scope: bool = False) -> str:

@@ -26,10 +26,10 @@ from .bridge import cpu
 from .bridge.differentiable import Gradient, with_gradient
 from .bridge.tf_errors import as_tf_error
 from .compression import Compressed, Compression, Compressor
-from .list_ops import gather, number_of, place_in, topology_of
+from .list_ops import as_tensor, gather, number_of, place_in, topology_of
 from .names import of_gradient
-from .ops import Reducible, as_tensor, name_of
-from .types import OptionalGradient, Tensor
+from .ops import name_of
+from .types import OptionalGradient, Reducible, Tensor
 from .xla import context as xla
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 Tensor: TypeAlias = tf.Tensor | tf.IndexedSlices
 # What tf.convert_to_tensor accepts.
 TensorLike: TypeAlias = tf.types.experimental.TensorLike
+Reducible: TypeAlias = TensorLike | tf.IndexedSlices
 # None stands for a variable that the loss does not depend on.
 OptionalGradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 # A tensor or a nested structure of tensors, as tf.nest has it.

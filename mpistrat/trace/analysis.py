@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..core.quantised import FORMATS
+from ..core.quantised import INT8
 from .records import NO_STEP, Record, arrival_of, by_operation
 from .spans import Span, length, union
 from .timeline import label
@@ -176,7 +176,7 @@ def _unfused(records: Sequence[Record]) -> tuple[Unfused, ...]:
 def _reason(record: Record, others: Sequence[Record]) -> str:
     if record.kind not in _FUSED or record.op == "adasum":
         return f"{'an adasum' if record.op == 'adasum' else record.kind} is never fused"
-    if record.dtype.endswith(tuple(f" as {name}" for name in FORMATS)):
+    if record.dtype.endswith(f" as {INT8}"):
         return f"{record.dtype} is never fused"
     fused = [other for other in others if other.kind in _FUSED and other.op != "adasum"]
     if not fused:

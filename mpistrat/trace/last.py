@@ -19,8 +19,8 @@ from pathlib import Path
 from ..core.ownership import own_directory
 from ..core.topology import Topology, rank_list
 from ..core.tuning import TOLD_OPERATIONS, TOLD_OPERATIONS_LEAST, TOLD_OPERATIONS_OF_ALL
-from . import files
 from .clocks import Offset
+from .files import TraceFile
 from .records import Record, from_message, record_of, to_messages, unfinished
 from .ring import Operation, Traced
 from .timeline import Timeline
@@ -146,7 +146,7 @@ def _write(path: str, ranks: Sequence[LastOperations]) -> None:
     offsets = {rank: offset for each in reversed(ranks) for rank, offset in each.offsets.items()}
     hosts = dict.fromkeys(range(max(each.size for each in ranks)), "?") | {each.rank: each.host for each in ranks}
     records = [record.shifted(offsets.get(each.rank, 0)) for each in ranks for record in each.records]
-    timeline = Timeline(files.create(path), list(hosts.values()), False)
+    timeline = Timeline(TraceFile(path), list(hosts.values()), False)
     try:
         timeline.add(sorted(records, key=lambda record: record.submitted or record.agreed))
     finally:

@@ -11,10 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 
-from ..core.errors import MissingDependencyError
 from ..core.topology import Topology
-from . import files
 from .clocks import Offset
+from .files import TraceFile
 from .reader import Read
 from .records import NO_STEP, Record, from_message, record_of, to_messages
 from .timeline import Timeline, Window
@@ -75,7 +74,7 @@ class Recording:
         """Begin to write a timeline of all ranks. What cannot be done is a warning.
 
         Args:
-            path: The file, which is replaced; its ending selects the format.
+            path: The file, which is replaced.
             mark_cycles: See Timeline.
             window: The first step, from 0, and the one after the last; None: everything from now on.
             is_first: Whether no operation was executed yet.
@@ -85,8 +84,8 @@ class Recording:
                            "first.", path, self._path)
             return
         try:
-            file = files.create(path)
-        except (OSError, ValueError, MissingDependencyError) as error:
+            file = TraceFile(path)
+        except OSError as error:
             logger.warning("mpistrat: there is no timeline: %s", error)
             return
         self._lost = 0
@@ -107,6 +106,11 @@ class Recording:
                 rank, lost = _COUNTS.unpack(message[1:])
                 self._awaited.discard(rank)
                 self._timeline.lost += lost
+
+    def mark_places(self, places: Mapping[int, str], now: int) -> None:
+        """Where in the script each rank is, for the file, if there is one; written with the next operations."""
+        if self._timeline is not None:
+            self._timeline.add_places(places, now)
 
     def end(self, steps: int, limit_s: float | None) -> None:
         """Close the file, if there is one, and say what is not in it.

@@ -80,6 +80,11 @@ class Reports:
                 self._status = None
 
     @property
+    def places(self) -> dict[int, str]:
+        """On rank 0: where in the script each rank is, as far as it is known."""
+        return {rank: report["place"] for rank, report in self._newest.items() if report["place"]}
+
+    @property
     def own_totals(self) -> bytes:
         """What this rank has done in all, for rank 0."""
         return json.dumps([self._topology.rank, asdict(self._totals[self._topology.rank])]).encode()

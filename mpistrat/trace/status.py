@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ..core.handle import Entry
 from ..core.ownership import own_directory
 from .ring import Operation
 from .spans import Span, length, union
+from .totals import StepCounter, is_of_gradients
 
 VERSION = 1
 _MOST_OUTSTANDING = 8  # operations that are listed for a rank
@@ -42,6 +44,22 @@ def shares(operations: Iterable[Operation], in_flight: Iterable[Entry], interval
                                 *((entry.submitted, interval[1]) for entry in in_flight if entry.submitted)], interval))
     whole = max(interval[1] - interval[0], 1)
     return 1 - outstanding / whole, (outstanding - moving) / whole, moving / whole
+
+
+def hidden(operations: Iterable[Operation], interval: Span) -> float:
+    """The share of an interval in which gradients were outstanding while the backward pass computed more of them.
+
+    A step computes gradients until it has submitted the last ones. Those that are outstanding later are exposed.
+
+    `operations`: In the order in which they were executed.
+    """
+    counter, spans = StepCounter(), defaultdict[int, list[Span]](list)
+    for each in operations:
+        step = counter.add(each.request)
+        if each.submitted and is_of_gradients(each.request):
+            spans[step].append((each.submitted, each.delivered))
+    behind = [(begin, min(end, max(of_step)[0])) for of_step in spans.values() for begin, end in of_step]
+    return length(union(behind, interval)) / max(interval[1] - interval[0], 1)
 
 
 def outstanding(in_flight: Iterable[Entry], now: int) -> list[dict[str, Any]]:

@@ -7,10 +7,10 @@ parts of the reduction, chunk by chunk. One more group shows, for each operation
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .files import OPERATION, Part, TraceFile, Values
+from .files import OPERATION, PLACE, Part, TraceFile, Values
 from .records import NO_STEP, Record, arrival_of
 
 Window = tuple[int, int]
@@ -62,6 +62,11 @@ class Timeline:
                 self._choices.add(sentence)
                 self._file.mark(0, 0, sentence, self._now)
                 self._file.flush()
+
+    def add_places(self, places: Mapping[int, str], now: int) -> None:
+        """Mark where in the script each rank is. Raises as `add`."""
+        for rank, place in places.items():
+            self._file.mark(rank, 0, place, now, PLACE)
 
     def _write(self, record: Record) -> None:
         rank, begin = record.rank, record.submitted or record.agreed

@@ -10,6 +10,11 @@ from ..core.slowest import figure, shares_of
 _LEAST_S, _LEAST_OPERATIONS = 5.0, 20
 
 
+def is_of_gradients(request: Request) -> bool:
+    """Whether a request reduces gradients: no other reductions have the user's names of the tensors."""
+    return bool(request.labels) and request.kind is CollectiveType.ALLREDUCE
+
+
 class StepCounter:
     """Counts the steps of one rank. A step begins with a gradient, and ends with one whose name it has already.
 
@@ -26,8 +31,7 @@ class StepCounter:
 
         `request`: They come in the order in which they were executed.
         """
-        # Gradients are the only reductions that have the user's names of the tensors.
-        if request.labels and request.kind is CollectiveType.ALLREDUCE:
+        if is_of_gradients(request):
             key = request.process_set, request.name
             if self.steps == 0 or key in self._names:
                 self.steps += 1

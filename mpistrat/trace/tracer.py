@@ -220,6 +220,8 @@ class Tracer(Observer):
         if rank == 0:
             self._send(_CLOCK + _SENT.pack(now))
             self.reports.publish()
+            with self._lock:
+                self._recording.mark_places(self.reports.places, now)
             return
         self._send(_REPORT + report)
         if self._asked[0]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..core.interruption import Interruption
 from .fd_exchange import FdExchange, Invitation, close_all
-from .shm.memfd import HostFile
+from .memfd import HostFile
 from .unix_socket import ChannelSockets, UnixSocketChannel
 
 

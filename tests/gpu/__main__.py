@@ -1,18 +1,23 @@
 """Run all parts, or those that are named, and print one summary. Ends with 1 if one has failed, with 2 if none ran.
 
-    python -m tests.gpu [NAME ...]
+    python -m tests.gpu [must | may | NAME ...]
+
+must: those within five minutes that decide whether the path may be trusted. may: the others.
 """
 
 import sys
 
-from .parts import PARTS, look_at_machine, run_all, summary
+from .parts import PARTS, facts, look_at_machine, run_all, summary
 
 
 def main(names: list[str]) -> int:
     """Run it."""
+    if names in (["must"], ["may"]):
+        names = [part.name for part in PARTS if part.is_must == (names == ["must"])]
     unknown = set(names) - {part.name for part in PARTS}
     if unknown:
         sys.exit(f"no such part: {', '.join(sorted(unknown))}; there are: {', '.join(part.name for part in PARTS)}")
+    print("\n".join(facts()), flush=True)
     outcomes = run_all([part for part in PARTS if part.name in names or not names], look_at_machine())
     print("\n== summary\n" + summary(outcomes), flush=True)
     if not any(outcome.has_run for outcome in outcomes):

@@ -1,5 +1,6 @@
 """The parts of `python -m tests.gpu`: what each one runs and for how long at most, and why it is skipped."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -64,6 +65,7 @@ class Part:
     command: Sequence[str]
     limit_s: float
     needs: Sequence[str] = ("gpu",)
+    is_must: bool = False  # Whether it is one of those that decide whether the path may be trusted.
 
     def why_skipped(self, machine: Machine) -> str:
         """The first reason not to run it; "" to run it."""
@@ -95,15 +97,16 @@ _PYTEST = ("-m", "pytest", "-q", "-rs", "--color=no", "-p", "no:cacheprovider")
 
 _TENSORFLOW_CHECKS = ("-m", "tests.gpu.tensorflow_checks")
 
-# What no stand-in can show comes first, and last what takes long. On an H200 the first eight took 4 to 36 s each, of
-# which TensorFlow's start on two ranks was 12.
+# What must be known comes first, within five minutes: what no stand-in can show. The rest may follow. On an H200 most
+# took 4 to 36 s each, of which TensorFlow's start on two ranks was 12.
 PARTS = (
-    Part("TensorFlow, one rank", (_PYTHON, *_TENSORFLOW_CHECKS), 60, ("gpu", "tensorflow")),
-    Part("two ranks", (*_RANKS, "-m", "tests.gpu.two_ranks"), 30, ("gpu", "mpi")),
-    Part("TensorFlow, two ranks", (*_RANKS, *_TENSORFLOW_CHECKS), 75, ("gpu", "mpi", "tensorflow")),
-    Part("NCCL on one rank", (_PYTHON, "-m", "tests.gpu.one_rank"), 25, ("gpu", "nccl")),
-    Part("price, one rank", (_PYTHON, "-m", "tests.gpu.price"), 90, ("gpu", "nccl", "tensorflow")),
-    Part("copy kernel", (_PYTHON, "-m", "tests.gpu.kernel"), 20),
+    Part("TensorFlow, one rank", (_PYTHON, *_TENSORFLOW_CHECKS), 60, ("gpu", "tensorflow"), True),
+    Part("overlap", (_PYTHON, "-m", "tests.gpu.overlap"), 100, ("gpu", "nccl", "tensorflow"), True),
+    Part("TensorFlow, two ranks", (*_RANKS, *_TENSORFLOW_CHECKS), 75, ("gpu", "mpi", "tensorflow"), True),
+    Part("two ranks", (*_RANKS, "-m", "tests.gpu.two_ranks"), 25, ("gpu", "mpi"), True),
+    Part("copy kernel", (_PYTHON, "-m", "tests.gpu.kernel"), 20, is_must=True),
+    Part("NCCL on one rank", (_PYTHON, "-m", "tests.gpu.one_rank"), 20, ("gpu", "nccl"), True),
+    Part("price, one rank", (_PYTHON, "-m", "tests.gpu.price"), 200, ("gpu", "nccl", "tensorflow")),
     Part("calls per step", (_PYTHON, "-m", "tests.gpu.calls"), 15, ("gpu", "nccl", "cupti")),
     Part("calls per step, TensorFlow", (_PYTHON, "-m", "tests.gpu.calls", "tensorflow", "tensorflow-alone"), 50,
          ("gpu", "nccl", "cupti", "tensorflow")),
@@ -111,7 +114,7 @@ PARTS = (
     Part("figures, two ranks", (*_RANKS, "tests/scripts/gpu_figures.py"), 25, ("gpu", "mpi")),
     Part("tests of arrays, two ranks",
          (*_RANKS, *_PYTEST, "-k", "not stand-in", "tests/unit/test_gpu_device.py", "tests/unit/test_gpu_copy.py",
-          "tests/parallel/test_gpu_arrays.py", "tests/parallel/test_foreign_tensors.py"), 60, ("gpu", "mpi", "pytest")),
+          "tests/parallel/test_gpu_arrays.py", "tests/parallel/test_foreign_tensors.py"), 70, ("gpu", "mpi", "pytest")),
     Part("tests of TensorFlow, two ranks",
          (*_RANKS, *_PYTEST, "-k", "not stand-in", "tests/parallel/test_gpu_tensorflow.py"), 90,
          ("gpu", "mpi", "pytest", "tensorflow")),
@@ -137,6 +140,26 @@ def look_at_machine(environ: Mapping[str, str] = os.environ) -> Machine:
     sanitizer = "" if shutil.which("compute-sanitizer") else "no compute-sanitizer in PATH"
     return Machine(gpu, nccl, mpi, _lacking("pytest") or _lacking("ml_dtypes"), tensorflow, sanitizer,
                    "" if find_cupti() else "no libcupti.so")
+
+
+def facts() -> list[str]:
+    """The card, its driver, and the versions of what is used: a line each."""
+    found = [f"{name} {version}" for name in ("mpistrat", "tensorflow", "keras", "cupy-cuda12x", "cupy-cuda13x",
+                                              "nvidia-nccl-cu12", "nvidia-nccl-cu13", "mpi4py")
+             if (version := _version(name))]
+    try:
+        done = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
+                              capture_output=True, text=True, timeout=PROBE_LIMIT_S, check=False)
+        return [*done.stdout.splitlines(), *found]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"no nvidia-smi: {error}", *found]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def run_all(parts: Sequence[Part], machine: Machine, environ: Mapping[str, str] = os.environ) -> list[Outcome]:

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 import mpistrat
 import mpistrat.tensorflow as hvd
+from mpistrat.gpu.completion import RefutedError, UnprovenError
 from mpistrat.tensorflow.async_op import call_site, kernel, streams
 from mpistrat.tensorflow.bridge import gpu_device
 from mpistrat.tensorflow.xla import ffi
@@ -74,14 +75,34 @@ def each_way_to_tensorflows_stream() -> None:
                 for _ in range(5):
                     streams.check(stream, device, DEVICE)
             works.append(name)
-            print(f"    {name}: works")
+            print(f"    {name}: proved")
+        except UnprovenError as error:
+            print(f"    {name}: unproven, {error}")
         except Exception as error:
-            print(f"    {name}: FAILED, {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            print(f"    {name}: refuted, {type(error).__name__}: {' '.join(str(error).split())[:300]}")
     assert works, "no way works, so tensors are reduced through the host"
 
 
+def foreign_streams_are_refuted() -> None:
+    """What all other checks mean: they must find out a stream that has nothing to do with TensorFlow."""
+    device = gpu_device.device_at(DEVICE)
+    for check in (streams.check, streams.check_waiting):
+        if IS_STAND_IN:
+            break  # TensorFlow's work on the host is over before a check begins.
+        try:
+            with device.current():
+                check(device.stream(), device, DEVICE)
+        except RefutedError as error:
+            print(f"    {check.__name__}: {error}")
+            continue
+        raise AssertionError(f"{check.__name__} has taken a foreign stream for TensorFlow's")
+
+
 def tensorflows_stream_waits_for_the_engines() -> None:
-    """What the host does not wait for: 50 times TensorFlow reads what a late copy of ours has written."""
+    """What the host does not wait for: 50 times TensorFlow reads what a late copy of ours has written.
+
+    The first time is cold, as in a training.
+    """
     if ffi.api() is None:
         return
     device = gpu_device.device_at(DEVICE)
@@ -275,8 +296,8 @@ def _device_in_a_graph() -> str | None:
 
 
 CHECKS: list[Callable[[], None]] = [
-    tensors_are_on_the_gpu, tensorflow_has_the_operation, each_way_to_tensorflows_stream,
-    tensorflows_stream_waits_for_the_engines,
+    tensorflows_stream_waits_for_the_engines, foreign_streams_are_refuted, tensors_are_on_the_gpu,
+    tensorflow_has_the_operation, each_way_to_tensorflows_stream,
     tensors_are_handed_over_by_the_operation]
 COLLECTIVES: list[Callable[[], None]] = [
     a_sum_of_eager_tensors, a_sum_in_a_graph, no_node_reads_a_result_too_early,

@@ -9,7 +9,7 @@ ALWAYS_TRYING = ["SHM_CHUNK_BYTES=4096", "SHM_LARGER_CHUNKS=(8192,32768)", "SHM_
                  "CHUNK_KEPT_MOST=9"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_training_has_the_same_bits_whatever_the_bytes_of_the_chunks() -> None:
     job = run_job(2, ["python", "-m", "tests.tuned", *ALWAYS_TRYING, "tests/scripts/differential.py", "few large",
                       "clipped by global norm", "strategy fit"], limit_s=300)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from ..support.jobs import (
     run_limited,
     wait_until,
 )
+from ..support.levels import sample
 
 # The launcher has to work where nobody has prepared the environment for Open MPI.
 BARE = ["env", "-u", "OMPI_ALLOW_RUN_AS_ROOT", "-u", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "-u", "OMPI_MCA_osc", "-u",
@@ -35,12 +37,13 @@ NO_ANSWER = ("node9 cannot be reached by ssh (connect to host node9 port 22: Con
 RANK = "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
 
 
-def mpistrat(*words: str, env: dict[str, str] | None = None, limit_s: float = 60) -> Finished:
-    return run_limited([*BARE, *words], env=env, limit_s=limit_s)
+def mpistrat(*words: str, env: dict[str, str] | None = None, limit_s: float = 60, interrupts: bool = False) -> Finished:
+    # Tests that a shell has started in the background inherit that Ctrl-C is ignored.
+    before = ["env", "--default-signal=INT"] if interrupts else []
+    return run_limited([*before, *BARE, *words], env=env, limit_s=limit_s)
 
 
 @pytest.mark.horovod("horovodrun")
-@pytest.mark.quick
 @needs_mpirun
 def test_every_rank_runs_the_command() -> None:
     job = mpistrat("run", "-np", "2", "sh", "-c", f"echo rank {RANK}.")
@@ -48,6 +51,7 @@ def test_every_rank_runs_the_command() -> None:
     assert "rank 0." in job.output and "rank 1." in job.output
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_a_script_is_run_with_this_python(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -57,7 +61,6 @@ def test_a_script_is_run_with_this_python(tmp_path: Path) -> None:
     assert job.output.count(f"<{sys.executable}|['--epochs', '3']>") == 2
 
 
-@pytest.mark.quick
 @needs_mpirun
 def test_the_exit_code_is_that_of_the_rank_that_failed() -> None:
     job = mpistrat("run", "-np", "2", "sh", "-c", f"test {RANK} = 0 || exit 3")
@@ -75,7 +78,6 @@ def test_a_rank_that_dies_of_a_signal_fails_the_job_and_the_last_line_says_so() 
     assert "noticed that process rank 1" in job.output or "BAD TERMINATION" in job.output, job.output
 
 
-@pytest.mark.quick
 @needs_mpirun
 def test_an_exception_on_one_rank_ends_in_a_summary_on_one_screen() -> None:
     job = run_limited(["env", "-u", "TF_CPP_MIN_LOG_LEVEL", *BARE, "run", "-np", "2",
@@ -92,7 +94,6 @@ def test_an_exception_on_one_rank_ends_in_a_summary_on_one_screen() -> None:
     assert "Traceback" not in job.output and "MPI_ABORT" not in job.output, job.output
 
 
-@pytest.mark.quick
 @needs_mpirun
 def test_each_rank_prints_into_files_and_the_summary_is_on_the_terminal(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -108,6 +109,7 @@ def test_each_rank_prints_into_files_and_the_summary_is_on_the_terminal(tmp_path
         assert ("Traceback" in (files / "stderr").read_text()) == (rank == 1)
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("options", [[], ["--traceback", "--all-output"]])
 def test_an_error_of_all_ranks_before_init_is_printed_once_unless_all_is_asked_for(tmp_path: Path,
@@ -123,6 +125,7 @@ def test_an_error_of_all_ranks_before_init_is_printed_once_unless_all_is_asked_f
     assert (said > 1 and "Traceback" in job.output) if options else said == 1, job.output
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize(("others", "said"), [
     ("pass", r"sys\.exit\(3\)"),
@@ -138,6 +141,7 @@ def test_sys_exit_on_a_rank_of_tensorflow_ends_the_job_with_one_line(tmp_path: P
         job.output
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_a_mismatch_of_eager_tensors_is_printed_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
@@ -150,7 +154,6 @@ def test_a_mismatch_of_eager_tensors_is_printed_once(tmp_path: Path) -> None:
     assert "\nmpistrat.core.errors.MismatchError: sum: " in job.output, job.output
 
 
-@pytest.mark.quick
 @needs_mpirun
 def test_more_ranks_than_slots() -> None:
     command = ["-np", "3", "-H", "localhost:2", "sh", "-c", f"echo rank {RANK}."]
@@ -161,7 +164,6 @@ def test_more_ranks_than_slots() -> None:
 
 
 @pytest.mark.horovod("horovodrun")
-@pytest.mark.quick
 @needs_mpirun
 @pytest.mark.parametrize("line", ["localhost slots=2", "localhost:2"])
 def test_a_hostfile_of_either_syntax(tmp_path: Path, line: str) -> None:
@@ -171,6 +173,7 @@ def test_a_hostfile_of_either_syntax(tmp_path: Path, line: str) -> None:
     assert "rank 1." in job.output
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_variables_reach_a_host_whose_login_has_none_of_them(tmp_path: Path) -> None:
     """The other host is this one under another name, behind an `ssh` that forgets the environment."""
@@ -195,7 +198,7 @@ def test_variables_reach_a_host_whose_login_has_none_of_them(tmp_path: Path) -> 
 
 
 @needs_mpirun
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@sample("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_ranks_and_the_last_line_says_so(number: signal.Signals) -> None:
     name = uuid.uuid4().hex
     process = subprocess.Popen([*BARE, "run", "-np", "2", "sh", "-c", "echo ready; exec sleep 100"], cwd=ROOT,
@@ -207,13 +210,54 @@ def test_a_signal_ends_all_ranks_and_the_last_line_says_so(number: signal.Signal
         wait_until(lambda: sum(p.name() == "sleep" for p in processes_of(name)) == 2, 30)
         process.send_signal(number)
         output, _ = process.communicate(timeout=30)
-        assert process.returncode != 0
+        assert process.returncode == 128 + number
         last = f"mpistrat run: the job has ended with exit code {process.returncode}: it was ended by "
         assert output.splitlines()[-1].startswith(last), output
         wait_until(lambda: not processes_of(name), 10)
     finally:
         process.kill()
         kill_processes_of(name)
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("way", "code", "last"), [
+    ("goes on", 0, "rank 0 goes on"), ("raises", 130, "saved"), ("again", 130, "interrupted in steps")])
+def test_ctrl_c_interrupts_all_ranks_in_the_same_step_and_leaves_them_time_to_save(way: str, code: int,
+                                                                                   last: str) -> None:
+    job = mpistrat("run", "-np", "2", "tests/scripts/interrupted.py", way, interrupts=True)
+    assert (job.code, job.left) == (code, ()), job.output
+    assert last in job.output and (way != "again" or "saved" not in job.output), job.output
+    one, other = map(int, re.findall(r"interrupted in steps \[(\d+), (\d+)\]", job.output)[0])
+    assert abs(one - other) <= 1, job.output
+    if code:
+        assert job.output.splitlines()[-1] == \
+            "mpistrat run: the job has ended with exit code 130: it was ended by Ctrl-C", job.output
+
+
+@needs_mpirun
+def test_rank_0_gets_stdin_to_its_end_and_a_loop_of_a_shell_keeps_its_lines(tmp_path: Path) -> None:
+    run = f"{shlex.join(BARE)} run -np 2"
+    reads, empty = (f"{run} {shlex.join(['sh', '-c', each])}" for each in ("cat; echo end", "cat >&2; echo empty"))
+    (tmp_path / "list").write_text("skipped\nof a file\n")
+    script = f"""
+echo of a pipe | {reads}
+{{ read first; {reads}; }} <{tmp_path / "list"}
+{empty} </dev/null
+printf '1\\n2\\n' | while read line; do {run} true; echo "turn $line"; done
+"""
+    job = run_limited(["sh", "-c", script], limit_s=120)
+    assert sorted(job.output.split("\n")) == sorted(
+        ["", "of a pipe", "of a file", *["end"] * 4, "empty", "empty", "turn 1", "turn 2"]), job.output
+
+
+@needs_mpirun
+def test_a_rank_whose_wrapper_joins_stderr_and_stdout_reports_to_the_summary(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import mpistrat, numpy as np\nmpistrat.init()\nif mpistrat.rank():\n"
+                      "    raise ValueError('a bad row')\nmpistrat.allreduce(np.ones(3))\n")
+    job = mpistrat("run", "-np", "2", "bash", "-c", f"{sys.executable} {script} 2>&1 | cat")
+    assert job.code == 1 and "[mpistrat] rank" not in job.output, job.output
+    assert "mpistrat run: rank 1 on " in job.output and "Traceback" in job.output, job.output
 
 
 @pytest.fixture
@@ -226,7 +270,6 @@ def silent(tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
 
-@pytest.mark.quick
 @needs_mpirun
 def test_a_host_that_is_off_is_named_and_nothing_is_left(silent: dict[str, str]) -> None:
     job = mpistrat("run", "-np", "2", "--start-timeout", "1", "-H", "node9:2", "--", "true", env=silent)
@@ -235,7 +278,6 @@ def test_a_host_that_is_off_is_named_and_nothing_is_left(silent: dict[str, str])
     assert job.output.splitlines()[-1] == f"mpistrat run: the job has ended with exit code 1: {NO_ANSWER}", job.output
 
 
-@pytest.mark.quick
 @needs_mpirun
 def test_a_job_that_waits_for_a_host_ends_soon_after_a_signal(silent: dict[str, str]) -> None:
     name = uuid.uuid4().hex
@@ -253,6 +295,7 @@ def test_a_job_that_waits_for_a_host_ends_soon_after_a_signal(silent: dict[str, 
         kill_processes_of(name)
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_doctor_names_a_host_that_does_not_answer(silent: dict[str, str]) -> None:
     job = mpistrat("doctor", "-np", "2", "-H", "node9:2", env=silent)
@@ -261,7 +304,6 @@ def test_doctor_names_a_host_that_does_not_answer(silent: dict[str, str]) -> Non
     assert f"failure: {problem}\n  Is it{remedy}\n" in job.output, job.output
 
 
-@pytest.mark.quick
 def test_wrong_input_ends_with_code_2() -> None:
     job = mpistrat("run", "-np", "0", "true")
     assert job.code == 2
@@ -269,7 +311,6 @@ def test_wrong_input_ends_with_code_2() -> None:
 
 
 @pytest.mark.horovod("check-build")
-@pytest.mark.quick
 def test_doctor_says_what_is_here() -> None:
     job = mpistrat("doctor")
     assert job.code == (0 if installed(TENSORFLOW) else 1), job.output
@@ -278,6 +319,7 @@ def test_doctor_says_what_is_here() -> None:
         assert label in job.output
 
 
+@pytest.mark.nightly
 def test_doctor_survives_a_library_that_is_none() -> None:
     job = mpistrat("doctor", env={"MPI4PY_LIBMPI": "/no/libmpi.so"})
     assert job.code == (0 if installed(TENSORFLOW) else 1), job.output
@@ -285,7 +327,6 @@ def test_doctor_survives_a_library_that_is_none() -> None:
     assert "/no/libmpi.so" in job.output
 
 
-@pytest.mark.quick
 @needs_mpirun
 def test_doctor_looks_at_ranks_and_runs_an_all_reduce() -> None:
     job = mpistrat("doctor", "-np", "2", limit_s=200)
@@ -295,6 +336,7 @@ def test_doctor_looks_at_ranks_and_runs_an_all_reduce() -> None:
     assert job.code == (0 if installed(TENSORFLOW) else 1), job.output
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_doctor_says_what_fails_the_job_as_json() -> None:
     job = mpistrat("doctor", "-np", "2", "--json", env={"MPISTRAT_FUSION_TRESHOLD": "1"}, limit_s=200)
@@ -309,6 +351,7 @@ CORES = ("import os, mpistrat; mpistrat.init(); "
          "print('CPUs', sorted(os.sched_getaffinity(0)), 'of rank', mpistrat.rank(), flush=True)")
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize(("limit", "options", "variable", "why"), [
     (["taskset", "-c", "{first}"], [], "all", "for 2 ranks of this host are more than its cores"),

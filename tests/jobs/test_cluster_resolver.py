@@ -59,6 +59,7 @@ def test_asynchronous_training_learns_and_all_processes_end_with_the_coordinator
     assert accuracy_of(job, 2) >= 0.93, job.output
 
 
+@pytest.mark.nightly
 def test_too_few_ranks_for_parameter_servers_are_told_so() -> None:
     job = run(2, "examples/parameter_server.py")
     assert job.code != 0
@@ -66,6 +67,7 @@ def test_too_few_ranks_for_parameter_servers_are_told_so() -> None:
     assert "Traceback" not in job.output, job.output
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_is_survived(tmp_path: Path) -> None:
     job = kill(1, 4, tmp_path)
     assert job.code == 0, job.output
@@ -74,6 +76,7 @@ def test_a_killed_worker_is_survived(tmp_path: Path) -> None:
     assert "Traceback" not in job.output, job.output
 
 
+@pytest.mark.nightly
 def test_those_that_survive_do_not_wait_for_the_dead_in_mpi_finalize() -> None:
     """Which takes for ever, one time in ten."""
     job = run(4, "tests/scripts/worker_dies.py", survive=True)
@@ -82,16 +85,19 @@ def test_those_that_survive_do_not_wait_for_the_dead_in_mpi_finalize() -> None:
         assert job.of_rank(rank) == ["ends", "MPI_Finalize does not wait"], job.output
 
 
+@pytest.mark.nightly
 def test_without_the_option_of_mpirun_a_killed_worker_ends_the_job(tmp_path: Path) -> None:
     assert kill(1, 4, tmp_path, survive=False).code != 0
 
 
+@pytest.mark.nightly
 def test_without_any_worker_left_the_job_ends(tmp_path: Path) -> None:
     job = kill(1, 3, tmp_path)
     assert job.code != 0, job.output
     assert "RankDiedError: no worker is left" in job.output, job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("role", ["chief", "ps"])
 def test_a_job_ends_when_the_chief_or_the_parameter_server_is_killed(role: str, tmp_path: Path) -> None:
     job = kill(0 if role == "chief" else 3, 4, tmp_path)
@@ -102,6 +108,7 @@ def test_a_job_ends_when_the_chief_or_the_parameter_server_is_killed(role: str, 
 # -- how a chief may end ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way, ranks", [("ends", 2), ("closes", 3), ("shuts down", 3)])
 def test_the_others_return_when_the_chief_is_done(way: str, ranks: int) -> None:
     job = run(ranks, "tests/scripts/cluster_ends.py", way)
@@ -111,6 +118,7 @@ def test_the_others_return_when_the_chief_is_done(way: str, ranks: int) -> None:
         assert job.of_rank(rank) == ["returned False", "returned True", "ends"], job.output
 
 
+@pytest.mark.nightly
 def test_a_collective_that_needs_ranks_that_wait_is_an_error() -> None:
     job = run(3, "tests/scripts/cluster_ends.py", "calls a barrier")
     assert job.code == 0, job.output
@@ -119,12 +127,14 @@ def test_a_collective_that_needs_ranks_that_wait_is_an_error() -> None:
     assert job.of_rank(1)[-2:] == ["returned True", "ends"], job.output
 
 
+@pytest.mark.nightly
 def test_an_exit_code_of_the_chief_is_the_jobs_and_the_others_end_well() -> None:
     job = run(3, "tests/scripts/cluster_ends.py", "exits with 3")
     assert job.code == 3, job.output
     assert job.of_rank(2) == ["returned False", "returned True", "ends"], job.output
 
 
+@pytest.mark.nightly
 def test_an_exception_on_the_chief_ends_the_job_with_its_traceback_alone() -> None:
     job = run(3, "tests/scripts/cluster_ends.py", "raises")
     assert job.code != 0, job.output
@@ -132,6 +142,7 @@ def test_an_exception_on_the_chief_ends_the_job_with_its_traceback_alone() -> No
     assert job.output.count("Traceback") == 1, job.output
 
 
+@pytest.mark.nightly
 def test_when_the_chief_is_killed_all_that_survive_end_with_an_error() -> None:
     job = run(3, "tests/scripts/cluster_ends.py", "gets SIGKILL", survive=True)
     assert job.code != 0, job.output
@@ -141,12 +152,14 @@ def test_when_the_chief_is_killed_all_that_survive_end_with_an_error() -> None:
 # -- no server of ours ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_tensorflows_own_multi_worker_strategy_needs_no_tf_config() -> None:
     job = run(3, "tests/scripts/stock_multi_worker.py")
     assert job.code == 0, job.output
     assert [job.of_rank(rank) for rank in range(3)] == [["sum 6.0 of 3, variable 0.0"]] * 3, job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_resolver_before_init_is_an_error_on_every_rank(ranks: int) -> None:
     job = run(ranks, "tests/scripts/no_init.py")
@@ -158,6 +171,7 @@ def test_a_resolver_before_init_is_an_error_on_every_rank(ranks: int) -> None:
 # -- an evaluator -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_evaluator_follows_the_checkpoints_to_the_last_one(ranks: int, tmp_path: Path) -> None:
     job = run(ranks, "examples/evaluator.py", "--directory", str(tmp_path))
@@ -170,6 +184,7 @@ def test_an_evaluator_follows_the_checkpoints_to_the_last_one(ranks: int, tmp_pa
     assert float(trained[1]) >= 0.93, job.output
 
 
+@pytest.mark.nightly
 def test_an_evaluator_alone_is_told_that_it_needs_a_chief() -> None:
     job = run(1, "examples/evaluator.py")
     assert job.code != 0

@@ -3,6 +3,7 @@
 import pytest
 
 from ..support.jobs import Finished, needs_mpirun, run_job
+from ..support.levels import sample
 
 pytestmark = needs_mpirun
 
@@ -45,7 +46,7 @@ def cases_of(job: Finished, rank: int) -> dict[str, str]:
 
 
 @pytest.mark.horovod("names-differ")
-@pytest.mark.parametrize(("kind", "expected"), [("arrays", ARRAYS), ("tensorflow", TENSORFLOW)],
+@sample(("kind", "expected"), [("arrays", ARRAYS), ("tensorflow", TENSORFLOW)],
                          ids=["arrays", "tensorflow"])
 def test_all_ranks_that_wait_for_each_other_fail_soon_and_no_others(kind: str, expected: dict[str, str]) -> None:
     # Without the check of fit, which finds uneven parts of the data before they become a deadlock.

@@ -22,6 +22,7 @@ def test_all_ranks_end_after_the_same_steps_and_their_speed_is_told() -> None:
     assert " rows per second, and " in job.output, job.output
 
 
+@pytest.mark.nightly
 def test_a_script_that_ends_too_early_is_told() -> None:
     job = run_limited([*LINE, "short"])
     assert job.code == 2, job.output

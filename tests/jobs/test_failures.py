@@ -13,6 +13,7 @@ import pytest
 from mpistrat.core.install import pip_extra
 
 from ..support.jobs import Finished, needs_mpirun, run_job, run_limited
+from ..support.levels import sample
 
 pytestmark = needs_mpirun
 
@@ -36,6 +37,7 @@ def said(job: Finished, rank: int) -> str:
     return "\n".join(job.of_rank(rank))
 
 
+@pytest.mark.nightly
 def test_a_rank_that_ends_well_without_init_is_named_when_the_others_wait_for_it() -> None:
     script = ("import os, sys; os.environ['OMPI_COMM_WORLD_RANK'] == '1' and sys.exit(); "
               "import mpistrat; mpistrat.init()")
@@ -64,8 +66,8 @@ def end_rank_1(ranks: int, way: str, others: str, mark: Path) -> Finished:
     return job
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("others", ["wait for it", "are busy"])
+@sample("ranks", [2, 3])
+@sample("others", ["wait for it", "are busy"])
 def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(ranks: int, others: str, mark: Path) -> None:
     job = end_rank_1(ranks, "raises", others, mark)
     assert "in fail_on_purpose" in job.output, job.output
@@ -75,37 +77,36 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(ranks: int, ot
                      re.MULTILINE), job.output
 
 
-@pytest.mark.quick
 def test_an_exception_before_init_ends_the_job_with_its_traceback(mark: Path) -> None:
     job = end_rank_1(3, "raises before init", "wait in init", mark)
     assert "RuntimeError: failed on purpose\n" in job.output, job.output
 
 
+@pytest.mark.nightly
 def test_an_init_that_fails_on_one_rank_only_ends_the_job_with_its_traceback(mark: Path) -> None:
     job = end_rank_1(3, "fails in init", "wait in init", mark)
     assert "ValueError: rank 1 called init with comm=[0], which does not contain it." in job.output, job.output
 
 
-@pytest.mark.parametrize("others", ["wait for it", "are busy"])
-@pytest.mark.parametrize("way", ["gets SIGKILL", "presses Ctrl-C"])
+@sample("others", ["wait for it", "are busy"])
+@sample("way", ["gets SIGKILL", "presses Ctrl-C"])
 def test_a_signal_ends_the_job(way: str, others: str, mark: Path) -> None:
     end_rank_1(3, way, others, mark)
 
 
+@pytest.mark.nightly
 def test_a_keyboard_interrupt_on_one_rank_ends_the_job(mark: Path) -> None:
     job = end_rank_1(3, "gets SIGINT", "wait for it", mark)
     assert "KeyboardInterrupt\n" in job.output, job.output
 
 
-@pytest.mark.quick
 def test_sys_exit_on_one_rank_gives_the_job_its_exit_code(mark: Path) -> None:
     job = end_rank_1(3, "exits with 3", "end too", mark)
     assert job.code == 3, job.output
     assert [job.of_rank(rank) for rank in (0, 2)] == [["ends well"]] * 2, job.output
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("ranks", [2, 3])
+@sample("ranks", [2, 3])
 def test_sys_exit_on_one_rank_gives_the_job_its_exit_code_when_others_wait_for_it(ranks: int, mark: Path) -> None:
     job = end_rank_1(ranks, "exits with 3", "wait for it", mark)
     assert job.code == 3, job.output
@@ -114,12 +115,14 @@ def test_sys_exit_on_one_rank_gives_the_job_its_exit_code_when_others_wait_for_i
                     r"for this one: sum: ranks \[", line), job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["raises SystemExit(3)", "exits with 3 from a thread"])
 def test_an_exit_whose_code_python_does_not_say_ends_others_that_wait_for_it(way: str, mark: Path) -> None:
     job = end_rank_1(2, way, "wait for it", mark)
     assert "which have already shut down" in job.output, job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("others", ["wait for it", "are busy"])
 def test_os_exit_on_one_rank_ends_the_job_with_its_exit_code(others: str, mark: Path) -> None:
     job = end_rank_1(3, "exits with 3 at once", others, mark)
@@ -133,6 +136,7 @@ def assert_mpirun_names_rank_1(job: Finished) -> None:
         assert re.search(r"Process name: .*,1\]\s+Exit code: +3\n", job.output), job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["sys.exit", "os._exit"])
 def test_a_callback_of_one_rank_that_exits_ends_the_job_with_the_cause(way: str, mark: Path) -> None:
     job = run(2, "callback_ends.py", way, str(mark))
@@ -150,7 +154,6 @@ def test_a_callback_of_one_rank_that_exits_ends_the_job_with_the_cause(way: str,
 
 
 @pytest.mark.horovod("atexit")
-@pytest.mark.quick
 def test_a_script_may_end_without_shutdown() -> None:
     job = run(3, "no_shutdown.py")
     assert job.code == 0, job.output
@@ -165,6 +168,7 @@ def test_an_engine_that_fails_ends_the_job_with_its_traceback() -> None:
     assert "MemoryError: no memory, on purpose\n" in job.output, job.output
 
 
+@pytest.mark.nightly
 def test_an_error_that_nobody_catches_ends_the_job() -> None:
     job = run(3, "disagree.py")
     assert job.code != 0, job.output
@@ -175,8 +179,7 @@ def test_an_error_that_nobody_catches_ends_the_job() -> None:
 # -- ranks that do not do the same ------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("ranks", [2, 3])
+@sample("ranks", [2, 3])
 def test_ranks_with_different_numbers_of_steps_are_told_so(ranks: int) -> None:
     job = run(ranks, "unequal_steps.py")
     total, last = f"returned {float(ranks)}", ranks - 1
@@ -193,7 +196,7 @@ def test_ranks_with_different_numbers_of_steps_are_told_so(ranks: int) -> None:
 
 
 @pytest.mark.horovod("names-differ")
-@pytest.mark.parametrize(("ranks", "present"), [(2, "[0]"), (3, "[0, 2]")])
+@sample(("ranks", "present"), [(2, "[0]"), (3, "[0, 2]")])
 def test_a_tensor_that_one_rank_never_submits_is_reported_by_the_chief_and_then_fails_on_every_rank(
         ranks: int, present: str) -> None:
     job = run(ranks, "stalled.py", "for nothing", env=SHORT_STALL)
@@ -214,6 +217,7 @@ def test_a_tensor_that_one_rank_never_submits_is_reported_by_the_chief_and_then_
     assert job.code == 0, job.output
 
 
+@pytest.mark.nightly
 def test_a_stall_says_what_the_missing_rank_waits_for_instead() -> None:
     job = run(3, "stalled.py", "for another", env=SHORT_STALL | {"MPISTRAT_DEADLOCK_S": "0"})
     for rank in range(3):
@@ -244,32 +248,27 @@ def lives() -> list[dict[str, list[str]]]:
     return by_rank
 
 
-@pytest.mark.quick
 def test_before_init_an_operation_and_a_query_are_errors_and_shutdown_does_nothing(lives: list) -> None:
     for life in lives:
         assert life["before init"] == [NOT_INITIALIZED, NOT_INITIALIZED, "returned None"]
 
 
-@pytest.mark.quick
 def test_init_may_be_called_twice_even_with_an_operation_in_flight(lives: list) -> None:
     for life in lives:
         assert life["after init"][0] == "returned 3.0"
         assert life["after a second init"] == ["returned 6.0", "returned 3.0"]
 
 
-@pytest.mark.quick
 def test_after_shutdown_an_operation_and_a_query_are_errors(lives: list) -> None:
     for life in lives:
         assert life["after shutdown"] == [NOT_INITIALIZED, NOT_INITIALIZED, "returned False"]
 
 
-@pytest.mark.quick
 def test_after_shutdown_init_begins_anew(lives: list) -> None:
     for life in lives:
         assert life["after shutdown and init"] == ["returned 3.0", "returned True"]
 
 
-@pytest.mark.quick
 def test_init_takes_a_list_of_ranks() -> None:
     job = run(3, "subset.py", "list")
     assert job.of_rank(0) == ["returned None", "returned rank 0 of 2, sum 2", "ends"], job.output
@@ -280,7 +279,6 @@ def test_init_takes_a_list_of_ranks() -> None:
 
 
 @pytest.mark.horovod("init-comm")
-@pytest.mark.quick
 def test_init_takes_a_communicator_and_leaves_it_alone() -> None:
     job = run(3, "subset.py", "communicator")
     has = "the communicator still has {} ranks"
@@ -290,6 +288,7 @@ def test_init_takes_a_communicator_and_leaves_it_alone() -> None:
     assert job.code == 0, job.output
 
 
+@pytest.mark.nightly
 def test_init_refuses_ranks_that_do_not_exist_or_come_twice() -> None:
     job = run(3, "subset.py", "wrong")
     for rank in range(3):
@@ -300,7 +299,6 @@ def test_init_refuses_ranks_that_do_not_exist_or_come_twice() -> None:
 
 
 @pytest.mark.horovod("init-mpi4py")
-@pytest.mark.quick
 def test_init_initialises_mpi_when_mpi4py_was_told_not_to(lives: list) -> None:
     alone = run_limited([sys.executable, "tests/scripts/lifecycle.py"]).of_rank(0)
     for lines in (*(life["after init"] + life["ends"] for life in lives), alone):
@@ -311,6 +309,7 @@ def test_init_initialises_mpi_when_mpi4py_was_told_not_to(lives: list) -> None:
 # -- settings and surroundings ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_an_unknown_setting_on_all_ranks_is_an_error_on_every_rank() -> None:
     job = run(2, "init_only.py", env={"MPISTRAT_FUSION_TRESHOLD": "1"})
     for rank in range(2):
@@ -319,7 +318,6 @@ def test_an_unknown_setting_on_all_ranks_is_an_error_on_every_rank() -> None:
                                    "MPISTRAT_FUSION_TRESHOLD."), job.output
 
 
-@pytest.mark.quick
 def test_an_unknown_setting_on_one_rank_is_an_error_on_every_rank_that_names_it() -> None:
     job = run(3, "init_only.py", "1:MPISTRAT_FUSION_TRESHOLD=1")
     for rank in range(3):
@@ -328,6 +326,7 @@ def test_an_unknown_setting_on_one_rank_is_an_error_on_every_rank_that_names_it(
                                    "MPISTRAT_FUSION_TRESHOLD."), job.output
 
 
+@pytest.mark.nightly
 def test_a_value_out_of_range_is_an_error_on_every_rank() -> None:
     job = run(2, "init_only.py", env={"MPISTRAT_STALL_CHECK_TIME_SECONDS": "-1"})
     for rank in range(2):
@@ -335,7 +334,6 @@ def test_a_value_out_of_range_is_an_error_on_every_rank() -> None:
         assert "MPISTRAT_STALL_CHECK_TIME_SECONDS='-1': expected " in said(job, rank), job.output
 
 
-@pytest.mark.quick
 def test_settings_that_differ_are_an_error_on_every_rank_that_names_values_and_ranks() -> None:
     job = run(3, "init_only.py", "1:MPISTRAT_CACHE_CAPACITY=7", env={"MPISTRAT_CACHE_CAPACITY": "9"})
     for rank in range(3):
@@ -343,6 +341,7 @@ def test_settings_that_differ_are_an_error_on_every_rank_that_names_values_and_r
                                    "7 on ranks [1]."), job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.horovod("mpirun")
 def test_horovod_variables_are_warned_about_once() -> None:
     job = run(3, "init_only.py", env={"HOROVOD_CYCLE_TIME": "1", "HOROVOD_FUSION_THRESHOLD": "1"})
@@ -352,6 +351,7 @@ def test_horovod_variables_are_warned_about_once() -> None:
         "HOROVOD_FUSION_THRESHOLD is not read; use MPISTRAT_FUSION_THRESHOLD."], job.output
 
 
+@pytest.mark.nightly
 def test_the_chief_warns_of_ranks_that_run_other_code_or_versions() -> None:
     job = run(3, "different_code.py")
     *warnings, result, end = job.of_rank(0)
@@ -366,6 +366,7 @@ def test_the_chief_warns_of_ranks_that_run_other_code_or_versions() -> None:
         assert job.of_rank(rank) == ["returned 3.0", "ends"], job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("variable", ["MPI4PY_LIBMPI", "MPI4PY_MPIABI"])
 def test_an_mpi_library_that_cannot_be_loaded_is_an_error_that_says_what_to_install(variable: str) -> None:
     job = run(2, "init_only.py", env={variable: "/nonexistent/libmpi.so"})
@@ -376,6 +377,7 @@ def test_an_mpi_library_that_cannot_be_loaded_is_an_error_that_says_what_to_inst
             assert "/nonexistent/libmpi.so: cannot open" in said(job, rank), job.output
 
 
+@pytest.mark.nightly
 def test_an_mpirun_of_another_mpi_than_the_library_is_an_error_that_says_so() -> None:
     # What two processes see that the mpirun of another MPI has started: each is alone in a world of its own.
     job = run_limited([sys.executable, "tests/scripts/init_only.py"], env={
@@ -385,6 +387,7 @@ def test_an_mpirun_of_another_mpi_than_the_library_is_an_error_that_says_so() ->
     assert "sees only one" in line, job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("level", ["single", "funneled"])
 def test_a_thread_level_that_is_too_low_is_an_error_that_says_what_to_write(level: str) -> None:
     job = run(2, "thread_level.py", level)
@@ -394,6 +397,7 @@ def test_a_thread_level_that_is_too_low_is_an_error_that_says_what_to_write(leve
         assert "Set mpi4py.rc.thread_level = 'multiple'" in line, job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.horovod("thread-level")
 def test_thread_level_serialized_suffices() -> None:
     job = run(2, "thread_level.py", "serialized")
@@ -403,7 +407,6 @@ def test_thread_level_serialized_suffices() -> None:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 def test_one_rank_without_mpirun_works_and_loads_no_mpi() -> None:
     job = run_limited([sys.executable, "tests/scripts/alone.py"])
     assert job.of_rank(0) == [

@@ -12,6 +12,7 @@ _SUMS = "sums [2.0, 2.0]"
 _REFUSAL = "NotInitializedError: this process was forked from a rank (process "
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("way", "code"), [("ends", 0), ("exits with 5", 5), ("raises", 1)])
 def test_a_forked_process_ends_at_once_and_the_job_goes_on(way: str, code: int) -> None:
     job = run_job(2, ["python", "tests/scripts/forked.py", way])
@@ -23,7 +24,6 @@ def test_a_forked_process_ends_at_once_and_the_job_goes_on(way: str, code: int) 
     assert job.left == (), job.output
 
 
-@pytest.mark.quick
 def test_a_forked_process_knows_its_rank_and_is_refused_everything_else() -> None:
     job = run_job(2, ["python", "tests/scripts/forked.py", "calls"])
     for rank in range(2):
@@ -37,6 +37,7 @@ def test_a_forked_process_knows_its_rank_and_is_refused_everything_else() -> Non
     assert job.code == 0, job.output
 
 
+@pytest.mark.nightly
 def test_a_forked_process_is_refused_collectives_on_tensors() -> None:
     job = run_job(2, ["python", "tests/scripts/forked_tensorflow.py"])
     for rank in range(2):
@@ -50,6 +51,7 @@ def test_a_forked_process_is_refused_collectives_on_tensors() -> None:
     assert job.left == (), job.output
 
 
+@pytest.mark.nightly
 def test_a_process_that_a_lone_rank_has_forked_is_no_rank_either() -> None:
     job = run_limited([sys.executable, "tests/scripts/forked.py", "calls"])
     *calls, end, sums = job.of_rank(0)
@@ -59,6 +61,7 @@ def test_a_process_that_a_lone_rank_has_forked_is_no_rank_either() -> None:
     assert job.code == 0, job.output
 
 
+@pytest.mark.nightly
 def test_a_program_that_a_rank_starts_does_not_take_the_place_of_the_rank() -> None:
     job = run_job(2, ["python", "tests/scripts/started.py"], limit_s=200)
     for rank in range(2):
@@ -79,6 +82,7 @@ def test_data_may_come_from_worker_processes_and_threads() -> None:
     assert job.left == (), job.output
 
 
+@pytest.mark.nightly
 def test_a_program_that_a_rank_starts_inherits_none_of_its_descriptors() -> None:
     job = run_job(2, ["python", "tests/scripts/inherited.py"])
     for rank in range(2):

@@ -1,13 +1,12 @@
 """The measurements for a GPU run to their end, on a stand-in; their figures say nothing."""
 
-import pytest
 
 from ..support.jobs import needs_mpirun, run_job
+from ..support.levels import sample
 
 
-@pytest.mark.quick
 @needs_mpirun
-@pytest.mark.parametrize("ranks", [1, 2])
+@sample("ranks", [1, 2])
 def test_every_figure_is_printed(ranks: int) -> None:
     job = run_job(ranks, ["python", "tests/scripts/gpu_figures.py", "--stand-in"])
     assert job.code == 0, job.output

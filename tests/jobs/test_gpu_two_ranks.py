@@ -5,7 +5,6 @@ import pytest
 from ..support.jobs import needs_mpirun, run_job
 
 
-@pytest.mark.quick
 @needs_mpirun
 def test_all_collectives_are_right_by_nccl_and_staged() -> None:
     job = run_job(2, ["python", "-m", "tests.gpu.two_ranks", "--stand-in"])
@@ -31,6 +30,7 @@ sys.exit(program.main([one_rank_fails_where_the_others_wait, *program.CHECKS]))
 """
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_a_check_of_tensorflow_that_fails_on_a_rank_keeps_no_other_from_running() -> None:
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")

@@ -29,6 +29,7 @@ def stray(tmp_path: Path) -> Iterator[str]:
     os.kill(int(file.read_text()), signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_the_limit_holds_even_if_something_keeps_the_output_open(stray: str) -> None:
     began = time.monotonic()
     with pytest.raises(pytest.fail.Exception, match="was not done after 2 s; left were sleep") as failure:
@@ -37,8 +38,12 @@ def test_the_limit_holds_even_if_something_keeps_the_output_open(stray: str) -> 
     assert "It printed:\nbegins\n" in str(failure.value)
 
 
-@pytest.mark.quick
 def test_a_job_is_done_when_its_first_process_ends_whatever_keeps_the_output_open(stray: str) -> None:
     job = run_limited(["sh", "-c", f"echo begins; {stray}; exit 3"], limit_s=120)
     assert (job.code, job.output, job.left) == (3, "begins\n", ())
     assert job.seconds < 100
+
+
+def test_a_script_ends_well_with_strategies_and_iterators_of_tensorflow() -> None:
+    job = run_job(2, ["python", "tests/scripts/iterators_at_end.py"])
+    assert (job.code, job.output.count("done"), job.left) == (0, 2, ()), job.output

@@ -3,6 +3,7 @@
 import pytest
 
 from ..support.jobs import needs_mpirun, run_job
+from ..support.levels import sample
 
 SUM_AND_AVERAGES = """
 import numpy, mpistrat
@@ -16,7 +17,7 @@ mpistrat.join()
 
 @needs_mpirun
 @pytest.mark.horovod("join")
-@pytest.mark.parametrize(("average", "expected"), [
+@sample(("average", "expected"), [
     ("active", "[8. 8. 8.] [8. 8. 8.]"), ("all", "[8. 8. 8.] [4. 4. 4.]")])
 def test_what_an_average_divides_by_is_a_setting(average: str, expected: str) -> None:
     job = run_job(2, ["python", "-c", SUM_AND_AVERAGES], env={"MPISTRAT_JOIN_AVERAGE": average})
@@ -24,6 +25,7 @@ def test_what_an_average_divides_by_is_a_setting(average: str, expected: str) ->
     assert expected in job.output
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_a_rank_that_ends_instead_of_joining_ends_the_job() -> None:
     script = "import sys, mpistrat; mpistrat.init(); mpistrat.join() if mpistrat.rank() == 0 else sys.exit()"

@@ -21,6 +21,7 @@ from ..support.jobs import (
     run_job,
     wait_until,
 )
+from ..support.levels import sample
 
 pytestmark = needs_mpirun
 
@@ -54,11 +55,12 @@ def kill_mpirun(tmp_path: Path, way: str, wrapper: Sequence[str] = ()) -> str:
         return os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode()
 
 
-@pytest.mark.parametrize("way", ["sleep", "compute", "reduce", "wait", "wait at the end"])
+@sample("way", ["sleep", "compute", "reduce", "wait", "wait at the end"])
 def test_ranks_end_when_mpirun_was_killed_whatever_they_do(tmp_path: Path, way: str) -> None:
     kill_mpirun(tmp_path, way)
 
 
+@pytest.mark.nightly
 def test_ranks_end_when_mpirun_was_killed_behind_a_shell_and_say_so(tmp_path: Path) -> None:
     # The shell's own output goes to a file, for what passes through mpirun is lost with it.
     said = tmp_path / "said"
@@ -76,6 +78,7 @@ print("after", watches())
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("env", "watches"), [({}, True), ({"MPISTRAT_LAUNCHER_CHECK_DISABLE": "1"}, False)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_launcher_is_watched_from_init_to_shutdown_unless_the_setting_says_no(

@@ -29,6 +29,7 @@ def segments() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "mpistrat" in name}
 
 
+@pytest.mark.nightly
 def test_ten_thousand_steps_do_not_let_memory_grow() -> None:
     job = run_job(2, [*MANY, "2000"])
     assert job.code == 0, job.output
@@ -40,6 +41,7 @@ def test_ten_thousand_steps_do_not_let_memory_grow() -> None:
 MOST_GROWTH_BYTES = 32 * 10**6
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("operations", ["shared_memory", "mpi"])
 def test_ten_thousand_collectives_of_other_sizes_leave_neither_memory_nor_descriptors(operations: str) -> None:
     job = run_job(2, ["python", "tests/scripts/varied_sizes.py", "10000"], limit_s=300,
@@ -51,6 +53,7 @@ def test_ten_thousand_collectives_of_other_sizes_leave_neither_memory_nor_descri
         assert grown and int(grown[1]) < MOST_GROWTH_BYTES, job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("operations", "way"), [("shared_memory", "with votes"), ("mpi", "without votes")])
 def test_either_backend_can_be_asked_for(ranks: int, operations: str, way: str) -> None:
@@ -65,6 +68,7 @@ HOSTS = {"one host": (2, 2, "shared_memory"), "two hosts of one rank": (2, 1, "m
 
 
 # On one host, the test above has ranks that vote.
+@pytest.mark.nightly
 @pytest.mark.parametrize(("disabled", "hosts", "ranks"), [
     (disabled, hosts, HOSTS[hosts][0]) for disabled in ("fast_path", "none") for hosts in HOSTS
     if (disabled, hosts) != ("none", "one host")])
@@ -76,6 +80,7 @@ def test_ranks_vote_unless_the_setting_says_no(disabled: str, hosts: str, ranks:
     assert [job.of_rank(rank) for rank in range(ranks)] == [[expected]] * ranks, job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fusion_bytes", ["0", "1000", "100000"])
 def test_any_fusion_threshold_gives_the_same_results(fusion_bytes: str) -> None:
     job = run_job(3, [*MANY, "3"], env={"MPISTRAT_FUSION_THRESHOLD": fusion_bytes})
@@ -96,6 +101,7 @@ def test_without_room_for_shared_memory_mpi_serves_with_one_warning() -> None:
     assert job.output.count("MPI is used instead, which is slower") == 1, job.output
 
 
+@pytest.mark.nightly
 def test_with_little_room_for_shared_memory_the_chunks_are_small() -> None:
     little = [*WITHOUT_MEMORY[:2], WITHOUT_MEMORY[2].replace("ulimit -f 100", "ulimit -f 40000"), *WITHOUT_MEMORY[3:]]
     job = run_job(3, little, env={"MPISTRAT_LOG_LEVEL": "info"})
@@ -104,6 +110,7 @@ def test_with_little_room_for_shared_memory_the_chunks_are_small() -> None:
     assert [job.of_rank(rank)[-1] for rank in range(3)] == ["shared_memory with votes stays"] * 3, job.output
 
 
+@pytest.mark.nightly
 def test_without_room_for_shared_memory_that_was_asked_for_every_rank_is_told() -> None:
     job = run_job(2, WITHOUT_MEMORY, env={"MPISTRAT_CPU_OPERATIONS": "shared_memory"})
     assert job.code != 0

@@ -13,6 +13,7 @@ def test_tensors_on_a_gpu_in_another_order_on_each_rank() -> None:
     job.assert_each_says(2, lambda rank: f"rank {rank}: 30 steps of 20 tensors are right")
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_train_while_tensorflow_executes_in_the_background(ranks: int) -> None:
@@ -21,6 +22,7 @@ def test_ranks_train_while_tensorflow_executes_in_the_background(ranks: int) -> 
 
 
 # Over TCP a large message needs calls of MPI by its sender; and with one child each, rank 1 sends to another host.
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("rounds, tree, mpi", [("300", [], {}), ("100", ["1"], {
     "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"})], ids=["flat", "line over TCP"])
@@ -34,7 +36,7 @@ def test_large_decisions_behind_others_while_votes_are_open_between_hosts(rounds
         assert job.of_rank(rank) == [f"{rounds} rounds are right"], job.output
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @needs_mpirun
 def test_compiled_functions_touch_no_variable_of_another_device() -> None:
     job = run_job(2, ["python", "tests/scripts/second_device.py"], limit_s=400)
@@ -44,6 +46,7 @@ def test_compiled_functions_touch_no_variable_of_another_device() -> None:
             "horovod", "accumulated", "scaled", "strategy", "tape", "embedding", "functions")], job.output
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_that_repeat_are_added_in_one_order_by_all_ranks(ranks: int) -> None:

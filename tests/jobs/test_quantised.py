@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from ..support.jobs import needs_mpirun, run_job
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_three_models_learn_as_well_with_8_bit_numbers_between_hosts() -> None:
     job = run_job(4, ["python", "tests/scripts/quantised_convergence.py"], limit_s=400)
@@ -14,5 +17,4 @@ def test_three_models_learn_as_well_with_8_bit_numbers_between_hosts() -> None:
     for model in models:
         print(model)
         assert model["none"] < 0.7  # It has learned: chance is 2.08.
-        for compression in ("int8", "fp8"):
-            assert abs(model[compression] - model["none"]) < 0.1 * model["none"] + 0.01, model
+        assert abs(model["int8"] - model["none"]) < 0.1 * model["none"] + 0.01, model

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from ..support.jobs import Finished, needs_mpirun, run_job
+from ..support.levels import sample
 
 pytestmark = needs_mpirun
 
@@ -35,7 +36,7 @@ def run(ranks: int, *command: str) -> Finished:
     return job
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@sample("kind", KINDS)
 def test_the_ranks_that_are_left_go_on_with_right_results(kind: str) -> None:
     ranks, victims = KINDS[kind]
     job = run(ranks, "tests/scripts/ranks_lost.py", kind, victims, "0.2")
@@ -44,6 +45,7 @@ def test_the_ranks_that_are_left_go_on_with_right_results(kind: str) -> None:
     assert len(re.findall("went on as rank", job.output)) == ranks - len(victims.split(",")), job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("way", "report"), [
     ("raises", "rank 1 on {host} ends: KeyError: 'a mistake'"), ("exits", "rank 1 on {host} ends with exit code 3: "
                                                                           "sys.exit(3)"), ("is killed", "")])
@@ -56,10 +58,12 @@ def test_a_rank_that_fails_ends_alone(way: str, report: str) -> None:
     assert job.output.count("the first handler has run") == 2 + (way == "exits"), job.output
 
 
+@pytest.mark.nightly
 def test_the_exit_code_after_a_loss_is_that_of_the_script() -> None:
     assert run(3, "tests/scripts/one_ends.py", "is killed", "7").code == 7
 
 
+@pytest.mark.nightly
 def test_a_recovery_leaves_nothing_behind() -> None:
     job = run(3, "tests/scripts/recover_often.py")
     assert job.code == 0, job.output
@@ -70,6 +74,7 @@ def test_a_recovery_leaves_nothing_behind() -> None:
         assert megabytes < 100, job.output  # Each of 17 recoveries has 33 MiB of shared memory.
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["shared_memory", "mpi"])
 def test_every_wait_ends_when_ranks_are_lost(backend: str) -> None:
     job = run_job(3, ["python", "tests/scripts/lose_ends_waits.py"], env={"MPISTRAT_CPU_OPERATIONS": backend})
@@ -82,6 +87,7 @@ def test_every_wait_ends_when_ranks_are_lost(backend: str) -> None:
     assert job.code == 0, job.output
 
 
+@pytest.mark.nightly
 def test_a_job_that_cannot_go_on_ends_even_if_mpirun_does_not_see_the_end_of_a_rank() -> None:
     # The shell lives on, and mpirun knows only that.
     job = run_job(2, ["sh", "-c", f"{sys.executable} tests/scripts/killed_alone.py; sleep 60"], limit_s=50)

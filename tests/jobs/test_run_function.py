@@ -23,7 +23,6 @@ SCRIPT = [sys.executable, "tests/scripts/run_function.py"]
 
 
 @pytest.mark.horovod("run")
-@pytest.mark.quick
 @needs_mpirun
 def test_results_come_in_the_order_of_ranks_and_an_exception_comes_home() -> None:
     job = run_limited([*SCRIPT, "result", "fails"])
@@ -47,6 +46,7 @@ CASES = {
 }
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_ends_of_all_kinds() -> None:
     job = run_limited([*SCRIPT, *CASES], limit_s=240)
@@ -60,6 +60,7 @@ def test_ends_of_all_kinds() -> None:
     assert not job.left
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 @needs_mpirun
 def test_the_job_ends_with_the_process_that_called(number: signal.Signals, tmp_path: Path) -> None:

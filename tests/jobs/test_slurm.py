@@ -158,6 +158,7 @@ def test_srun_with_pmix_starts_the_ranks_and_these_share_the_cores(slurm: Slurm)
     assert len(os.sched_getaffinity(0)) == 1 or not set(cpus.split()) & set(other_cpus.split()), job.output
 
 
+@pytest.mark.nightly
 def test_srun_without_a_pmi_is_an_error_on_every_rank(slurm: Slurm) -> None:
     job = slurm.srun("--mpi=none", "--ntasks=2", "--nodes=1", "--label")
     assert job.code != 0
@@ -166,6 +167,7 @@ def test_srun_without_a_pmi_is_an_error_on_every_rank(slurm: Slurm) -> None:
                          re.MULTILINE), job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_mpirun_in_a_batch_job_takes_the_nodes_of_the_allocation(slurm: Slurm, nodes: int) -> None:
     output = slurm.sbatch("slurm-one-node-cpu.sh", f"--nodes={nodes}", "--ntasks=2", f"--ntasks-per-node={2 // nodes}")
@@ -174,6 +176,7 @@ def test_mpirun_in_a_batch_job_takes_the_nodes_of_the_allocation(slurm: Slurm, n
     assert len({node for _, node, _ in ranks}) == nodes, output
 
 
+@pytest.mark.nightly
 def test_srun_in_a_batch_job_starts_ranks_on_two_nodes(slurm: Slurm) -> None:
     output = slurm.sbatch("slurm-many-nodes-cpu.sh", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1")
     ranks = ranks_of(output)
@@ -181,6 +184,7 @@ def test_srun_in_a_batch_job_starts_ranks_on_two_nodes(slurm: Slurm) -> None:
     assert {node for _, node, _ in ranks} == set(NODES), output
 
 
+@pytest.mark.nightly
 def test_doctor_in_an_allocation_says_which_mpi_of_srun_fits(slurm: Slurm) -> None:
     line = ["salloc", "--ntasks=2", "--nodes=1", f"--nodelist={HOST}", sys.executable, "-m", "mpistrat", "doctor",
             "-np", "2", "--json"]
@@ -191,6 +195,7 @@ def test_doctor_in_an_allocation_says_which_mpi_of_srun_fits(slurm: Slurm) -> No
     assert fix == "srun --mpi=pmix -n 2 python train.py"
 
 
+@pytest.mark.nightly
 def test_an_elastic_job_goes_on_with_the_nodes_of_the_allocation_when_a_rank_is_lost(slurm: Slurm) -> None:
     line = ["salloc", "--ntasks=2", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "mpistrat", "run",
             "--elastic", "-np", "2", sys.executable, "tests/scripts/elastic_steps.py", "--kill", "1:1:5:before"]

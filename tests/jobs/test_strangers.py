@@ -6,13 +6,14 @@ from collections.abc import Mapping
 import pytest
 
 from ..support.jobs import needs_mpirun, run_job
+from ..support.levels import sample
 from ..support.strangers import needs_another_user
 
 pytestmark = needs_mpirun
 
 
 @needs_another_user
-@pytest.mark.parametrize("env", [{}, {"MPISTRAT_CPU_OPERATIONS": "mpi"}], ids=["shared memory", "sockets"])
+@sample("env", [{}, {"MPISTRAT_CPU_OPERATIONS": "mpi"}], ids=["shared memory", "sockets"])
 def test_a_job_goes_on_while_another_user_writes_to_its_sockets(env: Mapping[str, str]) -> None:
     job = run_job(2, ["python", "tests/scripts/strangers_write.py", "2"], env=env, limit_s=90)
     assert job.code == 0, job.output
@@ -20,6 +21,7 @@ def test_a_job_goes_on_while_another_user_writes_to_its_sockets(env: Mapping[str
     assert job.of_rank(1) == ["done"]
 
 
+@pytest.mark.nightly
 def test_ranks_that_cannot_be_connected_are_an_error_on_every_rank() -> None:
     job = run_job(3, ["python", "tests/scripts/not_connected.py"], limit_s=60)
     said = job.of_rank(0)

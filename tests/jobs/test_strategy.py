@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ..support.jobs import needs_mpirun, run_job
+from ..support.levels import sample
 
 
 @needs_mpirun
@@ -16,7 +17,7 @@ def test_a_rank_that_leaves_the_loop_is_named() -> None:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("what", ["metric", "variable", "checkpoint", "save", "evaluate"])
+@sample("what", ["metric", "variable", "checkpoint", "save", "evaluate"])
 def test_what_one_rank_calls_alone_is_named_with_its_cause(what: str, tmp_path: Path) -> None:
     job = run_job(2, ["python", "tests/scripts/strategy_under_one_rank.py", what, str(tmp_path)],
                   env={"MPISTRAT_DEADLOCK_S": "0"})  # It would come before the limit.
@@ -28,6 +29,7 @@ def test_what_one_rank_calls_alone_is_named_with_its_cause(what: str, tmp_path: 
         assert "Ended after 3 s (CommunicationOptions.timeout_seconds)" in error
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_sharded_slots_go_on_from_a_file_with_fewer_ranks(tmp_path: Path) -> None:
     for jobs_before, ranks in enumerate((3, 2, 1)):
@@ -38,6 +40,7 @@ def test_sharded_slots_go_on_from_a_file_with_fewer_ranks(tmp_path: Path) -> Non
                                          for name, arrays in (("momentum", 10), ("Adam", 14))], job.output
 
 
+@pytest.mark.nightly
 @needs_mpirun
 def test_the_chief_may_save_a_model_alone_at_the_end(tmp_path: Path) -> None:
     job = run_job(2, ["python", "tests/scripts/strategy_under_one_rank.py", "save-at-the-end", str(tmp_path)])

@@ -12,11 +12,11 @@ from mpistrat.trace import files
 from mpistrat.trace.timeline import records_in
 
 from ..support.jobs import ROOT, Finished, needs_mpirun, run_job, run_limited
+from ..support.levels import sample
 
 pytestmark = needs_mpirun
 
 
-@pytest.mark.quick
 @pytest.mark.horovod("timeline")
 def test_a_rank_that_is_50_ms_late_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "f.json"
@@ -33,9 +33,9 @@ def test_a_rank_that_is_50_ms_late_is_named(tmp_path: Path, capsys: pytest.Captu
     assert 40 < late_ms < 500, line
 
 
-@pytest.mark.parametrize("ending", ["json", "pftrace"])
-def test_a_job_that_is_killed_leaves_a_file_that_can_be_read(tmp_path: Path, ending: str) -> None:
-    path = tmp_path / f"f.{ending}"
+@pytest.mark.nightly
+def test_a_job_that_is_killed_leaves_a_file_that_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
     job = run_job(2, ["python", "tests/scripts/timeline_steps.py", str(path), "20", "killed"])
     assert job.code != 0, job.output
     records = records_in(files.spans_in(str(path))[0])
@@ -53,7 +53,7 @@ def fail(directory: Path, how: str, *settings: str) -> tuple[Finished, list[Path
 
 
 # mpirun soon ends the ranks beside one that was killed, which may come before those of the other host can tell theirs.
-@pytest.mark.parametrize(("how", "surely", "perhaps", "said"), [
+@sample(("how", "surely", "perhaps", "said"), [
     ("raised", (0, 1, 2, 3), (), ", and ranks [1] had not called it."),
     ("killed", (0,), (2, 3), "; the file has nothing of "),
     ("slept", (0, 1, 2, 3), (), ", and ranks [1] had not called it.")])
@@ -76,6 +76,7 @@ def test_a_job_that_fails_leaves_what_its_ranks_did_last(
     assert f"ranks {rank_list(ranks - {1})} had waited for " in line and said in line, line
 
 
+@pytest.mark.nightly
 def test_a_job_that_ends_well_or_may_not_leaves_no_file(tmp_path: Path) -> None:
     for how, setting, code in ("none", "MPISTRAT_RECORDER=all", 0), ("raised", "MPISTRAT_RECORDER=status", 1):
         job, found = fail(tmp_path, how, setting)
@@ -83,6 +84,7 @@ def test_a_job_that_ends_well_or_may_not_leaves_no_file(tmp_path: Path) -> None:
         assert "mpistrat timeline" not in job.output
 
 
+@pytest.mark.nightly
 def test_a_job_without_fit_ends_with_a_line_on_its_speed_and_the_slowest_rank() -> None:
     job = run_job(2, ["python", "tests/scripts/late_rank.py"])
     assert job.code == 0, job.output

@@ -14,8 +14,9 @@ from mpistrat.trace import files
 from mpistrat.trace.analysis import analyse, last_submissions
 from mpistrat.trace.timeline import records_in
 
-from ..support.hosts_in_namespaces import Ended, Hosts, Link, can_make_links, two_hosts, why_not
+from ..support.hosts_in_namespaces import Ended, Hosts, Link, can_make_links, several_hosts, two_hosts, why_not
 from ..support.jobs import JOB_VARIABLE, find_mpirun
+from ..support.levels import sample
 
 
 def require_namespaces() -> None:
@@ -33,6 +34,7 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
+@pytest.mark.nightly
 def test_the_hosts_are_a_pair_without_a_way_out(hosts: Hosts) -> None:
     job = hosts.run([1, 1], ["sh", "-c", "echo $(hostname): $(ip -o route)"])
     first, second = hosts.names
@@ -50,6 +52,7 @@ PLACES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.horovod("ranks")
 @pytest.mark.parametrize("placement", PLACES)
 def test_every_rank_sees_the_topology(hosts: Hosts, placement: str) -> None:
@@ -69,7 +72,7 @@ def test_every_rank_sees_the_topology(hosts: Hosts, placement: str) -> None:
     assert job.code == 0, job.output
 
 
-@pytest.mark.parametrize("placement", PLACES)
+@sample("placement", PLACES)
 def test_every_collective_is_right_on_every_rank(hosts: Hosts, placement: str) -> None:
     ranks_per_host, map_by, *_ = PLACES[placement]
     before = hosts.wire_bytes()
@@ -82,13 +85,14 @@ def test_every_collective_is_right_on_every_rank(hosts: Hosts, placement: str) -
     assert job.left == (), job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks_per_host", [[1, 1], [1, 2]], ids=["one each", "one and two"])
 def test_ranks_that_wait_in_all_ways_get_what_they_wait_for(hosts: Hosts, ranks_per_host: list[int]) -> None:
     job = hosts.run(ranks_per_host, ["python", "tests/scripts/waits_of_all_kinds.py", "300", "3"])
     job.assert_each_says(sum(ranks_per_host), lambda rank: f"rank {rank}: 300 steps in one thread, and in 3")
 
 
-@pytest.mark.parametrize("ranks_per_host", [[1, 1], [2, 2], [1, 3]])
+@sample("ranks_per_host", [[1, 1], [2, 2], [1, 3]])
 def test_an_allreduce_of_two_hosts_sends_every_byte_once_in_each_direction(hosts: Hosts,
                                                                            ranks_per_host: list[int]) -> None:
     size, times = 2**23, 4
@@ -101,6 +105,22 @@ def test_an_allreduce_of_two_hosts_sends_every_byte_once_in_each_direction(hosts
     assert 1 <= sent / (2 * size * times) < 1.05
 
 
+@pytest.mark.parametrize("ranks_per_host", [
+    [1, 1, 1], *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in ([2, 2, 2], [1, 1, 1, 1], [2, 1, 2, 1]))])
+def test_an_allreduce_of_more_hosts_sends_every_byte_twice_but_for_the_own_part(ranks_per_host: list[int]) -> None:
+    require_namespaces()
+    size, times = 2**23, 4
+    with several_hosts(len(ranks_per_host)) as made:
+        before = made.wire_bytes()
+        job = made.run(ranks_per_host, ["python", "tests/scripts/large_allreduce.py", str(size), str(times)])
+        sent = made.wire_bytes() - before
+    print(f"{times} all-reduces of {size:,} bytes: {sent:,} bytes on the wire")
+    assert job.code == 0, job.output
+    # 2 (H - 1) / H of the bytes from each of H hosts.
+    assert 1 <= sent / (2 * (len(ranks_per_host) - 1) * size * times) < 1.05
+
+
+@pytest.mark.nightly
 def test_an_exception_on_the_second_host_ends_the_job_with_its_traceback(hosts: Hosts, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     job = hosts.run([1, 1], ["python", "tests/scripts/one_rank_ends.py", "raises", "are busy", str(mark)])
@@ -111,6 +131,7 @@ def test_an_exception_on_the_second_host_ends_the_job_with_its_traceback(hosts: 
     assert job.left == (), job.output
 
 
+@pytest.mark.nightly
 def test_ranks_of_different_hosts_with_different_numbers_of_steps_are_told_so(hosts: Hosts) -> None:
     job = hosts.run([1, 2], ["python", "tests/scripts/unequal_steps.py"])
     assert job.of_rank(2) == ["returned 3.0"] * 3 + ["ends"], job.output
@@ -121,6 +142,7 @@ def test_ranks_of_different_hosts_with_different_numbers_of_steps_are_told_so(ho
     assert job.code == 0, job.output
 
 
+@pytest.mark.nightly
 def test_a_stall_among_hosts_fails_on_every_rank(hosts: Hosts) -> None:
     job = hosts.run([1, 2], ["python", "tests/scripts/stalled.py", "for nothing"], env={
         "MPISTRAT_STALL_CHECK_TIME_SECONDS": "0.5", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "2"})
@@ -134,28 +156,30 @@ def test_a_stall_among_hosts_fails_on_every_rank(hosts: Hosts) -> None:
 # -- a network that fails ---------------------------------------------------------------------------------------------
 
 LIMIT_S = 3.0
-# The collective, its bytes, when the link is cut, and what reduces. Small ones are agreed on by vote, or, with MPI
-# alone, by rank 0, which then cannot tell the other host; large ones are on the wire.
+# The ranks of each host, the collective, its bytes, when the link is cut, and what reduces. Small ones are agreed on by
+# vote, or, with MPI alone, by rank 0, which then cannot tell the other host; large ones are on the wire.
 CUTS = {
-    "an all-reduce under vote": ("allreduce", 4000, "between", "auto"),
-    "a broadcast": ("broadcast", 32_000_000, "within", "auto"),
-    "an all-reduce by MPI": ("allreduce", 4000, "between", "mpi"),
+    "an all-reduce under vote": (2, "allreduce", 4000, "between", "auto"),
+    "chunks of an all-reduce": (1, "allreduce", 64_000_000, "within", "auto"),
+    "a broadcast": (2, "broadcast", 32_000_000, "within", "auto"),
+    "an all-reduce by MPI": (2, "allreduce", 4000, "between", "mpi"),
 }
 
 
-@pytest.mark.parametrize("during", CUTS)
+@sample("during", CUTS)
 def test_a_link_that_is_cut_for_good_ends_every_rank(hosts: Hosts, tmp_path: Path, during: str) -> None:
-    kind, nbytes, when, backend = CUTS[during]
+    per_host, kind, nbytes, when, backend = CUTS[during]
     command = ["python", "tests/scripts/over_a_link.py", kind, str(nbytes), when, "0", str(tmp_path)]
     with hosts.mended_after():
-        job = hosts.run_until_ranks_end([2, 2], command, limit_s=60, env={
+        job = hosts.run_until_ranks_end([per_host] * 2, command, limit_s=60, env={
             **stalls_after(LIMIT_S), "MPISTRAT_CPU_OPERATIONS": backend})
-    all_had_an_error_after_the_cut(hosts, tmp_path, job)
+    all_had_an_error_after_the_cut(hosts, tmp_path, job, 2 * per_host)
     # What the far host prints cannot reach the launcher.
-    for rank in range(2):
+    for rank in range(per_host):
         assert f"[mpistrat] rank {rank} on {hosts.names[0]} ends the job: " in job.output, job.output
 
 
+@pytest.mark.nightly
 def test_ranks_that_catch_the_error_for_a_link_that_is_cut_end_nevertheless(hosts: Hosts, tmp_path: Path) -> None:
     command = ["python", "tests/scripts/over_a_link.py", "allgather", "16000000", "within", "0", str(tmp_path),
                "caught"]
@@ -165,6 +189,7 @@ def test_ranks_that_catch_the_error_for_a_link_that_is_cut_end_nevertheless(host
     assert f"on {hosts.names[0]} ends the job: shutdown: rank " in job.output, job.output
 
 
+@pytest.mark.nightly
 def test_a_host_that_does_not_answer_ends_every_rank(hosts: Hosts, tmp_path: Path) -> None:
     command = ["python", "tests/scripts/over_a_link.py", "allreduce", "4000", "between", "0", str(tmp_path)]
     with hosts.mended_after():
@@ -176,6 +201,7 @@ def test_a_host_that_does_not_answer_ends_every_rank(hosts: Hosts, tmp_path: Pat
     assert job.ended_at - float((tmp_path / "cut").read_text()) < 30, job.output
 
 
+@pytest.mark.nightly
 def test_ranks_recover_over_two_hosts(hosts: Hosts) -> None:
     job = hosts.run([2, 2], ["python", "tests/scripts/ranks_lost.py", "eager", "0", "0.2"],
                     mpirun_args=["--with-ft", "ulfm", "--mca", "coll", "^han"])
@@ -189,10 +215,10 @@ def stalls_after(seconds: float) -> dict[str, str]:
             "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": str(seconds)}
 
 
-def all_had_an_error_after_the_cut(hosts: Hosts, told: Path, job: Ended) -> None:
+def all_had_an_error_after_the_cut(hosts: Hosts, told: Path, job: Ended, ranks: int = 4) -> None:
     """Every rank has had an error that names the hosts, in time, and has ended soon after it."""
     cut_at = float((told / "cut").read_text())
-    for rank in range(4):
+    for rank in range(ranks):
         assert (told / str(rank)).exists(), f"rank {rank} has said nothing. {job.output}"
         at, _, error = (told / str(rank)).read_text().partition(" ")
         assert error.startswith("StallError: "), error
@@ -205,6 +231,7 @@ def all_had_an_error_after_the_cut(hosts: Hosts, told: Path, job: Ended) -> None
     assert job.ended_at - cut_at < 2 * LIMIT_S + 20, job.output
 
 
+@pytest.mark.nightly
 def test_a_link_that_is_down_for_some_seconds_is_survived(hosts: Hosts, tmp_path: Path) -> None:
     with hosts.mended_after():
         job = hosts.run([2, 2], ["python", "tests/scripts/over_a_link.py", "allreduce,broadcast,allgather", "4000000",
@@ -214,6 +241,7 @@ def test_a_link_that_is_down_for_some_seconds_is_survived(hosts: Hosts, tmp_path
     assert job.ended_at - float((tmp_path / "cut").read_text()) > 8, job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("link", [Link(delay_s=0.03), Link(loss=0.01), Link(bits_per_s=1e8)],
                          ids=["30 ms", "1 % lost", "100 Mbit/s"])
 def test_collectives_are_right_over_a_poor_link(link: Link, tmp_path: Path) -> None:
@@ -231,6 +259,7 @@ def test_collectives_are_right_over_a_poor_link(link: Link, tmp_path: Path) -> N
     assert job.seconds > max(3 * 8 * link.delay_s, link.bits_per_s and 8 * sent / 2 / link.bits_per_s), job.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["sleep", "reduce", "wait at the end"])
 def test_the_ranks_of_both_hosts_end_when_mpirun_was_killed(hosts: Hosts, tmp_path: Path, way: str) -> None:
     # Of two ranks on a host one has no connection to the other host, so that MPI does not end it.
@@ -243,6 +272,7 @@ def test_the_ranks_of_both_hosts_end_when_mpirun_was_killed(hosts: Hosts, tmp_pa
     assert seconds < 10, job.output
 
 
+@pytest.mark.nightly
 def test_ranks_of_both_hosts_have_time_to_save_after_sigterm(hosts: Hosts) -> None:
     first, second = hosts.names
     # Open MPI's mpirun kills ranks one second after a SIGTERM of its own.
@@ -255,6 +285,7 @@ def test_ranks_of_both_hosts_have_time_to_save_after_sigterm(hosts: Hosts) -> No
 # -- the launcher, and clusters ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_setting_that_mpirun_does_not_pass_on_is_an_error_on_every_rank(hosts: Hosts) -> None:
     first, second = hosts.names
     job = hosts.run_line([str(find_mpirun()), "--host", f"{first}:1,{second}:1", "--map-by", "slot", "-x", "PYTHONPATH",
@@ -266,6 +297,7 @@ def test_a_setting_that_mpirun_does_not_pass_on_is_an_error_on_every_rank(hosts:
                         f"{Settings().cache_capacity} on ranks [1]."), job.output
 
 
+@pytest.mark.nightly
 def test_mpistrat_run_passes_settings_and_the_path_on(hosts: Hosts) -> None:
     first, second = hosts.names
     job = hosts.run_line([sys.executable, "-m", "mpistrat", "run", "-np", "3", "-H", f"{first}:1,{second}:2", "--",
@@ -274,6 +306,7 @@ def test_mpistrat_run_passes_settings_and_the_path_on(hosts: Hosts) -> None:
     assert job.code == 0, job.output
 
 
+@pytest.mark.nightly
 def test_doctor_measures_the_link_between_hosts_and_says_that_it_is_slow() -> None:
     require_namespaces()
     if not can_make_links():
@@ -292,6 +325,7 @@ def test_doctor_measures_the_link_between_hosts_and_says_that_it_is_slow() -> No
     assert job.code == 0, job.output  # A slow link fails no job.
 
 
+@pytest.mark.nightly
 def test_doctor_says_that_mpi_does_not_get_through_between_hosts(hosts: Hosts) -> None:
     slots = ",".join(f"{name}:1" for name in hosts.names)
     job = hosts.run_line([sys.executable, "-m", "mpistrat", "doctor", "-H", slots],
@@ -301,6 +335,7 @@ def test_doctor_says_that_mpi_does_not_get_through_between_hosts(hosts: Hosts) -
     assert "1 failure, " in job.output
 
 
+@pytest.mark.nightly
 def test_a_cluster_has_addresses_by_which_the_hosts_reach_each_other(hosts: Hosts) -> None:
     job = hosts.run([2, 2], ["python", "tests/scripts/cluster_formed.py"])
     first, second = hosts.addresses
@@ -312,6 +347,7 @@ def test_a_cluster_has_addresses_by_which_the_hosts_reach_each_other(hosts: Host
     assert job.code == 0, job.output
 
 
+@pytest.mark.nightly
 def test_a_coordinator_trains_with_workers_and_a_parameter_server_of_another_host(hosts: Hosts) -> None:
     job = hosts.run([2, 2], ["python", "examples/parameter_server.py", "--epochs", "3"], limit_s=200)
     assert job.code == 0, job.output
@@ -319,6 +355,7 @@ def test_a_coordinator_trains_with_workers_and_a_parameter_server_of_another_hos
     assert job.left == (), job.output
 
 
+@pytest.mark.nightly
 def test_mpistrat_run_ends_a_job_whose_hosts_are_cut_off_from_each_other(tmp_path: Path) -> None:
     """mpirun waits for the other host for ever, although all ranks have ended."""
     require_namespaces()
@@ -332,6 +369,7 @@ def test_mpistrat_run_ends_a_job_whose_hosts_are_cut_off_from_each_other(tmp_pat
     assert job.output.splitlines()[-1].startswith("mpistrat run: the job has ended with exit code 1"), job.output
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_of_hosts() -> None:
     require_namespaces()
     sleep = ["sleep", str(600 + uuid.uuid4().int % 10**6 / 10**6)]
@@ -349,9 +387,9 @@ def test_nothing_is_left_of_hosts() -> None:
     assert not directory.exists()
 
 
-@pytest.mark.parametrize("ending", ["json", "pftrace"])
-def test_one_timeline_has_the_ranks_of_both_hosts(hosts: Hosts, tmp_path: Path, ending: str) -> None:
-    path = tmp_path / f"f.{ending}"
+@pytest.mark.nightly
+def test_one_timeline_has_the_ranks_of_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
     job = hosts.run([2, 2], ["python", "tests/scripts/timeline_steps.py", str(path), "5"])
     assert job.code == 0, job.output
     records = records_in(files.spans_in(str(path))[0])

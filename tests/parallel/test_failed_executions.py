@@ -26,7 +26,7 @@ def late(x: Any) -> Any:
                                (tf.constant(0), tf.fill([300, 300], x)))[1][0, 0]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["function", "nested", "branch"])
 def test_a_collective_that_one_rank_has_left_behind_ends_the_engines(where: str, rank: int, size: int,
                                                                     restart: Callable[[], None]) -> None:

@@ -21,6 +21,7 @@ hvd_tf = pytest.importorskip("mpistrat.tensorflow")
 
 from mpistrat.keras.fit import fit_checks  # noqa: E402
 from mpistrat.tensorflow import consistency, equal_weights  # noqa: E402
+from mpistrat.tensorflow import gradients as reduced  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
 from .helpers import everywhere  # noqa: E402
@@ -427,11 +428,47 @@ def test_a_metric_that_only_some_ranks_have_is_named(rank: int, caplog: pytest.L
     assert all("val_loss on ranks [0]" in text for text in texts)
 
 
+def test_validation_on_other_numbers_of_batches_is_named_unless_rows_are_counted(
+        rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    for weighted in True, False:
+        fit(new_model(), rank, [hvd.callbacks.MetricAverageCallback(weighted=weighted)], epochs=2,
+            validation_data=data_of(rank, ROWS if rank == 0 else BATCH))
+    texts = [r.getMessage() for r in caplog.records if "different numbers of batches" in r.getMessage()]
+    assert len(texts) == (rank == 0), texts
+    assert not texts or ("3 on rank" in texts[0] and "MetricAverageCallback(weighted=True)" in texts[0])
+
+
+@pytest.mark.parametrize("make", [lambda: tf.distribute.OneDeviceStrategy("/cpu:0"), tf.distribute.MirroredStrategy])
+@pytest.mark.parametrize("way", ["fit", "tape"])
+def test_another_strategy_around_a_distributed_optimizer_or_tape_is_named_once(
+        make: Callable[[], Any], way: str, rank: int, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(reduced, "_warned", [])
+    strategy = make()
+    with strategy.scope():
+        if way == "fit":
+            fit(new_model(), 0, epochs=2)
+        else:
+            variable = tf.Variable(1.0)
+
+            def step() -> Any:
+                with hvd_tf.DistributedGradientTape(tf.GradientTape()) as tape:
+                    loss = variable * 2.0
+                return tape.gradient(loss, variable)
+
+            for _ in range(2):
+                strategy.run(step)
+    texts = [r.getMessage() for r in caplog.records if "within a tf.distribute." in r.getMessage()]
+    assert len(texts) == (rank == 0), texts
+    assert all(f"tf.distribute.{type(strategy).__name__}" in text
+               and "strategy = mpistrat.tensorflow.MPIStrategy()" in text for text in texts)
+
+
 @pytest.mark.usefixtures("without_checks")
-def test_without_the_checks_metrics_stay_as_they_are(rank: int, size: int) -> None:
+def test_without_the_checks_metrics_are_averaged_too(rank: int) -> None:
     keep = Keep()
     fit(new_model(), rank, [keep, keras.callbacks.EarlyStopping("loss")])
-    assert len(set(everywhere(keep.logs[0]["loss"]))) == size
+    assert len(set(everywhere(keep.logs[0]["loss"]))) == 1
     assert len(set(everywhere(keep.means[0]))) == 1  # This has an argument of its own.
 
 

@@ -24,6 +24,8 @@ from mpistrat.core.errors import EngineError
 from mpistrat.gpu import executor
 from tests.support import gpu_stand_in
 
+from ..support.levels import sample
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INTEGERS = [np.dtype(name) for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")]
 FLOATS = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
@@ -165,8 +167,7 @@ def test_min_and_max(op: Any, of_list: Callable, dtype: np.dtype, reduced: Calla
     np.testing.assert_array_equal(result, np.array([of_list(column) for column in columns], dtype))
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", [*INTEGERS, np.dtype("bool"), *FLOATS, *COMPLEX], ids=str)
+@sample("dtype", [*INTEGERS, np.dtype("bool"), *FLOATS, *COMPLEX], ids=str)
 def test_product(dtype: np.dtype, reduced: Callable, rank: int, size: int) -> None:
     result = reduced(np.array([2, 1, 0, rank]).astype(dtype), op=mpistrat.Product)
     np.testing.assert_array_equal(result, np.array([2**size, 1, 0, 0]).astype(dtype))
@@ -206,7 +207,6 @@ def test_a_group_of_mixed_dtypes_and_sizes(library: Any, rank: int, size: int) -
                                       np.full_like(value, size * i + size * (size - 1) // 2))
 
 
-@pytest.mark.sampled
 def test_rows_are_gathered_in_the_order_of_the_ranks(library: Any, rank: int, size: int) -> None:
     for rows in (2, rank, rank + 1):
         result = mpistrat.allgather(library.array(np.full((rows, 3), rank, np.int16)))
@@ -239,7 +239,6 @@ def test_wrong_splits_are_an_error_on_all_ranks(library: Any, rank: int, size: i
     assert library.values(mpistrat.allreduce(library.array(np.ones(2)), op=mpistrat.Sum)).tolist() == [size] * 2
 
 
-@pytest.mark.sampled
 def test_collectives_go_on_without_a_rank_that_has_joined(library: Any, rank: int, size: int) -> None:
     mpistrat.allreduce(library.array(np.ones(1)))  # All ranks choose the backend together.
     for step in range(rank + 1):
@@ -276,7 +275,7 @@ def wait_until_nothing_is_kept() -> None:
         """The thread that has looked is done with it."""
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_steps_of_random_sizes_leave_no_wrong_value_and_no_memory(library: Any, rank: int, size: int) -> None:
     """Memory that is free is poisoned, or soon another tensor.
 
@@ -502,3 +501,42 @@ def test_ranks_whose_streams_wait_and_ranks_that_wait_on_the_host_meet(
     mpistrat.init()
     assert caplog.messages == [f"rank {rank}: the host waits for the results of collectives on the GPU, since no "
                                "stream can: the GPU has no memory left for a check that needs 96 bytes"] * (rank == 0)
+
+
+@pytest.mark.parametrize("begins", ["at once", "later"])
+def test_a_rank_whose_gpu_gives_wrong_numbers_is_found_by_all(begins: str, rank: int, size: int,
+                                                              monkeypatch: pytest.MonkeyPatch,
+                                                              caplog: pytest.LogCaptureFixture) -> None:
+    found, copy = StandIn(rank), gpu_stand_in.Device.batched_copy
+    monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
+    monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+
+    def garbled() -> None:
+        if rank == size - 1:  # The last tensor of each launch is left out.
+            monkeypatch.setattr(gpu_stand_in.Device, "batched_copy",
+                                lambda self, table, *of: copy(self, table[:-1], *of))
+
+    def reduced() -> list[Any]:
+        arrays = [found.array(np.full(count, rank + 1.0, np.float32)) for count in (300, 7)]
+        return [found.values(each).tolist() for each in mpistrat.grouped_allreduce(arrays, op=mpistrat.Sum, name="sum")]
+
+    right = [[size * (size + 1) / 2] * count for count in (300, 7)]
+    mpistrat.shutdown()
+    mpistrat.init()
+    try:
+        if begins == "at once":
+            garbled()
+            with caplog.at_level(logging.WARNING):
+                assert [reduced() for _ in range(3)] == [right] * 3  # Through host memory.
+            messages = [text for text in caplog.messages if "NCCL gives wrong numbers" in text]
+            assert len(messages) == (rank == 0) and all(f"numbers: rank {size - 1}: sum of float32" in text
+                                                        for text in messages)
+        else:
+            assert reduced() == right
+            garbled()
+            with pytest.raises(EngineError, match=rf"on the CPU: rank {size - 1}: sum, element 0: "):
+                reduced()
+    finally:
+        mpistrat.shutdown()
+        monkeypatch.undo()
+        mpistrat.init()

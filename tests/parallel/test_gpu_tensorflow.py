@@ -13,8 +13,12 @@ import mpistrat
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from mpistrat.api import runtime  # noqa: E402
+from mpistrat.api.interop import own_gpu  # noqa: E402
+from mpistrat.engine.engine import Engine  # noqa: E402
+from mpistrat.gpu import staged  # noqa: E402
 from mpistrat.tensorflow.async_op import call_site  # noqa: E402
-from mpistrat.tensorflow.xla import context, ffi  # noqa: E402
+from mpistrat.tensorflow.bridge import buckets  # noqa: E402
+from mpistrat.tensorflow.xla import collective, context, ffi  # noqa: E402
 
 from .helpers import assert_equal_on_all_ranks  # noqa: E402
 from .test_xla_collectives import COLLECTIVES, numbers  # noqa: E402
@@ -111,14 +115,13 @@ def test_hosts_send_8_bit_numbers_and_the_ranks_of_one_host_do_not(has_hosts: bo
         mpistrat.init()
     tensor = tf.cast(tf.linspace(-1.0, 1.0, 10_000), tf.float32) * (rank + 1)
     plain = hvd.allreduce(tensor, op=hvd.Sum).numpy()
-    for compression in (hvd.Compression.int8, hvd.Compression.fp8):
-        result = hvd.allreduce(tensor, op=hvd.Sum, compression=compression)
-        assert_equal_on_all_ranks(result.numpy())
-        assert result.device == tensor.device
-        off = np.abs(result.numpy() - plain).max()
-        assert 1e-5 < off < 0.07 * plain.max() if has_hosts else off == 0.0
-        np.testing.assert_array_equal(hvd.allreduce(tensor, op=hvd.Max, compression=compression), tensor / (rank + 1)
-                                      * tf.where(tensor > 0, float(size), 1.0))
+    result = hvd.allreduce(tensor, op=hvd.Sum, compression=hvd.Compression.int8)
+    assert_equal_on_all_ranks(result.numpy())
+    assert result.device == tensor.device
+    off = np.abs(result.numpy() - plain).max()
+    assert 1e-5 < off < 0.02 * plain.max() if has_hosts else off == 0.0
+    np.testing.assert_array_equal(hvd.allreduce(tensor, op=hvd.Max, compression=hvd.Compression.int8),
+                                  tensor / (rank + 1) * tf.where(tensor > 0, float(size), 1.0))
 
 
 # -- in tf.function ---------------------------------------------------------------------------------------------------
@@ -505,3 +508,46 @@ def test_fit_of_a_compiled_model(xla: None, hvd: Any, rank: int) -> None:
         weights.append(model.get_weights())
     for mine, other in zip(*weights, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_buckets_of_a_compiled_list_are_all_started_before_one_is_awaited(xla: None, hvd: Any, rank: int,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, submit, await_all = [], Engine.submit, collective._Awaiting.execute
+    monkeypatch.setattr(buckets, "GPU_BUCKET_BYTES", 64)
+    monkeypatch.setattr(Engine, "submit", lambda *of: (calls.append("start"), submit(*of))[1])
+    monkeypatch.setattr(collective._Awaiting, "execute", lambda *of: (calls.append("await"), await_all(*of))[1])
+
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        def body(i: tf.Tensor, y: tf.Tensor) -> tuple:
+            return i + 1, sum(hvd.grouped_allreduce([tf.sin(y + k) for k in range(3)], name="loop"))
+
+        return [*hvd.grouped_allreduce([tf.sin(x + i) for i in range(5)], op=hvd.Sum, name="list"),
+                tf.while_loop(lambda i, _: i < 2, body, (0, x))[1]]
+
+    compiled, plain = tf.function(step, jit_compile=True, autograph=False), tf.function(step, autograph=False)
+    for number in range(3):
+        x = numbers([4, 4], rank, number)
+        calls.clear()
+        results = compiled(x)
+        assert calls == [*["start"] * 5, "await", *[*["start"] * 3, "await"] * 2]
+        for mine, other in zip(results, plain(x), strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-5)
+        assert_equal_on_all_ranks([result.numpy() for result in results])
+
+
+def test_a_compiled_step_with_a_tape_does_not_wait_on_the_host(xla: None, hvd: Any, rank: int,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    @tf.function(jit_compile=True, autograph=False)
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(hvd.allreduce(x, op=hvd.Sum, name="forward") ** 2)
+        return hvd.allreduce(tape.gradient(loss, x), op=hvd.Sum, name="gradient")
+
+    for _ in range(3):  # The first ones are compared with the CPU.
+        expected = step(numbers([4, 3], rank)).numpy()
+    waits: list[object] = []
+    for module in (own_gpu, staged):
+        monkeypatch.setattr(module, "await_on_host", lambda *of: waits.append(of))
+    np.testing.assert_array_equal(step(numbers([4, 3], rank)), expected)
+    assert not waits

@@ -15,6 +15,7 @@ import tensorflow as tf
 import mpistrat
 import mpistrat.tensorflow as hvd
 
+from ..support.levels import sample
 from .helpers import eagerly, in_graph
 
 STEP = 1e-5  # The error of a central difference is about STEP ** 2.
@@ -122,10 +123,9 @@ def slopes(case: Case, values: list[Any], process_set: hvd.ProcessSet) -> list[n
             for number, shape in enumerate(case.shapes(place, n))]
 
 
-@pytest.mark.sampled
 @pytest.mark.horovod("allreduce-gradient", "grouped-allreduce-gradient", "allgather-gradient",
                      "broadcast-gradient", "reducescatter-gradient", "alltoall-gradient")
-@pytest.mark.parametrize("name", CASES)
+@sample("name", CASES)
 def test_the_gradient_is_the_slope_of_the_sum_of_losses(name: str, process_set: hvd.ProcessSet) -> None:
     case = CASES[name]
     if not process_set.included():

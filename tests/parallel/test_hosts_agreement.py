@@ -13,7 +13,7 @@ from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
 from mpistrat.core.interfaces import Outcome
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
-from mpistrat.core.tuning import PIGGYBACK_MOST_HOSTS, VOTE_MESSAGE_BYTES
+from mpistrat.core.tuning import EAGER_MESSAGE_BYTES, PIGGYBACK_MOST_HOSTS
 from mpistrat.transport.hierarchical import leader_exchange
 from mpistrat.transport.hierarchical.agreement import HierarchicalAgreement
 from mpistrat.transport.hierarchical.piggyback import Piggyback
@@ -22,7 +22,7 @@ from mpistrat.transport.shm.segment import ASLEEP, HostMemory
 
 from ..support.planes import waits
 
-EACH = 4 * VOTE_MESSAGE_BYTES  # bytes that may go with a vote
+EACH = 4 * EAGER_MESSAGE_BYTES  # bytes that may go with a vote
 LIMIT_S = 30.0  # only a failing test waits for so long
 
 
@@ -147,7 +147,7 @@ def test_the_first_rank_is_woken_by_votes_and_the_others_by_the_outcome(host: Ho
 
 # -- what goes with the votes -----------------------------------------------------------------------------------------
 
-SIZES = [0, 1, 1000, VOTE_MESSAGE_BYTES // 4 - 16, VOTE_MESSAGE_BYTES // 4, EACH // 4]
+SIZES = [0, 1, 1000, EAGER_MESSAGE_BYTES // 4 - 16, EAGER_MESSAGE_BYTES // 4, EACH // 4]
 
 
 def values(rank: int, elements: int, step: int = 0, dtype: type[np.generic] = np.float32) -> np.ndarray:

@@ -11,6 +11,7 @@ import mpistrat
 from mpistrat.api import runtime
 from mpistrat.negotiation.joined import JOIN
 
+from ..support.levels import sample
 from .helpers import everywhere
 
 tf = pytest.importorskip("tensorflow")
@@ -249,9 +250,8 @@ def state_of(model: Any) -> list[bytes]:
     return [keras.ops.convert_to_numpy(v).tobytes() for v in (*model.weights, *model.optimizer.variables)]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("arguments", [{}, {"backward_passes_per_step": 2}], ids=["", "accumulated"])
-@pytest.mark.parametrize("validates", [True, False], ids=["validation", "no validation"])
+@sample("arguments", [{}, {"backward_passes_per_step": 2}], ids=["", "accumulated"])
+@sample("validates", [True, False], ids=["validation", "no validation"])
 def test_fit_on_uneven_rows(validates: bool, arguments: dict, rank: int, size: int) -> None:
     model, (x, y) = new_model(uneven="join", **arguments), rows_of(rank)
     seen = []

@@ -253,6 +253,41 @@ def test_a_model_may_get_its_weights_from_the_first_batch(rank: int, size: int) 
         assert_equal_on_all_ranks(weights_of(model))
 
 
+class Towers(keras.Model):
+    """Has two models inside, of which one has no weights before the first batch; and a layer and a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = [keras.Sequential([keras.layers.Dense(4, input_shape=(3,))]),
+                       keras.Sequential([keras.layers.Dense(4), keras.layers.BatchNormalization()])]
+        self.factor = self.add_weight(name="factor", initializer="ones")
+        self.seen = keras.metrics.Mean()
+
+    def call(self, x: Any) -> Any:
+        left, right = (tower(x) for tower in self.towers)
+        return tf.reduce_sum(left * right, axis=1, keepdims=True) * self.factor
+
+
+@pytest.mark.parametrize("door", ["optimizer", "strategy"])
+def test_a_model_inside_may_get_its_weights_from_the_first_batch(door: str, rank: int, size: int) -> None:
+    from mpistrat.keras._private import weights_of
+    from mpistrat.tensorflow import MPIStrategy
+    keras.utils.set_random_seed(rank)
+    if door == "optimizer":
+        model, data = Towers(), own_rows(rank, size)
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    else:
+        with MPIStrategy().scope():
+            model, data = Towers(), rows(size)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+    assert [weight.shape for weight in weights_of(model)] == [(), (3, 4), (4,)]
+    model.fit(*data, batch_size=4, epochs=2, verbose=0,
+              callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if door == "optimizer" else [])
+    found = weights_of(model)
+    assert len(found) == 9
+    assert_equal_on_all_ranks([weight.numpy() for weight in found])
+
+
 @pytest.mark.horovod("lr-warmup", "lr-schedule", "lr-momentum")
 @pytest.mark.parametrize("module", [keras.optimizers, old], ids=["new", "legacy"])
 def test_learning_rates_rise_and_fall(module: Any, rank: int, size: int) -> None:
@@ -464,3 +499,43 @@ def test_a_strategy_trains_as_one_process(name: str, rank: int, size: int) -> No
     for metric, values in expected.history.items():
         np.testing.assert_allclose(history.history[metric], values, rtol=1e-4)
     np.testing.assert_allclose(model.predict(data, verbose=0), one.predict(data, verbose=0), rtol=1e-3, atol=1e-5)
+
+
+class OwnStep(keras.Sequential):
+    """Returns other numbers than its metrics': a share, a loss of Keras', a metric by its name and by another one."""
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        prediction = self(x, training=False)
+        near = tf.reduce_mean(tf.cast(abs(prediction - y) < 1.0, tf.float32))
+        loss = self.compiled_loss(y, prediction)
+        self.compiled_metrics.update_state(y, prediction)
+        results = {metric.name: metric.result() for metric in self.metrics}
+        return {"near": near, "loss_of_batch": loss, "rows": tf.shape(x)[0], "mae": results["mae"],
+                "error": results["mae"]}
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        super().train_step(data)
+        return self.test_step(data)
+
+
+def test_what_a_step_under_a_strategy_returns_is_that_of_all_rows(rank: int, size: int) -> None:
+    from mpistrat.tensorflow import MPIStrategy
+    strategy, (x, y) = MPIStrategy(), rows(size)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(len(x))  # One batch, of which each rank has as many rows.
+
+    def new() -> Any:
+        keras.utils.set_random_seed(3)
+        model = OwnStep([keras.layers.Dense(1, input_shape=(3,))])
+        model.compile("sgd", "mse", metrics=["mae"])
+        return model
+
+    with strategy.scope():
+        model = new()
+    one = new()
+    for found, expected in ((model.evaluate(data, return_dict=True, verbose=0),
+                             one.evaluate(data, return_dict=True, verbose=0)),
+                            (model.fit(data, verbose=0).history, one.fit(data, verbose=0).history)):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)

@@ -24,6 +24,7 @@ from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.keras.nested_optimizers import distributed_in  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
+from ..support.levels import sample  # noqa: E402
 from .helpers import assert_equal_on_all_ranks, both_ways, eagerly, in_graph  # noqa: E402
 
 SHAPES = [(3, 2), (4,), (2, 1)]
@@ -97,9 +98,8 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.horovod("optimizer")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@sample("name", OPTIMIZERS)
 def test_it_does_with_the_ranks_gradients_what_one_process_does_with_their_average(name: str, rank: int,
                                                                                    size: int) -> None:
     assert_like_one_process(OPTIMIZERS[name], rank, size)
@@ -470,10 +470,9 @@ def train_embedding(optimizer: Any, batches: Sequence[tuple[np.ndarray, ...]], w
     return model.get_weights()
 
 
-@pytest.mark.sampled
 @pytest.mark.horovod("backward-passes-slices")
 @both_ways
-@pytest.mark.parametrize("make", [
+@sample("make", [
     lambda: keras.optimizers.SGD(0.5), lambda: keras.optimizers.Adam(0.1),
     lambda: keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)], ids=["sgd", "adam", "accumulation"])
 def test_an_embedding_learns_as_in_one_process(way: Callable, make: Callable, rank: int, size: int) -> None:
@@ -728,8 +727,7 @@ def loaded_again(model: Any) -> Any:
         return hvd.load_model(path)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("make", "has_state"), [
+@sample(("make", "has_state"), [
     pytest.param(copy.deepcopy, True, id="deepcopy"),
     pytest.param(lambda m: pickle.loads(pickle.dumps(m)), True, id="pickle"),
     pytest.param(compiled_again, False, id="compile_from_config"),

@@ -17,6 +17,7 @@ hvd = pytest.importorskip("mpistrat.keras")
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
 from ..features.keras_models import Subclassed  # noqa: E402
+from ..support.levels import sample  # noqa: E402
 from .helpers import assert_equal_on_all_ranks  # noqa: E402
 
 STEPS, BATCH, COLUMNS, EPOCHS = 4, 8, 5, 3
@@ -80,8 +81,7 @@ class Watch(keras.callbacks.Callback):
 # -- the same weights -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("kind", ["input", "no input", "subclassed"])
+@sample("kind", ["input", "no input", "subclassed"])
 def test_training_with_sgd_is_that_of_one_process_on_the_global_batches(kind: str, rank: int, size: int) -> None:
     model = new_model(kind, seed=5)
     fit_on_all_ranks(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), rank, size)
@@ -141,9 +141,8 @@ def test_a_model_with_an_input_layer_starts_from_the_roots_weights(rank: int, si
     assert_equal_on_all_ranks(values_of([*model.weights, *model.optimizer.variables]))
 
 
-@pytest.mark.sampled
 @pytest.mark.horovod("broadcast-callback")
-@pytest.mark.parametrize("kind", ["no input", "subclassed"])
+@sample("kind", ["no input", "subclassed"])
 def test_a_model_that_is_built_by_its_first_batch_is_equal_after_it(kind: str, rank: int, size: int) -> None:
     watch = Watch()
     model = new_model(kind, seed=rank)
@@ -283,6 +282,27 @@ def test_metrics_are_averaged_for_the_callbacks_that_follow(rank: int, size: int
     assert_equal_on_all_ranks([history.history["loss"], history.history["val_loss"]])
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_metrics_that_are_arrays_are_averaged(weighted: bool, rank: int, size: int) -> None:
+    own, shown = Keep(), Keep()
+    classes, callback = 3, hvd.callbacks.MetricAverageCallback(weighted=weighted)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(classes, "softmax")])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "categorical_crossentropy", metrics=[
+        keras.metrics.F1Score(average=None, name="each"), keras.metrics.F1Score(average="macro", name="all")])
+    x = np.random.default_rng(rank).normal(size=(8 * (1 + rank), 4)).astype(np.float32)
+    y = np.eye(classes, dtype=np.float32)[x[:, :classes].argmax(1)]
+    history = model.fit(x, y, batch_size=4 * (1 + rank), verbose=0, validation_data=(x, y), callbacks=[
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0), own, callback, shown])
+    weights = [1 + r if weighted else 1 for r in range(size)]
+    for name in ("each", "val_each", "all", "val_all"):
+        of_ranks = mpistrat.allgather_object(np.asarray(own.logs[0][name]))
+        mean = np.average(of_ranks, axis=0, weights=weights)
+        assert np.shape(shown.logs[0][name]) == of_ranks[0].shape
+        for found in (shown.logs[0][name], history.history[name][0]):
+            np.testing.assert_allclose(found, mean, rtol=1e-6)
+        assert_equal_on_all_ranks([np.asarray(history.history[name][0])])
+
+
 def number(value: Any) -> float:
     """A learning rate. A variable of Keras 3.0 has no __float__."""
     return float(keras.ops.convert_to_numpy(value))
@@ -345,9 +365,8 @@ def test_a_smooth_schedule_changes_the_rate_at_batches() -> None:
     np.testing.assert_allclose(driver.rates, 0.4 * (1 + np.arange(2 * STEPS) / STEPS), rtol=1e-6)
 
 
-@pytest.mark.sampled
 @pytest.mark.horovod("lr-momentum")
-@pytest.mark.parametrize("front, run_eagerly", [("optimizer", False), ("optimizer", True), ("strategy", False),
+@sample("front, run_eagerly", [("optimizer", False), ("optimizer", True), ("strategy", False),
                                                 ("central", False)])
 def test_the_momentum_is_corrected_for_the_batch_of_the_change(front: str, run_eagerly: bool) -> None:
     """Each gradient is 1, so that the weights tell the rates and the momentum of all steps."""
@@ -502,8 +521,7 @@ def test_the_short_forms_of_the_collectives(rank: int, size: int) -> None:
     assert int(hvd.broadcast(rank, size - 1)) == size - 1
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("way", ["optimizer", "strategy"])
+@sample("way", ["optimizer", "strategy"])
 def test_a_fit_goes_on_with_gradients_that_it_has_accumulated(rank: int, size: int, way: str) -> None:
     """Rank 0 broadcasts its sums, or writes them to a file, so they have to be the mean of all ranks."""
     x, y = (array[:3 * size * BATCH] for array in global_data(size))

@@ -87,30 +87,18 @@ def test_the_ranks_have_the_same_bits_after_the_warmup_and_then_every_so_many_st
     assert local.steps == 9
 
 
-def by_hand(point: list[np.ndarray], rounds: int, of_ranks: Callable[[list[np.ndarray], int], list[np.ndarray]],
-            overlap: bool) -> list[np.ndarray]:
+def by_hand(point: list[np.ndarray], rounds: int,
+            of_ranks: Callable[[list[np.ndarray], int], list[np.ndarray]]) -> list[np.ndarray]:
     """DiLoCo with SGD(0.7, momentum=0.9, nesterov=True) in numpy: `of_ranks` is the mean progress of a round."""
     velocity = [np.zeros_like(each) for each in point]
-    under_way = None
-
-    def step_outside(progress: list[np.ndarray]) -> None:
-        for i, gradient in enumerate(progress):
+    for number in range(rounds):
+        for i, gradient in enumerate(of_ranks(point, number)):
             velocity[i] = 0.9 * velocity[i] - 0.7 * gradient
             point[i] = point[i] + 0.9 * velocity[i] - 0.7 * gradient
-
-    for number in range(rounds):
-        progress = of_ranks(point, number)
-        if under_way is not None:
-            step_outside(under_way)
-        under_way = progress
-        if not overlap or number == rounds - 1:
-            step_outside(under_way)
-            under_way = None
     return point
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_diloco_is_its_algorithm(overlap: bool, rank: int) -> None:
+def test_diloco_is_its_algorithm(rank: int) -> None:
     """Two steps of SGD in each round, against numpy's arithmetic of the outer steps."""
     x, y = rows(rank, 6)
     inner = model_of()
@@ -124,10 +112,10 @@ def test_diloco_is_its_algorithm(overlap: bool, rank: int) -> None:
         return [mpistrat.allreduce(before - after, name="by hand") for before, after in
                 zip(point, values_of(inner.trainable_variables), strict=True)]
 
-    right = by_hand(values_of(inner.trainable_variables), 3, progress, overlap)
+    right = by_hand(values_of(inner.trainable_variables), 3, progress)
     model, watch = model_of(), Watch()
     fit(model, keras.optimizers.SGD(0.1), rank, [hvd.callbacks.DiLoCo(
-        2, keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True), overlap), watch], steps=6, epochs=1)
+        2, keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)), watch], steps=6, epochs=1)
     for value, wanted in zip(values_of(model.trainable_variables), right, strict=True):
         np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-6)
     assert watch.equal()[1::2] == [True] * 3
@@ -136,13 +124,13 @@ def test_diloco_is_its_algorithm(overlap: bool, rank: int) -> None:
 
 @pytest.mark.parametrize("compression", ["int8", "bf16"])
 def test_compressed_progress_of_diloco_is_near(compression: str, rank: int, size: int) -> None:
-    """Between made-up hosts; on one, int8 changes nothing. Overlapped, so that what is rounded off travels too."""
+    """Between made-up hosts; on one, int8 changes nothing."""
     def trained(of: str) -> list[np.ndarray]:
         keras.utils.set_random_seed(7)
         model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.Dense(2048, activation="tanh"),
                                   keras.layers.Dense(2)])  # of more than 16 KiB, and of several blocks
         fit(model, keras.optimizers.SGD(0.05), rank,
-            [hvd.callbacks.DiLoCo(2, overlap=True, compression=getattr(hvd.Compression, of))], steps=8)
+            [hvd.callbacks.DiLoCo(2, compression=getattr(hvd.Compression, of))], steps=8)
         assert_equal_on_all_ranks(values_of(model.weights))
         return values_of(model.weights)
 
@@ -162,12 +150,11 @@ def test_compressed_progress_of_diloco_is_near(compression: str, rank: int, size
 
 KINDS: dict[str, Callable[[], Any]] = {
     "local": lambda: hvd.callbacks.LocalSGD(every=2), "slots": lambda: hvd.callbacks.LocalSGD(3, average_slots=True),
-    "diloco": lambda: hvd.callbacks.DiLoCo(2, keras.optimizers.SGD(0.7)),
-    "overlap": lambda: hvd.callbacks.DiLoCo(2, keras.optimizers.SGD(0.7), overlap=True)}
+    "diloco": lambda: hvd.callbacks.DiLoCo(2, keras.optimizers.SGD(0.7))}
 
 
 @pytest.mark.parametrize(("way", "kind"), [
-    ("plain", "diloco"), ("unbuilt", "local"), ("unbuilt", "overlap"), ("xla", "slots"), ("executions", "overlap"),
+    ("unbuilt", "local"), ("unbuilt", "diloco"), ("xla", "slots"), ("executions", "diloco"),
     ("float16", "slots"), ("accumulation", "diloco")])
 def test_the_ranks_end_with_the_same_weights_and_statistics_and_no_warning(
         way: str, kind: str, rank: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +196,7 @@ def test_files_and_validation_have_the_average(rank: int, shared_dir: str, monke
 
 def test_ranks_with_fewer_batches_wait_for_the_others(rank: int, size: int) -> None:
     for local in (hvd.callbacks.LocalSGD(every=2, uneven="join"),
-                  hvd.callbacks.DiLoCo(every=2, uneven="join", overlap=True)):
+                  hvd.callbacks.DiLoCo(every=2, uneven="join")):
         model = model_of()
         fit(model, keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9)), rank, [local],
             steps=3 + 2 * rank)

@@ -352,7 +352,7 @@ def test_one_function_in_two_threads_at_once_is_refused(rank: int, restart: Call
     restart()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_fits_of_a_strategy_in_two_threads_do_not_share_the_rows_of_a_batch(
         rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = hvd.MPIStrategy()

@@ -16,6 +16,8 @@ hvd = pytest.importorskip("mpistrat.keras")
 from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy  # noqa: E402
 from mpistrat.tensorflow.xla.context import why_not  # noqa: E402
 
+from ..support.levels import sample  # noqa: E402
+
 BATCH, STEPS = 4, 6
 
 
@@ -73,8 +75,7 @@ def by_tape(is_bad: bool, wrap: Callable = lambda step: step) -> None:
         run(x[:BATCH], y[:BATCH])
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("train", "ago"), [
+@sample(("train", "ago"), [
     (by_fit, 4), (lambda is_bad: by_fit(is_bad, run_eagerly=True), 4), (by_strategy, 4), (by_tape, 20),
     (lambda is_bad: by_tape(is_bad, tf.function), 20),
     pytest.param(lambda is_bad: by_tape(is_bad, tf.function(jit_compile=True)), 20,
@@ -91,8 +92,7 @@ def test_the_rank_and_its_tensors_are_named_once(train: Callable[[bool], None], 
         assert "first/kernel" in text and "last/bias" in text
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("is_inside", [True, False], ids=["around the optimizer", "in the optimizer"])
+@sample("is_inside", [True, False], ids=["around the optimizer", "in the optimizer"])
 def test_overflow_that_a_scale_of_the_loss_skips_is_none(is_inside: bool, caplog: pytest.LogCaptureFixture) -> None:
     def scaled(optimizer: Any) -> Any:
         return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**20)

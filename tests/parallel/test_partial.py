@@ -15,6 +15,7 @@ from mpistrat.core.errors import InvalidRequestError
 from mpistrat.core.handle import Entry
 from mpistrat.tensorflow.gradients import GradientGroups
 
+from ..support.levels import sample
 from .helpers import eagerly
 
 
@@ -130,9 +131,8 @@ def test_each_rank_keeps_the_statistics_of_its_local_layer(averages: bool, rank:
     assert len(set(map(tuple, of_ranks))) == (1 if averages else size)
 
 
-@pytest.mark.sampled
 @pytest.mark.horovod("partial-optimizer")
-@pytest.mark.parametrize("is_scaled", [False, True], ids=["plain", "loss scale"])
+@sample("is_scaled", [False, True], ids=["plain", "loss scale"])
 def test_ranks_with_few_batches_keep_the_optimizers_state_of_their_local_layer(is_scaled: bool, rank: int,
                                                                                size: int) -> None:
     """Its shape differs among the ranks, so that a broadcast of it would be an error."""

@@ -37,6 +37,7 @@ from mpistrat.transport.mpi.data import MpiData
 from mpistrat.transport.mpi.peer_wait import PeerWait
 from mpistrat.transport.unix_socket import UnixSocketChannel
 
+from ..support.levels import sample
 from ..support.planes import hosts_of_one_rank, over_mpi, waits
 from ..support.shared_memory_of_threads import host_memories
 
@@ -51,12 +52,16 @@ def plane(request: pytest.FixtureRequest) -> Iterator[DataPlane]:
     """What reduces between hosts: with shared memory within them, of one rank each here, and without."""
     between: DataPlane = over_mpi()
     if request.param == "hierarchical":
-        nbytes = HierarchicalData.memory_bytes(1, CHUNK)
-        memory, = host_memories([MPI.COMM_WORLD.Get_rank()], nbytes, 60.0)
-        between = HierarchicalData(memory, CHUNK, between, MPI.COMM_WORLD.Dup(), 1, waits(),
-                                   ErrorFeedback(between, hosts_of_one_rank()))
+        between = in_chunks(between)
     yield between
     between.close()
+
+
+def in_chunks(others: DataPlane, limit_s: float = 60.0) -> HierarchicalData:
+    """The plane of all ranks, each on a host of its own; what it passes on is served by `others`."""
+    memory, = host_memories([MPI.COMM_WORLD.Get_rank()], HierarchicalData.memory_bytes(1, CHUNK), limit_s)
+    return HierarchicalData(memory, CHUNK, others, MPI.COMM_WORLD.Dup(), 1, waits(limit_s),
+                            ErrorFeedback(others, hosts_of_one_rank()))
 
 
 def values(rank: int, size: int) -> np.ndarray:
@@ -82,6 +87,25 @@ def test_a_list_is_averaged_in_place(plane: DataPlane, rank: int, size: int) -> 
     plane.allreduce(arrays, arrays, Reduction(ReduceOp.SUM, 2.0, Scale(1.0, size)))
     for k, array in enumerate(arrays):
         np.testing.assert_array_equal(array, np.full(shapes[k], 2.0 * sum(range(k, k + size)) / size))
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
+def test_tensors_larger_and_smaller_than_a_chunk_are_reduced_where_they_are(plane: DataPlane, rank: int, size: int,
+                                                                            dtype: str, is_in_place: bool) -> None:
+    counts = [CHUNK, 20_000, 9_000, 5 * CHUNK + 3, 17_000]
+    brought = [[(100 * values(r, count)).astype(dtype) for count in counts] for r in range(size)]
+    sources = [array.copy() for array in brought[rank]]
+    targets = sources if is_in_place else [np.empty_like(source) for source in sources]
+    plane.allreduce(sources, targets, Reduction(ReduceOp.SUM, 1.0, Scale(1.0, size)))
+    for i, target in enumerate(targets):
+        total = brought[0][i].astype(np.float32) if dtype == "float16" else brought[0][i].copy()
+        for r in range(1, size):
+            total += brought[r][i]
+        expected = np.empty_like(target)
+        Scale(1.0, size).apply(total, expected)
+        assert target.tobytes() == expected.tobytes()
+        assert is_in_place or sources[i].tobytes() == brought[rank][i].tobytes()
 
 
 def test_halves_are_summed_in_float32(plane: DataPlane, size: int) -> None:
@@ -184,9 +208,10 @@ SCATTERED = ["float32", "float64", "float16", "bfloat16", "int32", "uint8"]
 
 @pytest.fixture(scope="module")
 def planes() -> Iterator[dict[str, DataPlane]]:
-    """The plane of ranks of one host, that of ranks of two hosts, and that over MPI alone."""
+    """The plane of ranks of one host, those of ranks of several hosts, and that over MPI alone."""
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-    host_of = {"one host": ("here",) * size, "two hosts": ("here",) * (size - size // 2) + ("there",) * (size // 2)}
+    host_of = {"one host": ("here",) * size, "two hosts": ("here",) * (size - size // 2) + ("there",) * (size // 2),
+               "hosts of one rank": hosts_of_one_rank().host_of}
     backends = {name: backends_over(MPI.COMM_WORLD, Topology(rank, hosts), Settings(), Interruption())
                 for name, hosts in host_of.items()}
     alone = over_mpi()
@@ -207,11 +232,10 @@ def test_the_planes_of_ranks_of_one_host_are_those_that_the_tests_mean(planes: d
                                                                        size: int) -> None:
     if size > 1:
         assert planes["one host"].name == "shared_memory"
-        assert planes["two hosts"].name == ("hierarchical" if size > 2 else "mpi")
+        assert planes["two hosts"].name == planes["hosts of one rank"].name == "hierarchical"
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", SCATTERED)
+@sample("dtype", SCATTERED)
 def test_every_plane_scatters_the_same_bits(planes: dict[str, DataPlane], rank: int, size: int, dtype: str) -> None:
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     for elements, random in random_sizes(SCATTERED.index(dtype), 25):
@@ -279,11 +303,15 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("is_in_chunks", [False, True], ids=["mpi", "hierarchical"])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_collective_to_which_others_do_not_come_ends_with_their_hosts(rank: int, size: int, call: str) -> None:
+def test_a_collective_to_which_others_do_not_come_ends_with_their_hosts(rank: int, size: int, call: str,
+                                                                        is_in_chunks: bool) -> None:
     if size == 1:
         pytest.skip("needs another rank")
-    plane = over_mpi(0.2)
+    plane: DataPlane = over_mpi(0.2)
+    if is_in_chunks:
+        plane = in_chunks(plane, 0.2)
     began = time.thread_time()
     if rank == 0:
         with pytest.raises(StallError, match=r"rank 0 on host0 has waited 0 s for ranks \[1\] on host1.* Either the "

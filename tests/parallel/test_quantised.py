@@ -12,14 +12,14 @@ from mpistrat.api.backends import backends_over
 from mpistrat.core.arithmetic import Reduction, Scale
 from mpistrat.core.interfaces import DataPlane
 from mpistrat.core.interruption import Interruption
-from mpistrat.core.quantised import BLOCK, FORMATS, Quantised
+from mpistrat.core.quantised import BLOCK, Quantised
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 
 # By the number of ranks: the hosts of the ranks. With three hosts a large slice has two hops, and a small one has one.
 PLACEMENTS = {1: ["A"], 2: ["AA", "AB"], 3: ["AAA", "AAB", "ABC"]}
-LEVELS = {"int8": 127, "fp8": 16}  # numbers between zero and the largest one, at its distance from the next
+LEVELS = 127  # numbers between zero and the largest one
 NUMBERS = itertools.count()
 
 
@@ -34,9 +34,9 @@ def planes() -> Iterator[dict[str, DataPlane]]:
         each.close()
 
 
-def quantised(format_: str, divisor: int = 1, name: str = "") -> Reduction:
+def quantised(divisor: int = 1, name: str = "") -> Reduction:
     """A sum of 8-bit numbers, divided; with a name not used before it has error feedback."""
-    return Reduction(ReduceOp.SUM, 1.0, Scale(1.0, divisor), Quantised(format_, name))
+    return Reduction(ReduceOp.SUM, 1.0, Scale(1.0, divisor), Quantised(name))
 
 
 def inputs_of(size: int, count: int, seed: int) -> list[np.ndarray]:
@@ -55,16 +55,15 @@ def reduced(plane: DataPlane, sources: Sequence[np.ndarray], reduction: Reductio
     return flat
 
 
-@pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("count", [1, 255, 257, 20_000, 1_500_001])
 def test_the_sum_between_hosts_is_near_and_has_the_same_bits(planes: dict[str, DataPlane], rank: int, size: int,
-                                                             format_: str, count: int) -> None:
+                                                             count: int) -> None:
     values = inputs_of(size, count, count)
     exact = np.sum(values, axis=0, dtype=np.float64) / size
     blocks = np.arange(count) // BLOCK
     largest = np.maximum.reduceat(np.max(np.abs(values), axis=0), np.arange(0, count, BLOCK))[blocks]
     for hosts, plane in planes.items():
-        got = reduced(plane, [values[rank][:count // 3], values[rank][count // 3:]], quantised(format_, size))
+        got = reduced(plane, [values[rank][:count // 3], values[rank][count // 3:]], quantised(size))
         if len(set(hosts)) == 1:
             as_they_are = reduced(plane, [values[rank]], Reduction(ReduceOp.SUM, 1.0, Scale(1.0, size)))
             assert got.tobytes() == as_they_are.tobytes()
@@ -73,14 +72,13 @@ def test_the_sum_between_hosts_is_near_and_has_the_same_bits(planes: dict[str, D
         error = np.abs(got - exact)
         is_inside = (np.pad(largest, BLOCK, "edge")[:count] == largest) & (np.pad(largest, BLOCK, "edge")[2 * BLOCK:]
                                                                              == largest)
-        assert np.all(error[is_inside] <= (2 * largest[is_inside] / LEVELS[format_])), hosts
+        assert np.all(error[is_inside] <= (2 * largest[is_inside] / LEVELS)), hosts
         assert count < 255 or error.any(), hosts  # They were rounded.
 
 
-@pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("count", [5_000, 700_001])
 def test_the_sum_of_many_steps_is_right_to_one_rounding(planes: dict[str, DataPlane], rank: int, size: int,
-                                                        format_: str, count: int) -> None:
+                                                        count: int) -> None:
     for hosts, plane in planes.items():
         if len(set(hosts)) == 1:
             continue
@@ -91,35 +89,33 @@ def test_the_sum_of_many_steps_is_right_to_one_rounding(planes: dict[str, DataPl
         for _ in range(steps):
             own = (means * random.random(count)).astype(np.float32)
             own[::BLOCK // 2] = 1.0  # the largest value, in each block of any slice
-            total += reduced(plane, [own], quantised(format_, 1, name))
-            alone += reduced(plane, [own], quantised(format_, 1))
+            total += reduced(plane, [own], quantised(1, name))
+            alone += reduced(plane, [own], quantised(1))
             exact += np.sum(MPI.COMM_WORLD.allgather(own), axis=0, dtype=np.float64)
-        most = size * 1.1 / LEVELS[format_]  # the quanta of the hosts' sums, and of their sum
+        most = size * 1.1 / LEVELS  # the quanta of the hosts' sums, and of their sum
         assert np.abs(total - exact).max() <= most, hosts
-        if format_ == "int8":
-            assert np.abs(alone - exact).max() > np.abs(total - exact).max() * 1.5, hosts
+        assert np.abs(alone - exact).max() > np.abs(total - exact).max() * 1.5, hosts
 
 
-@pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_block_that_is_not_finite_is_so_on_all_ranks_and_forgotten(planes: dict[str, DataPlane], rank: int,
-                                                                     size: int, format_: str, value: float) -> None:
+                                                                     size: int, value: float) -> None:
     for hosts, plane in planes.items():
         own, name = np.linspace(1, 2, 100_000, dtype=np.float32), f"finite {next(NUMBERS)}"
         if rank == size - 1:
             own[50_000] = value
-        got = reduced(plane, [own], quantised(format_, size, name))
+        got = reduced(plane, [own], quantised(size, name))
         assert not np.isfinite(got[50_000]), hosts
         assert (~np.isfinite(got)).sum() <= BLOCK, hosts
         own[50_000] = 1.5
-        np.testing.assert_allclose(reduced(plane, [own], quantised(format_, size, name)), np.linspace(1, 2, 100_000),
-                                   atol=4 / LEVELS[format_])
+        np.testing.assert_allclose(reduced(plane, [own], quantised(size, name)), np.linspace(1, 2, 100_000),
+                                   atol=4 / LEVELS)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
 def test_other_dtypes_are_rounded_from_float32(planes: dict[str, DataPlane], rank: int, dtype: type) -> None:
     own = np.linspace(-1, 1, 300_000).astype(dtype)
     for plane in planes.values():
-        got = reduced(plane, [own], quantised("int8", MPI.COMM_WORLD.Get_size(), f"dtype {next(NUMBERS)}"))
+        got = reduced(plane, [own], quantised(MPI.COMM_WORLD.Get_size(), f"dtype {next(NUMBERS)}"))
         assert got.dtype == own.dtype
         np.testing.assert_allclose(got.astype(np.float64), own.astype(np.float64), atol=0.03)

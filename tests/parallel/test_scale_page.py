@@ -40,7 +40,7 @@ def parse(record: object) -> tuple:
     return row["x"], row["y"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["strategy", "horovod"])
 def test_the_code_of_the_page_runs(way: str, shared_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (script,), (diff,), blocks = code_after("before"), code_after(way), code_after(f"run {way}")

@@ -15,6 +15,7 @@ tf = pytest.importorskip("tensorflow")
 hvd = pytest.importorskip("mpistrat.tensorflow")
 v1 = tf.compat.v1
 
+from ..support.levels import sample  # noqa: E402
 from .helpers import assert_equal_on_all_ranks, everywhere  # noqa: E402
 
 
@@ -348,9 +349,8 @@ def weights_of(session: Any) -> list[np.ndarray]:
     return [np.asarray(value) for value in session.run(v1.trainable_variables())]
 
 
-@pytest.mark.sampled
 @pytest.mark.horovod("session-optimizer")
-@pytest.mark.parametrize("arguments", [
+@sample("arguments", [
     {}, {"kind": v1.train.GradientDescentOptimizer}, {"kind": lambda rate: v1.train.MomentumOptimizer(rate, 0.9)},
     {"kind": v1.train.RMSPropOptimizer}, {"kind": v1.train.AdagradOptimizer}, {"kind": v1.train.FtrlOptimizer},
     {"sparse_as_dense": True, "groups": 2}, {"compression": hvd.Compression.fp16}, {"op": hvd.Sum},

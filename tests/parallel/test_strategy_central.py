@@ -17,6 +17,7 @@ keras = pytest.importorskip("keras")
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
+from ..support.levels import sample  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data  # noqa: E402
 
 optimizers = keras.optimizers
@@ -101,8 +102,7 @@ MAKERS: dict[str, Callable] = {
 }
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_multi_optimizer if name == "several" else ())
+@sample("name", [pytest.param(name, marks=needs_multi_optimizer if name == "several" else ())
                                   for name in MAKERS])
 def test_an_optimizer_gives_the_bits_of_the_mirrored_mode(central: MPIStrategy, mirrored: MPIStrategy,
                                                           name: str) -> None:
@@ -112,7 +112,7 @@ def test_an_optimizer_gives_the_bits_of_the_mirrored_mode(central: MPIStrategy, 
     assert not np.array_equal(ours.values[0], Loop(mirrored, MAKERS[name]).values[0]), "nothing was trained"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("arguments", [{"build": False}, {"graph": False}], ids=str)
 def test_an_optimizer_may_be_built_in_the_step_and_the_step_run_eagerly(central: MPIStrategy, mirrored: MPIStrategy,
                                                                          arguments: dict, rank: int) -> None:
@@ -130,8 +130,7 @@ def elements_of_slots(optimizer: Any) -> int:
     return sum(variable.numpy().size for variable in optimizer.variables if len(variable.shape))
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", ["Adam", "EMA", "loss scale", pytest.param("several", marks=needs_multi_optimizer)])
+@sample("name", ["Adam", "EMA", "loss scale", pytest.param("several", marks=needs_multi_optimizer)])
 def test_slots_take_memory_on_the_chief_only(central: MPIStrategy, mirrored: MPIStrategy, name: str,
                                              rank: int) -> None:
     expected = elements_of_slots(Loop(mirrored, MAKERS[name]).optimizer)
@@ -202,7 +201,7 @@ def fit(model: Any, epochs: int = 1, **arguments: Any) -> dict[str, list[float]]
     return dict(history)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_fit_evaluate_and_predict_give_the_bits_of_the_mirrored_mode(central: MPIStrategy,
                                                                      mirrored: MPIStrategy) -> None:
     x, y = global_data(61)
@@ -216,7 +215,7 @@ def test_fit_evaluate_and_predict_give_the_bits_of_the_mirrored_mode(central: MP
     assert_equal_on_all_ranks(results[0])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_averages_take_turns_with_the_weights(central: MPIStrategy, mirrored: MPIStrategy) -> None:
     def make() -> Any:
         return optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
@@ -232,7 +231,7 @@ def test_averages_take_turns_with_the_weights(central: MPIStrategy, mirrored: MP
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_training_goes_on_from_the_chiefs_file(central: MPIStrategy, rank: int, shared_dir: str) -> None:
     model = model_of(central, dropped=0.0)
     fit(model)

@@ -132,6 +132,15 @@ def test_all_reduce_of_slices(strategy: MPIStrategy, way: Callable, rank: int, s
     np.testing.assert_array_equal(result[:, 0], [size - i for i in range(size)] + [0])
 
 
+def test_slices_may_be_made_of_tuples(strategy: MPIStrategy, size: int) -> None:
+    keras = pytest.importorskip("keras")
+    with strategy.scope():
+        variable, optimizer = keras.Variable(np.ones([3, 1])), keras.optimizers.SGD(0.5)
+        optimizer.build([variable])
+    strategy.run(lambda: optimizer.apply([tf.IndexedSlices([[2.0]], (1,), (3, 1))]))
+    np.testing.assert_array_equal(variable.numpy(), [[1], [1 - size], [1]])
+
+
 @each_way
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_the_gradient_of_all_reduce(strategy: MPIStrategy, way: Callable, op: str, rank: int, size: int) -> None:

@@ -17,6 +17,7 @@ keras = pytest.importorskip("keras")
 
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
+from ..support.levels import sample  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, global_data  # noqa: E402
 
 COLUMNS, BATCH = 5, 12
@@ -59,8 +60,7 @@ def writers_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # -- a model ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", ["model.keras", "model.h5", "model.weights.h5"])
+@sample("name", ["model.keras", "model.h5", "model.weights.h5"])
 def test_all_ranks_save_to_one_path_and_load_at_once(strategy: MPIStrategy, name: str, shared_dir: str) -> None:
     model, path = compiled(strategy), os.path.join(shared_dir, name)
     fit(model)
@@ -218,8 +218,7 @@ def test_a_checkpoint_where_a_file_is_in_the_way(strategy: MPIStrategy, shared_d
 # -- ModelCheckpoint --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("whole", "arguments"), [
+@sample(("whole", "arguments"), [
     (True, {}), (False, {"save_freq": 2}), (False, {"save_best_only": True, "monitor": "val_loss"})], ids=str)
 def test_checkpoints_are_those_of_one_process(strategy: MPIStrategy, shared_dir: str, rank: int, arguments: dict,
                                               whole: bool) -> None:
@@ -257,7 +256,7 @@ def test_a_checkpoint_of_the_chief_alone(strategy: MPIStrategy, shared_dir: str,
 # -- logs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("append", [False, True])
 def test_a_log_has_each_epoch_once(strategy: MPIStrategy, shared_dir: str, append: bool) -> None:
     model = compiled(strategy)
@@ -269,8 +268,7 @@ def test_a_log_has_each_epoch_once(strategy: MPIStrategy, shared_dir: str, appen
     assert float(rows[-1]["loss"]) == pytest.approx(history["loss"][-1])
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("arguments", [{}, {"update_freq": 2, "histogram_freq": 1, "embeddings_freq": 1,
+@sample("arguments", [{}, {"update_freq": 2, "histogram_freq": 1, "embeddings_freq": 1,
                                             "write_steps_per_second": True}], ids=str)
 def test_events_are_written_once(strategy: MPIStrategy, shared_dir: str, arguments: dict) -> None:
     x, y = global_data(24)
@@ -314,8 +312,7 @@ class Interrupt(keras.callbacks.Callback):
             raise TrainingInterruptedError
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("kind", ["mirrored", "central"])
+@sample("kind", ["mirrored", "central"])
 def test_training_goes_on_after_an_interruption(kind: str, shared_dir: str) -> None:
     strategy = MPIStrategy(variables=kind)
     whole, first, second = compiled(strategy), compiled(strategy), compiled(strategy)
@@ -330,7 +327,7 @@ def test_training_goes_on_after_an_interruption(kind: str, shared_dir: str) -> N
     assert not os.path.exists(f"{shared_dir}/backup")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_backup_in_the_middle_of_an_epoch(strategy: MPIStrategy, shared_dir: str) -> None:
     first, second = compiled(strategy, keras.layers.BatchNormalization), \
         compiled(strategy, keras.layers.BatchNormalization)
@@ -347,6 +344,21 @@ def test_a_backup_in_the_middle_of_an_epoch(strategy: MPIStrategy, shared_dir: s
     # The backup is of the step that the training was ended in.
     assert_close(begun, first.get_weights(), 0)
     assert_equal_on_all_ranks(second.get_weights())
+
+
+def test_all_ranks_have_the_state_of_a_callback_that_one_runs(strategy: MPIStrategy, shared_dir: str) -> None:
+    model = compiled(strategy)
+    callbacks = [keras.callbacks.BackupAndRestore(f"{shared_dir}/backup", save_freq=2, delete_checkpoint=False),
+                 keras.callbacks.ModelCheckpoint(f"{shared_dir}/best.keras", "loss", save_best_only=True)]
+    steps = fit(model, epochs=1).params["steps"]
+    with pytest.raises(TrainingInterruptedError):
+        fit(model, *callbacks, Interrupt(2 * steps + 1), epochs=4)
+    states = [{name: value for name, value in vars(callback).items() if isinstance(value, int | float)}
+              for callback in callbacks]
+    assert mpistrat.allgather_object(states) == [states] * mpistrat.size()
+    backup, best = states
+    assert (backup["_current_epoch"], backup["_last_batch_seen"]) == (2, 0)
+    assert best["_current_epoch"] == 2 and best["best"] < float("inf")
 
 
 def test_a_backup_that_only_the_chief_sees(strategy: MPIStrategy, shared_dir: str, rank: int) -> None:
@@ -422,7 +434,7 @@ def test_a_manager_of_a_directory_of_the_rank(strategy: MPIStrategy, shared_dir:
     assert tf.train.latest_checkpoint(f"{shared_dir}/{rank}") == manager.latest_checkpoint
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_checkpoint_of_a_keras_model(strategy: MPIStrategy, shared_dir: str, rank: int) -> None:
     model, other = (compiled(strategy, keras.layers.BatchNormalization) for _ in range(2))
     fit(model)

@@ -88,6 +88,26 @@ def test_fewer_files_than_ranks_are_an_error_where_files_are_asked_for(strategy:
         strategy.experimental_distribute_dataset(with_policy(lines_of_one_file(shared_dir), Policy.FILE))
 
 
+def test_files_beside_memory_are_an_error_where_files_are_asked_for(strategy: MPIStrategy, size: int,
+                                                                    shared_dir: str) -> None:
+    lines = tf.data.TextLineDataset(text_files(shared_dir, [3] * size))
+    dataset = tf.data.Dataset.zip((lines, tf.data.Dataset.range(3 * size))).batch(3)
+    with pytest.raises(ValueError, match="cannot shard the dataset by files"):
+        strategy.experimental_distribute_dataset(with_policy(dataset, Policy.FILE))
+
+
+def test_the_order_of_rows_is_one_where_all_ranks_read_all(strategy: MPIStrategy, rank: int,
+                                                           caplog: pytest.LogCaptureFixture) -> None:
+    options = tf.data.Options()
+    options.deterministic = False
+    rows = tf.data.Dataset.range(12)
+    distributed = strategy.experimental_distribute_dataset(rows.batch(3).with_options(options))
+    assert distributed._cloned_datasets[0].options().deterministic
+    strategy.experimental_distribute_dataset(rows.map(lambda n: n, num_parallel_calls=2, deterministic=False).batch(3))
+    said = [record for record in caplog.records if "has deterministic=False" in record.getMessage()]
+    assert len(said) == (rank == 0)
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_generators_of_different_lengths(strategy: MPIStrategy, known: bool, rank: int, size: int) -> None:
     def dataset_of(context: Any) -> Any:

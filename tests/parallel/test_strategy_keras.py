@@ -22,6 +22,7 @@ from mpistrat.tensorflow.xla import context  # noqa: E402
 from ..features.keras_models import Subclassed  # noqa: E402
 from ..features.keras_steps import OwnStep  # noqa: E402
 from ..features.keras_training import BATCH, COLUMNS, both, compiled, dense, fit_both, sequential, sgd  # noqa: E402
+from ..support.levels import sample  # noqa: E402
 from ..support.overwritten import LargestOfBatch  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data  # noqa: E402
 
@@ -31,8 +32,7 @@ def strategy() -> MPIStrategy:
     return MPIStrategy()
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("build", [sequential, lambda: keras.Sequential(dense()), Subclassed])
+@sample("build", [sequential, lambda: keras.Sequential(dense()), Subclassed])
 def test_fit_evaluate_and_predict(strategy: MPIStrategy, build: Callable, rank: int) -> None:
     model, reference = both(strategy, rank, lambda: compiled(build))
     x, y = global_data(73)
@@ -61,9 +61,8 @@ def sent(on_submit: Callable) -> list[Request]:
     return seen
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("clips", [{}, {"global_clipnorm": 0.5}], ids=str)
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
+@sample("clips", [{}, {"global_clipnorm": 0.5}], ids=str)
+@sample("name", ["fp16", "bf16"])
 def test_gradients_are_sent_compressed_and_the_share_of_rows_is_not(name: str, clips: dict, rank: int,
                                                                     sent: list[Request]) -> None:
     model, reference = both(MPIStrategy(compression=getattr(Compression, name)), rank,
@@ -77,7 +76,7 @@ def test_gradients_are_sent_compressed_and_the_share_of_rows_is_not(name: str, c
     assert sorted(spec.dtype for spec in sent[0].tensors) == sorted([*[wire_dtype] * 4, "float32"])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_groups_of_gradients_are_a_collective_each(rank: int, sent: list[Request]) -> None:
     strategy = MPIStrategy(groups=3)
     model, reference = both(strategy, rank)
@@ -86,7 +85,7 @@ def test_groups_of_gradients_are_a_collective_each(rank: int, sent: list[Request
     assert [len(request.tensors) for request in sent] == [2, 1, 2] * steps  # The last has the number of rows too.
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_slices_are_sent_dense_if_wished(is_dense: bool, rank: int, sent: list[Request]) -> None:
     def embedding() -> Any:
@@ -152,8 +151,7 @@ def test_a_model_outside_of_the_scope_is_warned_of(strategy: MPIStrategy, rank: 
         model.fit(*global_data(24), batch_size=BATCH, verbose=0)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("optimizer", [lambda: "adam", lambda: keras.optimizers.SGD(0.1), sgd],
+@sample("optimizer", [lambda: "adam", lambda: keras.optimizers.SGD(0.1), sgd],
                          ids=["name", "SGD", "with slots"])
 def test_compile_outside_of_the_scope(strategy: MPIStrategy, optimizer: Callable, rank: int) -> None:
     """As with MirroredStrategy. The metric, whose variables exist already, is one that all ranks have too."""
@@ -209,7 +207,7 @@ class Largest(keras.metrics.Metric):
         return self.value
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("metric", [lambda: CountOfRows("float32"), lambda: CountOfRows("int32"), Largest],
                          ids=["float32", "int32", "largest"])
 def test_the_result_of_a_metric_may_be_its_state(strategy: MPIStrategy, metric: Callable, rank: int) -> None:
@@ -331,8 +329,7 @@ UNEVEN: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("kind", UNEVEN)
+@sample("kind", UNEVEN)
 def test_uneven_parts_of_a_global_batch_count_by_their_rows(strategy: MPIStrategy, kind: str, rank: int) -> None:
     """Batches of 13 rows, and one of a single row, which some rank has not."""
     model, reference = both(strategy, rank, UNEVEN[kind])
@@ -353,7 +350,7 @@ class NeedsRows(keras.layers.Layer):
         return x
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
 def test_a_rank_without_rows_evaluates_and_predicts_none_of_its_own(strategy: MPIStrategy, eagerly: bool,
                                                                     rank: int) -> None:
@@ -486,7 +483,7 @@ def test_ranks_drop_different_units_unless_asked_otherwise(differs: bool, rank: 
 
 
 # Keras itself slices a matrix only if its rows are in order, with and without a strategy; the columns need not be.
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("way", "kind"), [("matrix", "csr_matrix"), ("matrix", "coo_array"),
                                            ("generator", "csr_matrix"), ("generator", "csc_matrix")])
 def test_scipy_matrices(strategy: MPIStrategy, kind: str, way: str, rank: int) -> None:

@@ -80,3 +80,5 @@ def test_every_way_to_ask_for_the_chief_finds_the_first_rank(rank: int, size: in
     assert (task_type is None or (task_type == "worker" and task_id == 0)) == (rank == 0)
     assert (task_type == "chief" or ("chief" not in cluster and task_id == 0)) == (rank == 0)
     assert sum(len(tasks) for tasks in cluster.values()) == size
+    extended = hvd.MPIStrategy().extended  # As Keras 2 and KerasTuner ask.
+    assert (extended._task_type, extended._task_id) == (task_type, task_id) == ("worker", rank)

@@ -199,7 +199,7 @@ def test_a_read_does_not_meet_what_another_rank_saves(strategy: MPIStrategy, ran
     assert saved(path, ones=0.0) == {"ones": 1.0 * size}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["Checkpoint.save", "Checkpoint.write", "CheckpointManager"])
 def test_checkpoints_of_a_fit_hold_what_was_there_when_they_were_saved(
         strategy: MPIStrategy, kind: str, rank: int, size: int, shared_dir: str, asynchronous: Any) -> None:

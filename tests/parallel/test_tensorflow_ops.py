@@ -870,7 +870,7 @@ def test_a_result_that_is_kept_does_not_change(rank: int) -> None:
 # -- many calls -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_many_single_calls_in_one_function_are_a_hint_once_on_rank_0(rank: int, size: int,
                                                                      monkeypatch: pytest.MonkeyPatch,
                                                                      caplog: pytest.LogCaptureFixture) -> None:

@@ -25,6 +25,8 @@ from mpistrat.process.step_timer import StepTimer  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 from mpistrat.trace.stragglers import StragglerWatch  # noqa: E402
 
+from ..support.levels import sample  # noqa: E402
+
 STEPS, COLUMNS, EPOCHS = 4, 3, 2
 
 
@@ -102,8 +104,7 @@ def lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if "fit has trained" in line]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("make, not_counted", [
+@sample("make, not_counted", [
     (new_model, 1), (lambda: new_model(run_eagerly=True), 1), (lambda: new_model(OwnStep), 1),
     (lambda: new_model(steps_per_execution=2), 2)], ids=["plain", "eager", "own-step", "two-steps"])
 def test_fit_counts_all_rows_after_the_first_step(make: Callable, not_counted: int, rank: int, size: int,
@@ -217,7 +218,7 @@ def test_a_fit_of_a_strategy_counts_the_rows_of_all_ranks(is_in_scope: bool, ran
     assert totals == [rows - batch, rows] + ([2 * rows - batch] if size > 1 else [])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [
     hvd.callbacks.Throughput, hvd.callbacks.MetricAverageCallback, hvd.callbacks.Elastic,
     lambda: hvd.callbacks.BroadcastGlobalVariablesCallback(0),

@@ -13,6 +13,8 @@ hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.keras.fit.row_counts import RowCount, rows_of  # noqa: E402
 
+from ..support.levels import sample  # noqa: E402
+
 STEPS, COLUMNS = 3, 4
 
 
@@ -70,9 +72,8 @@ def assert_means(history: dict[str, list[float]], size: int, names: tuple[str, .
 ALL = ("loss", "mae", "val_loss", "val_mae")
 
 
-@pytest.mark.sampled
 @pytest.mark.horovod("metric-average")
-@pytest.mark.parametrize("arguments", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}], ids=str)
+@sample("arguments", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}], ids=str)
 def test_the_metrics_are_those_of_one_process_over_all_rows(rank: int, size: int, arguments: dict) -> None:
     history = fit(new_model(**arguments), rank, validation_data=rows_of_rank(rank, 1),
                   validation_batch_size=batch_of(rank))
@@ -99,7 +100,7 @@ def test_rows_of_a_dataset_without_a_known_length_are_counted(rank: int, size: i
     assert_means(history, size, ("loss", "mae"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_optimizer_that_is_not_distributed_and_a_second_fit(rank: int, size: int) -> None:
     model = new_model(is_distributed=False)
     fit(model, rank, epochs=1)

@@ -13,6 +13,7 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
 
+from ..support.levels import sample  # noqa: E402
 from .helpers import everywhere  # noqa: E402
 
 COLUMNS, BATCH, STEPS = 4, 8, 3
@@ -70,8 +71,7 @@ def test_the_chief_writes_what_all_ranks_name_and_all_read_it_at_once(rank: int,
         *(f"{each}.weights.h5" for each in range(size)), "deep", "events", "log.csv"])
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("on_ranks", ["the chief", "all, in other orders"])
+@sample("on_ranks", ["the chief", "all, in other orders"])
 def test_no_rank_waits_where_the_ranks_have_different_callbacks(on_ranks: str, rank: int, shared_dir: str) -> None:
     model, average = new_model(), hvd.callbacks.MetricAverageCallback()
     saves = Counted(model, "save_weights")
@@ -116,6 +116,18 @@ def test_all_ranks_go_on_with_the_backup_of_the_chief(rank: int, shared_dir: str
     if hasattr(second, "_initial_epoch"):
         assert history.epoch == [2] and bytes_of(second) == bytes_of(whole)
     assert os.listdir(shared_dir) == []
+
+
+def test_all_ranks_have_the_state_of_a_callback_that_one_runs(rank: int, shared_dir: str) -> None:
+    callbacks = [Callbacks.BackupAndRestore(f"{shared_dir}/backup"),
+                 Callbacks.ModelCheckpoint(f"{shared_dir}/m.weights.h5", save_weights_only=True, save_freq=2,
+                                           verbose=rank)]
+    with pytest.raises(TrainingInterruptedError):
+        fit(new_model(), rank, *callbacks, Callbacks.LambdaCallback(on_epoch_begin=interrupt), epochs=3)
+    backup, checkpoint = map(vars, callbacks)
+    state = [backup["_current_epoch"], checkpoint["_current_epoch"], checkpoint["_last_batch_seen"]]
+    assert mpistrat.allgather_object(state) == [[2, 2, STEPS - 1]] * mpistrat.size()
+    assert checkpoint["verbose"] == rank, "the arguments are those of each rank"
 
 
 @pytest.mark.parametrize("name", ["m.keras", "m.h5", "m.weights.h5"])

@@ -143,6 +143,7 @@ TRAINED = tuple(Program(ranks, f"{HERE}/strategy_trains.py trained.{ranks}") for
 NAMED = tuple((by_name(ranks, name), by_name(1, "one_device")) for ranks, name in (
     (1, "mirrored"), (1, "central_storage"), (1, "default"), (2, "multi_worker_mirrored"), (3, "central_storage")))
 CENTRAL = central(3, "--epochs 2", "--epochs 2 --strategy mirrored")
+DATA_SERVICE = example(2, "data_service_digits", r"^test accuracy (\S+), weights \w+, of {ranks} ranks$", least=0.8)
 TUTORIALS = (
     Program(2, f"{HERE}/tutorials/multi_worker_with_keras.py with_keras/",
             r"^2 workers, accuracy (\S+), restored (\S+), losses .*, 3 epochs with backups, kept .*ckpt.*model\.keras",

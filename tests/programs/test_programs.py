@@ -89,6 +89,12 @@ def test_only_the_chief_writes_a_checkpoint_which_loads_without_mpistrat_with_th
         re.findall(r"weights (\w+), the same", ran(line).well)[0] for line in needed]
 
 
+@pytest.mark.horovod("data-service")
+@pytest.mark.parametrize("program", [table.DATA_SERVICE], ids=str)
+def test_ranks_prepare_input_for_each_other(program: Program, ran: Callable[[Line], Ran]) -> None:
+    check(program, ran)
+
+
 @pytest.mark.parametrize("needed", [table.BENCHMARK], ids=str)
 def test_the_benchmark_prints_what_each_rank_and_all_together_do(needed: Line, ran: Callable[[Line], Ran]) -> None:
     output = ran(needed).well

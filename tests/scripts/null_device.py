@@ -3,6 +3,8 @@
     python tests/scripts/null_device.py             arrays
     python tests/scripts/null_device.py tensorflow  tensors in a tf.function
 
+With `busy` another thread runs Python all the time, as one that loads data does.
+
 Prints the least of several tenth percentiles, and the ratios to an array on the CPU, which depend less on the machine.
 The times that are wanted are those of a machine on which that takes 30 us.
 """
@@ -10,6 +12,7 @@ The times that are wanted are those of a machine on which that takes 30 us.
 import itertools
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -129,6 +132,9 @@ class Device:
     def compile(self, job: object) -> None:
         """There is nothing to compile."""
 
+    def trim(self) -> None:
+        """There is no memory."""
+
     def batched_copy(self, *_: object) -> None:
         CALLS["launch"] += 1
 
@@ -243,8 +249,11 @@ def main() -> None:
     own_gpu.make_device = lambda number: make()
     libraries.KINDS["__main__"] = libraries.Cupy()
     executor.check_waiting = lambda device, buffer: None
+    os.environ["MPISTRAT_DISABLE"] = "shadow"  # There are no numbers.
     mpistrat.init()
     print(f"load {os.getloadavg()[0]:.0f}")
+    if "busy" in sys.argv:
+        threading.Thread(target=lambda: [sum(range(1000)) for _ in itertools.count()], daemon=True).start()
     (tensors if "tensorflow" in sys.argv else arrays)()
     mpistrat.shutdown()
 

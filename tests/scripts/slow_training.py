@@ -55,7 +55,7 @@ WAYS: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: distributed(compression=getattr(hvd.Compression, name))
        for name in ("bf16", "int8") if hasattr(hvd.Compression, name)},
     "hosts": hosts, "diloco": diloco,
-    "diloco int8": lambda: diloco(compression=hvd.Compression.int8), "overlap": lambda: diloco(overlap=True)}
+    "diloco int8": lambda: diloco(compression=hvd.Compression.int8)}
 
 
 def measure(way: str, steps: int) -> tuple[float, float]:

@@ -1,14 +1,12 @@
-"""The kernels on host memory, with numpy: what a launch does, from the same table or job."""
+"""The kernels on host memory, with numpy: what a launch does, from the same table."""
 
 import ctypes
 
 import numpy as np
 
 from mpistrat.core.arithmetic import Scale
-from mpistrat.core.quantised import BLOCK, SCALE_BYTES, formats, wire_bytes
 from mpistrat.core.tuning import COPY_BLOCK_ELEMENTS
 from mpistrat.gpu.copy.plan import CopyJob, block_count
-from mpistrat.gpu.copy.quantise import BLOCK_BYTES, QuantisedSum
 
 from .dtypes import dtype_of
 
@@ -41,30 +39,3 @@ def batched_copy(table: np.ndarray, job: CopyJob) -> None:
         wide = source.astype(source_dtype if source_dtype.kind in "iu" else np.float32)
         Scale(job.factor, job.divisor).apply(wide, wide)
         target[...] = wide.astype(target_dtype)
-
-
-def quantised_sum(job: QuantisedSum) -> None:
-    """Do what all blocks do, by core.quantised, whose bytes have all scales first."""
-    codec, count, single = formats()[job.format], job.blocks * BLOCK, np.dtype(np.float32)
-    total = np.empty(count, np.float32)
-    for row in range(job.float_rows):
-        numbers = np.zeros(count, np.float32)
-        filled = min(job.filled, count)
-        numbers[:filled] = memory_at(job.floats + row * job.float_step, filled, single)
-        total = total + numbers if row else numbers
-    for row in range(job.wire_rows):
-        blocks = _blocks_at(job.wires + row * job.wire_step, job.blocks)
-        wire = np.concatenate([blocks[:, :SCALE_BYTES].reshape(-1), blocks[:, SCALE_BYTES:].reshape(-1)])
-        codec.decode(wire, total, adds=row + job.float_rows > 0)
-    if job.total:
-        memory_at(job.total, count, single)[:] = total
-    if job.wire:
-        wire = np.empty(wire_bytes(count), np.uint8)
-        codec.encode(total, memory_at(job.errors, count, single) if job.errors else None, wire)
-        blocks, scales = _blocks_at(job.wire, job.blocks), wire[:job.blocks * SCALE_BYTES]
-        blocks[:, :SCALE_BYTES] = scales.reshape(job.blocks, SCALE_BYTES)
-        blocks[:, SCALE_BYTES:] = wire[scales.size:].reshape(job.blocks, BLOCK)
-
-
-def _blocks_at(address: int, blocks: int) -> np.ndarray:
-    return memory_at(address, blocks * BLOCK_BYTES, np.dtype(np.uint8)).reshape(blocks, BLOCK_BYTES)

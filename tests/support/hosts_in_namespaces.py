@@ -1,4 +1,4 @@
-"""Two hosts on one machine, for tests of what a cluster does: network namespaces that are joined by a virtual cable.
+"""Hosts on one machine, for tests of what a cluster does: network namespaces that are joined by virtual cables.
 
     with two_hosts() as hosts:
         job = hosts.run([2, 2], ["python", "train.py"])
@@ -7,13 +7,16 @@
     with two_hosts(Link(delay_s=0.03)) as hosts:
         job = hosts.run([2, 2], ["python", "train.py"])
 
+    with several_hosts(4) as hosts:
+        job = hosts.run([1, 1, 1, 1], ["python", "train.py"])
+
 Each host has a name, a network, System V IPC and /dev/shm of its own, so ranks on different hosts can only talk over
-TCP. They share the file system, as hosts of a cluster share a home directory. mpirun starts its daemon on the other
+TCP. They share the file system, as hosts of a cluster share a home directory. mpirun starts its daemon on another
 host with a script in the place of ssh, which hands over as little of the environment as ssh does.
 
 All of it, the processes included, lives in one PID namespace and one mount namespace. They end with their first
 process, and that ends when this process does, whatever happens; then the kernel takes the rest away. The addresses
-exist in the two networks only, which have no way out.
+exist in these networks only, which have no way out.
 """
 
 import contextlib
@@ -48,32 +51,44 @@ _WORLD = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "-
           "sh", "-ec"]
 _CABLE = "cable"
 _SEGMENT = 1448  # payload of a segment of TCP: 1500 less the headers, with a time stamp
-_ADDRESSES = ("10.200.77.1", "10.200.77.2")
+_ADDRESS = "10.200.77."  # and the number of the host, from 1
 _TAP = Path("/dev/net/tun")
 
-# Run by the first process of the world, with a directory, the two names, and the command of a slow link as arguments.
+# Run by the first process of the world. The arguments are a directory, the names with a space between them, and the
+# command of a slow link between two hosts. More hosts have a cable each, to a switch in the network of the world.
 _SET_UP = f"""
-cd "$1"; first=$2 second=$3; shift 3
+cd "$1"; names=$2; shift 2
 mount --bind hosts /etc/hosts
-for host in $first $second; do
+for host in $names; do
     touch $host.net $host.uts $host.ipc
     unshare --net=$host.net --uts=$host.uts --ipc=$host.ipc sh -c "echo $host > /proc/sys/kernel/hostname"
     mkdir $host.shm
     mount -t tmpfs tmpfs $host.shm
     ./on $host ip link set lo up
 done
+first=${{names%% *}} second=${{names#* }}
+# The shell is in the network of a host, and its id is how ip finds that.
 if [ $# != 0 ]; then
     mkfifo made
     "$@" > made &
     read -r _ < made
-else
-    # The shell is in the second network, and its id is how ip finds that.
+elif [ "$second" = "${{second% *}}" ]; then
     ./on $second sh -c 'nsenter --net=$0 ip link add {_CABLE} type veth peer name {_CABLE} netns $$' $first.net
+else
+    ip link add switch type bridge; ip link set switch up
+    port=0
+    for host in $names; do
+        port=$((port + 1))
+        ./on $host sh -c 'nsenter --net=/proc/1/ns/net ip link add $0 type veth peer name {_CABLE} netns $$' port$port
+        ip link set port$port master switch up
+    done
 fi
-./on $first ip address add {_ADDRESSES[0]}/24 dev {_CABLE}
-./on $second ip address add {_ADDRESSES[1]}/24 dev {_CABLE}
-./on $first ip link set {_CABLE} up
-./on $second ip link set {_CABLE} up
+number=0
+for host in $names; do
+    number=$((number + 1))
+    ./on $host ip address add {_ADDRESS}$number/24 dev {_CABLE}
+    ./on $host ip link set {_CABLE} up
+done
 echo ready
 cat > /dev/null
 """
@@ -126,12 +141,16 @@ class Ended:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The two hosts, while they exist."""
+    """The hosts, while they exist."""
 
-    names: tuple[str, str]  # Their names, as they call themselves and each other.
+    names: tuple[str, ...]  # Their names, as they call themselves and each other.
     directory: Path  # What they are made of; scripts, among others.
     _first_process: int
-    addresses: tuple[str, str] = _ADDRESSES  # Where they reach each other.
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where they reach each other."""
+        return _addresses(len(self.names))
 
     def run(self, ranks_per_host: Sequence[int], command: Sequence[str], *, env: Mapping[str, str] | None = None,
             limit_s: float = 120, map_by: str = "slot", mpirun_args: Sequence[str] = ()) -> Finished:
@@ -216,7 +235,7 @@ class Hosts:
         return {"PRTE_MCA_plm_ssh_agent": ssh, "OMPI_MCA_plm_rsh_agent": ssh}  # Open MPI 5, and before it
 
     def wire_bytes(self) -> int:
-        """How many bytes the two hosts have sent each other since they exist, headers included: a figure without noise.
+        """How many bytes the hosts have sent each other since they exist, headers included: a figure without noise.
 
         What TCP has sent a second time is not in it. The cable has a queue on each processor, so packets of a sender
         that changes its processor overtake each other, and some are taken for lost.
@@ -239,26 +258,35 @@ class Hosts:
                 "sh", "-c", '"$0" "$@"; exit $?', str(self.directory / "on"), self.names[host], *map(str, line)]
 
 
-@contextlib.contextmanager
-def two_hosts(link: Link | None = None) -> Iterator[Hosts]:
+def _addresses(count: int) -> tuple[str, ...]:
+    return tuple(f"{_ADDRESS}{number}" for number in range(1, count + 1))
+
+
+def two_hosts(link: Link | None = None) -> contextlib.AbstractContextManager[Hosts]:
     """Two hosts, for as long as the context lasts, joined by a cable, or by a `link` where `can_make_links()`.
 
     `why_not()` must have returned None.
     """
+    return several_hosts(2, link)
+
+
+@contextlib.contextmanager
+def several_hosts(count: int, link: Link | None = None) -> Iterator[Hosts]:
+    """As two_hosts, for two to four hosts; more than two have no `link`."""
     token = uuid.uuid4().hex[:6]
-    names = (f"first-{token}", f"second-{token}")
+    names = tuple(f"{number}-{token}" for number in ("first", "second", "third", "fourth")[:count])
     with tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True) as text:
         directory = Path(text)
         (directory / "hosts").write_text("".join(f"{address} {name}\n" for address, name in
-                                                 zip(("127.0.0.1", *_ADDRESSES), ("localhost", *names))))
+                                                 zip(("127.0.0.1", *_addresses(count)), ("localhost", *names))))
         for name, script in (("on", _ON), ("ssh", _SSH)):
             (directory / name).write_text(script.replace("DIRECTORY", text))
             (directory / name).chmod(0o755)
         slow = [] if link is None else [sys.executable, str(ROOT / "tests/support/slow_link.py"),
                                         *(f"{n}.net" for n in names), _CABLE,
                                         *map(str, (link.delay_s, link.loss, link.bits_per_s))]
-        world = subprocess.Popen([*_WORLD, _SET_UP, "-", text, *names, *slow], text=True, stdin=subprocess.PIPE,
-                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        world = subprocess.Popen([*_WORLD, _SET_UP, "-", text, " ".join(names), *slow], text=True,
+                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert world.stdin and world.stdout and world.stderr
         try:
             if world.stdout.readline() != "ready\n":

@@ -94,7 +94,7 @@ def test_without_a_profiler_nothing_is_made(executor: Executor, monkeypatch: pyt
         annotations.add(lambda name: 1 // 0, lambda: False)  # a profiler that does not run
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_profile_of_tensorflow_has_them_and_nvtx_too(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", PROFILE, str(tmp_path)], capture_output=True, text=True, timeout=120,
                           check=False)

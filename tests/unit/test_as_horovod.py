@@ -13,6 +13,8 @@ from mpistrat.api import as_horovod as names
 from mpistrat.cli import as_horovod
 from mpistrat.cli.main import main
 from mpistrat.core.settings import take_horovods, taken_from_horovod
+from mpistrat.process import error_text
+from mpistrat.process.launch_env import RUN_KERAS_2
 
 PLACE = Path(as_horovod.__file__).parent / "horovod_path"
 PROGRAM = """
@@ -74,6 +76,24 @@ def test_what_a_program_finds_by_the_names_of_horovod() -> None:
     assert done.stderr.count("HOROVOD_THREAD_AFFINITY is not read and has no counterpart.") == 1
 
 
+@pytest.mark.parametrize("keras_2", [False, True])
+def test_errors_of_old_words_name_the_option_that_is_for_them_unless_it_is_given(
+        keras_2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(error_text, "ADVICE", dict(error_text.ADVICE))
+    monkeypatch.delenv(RUN_KERAS_2, raising=False)
+    if keras_2:
+        monkeypatch.setenv(RUN_KERAS_2, "1")
+    names.install("horovod")
+    errors = [TypeError("'list' object is not callable"), ValueError("Argument(s) not recognized: {'lr': 0.1}"),
+              TypeError("Trainer.compile() got an unexpected keyword argument 'experimental_run_tf_function'.")]
+    for error in errors:
+        assert ("mpistrat run --as-horovod=keras2" in error_text.describe(error, None).message) is not keras_2
+    # There is a reason for what Horovod has and mpistrat has not.
+    missing = error_text.describe(ModuleNotFoundError("No module named 'horovod.torch': there is no ..."), None).message
+    assert "import mpistrat.keras" not in missing
+
+
 def test_without_the_flag_there_is_no_horovod() -> None:
     code = "import importlib.util, mpistrat; print(importlib.util.find_spec('horovod'))"
     assert run_program(code).stdout == "None\n"
@@ -105,7 +125,7 @@ def test_the_lines_for_a_shell(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert shown[0] == str(PLACE / "bin" / "horovodrun")
     assert f"PYTHONPATH={PLACE}{os.pathsep}/with a blank" in shown
     assert "_MPISTRAT_KERAS_2=1" in shown and "MPISTRAT_LOG_LEVEL=info" in shown
-    assert said.startswith("mpistrat as-horovod: Horovod's names are those of mpistrat ")
+    assert said.startswith("mpistrat as-horovod: `import horovod` finds mpistrat ")
     assert main(["as-horovod"]) == 2
 
 
@@ -137,7 +157,7 @@ def test_the_command_of_a_job_has_it(capsys: pytest.CaptureFixture[str], tmp_pat
     assert main(words) == 0
     line, said = capsys.readouterr()
     assert f"PYTHONPATH={shlex.quote(str(PLACE))} " in line and "-x PYTHONPATH" in line
-    assert said.startswith("mpistrat run: Horovod's names are those of mpistrat ")
+    assert said.startswith("mpistrat run: `import horovod` finds mpistrat ")
     assert main([word for word in words if word != "--as-horovod"]) == 0
     line, said = capsys.readouterr()
     assert "PYTHONPATH" not in line and "Horovod" not in said
@@ -150,7 +170,7 @@ def test_functions_of_its_util() -> None:
     assert [n for n in range(9) if names.num_rank_is_power_2(n)] == [1, 2, 4, 8]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_three_words_of_keras_2() -> None:
     program = """
 import horovod.tensorflow as hvd

@@ -17,6 +17,7 @@ import mpistrat  # noqa: E402
 from mpistrat.api import runtime  # noqa: E402
 from mpistrat.core.errors import EngineError, InvalidRequestError, MismatchError  # noqa: E402
 from mpistrat.core.handle import Handle  # noqa: E402
+from mpistrat.gpu import completion  # noqa: E402
 from mpistrat.tensorflow.async_op import c_api, call_site, done, kernel, streams  # noqa: E402
 from mpistrat.tensorflow.bridge import gpu_device  # noqa: E402
 from tests.support import tensorflow_stand_in  # noqa: E402
@@ -294,7 +295,7 @@ class _Heap(ctypes.Structure):
         "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_ten_thousand_calls_leave_nothing() -> None:
     in_use = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if in_use is None:
@@ -334,7 +335,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 WHERE = "/device:CPU:0"
-context_stream = streams.ContextStream
+context_stream, check = streams.ContextStream, streams.check
 
 
 def refuse(device: Any, where: str) -> Any:
@@ -348,11 +349,10 @@ def test_the_stream_itself_waits_for_results(device: Any) -> None:
 
 
 @pytest.mark.parametrize("why", ["setting", "check"])
-def test_where_the_stream_does_not_wait_an_event_of_the_context_is_for_all_ranks_and_the_stream_for_process_sets(
+def test_where_the_stream_does_not_wait_the_host_does(
         why: str, device: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     import mpistrat.tensorflow as hvd
-    contexts, wait = [], type(device).wait
-    monkeypatch.setattr(streams, "ContextStream", lambda device, where: contexts.append(device.stream()) or contexts[0])
+    wait = type(device).wait
     if why == "setting":
         monkeypatch.setenv("MPISTRAT_DISABLE", "stream_order")
         mpistrat.shutdown()
@@ -362,12 +362,12 @@ def test_where_the_stream_does_not_wait_an_event_of_the_context_is_for_all_ranks
         monkeypatch.setattr(type(device), "wait", lambda self, stream, event: None)
     own = device.current_stream()
     found = [streams.stream_for(device, WHERE, process_set) for process_set in (0, 1)]
-    assert found == [(contexts[0], None), (own, None)]
+    assert found == [(own, None)] * 2
     monkeypatch.setattr(type(device), "wait", wait)
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == ([] if why == "setting" else [
-        "rank 0: TensorFlow waits on the host for what is reduced on its GPU, since its stream cannot: a tensor was "
-        "read before it was complete: 0 instead of 1"])
+        "rank 0: TensorFlow waits on the host for what is reduced on its GPU, since its stream cannot: memory was read "
+        "before it was complete: 0 instead of 1"])
     assert hvd.allreduce(tf.fill([3], 2.0), op=hvd.Sum).numpy().tolist() == [2, 2, 2]
 
 
@@ -382,7 +382,24 @@ def test_a_way_that_the_driver_refuses_is_done_without(refused: str, served: lis
 def test_the_check_refuses_a_way_that_reads_too_early(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "addresses", lambda tensors: [np.zeros(2**10, np.float32).ctypes.data])
     with pytest.raises(Exception, match="before it was complete"):
-        streams.check(device.current_stream(), device, WHERE)
+        check(device.current_stream(), device, WHERE)
+
+
+def test_the_check_of_work_that_is_over_proves_nothing(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion, "_LONGEST_S", 0.0)
+    for stream in (device.current_stream(), device.stream()):  # The second one has nothing to do with TensorFlow.
+        with pytest.raises(completion.UnprovenError, match="40 pieces of work were over"):
+            check(stream, device, WHERE)
+
+
+def test_each_logical_gpu_has_a_stream_of_its_own(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(streams, "stream_of_handler", lambda device, where: made.append(where) or device.stream())
+    monkeypatch.setattr(streams, "check_waiting", lambda *_: None)
+    found = [streams.stream_for(device, where) for where in (
+        "/device:GPU:0", "/device:GPU:1", "/job:localhost/replica:0/task:0/device:GPU:1", "/device:GPU:0")]
+    assert made == ["/device:GPU:0", "/device:GPU:1"]
+    assert found[0] == found[3] != found[1] == found[2]
 
 
 def test_the_driver_is_asked_for_an_event_of_the_context(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +410,7 @@ def test_the_driver_is_asked_for_an_event_of_the_context(device: Any, monkeypatc
     class Event:
         ptr = 8
 
-    monkeypatch.setattr(streams, "_require_xla", lambda: None)
+    monkeypatch.setattr(streams.ffi, "api", lambda: None)  # TensorFlow before 2.21 tells nothing else.
     stream = context_stream(device, WHERE)
     stream.record(Event())
     assert stream.ptr == 7 and calls == [(7, 8)]
@@ -436,6 +453,20 @@ def test_branches_and_loops(device: Any) -> None:
 
     for count, expected in ((0, 1), (1, 2), (2, 3), (3, 6), (4, 7)):
         assert step(tf.ones([2]), tf.constant(count)).numpy().tolist() == [expected] * 2
+
+
+def test_the_buckets_of_a_list_are_waited_for_together(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpistrat.tensorflow as hvd
+    from mpistrat.tensorflow.bridge import buckets
+    monkeypatch.setattr(buckets, "GPU_BUCKET_BYTES", 64)
+    step = tf.function(lambda tensor: hvd.grouped_allreduce([tensor + i for i in range(5)], op=hvd.Sum, name="list"))
+    step(tf.ones([16]))
+    executor = runtime.group_of("", 0).engine.controller.executor.device
+    waited, release = [], executor._await_in_streams
+    monkeypatch.setattr(executor, "_await_in_streams", lambda device, batches: (
+        waited.append(sum(len(batch.works) for batch in batches)), release(device, batches)))
+    assert [result.numpy().tolist() for result in step(tf.ones([16]))] == [[1.0 + i] * 16 for i in range(5)]
+    assert len([count for count in waited if count]) <= 1  # The others were over before.
 
 
 def test_gradients_of_loops_and_of_functions_that_are_called_twice(device: Any) -> None:
@@ -487,7 +518,7 @@ def test_an_eager_error_is_that_of_the_collective_and_later_calls_work(device: A
     assert hvd.allreduce(tf.ones([2]), op=hvd.Sum).numpy().tolist() == [1, 1]
 
 
-def test_an_eager_call_that_ctrl_c_ends_leaves_its_memory_to_the_engine(
+def test_after_an_eager_call_that_ctrl_c_has_ended_others_work(
         device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import mpistrat.tensorflow as hvd
 
@@ -499,8 +530,6 @@ def test_an_eager_call_that_ctrl_c_ends_leaves_its_memory_to_the_engine(
         patch.setattr(Handle, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             hvd.allreduce(tf.fill([3], 5.0), op=hvd.Sum)
-    work = runtime.group_of("", 0).engine.controller.executor.device.kept[-1].works[0]
-    assert work.tensors.owner[0].numpy().tolist() == work.made.results[0].numpy().tolist() == [5, 5, 5]
     assert hvd.allreduce(tf.ones([2]), op=hvd.Sum).numpy().tolist() == [1, 1]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import stat
 import subprocess
 import sys
@@ -21,13 +22,14 @@ from mpistrat.cli.main import COMMANDS, main
 from mpistrat.cli.mpirun import Machine, Mpirun
 from mpistrat.cli.probe import Findings, probe
 from mpistrat.cli.run import asks_for_help
-from mpistrat.cli.script import with_text
+from mpistrat.cli.script import other_python, with_text
 from mpistrat.cli.supervisor import Outcome
 from mpistrat.core import version
 from mpistrat.core.errors import LaunchError
 from mpistrat.core.install import pip_extra
 from mpistrat.process.launchers import MPICH, OPEN_MPI
 
+ROOT = Path(__file__).parents[2]
 MPICH_VERSION = "HYDRA build details:\n    Version:   5.0.2"
 
 
@@ -50,6 +52,32 @@ def fake(monkeypatch, tmp_path):
 def dry_run(capsys, *words: str) -> str:
     assert main(["run", "--dry-run", *words]) == 0
     return capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(("program", "number", "code"), [
+    ("mpistrat", signal.SIGINT, 130), ("mpistrat", signal.SIGTERM, 143), ("train.py", signal.SIGTERM, -15)])
+def test_mpistrat_run_has_the_exit_code_of_a_signal_before_it_runs(program: str, number: int, code: int) -> None:
+    script = f"""import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv = ["/bin/{program}", "run"]
+import mpistrat
+os.kill(os.getpid(), {int(number)})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_another_python_is_named_where_it_has_no_mpistrat(tmp_path: Path) -> None:
+    environ = {"PATH": f"{tmp_path}:{Path(sys.executable).parent}"}
+    assert not other_python("python", {"PATH": str(tmp_path)})
+    python = tmp_path / "python3"
+    for options, is_named in ("-I -S", True), ("", False):
+        python.write_text(f'#!/bin/sh\ncd {ROOT}; exec {sys.executable} {options} "$@"\n')
+        python.chmod(0o755)
+        said = other_python("python3", environ)
+        assert said.startswith(f"python3 is {python} here, which has no mpistrat.") is is_named
+        assert (sys.executable in said) is is_named
+    assert not other_python(Path(sys.executable).name, {"PATH": str(Path(sys.executable).parent)})
 
 
 # -- parsing ----------------------------------------------------------------------------------------------------------
@@ -342,7 +370,7 @@ def test_each_command_has_help(capsys, command) -> None:
     with pytest.raises(SystemExit) as ending:
         main([command, "--help"])
     assert ending.value.code == 0
-    assert f"usage: mpistrat {'doctor' if command == 'check' else command}" in capsys.readouterr().out
+    assert f"usage: mpistrat {command}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv, complaint", [
@@ -459,10 +487,9 @@ def machine(monkeypatch):
 LOCAL = Row("local", "yes")
 
 
-@pytest.mark.parametrize("name", ["doctor", "check"])
-def test_doctor_ends_with_0_when_the_machine_can_train(machine, capsys, name) -> None:
+def test_doctor_ends_with_0_when_the_machine_can_train(machine, capsys) -> None:
     machine(rows=[Row("TensorFlow", "2.21.0", needed=True)], backends=[LOCAL])
-    assert main([name]) == 0
+    assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "  TensorFlow   2.21.0\n" in out
     assert "Backends\n  local  yes\n" in out

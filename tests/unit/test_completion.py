@@ -160,7 +160,7 @@ def test_a_complete_collective_is_not_awaited() -> None:
     assert awaited([tf.constant(part) for part in (*done[:2], done[2].item())]).shape == (0,)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_they_are_woken_while_all_threads_of_tensorflow_wait() -> None:
     ran = subprocess.run([sys.executable, "-c", f"from {__name__} import wake_with_no_thread_left as w; w()"],
                          timeout=LONG_S, capture_output=True, text=True)

@@ -10,7 +10,7 @@ from mpistrat.core.tuning import FAN_OUT
 
 from .test_coordinator import Job, allreduce
 
-SIZES = [256, 1024, *(pytest.param(size, marks=pytest.mark.long) for size in (4096, 16_384))]
+SIZES = [256, 1024, *(pytest.param(size, marks=pytest.mark.nightly) for size in (4096, 16_384))]
 TENSORS = 2  # as many buckets
 
 

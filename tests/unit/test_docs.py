@@ -286,8 +286,7 @@ def test_the_readme_lists_five_messages_that_troubleshooting_explains() -> None:
 
 API_PAGES = {"mpistrat": "arrays.md", "mpistrat.tensorflow": "tensorflow.md", "mpistrat.keras": "keras.md",
              "mpistrat.keras.callbacks": "keras.md", "mpistrat.keras.elastic": "keras.md",
-             "mpistrat.tensorflow.elastic": "tensorflow.md",
-             "mpistrat.tensorflow.data.compute_service": "tensorflow.md"}
+             "mpistrat.tensorflow.elastic": "tensorflow.md"}
 _DIRECTIVE = re.compile(r"^\.\. (auto\w+|py:data|currentmodule):: ([\w.]+)$", re.MULTILINE)
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
 
 MODULES = ("mpistrat", "mpistrat.tensorflow", "mpistrat.keras", "mpistrat.keras.callbacks",
-           "mpistrat.keras.elastic", "mpistrat.tensorflow.elastic", "mpistrat.tensorflow.data.compute_service")
+           "mpistrat.keras.elastic", "mpistrat.tensorflow.elastic")
 PACKAGE = Path(mpistrat.__file__).parent
 
 

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from mpistrat.cli.doctor import facts, links
-from mpistrat.cli.doctor.command import observed_of
+from mpistrat.cli.doctor.command import _measured, observed_of
 from mpistrat.cli.doctor.facts import Facts
 from mpistrat.cli.doctor.judge import FAILURE, WARNING, MpiFacts, Observed, findings
 from mpistrat.cli.doctor.links import Link, NoAnswerError, first_ranks, pairs, wait
@@ -131,13 +131,18 @@ def test_what_ranks_say_is_read_among_other_lines() -> None:
             {"kind": "facts", **dataclasses.asdict(healthy(0))},
             {"kind": "mpi", "rank": 0, "size": 2, "vendor": "Open MPI", "version": "5.0.11", "shared_memory": ""},
             {"kind": "link", **dataclasses.asdict(LINK)}, {"kind": "silence", "ranks": [0, 2], "hosts": ["a", "b"]},
-            {"kind": "error", "rank": 1, "text": "no"}, {"kind": "allreduce", **RIGHT}]
+            {"kind": "error", "rank": 1, "text": "no"}, {"kind": "allreduce", **RIGHT},
+            *({"kind": "gpu", "rank": rank, "right": True, "findings": ["streams that wait: proved"]}
+              for rank in (1, 0))]
     lines = [f"[1,0]<stdout>: {MARK}{json.dumps(each)}" for each in said]
     printed = "\n".join(["noise", *lines, MARK + '{"kind": "fa'])
     observed = observed_of(2, list(understood(printed)), Outcome(3, ""), "line", {"": 2})
     assert observed == Observed(
         2, [healthy(0), healthy(1)], [MpiFacts(0, 2, "Open MPI 5.0.11")], [LINK], [("a", "b")], {}, "", {"": 2},
-        {1: "no"}, RIGHT, "exit code 3", "line")
+        {1: "no"}, RIGHT, "exit code 3", "line",
+        [{"rank": rank, "right": True, "findings": ["streams that wait: proved"]} for rank in (0, 1)])
+    assert _measured(observed)[-3:] == [
+        *(f"  rank {rank}, GPU: all-reduce right; streams that wait: proved" for rank in (0, 1)), ""]
 
 
 def test_facts_of_this_machine_are_plausible() -> None:

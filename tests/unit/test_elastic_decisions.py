@@ -62,6 +62,7 @@ class World:
     mpirun: int | None = None
     started_at: float = 0.0
     next_pid: int = 1
+    reached: int = 0  # on how many ranks' places the mpirun has started them
 
     def __post_init__(self) -> None:
         self.plan = Plan(self.limits, self.now)
@@ -93,7 +94,7 @@ class World:
 
     def start(self, action: Start) -> None:
         self.sizes[action.generation] = action.ranks
-        number = 0
+        number = self.reached = 0
         for name, slots in action.hosts:
             host = self.hosts[name]
             for _ in range(slots):
@@ -106,6 +107,7 @@ class World:
                     self.keep(host, host.keeper.hello(self.next_pid, number, self.next_pid, action.generation,
                                                       is_connected=True))
                     self.next_pid += 1
+                    self.reached += 1
                 number += 1
 
     def connect(self, host: SimulatedHost) -> None:
@@ -168,9 +170,9 @@ class World:
         for pid in [pid for pid, rank in self.ranks.items() if rank.generation == generation]:
             if kills and self.hosts[self.ranks[pid].host].link:
                 self.die(pid)
-        started = [rank for rank in self.ranks.values() if rank.generation == generation]
         silent = [name for name, host in self.hosts.items() if self.now - host.heard > 1.5]
-        self.supervise(self.plan.generation_over(generation, 1, self.now, bool(started), silent))
+        self.supervise(self.plan.generation_over(generation, 1, self.now, self.reached == self.sizes[generation],
+                                                 silent))
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -189,6 +191,9 @@ class World:
             if host.keeper is not None:
                 self.keep(host, host.keeper.tick(self.now))
         self.supervise(self.plan.tick(self.now))
+        asked = self.plan.asked(self.now)
+        self.supervise(self.plan.answered([name for name in asked if self.hosts[name].is_up and self.hosts[name].link],
+                                          self.now))
         count = sum(rank.generation == self.mpirun for rank in self.ranks.values())
         if self.mpirun is not None and count < self.sizes[self.mpirun] and self.now - self.started_at > 30.0:
             self.end_mpirun(kills=True)  # --start-timeout
@@ -266,7 +271,7 @@ def fault(world: World, kind: str) -> None:
         world.supervise(world.plan.signalled("SIGTERM", 143, False, world.now))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @settings(max_examples=150, deadline=None)
 @given(count=st.integers(1, 8), slots=st.integers(1, 8), seed=st.integers(0, 10**6),
        faults=st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 30)), max_size=25))
@@ -388,8 +393,8 @@ def test_a_lost_host_is_left_out_for_longer_each_time() -> None:
     all_died(job, {100: "a", 101: "a"}, 1, 2.0)
     assert job.tick(2.0) == [Start(2, 2, (("a", 2),))]
     job.hello("a", 0, 200, 2)
-    assert job.tick(10.9) == []
-    assert Leave(2, "there is room for 4 ranks instead of 2") in job.tick(11.1)
+    assert job.answered(["b"], 10.9) == [] and job.asked(10.9) == {"a"}
+    assert job.asked(11.1) == {"a", "b"} and Leave(2, "there is room for 4 ranks instead of 2") in job.tick(11.1)
     job.ended("a", 200, 2, LEAVE_CODE, "", 12.0)
     job.generation_over(2, 0, 12.0)
     assert job.tick(12.0) == [Start(3, 4, (("a", 2), ("b", 2)))]
@@ -399,7 +404,7 @@ def test_a_lost_host_is_left_out_for_longer_each_time() -> None:
     job.generation_over(3, 0, 13.0)
     assert job.tick(13.0) == [Start(4, 2, (("a", 2),))]
     job.hello("a", 0, 400, 4)
-    assert job.tick(32.0) == [] and kinds(job.tick(33.1)) == [Say, Leave]
+    assert job.answered(["b"], 32.0) == [] and kinds(job.tick(33.1)) == [Say, Leave]
 
 
 @pytest.mark.parametrize("restart_failed", [False, True])
@@ -446,6 +451,30 @@ def test_after_sigterm_a_rank_that_fails_gives_the_exit_code_and_a_job_that_save
     job.signalled("SIGTERM", 143, False, 1.0)
     job.ended("a", 100, 1, 3, "", 2.0)
     assert job.generation_over(1, 3, 2.0) == [Done(3, "SIGTERM has arrived, and generation 1 has failed")]
+
+
+@pytest.mark.parametrize("phase", ["no rank is there yet", "it trains", "it leaves", "it backs off",
+                                   "it waits for hosts"])
+@pytest.mark.parametrize(("name", "code", "is_urgent", "wanted"), [
+    ("SIGTERM", 143, False, PREEMPTED_CODE), ("SIGTERM", 143, True, 143), ("SIGINT", 130, True, 130)])
+def test_the_exit_code_after_a_signal_is_the_same_in_all_phases(phase: str, name: str, code: int, is_urgent: bool,
+                                                                wanted: int) -> None:
+    job = running(Limits(max_np=4))
+    if phase == "no rank is there yet":
+        job = Plan(Limits(max_np=4), 0.0)
+        job.hosts_found({"a": 2}, 0.0)
+        job.tick(0.0)
+    elif phase == "it leaves":
+        job.preempted("a", 1, "SIGUSR1", 0.5)
+    elif phase != "it trains":
+        job.generation_over(1, 1, 0.5)
+        if phase == "it waits for hosts":
+            job.hosts_found({}, 0.5)
+            assert kinds(job.tick(0.6)) == [Say]
+    actions = job.signalled(name, code, is_urgent, 1.0)
+    # What is there of the ranks ends, with the code of a signal for mpirun.
+    done, = [*actions, *job.generation_over(1, 143, 2.0)][-1:]
+    assert isinstance(done, Done) and done.code == wanted
 
 
 def test_a_signal_that_is_sent_to_the_process_and_to_its_group_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -766,22 +795,141 @@ def test_a_host_that_is_silent_for_a_moment_only_stays() -> None:
 
 def test_a_generation_that_was_to_leave_is_followed_at_once_by_the_next() -> None:
     job = running(Limits(max_np=4), {"a": 1, "b": 1})
-    job.hosts_found({"a": 1, "b": 1, "c": 1}, 1.0)
+    assert job.hosts_found({"a": 1, "b": 1, "c": 1}, 1.0) == [] and job.asked(1.0) == {"a", "b", "c"}
+    assert kinds(job.answered(["c"], 1.0)) == [Say, Leave]
     for host, pid in (("a", 100), ("b", 101)):
-        job.ended(host, pid, 1, LEAVE_CODE, "", 2.0)
-    job.generation_over(1, 0, 2.0, silent=["b"])
-    assert job.tick(2.0) == [Start(2, 3, (("a", 1), ("b", 1), ("c", 1)))]
+        job.ended(host, pid, 1, LEAVE_CODE, "", 90.0)  # The next commit was far.
+    job.generation_over(1, 0, 90.0, silent=["b"])
+    assert job.tick(90.0) == [Start(2, 3, (("a", 1), ("b", 1), ("c", 1)))]
 
 
-def test_a_host_where_nothing_starts_is_left_out() -> None:
-    job = running(Limits(max_np=4), {"a": 2, "b": 2})
-    job.keeper_found("a")
-    job.committed(CommitId(1, 3), "")
-    all_died(job, {100: "a", 101: "a", 102: "b", 103: "b"}, 1, 5.0)
-    job.generation_over(1, 1, 5.0)
-    assert job.tick(5.0) == [Start(2, 4, (("a", 2), ("b", 2)))]
-    job.generation_over(2, 1, 36.0, has_started=False)
-    assert job.tick(40.0) == [Start(3, 2, (("a", 2),))]
+# -- hosts that are gone ----------------------------------------------------------------------------------------------
+
+
+def after_a_cut(limits: Limits, kept: str = "", own: str = "login") -> Plan:
+    """A plan whose first generation has committed on `a` and `b`, and whose links to hosts that are not `kept` are cut.
+    """
+    job = Plan(limits, 0.0, own=[own])
+    job.hosts_found({"a": 2, "b": 2}, 0.0)
+    job.tick(0.0)
+    for number in range(4):
+        job.hello("ab"[number // 2], number, 100 + number, 1, is_connected=True)
+    for host in "ab":
+        job.keeper_found(host)
+    job.committed(CommitId(1, 9), "")
+    for host in "ab":
+        if host not in kept:
+            job.host_lost(host, "no sign of life", 10.0)
+        else:
+            all_died(job, {pid: host for pid in (100, 101) if host == "a"}, 1, 10.0)
+    assert job.generation_over(1, 255, 10.0) == []
+    return job
+
+
+def vain_starts(job: Plan, until: float, now: float = 10.0, seconds: float = 3.0) -> tuple[list[float], Done | None]:
+    """Let time pass. When mpiruns that start nobody have begun, and how the job has ended."""
+    begun, over_at = [], float("inf")
+    while now < until:
+        now += 0.5
+        actions = job.tick(now)
+        if now >= over_at:
+            actions += job.generation_over(job.generation, 1, now, has_started=False)
+            over_at = float("inf")
+        for action in actions:
+            if isinstance(action, Done):
+                return begun, action
+            if isinstance(action, Start):
+                begun.append(now)
+                over_at = now + seconds
+    return begun, None
+
+
+@pytest.mark.parametrize("own", ["a", "login"])
+@pytest.mark.parametrize("cooldown_s", [(10.0, 20.0), (30.0, 600.0)])
+def test_a_healthy_generation_is_not_ended_for_a_host_that_does_not_answer(cooldown_s: tuple[float, float],
+                                                                           own: str) -> None:
+    job = after_a_cut(Limits(max_np=4, cooldown_s=cooldown_s), kept="a", own=own)
+    assert job.tick(10.5) == [Start(2, 2, (("a", 2),))]
+    for number in range(2):
+        job.hello("a", number, 200 + number, 2, is_connected=True)
+    for second in range(11, 4000):
+        job.committed(CommitId(2, second), "")
+        # A host that is new, and cannot be reached either.
+        assert job.tick(second) == [] == job.hosts_found({"a": 2, "b": 2, "c": 2}, second)
+    assert job.asked(4000.0) == {"b", "c"}
+    assert kinds(job.answered(["c"], 4000.0)) == [Say, Leave]
+    for number in range(2):
+        job.ended("a", 200 + number, 2, LEAVE_CODE, "", 4001.0)
+    job.generation_over(2, 0, 4001.0)
+    assert job.tick(4001.0) == [Start(3, 4, (("a", 2), ("c", 2)))]
+    job.keeper_found("b")
+    assert job.tick(4002.0) == []  # There is no place for it.
+
+
+@pytest.mark.parametrize(("kept", "min_np"), [("", 1), ("a", 4)])
+@pytest.mark.parametrize("seconds", [1.0, 30.0])
+def test_starts_that_start_nobody_are_no_failures_and_the_job_waits_for_its_hosts(kept: str, min_np: int,
+                                                                                  seconds: float) -> None:
+    """No reset, and no generation without a commit, counts; the hosts may be unreachable for long."""
+    limits = Limits(min_np=min_np, max_np=4, resets=1)
+    begun, done = vain_starts(after_a_cut(limits, kept), 1000.0, seconds=seconds)
+    assert len(begun) == 4 and begun[-1] > 400.0
+    assert done is not None and done.code == 1 and "--elastic-timeout" in done.why and "commit 9" in done.why
+    job = after_a_cut(limits, kept)
+    assert vain_starts(job, 440.0, seconds=seconds)[1] is None
+    for host in "ab":
+        job.keeper_found(host)  # The link is mended.
+    start, = job.tick(440.5)
+    assert isinstance(start, Start) and start.ranks == 4
+
+
+def test_a_host_where_nothing_starts_is_left_out_and_the_others_go_on() -> None:
+    for answering in ([], ["a"]):
+        job = after_a_cut(Limits(max_np=4), kept="" if answering else "a")
+        job.keeper_found("b")
+        job.answered(answering, 41.0)
+        assert job.tick(41.0) == [Start(2, 4, (("a", 2), ("b", 2)))]
+        job.keeper_gone("b", "its connection is broken", 42.0)
+        job.answered(answering, 70.0)
+        assert kinds(job.generation_over(2, 1, 71.0, has_started=False)) == [Say]
+        assert job.tick(71.5) == [Start(3, 2, (("a", 2),))]
+
+
+def test_a_lost_host_that_answers_is_not_left_out_if_the_others_are_too_few() -> None:
+    """It has been started anew, say, and has no keeper."""
+    job = after_a_cut(Limits(min_np=4, max_np=4), kept="a")
+    assert kinds(job.tick(11.0)) == [Say] and job.asked(11.0) == {"b"}
+    assert job.answered(["b"], 20.0) == [] and job.tick(20.5) == [Start(2, 4, (("a", 2), ("b", 2)))]
+    # If nothing starts there all the same, an answer is not enough.
+    job.answered(["b"], 24.0)
+    assert kinds(job.generation_over(2, 1, 25.0, has_started=False)) == [Say]
+    job.answered(["b"], 26.0)
+    assert job.tick(26.5) == [] and kinds(job.tick(86.0)) == [Start]
+
+
+def test_starts_that_fail_where_all_hosts_are_reached_are_failures() -> None:
+    job, now = Plan(Limits(max_np=2), 0.0, own=["a"]), 0.0
+    job.hosts_found({"a": 2}, 0.0)
+    begun, done = vain_starts(job, 100.0, now)
+    assert len(begun) == 3 and done is not None and "3 generations in a row" in done.why
+
+
+def test_a_commit_counts_however_its_generation_ends() -> None:
+    job, now = running(Limits(max_np=4), {"a": 2}), 0.0
+    for generation in range(1, 20):
+        now += 100.0
+        if generation % 2:  # It ends before a commit.
+            assert job.generation_over(generation, 1, now) == []
+        else:
+            for number in range(2):
+                job.hello("a", number, 1000 * generation + number, generation, is_connected=True)
+            job.committed(CommitId(generation, 1), "")
+            job.preempted("a", generation, "SIGUSR1", now)
+            for number in range(2):
+                job.ended("a", 1000 * generation + number, generation, LEAVE_CODE, "", now)
+            assert job.generation_over(generation, 0, now) == []
+        now += 1000.0
+        assert kinds(job.tick(now)) == [Start]
 
 
 def test_an_mpirun_that_does_not_end_after_its_ranks_is_stopped() -> None:

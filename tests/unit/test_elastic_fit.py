@@ -11,9 +11,10 @@ import pytest
 import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as keras_api
 import mpistrat.tensorflow.elastic as elastic
 from mpistrat.keras.callbacks import Elastic
-from mpistrat.keras.fit import elastic_fit
+from mpistrat.keras.fit import elastic_fit, fit_callbacks
 
 
 @pytest.mark.parametrize(("every", "wanted"), [(2, [(0, 2), (1, 0), (1, 2), (2, 0)]),
@@ -36,7 +37,8 @@ def test_batches_that_are_done_are_not_trained_and_have_no_logs(batches: int, st
     (7, 10, range(10))])
 def test_no_batch_is_left_out_if_an_execution_has_several(batches: int, each: int, trained: range) -> None:
     model, callback = Counts(), Elastic()
-    callback.state = SimpleNamespace(epoch=0, batch=batches, past=[], commit=lambda: None)  # type: ignore[assignment]
+    callback.state = SimpleNamespace(epoch=0, batch=batches, past=[], commit=lambda: None,
+                                     find_place=lambda *of: None)  # type: ignore[assignment]
     model.compile("sgd", "mse", steps_per_execution=each)
     numbers = np.arange(10)
     model.fit(numbers, numbers, batch_size=1, shuffle=False, verbose=0, callbacks=[callback])
@@ -46,7 +48,8 @@ def test_no_batch_is_left_out_if_an_execution_has_several(batches: int, each: in
 @pytest.mark.parametrize(("every", "each", "wanted"), [(4, 4, [(0, 4), (0, 8)]), (1, 5, [(0, 5)]), (5, 4, [(0, 8)])])
 def test_commits_are_between_executions(every: int, each: int, wanted: list[object]) -> None:
     model, callback, commits = Counts(), Elastic(commit_every=every), []
-    state = SimpleNamespace(epoch=0, batch=0, past=[], commit=lambda: commits.append((state.epoch, state.batch)))
+    state = SimpleNamespace(epoch=0, batch=0, past=[], commit=lambda: commits.append((state.epoch, state.batch)),
+                            find_place=lambda *of: None)
     callback.state = state  # type: ignore[assignment]
     model.compile("sgd", "mse", steps_per_execution=each)
     model.fit(np.arange(10), np.arange(10), batch_size=1, verbose=0, callbacks=[callback])
@@ -72,38 +75,64 @@ class Counts(keras.Model):
 def fitted(every: int, batches: int) -> tuple[list[tuple[int, int]], keras.Model, list[dict[str, float]]]:
     """The commits, the model and the logs of a fit of two epochs of four batches, some of which are done."""
     commits: list[tuple[int, int]] = []
+    steps: list[int | None] = []
     callback = Elastic(commit_every=every)
-    state = SimpleNamespace(epoch=0, batch=batches, past=[], commit=lambda: commits.append((state.epoch, state.batch)))
+    state = SimpleNamespace(epoch=0, batch=batches, past=[], commit=lambda: commits.append((state.epoch, state.batch)),
+                            find_place=lambda *of: steps.append(of[0]))
     callback.state = state  # type: ignore[assignment]
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", metrics=["mae"])
     model.fit(np.ones((4, 1)), np.ones((4, 1)), batch_size=1, epochs=2, verbose=0, callbacks=[callback],
               validation_data=(np.ones((2, 1)), np.zeros((2, 1))))
+    assert steps == [4]
     return commits, model, [logs for _, logs in state.past]
 
 
-def test_batches_are_counted_anew_by_new_processes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("then", "now", "door", "found"), [
+    (None, None, "optimizer", 9), (None, None, "strategy", 6),  # of a generator, say
+    (10, 15, "optimizer", 9), (10, 10, "optimizer", 6), (10, 10, "strategy", 6), (10, 7, "strategy", 4),
+    (10, None, "optimizer", 9), (None, 10, "strategy", 6)])
+def test_the_place_in_the_epoch_is_that_of_the_batches_which_a_rank_has(
+        then: int | None, now: int | None, door: str, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mpistrat.init()
     ranks, began = [2], []
 
     def keep_going(state: elastic_fit.FitState, train: Callable[[], object]) -> None:
-        state.batch, state.size = 6, 3  # a commit of three ranks
+        state.batch, state.size, state.steps = 6, 3, then  # a commit of three ranks
         train()
         ranks[0] = 1  # The other rank is lost. This one keeps its rows.
         train()
 
     monkeypatch.setattr(elastic_fit, "_size", lambda: ranks[0])
     monkeypatch.setattr(elastic_fit, "keep_going", keep_going)
+    monkeypatch.setattr(elastic_fit, "is_under_strategy", lambda model: door == "strategy")
     callback, model = Elastic(), keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd")
 
     def fit(epoch: int) -> keras.callbacks.History:
         assert callback.state is not None
-        began.append((callback.state.batch, callback.state.size))
+        callback.set_model(model)
+        callback.set_params({"steps": now})
+        callback.on_train_begin()
+        began.append((callback.state.batch, callback.state.size, callback.state.steps))
         return keras.callbacks.History()
 
     elastic_fit.run_fit(callback, fit, model, 0)
-    assert began == [(9, 2), (9, 2)]
+    assert began == [(found, 2, now)] * 2
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_a_fit_that_begins_anew_after_a_loss_says_what_to_add(has_state: bool, monkeypatch: pytest.MonkeyPatch,
+                                                             caplog: pytest.LogCaptureFixture) -> None:
+    mpistrat.init()
+    monkeypatch.setattr(fit_callbacks.membership, "current", lambda: SimpleNamespace(has_state=has_state))
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras_api.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    for _ in range(2):
+        model.fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0)
+    said = [each.getMessage() for each in caplog.records if "begins anew" in each.getMessage()]
+    assert len(said) == (not has_state)
+    assert has_state or said[0].endswith("Type model.fit(..., callbacks=[..., hvd.callbacks.Elastic()])")
 
 
 def test_the_example_goes_on_from_a_commit_after_the_last_row_of_an_epoch(monkeypatch: pytest.MonkeyPatch,

@@ -1,9 +1,11 @@
 """The parts of elastic jobs: commits as bytes, a rank that hands them over, options, and where hosts are found."""
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +30,7 @@ from mpistrat.cli.mpirun import LaunchCommand, Mpirun
 from mpistrat.cli.run import parse, plan
 from mpistrat.cli.supervisor import Interference, Outcome, launch
 from mpistrat.core.errors import ElasticError, EngineError, LaunchError
-from mpistrat.elastic import keeper_line, member
+from mpistrat.elastic import keeper_line, member, service
 from mpistrat.elastic.commits import CommitId, DamagedCommitError, Packed, load, read, save
 from mpistrat.elastic.job import ElasticJob, job_of
 from mpistrat.elastic.keeper import socket_name
@@ -71,9 +73,11 @@ def test_a_commit_that_is_cut_at_any_byte_or_changed_is_damaged() -> None:
     for length in [*range(0, 200), *range(200, len(memory), 97), len(memory) - 1]:
         with pytest.raises(DamagedCommitError):
             read(memoryview(memory[:length]))
-    for place in [0, 17, 40, 100, len(memory) // 2, len(memory) - 1]:
+    # The first 32 bytes are the header.
+    for place, bit in [*((place, bit) for place in range(32) for bit in range(8)), (40, 0), (100, 0),
+                       (len(memory) // 2, 0), (len(memory) - 1, 0)]:
         changed = bytearray(memory)
-        changed[place] ^= 1
+        changed[place] ^= 1 << bit
         with pytest.raises(DamagedCommitError):
             read(memoryview(changed))
 
@@ -89,6 +93,49 @@ def test_a_file_is_complete_or_that_of_the_commit_before(tmp_path: Path, monkeyp
         save(Packed((CommitId(2, 8), {})), str(path))
     assert_is_value(read(memoryview(path.read_bytes())))
     assert [each.name for each in tmp_path.iterdir()] == ["commit"]
+
+
+HOLDS = """
+import pathlib, sys
+from mpistrat.elastic.commits import claim
+claim(pathlib.Path(sys.argv[1]))
+print(1, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_job_at_a_time_saves_its_commits_in_a_directory(tmp_path: Path) -> None:
+    """Also after a job that was killed, and left a part of a commit."""
+    directory = tmp_path / "saved"
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(directory)], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == b"1\n"
+            asked = options(f"-np 2 --elastic-checkpoint {directory}")
+            with pytest.raises(LaunchError, match=rf"another job saves its commits there \(process {other.pid} on "
+                                                  r"\S+\)\. Wait until it has ended, or name another directory"):
+                elastic.run(asked, lambda *_: pytest.fail("it was started"))
+        finally:
+            other.kill()
+    save(Packed(VALUE), str(directory / "commit.mpistrat"))
+    (directory / "commit.mpistrat.4711.tmp").write_bytes(b"mpistrat commit")
+    for _ in range(2):  # The first job gives the lock back.
+        with elastic._directory(asked) as found:
+            assert found == str(directory)
+            assert sorted(each.name for each in directory.iterdir()) == ["commit.mpistrat", "lock"]
+
+
+def test_a_directory_without_locks_is_used_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems."""
+    def no_lock(descriptor: int, how: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    said: list[str] = []
+    monkeypatch.setattr("fcntl.flock", no_lock)
+    monkeypatch.setattr(elastic, "_say", said.append)
+    with elastic._directory(options(f"-np 2 --elastic-checkpoint {tmp_path / 'saved'}")) as found:
+        assert found == str(tmp_path / "saved")
+    assert [each.endswith("would not be noticed (Function not implemented)") for each in said] == [True]
 
 
 class Own:
@@ -429,6 +476,27 @@ def test_a_generation_does_not_ask_again_which_mpirun_there_is() -> None:
     assert plan(options("-np 2"), (), ("true",), os.environ, mpirun).mpirun == mpirun
 
 
+EARLY = """
+import pathlib, sys
+from mpistrat.cli import elastic, main
+elastic.identify = lambda path: (print("looks for mpirun", flush=True), __import__("time").sleep(60))
+sys.exit(main.main(["run", "--elastic", "-np", "2", "true"]))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_signal_before_anything_has_started_ends_the_job_with_the_exit_code_of_later_ones(
+        number: signal.Signals, code: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", EARLY], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        try:
+            assert job.stdout is not None and job.stdout.readline() == b"looks for mpirun\n"
+            job.send_signal(number)
+            _, said = job.communicate(timeout=20)
+        finally:
+            job.kill()
+    assert (job.returncode, said) == (code, f"mpistrat run: {number.name} has arrived\n".encode())
+
+
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -504,8 +572,9 @@ def test_only_the_generation_that_ends_the_job_leaves_a_timeline(
 
     assert elastic.run(options("--elastic -np 2 --reset-limit 1"), fails) == 3
     assert generations == ["generation 1", "generation 2"]
-    assert [line for line in capsys.readouterr().err.splitlines() if "saved" in line] == [
-        "mpistrat run: saved ['generation 2']"]
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "saved" in line] == ["mpistrat run: saved ['generation 2']"]
+    assert "generation 2 starts with 2 ranks on localhost:2. It begins anew, since there is no commit." in said[0]
 
 
 def test_a_hostfile_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path,
@@ -529,6 +598,20 @@ def test_a_program_for_hosts_that_no_shell_could_start_is_a_problem() -> None:
     found.host_discovery_script = "find 'hosts"
     find = HostFinder(found)
     assert find() is None and find.problem == "No closing quotation"
+
+
+def test_a_host_that_is_up_answers_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_ANSWER_LIMIT_S", 0.2)
+    with socket.create_server(("127.0.0.2", 0), backlog=0) as full, contextlib.ExitStack() as callers:
+        address = full.getsockname()
+        monkeypatch.setattr(service, "_PORTS", address[1:])
+        assert service._answering(["127.0.0.1", "127.0.0.2"]) == {"127.0.0.1", "127.0.0.2"}
+        for _ in range(4):  # The kernel answers no more than the places for callers are.
+            caller = callers.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(address)
+        assert service._answering(["127.0.0.1", "127.0.0.2"]) == {"127.0.0.1"}
+        assert service._answering([]) == set()
 
 
 @pytest.mark.parametrize("name", ["node..cluster", "n" * 64 + ".cluster"])

@@ -139,9 +139,10 @@ TERMINATED = r"""
 import os, signal, sys, time
 from mpistrat.process import hand_on
 signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"saves\n"))
-hand_on.begin(3, os.environ)
+hand_on.begin(3, os.environ, lambda: os.write(1, b"interrupted\n"))
 child = os.fork()
-os.kill(os.getpid(), signal.SIGURG)
+for name in sys.argv[1:]:
+    os.kill(os.getpid(), getattr(signal, name))
 time.sleep(0.1)
 if not child:
     os._exit(0)
@@ -149,18 +150,22 @@ print(os.waitpid(child, 0)[1])
 """
 
 
-@pytest.mark.parametrize(("way", "printed", "told"), [
-    ({RUN_REPORTS: "summary"}, "saves\n0\n", "[mpistrat] rank 3 hands SIGTERM on\n"), ({}, "0\n", "")])
-def test_a_rank_of_mpistrat_run_takes_sigurg_for_sigterm(way: dict[str, str], printed: str, told: str) -> None:
-    done = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=100,
+@pytest.mark.parametrize(("way", "names", "printed", "told"), [
+    ({RUN_REPORTS: "summary"}, ["SIGURG"], "saves\n0\n", "[mpistrat] rank 3 hands SIGTERM on\n"),
+    ({RUN_REPORTS: "summary"}, ["SIGCONT", "SIGURG"], "interrupted\n0\n", "[mpistrat] rank 3 hands SIGTERM on\n"),
+    ({RUN_REPORTS: "summary"}, ["SIGCONT"], "0\n", "[mpistrat] rank 3 hands SIGTERM on\n"),
+    ({}, ["SIGCONT", "SIGURG"], "0\n", "")])
+def test_a_rank_of_mpistrat_run_takes_sigurg_for_sigterm_and_behind_sigcont_for_ctrl_c(
+        way: dict[str, str], names: list[str], printed: str, told: str) -> None:
+    done = subprocess.run([sys.executable, "-c", TERMINATED, *names], capture_output=True, text=True, timeout=100,
                           env={**os.environ, **way})
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, told)
 
 
 def test_a_rank_that_handles_sigurg_itself_keeps_its_handler() -> None:
     script = "signal.signal(signal.SIGURG, lambda *_: os.write(1, b'own '))\nhand_on.begin"
-    done = subprocess.run([sys.executable, "-c", TERMINATED.replace("hand_on.begin", script)], capture_output=True,
-                          text=True, timeout=100, env={**os.environ, RUN_REPORTS: "summary"})
+    done = subprocess.run([sys.executable, "-c", TERMINATED.replace("hand_on.begin", script), "SIGURG"],
+                          capture_output=True, text=True, timeout=100, env={**os.environ, RUN_REPORTS: "summary"})
     assert (done.returncode, sorted(done.stdout.split()), done.stderr) == (0, ["0", "own", "own"], "")
 
 

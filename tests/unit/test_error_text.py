@@ -2,6 +2,7 @@
 
 import sys
 import types
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,26 @@ def raised(path: Path, source: str) -> ErrorText:
 def test_an_error_that_ranks_bring_about_together_gets_the_line_to_write(error: Exception, line: str) -> None:
     first, advice = describe(error, None).message.splitlines()
     assert first.endswith(str(error)) and line in advice
+
+
+def test_a_module_that_is_missing_names_the_python_and_for_horovod_the_line_to_write() -> None:
+    texts = [describe(ModuleNotFoundError(f"No module named {name!r}"), None).message
+             for name in ("x", "horovod.keras")]
+    assert all(f"(The Python of this rank is {sys.executable}.)" in text for text in texts)
+    assert ["--as-horovod" in text and "import mpistrat.keras as hvd" in text for text in texts] == [False, True]
+
+
+def test_a_frame_of_a_generated_method_is_not_the_users() -> None:
+    @dataclass
+    class Options:
+        kind: str
+
+        def __post_init__(self) -> None:
+            raise ValueError(self.kind)
+
+    with pytest.raises(ValueError) as caught:
+        Options("int8")
+    assert "<string>" not in describe(caught.value, caught.value.__traceback__).frames
 
 
 def test_the_last_frames_are_those_of_the_user_and_not_of_libraries(tmp_path: Path) -> None:

@@ -55,17 +55,6 @@ def test_a_variable_sets_its_field(name: str, text: str, field: str, value: obje
     assert dataclasses.replace(settings, **{field: getattr(Settings(), field)}) == Settings()
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("CONSISTENCY_CHECK_DISABLE", "write MPISTRAT_CHECK_ACTION=off"),
-    ("HEARTBEAT_S", "hosts are probed five times within MPISTRAT_LOST_AFTER_S"),
-    ("FAILURE_TIMELINE", "write MPISTRAT_RECORDER=status"), ("STATUS_FILE", "write MPISTRAT_RECORDER=0"),
-    ("PIN_GPU", "write MPISTRAT_BIND=cores"), ("FAST_PATH", "write MPISTRAT_DISABLE=fast_path"),
-    ("GPU_COMPLETION", "write MPISTRAT_DISABLE=stream_order"), ("XLA", "write MPISTRAT_DISABLE=xla")])
-def test_a_name_that_was_a_setting_is_an_error_that_says_what_to_write(name: str, says: str) -> None:
-    with pytest.raises(errors.SettingsError, match=f"^MPISTRAT_{name} is no setting any more: {says}"):
-        read(**{name: "0"})
-
-
 def test_hosts_are_probed_five_times_within_the_limit_and_no_more_than_once_a_second() -> None:
     assert [read(LOST_AFTER_S=text).probe_s for text in ("2", "5", "60")] == [1.0, 1.0, 12.0]
 
@@ -117,7 +106,8 @@ def test_fast_ways_are_used_unless_the_list_names_them() -> None:
 @pytest.mark.parametrize(("text", "unknown"), [("xla,votes", "'votes'"), ("none,xla", "'none'"), ("", "''")])
 def test_a_word_that_is_no_fast_way_is_an_error_that_lists_them(text: str, unknown: str) -> None:
     with pytest.raises(errors.SettingsError, match=f"^MPISTRAT_DISABLE='{text}': expected none, or some of fast_path, "
-                                                   rf"stream_order, xla, separated by commas\. Unknown: {unknown}\.$"):
+                                                   r"fixed_input, shadow, stream_order, xla, separated by commas\. "
+                                                   rf"Unknown: {unknown}\.$"):
         read(DISABLE=text)
 
 

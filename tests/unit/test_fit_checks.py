@@ -26,7 +26,6 @@ from mpistrat.keras.fit.rates import rates_of  # noqa: E402
 from mpistrat.keras.fit.running_statistics import SaveSchedule  # noqa: E402
 from mpistrat.keras.fit.training import DistributedTraining, training_of  # noqa: E402
 from mpistrat.tensorflow.digests import digest_of  # noqa: E402
-from mpistrat.tensorflow.equal_weights import largest_group  # noqa: E402
 
 BEGIN = Begin(steps=8, epochs=3, weights=4, collective=(), readers=(), averages_statistics=True)
 BROADCAST = ("BroadcastGlobalVariablesCallback",)
@@ -176,8 +175,10 @@ def test_callbacks_that_decide_by_metrics_need_averaged_ones() -> None:
 
 
 def test_metrics_that_all_ranks_have_are_averaged() -> None:
-    assert shared_names([{"loss": 1.0, "acc": 1.0, "val": 3.0}, {"loss": 2.0, "acc": 1.0},
-                         {"acc": 0.0, "loss": 6.0, "x": 1.0}]) == (["acc", "loss"], {"val": [0], "x": [2]})
+    one, two = np.float64(1.0), np.ones(2)
+    assert shared_names([{"loss": one, "acc": one, "val": one, "f1": two, "each": two}, {
+        "loss": one, "acc": one, "f1": two, "each": np.ones(3)}, {"acc": one, "loss": one, "x": one, "f1": two}]) == (
+            ["acc", "f1", "loss"], {"val": [0], "x": [2], "each of shape (2,)": [0], "each of shape (3,)": [1]})
 
 
 def test_rows_are_the_same_if_all_ranks_know_them_and_have_the_same() -> None:
@@ -248,9 +249,3 @@ def test_variables_that_are_trained_in_another_process_set_are_not_shared() -> N
     assert isinstance(found, DistributedTraining)
     assert [v is here for v in found.shared([here, there])] == [True]
     assert found.parts == [model.optimizer]
-
-
-@pytest.mark.parametrize(("values", "ranks"), [("a", [0]), ("ab", [0]), ("abb", [1, 2]), ("abab", [0, 2]),
-                                               ("abcb", [1, 3]), ("aabb", [0, 1])])
-def test_the_largest_group_of_ranks_with_one_value(values: str, ranks: list[int]) -> None:
-    assert largest_group(values) == ranks

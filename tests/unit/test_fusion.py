@@ -16,6 +16,8 @@ from mpistrat.core.request import ReduceOp, Request, ScaledOp, Sum, allreduce_re
 def test_gradients_are_grouped_from_the_last_on_and_a_large_one_is_alone() -> None:
     assert buckets_from_last([4, 4, 9, 1, 1], limit=8) == [[4, 3], [2], [1, 0]]
     assert buckets_from_last([0, 0], limit=0) == [[1, 0]]
+    assert buckets_from_last([4, 4, 1, 1, 1], 8, first_limit=2) == [[4, 3], [2, 1], [0]]
+    assert buckets_from_last([4, 4, 9], 8, first_limit=2) == [[2], [1, 0]]
 
 
 def test_nothing_makes_no_bucket() -> None:

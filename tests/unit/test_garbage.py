@@ -21,7 +21,7 @@ print(gc.get_freeze_count() > 100_000, last() is None)
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("variables", "is_frozen"), [
     ({}, False), ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, True)])
 def test_objects_of_libraries_are_frozen_and_those_of_the_script_are_collected(variables: dict[str, str],

@@ -186,7 +186,7 @@ seen()
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_old_scripts_may_choose_after_init() -> None:
     pytest.importorskip("mpistrat.keras", exc_type=ImportError)
     done = subprocess.run([sys.executable, "-c", HOROVODS_LINES], text=True, capture_output=True, timeout=250,

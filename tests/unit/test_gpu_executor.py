@@ -26,17 +26,19 @@ from mpistrat.core.request import (
 )
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
-from mpistrat.gpu import executor
-from mpistrat.gpu.arrays import GpuArray, GpuTensors
+from mpistrat.gpu import completion, executor
+from mpistrat.gpu.arrays import BucketList, GpuArray, GpuTensors
 from mpistrat.gpu.backend import last_of_streams
-from mpistrat.gpu.completion import check_waiting
+from mpistrat.gpu.completion import RefutedError, UnprovenError, check_waiting
 from mpistrat.gpu.connect import connect, fusion_buffers
 from mpistrat.gpu.copy.plan import CopyJob
 from mpistrat.gpu.executor import GpuExecutor
 from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64, UINT8
 from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
 from mpistrat.gpu.watchdog import Watchdog
+from mpistrat.gpu.work import Batch
 from mpistrat.trace.ring import OperationRing
+from tests.support.copy_model import memory_at
 from tests.support.engines import make_engine
 from tests.support.gpu_stand_in import Communicator, Device, Event
 from tests.support.thread_group import ThreadGroup
@@ -90,7 +92,7 @@ class Job:
         self.device = device or Device()
         self.now = 0.0
         group = ThreadGroup(1)
-        chosen = Settings(**{"fusion_bytes": 2**16, **settings})
+        chosen = Settings(**{"fusion_bytes": 2**16, "disable": "shadow", **settings})
         self.executor = GpuExecutor(Topology(0, ("",)), group.data(0), chosen, Observer(), clock=lambda: self.now)
         self.engine = make_engine(0, 1, group.control(0), group.data(0), chosen, clock=lambda: self.now,
                                   device=self.executor)
@@ -102,9 +104,11 @@ class Job:
         tensors.prepare(keeps_shapes)
         return tensors
 
-    def submit(self, name: str, *values: np.ndarray, wire: str = "") -> Handle:
+    def submit(self, name: str, *values: np.ndarray, wire: str = "",
+               bucket: tuple[BucketList, int] | None = None) -> Handle:
         """Submit a sum."""
         arrays = self.input(*values)
+        arrays.bucket = bucket
         request = allreduce_request(name, specs_of(arrays), ScaledOp(Sum), device=DEVICE_GPU, wire_dtype=wire)
         return self.engine.submit(request, arrays)
 
@@ -123,7 +127,7 @@ def values_of(handle: Handle) -> list[list[float]]:
 
 
 def test_completed_by_the_host_a_handle_is_done_when_the_gpu_is_and_not_before() -> None:
-    job = Job(disable="stream_order")
+    job = Job(disable="stream_order,shadow")
     handle = job.submit("a", np.arange(3.0), np.ones(2))
     job.engine.controller.run_cycle()
     assert not handle.is_done
@@ -341,7 +345,7 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Communicator, "_with_all", never_end)
 
 
-@pytest.fixture(params=["stream_order", "none"])
+@pytest.fixture(params=["stream_order,shadow", "shadow"])
 def stuck(request: pytest.FixtureRequest, endless: None) -> Job:
     """A job whose collectives never end, for which the host waits, or the caller's stream."""
     return Job(stall_warning_s=1.0, stall_abort_s=10.0, disable=request.param)
@@ -381,9 +385,8 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
                                                                          caplog: pytest.LogCaptureFixture) -> None:
     wait = Device.wait
     monkeypatch.setattr(Device, "wait", lambda self, stream, event: stream.ptr == 2 or wait(self, stream, event))
-    with pytest.raises(EngineError, match="a stream has read memory before the work that it should have waited for"):
-        for seed in range(20):  # In some order that the events would not allow.
-            check_waiting(device := Device(seed=seed), cast("GpuArray", device.scratch(192)))
+    with pytest.raises(RefutedError, match="memory was read before it was complete: 0 instead of 77"):
+        check_waiting(device := Device(), cast("GpuArray", device.scratch(192)))
     monkeypatch.undo()
     device = Device()
     check_waiting(device, cast("GpuArray", device.scratch(1)))  # It is too small.
@@ -396,6 +399,28 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
     assert values_of(handle) == [[1, 1, 1]]
     warning, = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warning == "rank 0: the host waits for the results of collectives on the GPU, since no stream can: too early"
+
+
+def test_work_that_is_over_before_it_is_raced_with_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion, "_LONGEST_S", 0.0)
+    given, copy, wait = [], Device.copy, Device.wait
+
+    def over_at_once(self: Device, *of: Any) -> None:
+        given.append(of)
+        copy(self, *of)
+        self.run_all()
+
+    monkeypatch.setattr(Device, "copy", over_at_once)
+    with pytest.raises(UnprovenError, match="40 pieces of work were over before"):
+        check_waiting(device := Device(), cast("GpuArray", device.scratch(192)))
+    monkeypatch.setattr(Device, "wait", lambda self, stream, event: None)
+    with pytest.raises(UnprovenError):  # As before: it would not be found.
+        check_waiting(device := Device(), cast("GpuArray", device.scratch(192)))
+    monkeypatch.setattr(Device, "wait", wait)
+    given.clear()
+    monkeypatch.setattr(completion, "_LONGEST_S", 60.0)
+    monkeypatch.setattr(Device, "copy", lambda self, *of: (over_at_once if len(given) < 100 else copy)(self, *of))
+    check_waiting(device := Device(), cast("GpuArray", device.scratch(192)))  # With more work it still runs.
 
 
 def raise_early(device: Device, buffer: GpuArray) -> None:
@@ -423,8 +448,21 @@ def test_between_the_submission_and_the_end_of_a_step_nothing_waits_allocates_or
     assert values_of(handle) == [[1] * 2, [1] * 300]
 
 
-def test_memory_is_kept_until_the_gpu_is_done_and_then_freed_and_the_operation_is_over() -> None:
+def test_memory_is_given_back_where_the_streams_keep_it_from_being_used_too_early() -> None:
+    job = Job()
+    first = job.submit("a", np.ones(3))
+    job.settle()
+    results = first.wait(0)
+    assert len(job.executor.kept) == 1 and job.device.used_bytes == results[0].memory.nbytes
+    del first, results
+    assert job.device.used_bytes == 0
+    job.device.run_all()
+
+
+def test_memory_is_kept_until_the_gpu_is_done_and_then_freed_and_the_operation_is_over(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     job, ring = Job(), OperationRing(10)
+    monkeypatch.setattr(Batch, "release", lambda self: None)  # as with tensors of several streams
     job.executor._observer = ring
     first = job.submit("a", np.ones(3))
     job.settle()
@@ -521,6 +559,47 @@ def test_memory_is_kept_when_only_some_of_the_work_could_be_enqueued(monkeypatch
     assert given == {address for work in job.executor._underway for address in work.made.addresses}
 
 
+@pytest.mark.parametrize("can_wait", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_after_a_failure_nothing_writes_to_memory_that_is_used_again(can_wait: bool, seed: int,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "can_wait", lambda self, stream: can_wait)
+    job = Job(Device(seed=seed), nccl_streams=1, fusion_bytes=0)
+    job.submit("connect", np.ones(3))
+    job.settle()
+    all_reduce, calls = Communicator.allReduce, []
+
+    def fail_third(self: Communicator, *arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        all_reduce(self, *arguments)
+
+    monkeypatch.setattr(Communicator, "allReduce", fail_third)
+    handle = job.submit("a", np.full(3, 0.1), np.ones(4), np.ones(5))
+    job.engine.start()
+    with pytest.raises(EngineError, match="out of memory"):
+        handle.wait(30)
+    memory = [memory_at(address, 3, np.dtype(np.float64)) for _, address, *_ in calls]
+    for again in memory:
+        if can_wait:  # Work that is enqueued behind the failure, as that which restores weights is.
+            job.device.enqueue(job.device.current_stream(), lambda again=again: again.fill(7.0))
+        else:
+            again.fill(7.0)
+    job.device.run_all()
+    assert [again.tolist() for again in memory] == [[7.0] * 3] * 3
+    job.engine.end()
+
+
+def test_a_revoke_that_does_not_return_comes_to_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.gpu.watchdog.WATCHDOG_REVOKE_S", 0.1)
+    for_ever, aborted = threading.Event(), threading.Event()
+    watchdog = Watchdog(0.05, for_ever.wait, aborted.set, "too late")
+    with pytest.raises(EngineError, match="too late"), watchdog:
+        assert aborted.wait(30)
+    for_ever.set()
+
+
 def test_communicators_are_aborted_when_other_ranks_have_died_meanwhile(stuck: Job) -> None:
     handle = stuck.submit("a", np.ones(3))
     stuck.settle()
@@ -557,6 +636,7 @@ def test_what_was_enqueued_before_a_shutdown_is_completed() -> None:
     job.executor.close()
     job.executor.close()
     assert job.device.log[-1] == ("destroy",)
+    assert job.device.trimmed_bytes == 2**40  # The next job on this GPU has the memory of the fusion buffers again.
 
 
 @pytest.mark.parametrize("make", [allgather_request, partial(reducescatter_request, scaled=ScaledOp(Sum))],
@@ -576,3 +656,150 @@ def test_a_rank_without_memory_for_gathered_rows_fails_before_the_first_collecti
         with pytest.raises(EngineError, match="no memory left"):
             handle.wait(30)
     assert [entry[1:3] for entry in job.device.log if entry[0] == "allReduce"] == [(1, UINT8)]  # This one connects.
+
+
+# -- buckets of a list ------------------------------------------------------------------------------------------------
+
+
+def test_the_buckets_of_a_list_are_waited_for_together_when_the_last_one_is_enqueued(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    job, list_, reader_waits = Job(), BucketList(3), []
+    job.submit("connect", np.ones(1))
+    job.settle()
+    wait = Device.wait
+    monkeypatch.setattr(Device, "wait", lambda self, stream, event: (
+        reader_waits.append(event) if stream is self.current_stream() else None, wait(self, stream, event)))
+    handles = []
+    for number in (1, 2, 0):  # The ranks agree on any order.
+        assert not reader_waits and not any(handle.is_done for handle in handles)
+        handles.append(job.submit(str(number), np.full(3, 1.0 + number), bucket=(list_, number)))
+        job.engine.controller.run_cycle()
+    assert all(handle.is_done for handle in handles) and 0 < len(reader_waits) <= 2
+    assert [values_of(handle)[0][0] for handle in handles] == [2, 3, 1]
+
+
+def test_a_bucket_that_the_gpu_has_done_does_not_wait_for_its_list() -> None:
+    job, list_ = Job(), BucketList(2)
+    first = job.submit("0", np.ones(3), bucket=(list_, 0))
+    job.engine.controller.run_cycle()
+    job.device.run_all()
+    assert not first.is_done
+    job.now += 1.0  # An idle engine looks now and then.
+    job.settle()
+    assert values_of(first) == [[1, 1, 1]]
+    last = job.submit("1", np.ones(3), bucket=(list_, 1))
+    job.settle()
+    assert values_of(last) == [[1, 1, 1]] and not job.executor._lists
+
+
+def test_a_list_of_which_an_execution_has_enqueued_some_begins_anew_in_the_next_one() -> None:
+    job, list_ = Job(), BucketList(2)
+    lost = job.submit("0", np.ones(3), bucket=(list_, 0))
+    job.engine.controller.run_cycle()
+    first = job.submit("0 again", np.ones(3), bucket=(list_, 0))
+    job.engine.controller.run_cycle()
+    assert lost.is_done and not first.is_done
+    last = job.submit("1", np.ones(3), bucket=(list_, 1))
+    job.engine.controller.run_cycle()
+    assert [values_of(handle) for handle in (lost, first, last)] == [[[1, 1, 1]]] * 3
+
+
+def test_two_buckets_of_a_list_and_another_request_may_be_enqueued_together() -> None:
+    job, list_ = Job(), BucketList(3)
+    handles = [job.submit(str(number), np.ones(3), bucket=(list_, number)) for number in (0, 1)]
+    alone = job.submit("alone", np.ones(3))
+    job.engine.controller.run_cycle()
+    assert alone.is_done and not any(handle.is_done for handle in handles)
+    handles.append(job.submit("2", np.ones(3), bucket=(list_, 2)))
+    job.engine.controller.run_cycle()
+    assert [values_of(handle) for handle in [*handles, alone]] == [[[1, 1, 1]]] * 4
+
+
+# -- what the path proves ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["unpack", "stream", "NCCL"])
+def test_known_numbers_that_come_out_wrong_when_nccl_is_connected_stage_all_tensors(
+        wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    copy, wait, all_reduce = Device.batched_copy, Device.wait, Communicator.allReduce
+    if wrong == "unpack":  # The last tensor is left out.
+        monkeypatch.setattr(Device, "batched_copy", lambda self, table, *of: copy(self, table[:-1], *of))
+    elif wrong == "stream":  # The copies do not wait for the reduction.
+        monkeypatch.setattr(Device, "wait", lambda self, stream, event: (
+            stream.ptr == 3 or wait(self, stream, event)))
+    else:
+        def off_by_one(self: Communicator, source: int, target: int, *of: int) -> None:
+            all_reduce(self, source, target, *of)
+            stream = self._device.stream_at(of[-1])
+            self._device.enqueue(stream, lambda: memory_at(target, 1, np.dtype(np.uint8)).fill(1))
+
+        monkeypatch.setattr(Communicator, "allReduce", off_by_one)
+    job = Job(disable="none", fusion_bytes=2**18)
+    handle = job.submit("a", np.ones(2), np.ones(3))
+    job.settle()
+    assert values_of(handle) == [[1, 1], [1, 1, 1]]
+    warning, = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("rank 0: GPU tensors are staged through host memory and reduced by local, since NCCL "
+                              "gives wrong numbers: rank 0: sum of float32: tensor ")
+    assert ("abort",) in job.device.log
+    with pytest.raises(EngineError, match="MPISTRAT_GPU_OPERATIONS=nccl: NCCL gives wrong numbers: rank 0: sum of"):
+        broken = Job(disable="none", fusion_bytes=2**18, gpu_operations="nccl")
+        broken.submit("a", np.ones(2))
+        broken.engine.controller.run_cycle()
+
+
+def test_the_first_two_buckets_of_a_kind_are_reduced_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, reduced = Job(disable="none"), []
+    host = job.executor._host
+    allreduce = host.allreduce
+    monkeypatch.setattr(host, "allreduce", lambda sources, *of: (reduced.append(len(sources)), allreduce(sources, *of)))
+    for number in range(4):
+        handles = [job.submit(f"{number} {kind}", np.full(3, 0.1), np.full(5, 7.0), wire=kind)
+                   for kind in ("", "float16")]
+        job.settle()
+        assert [round(values_of(handle)[0][0], 3) for handle in handles] == [0.1, 0.1]
+    assert reduced == [2] * 4
+
+
+def test_a_bucket_that_is_wrong_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(disable="none")
+    job.submit("right", np.ones(3), np.ones(2))
+    job.settle()
+    copy = Device.batched_copy
+    monkeypatch.setattr(Device, "batched_copy", lambda self, table, *of: copy(self, table[:1], *of))
+    handle = job.submit("layer/kernel", np.full(3, 2.0), np.full(5, 7.0))
+    job.engine.start()
+    with pytest.raises(EngineError, match=r"NCCL has not given .* on the CPU: rank 0: layer/kernel, element 0: .* "
+                                          r"instead of 7\.0\. Look for errors .*MPISTRAT_DISABLE=shadow does not look"):
+        handle.wait(30)
+
+
+def test_several_communicators_of_an_old_nccl_are_warned_about(monkeypatch: pytest.MonkeyPatch,
+                                                               caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(Device, "nccl_version", lambda self: 22505)
+    for streams in (1, 2):
+        job = Job(nccl_streams=streams)
+        handle = job.submit("a", np.ones(2))
+        job.settle()
+        assert values_of(handle) == [[1, 1]]
+    assert [record.message[:38] for record in caplog.records if record.levelname == "WARNING"] == [
+        "rank 0: MPISTRAT_NUM_NCCL_STREAMS=2: N"]
+
+
+def test_the_memory_of_a_rank_that_has_joined_is_kept_until_the_gpu_is_done() -> None:
+    job = Job()
+    job.submit("connect", np.ones(1))
+    job.settle()
+    free = job.device.free_bytes
+    tensors: Any = job.executor.uploaded([np.zeros(3)])
+    request = allreduce_request("a", specs_of(tensors), ScaledOp(Sum), device=DEVICE_GPU)
+    handle = job.engine.submit(request, tensors)
+    del tensors
+    job.engine.controller.run_cycle()
+    assert handle.is_done
+    del handle
+    assert job.device.free_bytes == free - 2 * 24
+    job.device.run_all()
+    job.now += 1.0
+    job.settle()
+    assert job.device.free_bytes == free

@@ -16,9 +16,10 @@ def found(monkeypatch: pytest.MonkeyPatch, has_stream: bool = True) -> None:
     from mpistrat.tensorflow.bridge import gpu_device
     from tests.support.gpu_stand_in import Device
     monkeypatch.setattr(gpu_device, "has_gpu", lambda: True)
-    monkeypatch.setattr(call_site, "why_no_cupy", lambda: "")
-    call_site._why_not.cache_clear()
-    monkeypatch.setattr(call_site, "device_at", lambda where: Device())
+    monkeypatch.setattr(gpu_device, "why_no_cupy", lambda: "")
+    call_site._warn_once.cache_clear()
+    for module in (gpu_device, call_site):
+        monkeypatch.setattr(module, "device_at", lambda where: Device())
     if has_stream:
         monkeypatch.setattr(streams, "stream_for", lambda device, where, process_set: object())
 
@@ -96,8 +97,12 @@ def test_the_number_of_a_logical_gpu_is_that_of_its_physical_one(visible: list[i
     assert [gpu_device.cuda_number.__wrapped__(f"/device:GPU:{i}") for i in range(len(numbers))] == numbers
 
 
+@pytest.mark.parametrize("cupy, reason", [
+    ("it is not installed", "cupy is missing: it is not installed"),
+    ("", "cupy cannot use the GPU: RuntimeError: cudaErrorInsufficientDriver: CUDA driver version is insufficient for "
+         "CUDA runtime version")], ids=["no cupy", "no driver"])
 def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_warning(
-        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        cupy: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from mpistrat.tensorflow.async_op import call_site
     from mpistrat.tensorflow.bridge import gpu_device
 
@@ -105,27 +110,46 @@ def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_wa
         backing_device = "/job:localhost/replica:0/task:0/device:GPU:0"
 
     monkeypatch.setattr(gpu_device, "has_gpu", lambda: True)
-    monkeypatch.setattr(call_site, "why_no_cupy", lambda: "it is not installed")
-    call_site._why_not.cache_clear()
+    monkeypatch.setattr(gpu_device, "why_no_cupy", lambda: cupy)
+    monkeypatch.setattr(gpu_device, "device_at", no_driver)
+    call_site._warn_once.cache_clear()
     mpistrat.init()
     assert not call_site.are_on_gpu([Eager()])
     with tf.Graph().as_default():
         assert call_site.device_of([tf.zeros([2])]) is None
     mpistrat.shutdown()
-    call_site._why_not.cache_clear()
     assert [message for message in caplog.messages if "cupy" in message] == [
-        "rank 0: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: cupy is "
-        "missing: it is not installed"]
+        f"rank 0: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: {reason}. If "
+        "other ranks can use their GPUs, set MPISTRAT_GPU_OPERATIONS=host for all of them."]
+
+
+def no_driver(where: str) -> Any:
+    """As cupy for a newer CUDA than the driver's, which can be imported."""
+    raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version")
+
+
+def test_gpus_that_the_script_has_hidden_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpistrat.tensorflow.bridge import gpu_device
+    from mpistrat.tensorflow.xla import context, gpu_memory
+    gpus = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
+    tf.zeros([1])  # Its devices are fixed.
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: gpus)
+    for visible in ([], gpus):
+        monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind=None, visible=visible: visible)
+        gpu_device._has_gpu.cache_clear()
+        assert (gpu_device.has_gpu(), gpu_memory.is_used(), context.device_of_compiled() == "GPU:0") == (
+            bool(visible),) * 3
+    gpu_device._has_gpu.cache_clear()
 
 
 @pytest.mark.parametrize("lacking, reason", [
     ("api", f"TensorFlow {tf.__version__} has not the C API for it"),
-    ("old TensorFlow", f"TensorFlow {tf.__version__} does not tell its stream; 2.21 does"),
+    ("old TensorFlow", f"TensorFlow {tf.__version__} does not tell its stream; 2.21 does; the driver has no such call"),
     ("stream", "XLA gives no stream; the driver has no such call")])
 def test_what_is_lacking_on_the_way_to_the_stream_is_in_one_warning(
         lacking: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     import mpistrat.tensorflow as hvd
-    from mpistrat.tensorflow.async_op import call_site, kernel, streams
+    from mpistrat.tensorflow.async_op import kernel, streams
 
     def refuse(text: str) -> Callable[..., None]:
         def raises(*_: Any) -> None:
@@ -138,16 +162,17 @@ def test_what_is_lacking_on_the_way_to_the_stream_is_in_one_warning(
         monkeypatch.setattr(kernel, "why_not", kernel.why_not.__wrapped__)
     elif lacking == "old TensorFlow":
         monkeypatch.setattr(streams.ffi, "api", lambda: None)
+        monkeypatch.setattr(streams, "ContextStream", refuse("the driver has no such call"))
     else:
         monkeypatch.setattr(streams, "stream_of_handler", refuse("XLA gives no stream"))
         monkeypatch.setattr(streams, "ContextStream", refuse("the driver has no such call"))
     mpistrat.init()
     graph = tf.function(lambda tensor: hvd.allreduce(tensor)).get_concrete_function(tf.TensorSpec([4])).graph
     mpistrat.shutdown()
-    call_site._why_not.cache_clear()
     assert "MpistratAsyncCollective" not in {operation.type for operation in graph.get_operations()}
     assert [message for message in caplog.messages if "GPU" in message] == [
-        f"rank 0: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: {reason}"]
+        f"rank 0: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: {reason}. If "
+        "other ranks can use their GPUs, set MPISTRAT_GPU_OPERATIONS=host for all of them."]
 
 
 @pytest.mark.parametrize("on_gpu, node, buckets", [(True, "MpistratAsyncCollective", 2), (False, "PyFunc", 3)])

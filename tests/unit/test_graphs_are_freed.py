@@ -39,7 +39,7 @@ def captured(graph: Any) -> int:
     return sum(int(outside.shape.num_elements()) for outside, _ in graph.captures if outside.dtype == tf.resource)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_hundreds_of_functions(hvd: Any) -> None:
     x, graphs, kept = tf.ones([3]), [], []
     COMPLETIONS.prepare()
@@ -64,7 +64,7 @@ def test_hundreds_of_functions(hvd: Any) -> None:
     assert live_call_sites() == before
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_as_many_collectives_under_way_as_there_were_numbers_of_queues(hvd: Any) -> None:
     """In one execution of one graph, each with a queue."""
     COMPLETIONS.prepare()

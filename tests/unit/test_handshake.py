@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from mpistrat.api.handshake import RankInfo, differences, from_texts, problems, script_digest, to_text
+from mpistrat.api.handshake import RankInfo, differences, from_texts, problems, script_digest, to_text, without_cupy
 from mpistrat.core.errors import SettingsError
+from mpistrat.core.install import pip_extra
 from mpistrat.core.settings import Settings
 
 FIRST = RankInfo("a host", 0, Settings(stall_warning_s=0.1 + 0.2), "",
@@ -57,3 +58,9 @@ def test_a_problem_is_named_once_for_all_ranks_that_have_it() -> None:
     another = dataclasses.replace(OTHER, problem="MPISTRAT_Y: expected 0 or 1.")
     assert problems([FIRST, another, OTHER, another]) == (
         "ranks [1, 3]: MPISTRAT_Y: expected 0 or 1. ranks [2]: MPISTRAT_X: ä")
+
+
+def test_where_only_some_ranks_have_cupy_no_rank_keeps_tensors_on_the_gpu() -> None:
+    with_cupy, without = (dataclasses.replace(FIRST, versions={"cupy": version}) for version in ("14.2.0", "none"))
+    assert without_cupy([with_cupy, without, without]).startswith(f"Ranks [1, 2] have no cupy ({pip_extra('gpu')}), ")
+    assert without_cupy([with_cupy] * 2) == without_cupy([without] * 2) == ""

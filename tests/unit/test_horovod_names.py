@@ -23,8 +23,7 @@ from mpistrat.keras.callbacks import BestModelCheckpoint
 
 DOORS = ["mpistrat", "mpistrat.tensorflow", "mpistrat.keras", "mpistrat.tensorflow.keras"]
 WITH_A_DOOR = [*DOORS, "mpistrat.keras.callbacks", "mpistrat.tensorflow.keras.callbacks", "mpistrat.tensorflow.elastic",
-               "mpistrat.keras.elastic", "mpistrat.tensorflow.keras.elastic",
-               "mpistrat.tensorflow.data.compute_service"]
+               "mpistrat.keras.elastic", "mpistrat.tensorflow.keras.elastic"]
 BUILT = ["ccl_built", "cuda_built", "ddl_built", "gloo_built", "gpu_available", "mpi_built", "nccl_built", "rocm_built"]
 
 
@@ -116,6 +115,7 @@ def test_a_module_of_horovod_has_the_names_of_ours(path: str, name: str, found: 
     ("ray", r"mpistrat\.run\(function, np=2\)"), ("runner.launch", "mpistrat run -np 2"),
     ("run.runner", "mpistrat run"), ("_keras.callbacks", r"in mpistrat\.keras"),
     ("common.basics", "internal"), ("common.util", "gpu_available"),
+    ("tensorflow.data.compute_service", r"DispatchServer.*examples/data_service_digits\.py"),
     ("tensorflow.util", r"in mpistrat\.tensorflow"), ("tensorflow.gradient_aggregation", "backward_passes_per_step"),
     ("keras.torch", "PyTorch")])
 def test_another_module_of_horovod_says_why_it_is_none(path: str, why: str) -> None:

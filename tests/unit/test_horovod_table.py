@@ -52,7 +52,7 @@ def test_markers_are_read_from_functions_and_methods() -> None:
 @pytest.mark.parametrize("x", [1])
 def test_a(x): pass
 
-@pytest.mark.quick
+@pytest.mark.nightly
 def test_b(): pass
 
 class TestC:

@@ -1,5 +1,10 @@
-"""The callbacks for learning rates, with the variables of an old Keras."""
+"""The callbacks for learning rates, with the variables of an old Keras; and copies of all callbacks."""
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 
 keras = pytest.importorskip("keras")
@@ -51,3 +56,29 @@ def test_the_warm_up_prints_the_rate_without_float_of_a_variable(no_float: None,
     callback.on_train_batch_begin(0)
     callback.on_epoch_end(0, {})
     assert "the learning-rate warm-up is done, at 0.25" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("make", [
+    lambda: hvd.callbacks.BroadcastGlobalVariablesCallback(0), lambda: hvd.callbacks.MetricAverageCallback(),
+    lambda: hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5), lambda: hvd.callbacks.Throughput(),
+    lambda: hvd.callbacks.BestModelCheckpoint(), lambda: hvd.callbacks.LocalSGD(every=4),
+    lambda: hvd.callbacks.DiLoCo(every=4)],
+    ids=["broadcast", "metrics", "schedule", "throughput", "best model", "local SGD", "DiLoCo"])
+def test_a_search_may_copy_a_callback_for_each_trial(make: Callable[[], Any]) -> None:
+    hvd.init()
+    original = make()
+    for _ in range(2):
+        copied = copy.deepcopy(original)
+        assert type(copied) is type(original) and copied is not original
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), loss="mse")
+        if isinstance(copied, keras.callbacks.ModelCheckpoint):
+            continue  # It would write a file.
+        model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0, callbacks=[copied])
+
+
+def test_a_copy_of_the_warm_up_counts_its_own_steps() -> None:
+    hvd.init()
+    copied = copy.deepcopy(hvd.callbacks.LearningRateWarmupCallback(0.25, warmup_epochs=2))
+    copied.steps_per_epoch = 4
+    assert copied.multiplier.__self__ is copied

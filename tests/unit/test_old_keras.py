@@ -148,7 +148,7 @@ print(hvd.DistributedOptimizer(tf.keras.optimizers.Adam()).__module__.partition(
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.horovod("optimizer-old")
 @pytest.mark.parametrize("variable, printed", [
     ("0", "False mpistrat.keras.sync_batch_norm keras"), ("1", "True mpistrat.keras.keras2.sync_batch_norm tf_keras")])

@@ -1,5 +1,7 @@
 """What ranks must agree on when they register process sets, and what a set knows about the job."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -59,3 +61,9 @@ def test_a_set_that_is_not_registered_has_no_size() -> None:
     assert str(process_set) == "ProcessSet(process_set_id=None, ranks=[0, 2], mpi_comm=None)"
     with pytest.raises(ValueError, match="not been initialized"):
         mpistrat.global_process_set.size()
+
+
+def test_a_deep_copy_of_a_set_is_the_set() -> None:
+    mpistrat.init()
+    for process_set in (mpistrat.global_process_set, mpistrat.ProcessSet([0])):
+        assert copy.deepcopy({"in a callback": process_set})["in a callback"] is process_set

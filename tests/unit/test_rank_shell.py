@@ -1,17 +1,22 @@
 """What a shell does on a rank before the command begins."""
 
 import os
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
-from mpistrat.cli.rank_shell import in_shell
+import pytest
+
+from mpistrat.cli.rank_shell import Stdin, in_shell
 from mpistrat.process.report import ReportReader
 
 ENVIRON = {"PATH": "/usr/bin:/bin", "PMI_RANK": "7"}
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(command, env={**ENVIRON, **variables}, capture_output=True, check=False)
+    return subprocess.run(command, env={**ENVIRON, **variables}, stdin=subprocess.DEVNULL,
+                          capture_output=True, check=False)
 
 
 def test_a_command_without_wishes_is_left_alone() -> None:
@@ -33,6 +38,38 @@ def test_the_process_that_a_rank_names_is_that_of_its_command() -> None:
     reader = ReportReader()
     reader.take(done.stderr)
     assert reader.started[7][1] == int(done.stdout)
+
+
+@pytest.mark.parametrize(("rank", "offset", "read"), [(0, 0, b"one two"), (0, 4, b"two"), (1, 0, b"")])
+def test_rank_0_gets_an_open_file_from_where_it_is_read(rank: int, offset: int, read: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a 'b").write_bytes(b"one two")
+    with open(tmp_path / "a 'b", "rb") as file:
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        stdin = Stdin(path, os.readlink(path), offset)
+        command = in_shell(("cat",), 2, stdin=stdin)
+        assert run(*command, PMI_RANK=str(rank)).stdout == read
+        elsewhere = in_shell(("cat",), 2, stdin=Stdin(path, "/another", offset))  # The process of another host.
+        assert run(*elsewhere, PMI_RANK=str(rank)).stdout == b""
+        assert file.tell() == 0
+
+
+def test_stdin_of_this_process() -> None:
+    code = "from mpistrat.cli.rank_shell import own_stdin; found = own_stdin(); " \
+        "print(found and [found.is_empty, found.offset])"
+
+    def said(stdin: int | None) -> str:
+        return subprocess.run([sys.executable, "-c", code], stdin=stdin, capture_output=True, text=True,
+                              check=True).stdout.strip()
+
+    one, other = socket.socketpair()
+    assert said(subprocess.DEVNULL) == "[True, 0]"
+    assert said(subprocess.PIPE) == "[False, 0]"
+    assert said(one.fileno()) == "None"
+    one.close()
+    other.close()
+    with open(__file__) as file:
+        os.lseek(file.fileno(), 7, os.SEEK_SET)
+        assert said(file.fileno()) == "[False, 7]"
 
 
 def test_a_rank_prints_into_files_and_its_report_to_mpirun(tmp_path: Path) -> None:

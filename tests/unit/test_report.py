@@ -1,6 +1,7 @@
 """The lines with which a rank says why it fails, and how `mpistrat run` reads them among others."""
 
 import os
+import subprocess
 import sys
 import threading
 
@@ -130,3 +131,20 @@ def test_a_report_goes_to_the_stderr_of_the_process(capfd: pytest.CaptureFixture
     report.announce(1, "node1", 1, ONE.text, environ)
     assert environ == {}
     assert capfd.readouterr().err == "".join(ONE.lines())
+
+
+WRAPPED = "import os; from mpistrat.process import report; report.tell(1, report.IN_INIT, os.environ); " \
+    "print(repr(report.mode(os.environ)), report.replaces_traceback(os.environ))"
+CLOSES = "import subprocess, sys; subprocess.run(sys.argv[1:], stderr=subprocess.STDOUT, check=True)"
+
+
+@pytest.mark.parametrize(("wrapper", "reaches", "is_replaced"), [
+    ('exec "$@"', True, True), ('"$@"; true', True, True), ('"$@" 2>&1 | cat', True, False),
+    (f'{sys.executable} -c "{CLOSES}" "$@"; true', True, False),
+    ('exec 2>/dev/null; "$@"; true', False, False)])
+def test_a_report_comes_to_the_launcher_through_a_wrapper(wrapper: str, reaches: bool, is_replaced: bool) -> None:
+    environ = {**os.environ, RUN_REPORTS: report.SUMMARY, "OMPI_COMM_WORLD_RANK": "1"}
+    done = subprocess.run(["sh", "-c", wrapper, "sh", sys.executable, "-c", WRAPPED], env=environ, capture_output=True,
+                          text=True, timeout=100, check=True)
+    assert done.stderr == "[mpistrat] rank 1 is in init()\n" * reaches
+    assert done.stdout == f"{'summary' if reaches else ''!r} {is_replaced}\n"

@@ -77,3 +77,10 @@ def test_slices_may_have_no_row() -> None:
     keras.optimizers.SGD().assign_add(variable, tf.IndexedSlices(
         tf.zeros([0, 2]), tf.zeros([0], tf.int64), tf.constant(SHAPE, tf.int64)))
     np.testing.assert_array_equal(variable.numpy(), np.ones(SHAPE))
+
+
+def test_slices_may_be_made_of_tuples_and_lists() -> None:
+    patches.apply()
+    variable = keras.Variable(np.ones(SHAPE, "float32"))
+    keras.optimizers.SGD().assign_sub(variable, tf.IndexedSlices([[1.0, 2.0], [3.0, 4.0]], (2, 0), SHAPE))
+    np.testing.assert_array_equal(variable.numpy(), [[-2, -3], [1, 1], [0, -1]])

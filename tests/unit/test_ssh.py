@@ -39,6 +39,7 @@ def why_unreachable(hosts: list[str], environ: dict[str, str], *needed: str) -> 
     ("ssh: connect to host b port 22: Connection timed out", "Is it on, and does a firewall let ssh through?")])
 def test_the_host_and_the_remedy_are_named(environ: dict[str, str], said: str, remedy: str) -> None:
     put(environ, FAIL.format(said=said))
+    assert ssh.reached(["a", "b"], environ) == {"a"} and ssh.reached(["a"], {"PATH": "/nowhere"}) == set()
     last = said.splitlines()[-1].removeprefix("ssh: ")
     assert why_unreachable(["a", "b"], environ) == f"b cannot be reached by ssh ({last}). {remedy}"
 

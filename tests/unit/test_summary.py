@@ -99,6 +99,8 @@ def test_a_job_that_the_user_has_ended(number: int, how: str) -> None:
 
 def test_the_signal_that_the_user_has_sent_to_all_ranks_is_no_news() -> None:
     words = Words(b"process rank 0 exited on signal 15", Ending(0, "a", signal=15))
+    stopped = Report(0, "a", 130, ErrorText('  File "train.py", line 3', "KeyboardInterrupt"))
+    assert summarize(130, [stopped], [], interrupted_by=2)[1] == [f"{END} 130: it was ended by Ctrl-C"]
     assert summarize(143, [], [words], interrupted_by=15) == (b"", [f"{END} 143: it was ended by signal 15 (SIGTERM)"])
     assert summarize(139, [], [Words(b"text", Ending(0, "a", signal=11))], interrupted_by=15)[0] == b"text"
 

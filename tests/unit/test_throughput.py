@@ -40,10 +40,13 @@ def test_the_line_has_three_figures_or_all_before_the_point(per_second: float, t
 
 
 @pytest.mark.parametrize("waiting, end", [
-    ((4.1, 0.5), "collectives took 33% of the time, and for 36% the others waited for rank 3 on b."),
+    ((4.1, 0.5), "collectives took 33% of the time, a mean over the ranks: the others waited for rank 3 on b for 36% "
+                 "of theirs."),
     ((1.0, 0.9), "collectives took 20% of the time, and no rank was slower than the others."),
+    ((1.0, 1.0, 1.5), "collectives took 20% of the time (75% of it behind the backward pass), and no rank was slower "
+     "than the others."),
 ])
-def test_the_line_says_who_was_waited_for(waiting: tuple[float, float], end: str) -> None:
-    works = [Work(1, 1, 10.0, 10.0, seconds, 1.0) for seconds in waiting]
+def test_the_line_says_who_was_waited_for_and_how_much_was_hidden(waiting: tuple[float, ...], end: str) -> None:
+    works = [Work(1, 1, 10.0, 10.0, seconds, 1.0, *waiting[2:]) for seconds in waiting[:2]]
     assert line_of(Speed("rows", 100.0), works, ["rank 1 on a", "rank 3 on b"]) == (
         f"mpistrat: fit has trained 100 rows per second on 2 ranks; {end}")

@@ -1,6 +1,7 @@
 """The files of a timeline, what they say, and what becomes of one that cannot be written or read."""
 
 import errno
+import html
 import itertools
 import json
 import logging
@@ -8,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +21,7 @@ import pytest
 import mpistrat
 from mpistrat.api import job as job_of_init
 from mpistrat.cli.main import main
+from mpistrat.cli.timeline.page import longest_wait
 from mpistrat.core.errors import SettingsError
 from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.request import ScaledOp, Sum, allreduce_request, specs_of
@@ -29,13 +30,13 @@ from mpistrat.core.topology import Topology
 from mpistrat.trace import files, last, records
 from mpistrat.trace.analysis import Unfinished, analyse
 from mpistrat.trace.clocks import Offset
+from mpistrat.trace.files import TraceFile
 from mpistrat.trace.records import NO_STEP, Record
 from mpistrat.trace.ring import OperationRing, Traced
 from mpistrat.trace.timeline import Timeline, records_in
 from mpistrat.trace.tracer import Tracer
 
 MS = 1_000_000
-FORMATS = ("json", "pftrace")
 
 
 def record(rank: int = 0, number: int = 0, submitted: int = 0, agreed: int = 10, ended: int = 12,
@@ -54,16 +55,15 @@ JOB = [record(0, 0, submitted=0), record(1, 0, submitted=10), record(0, 1, submi
 
 
 def written(path: Path, some: list[Record], mark_cycles: bool = False) -> Path:
-    timeline = Timeline(files.create(str(path)), ["a", "b"], mark_cycles)
+    timeline = Timeline(TraceFile(str(path)), ["a", "b"], mark_cycles)
     timeline.add(some)
     timeline.close()
     timeline.close()
     return path
 
 
-@pytest.mark.parametrize("ending", FORMATS)
-def test_a_file_has_what_was_written(tmp_path: Path, ending: str) -> None:
-    path = written(tmp_path / f"f.{ending}", [*JOB, record(1, 2, submitted=0) ._replace(submitted=0, step=NO_STEP)])
+def test_a_file_has_what_was_written(tmp_path: Path) -> None:
+    path = written(tmp_path / "f.json", [*JOB, record(1, 2, submitted=0) ._replace(submitted=0, step=NO_STEP)])
     spans, is_cut = files.spans_in(str(path))
     assert not is_cut
     assert records_in(spans) == [*JOB, record(1, 2)._replace(submitted=0, step=NO_STEP)]
@@ -84,7 +84,7 @@ def test_chromes_format_has_a_process_for_each_rank_and_horovods_phases(tmp_path
 
 def test_what_was_chosen_by_measuring_is_marked_once_at_the_operation_before(tmp_path: Path) -> None:
     path = tmp_path / "f.json"
-    timeline = Timeline(files.create(str(path)), ["a", "b"], mark_cycles=False)
+    timeline = Timeline(TraceFile(str(path)), ["a", "b"], mark_cycles=False)
     for each, sentences in zip(JOB, (["chunks of 4 MiB"], ["chunks of 4 MiB"], ["chunks of 512 KiB"]), strict=False):
         timeline.add([each])
         timeline.add_choices(sentences)
@@ -95,22 +95,6 @@ def test_what_was_chosen_by_measuring_is_marked_once_at_the_operation_before(tmp
         ("chunks of 4 MiB", first.delivered / 1000), ("chunks of 512 KiB", third.delivered / 1000)]
 
 
-def test_perfettos_format_has_a_track_for_each_rank_and_its_spans_nest(tmp_path: Path) -> None:
-    protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
-    trace = protos.Trace.FromString(written(tmp_path / "f.pftrace", JOB).read_bytes())
-    names = {packet.track_descriptor.uuid: packet.track_descriptor.name for packet in trace.packet
-             if packet.HasField("track_descriptor")}
-    assert {"rank 0 on a", "rank 1 on b", "the rank that came last", "reductions", "operations"} == set(names.values())
-    depth: dict[int, int] = {}
-    for packet in sorted((p for p in trace.packet if p.HasField("track_event")), key=lambda p: p.timestamp):
-        event = packet.track_event
-        assert event.track_uuid in names
-        change = {event.TYPE_SLICE_BEGIN: 1, event.TYPE_SLICE_END: -1}.get(event.type, 0)
-        depth[event.track_uuid] = depth.get(event.track_uuid, 0) + change
-        assert depth[event.track_uuid] in (0, 1, 2)
-    assert set(depth.values()) == {0}
-
-
 def test_operations_that_overlap_are_in_lanes_of_their_own(tmp_path: Path) -> None:
     some = [record(0, 0, submitted=0), record(0, 1, submitted=5, bucket=0),
             record(0, 2, submitted=12, agreed=13, ended=14)]
@@ -118,17 +102,16 @@ def test_operations_that_overlap_are_in_lanes_of_their_own(tmp_path: Path) -> No
     assert [event["tid"] for event in events if event.get("cat") == "operation"] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("ending", FORMATS)
-def test_a_file_can_be_read_wherever_it_is_cut(tmp_path: Path, ending: str) -> None:
-    data = written(tmp_path / f"f.{ending}", JOB).read_bytes()
-    cut = tmp_path / f"cut.{ending}"
+def test_a_file_can_be_read_wherever_it_is_cut(tmp_path: Path) -> None:
+    data = written(tmp_path / "f.json", JOB).read_bytes()
+    cut = tmp_path / "cut.json"
     counts = []
     for size in (*range(len(data) // 2, len(data) - 1, 7), len(data) - 1):
         cut.write_bytes(data[:size])
         spans, is_cut = files.spans_in(str(cut))
         assert records_in(spans) == JOB[:len(spans)]
         counts.append(len(spans))
-        assert is_cut or ending == "pftrace"  # Between two packets nothing shows that more were to come.
+        assert is_cut
     assert counts == sorted(counts) and counts[-1] == len(JOB)
 
 
@@ -147,7 +130,7 @@ def test_the_json_is_valid_after_each_write(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_disk_that_fills_up_leaves_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = files.create(str(tmp_path / "f.json"))
+    file = TraceFile(str(tmp_path / "f.json"))
     timeline = Timeline(file, ["a", "b"], False)
     timeline.add(JOB[:2])
     pwrite, is_first = os.pwrite, itertools.chain([True], itertools.repeat(False))
@@ -174,21 +157,8 @@ def test_a_disk_that_is_full_at_the_start_leaves_nothing_and_the_error_names_the
     opened = set(os.listdir("/proc/self/fd"))
     path = tmp_path / "f.json"
     with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
-        files.create(str(path))
+        TraceFile(str(path))
     assert not path.exists() and set(os.listdir("/proc/self/fd")) == opened
-
-
-def test_another_ending_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"ends in \.json .* or \.pftrace"):
-        files.create(str(tmp_path / "f.txt"))
-
-
-def test_without_perfetto_the_line_that_installs_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("perfetto.protos")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "perfetto", None)
-    with pytest.raises(ImportError, match=r"needs perfetto \(pip install perfetto\). A name that ends in \.json"):
-        files.create(str(tmp_path / "f.pftrace"))
 
 
 def test_records_travel_in_small_messages() -> None:
@@ -354,6 +324,24 @@ def test_the_page_needs_nothing_else_and_a_browser_shows_its_charts(tmp_path: Pa
     assert "rank 1, computing: 68.8 %" in shown
 
 
+def test_the_page_has_scales_and_says_who_waited_longest_and_where_the_late_rank_was(tmp_path: Path) -> None:
+    longest = longest_wait(JOB)
+    late = max((each for each in JOB if each.number == longest.number), key=lambda each: each.submitted).rank
+    place = 'at "train.py", line 9, in slow: time.sleep(0.05)'
+    file = files.TraceFile(str(tmp_path / "f.json"))
+    timeline = Timeline(file, ["node1"] * 2, mark_cycles=False)
+    timeline.add_places({0: "elsewhere", late: place}, longest.submitted)
+    timeline.add(JOB)
+    timeline.close()
+    page = tmp_path / "page.html"
+    assert main(["timeline", str(tmp_path / "f.json"), "--html", str(page)]) == 0
+    text = html.unescape(page.read_text())
+    assert re.search(rf"Rank {longest.rank} waited \S+ ms for rank {late}.*, for {longest.name}\. "
+                     rf"Rank {late} was {re.escape(place)}", text)
+    assert re.search(r">20 %<.*>100 %<", text) and len(re.findall(r">[\d.e-]+ m?s<", text)) >= 4
+    assert 'class="in">68.8 %<' in text
+
+
 # -- who writes it ----------------------------------------------------------------------------------------------------
 
 
@@ -478,13 +466,12 @@ def test_a_second_start_is_a_warning(job: Job, tmp_path: Path) -> None:
     assert "a.json is being written. Call stop_timeline() first" in warning
 
 
-@pytest.mark.parametrize("name", ["none/f.json", "f.txt"])
-def test_a_path_that_cannot_be_written_is_a_warning(job: Job, tmp_path: Path, name: str) -> None:
-    job.tracers[0].start_timeline(str(tmp_path / name), False)
+def test_a_path_that_cannot_be_written_is_a_warning(job: Job, tmp_path: Path) -> None:
+    job.tracers[0].start_timeline(str(tmp_path / "none" / "f.json"), False)
     job.work(1)
     job.tracers[0].stop_timeline()
     warning, = job.warnings
-    assert warning.startswith("mpistrat: there is no timeline: ") and name in warning
+    assert warning.startswith("mpistrat: there is no timeline: ") and "none/f.json" in warning
 
 
 def test_a_disk_that_fills_up_is_one_warning(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,9 +221,10 @@ def test_an_interval_that_cannot_be_slept_is_refused(text: str) -> None:
 
 
 def test_with_a_wrong_name_the_jobs_are_listed(directory: Path, job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    put(directory, content(rank(0), job="other-3", started=NOW, written=time.time()), "other.json")
+    put(directory, content(rank(0), job="other-3", script="b.py", started=NOW, written=time.time()), "other.json")
     assert main(["top", "digit5"]) == 1
-    assert capsys.readouterr().out == "No job's name begins with digit5. There are: other-3, digits-17.\n"
+    out = capsys.readouterr().out
+    assert out.startswith("No job, and no script of one, has a name that begins with digit5. There are: other-3 (b.py)")
 
 
 def test_several_jobs_are_listed_and_one_is_chosen_by_its_beginning(directory: Path, job: Path,
@@ -232,8 +233,9 @@ def test_several_jobs_are_listed_and_one_is_chosen_by_its_beginning(directory: P
     assert main(["top", "--once"]) == 0
     out = capsys.readouterr().out
     assert "digits-17" in out and "other-3" in out and "Choose one: mpistrat top JOB" in out
-    assert main(["top", "other", "--once"]) == 0
-    assert "b.py" in capsys.readouterr().out
+    for name in "other", "b.py":
+        assert main(["top", name, "--once"]) == 0
+        assert "b.py" in (out := capsys.readouterr().out) and "digits-17" not in out
 
 
 def test_without_a_job_the_reason_is_said(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,18 +246,22 @@ def test_without_a_job_the_reason_is_said(directory: Path, capsys: pytest.Captur
     assert f"No job of yours runs here ({directory})" in out
 
 
-def test_it_is_drawn_until_the_job_has_ended(job: Path, monkeypatch: pytest.MonkeyPatch,
-                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_drawn_until_the_job_has_ended_and_another_job_takes_no_place(
+        directory: Path, job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = threading.Event()
 
     def sleep(_: float) -> None:
         if drawn.is_set():
             job.unlink()
+        else:
+            put(directory, content(rank(0), job="other-3", script="b.py", written=time.time()), "other.json")
         drawn.set()
 
     monkeypatch.setattr(command, "time", SimpleNamespace(time=time.time, sleep=sleep))
     assert main(["top"]) == 0
-    assert capsys.readouterr().out.endswith("The job has ended.\n")
+    *drawings, last = capsys.readouterr().out.splitlines()
+    assert last.endswith(" has ended (digits-17). Others run: other-3 (b.py).")
+    assert not any("b.py" in line for line in drawings)
 
 
 def test_metrics_for_prometheus(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from mpistrat.engine.executor import Executor
 from mpistrat.trace import clocks, status
 from mpistrat.trace.clocks import Offset
 from mpistrat.trace.records import NO_STEP, Record
-from mpistrat.trace.ring import OperationRing, Traced
+from mpistrat.trace.ring import Operation, OperationRing, Traced
 from mpistrat.trace.spans import length, union
 from mpistrat.trace.totals import StepCounter, Totals, line_of
 from mpistrat.trace.tracer import Tracer
@@ -117,6 +117,19 @@ def test_the_shares_of_a_second_add_up() -> None:
     waits.submitted = 90
     assert status.shares(done, [waits], (0, 100)) == pytest.approx((0.4, 0.4, 0.2))
     assert status.shares([], [], (0, 100)) == (1, 0, 0)
+
+
+def test_gradients_are_hidden_until_the_last_ones_of_their_step_are_submitted() -> None:
+    def operation(name: str, submitted: int, delivered: int) -> Operation:
+        request = gradient(name) if name != "metric" else entry(name, np.ones(1)).request
+        return Operation(0, 0, 0, request, 8, submitted, submitted, submitted, delivered, delivered)
+
+    first = [operation("g/0", 10, 20), operation("g/1", 15, 50), operation("g/2", 40, 60)]
+    second = [operation("metric", 60, 70), operation("g/0", 80, 95), operation("g/1", 90, 98)]
+    assert status.hidden(first, (0, 100)) == pytest.approx(0.30)  # 10 to 40
+    assert status.hidden([*first, *second], (0, 100)) == pytest.approx(0.40)  # and 80 to 90
+    assert status.hidden(first, (0, 20)) == pytest.approx(0.5)
+    assert status.hidden([], (0, 100)) == 0
 
 
 def test_a_rank_in_join_does_not_wait() -> None:
@@ -262,7 +275,7 @@ def test_totals_have_the_intervals_with_collectives_but_the_first() -> None:
 
 @pytest.mark.parametrize(("first", "second", "line"), [
     (Totals(10.0, 6.0, 1.0, 50, 100), Totals(10.0, 0.0, 1.0, 50, 100), "2 ranks have done 5 steps per second; "
-     "collectives took 40% of the time, and for 60% the others waited for rank 1 on b."),
+     "collectives took 40% of the time, a mean over the ranks: the others waited for rank 1 on b for 60% of theirs."),
     (Totals(10.0, 1.0, 1.0, 0, 2000), Totals(10.0, 1.0, 1.0, 0, 2000), "2 ranks have done 200 collectives per second; "
      "collectives took 20% of the time, and no rank was slower than the others."),
     (Totals(4.9, 0.0, 0.0, 9, 99), Totals(10.0, 0.0, 0.0, 9, 99), ""),

@@ -13,9 +13,9 @@ from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
 from mpistrat.core.errors import EngineError, StallError
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
+from mpistrat.transport.memfd import HostFile
 from mpistrat.transport.shm.chunk_choice import ChunkChoice
 from mpistrat.transport.shm.data import SharedMemoryData
-from mpistrat.transport.shm.memfd import HostFile
 from mpistrat.transport.shm.segment import HostMemory
 from tests.support.thread_group import ThreadGroup
 
@@ -241,7 +241,7 @@ def test_one_all_reduce_after_the_other_finds_its_chunks_free() -> None:
     assert on_all(3, work) == [True] * 3
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 def test_the_bits_do_not_depend_on_the_size_of_the_chunks_which_the_first_rank_changes_at_any_time(

@@ -28,7 +28,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: [
         device for device in devices if kind in (None, device.device_type)])
-    monkeypatch.setattr(context, "why_no_cupy", lambda: "No module named 'cupy'")
+    monkeypatch.setattr(context, "has_gpu", lambda: True)
+    monkeypatch.setattr(context, "why_no_gpu", lambda where: "cupy is missing: No module named 'cupy'")
     xla._log_once.cache_clear()
     yield
     xla._log_once.cache_clear()
@@ -71,7 +72,7 @@ def test_a_loss_scale_optimizer_counts() -> None:
 
 @pytest.mark.skipif(ffi.api() is None, reason="this TensorFlow does not export XLA's FFI")
 def test_auto_is_keras_own_choice_where_xla_can_compile_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "why_no_cupy", lambda: "")
+    monkeypatch.setattr(context, "why_no_gpu", lambda where: "")
     monkeypatch.setattr(context, "go_by_host", lambda: False)
     assert context.why_not() == ""
     assert compiled(sgd(), "mse")

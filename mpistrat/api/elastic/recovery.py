@@ -120,6 +120,7 @@ class _Attempt:
             # A communicator that is made while a rank ends may crash Open MPI, so this makes as few as it can.
             hosts = [self._former.topology.host_of[rank] for rank in former_ranks]
             made = runtime.connected(comm, binds=False, hosts=hosts)
+            made.spans_hosts = self._former.spans_hosts
             made.registry.restore(self._former.registry, new_ranks)
             made.losses.irreplaceable.update((new_ranks[rank], why) for rank, why in
                                              self._former.losses.irreplaceable.items() if rank in new_ranks)

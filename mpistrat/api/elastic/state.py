@@ -109,6 +109,7 @@ class ObjectState:
         own, held = membership.current(), None
         root: int | None = 0
         if own is not None:
+            own.has_state = True
             root, held = self._restore_newest(own)
         for name in self._samplers():
             getattr(self, name).sync(root or 0)

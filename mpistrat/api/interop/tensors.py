@@ -1,6 +1,6 @@
 """Tensors of other libraries: read through DLPack; results are tensors of the same library as the input.
 
-`tensors_of` converts a caller's values for the engine. libraries.py has what is special about each library, own_gpu.py
+`tensors_of` converts a caller's values for the engine. libraries.py has what libraries do in different ways, own_gpu.py
 which GPU a rank uses. Any thread may call the functions of this module.
 """
 
@@ -14,7 +14,7 @@ from ...core.errors import InvalidRequestError
 from ...core.protocols import Array
 from ...core.request import DEVICE_CPU, DEVICE_GPU
 from ...gpu.arrays import Allocated, GpuTensors, RecordedStream
-from .libraries import AnyLibrary, TensorLike, library_of
+from .libraries import Library, TensorLike, library_of
 from .own_gpu import go_by_host, host_copies_of, this_ranks_gpu
 
 T = TypeVar("T")
@@ -91,11 +91,11 @@ def _distinct(lists: Sequence[Sequence[RecordedStream]]) -> list[RecordedStream]
     return list({stream.ptr: stream for streams in lists for stream in streams}.values())
 
 
-def _gpus_of(library: AnyLibrary, values: Sequence[TensorLike]) -> set[int | None]:
+def _gpus_of(library: Library, values: Sequence[TensorLike]) -> set[int | None]:
     return _convert(values[0], lambda: library.gpus_of(values))
 
 
-def _on_gpu(library: AnyLibrary, values: Sequence[TensorLike], number: int) -> Tensors:
+def _on_gpu(library: Library, values: Sequence[TensorLike], number: int) -> Tensors:
     """Tensors of one library on the GPU with this number."""
     if library.gpu_problem:
         raise InvalidRequestError(library.gpu_problem)
@@ -105,20 +105,20 @@ def _on_gpu(library: AnyLibrary, values: Sequence[TensorLike], number: int) -> T
     if go_by_host():
         tensors.prepare(keeps_shapes=False)
         copies = host_copies_of(device)
-        return Tensors(copies.fetched(tensors), lambda results: library.from_gpu(copies.returned(results, tensors)))
+        return Tensors(copies.fetched(tensors), lambda made: list(map(library.of, copies.returned(made, tensors))))
 
     def restore(results: list[Any]) -> list[Any]:
         if tensors.ends:
-            tensors.follow(library.stream(device))
-        return library.from_gpu(results)
+            tensors.follow(device.current_stream())
+        return list(map(library.of, results))
 
     return Tensors(tensors, restore)
 
 
-def _on_host(libraries: Sequence[AnyLibrary], values: Sequence[TensorLike]) -> Tensors:
+def _on_host(libraries: Sequence[Library], values: Sequence[TensorLike]) -> Tensors:
     arrays = [_native(_convert(value, partial(library.to_numpy, value)))
               for library, value in zip(libraries, values, strict=True)]
-    return Tensors(arrays, lambda results: [library.from_numpy(result)
+    return Tensors(arrays, lambda results: [library.of(result)
                                             for library, result in zip(libraries, results, strict=True)])
 
 
@@ -134,5 +134,8 @@ def _convert(value: TensorLike, conversion: Callable[[], T]) -> T:
         return conversion()
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic):
-            raise InvalidRequestError(f"cannot read {type(value).__name__} through DLPack: {error}") from error
+            text = f"cannot read {type(value).__name__} through DLPack: {error}"
+            if "bfloat16" in str(getattr(value, "dtype", "")):
+                text = f"{text.rstrip('.')}. numpy and cupy have no bfloat16: cast it, for example to float32."
+            raise InvalidRequestError(text) from error
         raise InvalidRequestError(f"not an array: {error}") from error

@@ -1,7 +1,9 @@
-"""`mpistrat bench`: measure collectives, compared with MPI's own and with memcpy, and their cost in training."""
+"""`mpistrat bench`: measure collectives, compared with MPI's own and with memcpy."""
 
 import argparse
 import json
+import os
+import socket
 from math import ceil
 from pathlib import Path
 
@@ -10,22 +12,22 @@ import mpistrat
 from ...api import runtime
 from ...core.errors import LaunchError
 from ..arguments import Parser, counted, positive_int
+from ..inventory import busy_cores
+from ..mpirun import this_machine
 from .cases import CASES
 from .measure import LIMIT_S, measure, measurements
 from .output import Output, Table
 from .plot import plot, require_matplotlib
-from .train import measure_one_process, measure_training
 
 _EPILOG = """\
 Run it on ranks: mpistrat run -np 2 -- mpistrat bench
 
-For each case it prints: the median time of the collective on float32 arrays (each time is that of the slowest rank);
-the bandwidth in 10^9 bytes per second that this requires of each rank's link (2 (n-1)/n of the bytes over the time in
-an all-reduce, (n-1)/n in the others); and how many times as long it takes as MPI's own collective (MPI_Allreduce,
-MPI_Reduce_scatter, MPI_Alltoallv), and as one memcpy, on the same number of bytes in the same run. A case without the
-name of a collective is a grouped all-reduce.
+For each case it prints the median time of the collective on float32 arrays (each time is that of the slowest rank), of
+MPI's own collective (MPI_Allreduce, MPI_Reduce_scatter, MPI_Alltoallv) and of one memcpy on the same number of bytes in
+the same run; the bandwidth in 10^9 bytes per second that this requires of each rank's link (2 (n-1)/n of the bytes over
+the time in an all-reduce, (n-1)/n in the others); and how many times faster or slower than MPI's own collective it is.
+A case without the name of a collective is a grouped all-reduce.
 """
-_MODELS = ("resnet50", "mlp")
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -40,14 +42,20 @@ def main(argv: list[str]) -> int:
             raise LaunchError("--plot draws all-reduces, and there is none among the cases.")
     mpistrat.init()
     _require_writable(*filter(None, (options.json, options.plot)))
+    for sentence in _disturbances():
+        print(f"mpistrat bench: {sentence}. The times below say little (ps aux --sort=-%cpu | head)", flush=True)
     if (tracer := runtime.current().tracer) is not None:
         tracer.is_line_due = False  # Its figures are those of the cases together.
-    if options.train:
-        _train(options)
-    else:
-        _measure(options)
+    _measure(options)
     mpistrat.shutdown()
     return 0
+
+
+def _disturbances() -> list[str]:
+    """On rank 0, for each host whose cores are wanted by other processes, a sentence; elsewhere []. Collective."""
+    busy = "" if mpistrat.local_rank() else busy_cores(os.getloadavg()[1], this_machine(os.environ).cores)
+    sentences = mpistrat.allgather_object(f"on {socket.gethostname()} {busy}" if busy else "")
+    return list(filter(None, sentences)) if mpistrat.rank() == 0 else []
 
 
 def _require_writable(*paths: str) -> None:
@@ -94,33 +102,14 @@ def _measure(options: argparse.Namespace) -> None:
         plot(allreduces, options.plot, f"All-reduce of float32, {where}")
 
 
-def _train(options: argparse.Namespace) -> None:
-    ranks, repeats = counted(mpistrat.size(), "rank"), options.repeats or 10
-    with Output(2 * len(options.models), is_chief=mpistrat.rank() == 0) as out:
-        for name in options.models:
-            out.begin(f"{name}: steps with and without averaging")
-            without, averaged = measure_training(name, options.image, options.batch, repeats)
-            samples = options.batch * mpistrat.size() / averaged
-            out.line(f"{name}: {1e3 * averaged:.1f} ms per step with averaging, {1e3 * without:.1f} without, on "
-                     f"{ranks}; efficiency {without / averaged:.1%}, {samples:.1f} samples per second")
-            out.begin(f"{name}: one process")
-            alone, batch, cpus = measure_one_process(name, options.image, options.batch, repeats)
-            out.line(f"{name}: {alone:.1f} samples per second in one process on {counted(cpus, 'CPU')}, in batches of "
-                     f"{batch}; {ranks} train {samples / alone:.2f} times as fast")
-
-
 def _parser() -> Parser:
-    parser = Parser("bench", "Measure collectives, or training, on the ranks of this job.", _EPILOG)
+    parser = Parser("bench", "Measure collectives on the ranks of this job.", _EPILOG)
     parser.add_argument("cases", nargs="*", type=_case, default=list(CASES), metavar="CASE",
                         help=f"among {', '.join(CASES)}; default: all")
     parser.add_argument("--repeats", type=_count, metavar="N", help="repetitions of each case; default: by its size")
     parser.add_argument("--json", metavar="FILE", help="write the points to a file")
     parser.add_argument("--plot", metavar="FILE",
                         help=f"draw bytes of the all-reduces against bytes per second ({', '.join(_PICTURES)})")
-    parser.add_argument("--train", action="store_true", help="train synthetic data instead, with and without averaging")
-    parser.add_argument("--models", nargs="+", choices=_MODELS, default=list(_MODELS), help="for --train")
-    parser.add_argument("--batch", type=_count, default=8, metavar="N", help="for --train: samples per rank (8)")
-    parser.add_argument("--image", type=_count, default=64, metavar="PIXELS", help="for --train: size of images (64)")
     return parser
 
 

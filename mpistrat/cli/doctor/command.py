@@ -33,7 +33,7 @@ _START_S = 30.0  # for ranks on other hosts
 _EPILOG = """\
 Without -np and hosts it looks at this machine. With them it starts a rank in each place, and each rank tells what it
 sees: versions, cores, memory, disks, limits. Then links between hosts are measured, and an all-reduce is run. Every
-wait has a limit. `mpistrat check` is another name for this command.
+wait has a limit.
 
 The exit code is 0 if nothing was found that will fail a job, warnings or not; 1 if something was; 2 for wrong input.
 
@@ -63,7 +63,8 @@ def main(argv: list[str]) -> int:
     others = hosts_by_ssh(hosts, machine, (), os.environ)
     if ranks and mpirun is not None:
         line = (sys.executable, "-m", f"{__package__}.rank", str(ranks))
-        job = Job(ranks, in_shell(line, ranks, is_announced=bool(others)), hosts, options.oversubscribe)
+        job = Job(ranks, in_shell(line, ranks, is_announced=bool(others)), hosts, options.oversubscribe,
+                  reads_stdin=False)
         check_count(job, machine, None)
         command = compose(job, mpirun, machine, os.environ)
     say: Callable[[str], None] = (lambda text: None) if options.json else print
@@ -129,7 +130,8 @@ def observed_of(ranks: int, said: Sequence[dict[str, Any]], outcome: Outcome, li
         [Link(**{**each, "hosts": tuple(each["hosts"])}) for each in by_kind.get("link", [])],
         sorted({tuple(each["hosts"]) for each in by_kind.get("silence", [])}), {}, "", dict(sizes),
         {each["rank"]: each["text"] for each in by_kind.get("error", [])}, by_kind.get("allreduce", [{}])[0],
-        (outcome.why or f"exit code {outcome.code}") if outcome.code else "", line)
+        (outcome.why or f"exit code {outcome.code}") if outcome.code else "", line,
+        sorted(by_kind.get("gpu", []), key=lambda each: each["rank"]))
 
 
 def _machine_findings(rows: Sequence[Row], backends: Sequence[Row]) -> list[Finding]:
@@ -158,6 +160,8 @@ def _measured(observed: Observed) -> list[str]:
                      f"{counted(len(result['hosts']), 'host')} ({', '.join(result['hosts'])}), "
                      f"{1e6 * result['seconds']:.0f} us for {result['bytes']} bytes")
         lines += [f"  {sentence}" for sentence in result.get("choices", [])]
+    lines += [f"  rank {each['rank']}, GPU: all-reduce {'right' if each['right'] else 'wrong'}; "
+              f"{'; '.join(each['findings'])}" for each in observed.gpus]
     return [*lines, ""]
 
 

@@ -72,6 +72,8 @@ class Observed:
     result: dict[str, Any] = field(default_factory=dict)  # What came of the all-reduce; {} if it did not end.
     end: str = ""  # How the job has ended, if not with exit code 0; else "".
     line: str = ""  # The command that was run.
+    # What ranks have found out about their GPUs: {"rank", "right", "findings"} of each.
+    gpus: Sequence[dict[str, Any]] = ()
 
 
 def findings(observed: Observed) -> list[Finding]:

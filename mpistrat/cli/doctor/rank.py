@@ -108,8 +108,30 @@ def _allreduce() -> int:
         choices = runtime.group_of("doctor", 0).traced.choices()
         say("allreduce", right=is_right_everywhere, hosts=mpistrat.hosts(), bytes=array.nbytes,
             seconds=statistics.median(seconds[_WARM_UP_ROUNDS:]), choices=choices)
+    is_right_on_gpus = _allreduce_on_gpus()
     mpistrat.shutdown()
-    return 0 if is_right_everywhere else 1
+    return 0 if is_right_everywhere and is_right_on_gpus else 1
+
+
+def _allreduce_on_gpus() -> bool:
+    """Likewise on GPUs, if all ranks have cupy and a GPU. Collective; each rank says what it has found out there.
+
+    Three times: the first two are also done on the CPU, and compared.
+    """
+    if not all(mpistrat.allgather_object(mpistrat.gpu_available())):
+        return True
+    import cupy
+    rank, size = mpistrat.rank(), mpistrat.size()
+    with cupy.cuda.Device(mpistrat.local_rank() % cupy.cuda.runtime.getDeviceCount()):
+        arrays = [cupy.arange(count, dtype=cupy.float32) + rank for count in (_COUNT, 3)]
+        is_right = True
+        for _ in range(3):
+            results = mpistrat.grouped_allreduce(arrays, op=mpistrat.Sum, name="doctor.gpu")
+            is_right = is_right and all(bool((result == size * cupy.arange(len(result)) + size * (size - 1) / 2).all())
+                                        for result in results)
+    found = runtime.group_of("doctor", 0).engine.controller.executor.device.findings
+    say("gpu", rank=rank, right=is_right, findings=list(found))
+    return all(mpistrat.allgather_object(is_right))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ _MOST_HOSTS = 4
 _CONSEQUENCE = f"{OWN_ERRORS}ShutdownError:"
 _WITHOUT_INIT = ("no rank has called init(): each of {} processes has run the whole script alone, and has trained a "
                  "model of its own if it trains. To train together, write in the script: import mpistrat.keras as hvd; "
-                 "hvd.init(); optimizer = hvd.DistributedOptimizer(optimizer)")
+                 "hvd.init(); optimizer = hvd.DistributedOptimizer(optimizer). Or, in place of a strategy of "
+                 "tf.distribute: strategy = mpistrat.tensorflow.MPIStrategy()")
 _SIGNAL_HINTS = {
     signal.SIGKILL: "by a user (kill -9), or by the kernel for lack of memory (see dmesg)",
     signal.SIGSEGV: "it crashed in compiled code; PYTHONFAULTHANDLER=1 prints where",
@@ -45,6 +46,8 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
         # The reports are those of another job, which a rank has started, and whose failure it has handled.
         alone = [_WITHOUT_INIT.format(without_init)] if without_init > 1 else []
         return b"".join(each.text for each in words), [*_lines_of(_groups(reports)), *alone]
+    if interrupted_by == signal.SIGINT:
+        reports = [report for report in reports if report.text.message != KeyboardInterrupt.__name__]
     # The reports without those that are only a consequence of others.
     causes = [report for report in reports if not report.text.message.startswith(_CONSEQUENCE)]
     groups = _groups(causes or reports)

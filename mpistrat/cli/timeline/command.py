@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.errors import LaunchError
 from ...trace.analysis import analyse
-from ...trace.files import spans_in
+from ...trace.files import places_in, spans_in
 from ...trace.timeline import records_in
 from ..arguments import Parser
 from ..main import EXIT_WRONG_INPUT
@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
     print(text_of(analysis, options.file, _measured(options.bench) if options.bench else ()))
     if options.html:
         try:
-            Path(options.html).write_text(page(analysis, records, Path(options.file).name), encoding="utf-8")
+            made = page(analysis, records, places_in(options.file), Path(options.file).name)
+            Path(options.html).write_text(made, encoding="utf-8")
         except OSError as error:
             raise LaunchError(f"the page cannot be written: {error}") from error
     if is_cut:
@@ -65,7 +66,7 @@ def _measured(path: str) -> list[dict[str, Any]]:
 def _parser() -> Parser:
     parser = Parser("timeline", "Say what a timeline shows: the file of MPISTRAT_TIMELINE or of start_timeline().",
                     _EPILOG)
-    parser.add_argument("file", metavar="FILE", help="a timeline: .json or .pftrace")
+    parser.add_argument("file", metavar="FILE", help="a timeline")
     parser.add_argument("--bench", metavar="FILE", help="compare with what `mpistrat bench --json FILE` has measured")
     parser.add_argument("--html", metavar="OUT", help="write a page with charts to OUT, which needs no network")
     return parser

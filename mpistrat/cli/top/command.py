@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
         for problem in found.problems:
             print(f"not shown: {problem}")
         if found.jobs:
-            print(f"No job's name begins with {options.job}. There are: {', '.join(job.job for job in found.jobs)}.")
+            there = ", ".join(f"{job.job} ({job.script})" for job in found.jobs)
+            print(f"No job, and no script of one, has a name that begins with {options.job}. There are: {there}.")
         else:
             print(f"No job of yours runs here ({directory}). Call it on the host of rank 0.")
         return EXIT_NO_JOB
@@ -80,7 +81,7 @@ def _show_once(options: argparse.Namespace, summaries: Sequence[Summary], found:
         if not options.svg:
             return 0
     console, draw = _rich(io.StringIO() if options.json else None)
-    console.print(draw(summaries, found.problems))
+    console.print(draw(summaries, found.problems, len(summaries) != 1))
     if options.svg:
         try:
             # Without the fonts that it would load from the network.
@@ -92,27 +93,29 @@ def _show_once(options: argparse.Namespace, summaries: Sequence[Summary], found:
 
 
 def _show(look: Callable[[], Found], options: argparse.Namespace) -> int:
-    """Draw until Ctrl-C, or until no job is left."""
+    """Draw until Ctrl-C, or until no job is left: the job that is there at the start, or the list of several."""
     console, draw = _rich()
     from rich.live import Live
-    before: Sequence[JobStatus] = ()
+    first = before = _chosen(look(), options.job)
+    wanted = first[0].job if len(first) == 1 else options.job
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while True:
             found = look()
-            jobs = _chosen(found, options.job)
+            jobs = _chosen(found, wanted)
             if options.prometheus:
                 prometheus.write(jobs, options.prometheus)
             if not jobs:
                 break
-            live.update(draw(_summaries(jobs, before), found.problems), refresh=True)
+            live.update(draw(_summaries(jobs, before), found.problems, len(first) != 1), refresh=True)
             before = jobs
             time.sleep(options.interval)
-    print("The job has ended.")
+    others = f" Others run: {', '.join(f'{job.job} ({job.script})' for job in found.jobs)}." if found.jobs else ""
+    print(f"{first[0].script} has ended ({wanted}).{others}" if len(first) == 1 else f"The jobs have ended.{others}")
     return 0
 
 
 def _rich(file: io.StringIO | None = None
-          ) -> tuple["Console", Callable[[Sequence[Summary], Sequence[str]], "RenderableType"]]:
+          ) -> tuple["Console", Callable[[Sequence[Summary], Sequence[str], bool], "RenderableType"]]:
     """A console that remembers what it prints, to `file` or stdout, and the function that draws jobs."""
     try:
         from rich.console import Console
@@ -121,8 +124,8 @@ def _rich(file: io.StringIO | None = None
                                      ) from error
     from .screen import drawn, listed
 
-    def draw(summaries: Sequence[Summary], problems: Sequence[str]) -> "RenderableType":
-        return drawn(summaries[0], problems) if len(summaries) == 1 else listed(summaries, problems)
+    def draw(summaries: Sequence[Summary], problems: Sequence[str], is_list: bool) -> "RenderableType":
+        return listed(summaries, problems) if is_list else drawn(summaries[0], problems)
 
     return Console(file=file, record=True), draw
 
@@ -133,14 +136,15 @@ def _summaries(jobs: Sequence[JobStatus], before: Sequence[JobStatus]) -> list[S
 
 
 def _chosen(found: Found, wanted: str | None) -> list[JobStatus]:
-    """The jobs that are meant: all, or those whose name begins with `wanted`."""
-    return [job for job in found.jobs if wanted is None or job.job.startswith(wanted)]
+    """The jobs that are meant: all, or those whose name, or that of whose script, begins with `wanted`."""
+    return [job for job in found.jobs if wanted is None
+            or any(name.startswith(wanted) for name in (job.job, job.script, os.path.basename(job.script)))]
 
 
 def _parser() -> Parser:
     parser = Parser("top", "Show what the ranks of a running job do.", _EPILOG)
-    parser.add_argument("job", nargs="?", metavar="JOB", help="the name of a job, or its beginning; default: the job, "
-                        "or a list if there are several")
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the name of a job or of its script, or its beginning; "
+                        "default: the job, or a list if there are several")
     parser.add_argument("--once", action="store_true", help="show it once, after the two seconds that speed needs")
     parser.add_argument("--json", action="store_true", help="print JSON, once")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="show it once, and save the picture")

@@ -51,7 +51,7 @@ def listed(summaries: Sequence[Summary], problems: Sequence[str] = ()) -> Render
     for each in summaries:
         table.add_row(each.job, each.script, str(each.size), _duration(each.age_s), figure(each.steps_per_s),
                       f"silent {_duration(each.silent_s)}" if each.silent_s else f"{each.communication:.0%}")
-    return Group(table, Text("Choose one: mpistrat top JOB"), *_said(problems))
+    return Group(table, Text("Choose one: mpistrat top JOB, or SCRIPT"), *_said(problems))
 
 
 def _said(problems: Sequence[str]) -> list[Text]:

@@ -103,13 +103,12 @@ class FusedCopies:
 
     Args:
         counts: Elements of each array.
-        memory_bytes, itemsize: The bytes of an element in the arrays and in the buffer. The smaller one is aligned,
-            unless `is_dense`.
+        memory_bytes, itemsize: The bytes of an element in the arrays and in the buffer. The smaller one is aligned.
     """
 
-    def __init__(self, counts: Sequence[int], memory_bytes: int, itemsize: int, is_dense: bool = False):
+    def __init__(self, counts: Sequence[int], memory_bytes: int, itemsize: int):
         # total: Elements in the buffer.
-        offsets, self.total = fused_offsets(counts, ALIGNMENT if is_dense else min(memory_bytes, itemsize))
+        offsets, self.total = fused_offsets(counts, min(memory_bytes, itemsize))
         self._offsets = np.array(offsets, np.uint64) * np.uint64(itemsize)
         self._copies = KeptCopies(counts)
 

@@ -15,8 +15,9 @@ from typing import Protocol, TypeVar
 
 from ...core.errors import EngineError
 from ...core.request import ReduceOp
-from ...core.tuning import NCCL_CONNECT_FIRST_SLEEP_S, NCCL_CONNECT_LONGEST_SLEEP_S
+from ...core.tuning import NCCL_CONNECT_FIRST_SLEEP_S, NCCL_CONNECT_LONGEST_SLEEP_S, WATCHDOG_REVOKE_S
 from ..arrays import GpuDevice
+from ..watchdog import within
 from .types import OPERATIONS, UINT8, NcclCommunicator
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,8 @@ class _Attempt:
         """
         with self._lock:
             self._is_given_up = True
-            revoked = [communicator.revoke() for communicator in self.made] if self.state is None else [False]
+            revoked = [within(WATCHDOG_REVOKE_S, communicator.revoke) for communicator in self.made] \
+                if self.state is None else [False]
             if not all(revoked):
                 self._abort()
 

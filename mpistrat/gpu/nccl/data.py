@@ -41,6 +41,7 @@ class NcclData(GpuBackend):
         self._device, self._lost = device, np.zeros(0, np.uint8)
         self._rank, self._size, self._version = rank, size, version
         self._streams = [NcclStream(device, *parts) for parts in zip(communicators, buffers, strict=True)]
+        self._all_streams = tuple(self._streams)  # also when the communicators are gone
         self._turn, self._lock = 0, Lock()
 
     def guard_results(self) -> None:
@@ -117,6 +118,9 @@ class NcclData(GpuBackend):
     def finish(self) -> list[GpuEvent]:
         return [end for stream in self._streams for end in stream.finish()]
 
+    def last_events(self) -> list[GpuEvent]:
+        return [event for stream in self._all_streams for event in stream.last_events()]
+
     def check(self) -> None:
         for stream in self._streams:
             stream.communicator.check_async_error()
@@ -135,6 +139,8 @@ class NcclData(GpuBackend):
     def close(self) -> None:
         for stream in self._taken():
             stream.communicator.destroy()
+            stream.buffers.clear()
+            self.__dict__.pop("buffer", None)
 
     def _taken(self) -> list[NcclStream]:
         # The watchdog's thread and the engine's may both abort. One of them gets the communicators.
@@ -142,15 +148,11 @@ class NcclData(GpuBackend):
             streams, self._streams = self._streams, []
         return streams
 
-    def stream(self, turn: int) -> NcclStream:
-        """One of the streams. Equal turns have the same one."""
-        if not self._streams:
-            raise EngineError("NCCL's communicators were aborted, for a rank has left.")
-        return self._streams[turn % len(self._streams)]
-
     def _next_stream(self) -> NcclStream:
         self._turn += 1
-        return self.stream(self._turn)
+        if not self._streams:
+            raise EngineError("NCCL's communicators were aborted, for a rank has left.")
+        return self._streams[self._turn % len(self._streams)]
 
     def _why_no_room(self, arrays: Sequence[GpuArray], wire: WireFormat) -> str:
         _, elements = fused_offsets([array.size * wire.parts for array in arrays],

@@ -6,7 +6,6 @@ buckets out to several NcclStreams. All calls only enqueue work. Used by the eng
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, zip_longest
 
 import numpy as np
 
@@ -15,20 +14,19 @@ from ..arrays import GpuArray, GpuDevice, GpuEvent, GpuStream
 from ..copy.plan import CopyJob, FusedCopies, KeptCopies
 from .types import DTYPES, UINT8, NcclCommunicator, NcclReduction, WireFormat
 
-Transfer = tuple[int, int, int]  # (address, bytes, the rank that gets or sends them)
 BUFFERS = 2  # More would have no effect: one bucket is packed while one other is reduced.
 
 
 class NcclStream:
     """A communicator, two streams and two fusion buffers, reserved for this object.
 
-    `communicator`: Of all ranks. `reductions`: The stream that uses it.
+    `communicator`: Of all ranks.
     """
 
     def __init__(self, device: GpuDevice, communicator: NcclCommunicator, buffers: Sequence[GpuArray]):
-        self._device, self.communicator, self._buffers = device, communicator, buffers
+        self._device, self.communicator, self.buffers = device, communicator, list(buffers)
         # With priority over kernels of the training step. All ranks wait for the last one to begin a collective.
-        self._copies, self.reductions = device.stream(is_urgent=True), device.stream(is_urgent=True)
+        self._copies, self._reductions = device.stream(is_urgent=True), device.stream(is_urgent=True)
         self._pending: tuple[GpuEvent, Callable[[], None]] | None = None  # event of a reduction, its unpack
         self._awaited: Sequence[GpuEvent] = ()
         self._begun: list[GpuStream] = []  # those that wait for these events
@@ -47,6 +45,10 @@ class NcclStream:
         self._unpack_pending()
         return [self._device.record(stream) for stream in self._begun]
 
+    def last_events(self) -> list[GpuEvent]:
+        """Return events after all work. What has not been unpacked never is."""
+        return [self._device.record(stream) for stream in (self._reductions, self._copies)]
+
     def reduce_directly(self, source: int, target: int, copies: KeptCopies, count: int, wire: WireFormat,
                         reduction: NcclReduction) -> None:
         """Reduce one tensor without a fusion buffer. NCCL reads and writes the tensors' own memory.
@@ -60,7 +62,7 @@ class NcclStream:
 
         def reduce() -> None:
             self.communicator.allReduce(target if is_scaled_before else source, target, count, DTYPES[wire.dtype],
-                                        reduction.operation, self.reductions.ptr)
+                                        reduction.operation, self._reductions.ptr)
 
         if not (is_scaled_before or is_scaled_after):
             self._run_directly(reduce, copies, [target], wire.memory_bytes)
@@ -80,11 +82,8 @@ class NcclStream:
         self._run(pack, reduce, unpack)
 
     def reduce_packed(self, sources: Sequence[int], targets: Sequence[int], copies: FusedCopies, wire: WireFormat,
-                      reduction: NcclReduction, reduce: Callable[[int], None] | None = None) -> None:
-        """Reduce tensors at these addresses, which fit into one fusion buffer, by packing them into it.
-
-        `reduce`: Enqueues the reduction of the buffer at an address, on `reductions`, in place of NCCL's own.
-        """
+                      reduction: NcclReduction) -> None:
+        """Reduce tensors at these addresses, which fit into one fusion buffer, by packing them into it."""
         buffer = self._next_buffer()
 
         def unpack() -> None:
@@ -92,26 +91,26 @@ class NcclStream:
             self._copy(launches, CopyJob.between(wire.dtype, wire.memory, reduction.scale))
             self._guard(launches, wire.memory_bytes, self._copies)
 
-        def all_reduce(buffer: int) -> None:
+        def reduce() -> None:
             self.communicator.allReduce(buffer, buffer, copies.total, DTYPES[wire.dtype], reduction.operation,
-                                        self.reductions.ptr)
+                                        self._reductions.ptr)
 
         self._run(lambda: self._copy(copies.to_buffer(sources, buffer),
                                      CopyJob.between(wire.memory, wire.dtype, Scale(reduction.prescale))),
-                  lambda: (reduce or all_reduce)(buffer), unpack)
+                  reduce, unpack)
 
     def gather(self, rank: int, source: int, target: int, sizes: Sequence[int]) -> None:
         """Concatenate the ranks' bytes at `target`. Rank r has `sizes[r]` bytes."""
         def enqueue() -> None:
             if len(set(sizes)) == 1:
-                self.communicator.allGather(source, target, sizes[0], UINT8, self.reductions.ptr)
+                self.communicator.allGather(source, target, sizes[0], UINT8, self._reductions.ptr)
                 return
             with self._device.nccl_group():
                 start = target
                 for root, size in enumerate(sizes):
                     if size:
                         self.communicator.broadcast(source if root == rank else start, start, size, UINT8, root,
-                                                    self.reductions.ptr)
+                                                    self._reductions.ptr)
                     start += size
 
         if any(sizes):
@@ -124,7 +123,7 @@ class NcclStream:
                 for source, target in zip(sources, targets, strict=True):
                     if source.nbytes:
                         self.communicator.broadcast(source.address, target.address, source.nbytes, UINT8, root_rank,
-                                                    self.reductions.ptr)
+                                                    self._reductions.ptr)
 
         self._run_directly(enqueue, KeptCopies([target.nbytes for target in targets]),
                            [target.address for target in targets])
@@ -143,7 +142,7 @@ class NcclStream:
                            CopyJob.between(wire.memory, wire.dtype, Scale(reduction.prescale)))
 
         def enqueue() -> None:
-            number, operation, stream = DTYPES[wire.dtype], reduction.operation, self.reductions.ptr
+            number, operation, stream = DTYPES[wire.dtype], reduction.operation, self._reductions.ptr
             if len(set(parts)) == 1:
                 self.communicator.reduceScatter(input_address, output_address, parts[0], number, operation, stream)
                 return
@@ -166,31 +165,25 @@ class NcclStream:
 
     def exchange(self, source: int, target: int, sent: Sequence[int], received: Sequence[int]) -> None:
         """Send rank r the next `sent[r]` bytes at `source`, and receive `received[r]` bytes from it at `target`."""
-        def after_each_other(start: int, sizes: Sequence[int]) -> list[Transfer]:
-            places = zip(accumulate(sizes, initial=start), sizes, strict=False)
-            return [(address, size, peer) for peer, (address, size) in enumerate(places)]
+        def enqueue() -> None:
+            sending, receiving = source, target
+            with self._device.nccl_group():
+                for peer, (to_peer, from_peer) in enumerate(zip(sent, received, strict=True)):
+                    if to_peer:
+                        self.communicator.send(sending, to_peer, UINT8, peer, self._reductions.ptr)
+                    if from_peer:
+                        self.communicator.recv(receiving, from_peer, UINT8, peer, self._reductions.ptr)
+                    sending, receiving = sending + to_peer, receiving + from_peer
 
         if any(sent) or any(received):
-            sends, receives = after_each_other(source, sent), after_each_other(target, received)
-            self._run_directly(lambda: self.transfer(sends, receives), KeptCopies([sum(received)]), [target])
-
-    def transfer(self, sent: Sequence[Transfer], received: Sequence[Transfer]) -> None:
-        """Enqueue sends and receives on `reductions`, as one NCCL operation. Those of no bytes are left out."""
-        nothing = (0, 0, 0)
-        with self._device.nccl_group():
-            for (sending, to_peer, receiver), (receiving, from_peer, sender) in zip_longest(sent, received,
-                                                                                            fillvalue=nothing):
-                if to_peer:
-                    self.communicator.send(sending, to_peer, UINT8, receiver, self.reductions.ptr)
-                if from_peer:
-                    self.communicator.recv(receiving, from_peer, UINT8, sender, self.reductions.ptr)
+            self._run_directly(enqueue, KeptCopies([sum(received)]), [target])
 
     # -- the pipeline -------------------------------------------------------------------------------------------------
 
     def _next_buffer(self) -> int:
         """The address of the buffer to use next. The stream unpacks its former bucket before it packs the next one."""
         self._turn += 1
-        return int(self._buffers[self._turn % BUFFERS].address)
+        return int(self.buffers[self._turn % BUFFERS].address)
 
     def _begin(self, stream: GpuStream) -> None:
         if stream not in self._begun:
@@ -201,16 +194,16 @@ class NcclStream:
     def _run_directly(self, reduce: Callable[[], None], results: KeptCopies, targets: Sequence[int],
                       itemsize: int = 1) -> None:
         """Run what needs no copies. `results` are those at the addresses `targets`, of elements of `itemsize` bytes."""
-        self._begin(self.reductions)
+        self._begin(self._reductions)
         reduce()
-        self._guard(results.to(targets), itemsize, self.reductions)
+        self._guard(results.to(targets), itemsize, self._reductions)
 
     def _run(self, pack: Callable[[], None], reduce: Callable[[], None], unpack: Callable[[], None]) -> None:
         self._begin(self._copies)
         pack()
-        self._device.wait(self.reductions, self._device.record(self._copies))
+        self._device.wait(self._reductions, self._device.record(self._copies))
         reduce()
-        reduced = self._device.record(self.reductions)
+        reduced = self._device.record(self._reductions)
         # Unpack the bucket before only now, so that this bucket was packed while that one was reduced.
         self._unpack_pending()
         self._pending = reduced, unpack

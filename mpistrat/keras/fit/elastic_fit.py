@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from ...api import runtime
+from ...api import ops, runtime
 from ...api.elastic.state import Snapshot, keep_going
 from ...tensorflow.elastic import Averaging, TensorFlowKerasState
 from .._private import Callback, Logs
@@ -30,11 +30,12 @@ class Elastic(Callback):
     batch of the epoch: of the dataset's order, which is a new one if it is shuffled anew in each epoch. The logs of
     this epoch are those of the batches after the commit.
 
-    With a distributed optimizer each rank trains the rows that its script has chosen. New processes choose anew: with
-    another number of ranks fit goes on at the same share of the epoch, rounded down, so the rows of up to one batch are
-    trained twice (up to k with steps_per_execution=k). Ranks that go on in the same processes keep theirs, and the rows
-    of a lost rank are left out. With `MPIStrategy`, or with `hvd.elastic.ElasticSampler` in a loop of your own, the
-    ranks that are left train them.
+    With a distributed optimizer each rank trains the rows that its script has chosen. New processes choose anew. If an
+    epoch has another number of batches then, fit goes on at the same share of it, rounded down, so the rows of up to
+    one batch are trained twice (up to k with steps_per_execution=k). If Keras cannot tell the number, as with a
+    generator, an epoch is taken to have fewer batches the more ranks there are. Ranks that go on in the same processes
+    keep theirs, and the rows of a lost rank are left out. With `MPIStrategy`, or with `hvd.elastic.ElasticSampler` in a
+    loop of your own, the ranks that are left train them.
 
     Args:
         commit_every: Batches between two commits, rounded up to whole executions. There is also one at the end of each
@@ -52,6 +53,10 @@ class Elastic(Callback):
         self.state: FitState | None = None
         self._remaining = commit_every
         self._train_function: Callable[[Iterator[Any]], Any] | None = None  # while batches are read only
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        if self.state is not None:
+            self.state.find_place(self.params["steps"], is_under_strategy(self.model))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._remaining = self.commit_every
@@ -126,15 +131,31 @@ class FitState(TensorFlowKerasState):
         fit: Which call of fit of the script it is.
         epoch, batch: The epoch, and how many of its batches are done.
         size: Among how many ranks the rows were divided then.
+        steps: How many batches an epoch had then, on the rank with the most; None: Keras could not tell.
         past: The epochs that are done, and their logs.
         done_in: A later fit of which the newest commit is; 0 if there is none.
     """
 
     batch: int
     size: int
+    steps: int | None
 
     def __init__(self, model: keras.Model, fit: int, epoch: int, averaging: Averaging | None = None):
-        super().__init__(model, averaging=averaging, fit=fit, epoch=epoch, batch=0, size=_size(), past=[], done_in=0)
+        # This process, which outlives the loss of other ranks, keeps the rows that are its own now.
+        self._own_size = _size()
+        super().__init__(model, averaging=averaging, fit=fit, epoch=epoch, batch=0, size=self._own_size, past=[],
+                         done_in=0, steps=None)
+
+    def find_place(self, steps: int | None, is_under_strategy: bool) -> None:
+        """Let `batch` be the same share of an epoch that has `steps` batches on this rank. Collective."""
+        each: list[int | None] = ops.allgather_object(steps, name="elastic.steps")
+        known = [count for count in each if count is not None]
+        steps = max(known) if len(known) == len(each) else None
+        if steps is not None and self.steps is not None:
+            self.batch = self.batch * steps // self.steps
+        elif not is_under_strategy:
+            self.batch = self.batch * self.size // self._own_size
+        self.steps, self.size = steps, self._own_size
 
     def _take(self, snapshot: Snapshot) -> None:
         if snapshot["values"]["fit"] > self.fit:
@@ -149,7 +170,6 @@ def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, in
     """
     global _fits
     _fits += 1
-    size = _size()  # This process, which outlives the loss of other ranks, keeps the rows that are its own now.
     with model.distribute_strategy.scope() if model.distribute_strategy is not None else contextlib.nullcontext():
         state = FitState(model, _fits, initial_epoch, averaging)
 
@@ -157,9 +177,6 @@ def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, in
         if state.done_in:
             logger.info("fit %d of this script is skipped: the newest commit is one of fit %d", _fits, state.done_in)
             return keras.callbacks.History()
-        if not is_under_strategy(model):
-            state.batch = state.batch * state.size // size
-        state.size = size
         callback.state = state
         try:
             return _with_past(state.past, fit(state.epoch))

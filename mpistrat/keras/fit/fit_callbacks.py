@@ -6,6 +6,7 @@ CallbackList is left alone: users call its methods in loops of their own, maybe 
 predict, which may run on one rank.
 """
 
+import functools
 import hashlib
 import inspect
 import logging
@@ -32,8 +33,6 @@ from .. import xla
 from .._private import Callback, Logs, trainer
 from ..callbacks import BroadcastGlobalVariablesCallback
 from ..keras2_arguments import bound
-from ..local_sgd.averaging import averaging_among
-from ..local_sgd.local_training import LOCAL_SGD, LocalTraining
 from ..patches import Function, replaces
 from .adapted import layers_of_inputs
 from .elastic_fit import Elastic, run_fit
@@ -43,10 +42,12 @@ from .join_epochs import JoinEpochs
 from .row_counts import RowCount
 from .running_statistics import AverageStatistics
 from .throughput import FitThroughput
-from .training import DistributedTraining, Training, in_fit, training_of
+from .training import LOCAL_SGD, Training, in_fit, training_of, trains_apart
 from .written_once import written_once
 
 logger = logging.getLogger(__name__)
+_COMMITS_IN_KERAS_2 = ("With a model of Keras 2 (tf_keras) call fit in a function with hvd.elastic.run, and give it an "
+                       "hvd.elastic.CommitStateCallback with an hvd.elastic.KerasState.")
 
 
 @replaces(trainer.TensorFlowTrainer, "fit", "the ranks would not be compared, nor their running statistics averaged",
@@ -55,18 +56,25 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
     call = bound(original, self, *args, **kwargs)
     users = users_callbacks(call.arguments.get("callbacks"))
     elastic = next((each for each in users if isinstance(each, Elastic)), None)
-    if elastic is None or membership.current() is None:
+    job = membership.current()
+    if elastic is None or job is None:
+        if job is not None and not job.has_state and runtime.current().topology.rank == 0:
+            _say_that_nothing_commits(_COMMITS_IN_KERAS_2 if is_keras2(self) else
+                                      "Type model.fit(..., callbacks=[..., hvd.callbacks.Elastic()])")
         return _fit_once(original, self, call)
     if is_keras2(self):
-        raise InvalidRequestError("the callback Elastic works with models of Keras 3. For one of Keras 2 (tf_keras) "
-                                  "call fit in a function with hvd.elastic.run, and give it an "
-                                  "hvd.elastic.CommitStateCallback with an hvd.elastic.KerasState.")
+        raise InvalidRequestError(f"the callback Elastic works with models of Keras 3. {_COMMITS_IN_KERAS_2}")
 
     def from_epoch(epoch: int) -> Any:
         call.arguments["initial_epoch"] = epoch
         return _fit_once(original, self, call)
-    return run_fit(elastic, from_epoch, self, call.arguments.get("initial_epoch", 0),
-                   averaging_among(users))
+    return run_fit(elastic, from_epoch, self, call.arguments.get("initial_epoch", 0), trains_apart(users))
+
+
+@functools.cache
+def _say_that_nothing_commits(remedy: str) -> None:
+    logger.warning("mpistrat: this job is elastic, but its training begins anew after each loss: nothing in fit "
+                   "commits. %s", remedy)
 
 
 def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
@@ -76,12 +84,9 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
     for callback in users:
         if isinstance(callback, BroadcastGlobalVariablesCallback):
             callback.has_users_own = has_own
-    averaging = averaging_among(users)
-    training: Training | None = training_of(model)
-    if averaging is not None:
-        training = LocalTraining(model, averaging)
-        averaging.enter(training)
-    else:
+    averaging = trains_apart(users)
+    training = training_of(model) if averaging is None else averaging.training(model)
+    if averaging is None:
         _require_no_averaging(training, users)
     if training is not None and not training.is_under_strategy:
         xla.follow_ranks(model)
@@ -156,7 +161,7 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
         inputs: The arguments x and y of fit.
     """
     own: list[Callback] = []
-    if isinstance(training, DistributedTraining | LocalTraining) and training.joins:
+    if training.joins:
         own.append(JoinEpochs(training))
     settings = runtime.current().settings
     is_checked = settings.is_checked

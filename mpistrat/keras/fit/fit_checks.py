@@ -56,6 +56,7 @@ from .written_once import Entry, WrittenOnce, entry_of, is_backup, role_of
 logger = logging.getLogger(__name__)
 
 _COMPARED_STEPS = 3  # In the first of them there may be no weights yet.
+_FIRST_BATCHES = 10  # after which fit compares weights for the first time
 
 
 class FitChecks(Callback):
@@ -107,6 +108,13 @@ class FitChecks(Callback):
             self._statistics.schedules = [schedule for begin in begins for schedule in begin.saves]
         if self._is_checked:
             self._check_begin(begins, [digest for digest, *_ in marks])
+        if self._joins:
+            use_longest_epoch(self._callbacks, [begin.steps for begin in begins])
+        found = {rank: begin.readers for rank, begin in enumerate(begins) if begin.readers}
+        self._averages_metrics = bool(found)
+        if found and self._process_set.rank() == 0:
+            logger.info("rank 0: fit averages the metrics over the ranks at the end of each epoch, for %s on ranks %s",
+                        ", ".join(sorted({name for names in found.values() for name in names})), rank_list(found))
         self._assign_roles([begin.entries for begin in begins])
         for callback in self._callbacks:
             if isinstance(callback, BroadcastGlobalVariablesCallback):
@@ -130,7 +138,7 @@ class FitChecks(Callback):
             entries, settings=training.settings)
 
     def _trained(self) -> list[Variable]:
-        return self._training.shared(self.model.trainable_variables if weights_of(self.model) else ())
+        return self._training.shared([weight for weight in weights_of(self.model) if weight.trainable])
 
     def _assign_roles(self, entries: list[tuple[Entry, ...]]) -> None:
         """Tell the callbacks that write files which ranks run them."""
@@ -160,13 +168,6 @@ class FitChecks(Callback):
                                   causes=self._training.causes)
         if warning and self._process_set.rank() == 0:
             logger.warning("mpistrat: fit%s: %s", self._numbering(), warning)
-        if self._joins:
-            use_longest_epoch(self._callbacks, [begin.steps for begin in begins])
-        found = {rank: begin.readers for rank, begin in enumerate(begins) if begin.readers}
-        self._averages_metrics = bool(found)
-        if found and self._process_set.rank() == 0:
-            logger.info("rank 0: fit averages the metrics over the ranks at the end of each epoch, for %s on ranks %s",
-                        ", ".join(sorted({name for names in found.values() for name in names})), rank_list(found))
         if self._process_set.rank() == 0 and have_same_rows(rows):
             warn_of_equal_data("fit got the same rows on all of them")
         # With "join" the ranks may have different steps.
@@ -196,8 +197,13 @@ class FitChecks(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Raises an error of the engine, when this rank has stopped within the epoch, and others go on."""
         self._epochs = epoch + 1
-        if not self._is_checked:
-            return
+        if self._is_checked:
+            self._check_end()
+        if self._averages_metrics:
+            self._means.replace(f"{self._name}/metrics", {} if logs is None else logs)
+
+    def _check_end(self) -> None:
+        """Raise an error if the ranks end this epoch differently, or with different weights."""
         is_within = self._batches < ((self.params or {}).get("steps") or 0)
         if self._names_steps:
             self._require_ended(f"ended epoch {self._epochs} after {self._batches} steps")
@@ -207,8 +213,6 @@ class FitChecks(Callback):
         for first_steps in self._training.first_steps:
             first_steps.conclude()  # It says more of weights that were never equal.
         self.require_equal_weights(f"fit: at the end of epoch {self._epochs}")
-        if self._averages_metrics:
-            self._means.replace(f"{self._name}/metrics", {} if logs is None else logs)
 
     def on_train_end(self, logs: Logs = None) -> None:
         """As on_epoch_begin."""
@@ -317,8 +321,9 @@ class FitChecks(Callback):
 class ChecksWithinEpochs(Callback):
     """Calls `check` before a batch when so many have passed, in the epoch or since the last call. Collective.
 
-    So weights that drift apart are found within an epoch. fit adds it. With steps_per_execution it is before the next
-    execution. Nothing is called after a batch, because Keras may do that in another thread while the next step runs.
+    So weights that drift apart are found within an epoch, and after ten batches if they do from the beginning. fit adds
+    it. With steps_per_execution it is before the next execution. Nothing is called after a batch, because Keras may do
+    that in another thread while the next step runs.
 
     Args:
         check: Gets the place for messages: "fit: before batch 1001 of epoch 3".
@@ -329,10 +334,10 @@ class ChecksWithinEpochs(Callback):
     def __init__(self, check: Callable[[str], None], every: int, training: Training):
         super().__init__()
         self._check, self._every, self._training = check, every, training
-        self._epoch, self._next = 0, every
+        self._epoch, self._next, self._first = 0, every, min(_FIRST_BATCHES, every)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        self._epoch, self._next = epoch, self._every
+        self._epoch, self._next, self._first = epoch, self._first, self._every
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if batch >= self._next and self._training.is_synchronised:

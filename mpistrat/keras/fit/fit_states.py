@@ -10,10 +10,10 @@ from ...core.topology import describe_by_rank, rank_list
 from ...tensorflow.kerases import KERASES, is_of_keras, package_of
 from .._private import Callback
 from ..callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
-from ..local_sgd.averaging import problem_of_settings
 from .adapted import Adapted
 from .rates import different_rate
 from .running_statistics import SaveSchedule
+from .training import problem_of_settings
 from .written_once import Entry
 
 # They communicate, so all ranks must have them.

@@ -13,8 +13,7 @@ from ...api import ops as array_ops
 from ...tensorflow.ops import broadcast_
 from .._private import Callback, Logs
 from ..callbacks import LearningRateScheduleCallback
-from ..local_sgd.local_training import LocalTraining
-from .training import DistributedTraining
+from .training import Training
 
 
 class JoinEpochs(Callback):
@@ -26,7 +25,7 @@ class JoinEpochs(Callback):
     to join: where gradients are accumulated, a batch may need no other rank.)
     """
 
-    def __init__(self, training: DistributedTraining | LocalTraining):
+    def __init__(self, training: Training):
         super().__init__()
         self._training = training
         self._has_joined = True

@@ -31,11 +31,12 @@ class Work:
     observed_s: float = field(default=0.0, compare=False)
     waiting_s: float = field(default=0.0, compare=False)  # The part of that in which this rank waited for other ranks
     moving_s: float = field(default=0.0, compare=False)  # The part of it in which this rank waited for the bytes
+    hidden_s: float = field(default=0.0, compare=False)  # The part of these two in which the backward pass went on
 
     def __add__(self, other: "Work") -> "Work":
         return Work(UNKNOWN if UNKNOWN in (self.rows, other.rows) else self.rows + other.rows,
                     self.steps + other.steps, self.seconds + other.seconds, self.observed_s + other.observed_s,
-                    self.waiting_s + other.waiting_s, self.moving_s + other.moving_s)
+                    self.waiting_s + other.waiting_s, self.moving_s + other.moving_s, self.hidden_s + other.hidden_s)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def speed_of(works: Sequence[Work]) -> Speed:
 
 def line_of(speed: Speed, works: Sequence[Work], names: Sequence[str]) -> str:
     """What the chief prints at the end of fit. The works and names are those of the ranks, in their order."""
-    shares = shares_of([(work.observed_s, work.waiting_s, work.moving_s) for work in works], names)
+    shares = shares_of([(work.observed_s, work.waiting_s, work.moving_s) for work in works], names,
+                       [work.hidden_s for work in works])
     return (f"mpistrat: fit has trained {figure(speed.per_second)} {speed.unit} per second on {len(works)} ranks"
             f"{shares}.")
 

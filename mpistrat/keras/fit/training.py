@@ -1,4 +1,5 @@
-"""Training: who trains a model in fit, by which names, and what the ranks have in common. Both doors have one.
+"""Training: who trains a model in fit, by which names, and what the ranks have in common. Both doors have one, and
+callbacks may have one of their own (TrainsApart).
 
 Called by what mpistrat adds to fit, in the thread of fit; local.
 """
@@ -14,8 +15,11 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from ...api.process_sets import ProcessSet, global_process_set
+from ...core.errors import InvalidRequestError
+from ...core.topology import describe_by_rank
 from ...tensorflow.accumulators import accumulators_of
 from ...tensorflow.consistency import FirstSteps
+from ...tensorflow.elastic import Averaging
 from ...tensorflow.equal_weights import CAUSES
 from ...tensorflow.gradients import GradientReducer
 from ...tensorflow.identity_set import IdentitySet
@@ -24,6 +28,8 @@ from ...tensorflow.names import eager
 from ...tensorflow.types import Variable
 from .._private import non_trainable_variables, trained_by, weights_of
 from ..nested_optimizers import distributed_in, optimizers_in, parts_of, states_in
+
+LOCAL_SGD = "local_sgd"  # Names the collectives of all ranks that train apart, by names.eager.
 
 
 class Training:
@@ -78,6 +84,16 @@ class Training:
     def counters(self) -> list[keras.Variable]:
         """Variables of the optimizers that count, each rank for itself."""
         return []
+
+    @property
+    def calls(self) -> int:
+        """The steps of this rank. Those that may join have it."""
+        raise NotImplementedError
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The state that a rank which has joined gets besides the weights. Likewise."""
+        raise NotImplementedError
 
     @property
     def is_synchronised(self) -> bool:
@@ -208,6 +224,35 @@ class StrategyTraining(Training):
 
     def known_values(self) -> AbstractContextManager[None]:
         return self._extended.known_values(self.model)
+
+
+class TrainsApart(keras.callbacks.Callback, Averaging):
+    """A callback of fit with which each rank trains weights of its own, and the ranks synchronise them now and then.
+
+    Its string has the arguments that all ranks must agree on.
+    """
+
+    def training(self, model: keras.Model) -> Training:
+        """Train this model from now on. Local. Raises InvalidRequestError: It cannot be trained so."""
+        raise NotImplementedError
+
+
+def trains_apart(callbacks: Iterable[keras.callbacks.Callback]) -> TrainsApart | None:
+    """The one among the callbacks of fit; None: there is none. Raises InvalidRequestError if there are several."""
+    found = [callback for callback in callbacks if isinstance(callback, TrainsApart)]
+    if len(found) > 1:
+        raise InvalidRequestError(f"fit has {' and '.join(type(each).__name__ for each in found)} among its callbacks. "
+                                  "Each averages the weights in its own way: keep one of them.")
+    return found[0] if found else None
+
+
+def problem_of_settings(of_ranks: Sequence[str]) -> str:
+    """The sentence on ranks that average in different ways; "" if none. Each is the string of a TrainsApart."""
+    if len(set(of_ranks)) == 1:
+        return ""
+    found = describe_by_rank([each or "none" for each in of_ranks])
+    return (f"the ranks average their weights in different ways: {found}. Give all ranks the same callback, "
+            "with the same arguments.")
 
 
 @dataclass

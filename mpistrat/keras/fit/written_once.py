@@ -3,6 +3,7 @@
 The ranks exchange their callbacks and paths when training begins (fit_checks.py). The other ranks wait until the
 callback has written, when training begins and ends and at the end of each epoch, if all ranks have their common
 callbacks in the same order. Otherwise waiting could be a deadlock, and the ranks meet when the next epoch begins.
+There the other ranks get the state of the callback: its counts, its best metric.
 
 Only Keras' own classes are run by one rank. A class that is derived from them may call collectives, so it runs on all
 ranks; whole_files.py keeps their models whole. `role_of` is pure.
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ...core.errors import MismatchError
@@ -31,6 +33,7 @@ _PATHS = {"ModelCheckpoint": "filepath", _BACKUP: "backup_dir", "CSVLogger": "fi
 _INITIAL_EPOCH = "_initial_epoch"  # of a model; fit of an old Keras begins anew, with the weights of the backup
 _HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
 _MEETINGS = ("on_train_begin", "on_epoch_end", "on_train_end")
+_SAVE = "_save_model"  # the method of Keras 3's callbacks that save, and of Keras 2's ModelCheckpoint
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class WrittenOnce(Callback):
         self.callback, self.role = callback, Role(False, False)
         self._training, self._name = training, f"{training.name}/files"
         self._given: keras.Model | None = None
+        self._known = self._state()  # as all ranks have it
         for hook in _HOOKS:
             if not getattr(getattr(callback, hook), "_is_default", False):  # Keras looks which of them do something.
                 setattr(self, hook, partial(self._call, hook))
@@ -144,12 +148,22 @@ class WrittenOnce(Callback):
             if self.role.runs:
                 with self._alone():
                     action()
+            elif hook not in _MEETINGS and hasattr(self.callback, _SAVE):
+                self._count(action)
         elif hook == "on_train_begin" and is_of_keras(self.callback, _BACKUP):
             self._restore(action)
         else:
             saves = hook == "on_epoch_end" and getattr(self.callback, "save_freq", "") == "epoch"
             with self._training.known_values() if saves else contextlib.nullcontext():
                 self._on_all_ranks(action)
+
+    def _count(self, action: Callable[[], None]) -> None:
+        """Call a hook between two meetings without saving: this rank counts batches and epochs as those that save."""
+        setattr(self.callback, _SAVE, lambda *args, **kwargs: None)
+        try:
+            action()
+        finally:
+            delattr(self.callback, _SAVE)
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         """A context in which this rank writes without the others; with distributed optimizers it always does."""
@@ -160,15 +174,25 @@ class WrittenOnce(Callback):
 
         All callbacks have one name for it, so that an error of one reaches the ranks that are in another.
         """
+        before = self._known, self._state()  # The other ranks have one of them: not all count between two meetings.
         result, error = files.attempt(action) if self.role.runs else (None, None)
-        own = result, getattr(self.callback, "best", None)  # a ModelCheckpoint's best metric
-        statuses = files.exchange_status(error, value=own, name=self._name, process_set=self._training.process_set)
+        changed = {name: value for name, value in self._state().items()
+                   if any(name not in each or each[name] != value for each in before)}
+        statuses = files.exchange_status(error, value=(result, changed), name=self._name,
+                                         process_set=self._training.process_set)
         if statuses is None:
             return result
-        result, best = statuses[0].value
-        if not self.role.runs and hasattr(self.callback, "best"):
-            self.callback.best = best
+        result, changed = statuses[0].value
+        if not self.role.runs:
+            for name, value in changed.items():
+                setattr(self.callback, name, value)
+        self._known = self._state()
         return result
+
+    def _state(self) -> dict[str, Any]:
+        """The counts and marks of the callback, and what it was made with, which does not change."""
+        return {name: value for name, value in vars(self.callback).items()
+                if value is None or isinstance(value, bool | int | float | str | np.generic)}
 
     def _restore(self, action: Callable[[], None]) -> None:
         """Restore a backup on the first rank, and broadcast what it has restored."""

@@ -1,9 +1,9 @@
 """Keras under MPIStrategy: the functions of Keras that are replaced, ordered by Keras' concepts.
 
-trainer: fit, evaluate, predict, and the random seeds of layers. optimizer: reduction, clipping, loss scaling, and the
-slots of variables="central"; gradients: those of uneven batches; sharded: the optimizers of variables="sharded".
-empty_parts: evaluate and predict without rows. callbacks: which callbacks run where. saving: files of models.
-step_state has what they share while a step is traced.
+trainer: fit, evaluate, predict, and the random seeds of layers. losses: what each rank's loss counts by. optimizer:
+reduction, clipping, loss scaling, and the slots of variables="central"; gradients: those of uneven batches; sharded:
+the optimizers of variables="sharded". empty_parts: evaluate and predict without rows. callbacks: which callbacks run
+where. saving: files of models. step_state has what they share while a step is traced. keras2 is for Keras 2 alone.
 
 `mpistrat.strategy` imports this package when the first strategy is created, then calls `apply`. The import raises
 MissingDependencyError where Keras is too old.
@@ -21,7 +21,7 @@ if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 10):
 
 from ...keras import patches
 from ...keras.patches import PATCHES, undo
-from . import callbacks, optimizer, saving, step_state, trainer  # noqa: F401
+from . import callbacks, losses, optimizer, saving, step_state, trainer  # noqa: F401
 
 __all__ = ["PATCHES", "apply", "undo"]
 

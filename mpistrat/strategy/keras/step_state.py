@@ -60,8 +60,10 @@ class StepState(threading.local):
 
     rows: tf.Tensor | None = None  # The number of rows of this rank's batch. None outside of Keras' steps.
     # By what this rank's loss counts: its rows in units of the usual number. None outside of Keras' steps, for losses
-    # that are no mean over rows, and with one rank.
+    # of rows that are not reduced, and with one rank.
     weight: tf.Tensor | None = None
+    has_sums = False  # Whether a loss of the model is a sum over rows
+    in_compute_loss: keras.Model | None = None  # The model whose compute_loss runs
     total: tf.Tensor | None = None  # The sum of all ranks' weights, once a collective has told it
     # The model that the step is one of, and whether this rank has no rows; see empty_parts.py.
     called: tuple[keras.Model, tf.Tensor] | None = None
@@ -99,12 +101,14 @@ def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator
     """A context for tracing a step of `model` on `data`; it sets the state."""
     before = state.rows, state.weight
     state.rows, state.total = rows_of(data), None
+    reductions = {getattr(loss, "reduction", "mean") for loss in keras.tree.flatten(getattr(model, "loss", None))}
+    state.has_sums = "sum" in reductions
     is_alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
     flags = flags_of(model)
     try:
         state.may_differ = flags if logs_may_differ else None
         state.weight = tf.cast(state.rows, tf.float32) / tf.cast(flags.read("usual_rows"), tf.float32) \
-            if state.rows is not None and _is_mean(model) and not is_alone else None
+            if state.rows is not None and reductions.isdisjoint(("none", None)) and not is_alone else None
         with loss_weighted(state.weight):
             yield
     finally:
@@ -113,31 +117,43 @@ def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator
         state.scaled.clear()
 
 
-def share() -> tf.Tensor:
-    """This rank's part of the rows of the global batch, times the number of ranks: 1 if all have as many rows.
+def share(of: tf.Tensor | None = None) -> tf.Tensor:
+    """This rank's part of the global batch, times the number of ranks: 1 if all have as much.
 
-    Collective, unless the sum of the gradients has told how many rows all have. Only where there is a weight.
+    The part of its rows; or of what `of` is on each rank, a scalar. Only where there is a weight. Collective, unless it
+    is of rows and a collective has told how many all have.
     """
-    return state.weight * tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32) / total_weight()
+    size = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
+    if of is not None:
+        return tf.math.divide_no_nan(of * size, _totals([of])[0])
+    assert state.weight is not None
+    return state.weight * size / total_weight()
 
 
 def total_weight() -> tf.Tensor:
     """The sum of all ranks' weights. Likewise."""
-    assert state.weight is not None
     total = captured_in_function(state.total)
-    if total is None:
-        total = state.total = collectives.all_reduce([state.weight], tf.distribute.ReduceOp.SUM, "rows")[0]
-    return total
+    return _totals([])[0] if total is None else total
+
+
+def _totals(values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """The sums of scalars over the ranks, and then of the weights, if that is not known. Collective."""
+    assert state.weight is not None
+    is_known = captured_in_function(state.total) is not None
+    totals = collectives.all_reduce(values if is_known else [*values, state.weight], tf.distribute.ReduceOp.SUM, "rows")
+    if not is_known:
+        state.total = totals[-1]
+    return totals
+
+
+def is_scaled(loss: object) -> bool:
+    """Whether a loss has been divided by the number of ranks in this step."""
+    return any(loss is scaled for scaled in state.scaled)
 
 
 def unscaled(loss: T) -> T:
     """A loss that Keras has divided by the number of ranks as it would be in one process; anything else as it is."""
-    if not any(loss is scaled for scaled in state.scaled):
+    if not is_scaled(loss):
         return loss
     return tf.convert_to_tensor(loss) * tf.distribute.get_strategy().num_replicas_in_sync
 
-
-def _is_mean(model: keras.Model) -> bool:
-    """Whether the model's losses are means over rows. Sums need no weights."""
-    losses = keras.tree.flatten(getattr(model, "loss", None))
-    return all(getattr(loss, "reduction", "mean") not in ("sum", "none", None) for loss in losses if loss is not None)

@@ -5,6 +5,8 @@ functions that it calls (reduce_per_replica, the seeds) run while TensorFlow tra
 """
 
 import contextlib
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -26,11 +28,12 @@ from ...keras.nested_optimizers import distributed_in, parts_of
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
 from ...keras.sync_batch_norm import SyncBatchNormalization
+from ...process.error_text import is_users
 from ...tensorflow import names
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.types import Structure, TensorLike
 from ...tensorflow.xla import context as xla
-from ..input import takes_from_generator
+from ..input import rows_in_order, takes_from_generator
 from ..mpi_strategy import MPIStrategy
 from ..seeds import state_of_first_rank
 from ..variables import RankMirroredVariable
@@ -55,6 +58,12 @@ def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
                 variable._initialize(tf.convert_to_tensor(variable))  # a new tf.Variable, of this scope
 
 
+def _users_level() -> int:
+    """The stacklevel of the user's code, for a warning of the function that calls this one."""
+    frames = traceback.walk_stack(sys._getframe(1))
+    return next((level for level, (frame, _) in enumerate(frames, 1) if is_users(frame.f_code.co_filename)), 1)
+
+
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
@@ -67,11 +76,11 @@ def make_function(original: Function, self: keras.Model, step_function: Function
         if step_function == self.train_step and runtime.is_initialized() and runtime.current().topology.size > 1 \
                 and not distributed_in(self.optimizer):
             warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a model of its "
-                          "own. Build and compile it under `with strategy.scope():`.", stacklevel=2)
+                          "own. Build and compile it under `with strategy.scope():`.", stacklevel=_users_level())
         return original(self, step_function)
     if self.jit_compile and (reason := xla.why_not()):
         warnings.warn(f"jit_compile=True is switched off: collectives cannot be compiled by XLA ({reason}).",
-                      stacklevel=2)
+                      stacklevel=_users_level())
         self.jit_compile = False
     # Keras' own steps do not use the logs, so the ranks may return different ones.
     logs_may_differ = all(getattr(type(self), name) is getattr(keras.Model, name) for name in (
@@ -134,41 +143,6 @@ def reduce_per_replica(original: Function, values: Structure, strategy: tf.distr
     if flags is None or not all(log.dtype.is_floating for log in logs):
         return reduced()
     return tf.cond(flags.read("logs_wanted"), reduced, lambda: tf.nest.map_structure(tf.identity, values))
-
-
-# -- losses and means that the user's own steps report ----------------------------------------------------------------
-
-
-@replaces(keras_trainer.loss_module, "scale_loss_for_distribution",
-          "a mean of losses that a step of the user's keeps would be divided by the number of ranks",
-          "1.0 / num_replicas")
-def scale_loss(original: Function, value: tf.Tensor) -> tf.Tensor:
-    loss = original(value)
-    if state.weight is not None and loss is not value:
-        state.scaled.append(loss)
-    return loss
-
-
-@replaces(keras_trainer.base_trainer.Trainer, "compute_loss", "likewise, for a sum of losses", "ops.sum(losses)")
-def compute_loss(original: Function, self: keras.Model, *args: object, **kwargs: object) -> tf.Tensor:
-    loss = original(self, *args, **kwargs)
-    if state.weight is not None and strategy_here() is not None:
-        state.scaled.append(loss)
-    return loss
-
-
-@replaces(keras.metrics.Mean, "update_state", "a scalar, as a loss is, would count by ranks and not by rows",
-          "num_samples = 1")
-def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike,
-                sample_weight: TensorLike | None = None) -> object:
-    values = step_state.unscaled(values)
-    if state.weight is not None and strategy_here() is not None and isinstance(values, tf.Tensor):
-        if values.shape.rank == 0:
-            values = tf.where(state.rows == 0, tf.zeros_like(values), values)  # It may be NaN.
-            sample_weight = step_state.share() if sample_weight is None else sample_weight
-        elif values.shape == (0,) and sample_weight is not None and len(tf.convert_to_tensor(sample_weight).shape) == 0:
-            values = tf.zeros([], values.dtype)  # An eager loss of no rows; Keras gives their number as the weight.
-    return original(self, values, sample_weight)
 
 
 @replaces(keras_trainer.base_trainer.Trainer, "_get_metrics_result_or_logs",
@@ -298,13 +272,14 @@ def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: boo
 # -- running statistics -----------------------------------------------------------------------------------------------
 
 
-@replaces(Trainer, "predict", "the ranks would predict by models with different running statistics",
-          "self.make_predict_function()")
+@replaces(Trainer, "predict", "the ranks would predict by models with different running statistics, and rows of files "
+          "in another order", "self.make_predict_function()")
 def predict(original: Function, self: keras.Model, *args: object, **kwargs: object) -> object:
     strategy = strategy_of(self)
     if strategy is not None and strategy.num_replicas_in_sync > 1:
         average(self)
-    return original(self, *args, **kwargs)
+    with rows_in_order():
+        return original(self, *args, **kwargs)
 
 
 def average(model: keras.Model) -> StrategyTraining:

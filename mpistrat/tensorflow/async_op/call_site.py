@@ -24,10 +24,10 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop.own_gpu import go_by_host, host_copies_of, why_no_cupy
+from ...api.interop.own_gpu import go_by_host, host_copies_of
 from ...core.handle import Handle
 from ...core.request import on_gpu
-from ...gpu.arrays import Allocated, GpuTensors
+from ...gpu.arrays import Allocated, BucketList, GpuTensors
 from ..bridge import execution_ids, gpu_device
 from ..bridge.execution_ids import Execution
 from ..bridge.gpu_device import device_at
@@ -80,23 +80,22 @@ def device_of(tensors: Sequence[tf.Tensor], process_set: int = 0) -> str | None:
 
 def _is_used(where: str, process_set: int) -> bool:
     """Whether tensors on this device of TensorFlow's are reduced there. Checks that once, and warns; it is local."""
-    if _why_not() or go_by_host():
+    if go_by_host():
+        return False
+    if reason := gpu_device.why_no_gpu(where) or kernel.why_not():
+        _warn_once(runtime.current().topology.rank, reason)
         return False
     return streams.stream_for(device_at(where), where, process_set) is not None
 
 
 @cache
-def _why_not() -> str:
-    """Why the engine cannot read TensorFlow's tensors on a GPU, which is warned about once; "" if it can."""
-    reason = f"cupy is missing: {why_no_cupy()}" if why_no_cupy() else kernel.why_not()
-    if reason:
-        logger.warning(streams.BY_HOST, runtime.current().topology.rank, reason)
-    return reason
+def _warn_once(rank: int, reason: str) -> None:
+    logger.warning(streams.BY_HOST, rank, reason)
 
 
 def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
         shapes: Sequence[tf.TensorShape], process_set: int = 0, keeps_shapes: bool = True,
-        observer: Observer | None = None) -> list[tf.Tensor]:
+        observer: Observer | None = None, bucket: tuple[BucketList, int] | None = None) -> list[tf.Tensor]:
     """Run one collective in a graph, as `cpu.run`; the results are on the same device. Collective.
 
     Args:
@@ -105,6 +104,8 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
         make_request: Called with the tensors as GpuTensors.
         keeps_shapes: Whether each result has the shape of its tensor.
         observer: Called with copies on the host before the submit.
+        bucket: The list that it is a bucket of, if that has several, and its number there. It is not used in a session,
+            where some of the nodes of a list may run.
     """
     in_session = None if session_graph() is None else Executions()
     execution = execution_ids.current.get() or Execution()
@@ -114,7 +115,7 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
     else:
         past, counts, orders = number_of_execution(), False, []
     site = _GpuCallSite(name, process_set, make_request, execution, observer, in_session, where, tensors,
-                        1 + len(past) + len(orders), keeps_shapes)
+                        1 + len(past) + len(orders), keeps_shapes, bucket if in_session is None else None)
     with after_completed() if in_session is None else nullcontext(), tf.device(where):
         outputs = kernel.node(site, tensors, past, orders, int(counts))
     site.belongs_to(outputs[0].op)
@@ -202,15 +203,15 @@ class _GpuCallSite(CollectiveCallSite):
 
     Args:
         first: The place of the first one among the inputs of the node.
-        keeps_shapes: Whether each result has the shape of its tensor.
+        keeps_shapes, bucket: As in `run`.
     """
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution,
                  observer: Observer | None, in_session: Executions | None, where: str, tensors: Sequence[tf.Tensor],
-                 first: int, keeps_shapes: bool):
+                 first: int, keeps_shapes: bool, bucket: tuple[BucketList, int] | None):
         super().__init__(name, process_set, lambda arrays: on_gpu(make_request(arrays)),
                          execution if in_session is None else None, observer, in_session)
-        self._where, self._first, self._keeps_shapes = where, first, keeps_shapes
+        self._where, self._first, self._keeps_shapes, self._bucket = where, first, keeps_shapes, bucket
         self._dtypes, self._nothing = _numpy_dtypes(tensors), [None] * len(tensors)
         self._dims = [kernel.Dims(tuple(tensor.shape)) if tensor.shape.is_fully_defined() else None
                       for tensor in tensors]
@@ -225,6 +226,7 @@ class _GpuCallSite(CollectiveCallSite):
             return host_copies_of(device_at(self._where)).fetched(arrays)
 
         arrays = _on_gpu(self._where, self.process_set, self._dtypes, call, memory, self._keeps_shapes)
+        arrays.bucket = self._bucket
         if self.is_in_order:
             its = self.submission(arrays, call.number(1) if self._has_past else None, fetched)
         else:

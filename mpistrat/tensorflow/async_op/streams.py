@@ -3,12 +3,14 @@
 The kernel of an asynchronous operation runs when the work that computes its inputs is in TensorFlow's stream, and the
 engine's streams must wait for that work. TensorFlow's C API gives no stream of a GPU to a kernel:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.cc#L358
-XLA's C API gives it to a handler, and that stream can also wait for the results. An event of the whole context cannot,
-so that the host waits for them. Each way is checked on the GPU before it is used. If there is none, the tensors are
-reduced through the host.
+XLA's C API gives it to a handler, and that stream can also wait for the results. Where XLA does not, before TensorFlow
+2.21, an event of the whole context takes its place, and the host waits for the results. Each way is checked on the GPU
+before it is used. If there is none, the tensors are reduced through the host.
 """
 
+import itertools
 import logging
+import secrets
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +24,7 @@ from ...core.errors import EngineError
 from ...gpu import driver
 from ...gpu.arrays import CudaEvent, RecordedStream
 from ...gpu.backend import await_on_host
-from ...gpu.completion import LIMIT_S, late_copy
+from ...gpu.completion import LIMIT_S, Race, late_copy, prove
 from ..bridge.sync_execution import SynchronousExecution
 from ..xla import ffi
 from ..xla.custom_call import custom_call
@@ -33,8 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BY_HOST = "rank %d: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: %s"
-_CHECKED_ELEMENTS, _CHECKED_STEPS = 2**25, 40  # 40 kernels of 0.1 ms, by the bandwidth of an H100
+BY_HOST = ("rank %d: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: %s. If "
+           "other ranks can use their GPUs, set MPISTRAT_GPU_OPERATIONS=host for all of them.")
+_CHECKED_ELEMENTS = 2**25  # A kernel takes 0.1 ms, by the bandwidth of an H100.
 
 
 class ContextStream:
@@ -46,7 +49,6 @@ class ContextStream:
 
     def __init__(self, device: "Device", where: str):
         del device, where  # The context is this thread's.
-        _require_xla()
         self.ptr = self._context = driver.context()
 
     def record(self, event: CudaEvent) -> None:
@@ -65,7 +67,8 @@ class _Handler:
 
 def stream_of_handler(device: "Device", where: str) -> RecordedStream:
     """The stream itself, which XLA tells a handler that a small compiled function calls."""
-    _require_xla()
+    if ffi.api() is None:
+        raise EngineError(f"TensorFlow {tf.__version__} does not tell its stream; 2.21 does")
     handler = _Handler()
 
     @tf.function(autograph=False, jit_compile=True)
@@ -77,12 +80,6 @@ def stream_of_handler(device: "Device", where: str) -> RecordedStream:
     return device.stream_at(handler.pointer)
 
 
-def _require_xla() -> None:
-    """Raise EngineError if this TensorFlow is older than those that have run on a GPU."""
-    if ffi.api() is None:
-        raise EngineError(f"TensorFlow {tf.__version__} does not tell its stream; 2.21 does")
-
-
 class Found(NamedTuple):
     """What stands for TensorFlow's compute stream."""
 
@@ -90,9 +87,10 @@ class Found(NamedTuple):
     reader: RecordedStream | None  # The stream itself, which waits for results; None: the host waits.
 
 
-# By runtime, whose GPU is one: for collectives of all ranks, and for those of process sets. A stream may refer to its
-# Device, which a weak key would then never be freed from.
-_found: "WeakKeyDictionary[Job, tuple[Found | None, Found | None]]" = WeakKeyDictionary()
+# By runtime, whose GPU is one, and by TensorFlow's name, since each logical GPU has a stream of its own: for
+# collectives of all ranks, and for those of process sets. A stream may refer to its Device, which as a weak key would
+# never be freed.
+_found: "WeakKeyDictionary[Job, dict[str, tuple[Found | None, Found | None]]]" = WeakKeyDictionary()
 _finding = threading.Lock()
 
 
@@ -104,29 +102,35 @@ def stream_for(device: "Device", where: str, process_set: int = 0) -> Found | No
         process_set: The id of the process set of the collective.
     """
     current = runtime.current()
-    if current not in _found:
+    found = _found.get(current)
+    if found is None or where not in found:
         with _finding, tf.init_scope():
-            if current not in _found:
-                _found[current] = _find(device, where)
-    return _found[current][process_set != 0]
+            found = _found.setdefault(current, {})
+            short = f"/device:{where.rpartition('/device:')[2]}"
+            if short not in found:
+                found[short] = _find(device, short)
+            found[where] = found[short]
+    return found[where][process_set != 0]
 
 
 def _find(device: "Device", where: str) -> tuple[Found | None, Found | None]:
     rank, reasons = runtime.current().topology.rank, list[str]()
     own = _checked(stream_of_handler, device, where, reasons)
-    if own is not None and runtime.current().settings.uses("stream_order"):
-        try:
-            with device.current():
-                check_waiting(own, device, where)
-            return Found(own, own), Found(own, own)
-        except Exception as error:
-            logger.warning("rank %d: TensorFlow waits on the host for what is reduced on its GPU, since its stream "
-                           "cannot: %s", rank, _one_line(error))
-    context = _checked(ContextStream, device, where, reasons)
-    if context is None and own is None:
-        logger.warning(BY_HOST, rank, "; ".join(dict.fromkeys(reasons)))
-    by_stream = None if own is None else Found(own, None)
-    return by_stream if context is None else Found(context, None), by_stream
+    if own is None:
+        context = _checked(ContextStream, device, where, reasons)
+        if context is None:
+            logger.warning(BY_HOST, rank, "; ".join(dict.fromkeys(reasons)))
+        return None if context is None else Found(context, None), None
+    if not runtime.current().settings.uses("stream_order"):
+        return (Found(own, None),) * 2
+    try:
+        with device.current():
+            check_waiting(own, device, where)
+        return (Found(own, own),) * 2
+    except Exception as error:
+        logger.warning("rank %d: TensorFlow waits on the host for what is reduced on its GPU, since its stream "
+                       "cannot: %s", rank, _one_line(error))
+        return (Found(own, None),) * 2
 
 
 def _checked(way: Callable[["Device", str], RecordedStream], device: "Device", where: str,
@@ -147,37 +151,52 @@ def _one_line(error: Exception) -> str:
 
 
 def check_waiting(stream: RecordedStream, device: "Device", where: str) -> None:
-    """Raise EngineError if TensorFlow reads memory too early although `stream`, its own, waits for an event."""
+    """Raise as `prove` if TensorFlow reads memory too early although `stream`, its own, waits for an event."""
     nbytes = device.checked_bytes
     scratch = device.scratch(nbytes)
     if scratch is None:
         raise EngineError(f"the GPU has no memory left for a check that needs {nbytes} bytes")
-    with SynchronousExecution(), tf.device(where):
+
+    def race(work: int) -> Race:
         given, read = tf.ones([nbytes // 4]), tf.zeros([nbytes // 4])
+        tf.reduce_min(read)  # TensorFlow takes a millisecond for the first one.
         source, target = addresses([given, read])
-        end = late_copy(device, target, scratch.address, source, nbytes, device.record(stream))
+        end, early, early_end = late_copy(device, target, scratch.address, source, nbytes, device.record(stream), work)
         device.wait(stream, end)
-        least = float(tf.reduce_min(read))
-        await_on_host(end, LIMIT_S)  # Until then the memory is in use.
-    if least != 1.0:
-        raise EngineError(f"a tensor was read before it was complete: {least:g} instead of 1")
+        least = tf.reduce_min(read)
+        runs = not end.done
+        value = float(least)
+        for event in (end, early_end):  # Until then the memory is in use.
+            await_on_host(event, LIMIT_S)
+        return Race(value, 1.0, runs, float(early.view("float32")[0]))
+
+    with SynchronousExecution(), tf.device(where):
+        prove(race)
 
 
 def check(stream: RecordedStream, device: "Device", where: str) -> None:
-    """Raise EngineError if a stream of ours reads a tensor too early after an event of `stream`."""
-    elements = _CHECKED_ELEMENTS if ":GPU:" in where else 2**10
-    with SynchronousExecution(), tf.device(where):
-        tensor = tf.zeros([elements])
-        for _ in range(_CHECKED_STEPS):
+    """Raise as `prove` if a stream of ours reads a tensor too early after an event of `stream`, TensorFlow's own."""
+    ordered, unordered, memory = device.stream(), device.stream(), device.pinned(8)
+    started = itertools.count(secrets.randbits(16))
+
+    def race(work: int) -> Race:
+        first = float(next(started))  # Memory that is used again has other numbers.
+        tensor = tf.fill([_CHECKED_ELEMENTS if ":GPU:" in where else 2**10], first)
+        for _ in range(work):
             tensor = tensor + 1.0
-    address, = addresses([tensor])
-    copies, memory = device.stream(), device.pinned(4)
-    device.wait(copies, device.record(stream))
-    device.copy(memory.ctypes.data, address + 4 * (elements - 1), 4, copies)
-    await_on_host(device.record(copies), LIMIT_S)
-    value = float(memory.view("float32")[0])
-    if value != _CHECKED_STEPS:
-        raise EngineError(f"a tensor was read before it was complete: {value:g} instead of {_CHECKED_STEPS}")
+        address, = addresses([tensor])
+        ready = device.record(stream)
+        runs = not ready.done
+        device.wait(ordered, ready)
+        for place, ours in enumerate((ordered, unordered)):
+            device.copy(memory.ctypes.data + 4 * place, address + 4 * (int(tensor.shape[0]) - 1), 4, ours)
+        for ours in (ordered, unordered):
+            await_on_host(device.record(ours), LIMIT_S)
+        read = memory.view("float32")
+        return Race(float(read[0]), first + work, runs, float(read[1]))
+
+    with SynchronousExecution(), tf.device(where):
+        prove(race)
 
 
 def addresses(tensors: list[tf.Tensor]) -> list[int]:

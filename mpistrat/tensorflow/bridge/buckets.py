@@ -9,11 +9,21 @@ from itertools import chain
 import numpy as np
 import tensorflow as tf
 
+from ...api import runtime
 from ...core.fusion import buckets_from_last
 from ...core.request import ReduceOp, Request, TensorSpec, allreduce_request, specs_of
-from ...core.tuning import BUCKET_BYTES, GPU_BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
+from ...core.tuning import (
+    BUCKET_BYTES,
+    GPU_BUCKET_BYTES,
+    HOSTS_BUCKET_BYTES,
+    HOSTS_FIRST_BUCKET_BYTES,
+    JOINED_TENSOR_BYTES,
+    SUBMIT_WAIT_BYTES,
+)
+from ...gpu.arrays import BucketList
 from ..async_op import call_site
 from ..xla import context as xla
+from ..xla.collective import Started
 from . import cpu
 from .cpu import Wait
 from .reduce_spec import ReduceSpec
@@ -46,8 +56,8 @@ class GraphBucket:
 
 
 def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int = BUCKET_BYTES,
-         small_bytes: int = JOINED_TENSOR_BYTES) -> list[GraphBucket]:
-    """Distribute tensors over buckets, as buckets_from_last.
+         first_bytes: int | None = None, small_bytes: int = JOINED_TENSOR_BYTES) -> list[GraphBucket]:
+    """Distribute tensors over buckets of at most `bucket_bytes`, as buckets_from_last; the first of `first_bytes`.
 
     A tensor of unknown static shape is a single one, and counts as `small_bytes`.
     """
@@ -55,7 +65,7 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
     nbytes = [int(np.prod(shape.as_list(), dtype=np.int64)) * dtype.size if is_known else small_bytes
               for (dtype, shape), is_known in zip(tensors, known, strict=True)]
     buckets = []
-    for indices in buckets_from_last(nbytes, bucket_bytes):
+    for indices in buckets_from_last(nbytes, bucket_bytes, first_bytes):
         bucket = GraphBucket(nbytes=sum(nbytes[i] for i in indices))
         for i in indices:
             if known[i] and nbytes[i] < small_bytes:
@@ -79,27 +89,46 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
     if not tensors:
         return []
     device = call_site.device_of(tensors, spec.process_set)
-    bucket_bytes = spec.bucket_bytes or (GPU_BUCKET_BYTES if device else BUCKET_BYTES)
-    if tf.executing_eagerly() or xla.is_compiled():
-        # Nothing overlaps with an eager call or a custom call, and the engine's fusion buffer packs the tensors.
+    started = None
+    if xla.is_compiled() and Started.is_possible(tensors):
+        buckets = plan([(t.dtype, t.shape) for t in tensors], spec.bucket_bytes or GPU_BUCKET_BYTES, small_bytes=0)
+        started = Started() if len(buckets) > 1 else None
+    elif tf.executing_eagerly() or xla.is_compiled():
+        # Nothing overlaps with an eager call or a call that waits, and the engine's fusion buffer packs the tensors.
         buckets = [GraphBucket(single=list(range(len(tensors))))]
     else:
         # On a GPU the engine packs the tensors of a bucket. Adasum combines each tensor by itself.
         is_joined = device is None and spec.scaled.op is not ReduceOp.ADASUM
-        buckets = plan([(t.dtype, t.shape) for t in tensors], bucket_bytes, JOINED_TENSOR_BYTES if is_joined else 0)
+        buckets = plan([(t.dtype, t.shape) for t in tensors], *limits_of(spec, device),
+                       JOINED_TENSOR_BYTES if is_joined else 0)
     results: list[tf.Tensor | None] = [None] * len(tensors)
+    list_ = BucketList(len(buckets))
     for number, bucket in enumerate(buckets):
         wait = Wait.NEVER
         if number == len(buckets) - 1 and bucket.nbytes <= SUBMIT_WAIT_BYTES:
             wait = Wait.ALWAYS if spec.may_wait else Wait.IF_LAST
-        run = partial(cpu.run, wait=wait) if device is None else partial(call_site.run, device)
-        run = partial(run, observer=spec.observer if number == 0 else None)
+        run = partial(cpu.run, wait=wait) if device is None else partial(
+            call_site.run, device, bucket=None if len(buckets) == 1 else (list_, number))
+        run = partial(run if started is None else started.run, observer=spec.observer if number == 0 else None)
         of_bucket = replace(spec, name=spec.name if len(buckets) == 1 else f"{spec.name}/{number}")
         with nullcontext() if device is None else tf.device(device):
             reduced = _reduce_bucket(tensors, bucket, of_bucket, run)
         for i, result in reduced:
             results[i] = result
+    if started is not None:
+        places = [i for bucket in buckets for i in bucket.single]
+        for i, result in zip(places, started.results(), strict=True):
+            results[i] = result
     return results
+
+
+def limits_of(spec: ReduceSpec, device: str | None) -> tuple[int, int]:
+    """The most bytes of a bucket, and of the first one; the same on all ranks."""
+    # Between hosts what is sent takes longer than what a bucket costs beside that.
+    if not spec.bucket_bytes and device is None and runtime.current().spans_hosts:
+        return HOSTS_BUCKET_BYTES, HOSTS_FIRST_BUCKET_BYTES
+    most = spec.bucket_bytes or (GPU_BUCKET_BYTES if device else BUCKET_BYTES)
+    return most, most
 
 
 def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, spec: ReduceSpec,

@@ -2,18 +2,48 @@
 
 from functools import cache
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
-from ...api.interop.own_gpu import this_ranks_gpu
+from ...api import runtime
+from ...api.interop.own_gpu import this_ranks_gpu, why_no_cupy
+from ...api.job import Job
+from ...core.errors import InvalidRequestError
+from ._private import context
 
 if TYPE_CHECKING:
     from ...gpu.device import Device  # It needs cupy.
 
 
+_problems: "WeakKeyDictionary[Job, str]" = WeakKeyDictionary()
+
+
 def device_at(where: str) -> "Device":
     """This rank's GPU, by TensorFlow's name of it. Raises as `api.interop.own_gpu.this_ranks_gpu`."""
     return this_ranks_gpu(cuda_number(where))
+
+
+def why_no_gpu(where: str) -> str:
+    """Why the engine cannot use a GPU of TensorFlow's, which it opens; "" if it can. Raises as device_at.
+
+    `where`: TensorFlow's name of it; "": none is opened, if none has been.
+
+    cupy can be imported where it cannot use the driver, or the GPU is full, or is another process' alone.
+    """
+    if why_no_cupy():
+        return f"cupy is missing: {why_no_cupy()}"
+    current = runtime.current()
+    if where and current not in _problems:
+        try:
+            device_at(where)
+            _problems[current] = ""
+        except InvalidRequestError:
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())[:300]
+            _problems[current] = f"cupy cannot use the GPU: {type(error).__name__}: {text}"
+    return _problems.get(current, "")
 
 
 @cache
@@ -31,8 +61,12 @@ def cuda_number(where: str) -> int:
     return logical[number] if number < len(logical) else number
 
 
-@cache
 def has_gpu() -> bool:
-    """Whether TensorFlow sees a GPU."""
+    """Whether TensorFlow uses a GPU. A script may hide those that there are, until TensorFlow has begun to use them."""
+    return _has_gpu() if context()._initialized else bool(tf.config.get_visible_devices("GPU"))
+
+
+@cache
+def _has_gpu() -> bool:
     # Cached: the call takes a microsecond per tensor, which matters on a machine without a GPU.
-    return len(tf.config.list_physical_devices("GPU")) > 0
+    return bool(tf.config.get_visible_devices("GPU"))

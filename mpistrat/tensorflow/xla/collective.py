@@ -31,10 +31,11 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...core import signal_handlers
-from ...core.errors import InvalidRequestError
+from ...core.errors import EngineError, InvalidRequestError
 from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...core.tuning import SUBMIT_WAIT_S
+from ...gpu.arrays import GpuTensors
 from ..bridge import execution_ids, own_threads
 from ..bridge.execution_ids import Execution
 from ..bridge.program_order import anonymous_variable, capture_in_order, in_gradient, in_order
@@ -49,9 +50,67 @@ _variables: "weakref.WeakKeyDictionary[tf.Graph, tf.Tensor]" = weakref.WeakKeyDi
 _last: "weakref.WeakKeyDictionary[tf.Graph, str]" = weakref.WeakKeyDictionary()  # the names of tensors
 
 
+class Started:
+    """The collectives of a list whose calls only submit them, in a function that XLA compiles for a GPU.
+
+    XLA launches what comes after such a call, while the ranks agree and reduce in the memory of the tensors. XLA knows
+    of no work outside of its stream. So each result has the memory of its tensor, and all that reads it comes behind
+    the call of `results`, which waits for all of them and gives back the same memory.
+    """
+
+    def __init__(self) -> None:
+        self._results: list[tf.Tensor] = []
+        self._site = _Awaiting()
+
+    @staticmethod
+    def is_possible(tensors: Sequence[tf.Tensor]) -> bool:
+        """Whether collectives of these tensors may be started before they are waited for."""
+        return gpu_memory.is_used() and all(t.dtype.is_floating or t.dtype.is_complex for t in tensors)
+
+    def run(self, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
+            shapes: Sequence[tf.TensorShape], process_set: int, observer: Observer | None = None) -> list[tf.Tensor]:
+        """As `run`; what it returns are places in that which `results` returns."""
+        results = run(name, make_request, tensors, shapes, process_set, observer, 0, self._site)
+        self._results += results
+        return results
+
+    def results(self) -> list[tf.Tensor]:
+        """The results of all of them, in their order."""
+        self._site.dtypes = dtypes = [tf.int64, *[t.dtype for t in self._results]]
+        return _linked(lambda link: custom_call(
+            self._site, [link, *self._results], dtypes, [tf.TensorShape([]), *[t.shape for t in self._results]],
+            0, range(1, len(dtypes))))[1:]
+
+
+class _Awaiting:
+    """The target of the custom call that waits for what was started."""
+
+    dtypes: Sequence[tf.DType]  # Of the arguments and the results.
+
+    def __init__(self) -> None:
+        # By the call that has started it. An execution that ends in an error may leave some.
+        self.started: dict[CollectiveCallSite, tuple[Handle, GpuTensors]] = {}
+
+    def execute(self, call: ffi.Call) -> None:
+        started, self.started = self.started, {}
+        kinds = [dtype.as_numpy_dtype for dtype in self.dtypes]
+        memory = GpuMemory(call, kinds, kinds)
+        given, moved = {array.address for array in memory.arguments}, False
+        for site, (handle, tensors) in started.items():
+            _await(site, handle)
+            tensors.follow(memory.stream)
+            moved |= any(array.nbytes and array.address not in given for array in tensors)
+        if moved or not memory.is_in_place(1, len(kinds) - 1):
+            raise EngineError("XLA has moved the results of collectives before they were complete. "
+                              "MPISTRAT_DISABLE=xla does without.")
+
+
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
-        process_set: int, observer: Observer | None, times_rows: int) -> list[tf.Tensor]:
+        process_set: int, observer: Observer | None, times_rows: int,
+        awaiting: _Awaiting | None = None) -> list[tf.Tensor]:
     """Run one collective in a graph that XLA compiles; the arguments are those of cpu.run. Collective.
+
+    `awaiting`: Gets it when it is submitted, and waits for it; None: the call waits.
 
     Raises:
         InvalidRequestError: XLA cannot compile collectives in this process, or not this one: the shape of a result
@@ -72,14 +131,14 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     past = [tf.cast(execution.number, tf.int64)] if execution is not None and execution.is_past else []
     counts = execution is not None and execution.number is None
     # As in other graphs, integers on a GPU are copied to the host.
-    stays_on_gpu = gpu_memory.is_used() and all(t.dtype.is_floating or t.dtype.is_complex for t in tensors)
+    stays_on_gpu = Started.is_possible(tensors)
     make = (lambda arrays: on_gpu(make_request(arrays))) if stays_on_gpu else make_request
     site = _CompiledCallSite(name, process_set, make, [t.dtype.as_numpy_dtype for t in tensors], execution,
-                             observer, stays_on_gpu)
+                             observer, stays_on_gpu, awaiting)
     dtypes = [tf.int64, *[t.dtype for t in tensors], *[tf.int64] * counts]
     outputs = in_order(lambda: _linked(lambda link: custom_call(
         site, [link, *tensors, *past], dtypes, [tf.TensorShape([]), *shapes, *[tf.TensorShape([])] * counts],
-        times_rows)), context.device_of_compiled())
+        times_rows, range(1, 1 + len(tensors)) if awaiting is not None else ())), context.device_of_compiled())
     site.belongs_to(outputs[0].op)
     if execution is not None and counts:
         execution.number = outputs.pop()
@@ -138,7 +197,7 @@ class _Reading:
         if gpu_memory.is_used():
             memory = GpuMemory(call, [np.int64], dtypes)
             for i, value in enumerate(values):
-                memory.write(i, value)
+                memory.write_number(i, int(value))
             return
         for value, result in zip(values, call.results(dtypes), strict=True):
             result[...] = value
@@ -148,8 +207,10 @@ class _CompiledCallSite(CollectiveCallSite):
     """The target of the custom call of one collective."""
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, dtypes: Sequence[Any],
-                 execution: Execution | None, observer: Observer | None, stays_on_gpu: bool):
+                 execution: Execution | None, observer: Observer | None, stays_on_gpu: bool,
+                 awaiting: _Awaiting | None):
         super().__init__(name, process_set, make_request, execution, observer)
+        self._awaiting = awaiting
         # Nothing orders the collectives of a gradient after those of the function that computes it.
         self._waits = not in_gradient()
         self._given = [np.int64, *dtypes, *[np.int64] * self._has_past]
@@ -183,9 +244,16 @@ class _CompiledCallSite(CollectiveCallSite):
         def on_host() -> list[np.ndarray]:
             return memory.on_host(1, count)
 
-        its = self.submission(memory.tensors(1, count) if self._stays_on_gpu else on_host(), past, on_host)
-        if self._counts:  # Before XLA's stream waits for the collective.
-            memory.write(1 + count, np.array(its.number))
+        # If a result has not the memory of its tensor, XLA may use that again behind this call, which then waits.
+        awaiting = self._awaiting if memory.is_in_place(1, count) else None
+        tensors = memory.tensors(1, count, awaiting is None) if self._stays_on_gpu else None
+        its = self.submission(on_host() if tensors is None else tensors, past, on_host)
+        if self._counts:
+            memory.write_number(1 + count, its.number)
+        if awaiting is not None and tensors is not None:
+            handle = its.group.engine.submit(its.request, its.arrays, self.origin)
+            awaiting.started[self] = handle, tensors
+            return
         shapes = [result.shape for result in memory.results[1:1 + count]]
         found = _Outcome(self._submitted(its), shapes, self._ranks, its.group.topology.size).results()
         if not self._stays_on_gpu:
@@ -208,6 +276,16 @@ class _CompiledCallSite(CollectiveCallSite):
         except BaseException as error:  # Of a signal handler. The call ends when the collective is complete.
             self.raised = error
         return handle
+
+
+def _await(site: CollectiveCallSite, handle: Handle) -> None:
+    """Wait for a collective that was submitted before. Raises its error."""
+    try:
+        handle.wait()
+    except KeyboardInterrupt as error:  # XLA frees the tensors when the call ends.
+        site.raised = error
+        engine = runtime.group_of(site.name, site.process_set).engine
+        raise engine.break_off(f"{handle.name}: Ctrl-C has interrupted it on a rank.") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,10 @@ import weakref
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop.own_gpu import go_by_host, why_no_cupy
+from ...api.interop.own_gpu import go_by_host
 from ...core.errors import InvalidRequestError
 from ..bridge._private import in_xla_context, is_compiled_by_xla
+from ..bridge.gpu_device import has_gpu, why_no_gpu
 from ..bridge.program_order import HOST, enclosing_function
 from . import ffi
 
@@ -39,17 +40,12 @@ def compiled_function() -> tf.Graph:
 
 def device_of_compiled() -> str:
     """Where functions run that XLA compiles. They may not touch variables of another device."""
-    return "GPU:0" if is_for_gpu() else HOST
+    return "GPU:0" if has_gpu() else HOST
 
 
 def device_here() -> str:
     """Where what is being traced may have a variable of ours: not compiled, on the host."""
     return device_of_compiled() if is_compiled() else HOST
-
-
-def is_for_gpu() -> bool:
-    """Whether XLA compiles for a GPU: TensorFlow calls functions there if it has one."""
-    return bool(tf.config.list_physical_devices("GPU"))
 
 
 def why_not() -> str:
@@ -58,10 +54,11 @@ def why_not() -> str:
         return f"TensorFlow {tf.__version__} has no interface for it; 2.21 has"
     if runtime.is_initialized() and not runtime.current().settings.uses("xla"):
         return "MPISTRAT_DISABLE=xla switches it off"
-    if not is_for_gpu():
+    if not has_gpu():
         return ""
-    if why_no_cupy():
-        return f"cupy is missing: {why_no_cupy()}"
+    # Of several GPUs the script may use another one than the first.
+    if reason := why_no_gpu("/device:GPU:0" if len(tf.config.get_visible_devices("GPU")) == 1 else ""):
+        return reason
     return "MPISTRAT_GPU_OPERATIONS=host keeps GPU tensors on the host" if go_by_host() else ""
 
 

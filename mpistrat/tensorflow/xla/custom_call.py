@@ -12,11 +12,11 @@ import tensorflow as tf
 from ...core.errors import EngineError
 from ..bridge._private import set_node_attribute, stop_recording, xla_call_module
 from ..bridge.calls import SITE_ATTRIBUTE
+from ..bridge.gpu_device import has_gpu
 from ..bridge.python_op import keep_in_graph, keep_thread_state
 from ..bridge.targets import Targets
 from ..bridge.tf_errors import described
 from . import ffi
-from .context import is_for_gpu
 
 _NAME = "mpistrat"
 _NO_GRADIENT = "MpistratNoGradient"
@@ -41,7 +41,8 @@ def has_type(dtype: tf.DType) -> bool:
 
 
 def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType],
-                shapes: Sequence[tf.TensorShape], times_rows: int = 1) -> list[tf.Tensor]:
+                shapes: Sequence[tf.TensorShape], times_rows: int = 1,
+                in_place: Sequence[int] = ()) -> list[tf.Tensor]:
     """Make the node, which has no gradient.
 
     Args:
@@ -50,6 +51,7 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
         dtypes: The dtypes of the results, at least one.
         shapes: Their shapes. Extents that are not known follow from the input with the same place.
         times_rows: How many times as many rows as that input has such a result has. Other extents are the input's.
+        in_place: The places of results that have the memory of the inputs with these places.
     """
     number = _targets.add(target)
     keep_in_graph(target)
@@ -57,9 +59,10 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
     returned = [(dtype, tuple(shape.as_list())) for dtype, shape in zip(dtypes, shapes, strict=True)]
     with stop_recording(), tf.compat.v1.get_default_graph().gradient_override_map({"XlaCallModule": _NO_GRADIENT}):
         outputs: list[tf.Tensor] = xla_call_module(
-            args=list(inputs), version=_STABLEHLO, module=_program(number, given, returned, times_rows),
+            args=list(inputs), version=_STABLEHLO,
+            module=_program(number, given, returned, times_rows, in_place),
             Sout=[list(shape) for _, shape in returned], Tout=list(dtypes),
-            platforms=["CUDA" if is_for_gpu() else "CPU"])
+            platforms=["CUDA" if has_gpu() else "CPU"])
     set_node_attribute(outputs[0].op, SITE_ATTRIBUTE, tf.compat.v1.AttrValue(s=str(number).encode()))
     return list(outputs)
 
@@ -67,7 +70,8 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
 _Tensors = Sequence[tuple[tf.DType, tuple[int | None, ...]]]
 
 
-def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int) -> str:
+def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int,
+             in_place: Sequence[int]) -> str:
     """The program of one call. Without layouts XLA would choose the order of dimensions in memory.
 
     If there are unknown extents, the shapes of all results are operands too. The compiler computes and removes them.
@@ -81,10 +85,13 @@ def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int) 
     indices = list(range(len(given), len(given) + len(shapes)))
     where = "" if known else f", indices_of_shape_operands = dense<{indices}> : tensor<{len(shapes)}xi64>"
     results = ", ".join(f"%r#{i}" for i in range(len(returned)))
+    same = "" if not in_place else ", output_operand_aliases = [{}]".format(", ".join(
+        f"#stablehlo.output_operand_alias<output_tuple_indices = [{place}], operand_index = {place}, "
+        "operand_tuple_indices = []>" for place in in_place))
     lines += [
         f"%r:{len(returned)} = stablehlo.custom_call @{_NAME}({operands}) {{api_version = 4 : i32, "
         f"has_side_effect = true, backend_config = {{target = {number} : i64}}, "
-        f"operand_layouts = [{_layouts([*given, *shapes])}], result_layouts = [{_layouts(returned)}]{where}}} : "
+        f"operand_layouts = [{_layouts([*given, *shapes])}], result_layouts = [{_layouts(returned)}]{where}{same}}} : "
         f"({', '.join(_type(*each) for each in [*given, *shapes])}) -> ({types})",
         f"return {results} : {types}"]
     body = "\n".join(lines)
@@ -138,4 +145,4 @@ def _execute(call: ffi.Call) -> tuple[str, int] | None:
     return None
 
 
-_targets = Targets[Target](56, lambda: ffi.register(_NAME, "CUDA" if is_for_gpu() else "Host", _execute))
+_targets = Targets[Target](56, lambda: ffi.register(_NAME, "CUDA" if has_gpu() else "Host", _execute))

@@ -17,15 +17,16 @@ import numpy as np
 from ...api.interop.own_gpu import host_copies_of, this_ranks_gpu
 from ...core.errors import EngineError
 from ...gpu.arrays import Allocated, GpuArray, GpuStream, GpuTensors
-from . import context, ffi
+from ..bridge.gpu_device import has_gpu
+from . import ffi
 
 if TYPE_CHECKING:
     from ...gpu.device import Device  # It needs cupy.
 
 
 def is_used() -> bool:
-    """Whether the memory of custom calls is a GPU's."""
-    return context.is_for_gpu()
+    """Whether the memory of custom calls is a GPU's: TensorFlow calls compiled functions there if it has one."""
+    return has_gpu()
 
 
 def place_of(call: ffi.Call) -> "tuple[Device, GpuStream]":
@@ -43,24 +44,32 @@ class GpuMemory:
     """
 
     def __init__(self, call: ffi.Call, given: Sequence[Any], returned: Sequence[Any]):
-        self._device, self._stream = place_of(call)
+        self._device, self.stream = place_of(call)
         # arguments, results: As arrays.
         self.arguments: list[GpuArray] = call.arguments(given, _array)
         self.results: list[GpuArray] = call.results(returned, _array)
 
-    def tensors(self, first: int, count: int) -> GpuTensors:
-        """`count` arguments from `first` on as the engine takes them. The results are those at the same places."""
-        return self._tensors(self.arguments[first:first + count], self.results[first:first + count])
+    def tensors(self, first: int, count: int, reads: bool) -> GpuTensors:
+        """`count` arguments from `first` on as the engine takes them. The results are those at the same places.
 
-    def _tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray]) -> GpuTensors:
+        `reads`: XLA's stream reads the results when the request is complete; else it waits for them later.
+        """
+        return self._tensors(self.arguments[first:first + count], self.results[first:first + count], reads)
+
+    def is_in_place(self, first: int, count: int) -> bool:
+        """Whether `count` results from `first` on have the memory of the arguments with these places."""
+        return all(self.arguments[place].address == self.results[place].address or not self.results[place].nbytes
+                   for place in range(first, first + count))
+
+    def _tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray], reads: bool = True) -> GpuTensors:
         def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
             made = [result if shape == result.shape else self._other(shape, result.dtype)
                     for shape, result in zip(shapes, results, strict=True)]
             return Allocated([array.address for array in made], made, None)
 
         tensors = GpuTensors(self._device, [array.address for array in arguments], [array.shape for array in arguments],
-                             [array.dtype for array in arguments], None, [self._stream],
-                             [self._stream] if self._device.can_wait(self._stream) else None, allocate)
+                             [array.dtype for array in arguments], None, [self.stream],
+                             ([self.stream] if reads else []) if self._device.can_wait(self.stream) else None, allocate)
         tensors.prepare(keeps_shapes=False)
         return tensors
 
@@ -75,6 +84,12 @@ class GpuMemory:
     def on_host(self, first: int, count: int) -> list[np.ndarray]:
         """Copies of `count` arguments from `first` on. Waits for XLA's stream."""
         return host_copies_of(self._device).fetched(self._tensors(self.arguments[first:first + count], ()))
+
+    def write_number(self, place: int, number: int) -> None:
+        """Write the integer that is the result with this place, in XLA's stream. The host does not wait."""
+        result = self.results[place]
+        with self._device.current():
+            self._device.write_number(result.address, number, result.dtype.itemsize // 4, self.stream)
 
     def write(self, place: int, value: np.ndarray) -> None:
         """Copy the result with this place from the host. Waits for XLA's stream."""

@@ -1,8 +1,9 @@
-"""Data plane of hosts with several ranks: shared memory within hosts and MPI between them, at the same time.
+"""Data plane of several hosts: shared memory within hosts and MPI between them, at the same time.
 
 Used by the engine's thread.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,19 +11,23 @@ import numpy as np
 from mpi4py import MPI
 
 from ...core.arithmetic import IDENTITY, Reduction, combine
-from ...core.error_feedback import ErrorFeedback, HostErrors
+from ...core.error_feedback import ErrorFeedback, Errors
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
-from ...core.quantised import formats
+from ...core.quantised import Codec
 from ...core.topology import Topology
 from ...core.tuning import (
     HIERARCHICAL_ALLGATHER_BYTES,
     HIERARCHICAL_CHUNK_BYTES,
     HIERARCHICAL_CHUNKS_UNDER_WAY,
     HIERARCHICAL_SLICE_BYTES,
+    SHM_SCATTERS_UNDER_WAY,
 )
+from ..mpi.eager import exchange
 from ..mpi.peer_wait import PeerWait
 from ..mpi.quantised import QuantisedExchange
+from ..shm.data import ReduceScatter
+from ..shm.layout import Chunk
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from ..shm.two_shot import Chunked, Stage, TwoShotData, TwoShotReduce
 from .piggyback import Piggyback
@@ -43,7 +48,10 @@ class HierarchicalData(TwoShotData):
     All ranks of a host pack a chunk into shared memory. Each of the first ranks reduces a slice of it, and all-reduces
     the slice over its cross_comm, all of them at the same time. All ranks unpack all slices. The exchange of a slice is
     that of MpiData; two hosts exchange whole slices. Between H hosts, 2 (H-1)/H of a host's bytes cross the wire.
-    Several chunks are at different stages at a time, so that the wire and the memory work in parallel.
+    Several chunks are at different stages at a time, so that the wire and the memory work in parallel. A rank alone on
+    its host sends from its tensors, and reduces into its targets, where a slice is of one of them.
+
+    If every host has one rank, a reduce-scatter runs in chunks as well.
 
     A quantised reduction (Reduction.quantised) exchanges 8-bit numbers, as QuantisedExchange does.
 
@@ -74,10 +82,11 @@ class HierarchicalData(TwoShotData):
         self._hosts = cross.Get_size() if cross != MPI.COMM_NULL else 0
         self._partial = [FusionBuffer() for _ in range(self.slots)]
         self._rows = [FusionBuffer() for _ in range(self.slots)]
+        self._scattered = FusionBuffer()
         self._underway: dict[int, tuple[list[MPI.Request], list[np.ndarray]]] = {}
-        self._feedback, kept = feedback, formats()
-        self._errors: HostErrors | None = None  # of what is under way
-        self._exchanges = [QuantisedExchange(cross, kept) for _ in range(self.slots)]
+        self._feedback, codec = feedback, Codec()
+        self._errors: Errors | None = None  # of what is under way
+        self._exchanges = [QuantisedExchange(cross, codec) for _ in range(self.slots)]
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
         elements = sum([source.size for source in sources])
@@ -89,7 +98,7 @@ class HierarchicalData(TwoShotData):
     def run(self, work: Chunked, stages: Sequence[Stage]) -> None:
         if isinstance(work, TwoShotReduce) and work.reduction.quantised is not None and self._feedback is not None:
             count = sum([source.size for source in work.inputs])
-            self._errors = self._feedback.of(work.reduction.quantised, count, HostErrors)
+            self._errors = self._feedback.of(work.reduction.quantised, count)
         super().run(work, stages)
 
     @property
@@ -105,16 +114,31 @@ class HierarchicalData(TwoShotData):
         if chunk.own is not None:
             self.memory.await_all(number, PACKED)
             slot = number % self.slots
-            partial = self._partial[slot].view(chunk.result.size, chunk.result.dtype)
-            self._reduce_slice(work, chunk, partial, IDENTITY)
+            partial = self._part_of_host(work, chunk, self._partial[slot])
             quantised, errors = work.reduction.quantised, self._errors
             if quantised is None:
                 self._underway[number] = self._exchange(partial, self._rows[slot])
             else:
                 first = k * (work.chunk_bytes // partial.itemsize) + chunk.own.start
                 part = None if errors is None else errors.part(first, partial.size)
-                self._underway[number] = self._exchanges[slot].send(quantised.format, partial, part), []
+                self._underway[number] = self._exchanges[slot].send(partial, part), []
         self.memory.post(number, CONSUMED)
+
+    def _part_of_host(self, work: TwoShotReduce, chunk: Chunk, buffer: FusionBuffer) -> np.ndarray:
+        """This rank's slice, reduced over the host. A rank alone on its host sends it from where it is, if it can."""
+        if self._count == 1 and not chunk.reads:
+            return chunk.parts[0]
+        if self._count == 1 and len(chunk.reads) == 1:
+            return work.inputs[chunk.reads[0].array][chunk.reads[0].part]
+        partial = buffer.view(chunk.result.size, chunk.result.dtype)
+        self._reduce_slice(work, chunk, partial, IDENTITY)
+        return partial
+
+    def _result_of(self, work: TwoShotReduce, chunk: Chunk) -> np.ndarray:
+        """Where the slice is combined: in the memory of the results, or in the target of a rank alone on its host."""
+        if self._count == 1 and len(chunk.own_copies) == 1:
+            return work.outputs[chunk.own_copies[0].array][chunk.own_copies[0].part]
+        return chunk.result
 
     def _exchange(self, partial: np.ndarray, buffer: FusionBuffer) -> tuple[list[MPI.Request], list[np.ndarray]]:
         """Start to exchange `partial` with the other hosts, with `buffer` for what is received.
@@ -123,32 +147,32 @@ class HierarchicalData(TwoShotData):
             The requests, and for each host the array that holds its values when they are complete: of all elements of
             the slice, or of those that this host has to reduce.
         """
-        hosts, host, sent = self._hosts, self._cross.Get_rank(), partial.view(np.uint8)
+        hosts, host = self._hosts, self._cross.Get_rank()
         if hosts == 2:
             # Both hosts reduce the whole slice. That sends no more bytes, and saves the second exchange.
             theirs = buffer.view(partial.size, partial.dtype)
-            requests = [self._cross.Irecv([theirs.view(np.uint8), MPI.BYTE], 1 - host),
-                        self._cross.Isend([sent, MPI.BYTE], 1 - host)]
-            return requests, [partial, theirs] if host == 0 else [theirs, partial]
-        if sent.nbytes * hosts <= HIERARCHICAL_ALLGATHER_BYTES:
-            rows = buffer.view(partial.size * hosts, partial.dtype).reshape(hosts, -1)
-            return [self._cross.Iallgather([sent, MPI.BYTE], [rows.view(np.uint8), MPI.BYTE])], list(rows)
-        counts, starts = self._parts_of(partial)
-        row = counts[host]
-        rows = buffer.view(row // partial.itemsize * hosts, partial.dtype).reshape(hosts, -1)
-        received = [rows.view(np.uint8), [row] * hosts, [row * h for h in range(hosts)], MPI.BYTE]
-        return [self._cross.Ialltoallv([sent, counts, starts, MPI.BYTE], received)], list(rows)
+            rows = [partial, theirs] if host == 0 else [theirs, partial]
+            return exchange(self._cross, [partial, partial], rows), rows
+        if partial.nbytes * hosts <= HIERARCHICAL_ALLGATHER_BYTES:
+            table = buffer.view(partial.size * hosts, partial.dtype).reshape(hosts, -1)
+            sent, received = partial.view(np.uint8), table.view(np.uint8)
+            return [self._cross.Iallgather([sent, MPI.BYTE], [received, MPI.BYTE])], list(table)
+        parts = self._parts_of(partial)
+        rows = list(buffer.view(parts[host].size * hosts, partial.dtype).reshape(hosts, -1))
+        rows[host] = parts[host]
+        return exchange(self._cross, parts, rows), rows
 
-    def _parts_of(self, array: np.ndarray) -> tuple[list[int], list[int]]:
-        """(bytes, first byte) of each host's part of a slice, as two lists."""
-        bounds = [array.size * h // self._hosts * array.itemsize for h in range(self._hosts + 1)]
-        return [bounds[h + 1] - bounds[h] for h in range(self._hosts)], bounds[:-1]
+    def _parts_of(self, array: np.ndarray) -> list[np.ndarray]:
+        """Each host's part of a slice."""
+        bounds = [array.size * h // self._hosts for h in range(self._hosts + 1)]
+        return [array[start:stop] for start, stop in itertools.pairwise(bounds)]
 
     def _combine(self, work: TwoShotReduce, k: int) -> None:
         """Reduce what the hosts have sent, and start to send them the result."""
-        number, result = work.first + k, work.chunks[k].result
+        number = work.first + k
         if number not in self._underway:
             return
+        result = self._result_of(work, work.chunks[k])
         requests, rows = self._underway.pop(number)
         self._wait.complete(requests)
         self.memory.await_all(self._room_for(work, k), UNPACKED)
@@ -159,21 +183,39 @@ class HierarchicalData(TwoShotData):
         if rows[0].size == result.size:
             combine(rows, work.reduction.op, result, work.reduction.scale)
             return
-        counts, starts = self._parts_of(result)
-        first = starts[self._cross.Get_rank()] // result.itemsize
-        combine(rows, work.reduction.op, result[first:first + rows[0].size], work.reduction.scale)
-        gathered = [result.view(np.uint8), counts, starts, MPI.BYTE]
-        self._underway[number] = [self._cross.Iallgatherv(MPI.IN_PLACE, gathered)], []
+        parts = self._parts_of(result)
+        own = parts[self._cross.Get_rank()]
+        combine(rows, work.reduction.op, own, work.reduction.scale)
+        self._underway[number] = exchange(self._cross, [own] * self._hosts, parts), []
 
     def _receive(self, work: TwoShotReduce, k: int) -> None:
         """Wait for what the other hosts have reduced."""
-        number = work.first + k
+        number, chunk = work.first + k, work.chunks[k]
+        result = self._result_of(work, chunk)
         if number in self._underway:
             self._wait.complete(self._underway.pop(number)[0])
             if work.reduction.quantised is not None:
-                self._exchanges[number % self.slots].finish(work.chunks[k].result, work.reduction.scale)
-        work.copy_out(work.chunks[k].own_copies)
+                self._exchanges[number % self.slots].finish(result, work.reduction.scale)
+        if result is chunk.result:
+            work.copy_out(chunk.own_copies)
         self.memory.post(work.first + k, READY)
+
+    def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
+                      reduction: Reduction) -> None:
+        if len(counts) != self._hosts:  # Some host has several ranks.
+            super().reducescatter(source, target, counts, reduction)
+            return
+        elements = SHM_SCATTERS_UNDER_WAY * self._chunks[0] // source.itemsize
+        memories = self._scattered.view(elements * self._hosts, source.dtype).reshape(self._hosts, -1)
+        work = ReduceScatter(memories, self._cross.Get_rank(), self.last_chunk + 1, source, target, counts, reduction)
+        self.run(work, (self._scatter, self._reduce_part))
+
+    def _scatter(self, work: ReduceScatter, k: int) -> None:
+        self._underway[work.first + k] = exchange(self._cross, work.sent(k), work.received(k)), []
+
+    def _reduce_part(self, work: ReduceScatter, k: int) -> None:
+        self._wait.complete(self._underway.pop(work.first + k)[0])
+        work.reduce(k)
 
     def surrender(self) -> list[Any]:
         requests = [request for of_chunk, _ in self._underway.values() for request in of_chunk]

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from ...core.interfaces import Outcome
 from ...core.memory import aligned_empty
 from ...core.topology import Topology
-from ...core.tuning import PIGGYBACK_MOST_HOSTS, VOTE_MESSAGE_BYTES
+from ...core.tuning import EAGER_MESSAGE_BYTES, PIGGYBACK_MOST_HOSTS
 from .piggyback import Piggyback
 
 # A message begins with a vote. The data behind it are aligned.
@@ -77,7 +77,7 @@ class DirectExchange(LeaderExchange):
         self._others = [h for h in range(hosts.Get_size()) if h != self._host]
         nbytes = _HEAD_BYTES + (piggyback.slot_bytes if piggyback is not None else 0)
         self._messages = [aligned_empty(nbytes) for _ in range(hosts.Get_size())]
-        self._first = min(nbytes, VOTE_MESSAGE_BYTES)
+        self._first = min(nbytes, EAGER_MESSAGE_BYTES)
         self._have_votes = False
 
     def begin(self, number: int, outcome: Outcome) -> None:
@@ -93,8 +93,8 @@ class DirectExchange(LeaderExchange):
 
     def _further_pieces(self, message: np.ndarray, end: int) -> list[np.ndarray]:
         """The pieces of a message of `end` bytes, without the first piece."""
-        return [message[start:min(start + VOTE_MESSAGE_BYTES, end)]
-                for start in range(self._first, end, VOTE_MESSAGE_BYTES)]
+        return [message[start:min(start + EAGER_MESSAGE_BYTES, end)]
+                for start in range(self._first, end, EAGER_MESSAGE_BYTES)]
 
     def poll(self) -> Outcome | None:
         if not self.has_news():

@@ -12,16 +12,12 @@ import numpy as np
 from mpi4py import MPI
 
 from ...core.arithmetic import Reduction, Scale, combine
-from ...core.error_feedback import ErrorFeedback, HostErrors
 from ...core.interfaces import DataPlane
 from ...core.memory import FusionBuffer
 from ...core.packing import pack, unpack
-from ...core.quantised import Quantised, formats
 from ...core.request import ReduceOp
-from ...core.topology import Topology
 from ...core.tuning import MPI_ALLGATHER_BYTES, MPI_CHUNK_BYTES, MPI_PIECE_BYTES
 from .peer_wait import PeerWait
-from .quantised import QuantisedExchange
 
 # MPI's counts and displacements are C ints. Above this, an allgather is a broadcast by each rank in turn, and an
 # all-to-all consists of messages between two ranks each.
@@ -42,23 +38,16 @@ class MpiData(DataPlane):
     Args:
         comm: The communicator. `close` frees it.
         wait: Waits for its ranks.
-        topology: The ranks. If each is on a host of its own, they send 8-bit numbers where Reduction.quantised says so.
     """
 
     name = "mpi"
 
-    def __init__(self, comm: MPI.Comm, wait: PeerWait, topology: Topology | None = None):
+    def __init__(self, comm: MPI.Comm, wait: PeerWait):
         self._comm, self._wait = comm, wait
         self._size, self._rank = comm.Get_size(), comm.Get_rank()
         self._parts, self._packed = FusionBuffer(), FusionBuffer()
-        self.feedback = None if topology is None else ErrorFeedback(self, topology)
-        self._exchange = None if topology is None or max(topology.local_sizes) > 1 else QuantisedExchange(
-            comm, formats())
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
-        if reduction.quantised is not None and self._exchange is not None and self.feedback is not None:
-            self._allreduce_quantised(sources, targets, reduction, reduction.quantised, self._exchange, self.feedback)
-            return
         if len(sources) == 1 and reduction.prescale == 1.0:
             # A single tensor needs no fusion buffer: MPI reads and writes the tensors themselves.
             self._allreduce(sources[0].reshape(-1), targets[0].reshape(-1), reduction.op, reduction.scale)
@@ -97,20 +86,6 @@ class MpiData(DataPlane):
         combine(parts, op, own, scale)
         self._complete(self._comm.Iallgatherv(MPI.IN_PLACE, [target.view(np.uint8), counts, starts, MPI.BYTE]),
                        target.nbytes)
-
-    def _allreduce_quantised(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction,
-                             quantised: Quantised, exchange: QuantisedExchange, feedback: ErrorFeedback) -> None:
-        packed = self._packed.view(sum(source.size for source in sources), sources[0].dtype)
-        errors = feedback.of(quantised, packed.size, HostErrors)
-        pack(sources, packed, reduction.prescale)
-        step = MPI_CHUNK_BYTES // packed.itemsize
-        for start in range(0, packed.size, step):
-            piece = packed[start:start + step]
-            sent = exchange.send(quantised.format, piece, None if errors is None else errors.part(start, piece.size))
-            self._wait.complete(sent, piece.size)
-            self._wait.complete(exchange.combine(piece, reduction.scale), piece.size)
-            exchange.finish(piece, reduction.scale)
-        unpack(packed, targets)
 
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         sizes = [count * source.itemsize for count in counts]

@@ -4,15 +4,15 @@ Used by the engine's thread.
 """
 
 import itertools
-from collections.abc import Mapping
 
 import numpy as np
 from mpi4py import MPI
 
 from ...core.arithmetic import Scale
 from ...core.memory import FusionBuffer
-from ...core.quantised import BLOCK, Format, wire_bytes
+from ...core.quantised import BLOCK, Codec, wire_bytes
 from ...core.tuning import HIERARCHICAL_ALLGATHER_BYTES
+from .eager import exchange
 
 _BYTE, _FLOAT = np.dtype(np.uint8), np.dtype(np.float32)
 
@@ -29,27 +29,28 @@ class QuantisedExchange:
 
     Args:
         comm: The communicator; COMM_NULL on a rank that sends nothing.
-        formats: The formats by name.
+        codec: Rounds and reads; may be shared by those of one thread.
     """
 
-    def __init__(self, comm: MPI.Comm, formats: Mapping[str, Format]):
-        self._comm, self._formats = comm, formats
+    def __init__(self, comm: MPI.Comm, codec: Codec):
+        self._comm, self._codec = comm, codec
         self._hosts, self._host = (comm.Get_size(), comm.Get_rank()) if comm != MPI.COMM_NULL else (0, 0)
         self._sent, self._received, self._total = FusionBuffer(), FusionBuffer(), FusionBuffer()
 
-    def send(self, format_: str, values: np.ndarray, errors: np.ndarray | None) -> list[MPI.Request]:
-        """Start to send `values`, the host's own, as 8-bit numbers. For `errors` see Format.encode.
+    def send(self, values: np.ndarray, errors: np.ndarray | None) -> list[MPI.Request]:
+        """Start to send `values`, the host's own, as 8-bit numbers. For `errors` see Codec.encode.
 
         Both stay as they are until `combine`. Returns the requests to complete before that.
         """
-        self._format, self._values, self._errors, count = self._formats[format_], values, errors, values.size
+        self._values, self._errors, count = values, errors, values.size
         nbytes = wire_bytes(count)
         self._is_whole = self._hosts == 2 or nbytes * self._hosts <= HIERARCHICAL_ALLGATHER_BYTES
         if self._is_whole:
-            sent, rows = self._sent.view(nbytes, _BYTE), self._received.view(nbytes * self._hosts, _BYTE)
-            self._format.encode(values, errors, sent)
-            self._rows = rows.reshape(self._hosts, nbytes)
-            return [self._comm.Iallgather([sent, MPI.BYTE], [rows, MPI.BYTE])]
+            sent = self._sent.view(nbytes, _BYTE)
+            self._codec.encode(values, errors, sent)
+            self._rows = list(self._received.view(nbytes * self._hosts, _BYTE).reshape(self._hosts, nbytes))
+            self._rows[self._host] = sent
+            return exchange(self._comm, [sent] * self._hosts, self._rows)
         blocks = -(-count // BLOCK)
         bounds = [min(blocks * h // self._hosts * BLOCK, count) for h in range(self._hosts + 1)]
         self._bounds = [slice(*pair) for pair in itertools.pairwise(bounds)]
@@ -58,14 +59,10 @@ class QuantisedExchange:
         sent = self._sent.view(sum(self._sizes), _BYTE)
         for h, part in enumerate(self._bounds):
             if h != self._host:
-                self._format.encode(values[part], None if errors is None else errors[part], self._part_of(sent, h))
+                self._codec.encode(values[part], None if errors is None else errors[part], self._part_of(sent, h))
         own = self._sizes[self._host]
-        self._rows = self._received.view(own * self._hosts, _BYTE).reshape(self._hosts, own)
-        elsewhere = [int(h != self._host) for h in range(self._hosts)]
-        sends = [size * counts for size, counts in zip(self._sizes, elsewhere, strict=True)]
-        return [self._comm.Ialltoallv(
-            [sent, sends, self._starts, MPI.BYTE],
-            [self._rows, [own * counts for counts in elsewhere], [own * h for h in range(self._hosts)], MPI.BYTE])]
+        self._rows = list(self._received.view(own * self._hosts, _BYTE).reshape(self._hosts, own))
+        return exchange(self._comm, [self._part_of(sent, h) for h in range(self._hosts)], self._rows)
 
     def combine(self, result: np.ndarray, scale: Scale) -> list[MPI.Request]:
         """Add up what the hosts have sent. Returns the requests to complete before `finish`; none: `result` is there.
@@ -73,7 +70,7 @@ class QuantisedExchange:
         if self._is_whole:
             total = self._sum_of(result)
             for h, row in enumerate(self._rows):
-                self._format.decode(row, total, adds=h > 0)
+                self._codec.decode(row, total, adds=h > 0)
             scale.apply(total, result)
             return []
         own = self._bounds[self._host]
@@ -81,11 +78,12 @@ class QuantisedExchange:
         np.copyto(total, self._values[own], casting="same_kind")
         for h, row in enumerate(self._rows):
             if h != self._host:
-                self._format.decode(row, total, adds=True)
+                self._codec.decode(row, total, adds=True)
         self._gathered = self._sent.view(sum(self._sizes), _BYTE)
         errors = None if self._errors is None else self._errors[own]
-        self._format.encode(total, errors, self._part_of(self._gathered, self._host))
-        return [self._comm.Iallgatherv(MPI.IN_PLACE, [self._gathered, self._sizes, self._starts, MPI.BYTE])]
+        parts = [self._part_of(self._gathered, h) for h in range(self._hosts)]
+        self._codec.encode(total, errors, parts[self._host])
+        return exchange(self._comm, [parts[self._host]] * self._hosts, parts)
 
     def finish(self, result: np.ndarray, scale: Scale) -> None:
         """Write the scaled sum to `result`."""
@@ -93,7 +91,7 @@ class QuantisedExchange:
             return
         total = self._sum_of(result)
         for h, part in enumerate(self._bounds):
-            self._format.decode(self._part_of(self._gathered, h), total[part])
+            self._codec.decode(self._part_of(self._gathered, h), total[part])
         scale.apply(total, result)
 
     def _sum_of(self, result: np.ndarray) -> np.ndarray:

@@ -24,14 +24,15 @@ from .two_shot import TwoShotData
 _BYTE = np.dtype(np.uint8)
 
 
-class _ReduceScatter:
+class ReduceScatter:
     """A large reduce-scatter: what each rank writes to and reads from shared memory; see two_shot.Chunked.
 
     Chunk k has piece k of each rank's part. Each rank writes the pieces that others reduce to its memory, side by side.
+    Ranks of several hosts, one on each, send these pieces to each other, into the memory that stands for the sender's.
 
     Args:
-        memories: A row for each rank of the host, its memory, of the dtype of the elements.
-        index: This rank's position among the ranks of the host.
+        memories: A row for each rank, its memory, of the dtype of the elements.
+        index: This rank's position among the ranks.
         first: The number of the first chunk.
         source, target, counts, reduction: As in DataPlane.reducescatter.
     """
@@ -60,10 +61,22 @@ class _ReduceScatter:
     def reduce(self, k: int) -> None:
         """Reduce this rank's piece of chunk k, which all ranks have packed, into the target."""
         target = self._target[k * self._step:(k + 1) * self._step]
-        parts = [self._packed(rank, self._index, k, target.size) for rank in range(self._count)]
+        parts = self.received(k)
         if not self._packs_own:
             parts[self._index] = self._piece(self._index, k)
         combine(parts, self._reduction.op, target, self._reduction.scale)
+
+    def sent(self, k: int) -> list[np.ndarray]:
+        """The pieces of chunk k for each rank, multiplied."""
+        if not self._packs_own:
+            return [self._piece(rank, k) for rank in range(self._count)]
+        self.pack(k)
+        return [self._packed(self._index, rank, k, self._piece(rank, k).size) for rank in range(self._count)]
+
+    def received(self, k: int) -> list[np.ndarray]:
+        """Where each rank's piece of chunk k for this rank has to be."""
+        size = self._piece(self._index, k).size
+        return [self._packed(rank, self._index, k, size) for rank in range(self._count)]
 
     def _piece(self, rank: int, k: int) -> np.ndarray:
         """Piece k of a rank's part of the source; empty if that part has fewer pieces."""
@@ -106,7 +119,7 @@ class SharedMemoryData(TwoShotData):
                       reduction: Reduction) -> None:
         memories = self._views_of(source.dtype).parts
         if source.nbytes > self._one_shot_bytes:
-            work = _ReduceScatter(memories, self._index, self.last_chunk + 1, source, target, counts, reduction)
+            work = ReduceScatter(memories, self._index, self.last_chunk + 1, source, target, counts, reduction)
             self.run(work, (self._scatter, self._reduce_part))
             self.free_at = [self.last_chunk] * self.slots
             return
@@ -115,12 +128,12 @@ class SharedMemoryData(TwoShotData):
         self._in_one_chunk(lambda: scaled_copy(source, reduction.prescale, mine),
                            lambda: combine(parts, reduction.op, target, reduction.scale))
 
-    def _scatter(self, work: _ReduceScatter, k: int) -> None:
+    def _scatter(self, work: ReduceScatter, k: int) -> None:
         self.memory.await_all(work.room_for(k), CONSUMED)
         work.pack(k)
         self.memory.post(work.first + k, PACKED)
 
-    def _reduce_part(self, work: _ReduceScatter, k: int) -> None:
+    def _reduce_part(self, work: ReduceScatter, k: int) -> None:
         self.memory.await_all(work.first + k, PACKED)
         work.reduce(k)
         self.memory.post(work.first + k, CONSUMED, READY, UNPACKED)

@@ -173,7 +173,7 @@ PROGRAMS: dict[str, Recipe] = {
     "local SGD": Recipe(normalised, _momentum(), takes_turns=False, averaging=lambda: hvd.callbacks.LocalSGD(every=3,
         warmup=2, average_slots=True)),
     "DiLoCo": Recipe(dense(97, 15, bias=True), _adam(), takes_turns=False,
-        averaging=lambda: hvd.callbacks.DiLoCo(every=4, overlap=True, average_slots=True)),
+        averaging=lambda: hvd.callbacks.DiLoCo(every=4, average_slots=True)),
     "few large": Recipe(dense(512, 3), _momentum()),
     "more than a bucket": Recipe(dense(2048, 2), _momentum(), takes_turns=False, steps=3),
     "several buckets": Recipe(dense(1024, 9), _momentum(), takes_turns=False, steps=3),

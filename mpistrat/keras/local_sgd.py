@@ -1,0 +1,532 @@
+"""Local SGD and DiLoCo: each rank trains weights of its own, and all ranks average them every so many steps.
+
+For users. Callbacks of fit, and objects for loops; collective.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.optimizers import LossScaleOptimizer, Optimizer
+
+from ..api import ops as array_ops
+from ..api import runtime
+from ..api.process_sets import ProcessSet, global_process_set
+from ..core.errors import InvalidRequestError, MismatchError
+from ..core.request import Average, ScaledOp
+from ..tensorflow.bridge.buckets import reduce_list
+from ..tensorflow.bridge.reduce_spec import ReduceSpec
+from ..tensorflow.compression import Compression, Compressor, require_compression
+from ..tensorflow.equal_weights import require_equal_weights
+from ..tensorflow.gradients import label_of
+from ..tensorflow.identity_set import IdentitySet
+from ..tensorflow.kerases import is_keras2
+from ..tensorflow.list_ops import reduce_tensors
+from ..tensorflow.names import eager
+from ..tensorflow.types import Variable
+from . import patches
+from ._private import Logs, non_trainable_variables
+from .fit.running_statistics import average_statistics
+from .fit.training import (
+    LOCAL_SGD,
+    Training,
+    TrainsApart,
+    compared_in,
+    is_under_strategy,
+    optimizers_of,
+    problem_of_settings,
+    training_of,
+)
+from .nested_optimizers import distributed_in, parts_of
+
+# -- the scope: where gradients are averaged in every step, while weights are averaged over all ranks ------------------
+
+Scope = ProcessSet | Literal["hosts"] | None
+
+
+def process_set_of(scope: Scope) -> ProcessSet | None:
+    """The set that this rank averages gradients in; None: each rank trains by itself. Collective for "hosts".
+
+    The sets of hosts are registered the first time. With one host it is the set of all ranks.
+
+    Raises:
+        InvalidRequestError: `scope` is something else, or a set that is not registered or that this rank is not in.
+    """
+    if isinstance(scope, ProcessSet):
+        scope.group("scope")
+        return scope
+    if scope is None:
+        return None
+    if scope != "hosts":
+        raise InvalidRequestError('scope is None, "hosts" or a ProcessSet that this rank is in. Received: '
+                                  f"{scope!r}")
+    topology, registry = runtime.current().topology, runtime.current().registry
+    if len(topology.hosts) == 1:
+        return global_process_set
+    known = set(registry.ranks_of.values())
+    registry.add([ProcessSet(ranks) for host in topology.hosts if (ranks := topology.ranks_on(host)) not in known])
+    return next(registry.find(number) for number, ranks in registry.ranks_of.items() if ranks == topology.local_ranks)
+
+
+# -- what fit knows of such a model ------------------------------------------------------------------------------------
+
+class LocalTraining(Training):
+    """The training of a model by ranks whose weights differ between two synchronisations. All ranks take part.
+
+    Args:
+        model: The model.
+        averaging: What averages its weights.
+        optimizers: Those of a loop of the user's own, where a tape may average; (): fit trains by those of the model.
+
+    Raises:
+        InvalidRequestError: The model is one of Keras 2, or of a strategy, or its optimizers average gradients among
+            other ranks than those of the scope.
+    """
+
+    causes = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; "
+              "code that loads or assigns weights on some ranks only, without hvd.broadcast_variables(model.weights, "
+              "root_rank=0) after it.")
+
+    def __init__(self, model: keras.Model, averaging: "PeriodicAveraging", optimizers: Sequence[Optimizer] = ()):
+        super().__init__(model)
+        if is_keras2(model):
+            raise InvalidRequestError(f"{type(averaging).__name__} is for models of Keras 3. Received one of Keras 2 "
+                                      "(tf_keras), which hvd.DistributedOptimizer trains.")
+        self._averaging, self._optimizers = averaging, list(optimizers) or optimizers_of(model)
+        is_step_known = not optimizers and type(model).train_step is keras.Model.train_step
+        _require_scope(model, averaging.process_set, self._optimizers, type(averaging).__name__, is_step_known)
+        self.name, self.process_set, self.joins = eager(LOCAL_SGD), global_process_set, averaging.joins
+        self._within = training_of(model)  # by the ranks of the scope
+        self.averages_statistics = self._within is None or self._within.averages_statistics
+        self.settings = str(averaging)
+
+    @property
+    def parts(self) -> list[Optimizer]:
+        """Without those that scale the loss: each rank has its own scale."""
+        found = IdentitySet(part for whole in (*self._optimizers, *self._averaging.outer) for part in parts_of(whole))
+        return [part for part in found if not isinstance(part, LossScaleOptimizer)]
+
+    @property
+    def leaves_weights_uncompared(self) -> bool:
+        return True
+
+    @property
+    def has_local(self) -> bool:
+        return self._within is not None and self._within.has_local
+
+    @property
+    def accumulators(self) -> list[keras.Variable]:
+        return []  # Each rank has sums of its own gradients.
+
+    @property
+    def counters(self) -> list[keras.Variable]:
+        return [part._iterations for part in self.parts]
+
+    @property
+    def is_synchronised(self) -> bool:
+        return not self._averaging.steps_apart
+
+    @property
+    def calls(self) -> int:
+        return self._averaging.steps
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        return [*self.slots, *self._averaging.variables]
+
+    @property
+    def slots(self) -> list[keras.Variable]:
+        """The state of the optimizers that is averaged: what Keras puts in the place of weights (use_ema), or all."""
+        own = [part for part in self.parts if part not in IdentitySet(self._averaging.outer)]
+        emas = IdentitySet(v for part in own for v in getattr(part, "_model_variables_moving_average", ()))
+        return self.shared([v for v in compared_in(own) if v in emas or (
+            self._averaging.average_slots and v.name != "learning_rate" and keras.backend.is_float_dtype(v.dtype))])
+
+    @property
+    def weights(self) -> list[keras.Variable]:
+        """The weights that are trained and averaged."""
+        return self.shared(self.model.trainable_variables)
+
+    def shared(self, variables: Sequence[Variable]) -> list[Variable]:
+        return list(variables) if self._within is None else self._within.shared(variables)
+
+    def compared(self) -> list[Variable]:
+        own = IdentitySet(non_trainable_variables(self.model))
+        return [*(v for v in self.shared(self.model.weights) if v not in own), *self.variables]
+
+    def synchronise(self) -> None:
+        self._averaging.average_weights()
+
+
+def _require_scope(model: keras.Model, scope: ProcessSet | None, optimizers: Sequence[Optimizer], kind: str,
+                   is_step_known: bool) -> None:
+    """Raise InvalidRequestError unless gradients are averaged within the scope, and nowhere else.
+
+    In steps that are not known it may be done by a tape.
+    """
+    if is_under_strategy(model):
+        raise InvalidRequestError(f"{kind} is for models that are made outside of strategy.scope(): MPIStrategy keeps "
+                                  "one set of weights for all ranks, and each rank needs its own.")
+    distributed = [part for optimizer in optimizers for part in distributed_in(optimizer)]
+    for part in distributed:
+        name = type(part).__name__
+        if scope is None:
+            raise InvalidRequestError(
+                f"{kind} has each rank train by itself, and the optimizer is distributed, so gradients would be "
+                f"averaged in every step: give compile() keras.optimizers.{name}(...) itself. To average gradients "
+                f'within each host: local = hvd.callbacks.{kind}(..., scope="hosts"), and '
+                f"hvd.DistributedOptimizer(keras.optimizers.{name}(...), process_set=local.process_set).")
+        if part._mpistrat.reducer.process_set is not scope:
+            raise InvalidRequestError(
+                f"{kind} has a scope, and the optimizer averages gradients among other ranks: write "
+                f"hvd.DistributedOptimizer(keras.optimizers.{name}(...), process_set=local.process_set), where local "
+                f"is the {kind}.")
+    if scope is not None and not distributed and optimizers and is_step_known:
+        name = type(optimizers[0]).__name__
+        raise InvalidRequestError(
+            f"{kind} has a scope, and the optimizer does not average gradients in it: write hvd.DistributedOptimizer("
+            f"keras.optimizers.{name}(...), process_set=local.process_set), where local is the {kind}.")
+
+
+# -- when the ranks synchronise ----------------------------------------------------------------------------------------
+
+class PeriodicAveraging(TrainsApart):
+    """What LocalSGD and DiLoCo have in common: when the ranks synchronise. For its subclasses.
+
+    Args:
+        every, warmup, scope, average_slots, uneven: As for LocalSGD.
+
+    Attributes:
+        process_set: The ranks of the scope; None without one. The process_set of the DistributedOptimizer.
+        joins: Whether ranks with fewer batches wait for the others at the end of an epoch.
+        steps: The steps of this rank so far.
+        steps_apart: Those since the ranks had the same weights.
+        outer: The optimizers of the averaged weights.
+    """
+
+    outer: Sequence[Optimizer] = ()
+
+    def __init__(self, every: int, warmup: int = 0, scope: Scope = None, average_slots: bool = False,
+                 uneven: str = "error"):
+        super().__init__()
+        for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
+            if not isinstance(value, int | np.integer) or value < least:
+                raise InvalidRequestError(f"{type(self).__name__}({name}=) is a number of steps, {least} or more. "
+                                          f"Received: {value!r}")
+        if uneven not in ("error", "join"):
+            raise InvalidRequestError(f"uneven must be 'error' or 'join'. Received: {uneven!r}")
+        if uneven == "join" and scope is not None:
+            raise InvalidRequestError('uneven="join" is for ranks that train by themselves: leave out scope=, or give '
+                                      "all ranks as many batches.")
+        self.every, self.warmup, self.average_slots, self.joins = every, warmup, average_slots, uneven == "join"
+        self.process_set = process_set_of(scope)
+        self.steps = self.steps_apart = 0
+        self._training: LocalTraining | None = None
+        self._done = keras.Variable(0, dtype="int64", trainable=False, name="steps")
+        self._scope = "None" if scope is None else "'hosts'" if scope == "hosts" else "a ProcessSet"
+        patches.apply()
+
+    def __str__(self) -> str:
+        """Its arguments, by which the ranks compare them."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._settings().items())})"
+
+    def _settings(self) -> dict[str, object]:
+        return {"every": self.every, "warmup": self.warmup, "scope": self._scope, "average_slots": self.average_slots,
+                "uneven": "'join'" if self.joins else "'error'"}
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The state that a commit of an elastic job keeps with the weights, the same on all ranks."""
+        return [self._done]
+
+    # -- for loops -----------------------------------------------------------------------------------------------------
+
+    def begin(self, model: keras.Model, optimizer: Optimizer | None = None) -> None:
+        """Begin a loop of the script's own, once all ranks have the same weights, by a broadcast. Collective.
+
+        Args:
+            model: It has its weights.
+            optimizer: Default: those that the model has.
+
+        Raises:
+            InvalidRequestError: On every rank, if the optimizer, or the model, does not fit.
+            MismatchError: On every rank, if the ranks have different arguments or weights.
+        """
+        if not model.built or not model.trainable_variables:
+            raise InvalidRequestError("the model has no weights yet: call model.build(input_shape), or give it an "
+                                      f"Input layer, before {type(self).__name__}.begin(model).")
+        self.set_model(model)
+        training = LocalTraining(model, self, optimizers_of(model) if optimizer is None else [optimizer])
+        problem = problem_of_settings(array_ops.allgather_object(str(self), f"{training.name}/begin"))
+        if problem:
+            raise MismatchError(problem)
+        require_equal_weights(training.weights, f"{training.name}/compared", f"{type(self).__name__}.begin:",
+                              causes=training.causes)
+        self.enter(training)
+        self._remember()
+
+    def step(self) -> None:
+        """Count a step of a loop, after the optimizer has changed the weights. Collective where the ranks synchronise.
+
+        Raises:
+            InvalidRequestError: Before begin().
+        """
+        self._count(1)
+
+    def synchronise(self) -> None:
+        """Give all ranks the same weights and statistics now. Collective.
+
+        Call it at the end of a loop, and before the model is saved, evaluated or committed.
+
+        Raises:
+            InvalidRequestError: Before begin().
+        """
+        self.average_weights()
+        if self._begun.averages_statistics:
+            average_statistics(self._begun)
+
+    # -- in an elastic job ---------------------------------------------------------------------------------------------
+
+    def prepare(self, model: keras.Model) -> None:
+        """Make `variables`, before a state is made of them. Local."""
+
+    def before_commit(self) -> bool:
+        """Synchronise, if training has begun; returns whether. Collective."""
+        if self._training is None:
+            return False
+        self.synchronise()
+        return True
+
+    # -- in fit --------------------------------------------------------------------------------------------------------
+
+    def training(self, model: keras.Model) -> LocalTraining:
+        training = LocalTraining(model, self)
+        self.enter(training)
+        return training
+
+    def enter(self, training: LocalTraining) -> None:
+        """Train this model from now on. Local."""
+        self._training = training
+        self._forget()
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._forget()
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self.steps = int(self._done)  # Ranks that have joined get that of the others.
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if not self._begun.is_reading:
+            self._count(self.model.steps_per_execution)
+
+    def on_test_begin(self, logs: Logs = None) -> None:
+        self.average_weights()  # Keras validates before the epoch ends for callbacks.
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self.average_weights()
+
+    def average_weights(self) -> None:
+        """Give all ranks the same weights, if there were steps since they had. Collective."""
+        if self._begun.weights and self.steps_apart:
+            self._average(self._begun)
+            self._is_together()
+
+    # -- for subclasses ------------------------------------------------------------------------------------------------
+
+    def _average(self, training: LocalTraining) -> None:
+        """Give all ranks the same weights, after steps apart. Collective."""
+        raise NotImplementedError
+
+    def _remember(self) -> None:
+        """Take the weights for those that all ranks have. Local."""
+
+    def _forget(self) -> None:
+        """The weights may be other ones now. Local."""
+        self.steps, self.steps_apart = int(self._done), 0
+
+    @property
+    def _begun(self) -> LocalTraining:
+        if self._training is None:
+            name = type(self).__name__
+            raise InvalidRequestError(f"{name} has no model yet: give it to the callbacks of fit, or call "
+                                      f"{name}.begin(model) before a loop of your own.")
+        return self._training
+
+    def _count(self, steps: int) -> None:
+        training = self._begun
+        self.steps += steps
+        self.steps_apart += steps
+        if self.steps_apart >= self.every or self.steps <= self.warmup:
+            self._average(training)
+            if training.averages_statistics:
+                average_statistics(training)
+            self._is_together()
+
+    def _is_together(self) -> None:
+        self.steps_apart = 0
+        self._done.assign(self.steps)
+
+
+class LocalSGD(PeriodicAveraging):
+    """Has each rank train by itself, and averages the weights of all ranks every so many steps. Collective.
+
+    Local SGD (Stich, arXiv 1805.09767); with `warmup`, post-local SGD (Lin et al., arXiv 1808.07217). For networks that
+    are too slow to average gradients in every step.
+
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), ...)  # not distributed
+        model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.LocalSGD(every=16)])
+
+    Give it to the callbacks of all ranks. The ranks also synchronise at the end of each epoch, before the validation,
+    before a callback saves the model within an epoch, and in a commit of an elastic job. So what is validated, saved
+    and compared is the average. All ranks have the same bits then. Running statistics, and moving averages of the
+    weights (use_ema), are averaged with the weights.
+    Gradients that are accumulated, and loss scales, are each rank's own. In a loop of your own:
+
+        local = hvd.callbacks.LocalSGD(every=16)
+        hvd.broadcast_variables(model.weights, root_rank=0)
+        local.begin(model)
+        for x, y in dataset:
+            train_step(x, y)
+            local.step()
+        local.synchronise()
+
+    Args:
+        every: The steps between two averages. A step is a batch. With steps_per_execution it is rounded up to whole
+            executions.
+        warmup: In so many first steps the weights are averaged after each one (each execution). For SGD that is the
+            same as averaging gradients.
+        scope: Averages gradients in every step within the ranks of a host ("hosts"), or of a process set that this rank
+            is in, and weights over all ranks. Pass its `process_set` to the optimizer:
+            `hvd.DistributedOptimizer(optimizer, process_set=local.process_set)`. "hosts" registers process sets, so all
+            ranks make the object after init().
+        average_slots: Whether the state of the optimizer (momentum, Adam's moments) is averaged with the weights.
+            Otherwise each rank keeps its own, and less is sent.
+        uneven: What ranks with different numbers of batches are. "error": an error. "join": those with fewer wait at
+            the end of each epoch, and the others average without them; then all get the weights of the rank with most.
+
+    Raises:
+        ValueError: An argument is out of range; on every rank when fit begins, if the model is one of MPIStrategy, the
+            optimizer averages gradients among other ranks, fit has two such callbacks, or the ranks differ in
+            arguments.
+    """
+
+    def _average(self, training: LocalTraining) -> None:
+        assign_means([*training.weights, *training.slots], f"{training.name}/weights")
+
+
+def assign_means(variables: Sequence[keras.Variable], name: str) -> None:
+    """Set variables to the means over all ranks. Collective."""
+    spec = ReduceSpec(name, ScaledOp(Average), [label_of(v) for v in variables])
+    for variable, mean in zip(variables, reduce_list([tf.convert_to_tensor(v) for v in variables], spec), strict=True):
+        variable.assign(mean)
+
+
+class DiLoCo(PeriodicAveraging):
+    """Has each rank train by itself, and every so many steps makes an outer step with the average progress. Collective.
+
+    DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1): the outer gradient is the mean over the ranks of the
+    weights at the last outer step less those now. The outer optimizer changes the former by it, and all ranks go on
+    from there. The inner optimizer, that of `compile`, is AdamW in the paper; it is not distributed.
+
+        model.compile(keras.optimizers.AdamW(4e-4), ...)
+        model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.DiLoCo(every=50)])
+
+    All else is as with LocalSGD: when the ranks synchronise, which is an outer step each time, loops of your own, what
+    is averaged, and the errors. It takes the memory of the weights twice more, in place: the weights at the last outer
+    step, and the momentum of the outer optimizer.
+
+    Args:
+        every: The steps between two outer steps, as in LocalSGD.
+        outer: A Keras optimizer, which this object keeps; default: SGD(0.7, momentum=0.9, nesterov=True).
+        compression: One of Compression, for the progress that is averaged. What int8 rounds off between hosts is added
+            to the progress of the next round.
+        scope, average_slots, uneven: As for LocalSGD.
+
+    Raises:
+        ValueError: As LocalSGD, or `outer` is no Keras optimizer, is distributed, scales the loss, or is the optimizer
+            of the model, or `compression` is none.
+    """
+
+    def __init__(self, every: int, outer: Optimizer | None = None, scope: Scope = None, average_slots: bool = False,
+                 uneven: str = "error", compression: type[Compressor] = Compression.none):
+        if outer is None:
+            outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+        if not isinstance(outer, Optimizer) or isinstance(outer, LossScaleOptimizer):
+            raise InvalidRequestError("DiLoCo(outer=) is a Keras optimizer, for example keras.optimizers.SGD(0.7, "
+                                      f"momentum=0.9, nesterov=True). Received: {outer!r}")
+        if distributed_in(outer):
+            raise InvalidRequestError("DiLoCo(outer=) gets the average of all ranks already: give it "
+                                      f"keras.optimizers.{type(outer).__name__}(...) itself, which is not distributed.")
+        require_compression(compression)
+        self.outer, self.compression = (outer,), compression
+        self._point: list[keras.Variable] = []  # the weights at the last outer step
+        self._has_point = False
+        super().__init__(every, 0, scope, average_slots, uneven)
+
+    def _settings(self) -> dict[str, object]:
+        outer, = self.outer
+        arguments = {name: value for name, value in outer.get_config().items() if value and name != "name"}
+        return {**super()._settings(), "compression": self.compression.__name__,
+                "outer": f"{type(outer).__name__}({arguments})"}
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        return [*super().variables, *self.outer[0].variables]
+
+    def prepare(self, model: keras.Model) -> None:
+        self._build(LocalTraining(model, self).weights)
+
+    def _build(self, weights: Sequence[keras.Variable]) -> None:
+        """Make the state for these weights. Local.
+
+        Raises:
+            InvalidRequestError: It has been made for others.
+        """
+        outer, = self.outer
+        if not self._point:
+            self._point = [keras.Variable(tf.convert_to_tensor(v), dtype=v.dtype, name=v.name) for v in weights]
+            outer.build(self._point)
+        if [(p.shape, p.dtype) for p in self._point] != [(v.shape, v.dtype) for v in weights]:
+            raise InvalidRequestError("the model has other trainable weights than when this DiLoCo began, and its "
+                                      "state is for those. Make a new one: hvd.callbacks.DiLoCo(...).")
+
+    def enter(self, training: LocalTraining) -> None:
+        if any(optimizer is self.outer[0] for optimizer in optimizers_of(training.model)):
+            raise InvalidRequestError("DiLoCo(outer=) is the optimizer of the model too. Give each an optimizer of its "
+                                      "own.")
+        super().enter(training)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._has_point = False  # Callbacks may have assigned weights.
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        training = self._begun
+        if not self._has_point and training.weights:
+            if self.steps_apart:  # The first batch has made the weights.
+                assign_means(training.weights, f"{training.name}/weights")
+            self._remember()
+
+    def _remember(self) -> None:
+        weights = self._begun.weights
+        self._build(weights)
+        for point, weight in zip(self._point, weights, strict=True):
+            point.assign(weight)
+        self._has_point = True
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._has_point = False
+
+    def _average(self, training: LocalTraining) -> None:
+        if not self._has_point:  # The first batches have made the weights.
+            return assign_means(training.weights, f"{training.name}/weights")
+        progress = [tf.convert_to_tensor(p) - tf.convert_to_tensor(w)
+                    for p, w in zip(self._point, training.weights, strict=True)]
+        spec = ReduceSpec(f"{training.name}/progress", ScaledOp(Average), [label_of(v) for v in training.weights])
+        self.outer[0].apply(reduce_tensors(progress, spec, self.compression), self._point)
+        for point, weight in zip(self._point, training.weights, strict=True):
+            weight.assign(point)
+        assign_means(training.slots, f"{training.name}/slots")

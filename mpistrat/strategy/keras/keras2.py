@@ -1,0 +1,64 @@
+"""Keras 2 (tf_keras) under MPIStrategy: what steps of the user's own report. Imported where a process has Keras 2."""
+
+import threading
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+from tf_keras.src.engine import compile_utils, training
+from tf_keras.src.utils import tf_utils
+
+from ...core.request import Average, Sum
+from ...keras.patches import Function
+from ...keras.patches import replaces_for_strategy as replaces
+from ...tensorflow.types import Structure
+from .. import collectives
+from ..mpi_strategy import MPIStrategy
+from .step_state import strategy_here
+
+
+class _Step(threading.local):
+    """The step that this thread traces."""
+
+    def __init__(self) -> None:
+        self.scaled: list[tf.Tensor] = []  # Losses that Keras has divided by the number of ranks
+
+
+_step = _Step()
+
+
+@replaces(compile_utils.LossesContainer, "__call__",
+          "a loss that a step returns would be logged divided by the number of ranks",
+          "losses_utils.scale_loss_for_distribution(")
+def compiled_loss(original: Function, self: Any, *args: object, **kwargs: object) -> tf.Tensor:
+    loss = original(self, *args, **kwargs)
+    if strategy_here() is not None:
+        _step.scaled.append(loss)
+    return loss
+
+
+@replaces(training, "reduce_per_replica", "what a step returns, such as a share, would be summed over the ranks",
+          'reduction = "first" if backend.is_tpu_strategy(strategy) else "sum"')
+def reduce_per_replica(original: Function, values: Structure, strategy: tf.distribute.Strategy,
+                       reduction: str) -> Structure:
+    """The ranks' means of a step's logs; the sums of integers, which count."""
+    scaled, _step.scaled = _step.scaled, []
+    if not isinstance(strategy, MPIStrategy) or strategy.num_replicas_in_sync == 1 or reduction != "auto":
+        return original(values, strategy, reduction)
+    logs = [tf.convert_to_tensor(log) * strategy.num_replicas_in_sync if any(log is loss for loss in scaled) else
+            tf.convert_to_tensor(log) for log in tf.nest.flatten(values)]
+    for op in (Average, Sum):
+        places = [i for i, log in enumerate(logs) if log.dtype.is_floating == (op is Average)]
+        for i, log in zip(places, collectives.all_reduce([logs[i] for i in places], op, "logs"), strict=True):
+            logs[i] = log
+    return tf.nest.pack_sequence_as(values, logs)
+
+
+@replaces(tf_keras.Model, "_validate_and_get_metrics_result",
+          "a metric among other logs of a step of the user's would be the mean of those of the ranks", "return logs")
+def metrics_or_logs(original: Function, self: Any, logs: object) -> object:
+    found = original(self, logs)
+    if not isinstance(self.distribute_strategy, MPIStrategy) or found is not logs or not isinstance(logs, dict):
+        return found
+    metrics = tf_utils.sync_to_numpy_or_python_type(self.get_metrics_result())
+    return {name: metrics.get(name, log) for name, log in logs.items()}

@@ -1,0 +1,115 @@
+"""Losses under MPIStrategy: what each rank's part of a batch counts by, and what steps of the user's report of losses.
+
+Gradients and logged losses count by rows: the loss of a batch is the mean of the ranks' losses, weighted by rows. A
+loss that Keras has divided by something else, the valid tokens of a mask or the sum of sample weights, or by nothing,
+is multiplied here by a factor, so that this mean is the loss of one process. What it was divided by is summed over the
+ranks, in one small collective for each such loss; other losses need none. Then all that follows is right for several
+outputs with different masks, for what is added to a loss, and for evaluation.
+
+The functions run in a replica, while TensorFlow traces the step.
+"""
+
+import functools
+import logging
+
+import keras
+import tensorflow as tf
+
+from ...api import runtime
+from ...keras._private import trainer as keras_trainer
+from ...keras.patches import Function
+from ...keras.patches import replaces_for_strategy as replaces
+from ...tensorflow.types import TensorLike
+from . import step_state
+from .step_state import state, strategy_here
+
+logger = logging.getLogger(__name__)
+_loss_module = keras_trainer.loss_module
+
+
+@replaces(_loss_module, "reduce_weighted_values",
+          "a loss divided by valid tokens or sample weights would count by rows, and a sum of rows would be logged as "
+          "if all ranks had as many", "loss = reduce_values(values, sample_weight, reduction)")
+def reduce_weighted_values(original: Function, values: TensorLike, sample_weight: TensorLike | None = None,
+                           mask: TensorLike | None = None, reduction: str | None = "sum_over_batch_size",
+                           dtype: str | None = None) -> tf.Tensor:
+    loss = original(values, sample_weight, mask, reduction, dtype)
+    if state.weight is None or strategy_here() is None or reduction in ("none", None):
+        return loss
+    if state.in_compute_loss is not None and tf.convert_to_tensor(values).shape.rank == 0:
+        _tell_of_number(state.in_compute_loss.name)
+        if loss.shape.rank == 0 and reduction != "sum" and not step_state.is_scaled(loss):
+            loss = _loss_module.scale_loss_for_distribution(loss)  # Keras leaves it out.
+    if reduction == "sum":
+        if not state.has_sums:  # A step of the user's divides it.
+            return loss
+        factor = tf.math.divide_no_nan(1.0, step_state.share())
+    else:
+        divisor = _divisor(sample_weight, mask, reduction)
+        if divisor is None:
+            return loss
+        factor = tf.math.divide_no_nan(step_state.share(divisor), step_state.share())
+    loss = tf.math.multiply_no_nan(loss, tf.cast(factor, loss.dtype))
+    state.scaled.append(loss)
+    return loss
+
+
+def _divisor(sample_weight: TensorLike | None, mask: TensorLike | None, reduction: str | None) -> tf.Tensor | None:
+    """What Keras has divided a loss by, but for a factor that all ranks have; None if it is the number of rows."""
+    if reduction == "mean_with_sample_weight":
+        sample_weight = _loss_module.apply_mask(sample_weight, mask, "float32", reduction)
+        return None if sample_weight is None else tf.reduce_sum(tf.cast(sample_weight, tf.float32))
+    return None if mask is None else tf.reduce_sum(tf.cast(mask, tf.float32))
+
+
+@functools.cache
+def _tell_of_number(model: str) -> None:
+    if runtime.current().topology.rank == 0:
+        logger.warning("%s: a loss is one number for a batch. Each rank computes it from its own rows, and the ranks' "
+                       "mean by rows counts: that of one process if it is a mean of rows, but not if it is a ratio "
+                       "(Dice) or compares rows. Return a number for each row if you can.", model)
+
+
+@replaces(_loss_module, "scale_loss_for_distribution",
+          "a mean of losses that a step of the user's keeps would be divided by the number of ranks",
+          "1.0 / num_replicas")
+def scale_loss(original: Function, value: tf.Tensor) -> tf.Tensor:
+    loss = original(value)
+    if state.weight is not None and loss is not value:
+        state.scaled.append(loss)
+    return loss
+
+
+@replaces(_loss_module, "unscale_loss_for_distribution",
+          "losses of reduction=None, which are not scaled, would be logged times the number of ranks", "num_replicas")
+def unscale_loss(original: Function, value: tf.Tensor) -> tf.Tensor:
+    return value if strategy_here() is not None and value.shape.rank else original(value)
+
+
+@replaces(keras_trainer.base_trainer.Trainer, "compute_loss", "the sum of several losses would be logged divided by "
+          "the number of ranks", "ops.sum(losses)")
+def compute_loss(original: Function, self: keras.Model, *args: object, **kwargs: object) -> tf.Tensor:
+    before, state.in_compute_loss = state.in_compute_loss, self
+    try:
+        loss = original(self, *args, **kwargs)
+    finally:
+        state.in_compute_loss = before
+    if state.weight is not None and strategy_here() is not None:
+        state.scaled.append(loss)
+    return loss
+
+
+@replaces(keras.metrics.Mean, "update_state", "a scalar, as a loss is, would count by ranks and not by rows",
+          "num_samples = 1")
+def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike,
+                sample_weight: TensorLike | None = None) -> object:
+    values = step_state.unscaled(values)
+    if state.rows is not None and strategy_here() is not None and isinstance(values, tf.Tensor):
+        if values.shape.rank == 0 and state.weight is not None:
+            values = tf.where(state.rows == 0, tf.zeros_like(values), values)  # It may be NaN.
+            sample_weight = step_state.share() if sample_weight is None else sample_weight
+        elif values.shape.rank and values.dtype.is_floating and not hasattr(values, "_keras_mask") \
+                and sample_weight is not None and len(tf.convert_to_tensor(sample_weight).shape) == 0:
+            # The losses of rows, and their number as the weight. Of none Keras' mean is NaN.
+            values = tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(tf.size(values), values.dtype))
+    return original(self, values, sample_weight)

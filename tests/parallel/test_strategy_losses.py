@@ -1,0 +1,162 @@
+"""Losses of MPIStrategy that are no means of rows: of valid tokens, by sample weights, sums, one number a batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+
+from mpistrat.tensorflow import MPIStrategy  # noqa: E402
+
+from ..features.keras_training import both, compiled, fit_both, sgd  # noqa: E402
+from .strategy_helpers import assert_close, collectives_counted  # noqa: E402
+
+BATCH, TOKENS = 12, 6
+mse = keras.losses.MeanSquaredError
+
+
+@pytest.fixture(scope="module")
+def strategy() -> MPIStrategy:
+    return MPIStrategy()
+
+
+def sequences(rows: int, seed: int = 0) -> np.ndarray:
+    """Tokens, of which 0 is none. In each batch the first rows are short and the last ones long."""
+    x = np.random.default_rng(seed).integers(1, 9, size=(rows, TOKENS))
+    for row in range(rows):
+        x[row, 1 + row % BATCH * TOKENS // BATCH:] = 0
+    return x
+
+
+def tagger(outputs: int = 1, loss: Any = None, **arguments: Any) -> Any:
+    """A model with a mask for each output, a number for each token."""
+    inputs = [keras.Input((TOKENS,), dtype="int32") for _ in range(outputs)]
+    tokens = [keras.layers.Embedding(9, 4, mask_zero=True, activity_regularizer="l2")(each) for each in inputs]
+    last = [keras.layers.Dense(1, name=f"out{i}")(keras.layers.GRU(3, return_sequences=True)(each))
+            for i, each in enumerate(tokens)]
+    model = keras.Model(inputs if outputs > 1 else inputs[0], last if outputs > 1 else last[0])
+    return compiled(lambda: model, loss=loss or ["mse"] * outputs, metrics=(), **arguments)
+
+
+def dense(loss: Any, **arguments: Any) -> Any:
+    return compiled(lambda: keras.Sequential([keras.Input((TOKENS,)), keras.layers.Dense(1, use_bias=False)]),
+                    optimizer=lambda: sgd(clipnorm=0.1), loss=loss, metrics=(), **arguments)
+
+
+def three() -> Any:
+    """A sum, a masked mean, and a mean of rows, with weights."""
+    tokens, numbers = keras.Input((TOKENS,), dtype="int32"), keras.Input((TOKENS,))
+    masked = keras.layers.Embedding(9, 4, mask_zero=True)(tokens)
+    outputs = {"sum": keras.layers.Dense(1)(numbers), "mask": keras.layers.Dense(1)(masked),
+               "mean": keras.layers.Dense(2)(numbers)}
+    return compiled(lambda: keras.Model([tokens, numbers], outputs), metrics=(),
+                    optimizer=lambda: keras.optimizers.SGD(0.01),
+                    loss={"sum": mse(reduction="sum"), "mask": "mse", "mean": "mse"},
+                    loss_weights={"sum": 0.1, "mask": 2.0, "mean": 1.0})
+
+
+class OwnStep(keras.Model):
+    """Reports a masked loss by a Mean and as it is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept = keras.metrics.Mean(name="kept")
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True), weights)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.kept.update_state(loss)
+        return {"loss": loss, "kept": self.kept.result()}
+
+
+def own_step() -> Any:
+    inputs = keras.Input((TOKENS,), dtype="int32")
+    tokens = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
+    return compiled(lambda: OwnStep(inputs, keras.layers.Dense(1)(tokens)), loss="mse", metrics=())
+
+
+def targets(rows: int, *shape: int, seed: int = 3) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0.5, 1.0, (rows, *shape)).astype(np.float32)
+
+
+def row_weights(rows: int) -> np.ndarray:
+    return np.where(np.arange(rows) % BATCH < BATCH // 2, 0.1, 2.0).astype(np.float32)
+
+
+def numbers(rows: int) -> np.ndarray:
+    return targets(rows, TOKENS, seed=5)
+
+
+# How a model is made; and of a number of rows its inputs, targets and sample weights.
+CASES: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
+    "mask": (tagger, lambda rows: (sequences(rows), targets(rows, TOKENS, 1), None)),
+    "mask, eager": (lambda: tagger(run_eagerly=True), lambda rows: (sequences(rows), targets(rows, TOKENS, 1), None)),
+    "mask, accumulated": (lambda: tagger(optimizer=lambda: sgd(gradient_accumulation_steps=2)),
+                          lambda rows: (sequences(rows), targets(rows, TOKENS, 1), None)),
+    "mask and weights": (tagger, lambda rows: (sequences(rows), targets(rows, TOKENS, 1), np.repeat(
+        row_weights(rows)[:, None], TOKENS, 1))),
+    "two masks": (lambda: tagger(2), lambda rows: ([sequences(rows), sequences(rows, 1)[::-1].copy()], [
+        targets(rows, TOKENS, 1), targets(rows, TOKENS, 1, seed=4)], None)),
+    "mask and a step of one's own": (own_step, lambda rows: (sequences(rows), targets(rows, TOKENS, 1), None)),
+    "mean by weights": (lambda: dense(mse(reduction="mean_with_sample_weight")),
+                        lambda rows: (numbers(rows), targets(rows, 1), row_weights(rows))),
+    "mean by weights, compiled": (lambda: dense(mse(reduction="mean_with_sample_weight"), jit_compile=True),
+                                  lambda rows: (numbers(rows), targets(rows, 1), row_weights(rows))),
+    "mask, mean by weights": (lambda: tagger(loss=mse(reduction="mean_with_sample_weight")), lambda rows: (
+        sequences(rows), targets(rows, TOKENS, 1), np.repeat(row_weights(rows)[:, None], TOKENS, 1))),
+    "sum": (lambda: dense(mse(reduction="sum")), lambda rows: (numbers(rows), targets(rows, 1), row_weights(rows))),
+    "none": (lambda: dense(mse(reduction="none")), lambda rows: (numbers(rows), targets(rows, 1), None)),
+    "sum, mask and mean": (three, lambda rows: ([sequences(rows), numbers(rows)], {
+        "sum": targets(rows, 1), "mask": targets(rows, TOKENS, 1), "mean": targets(rows, 2)}, None)),
+    "a number": (lambda: dense(lambda y, p: tf.reduce_mean(tf.square(y - p))),
+                 lambda rows: (numbers(rows), targets(rows, 1), None)),
+}
+
+
+@pytest.mark.parametrize("rows", [pytest.param(3 * BATCH, marks=pytest.mark.nightly), 2 * BATCH + 1])
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_of_one_process(case: str, rows: int, strategy: MPIStrategy, rank: int) -> None:
+    make, data_of = CASES[case]
+    model, reference = both(strategy, rank, make)
+    x, y, weights = data_of(rows)
+    fit_both(strategy, model, reference, data=(x, y), sample_weight=weights, batch_size=BATCH, atol=2e-5)
+    found, wanted = (each.evaluate(x, y, sample_weight=weights, batch_size=BATCH, verbose=0, return_dict=True)
+                     for each in (model, reference))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, abs=2e-5), name
+
+
+@pytest.mark.parametrize("variables", ["central", "sharded"])
+def test_masks_count_with_slots_elsewhere(variables: str, rank: int) -> None:
+    strategy = MPIStrategy(variables=variables)
+    model, reference = both(strategy, rank, tagger)
+    x, y, _ = CASES["mask"][1](30)
+    for each in (model, reference):
+        each.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    assert_close(model.get_weights(), reference.get_weights(), 1e-5)
+
+
+def test_a_step_of_a_masked_loss_has_one_small_collective_more(strategy: MPIStrategy, rank: int) -> None:
+    model, _ = both(strategy, rank, tagger)
+    x, y, _ = CASES["mask"][1](2 * BATCH)
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    with collectives_counted() as names:
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+    steps = [name.rpartition("/")[2] for name in names if "()/strategy/" in name]
+    assert [step.partition("#")[0] for step in steps] == ["rows", "gradients"] * 2, steps
+
+
+def test_a_loss_of_one_number_is_told_of(strategy: MPIStrategy, rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    with strategy.scope():
+        models = [dense(loss) for loss in (keras.losses.Dice(), "mse")]
+    for model in models:
+        for _ in range(2):
+            model.fit(numbers(BATCH), targets(BATCH, 1), batch_size=BATCH, verbose=0)
+    said = [record.getMessage() for record in caplog.records if "one number for a batch" in record.getMessage()]
+    assert [text.partition(":")[0] for text in said] == ([models[0].name] if rank == 0 else [])
