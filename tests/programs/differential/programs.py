@@ -181,7 +181,7 @@ PROGRAMS: dict[str, Recipe] = {
     "a small network like ResNet": Recipe(residual(2, 16), _momentum()),
     "a transformer": Recipe(transformer, _adam(), tokens=40, rounds_by_door=True),
     "recurrent": Recipe(recurrent, lambda: Nadam(1e-3), tokens=40),
-    "signals, strategy": Recipe(signals, lambda: Adamax(1e-3), way="strategy fit"),
+    "signals, strategy": Recipe(signals, lambda: Adamax(1e-3), way="strategy fit", rounds_by_door=True),
     "in double precision": Recipe(dense(17, 3, bias=True), lambda: Lion(1e-3, weight_decay=0.01), policy="float64"),
     "divided before and after the sum": replace(_MOMENTUM, distribute={"gradient_predivide_factor": 2.0}),
     "resnet50": Recipe(resnet50, _momentum(), steps=8, batch=2, is_repeatable=False),
