@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import tensorflow as tf
 from tensorflow.python.distribute.input_lib import InputWorkers
@@ -32,7 +32,7 @@ from ..tensorflow.same_data import ADVICE, difference, sources_of
 logger = logging.getLogger(__name__)
 
 InputOptions: TypeAlias = tf.distribute.InputOptions | None
-_Policy: TypeAlias = tf.data.experimental.AutoShardPolicy
+_Policy = tf.data.experimental.AutoShardPolicy
 # The kinds of datasets that TensorFlow shards by files.
 _READERS = ("ArrayRecordDataset", "FixedLengthRecordDataset", "RecordIODataset", "SSTableDataset", "TextLineDataset",
             "TFRecordDataset")
@@ -124,7 +124,7 @@ class Pipelines:
         self._read_ahead(distributed, options)
         return distributed
 
-    def _by_files(self, dataset: tf.data.Dataset, policy: Any,
+    def _by_files(self, dataset: tf.data.Dataset, policy: tf.data.experimental.AutoShardPolicy,
                   options: InputOptions) -> tuple[tf.distribute.DistributedDataset | None, str]:
         """The dataset sharded by files and ""; or None and why not. Collective; the same on all ranks.
 
@@ -290,7 +290,7 @@ def _names_of_files(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
     return [names for part in found for names in part or ()]
 
 
-def _with_policy(dataset: tf.data.Dataset, policy: Any) -> tf.data.Dataset:
+def _with_policy(dataset: tf.data.Dataset, policy: tf.data.experimental.AutoShardPolicy) -> tf.data.Dataset:
     """The dataset with a policy. With DATA its rows have one order, as on all ranks."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = policy
