@@ -115,9 +115,9 @@ class Settings:
         "results. fixed_input: datasets of tf.data without TensorFlow's autotuning, the threads of which may stop all "
         "ranks for a minute at the end of an iterator; maps are parallel all the same. shadow: the proofs "
         "that NCCL gives right numbers: known ones when it connects, and the first two reductions of each kind, which "
-        "are done on the CPU as well, and compared. small_buckets: buckets of gradients of 4 MiB on several hosts; they "
-        "are then of 16 MiB as on one. stream_order: the caller's stream on the GPU that waits for the end of a "
-        "collective, where a check finds that it does; the host then waits, and lets the caller go on. xla: "
+        "are done on the CPU as well, and compared. small_buckets: buckets of gradients of 4 MiB on several hosts; "
+        "they are then of 16 MiB as on one. stream_order: the caller's stream on the GPU that waits for the end of "
+        "a collective, where a check finds that it does; the host then waits, and lets the caller go on. xla: "
         "collectives that XLA compiles, with TensorFlow 2.21 and later; they are then an error in a function with "
         "jit_compile=True, and Keras models are trained without XLA.",
         words=get_args(FastWay))

@@ -106,8 +106,8 @@ def test_fast_ways_are_used_unless_the_list_names_them() -> None:
 @pytest.mark.parametrize(("text", "unknown"), [("xla,votes", "'votes'"), ("none,xla", "'none'"), ("", "''")])
 def test_a_word_that_is_no_fast_way_is_an_error_that_lists_them(text: str, unknown: str) -> None:
     with pytest.raises(errors.SettingsError, match=f"^MPISTRAT_DISABLE='{text}': expected none, or some of fast_path, "
-                                                   r"fixed_input, shadow, small_buckets, stream_order, xla, separated by commas\. "
-                                                   rf"Unknown: {unknown}\.$"):
+                                                   r"fixed_input, shadow, small_buckets, stream_order, xla, "
+                                                   rf"separated by commas\. Unknown: {unknown}\.$"):
         read(DISABLE=text)
 
 
