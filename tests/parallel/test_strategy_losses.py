@@ -118,8 +118,12 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
 }
 
 
+REPEATED = ("mask, eager", "mask and weights", "mask, mean by weights", "mean by weights, compiled")
+
+
 @pytest.mark.parametrize("rows", [pytest.param(3 * BATCH, marks=pytest.mark.nightly), 2 * BATCH + 1])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.nightly] * (case in REPEATED))
+                                  for case in CASES])
 def test_losses_are_those_of_one_process(case: str, rows: int, strategy: MPIStrategy, rank: int) -> None:
     make, data_of = CASES[case]
     model, reference = both(strategy, rank, make)
@@ -132,7 +136,7 @@ def test_losses_are_those_of_one_process(case: str, rows: int, strategy: MPIStra
         assert found[name] == pytest.approx(value, abs=2e-5), name
 
 
-@pytest.mark.parametrize("variables", ["central", "sharded"])
+@pytest.mark.parametrize("variables", [pytest.param("central", marks=pytest.mark.nightly), "sharded"])
 def test_masks_count_with_slots_elsewhere(variables: str, rank: int) -> None:
     strategy = MPIStrategy(variables=variables)
     model, reference = both(strategy, rank, tagger)
