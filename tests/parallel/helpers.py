@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import tensorflow as tf
 
-from ..features.common import assert_equal_on_all as assert_equal_on_all_ranks
-from ..features.common import of_all_processes as everywhere
+from ..programs.features.common import assert_equal_on_all as assert_equal_on_all_ranks
+from ..programs.features.common import of_all_processes as everywhere
 
 __all__ = ["assert_equal_on_all_ranks", "both_ways", "eagerly", "everywhere", "in_graph"]
 

@@ -9,8 +9,8 @@ import tensorflow as tf
 from mpistrat.api import runtime
 from mpistrat.tensorflow import MPIStrategy
 
-from ..features.common import assert_close
-from ..features.common import points as global_data
+from ..programs.features.common import assert_close
+from ..programs.features.common import points as global_data
 from .helpers import assert_equal_on_all_ranks, eagerly
 
 __all__ = ["MEAN", "SUM", "assert_close", "assert_equal_on_all_ranks", "collectives_counted", "eagerly", "global_data",

@@ -16,7 +16,7 @@ hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
-from ..features.keras_models import Subclassed  # noqa: E402
+from ..programs.features.keras_models import Subclassed  # noqa: E402
 from ..support.levels import sample  # noqa: E402
 from .helpers import assert_equal_on_all_ranks  # noqa: E402
 

@@ -13,9 +13,9 @@ keras = pytest.importorskip("keras")
 import mpistrat.tensorflow as hvd  # noqa: E402
 from mpistrat.tensorflow import compression  # noqa: E402
 
-from ..differential.legs import DEFAULT, HOST_EACH, MPI, TWO_HOSTS, under  # noqa: E402
-from ..differential.programs import SGD, dense  # noqa: E402
-from ..differential.training import WAYS, Recipe, Trained, train  # noqa: E402
+from ..programs.differential.legs import DEFAULT, HOST_EACH, MPI, TWO_HOSTS, under  # noqa: E402
+from ..programs.differential.programs import SGD, dense  # noqa: E402
+from ..programs.differential.training import WAYS, Recipe, Trained, train  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,9 @@ from mpistrat.core.request import Request  # noqa: E402
 from mpistrat.tensorflow import Compression, MPIStrategy, consistency  # noqa: E402
 from mpistrat.tensorflow.xla import context  # noqa: E402
 
-from ..features.keras_models import Subclassed  # noqa: E402
-from ..features.keras_steps import OwnStep  # noqa: E402
-from ..features.keras_training import BATCH, COLUMNS, both, compiled, dense, fit_both, sequential, sgd  # noqa: E402
+from ..programs.features.keras_models import Subclassed  # noqa: E402
+from ..programs.features.keras_steps import OwnStep  # noqa: E402
+from ..programs.features.keras_training import BATCH, COLUMNS, both, compiled, dense, fit_both, sequential, sgd  # noqa: E402
 from ..support.levels import sample  # noqa: E402
 from ..support.overwritten import LargestOfBatch  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data  # noqa: E402

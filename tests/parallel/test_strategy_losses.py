@@ -11,7 +11,7 @@ keras = pytest.importorskip("keras")
 
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
-from ..features.keras_training import both, compiled, fit_both, sgd  # noqa: E402
+from ..programs.features.keras_training import both, compiled, fit_both, sgd  # noqa: E402
 from .strategy_helpers import assert_close, collectives_counted  # noqa: E402
 
 BATCH, TOKENS = 12, 6
