@@ -1,6 +1,8 @@
 """The commands of docs/transcript.md print what the page shows."""
 
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,9 @@ MISTAKES = re.findall(r"^```diff\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE, re.MU
 
 def assert_prints(command: str, shown: str, code: int, directory: Path) -> None:
     """Run a command of the page; white space and what `...` stands for do not matter."""
-    job = run_limited(["sh", "-c", f'cd "$0" && MPISTRAT_DEADLOCK_S=3 {command}', str(directory)])
+    # As after `source .venv/bin/activate`.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    job = run_limited(["sh", "-c", f'cd "$0" && MPISTRAT_DEADLOCK_S=3 {command}', str(directory)], env={"PATH": path})
     assert (job.code, job.left) == (code, ()), job.output
     pattern = ".*".join(re.escape("".join(part.split())) for part in shown.split("..."))
     assert re.search(pattern, "".join(job.output.split())), job.output
