@@ -90,7 +90,7 @@ def versions() -> dict[str, str]:
     found = {"Python": platform.python_version(), "mpistrat": __version__}
     # cupy has a package for each version of CUDA.
     for name, *packages in (("tensorflow",), ("tensorflow-cpu",), ("keras",), ("numpy",),
-                            ("cupy", "cupy-cuda12x", "cupy-cuda13x")):
+                            ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")):
         found[name] = "none"
         for package in packages or (name,):
             with suppress(importlib.metadata.PackageNotFoundError):

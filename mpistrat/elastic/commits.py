@@ -111,7 +111,7 @@ def claim(directory: Path) -> tuple[int, str]:
         problem = str(error.strerror)
     os.truncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-    for partial in directory.glob(f"{FILE}.*.tmp"):
+    for partial in () if problem else directory.glob(f"{FILE}.*.tmp"):  # Without a lock another job may be writing it.
         partial.unlink()
     return lock, problem
 

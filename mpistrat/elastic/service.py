@@ -300,7 +300,11 @@ def _answering(addresses: Iterable[str]) -> set[str]:
     with contextlib.ExitStack() as open_ones, selectors.DefaultSelector() as waiting:
         for address in addresses:
             for port in _PORTS:
-                asking = open_ones.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
+                try:
+                    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                    asking = open_ones.enter_context(socket.socket(family))
+                except OSError:  # This kernel has no IPv6, or too many files are open.
+                    continue
                 asking.setblocking(False)
                 if (code := asking.connect_ex((address, port))) == errno.EINPROGRESS:
                     waiting.register(asking, selectors.EVENT_WRITE, address)

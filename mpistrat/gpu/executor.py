@@ -240,7 +240,8 @@ class GpuExecutor(DeviceExecutor):
         return [work.entry for batch in (*self.batches, *self.kept) for work in batch.works]
 
     def halt(self) -> None:
-        enqueued = [work for batch in (*self.batches, *self.kept) if not batch.is_complete for work in batch.works]
+        enqueued = [work for batch in (*self.batches, *self.kept) for work in batch.works
+                    if not batch.is_complete or work.tensors.readers == []]
         works, device = [*self._underway, *enqueued], self._device
         if device is None or not works:
             return

@@ -123,7 +123,9 @@ class Proof:
         step = _STEPS.get(kind[2] or kind[0].replace("complex64", "float32").replace("complex128", "float64"), 0.0)
         expected = [np.empty_like(each) for each in fetched]
         self._host.allreduce(fetched, expected, reduction)
-        return Shadow(names, expected, targets, step * (self._size + 2) * self._size * max(largest * scale, 1e-4))
+        after = abs(reduction.scale.factor / reduction.scale.divisor)  # It also scales what the wire has rounded.
+        least = 1e-4 * max(after, 1.0)
+        return Shadow(names, expected, targets, step * (self._size + 2) * self._size * max(largest * scale, least))
 
     def compare(self, shadows: Sequence[Shadow], ends: Sequence[GpuEvent]) -> None:
         """Compare the results of the GPU, which are there after `ends`. Waits for it.

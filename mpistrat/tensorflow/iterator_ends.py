@@ -26,8 +26,10 @@ _original = DatasetV2._apply_debug_options
 
 @functools.wraps(_original)
 def _untuned(dataset: DatasetV2) -> DatasetV2:
-    """TensorFlow calls it before it makes an iterator of a dataset, or reduces or saves it, eagerly and in graphs."""
+    """TensorFlow calls it before it makes an iterator of a dataset, or reduces it, eagerly and in graphs."""
     dataset = _original(dataset)
+    if "GPU" in dataset._variant_tensor.device:  # OptimizeDatasetV2 has no kernel there.
+        return dataset
     # In a graph they are known as far as it has made the dataset. There options() would warn of that.
     options = dataset.options() if tf.executing_eagerly() else dataset._options_attr
     if not runtime.is_initialized() or options.autotune.enabled is False:

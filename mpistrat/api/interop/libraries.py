@@ -54,7 +54,7 @@ class Library:
         # numpy's type of the argument also asks for the optional arguments of __dlpack__, which numpy can do without.
         return np.from_dlpack(cast("Any", value)) if hasattr(value, "__dlpack__") else np.asarray(value)
 
-    def of(self, result: Any) -> Any:
+    def of(self, result: object) -> Any:
         """Return a result, an array of numpy or cupy, for the caller, over the same memory."""
         return result if self._from_dlpack is None else self._from_dlpack(result)
 

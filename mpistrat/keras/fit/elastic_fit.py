@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 
 from ...api import ops, runtime
 from ...api.elastic.state import Snapshot, keep_going
@@ -84,7 +85,9 @@ class Elastic(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         self.train_again()
         if self.state is not None:
-            self.state.past = [*self.state.past, (epoch, {name: float(value) for name, value in (logs or {}).items()})]
+            numbers = {name: np.asarray(value, np.float64) for name, value in (logs or {}).items()}
+            self.state.past = [*self.state.past, (epoch, {
+                name: number if number.ndim else float(number) for name, number in numbers.items()})]
             self.state.epoch, self.state.batch = epoch + 1, 0
             self.state.commit()
 

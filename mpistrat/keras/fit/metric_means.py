@@ -38,7 +38,8 @@ class MetricMeans:
         means = [np.mean(of_ranks, axis=0) for of_ranks in values] if rows is None else \
             weighted_means(names, np.array([weights for weights, *_ in found]), values)
         for key, mean in zip(names, means, strict=True):
-            logs[key] = tf.cast(mean, logs[key].dtype) if tf.is_tensor(logs[key]) and mean.ndim else \
+            is_rounded = not tf.is_tensor(logs[key]) or not logs[key].dtype.is_floating  # A mean of counts has digits.
+            logs[key] = tf.cast(mean, logs[key].dtype) if mean.ndim and not is_rounded else \
                 mean if mean.ndim else float(mean)
         problem = ""
         if missing:

@@ -1,7 +1,6 @@
 """Keras 2 (tf_keras) under MPIStrategy: what steps of the user's own report. Imported where a process has Keras 2."""
 
 import threading
-from typing import Any
 
 import tensorflow as tf
 import tf_keras
@@ -30,7 +29,8 @@ _step = _Step()
 @replaces(compile_utils.LossesContainer, "__call__",
           "a loss that a step returns would be logged divided by the number of ranks",
           "losses_utils.scale_loss_for_distribution(")
-def compiled_loss(original: Function, self: Any, *args: object, **kwargs: object) -> tf.Tensor:
+def compiled_loss(original: Function, self: compile_utils.LossesContainer, *args: object,
+                  **kwargs: object) -> tf.Tensor:
     loss = original(self, *args, **kwargs)
     if strategy_here() is not None:
         _step.scaled.append(loss)
@@ -56,7 +56,7 @@ def reduce_per_replica(original: Function, values: Structure, strategy: tf.distr
 
 @replaces(tf_keras.Model, "_validate_and_get_metrics_result",
           "a metric among other logs of a step of the user's would be the mean of those of the ranks", "return logs")
-def metrics_or_logs(original: Function, self: Any, logs: object) -> object:
+def metrics_or_logs(original: Function, self: tf_keras.Model, logs: object) -> object:
     found = original(self, logs)
     if not isinstance(self.distribute_strategy, MPIStrategy) or found is not logs or not isinstance(logs, dict):
         return found

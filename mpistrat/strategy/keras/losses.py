@@ -34,11 +34,12 @@ def reduce_weighted_values(original: Function, values: TensorLike, sample_weight
                            mask: TensorLike | None = None, reduction: str | None = "sum_over_batch_size",
                            dtype: str | None = None) -> tf.Tensor:
     loss = original(values, sample_weight, mask, reduction, dtype)
-    if state.weight is None or strategy_here() is None or reduction in ("none", None):
+    if state.weight is None or strategy_here() is None or reduction in ("none", None) or _is_part():
         return loss
-    if state.in_compute_loss is not None and tf.convert_to_tensor(values).shape.rank == 0:
+    if state.in_compute_loss is not None and state.losses_within == 1 and reduction != "sum" \
+            and tf.convert_to_tensor(values).shape.rank == 0:
         _tell_of_number(state.in_compute_loss.name)
-        if loss.shape.rank == 0 and reduction != "sum" and not step_state.is_scaled(loss):
+        if loss.shape.rank == 0 and not step_state.is_scaled(loss):
             loss = _loss_module.scale_loss_for_distribution(loss)  # Keras leaves it out.
     if reduction == "sum":
         if not state.has_sums:  # A step of the user's divides it.
@@ -70,10 +71,27 @@ def _tell_of_number(model: str) -> None:
                        "(Dice) or compares rows. Return a number for each row if you can.", model)
 
 
+@replaces(_loss_module.Loss, "__call__", "a loss that calls other losses would be divided by the number of ranks twice",
+          "losses = self.call(y_true, y_pred)")
+def call_loss(original: Function, self: keras.Loss, *args: object, **kwargs: object) -> tf.Tensor:
+    state.losses_within += 1
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        state.losses_within -= 1
+
+
+def _is_part() -> bool:
+    """Whether a loss of `compile` calls this loss: the outermost loss is divided and weighted."""
+    return state.in_compute_loss is not None and state.losses_within > 1
+
+
 @replaces(_loss_module, "scale_loss_for_distribution",
           "a mean of losses that a step of the user's keeps would be divided by the number of ranks",
           "1.0 / num_replicas")
 def scale_loss(original: Function, value: tf.Tensor) -> tf.Tensor:
+    if state.weight is not None and strategy_here() is not None and _is_part():
+        return value
     loss = original(value)
     if state.weight is not None and loss is not value:
         state.scaled.append(loss)
@@ -111,5 +129,6 @@ def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike
         elif values.shape.rank and values.dtype.is_floating and not hasattr(values, "_keras_mask") \
                 and sample_weight is not None and len(tf.convert_to_tensor(sample_weight).shape) == 0:
             # The losses of rows, and their number as the weight. Of none Keras' mean is NaN.
+            values = tf.cast(values, self.dtype)  # as Keras does; a sum of halves may overflow
             values = tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(tf.size(values), values.dtype))
     return original(self, values, sample_weight)

@@ -64,6 +64,7 @@ class StepState(threading.local):
     weight: tf.Tensor | None = None
     has_sums = False  # Whether a loss of the model is a sum over rows
     in_compute_loss: keras.Model | None = None  # The model whose compute_loss runs
+    losses_within = 0  # How many Keras losses are being called, one within the other
     total: tf.Tensor | None = None  # The sum of all ranks' weights, once a collective has told it
     # The model that the step is one of, and whether this rank has no rows; see empty_parts.py.
     called: tuple[keras.Model, tf.Tensor] | None = None

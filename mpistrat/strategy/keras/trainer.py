@@ -152,6 +152,9 @@ def metrics_or_logs(original: Function, self: keras.Model, logs: object) -> obje
     if strategy_of(self) is None or found is not logs or not isinstance(logs, dict):
         return found
     metrics = self.get_metrics_result()
+    tracker = self._loss_tracker
+    if tracker is not None and not float(tracker.count):  # The user's step does not update Keras' own "loss".
+        metrics.pop(tracker.name, None)
     return {name: metrics.get(name, log) for name, log in logs.items()}
 
 

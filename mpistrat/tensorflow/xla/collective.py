@@ -96,10 +96,16 @@ class _Awaiting:
         kinds = [dtype.as_numpy_dtype for dtype in self.dtypes]
         memory = GpuMemory(call, kinds, kinds)
         given, moved = {array.address for array in memory.arguments}, False
-        for site, (handle, tensors) in started.items():
-            _await(site, handle)
+        errors: list[Exception] = []
+        for site, (handle, tensors) in started.items():  # All of them: XLA frees the memory when this call ends.
+            try:
+                _await(site, handle)
+            except Exception as error:
+                errors.append(error)
             tensors.follow(memory.stream)
             moved |= any(array.nbytes and array.address not in given for array in tensors)
+        if errors:
+            raise errors[0]
         if moved or not memory.is_in_place(1, len(kinds) - 1):
             raise EngineError("XLA has moved the results of collectives before they were complete. "
                               "MPISTRAT_DISABLE=xla does without.")
