@@ -113,6 +113,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
     "none": (lambda: dense(mse(reduction="none")), lambda rows: (numbers(rows), targets(rows, 1), None)),
     "sum, mask and mean": (three, lambda rows: ([sequences(rows), numbers(rows)], {
         "sum": targets(rows, 1), "mask": targets(rows, TOKENS, 1), "mean": targets(rows, 2)}, None)),
+    "losses within a loss": (lambda: dense(lambda y, p: 0.5 * mse()(y, p) + mse()(2 * y, p)),
+                             lambda rows: (numbers(rows), targets(rows, 1), None)),
     "a number": (lambda: dense(lambda y, p: tf.reduce_mean(tf.square(y - p))),
                  lambda rows: (numbers(rows), targets(rows, 1), None)),
 }
