@@ -517,7 +517,7 @@ def test_a_rank_whose_gpu_gives_wrong_numbers_is_found_by_all(begins: str, rank:
     def garble(self: Any, table: np.ndarray, blocks: int, job: CopyJob, stream: Any) -> None:
         copy(self, table, blocks, job, stream)
         target = int(table["target"][-1])
-        self.enqueue(stream, lambda: copy_model.memory_at(target, 1, dtype_of(job.target)).fill(np.nan))
+        self.enqueue(stream, lambda: copy_model.memory_at(target, 1, dtype_of(job.target)).fill(97))
 
     def garbled() -> None:
         if rank == size - 1:
@@ -528,6 +528,7 @@ def test_a_rank_whose_gpu_gives_wrong_numbers_is_found_by_all(begins: str, rank:
         return [found.values(each).tolist() for each in mpistrat.grouped_allreduce(arrays, op=mpistrat.Sum, name="sum")]
 
     right = [[size * (size + 1) / 2] * count for count in (300, 7)]
+    monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "auto")
     mpistrat.shutdown()
     mpistrat.init()
     try:
