@@ -20,6 +20,7 @@ from mpistrat.tensorflow.async_op import call_site  # noqa: E402
 from mpistrat.tensorflow.bridge import buckets  # noqa: E402
 from mpistrat.tensorflow.xla import collective, context, ffi  # noqa: E402
 
+from ..support.levels import sample  # noqa: E402
 from .helpers import assert_equal_on_all_ranks  # noqa: E402
 from .test_xla_collectives import COLLECTIVES, numbers  # noqa: E402
 
@@ -459,7 +460,7 @@ def xla(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "why_not", lambda: "")
 
 
-@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name != "adasum"])
+@sample("name", [name for name in COLLECTIVES if name != "adasum"])
 def test_a_collective_that_xla_has_compiled(name: str, xla: None, rank: int) -> None:
     def step(x: tf.Tensor) -> list[tf.Tensor]:
         return tf.nest.flatten(COLLECTIVES[name](x))

@@ -254,7 +254,9 @@ def programs_of(collective: str) -> list[str]:
 
 
 @pytest.mark.parametrize("program, collective", [
-    (program, collective) for collective in COLLECTIVES for program in programs_of(collective)])
+    pytest.param(program, collective, marks=[pytest.mark.nightly] * (
+        collective != "allreduce" and program != "loop branch"))
+    for collective in COLLECTIVES for program in programs_of(collective)])
 def test_the_gradient_is_that_of_one_process(program: str, collective: str, rank: int, strategy: MPIStrategy) -> None:
     ways = WAYS if collective == "allreduce" else [WAYS[PROGRAMS.index(program) % len(WAYS)]]  # each for some program
     for way in ways:

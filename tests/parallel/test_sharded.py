@@ -20,6 +20,7 @@ from mpistrat.keras.nested_optimizers import states_in  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 from mpistrat.tensorflow.xla import ffi  # noqa: E402
 
+from ..support.levels import sample  # noqa: E402
 from .helpers import assert_equal_on_all_ranks, both_ways, everywhere  # noqa: E402
 
 TOKENS, ROWS = 300, 12
@@ -108,7 +109,7 @@ def excluding(optimizer: Any) -> Any:
     return optimizer
 
 
-@pytest.mark.parametrize("name", EXACT)
+@sample("name", EXACT)
 def test_the_bits_are_those_without_sharding(name: str, rank: int) -> None:
     assert_same(trained(hvd.ShardedOptimizer(EXACT[name]()), rank),
                 trained(hvd.DistributedOptimizer(EXACT[name]()), rank))
@@ -120,7 +121,7 @@ def test_the_bits_are_the_same_eagerly_and_in_a_loop(name: str, rank: int) -> No
                 trained(hvd.DistributedOptimizer(EXACT[name]()), rank, run_eagerly=True))
 
 
-@pytest.mark.parametrize("name", CLOSE)
+@sample("name", CLOSE)
 def test_norms_and_accumulation_differ_by_rounding(name: str, rank: int) -> None:
     assert_same(trained(hvd.ShardedOptimizer(CLOSE[name]()), rank),
                 trained(hvd.DistributedOptimizer(CLOSE[name]()), rank), rtol=1e-5)
@@ -197,7 +198,7 @@ def sets(size: int) -> Iterator[list[Any]]:
         hvd.remove_process_set(process_set)
 
 
-@pytest.mark.parametrize("name", ["Adam", "Lamb", "accumulates"])
+@sample("name", ["Adam", "Lamb", "accumulates"])
 def test_training_goes_on_from_a_file_with_fewer_ranks(name: str, sets: list[Any], rank: int, shared_dir: str) -> None:
     files: dict[bool, list[Any]] = {}
     for shard_state in (False, True):
