@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """An unknown marker in -m would select no test, or all, without a word."""
+    config.stash[_ran] = {}
     known = {line.split(":")[0].split("(")[0].strip() for line in config.getini("markers")}
     try:
         words = {node.id for node in ast.walk(ast.parse(config.option.markexpr or "True", mode="eval"))
@@ -36,7 +37,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if unknown := sorted(words - known):
         raise pytest.UsageError(f"-m: there is no marker {', '.join(unknown)}. Write -m nightly for what plain pytest "
                                 "leaves out, or -m \"\" for all tests")
-    config.stash[_ran] = {}
 
 
 def unit_of(item: pytest.Item) -> str:

@@ -28,14 +28,16 @@ _original = DatasetV2._apply_debug_options
 def _untuned(dataset: DatasetV2) -> DatasetV2:
     """TensorFlow calls it before it makes an iterator of a dataset, or reduces it, eagerly and in graphs."""
     dataset = _original(dataset)
+    if not runtime.is_initialized():
+        return dataset
+    job = runtime.current()
+    if job.topology.size == 1 or not job.settings.uses("fixed_input"):
+        return dataset
     if "GPU" in dataset._variant_tensor.device:  # OptimizeDatasetV2 has no kernel there.
         return dataset
     # In a graph they are known as far as it has made the dataset. There options() would warn of that.
     options = dataset.options() if tf.executing_eagerly() else dataset._options_attr
-    if not runtime.is_initialized() or options.autotune.enabled is False:
-        return dataset
-    job = runtime.current()
-    if job.topology.size == 1 or not job.settings.uses("fixed_input"):
+    if options.autotune.enabled is False:
         return dataset
     # TensorFlow keeps with the variant what it prepares for iterators, so that all epochs use one variant. The dataset
     # keeps only the variant: with the new dataset it would make a cycle, which lives until a garbage collection.

@@ -202,6 +202,12 @@ def _by_tape(recipe: Recipe, turns: Turns | None, seed: int) -> Trained:
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
+    return _looped(recipe, model, optimizer, step, seed)
+
+
+def _looped(recipe: Recipe, model: keras.Model, optimizer: keras.Optimizer,
+            step: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], seed: int) -> Trained:
+    """A loop over this rank's batches."""
     x, y = _own_data(recipe, model, seed)
     before, losses = _weights(model), []
     for start in range(0, len(x), recipe.batch):
@@ -239,12 +245,7 @@ def _by_strategy_loop(recipe: Recipe, turns: Turns | None, seed: int) -> Trained
             return loss
         return strategy.reduce("SUM", strategy.run(of_replica, (x, y)), axis=None)
 
-    x, y = _own_data(recipe, model, seed)
-    before, losses = _weights(model), []
-    for start in range(0, len(x), recipe.batch):
-        rows = slice(start, start + recipe.batch)
-        losses.append(step(tf.constant(x[rows]), tf.constant(y[rows])).numpy())
-    return _trained(model, optimizer, before, losses)
+    return _looped(recipe, model, optimizer, step, seed)
 
 
 _WAYS = dict(zip(WAYS, (_by_fit, _by_tape, _by_strategy_fit, _by_strategy_loop), strict=True))
