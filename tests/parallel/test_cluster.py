@@ -8,8 +8,7 @@ import pytest
 import tensorflow as tf
 
 import mpistrat
-from mpistrat.cluster.cluster import Cluster
-from mpistrat.cluster.rendezvous import form
+from mpistrat.cluster.cluster import Cluster, form
 from mpistrat.core.errors import ClusterError, InvalidRequestError
 from mpistrat.tensorflow import MPIClusterResolver
 

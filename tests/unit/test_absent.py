@@ -19,7 +19,7 @@ from mpistrat.core.request import (
     allreduce_request,
     broadcast_request,
 )
-from mpistrat.engine.neutral_tensors import neutral_arrays
+from mpistrat.engine.executor import neutral_arrays
 
 DTYPES = ["int8", "uint8", "int32", "uint64", "float16", "float32", "float64"]
 VALUES = [-3, 0, 1, 77]

@@ -30,7 +30,7 @@ from mpistrat.cli.mpirun import LaunchCommand, Mpirun
 from mpistrat.cli.run import parse, plan
 from mpistrat.cli.supervisor import Interference, Outcome, launch
 from mpistrat.core.errors import ElasticError, EngineError, LaunchError
-from mpistrat.elastic import keeper_line, member, service
+from mpistrat.elastic import member, service
 from mpistrat.elastic.commits import CommitId, DamagedCommitError, Packed, load, read, save
 from mpistrat.elastic.job import ElasticJob, job_of
 from mpistrat.elastic.keeper import socket_name
@@ -176,7 +176,7 @@ PLAIN = {
 
 
 def test_what_is_plain_needs_no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.elastic.encoding.pickle", None)
+    monkeypatch.setattr("mpistrat.elastic.commits.pickle", None)
     found = read(memoryview(written(PLAIN)))
     assert same(found, PLAIN)
     assert found["arrays"][1].flags.f_contiguous
@@ -289,9 +289,9 @@ def keepers(tmp_path: Path) -> list[LineToKeeper]:
 def rank(keepers: list[LineToKeeper], monkeypatch: pytest.MonkeyPatch) -> Iterator[member.Member]:
     """A rank of an elastic job, which does nothing at its end."""
     found_keepers = iter(keepers)
-    monkeypatch.setattr(keeper_line, "line_to_keeper", lambda job: next(found_keepers))
-    monkeypatch.setattr(keeper_line, "keeper_process", lambda job: None)
-    monkeypatch.setattr(keeper_line.KeeperLine, "_watch", lambda self: None)
+    monkeypatch.setattr(member, "line_to_keeper", lambda job: next(found_keepers))
+    monkeypatch.setattr(member, "keeper_process", lambda job: None)
+    monkeypatch.setattr(member.KeeperLine, "_watch", lambda self: None)
     monkeypatch.setattr(member, "exit_code", argparse.Namespace(note=lambda: None, final=lambda: None))
     monkeypatch.setattr(member, "atexit", argparse.Namespace(register=lambda function: None))
     monkeypatch.setattr(member.Member, "_watch_for_preemption", lambda self: None)
@@ -340,12 +340,12 @@ def test_an_answer_after_the_limit_is_not_taken_for_that_to_the_next_question(
     questions: list[dict[str, Any]] = []
     line = rank._keeper._line
     answer = line.send
-    monkeypatch.setattr(keeper_line, "_KEEPER_LIMIT_S", 0.05)
+    monkeypatch.setattr(member, "_KEEPER_LIMIT_S", 0.05)
     monkeypatch.setattr(line, "send", lambda **question: questions.append(question))
     rank.commit(1, dict, "", is_writer=True, is_saved=False)
     with pytest.raises(ElasticError, match="commit 1 cannot be written: the keeper of this host has not answered"):
         rank.finish()
-    monkeypatch.setattr(keeper_line, "_KEEPER_LIMIT_S", 10.0)
+    monkeypatch.setattr(member, "_KEEPER_LIMIT_S", 10.0)
     monkeypatch.setattr(line, "send", answer)
     answer(**questions[0])
     rank.commit(2, dict, "", is_writer=True, is_saved=False)
@@ -437,10 +437,10 @@ def test_a_keeper_that_is_stopped_goes_on_when_a_rank_looks_for_it(tmp_path: Pat
         try:
             assert keeper.stdout is not None and keeper.stdout.readline() == b"listens\n"
             keeper.send_signal(signal.SIGSTOP)
-            found = keeper_line.keeper_process(job)
+            found = member.keeper_process(job)
             assert found is not None and found.pid == keeper.pid
             wait_until(found.is_stopped, 10)
-            keeper_line.line_to_keeper(job).close()
+            member.line_to_keeper(job).close()
             assert not found.is_stopped()
         finally:
             keeper.kill()

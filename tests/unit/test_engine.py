@@ -39,8 +39,8 @@ from mpistrat.core.request import (
     specs_of,
 )
 from mpistrat.core.settings import Settings
+from mpistrat.engine.controller import SHUT_DOWN_TEXT
 from mpistrat.engine.engine import Engine
-from mpistrat.engine.life_cycle import SHUT_DOWN_TEXT
 from mpistrat.engine.queue import TensorQueue
 from tests.support.thread_group import ThreadControl, ThreadData, ThreadGroup
 

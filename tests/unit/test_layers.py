@@ -84,7 +84,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cli": {"numpy"}, "horovod": set(), "": set(), "__main__": set(),
     # Each of these wraps one package for all others.
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
-    "elastic.encoding": {"msgpack", "numpy", "ml_dtypes"},
+    "elastic.commits": {"msgpack", "numpy", "ml_dtypes"},
     "gpu.copy.compiler": {"cupy"}, "gpu.nccl.library": {"cupy"},
     "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
     "api.ops": {"numpy", "cloudpickle"},

@@ -1,6 +1,6 @@
 """The addresses of ranks, from the connections that they made."""
 
-from mpistrat.cluster.rendezvous import Link, addresses_of
+from mpistrat.cluster.cluster import Link, addresses_of
 from mpistrat.core.topology import Topology
 
 
