@@ -1,7 +1,6 @@
 """The arithmetic of a reduction."""
 
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -75,17 +74,6 @@ def test_halves_are_summed_in_float32_and_rounded_once(name: str, large: int) ->
     assert float(combined(parts, SUM)[0]) == large + 2
 
 
-def test_a_sum_of_halves_may_overflow_on_the_way() -> None:
-    parts = [np.array([value], np.float16) for value in (60000, 60000, -60000)]
-    assert combined(parts, SUM) == 60000
-
-
-def test_a_sum_of_halves_that_is_too_large_is_infinite() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        assert combined([np.array([60000], np.float16)] * 2, SUM) == np.inf
-
-
 @pytest.mark.parametrize(("name", "values", "total"), [("int8", (100, 100), -56), ("uint8", (200, 100), 44),
                                                        ("int64", (2**63 - 1, 1), -2**63)])
 def test_integers_wrap(name: str, values: tuple[int, int], total: int) -> None:
@@ -109,12 +97,6 @@ def test_infinities_follow_ieee_754(name: str) -> None:
     np.testing.assert_array_equal(combined(parts, MAX).astype(np.float64), [np.inf, np.inf, 0])
 
 
-@pytest.mark.parametrize("name", ["int32", "float16", "float64", "bool"])
-def test_one_rank_gets_its_own_values(name: str) -> None:
-    values = np.array([0, 1, 1]).astype(name)
-    np.testing.assert_array_equal(combined([values], MAX), values)
-
-
 @pytest.mark.parametrize("name", ["float32", "float16"])
 @pytest.mark.parametrize(("ranks", "place"), [(ranks, place) for ranks in (1, 2, 3, 4) for place in range(ranks)])
 def test_the_target_may_be_one_of_the_parts(name: str, ranks: int, place: int) -> None:
@@ -125,13 +107,6 @@ def test_the_target_may_be_one_of_the_parts(name: str, ranks: int, place: int) -
     np.testing.assert_array_equal(parts[place], expected)
     for rank in set(range(ranks)) - {place}:
         np.testing.assert_array_equal(parts[rank], others[rank])
-
-
-def test_the_parts_may_be_the_rows_of_one_array() -> None:
-    parts = np.arange(12.0).reshape(3, 4)
-    target = np.empty(4)
-    combine(list(parts), SUM, target, IDENTITY)
-    np.testing.assert_array_equal(target, parts.sum(0))
 
 
 @pytest.mark.parametrize("name", ["float16", "int32"])
@@ -147,11 +122,6 @@ def test_halves_are_scaled_before_they_are_rounded(name: str, ranks: int) -> Non
     parts = [(np.arange(1000) + 7 * rank).astype(dtype) for rank in range(ranks)]
     exact = sum(part.astype(np.float32) for part in parts) * np.float32(1 / ranks)
     np.testing.assert_array_equal(combined(parts, SUM, Scale(1.0, ranks)), np.asarray(exact).astype(dtype))
-
-
-def test_the_average_of_large_float16_does_not_overflow() -> None:
-    parts = [np.full(3, 60000, np.float16)] * 3
-    np.testing.assert_array_equal(combined(parts, SUM, Scale(1.0, 3)), parts[0])
 
 
 @pytest.mark.parametrize("name", ["int32", "float32", "complex64"])
@@ -171,18 +141,6 @@ def scaled(values: np.ndarray, scale: Scale) -> np.ndarray:
     return target
 
 
-@pytest.mark.parametrize(("factor", "divisor", "identity"), [(1.0, 1, True), (2.0, 1, False), (1.0, 2, False),
-                                                             (2.0, 2, False)])
-def test_only_times_one_by_one_is_the_identity(factor: float, divisor: int, identity: bool) -> None:
-    assert Scale(factor, divisor).is_identity == identity
-
-
-@pytest.mark.parametrize("ranks", [3, 7, 49, 98, 103])
-def test_an_integer_average_of_equal_values_is_that_value(ranks: int) -> None:
-    values = np.array([0, 1, -1, 1234567], np.int64)
-    np.testing.assert_array_equal(scaled(values * ranks, Scale(1.0, ranks)), values)
-
-
 @pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64])
 def test_an_integer_average_is_truncated_toward_zero(dtype: type) -> None:
     result = scaled(np.array([-7, -4, -1, 1, 4, 7], dtype), Scale(1.0, 4))
@@ -198,16 +156,11 @@ def test_small_integers_are_divided_by_more_ranks_than_they_can_count(dtype: typ
     np.testing.assert_array_equal(scaled(values, Scale(1.0, ranks)), [math.trunc(int(v) / ranks) for v in values])
 
 
-def test_large_integers_are_divided_exactly() -> None:
-    values = [2**62 + 2, -2**63, 2**63 - 1, 2**53 + 3]
-    np.testing.assert_array_equal(scaled(np.array(values, np.int64), Scale(1.0, 2)),
-                                  [2**61 + 1, -2**62, 2**62 - 1, 2**52 + 1])
-
-
-def test_uint64_is_divided_exactly_over_its_whole_range() -> None:
-    values = np.array([2**64 - 1, 2**63 + 3, 5, 0], np.uint64)
-    np.testing.assert_array_equal(scaled(values, Scale(1.0, 3)),
-                                  np.array([(2**64 - 1) // 3, (2**63 + 3) // 3, 1, 0], np.uint64))
+@pytest.mark.parametrize(("dtype", "values", "divisor"), [
+    (np.int64, [2**62 + 2, -2**63, 2**63 - 1, 2**53 + 3], 2), (np.uint64, [2**64 - 1, 2**63 + 3, 5, 0], 3)])
+def test_large_integers_are_divided_exactly(dtype: type, values: list[int], divisor: int) -> None:
+    expected = [int(math.copysign(1, value)) * (abs(value) // divisor) for value in values]
+    np.testing.assert_array_equal(scaled(np.array(values, dtype), Scale(1.0, divisor)), np.array(expected, dtype))
 
 
 def test_integers_times_a_factor_are_truncated_toward_zero() -> None:
@@ -249,11 +202,6 @@ def test_what_is_divided_before_has_the_same_average(dtype: type, ranks: int) ->
 def test_what_would_be_rounded_otherwise_is_not_divided_before(ranks: int, name: str) -> None:
     reduction = Reduction(SUM, 1.0, Scale(1.0, ranks))
     assert divided_before(reduction, dtype_named(name)) is reduction
-
-
-def test_nan_and_infinities_stay() -> None:
-    np.testing.assert_array_equal(scaled(np.array([np.nan, np.inf, -np.inf]), Scale(1.0, 2)),
-                                  [np.nan, np.inf, -np.inf])
 
 
 @pytest.mark.parametrize("name", ["int8", "int64", "uint64", "float16", "bfloat16", "float32", "complex64"])

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -36,22 +36,15 @@ def agreements(size: int) -> list[SharedMemoryAgreement]:
 # -- the agreement ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("votes, expected", [((5, 5, 5), True), ((5, 5, 6), False), ((5, 0, 5), False),
-                                             ((0, 0, 0), False), ((2**61 - 1,) * 3, True)])
-def test_all_ranks_must_vote_for_the_same(votes: tuple[int, ...], expected: bool) -> None:
+@pytest.mark.parametrize("votes, ready, expected", [
+    ((5, 5, 5), (True, True, True), Outcome.ALL_READY), ((5, 5, 5), (True, False, True), Outcome.AGREED),
+    ((2**61 - 1,) * 3, (False, False, False), Outcome.AGREED), ((5, 5, 6), (True, True, True), Outcome.REFUSED),
+    ((5, 0, 5), (False, False, False), Outcome.REFUSED), ((0, 0, 0), (True, True, True), Outcome.REFUSED)])
+def test_all_ranks_must_vote_for_the_same_and_hear_whether_all_are_ready(
+        votes: tuple[int, ...], ready: tuple[bool, ...], expected: Outcome) -> None:
     ranks = agreements(3)
-    for agreement, vote in zip(ranks, votes, strict=True):
+    for agreement, vote, is_ready in zip(ranks, votes, ready, strict=True):
         assert agreement.outcome() is None
-        agreement.vote(vote)
-    assert [agreement.outcome() for agreement in ranks] == [expected] * 3
-
-
-@pytest.mark.parametrize("vote, ready, expected", [
-    (5, (True, True, True), Outcome.ALL_READY), (5, (True, False, True), Outcome.AGREED),
-    (5, (False, False, False), Outcome.AGREED), (0, (True, True, True), Outcome.REFUSED)])
-def test_all_ranks_hear_whether_all_are_ready(vote: int, ready: tuple[bool, ...], expected: Outcome) -> None:
-    ranks = agreements(3)
-    for agreement, is_ready in zip(ranks, ready, strict=True):
         agreement.vote(vote, is_ready)
     assert [agreement.outcome() for agreement in ranks] == [expected] * 3
 
@@ -149,14 +142,21 @@ def test_what_all_propose_is_agreed_on_and_the_vote_goes_on() -> None:
     assert first.is_open and second.is_open
 
 
-def test_different_proposals_come_back_and_end_the_vote() -> None:
+@pytest.mark.parametrize("theirs", [entry("b"), None], ids=["another", "against"])
+def test_a_vote_for_another_operation_or_against_comes_back_and_ends_the_vote(theirs: Entry | None) -> None:
     first, second = voters()
-    ours, theirs = entry("a"), entry("b")
+    ours = entry("a")
     first.vote(ours, False, 0.0)
-    second.vote(theirs, False, 0.0)
+    if theirs is None:
+        second.decline(0.0)
+        second.decline(0.0)
+    else:
+        second.vote(theirs, False, 0.0)
     assert first.settle() == (ours, Outcome.REFUSED)
     assert second.settle() == (theirs, Outcome.REFUSED)
     assert not first.is_open and not second.is_open
+    first.decline(0.0)
+    assert not first.has_voted  # No vote has been called.
 
 
 def test_the_log_has_the_begin_and_the_end_of_votes_with_the_rank(caplog: pytest.LogCaptureFixture) -> None:
@@ -183,22 +183,6 @@ def test_the_log_has_the_place_of_a_rank_in_the_tree(caplog: pytest.LogCaptureFi
     assert caplog.messages == [
         f"rank {rank} of 3: negotiates with parent {parent} and children {children} of the tree; votes are on"
         for rank, parent, children in ((0, None, [1, 2]), (1, 0, []), (2, 0, []))]
-
-
-def test_a_rank_that_votes_against_ends_the_vote() -> None:
-    first, second = voters()
-    ours = entry("a")
-    first.vote(ours, False, 0.0)
-    second.decline(0.0)
-    second.decline(0.0)
-    assert second.settle() == (None, Outcome.REFUSED)
-    assert first.settle() == (ours, Outcome.REFUSED)
-
-
-def test_nobody_votes_against_before_a_vote_is_called() -> None:
-    first = FastPath(agreements(2)[0], Topology(0, ("here", "here")), None, None)
-    first.decline(0.0)
-    assert not first.has_voted
 
 
 def test_a_vote_that_is_not_answered_is_to_be_ended_once() -> None:
@@ -321,12 +305,9 @@ class Job:
         with ThreadPoolExecutor(len(self.engines)) as threads:
             return list(threads.map(work, range(len(self.engines)), self.engines))
 
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    made = Job(3)
-    yield made
-    made.on_all(lambda rank, engine: engine.end())
+    def end(self) -> None:
+        """End all engines."""
+        self.on_all(lambda rank, engine: engine.end())
 
 
 def reduce(engine: Engine, name: str, *arrays: np.ndarray, limit_s: float = LONG_S) -> Handle:
@@ -341,49 +322,6 @@ def test_what_ranks_wait_for_alike_takes_no_message_after_the_first() -> None:
                 for i in range(30)]
     assert job.on_all(work) == [[3.0 * i + 3 for i in range(30)]] * 3
     assert [control.sent for control in job.controls] == [2, 1, 1]
-
-
-def test_what_one_rank_submits_without_waiting_is_agreed_on_by_messages(job: Job) -> None:
-    def work(rank: int, engine: Engine) -> list[float]:
-        results = []
-        for i in range(20):
-            array = np.array(float(i))
-            handle = engine.submit(allreduce_request("a", specs_of([array]), ScaledOp(Sum)), [array]) if rank == 1 \
-                else reduce(engine, "a", array)
-            results.append(float(handle.wait(LONG_S)[0]))
-        return results
-    assert job.on_all(work) == [[3.0 * i for i in range(20)]] * 3
-    assert job.controls[1].sent >= 20
-
-
-def test_the_set_of_operations_may_change_on_one_rank_first(job: Job) -> None:
-    def work(rank: int, engine: Engine) -> list[float]:
-        results = []
-        for step in range(30):
-            extra = []
-            if step >= 10 and rank != 0:
-                extra.append(engine.submit(barrier_request("b"), []))
-            results.append(float(reduce(engine, "a", np.array(float(step))).wait(LONG_S)[0]))
-            if step >= 10 and rank == 0:
-                extra.append(engine.run(barrier_request("b"), []))
-            for handle in extra:
-                handle.wait(LONG_S)
-        return results
-    assert job.on_all(work) == [[3.0 * step for step in range(30)]] * 3
-
-
-def test_a_tensor_that_becomes_another_on_one_rank_is_an_error_on_all_and_no_more(job: Job) -> None:
-    def work(rank: int, engine: Engine) -> list[object]:
-        results: list[object] = []
-        for step in range(12):
-            rows = 2 if step % 4 == 3 and rank == 2 else 3
-            handle = reduce(engine, "a", np.ones(rows))
-            try:
-                results.append(float(handle.wait(LONG_S)[0][0]))
-            except MismatchError as error:
-                results.append("shape" in str(error))
-        return results
-    assert job.on_all(work) == [[3.0, 3.0, 3.0, True] * 3] * 3
 
 
 def shared_memory(group: ThreadGroup) -> list[SharedMemoryData]:
@@ -409,7 +347,7 @@ def test_ranks_may_wait_in_another_order_in_other_threads(data: Callable | None)
         with ThreadPoolExecutor(3) as threads:
             return list(threads.map(one, range(3)))
     assert job.on_all(work) == [[[3.0 * (i + thread) for i in range(40)] for thread in range(3)]] * 3
-    job.on_all(lambda rank, engine: engine.end())
+    job.end()
 
 
 def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> None:
@@ -437,7 +375,7 @@ def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> N
         if step % 7 == 6:
             expected.append(3.0)
     assert job.on_all(work) == [expected] * 3
-    job.on_all(lambda rank, engine: engine.end())
+    job.end()
 
 
 @pytest.mark.parametrize("all_ready", [True, False])
@@ -478,7 +416,7 @@ def test_a_rank_that_never_comes_is_reported_by_the_first(caplog: pytest.LogCapt
     open_vote(job)
     with caplog.at_level(logging.WARNING), pytest.raises(StallError, match=r"a: ranks \[1\] have waited"):
         reduce(job.engines[1], "a", np.ones(1)).wait(LONG_S)
-    job.on_all(lambda rank, engine: engine.end())
+    job.end()
 
 
 def test_a_rank_that_has_ended_is_named_to_one_that_votes() -> None:
@@ -487,7 +425,7 @@ def test_a_rank_that_has_ended_is_named_to_one_that_votes() -> None:
     job.engines[1].announce_end()
     with pytest.raises(ShutdownError, match=r"ranks \[0\] wait for ranks \[1\].*\(after 1 operations\)"):
         reduce(job.engines[0], "a", np.ones(1)).wait(LONG_S)
-    job.on_all(lambda rank, engine: engine.end())
+    job.end()
 
 
 def test_a_vote_that_stands_when_its_rank_fails_keeps_nobody_waiting() -> None:
@@ -499,8 +437,10 @@ def test_a_vote_that_stands_when_its_rank_fails_keeps_nobody_waiting() -> None:
         pending.wait(LONG_S)
 
 
-def test_ranks_may_end_while_a_vote_is_open(job: Job) -> None:
+def test_ranks_may_end_while_a_vote_is_open() -> None:
+    job = Job(3)
     open_vote(job)
+    job.end()
 
 
 class Steps:
