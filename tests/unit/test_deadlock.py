@@ -8,8 +8,8 @@ from mpistrat.core.settings import Settings
 from mpistrat.negotiation.messages import EndReason
 from mpistrat.negotiation.tree import depth_of
 
+from ..support.engines import ByHand, submit_barrier
 from .test_coordinator import ABORT_S, WARNING_S, Job, allreduce, coordinator
-from .test_engine import ByHand, submit_barrier
 
 DEADLOCK_S = 10.0
 A, B = allreduce("a"), allreduce("b")

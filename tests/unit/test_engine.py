@@ -1,6 +1,5 @@
 """The engine: by hand, round by round, and with threads as ranks."""
 
-import contextlib
 import dataclasses
 import dis
 import itertools
@@ -23,7 +22,7 @@ from mpistrat.core import signal_handlers
 from mpistrat.core.arithmetic import Reduction
 from mpistrat.core.errors import EngineError, MismatchError, ShutdownError, StallError
 from mpistrat.core.handle import Handle, drivers
-from mpistrat.core.interfaces import AgreementRound, DataPlane, DeviceExecutor
+from mpistrat.core.interfaces import DataPlane, DeviceExecutor
 from mpistrat.core.request import (
     Average,
     Max,
@@ -31,7 +30,6 @@ from mpistrat.core.request import (
     ScaledOp,
     Sum,
     allreduce_request,
-    barrier_request,
     broadcast_request,
     specs_of,
 )
@@ -41,51 +39,16 @@ from mpistrat.engine.life_cycle import SHUT_DOWN_TEXT
 from mpistrat.engine.queue import TensorQueue
 from tests.support.thread_group import ThreadControl, ThreadData, ThreadGroup
 
-from ..support.engines import make_engine
-
-LONG_S = 30.0  # only a failing test waits for so long
-_votes = True  # whether ranks that are threads can vote
+from ..support import engines as engines_of_tests
+from ..support.engines import LONG_S, ByHand, end_all, make_engine, on_all, run, running, submit, submit_barrier
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["votes", "messages"])
 def _with_votes_and_without(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "_votes", request.param)
-
-
-def ballot_of(group: ThreadGroup, rank: int) -> AgreementRound | None:
-    """How a rank votes, in the tests with votes."""
-    return group.agreement(rank) if _votes and group.size > 1 else None
-
-
-def submit(engine: Engine, name: str, *arrays: np.ndarray, op: ReduceOp = Sum, prescale: float = 1.0,
-           postscale: float = 1.0) -> Handle:
-    """Submit an all-reduce."""
-    return engine.submit(allreduce_request(name, specs_of(arrays), ScaledOp(op, prescale, postscale)), arrays)
-
-
-def submit_barrier(engine: Engine, name: str) -> Handle:
-    """Submit a barrier, which needs no collective on data."""
-    return engine.submit(barrier_request(name), [])
+    monkeypatch.setattr(engines_of_tests, "votes", request.param)
 
 
 # -- by hand ----------------------------------------------------------------------------------------------------------
-
-
-class ByHand:
-    """Engines without threads. Work that moves no data can be driven in one thread, whatever the number of ranks."""
-
-    def __init__(self, size: int, settings: Settings | None = None):
-        group = ThreadGroup(size, timeout_s=0.01)
-        self.now = 0.0
-        self.engines = [make_engine(rank, size, group.control(rank), group.data(rank), settings,
-                               clock=lambda: self.now, agreement=ballot_of(group, rank)) for rank in range(size)]
-
-    def settle(self, now: float | None = None) -> None:
-        """Step all engines until nothing happens any more."""
-        if now is not None:
-            self.now = now
-        while sum(engine.controller.run_cycle() for engine in reversed(self.engines)):
-            pass
 
 
 def test_a_step_says_whether_anything_happened() -> None:
@@ -239,38 +202,6 @@ def test_a_callback_may_submit_the_same_name_again() -> None:
 # -- with threads as ranks --------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def running(size: int, settings: Settings | None = None, planes: Sequence[DataPlane] | None = None,
-            group: ThreadGroup | None = None, start: bool = True) -> Iterator[list[Engine]]:
-    """Engines of that many ranks, each with its thread, which end together."""
-    group = group or ThreadGroup(size, timeout_s=LONG_S)
-    engines = [make_engine(rank, size, group.control(rank), planes[rank] if planes else group.data(rank),
-                      settings, agreement=ballot_of(group, rank)) for rank in range(size)]
-    if start:
-        for engine in engines:
-            engine.start()
-    try:
-        yield engines
-    finally:
-        end_all(engines)
-
-
-def end_all(engines: Sequence[Engine]) -> None:
-    """End engines as their ranks would, all at the same time."""
-    threads = [threading.Thread(target=engine.end, daemon=True) for engine in engines]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG_S)
-    assert not any(thread.is_alive() for thread in threads), "an engine does not end"
-
-
-def on_all(engines: Sequence[Engine], work: Callable[[int, Engine], list]) -> list[list]:
-    """What `work(rank, engine)` returns on every rank, each in a thread of its own, by rank."""
-    with ThreadPoolExecutor(len(engines)) as ranks:
-        return list(ranks.map(work, range(len(engines)), engines))
-
-
 class CountingData(ThreadData):
     """Notes how many elements each all-reduce and broadcast had."""
 
@@ -318,11 +249,6 @@ def test_ranks_may_submit_in_different_orders(size: int) -> None:
 
 
 # -- callers that drive -----------------------------------------------------------------------------------------------
-
-
-def run(engine: Engine, name: str, *arrays: np.ndarray, limit_s: float = LONG_S) -> Handle:
-    """As submit, but waits, and drives the engine if nobody else does."""
-    return engine.run(allreduce_request(name, specs_of(arrays), ScaledOp(Sum)), arrays, limit_s)
 
 
 def test_a_caller_that_waits_needs_no_thread_and_takes_what_was_submitted_before_along() -> None:

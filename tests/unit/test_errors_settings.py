@@ -76,7 +76,8 @@ def test_hosts_are_probed_five_times_within_the_limit_and_no_more_than_once_a_se
     ("GPU_OPERATIONS", ["hierarchical", "mpi"], "one of auto, nccl, staged, host"),  # They were there once.
     ("LOG_LEVEL", ["best"], "one of debug, info, warning, error"),
     *(("DISABLE", [text], "none, or some of fast_path, fixed_input, shadow, small_buckets, stream_order, xla, "
-       f"separated by commas. Unknown: '{word}'") for text, word in (("xla,votes", "votes"), ("none,xla", "none"), ("", "")))])
+       f"separated by commas. Unknown: '{word}'")
+      for text, word in (("xla,votes", "votes"), ("none,xla", "none"), ("", "")))])
 def test_a_value_that_cannot_be_is_an_error_that_says_what_is_expected(name: str, texts: list[str],
                                                                        expected: str) -> None:
     for text in texts:
