@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpistrat.cli.bench import command, measure, output
-from mpistrat.cli.bench.cases import CASES, OPERATIONS, Case
+from mpistrat.cli.bench.cases import CASES, Case
 from mpistrat.cli.bench.measure import Point, repeats_for
 from mpistrat.cli.bench.output import Output, Table
 from mpistrat.cli.bench.plot import binary_text, decimal_text, plot, ratio_text
@@ -33,15 +33,6 @@ def point(**changes: object) -> Point:
 def test_the_cases_have_the_networks_numbers_of_parameters(name: str, tensors: int, parameters: int) -> None:
     assert len(CASES[name].shapes) == tensors
     assert CASES[name].nbytes == 4 * parameters
-
-
-def test_the_names_of_single_arrays_say_their_size() -> None:
-    units = {"KB": 2**10, "MB": 2**20}
-    for operation in OPERATIONS:
-        single = [name for name, case in CASES.items() if len(case.shapes) == 1 and case.operation == operation]
-        sizes = [name.removeprefix(f"{operation}-") for name in single]
-        assert sizes == ["1KB", "64KB", "1MB", "16MB", "64MB"]
-        assert [CASES[name].nbytes for name in single] == [int(size[:-2]) * units[size[-2:]] for size in sizes]
 
 
 @pytest.mark.parametrize(("ranks", "gigabytes_per_second"), [(1, 0), (2, 2), (4, 3), (1000, 3.996)])
