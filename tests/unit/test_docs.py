@@ -73,6 +73,14 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@cache
+def extras() -> dict[str, str]:
+    """What each extra of the package requires."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return dict(config["options.extras_require"])
+
+
 def section(page: Path, mark: str) -> str:
     """What stands between `<!-- mark -->` and `<!-- /mark -->`."""
     text = text_of(page)
@@ -100,15 +108,16 @@ each_page_of_today = pytest.mark.parametrize("page", [page for page in PAGES if 
 
 
 @each_page_of_today
-def test_files_that_are_named_exist(page: Path) -> None:
-    for path in re.findall(r"(?<![\w/.~-])((?:examples|hostfiles|tests|mpistrat|docs)/[\w./-]*\w)", text_of(page)):
+def test_files_modules_settings_and_extras_that_are_named_exist(page: Path) -> None:
+    text = text_of(page)
+    for path in re.findall(r"(?<![\w/.~-])((?:examples|hostfiles|tests|mpistrat|docs)/[\w./-]*\w)", text):
         assert (ROOT / path).exists(), path
-
-
-@each_page_of_today
-def test_modules_in_commands_exist(page: Path) -> None:
-    for module in re.findall(r"python -m ((?:tests|mpistrat)[\w.]*\w)", text_of(page)):
+    for module in re.findall(r"python -m ((?:tests|mpistrat)[\w.]*\w)", text):
         assert importlib.util.find_spec(module), module
+    known = {"MPISTRAT_X", *(name for name, _, _ in Settings.table())}
+    assert set(re.findall(r"\bMPISTRAT_[A-Z_]*[A-Z]\b", text)) <= known
+    groups = re.findall(r"(?:mpistrat|\.|\))\"?\[([a-z,]+)\]", text)
+    assert {extra for group in groups for extra in group.split(",")} <= set(extras())
 
 
 def test_each_example_has_a_row_in_the_table_of_examples() -> None:
@@ -117,12 +126,9 @@ def test_each_example_has_a_row_in_the_table_of_examples() -> None:
         assert f"](../examples/{example.name})" in table
 
 
-def test_the_pictures_of_results_are_those_of_the_tables() -> None:
+def test_the_pictures_of_results_and_of_states_are_those_of_the_tables() -> None:
     for path, draw in runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"].items():
         assert path.read_text() == draw(), "python docs/pictures.py"
-
-
-def test_the_pictures_of_states_are_those_of_the_tables() -> None:
     module = runpy.run_path(str(ROOT / "docs" / "states.py"))
     for name, picture in module["PICTURES"].items():
         assert (module["IMAGES"] / name).read_text() == picture.svg(), "python docs/states.py"
@@ -192,14 +198,6 @@ def test_bash_blocks_have_a_correct_syntax(page: Path) -> None:
             assert command in COMMANDS, f"line {block.line}: mpistrat {command}"
 
 
-@each_page
-def test_the_extras_in_commands_exist(page: Path) -> None:
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    groups = re.findall(r"(?:mpistrat|\.|\))\"?\[([a-z,]+)\]", text_of(page))
-    assert {extra for group in groups for extra in group.split(",")} <= set(config["options.extras_require"])
-
-
 def test_ci_runs_the_command_below_the_test_mark_and_builds_the_pages() -> None:
     after = text_of(README)[text_of(README).index("<!-- test -->"):]
     command = re.search(r"^```bash\n(.*?)^```$", after, re.DOTALL | re.MULTILINE)
@@ -210,8 +208,6 @@ def test_ci_runs_the_command_below_the_test_mark_and_builds_the_pages() -> None:
 
 
 def test_the_extra_for_tensorflow_allows_the_versions_that_were_run() -> None:
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
     low_tf, low_keras, high_tf, high_keras = re.findall(
         r"\| TensorFlow, Keras \| ([\d.]+) with Keras ([\d.]+) to ([\d.]+) with Keras ([\d.]+)", text_of(README))[0]
 
@@ -219,7 +215,7 @@ def test_the_extra_for_tensorflow_allows_the_versions_that_were_run() -> None:
         major, minor = version.split(".")[:2]
         return f"{major}.{int(minor) + 1}"
 
-    assert config["options.extras_require"]["tensorflow"].split() == [
+    assert extras()["tensorflow"].split() == [
         f"tensorflow>={low_tf},<{after(high_tf)}", f"keras>={low_keras},<{after(high_keras)}"]
 
 
@@ -234,13 +230,6 @@ def test_the_settings_table_is_that_of_the_code() -> None:
     rows = [f"| `{name}` | {default} | {doc} |" for name, default, doc in Settings.table()]
     table = section(ROOT / "docs" / "settings.md", "settings")
     assert [line for line in table.splitlines() if line.startswith("| `")] == rows
-
-
-@each_page_of_today
-def test_settings_that_are_named_exist(page: Path) -> None:
-    known = {name for name, _, _ in Settings.table()}
-    named = re.findall(r"\bMPISTRAT_[A-Z_]*[A-Z]\b", text_of(page))
-    assert {name for name in named if name != "MPISTRAT_X"} <= known
 
 
 @cache
@@ -306,6 +295,7 @@ def directives(page: str) -> set[tuple[str, str]]:
 def test_the_api_reference_has_all_public_names(module: str) -> None:
     public, page = importlib.import_module(module), API_PAGES[module]
     own = {name for owner, name in directives(page) if owner == module}
+    assert own <= set(public.__all__), "not public"
     named = set(re.findall(r"`(\w+)`", text_of(ROOT / "docs" / "api" / page)))
     for name in public.__all__:
         assert name in own | named, f"{page} does not have {module}.{name}"
@@ -314,12 +304,6 @@ def test_the_api_reference_has_all_public_names(module: str) -> None:
             value = getattr(public, name)
             assert any((other, name) in directives(API_PAGES[other])
                        and getattr(importlib.import_module(other), name) is value for other in API_PAGES), name
-
-
-@pytest.mark.parametrize("module", API_PAGES)
-def test_the_api_reference_has_nothing_that_is_not_public(module: str) -> None:
-    own = {name for owner, name in directives(API_PAGES[module]) if owner == module}
-    assert own <= set(importlib.import_module(module).__all__)
 
 
 @pytest.mark.parametrize("alias", ["mpistrat.tensorflow.keras", "mpistrat.tensorflow.keras.callbacks"])

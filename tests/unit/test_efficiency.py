@@ -136,7 +136,9 @@ def timer(monkeypatch: pytest.MonkeyPatch, told: list[StepTimes]) -> StepTimer:
     """The timer of this process, for ten steps."""
     pytest.importorskip("tensorflow")
     import mpistrat
+    from mpistrat.tensorflow.bridge._private import AtomicFunction
     mpistrat.init()
+    monkeypatch.setattr(AtomicFunction, "call_flat", AtomicFunction.call_flat)  # It is replaced, and put back.
     made = StepTimer(10, 0)
     monkeypatch.setattr(step_timer, "_timer", made)
     return made
@@ -157,12 +159,8 @@ def tape_step() -> Any:
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
-def test_averagings_are_counted_where_there_is_no_fit(timer: StepTimer, told: list[StepTimes], in_graph: bool,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averagings_are_counted_where_there_is_no_fit(timer: StepTimer, told: list[StepTimes], in_graph: bool) -> None:
     import tensorflow as tf
-
-    from mpistrat.tensorflow.bridge._private import AtomicFunction
-    monkeypatch.setattr(AtomicFunction, "call_flat", AtomicFunction.call_flat)  # It is replaced, and put back.
     step = tf.function(tape_step()) if in_graph else tape_step()
     with pytest.raises(SystemExit):
         for _ in range(20):
@@ -170,12 +168,8 @@ def test_averagings_are_counted_where_there_is_no_fit(timer: StepTimer, told: li
     assert [(each.steps, each.rows, each.is_global) for each in told] == [(8, None, False)]
 
 
-def test_a_loop_inside_of_a_graph_ends_when_the_graph_does(timer: StepTimer, told: list[StepTimes],
-                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_inside_of_a_graph_ends_when_the_graph_does(timer: StepTimer, told: list[StepTimes]) -> None:
     import tensorflow as tf
-
-    from mpistrat.tensorflow.bridge._private import AtomicFunction
-    monkeypatch.setattr(AtomicFunction, "call_flat", AtomicFunction.call_flat)
     step = tape_step()
 
     @tf.function

@@ -404,11 +404,6 @@ def test_a_vote_that_stands_when_its_rank_fails_keeps_nobody_waiting() -> None:
             pending.wait(LONG_S)
 
 
-def test_ranks_may_end_while_a_vote_is_open() -> None:
-    with running(3) as engines:
-        open_vote(engines)
-
-
 class Steps(ByHand):
     """Engines without a thread, which run cycles when `step` is called."""
 
