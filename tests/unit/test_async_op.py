@@ -29,7 +29,6 @@ from tests.support.jobs import wait_until  # noqa: E402
 
 
 def memory(address: int, nbytes: int) -> np.ndarray:
-    """The bytes at an address of the host."""
     held: Any = (ctypes.c_char * nbytes).from_address(address)
     return np.frombuffer(held, np.uint8)
 
@@ -432,21 +431,6 @@ def test_eager_and_graph_are_one_operation(device: Any) -> None:
     assert kinds.count("MpistratAsyncCollective") == 1 and not {"PyFunc", "EagerPyFunc"} & set(kinds)
 
 
-def test_branches_and_loops(device: Any) -> None:
-    @tf.function
-    def step(tensor: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-        for i in tf.range(count):
-            if i % 2 == 0:
-                tensor = hvd.allreduce(tensor, op=hvd.Sum, name="even", prescale_factor=2.0)
-            else:
-                tensor = hvd.allgather(tensor, name="odd") + 1.0
-            tensor = tf.ensure_shape(tensor, [2])
-        return tensor
-
-    for count, expected in ((0, 1), (1, 2), (2, 3), (3, 6), (4, 7)):
-        assert step(tf.ones([2]), tf.constant(count)).numpy().tolist() == [expected] * 2
-
-
 def test_the_buckets_of_a_list_are_waited_for_together(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "GPU_BUCKET_BYTES", 64)
     step = tf.function(lambda tensor: hvd.grouped_allreduce([tensor + i for i in range(5)], op=hvd.Sum, name="list"))
@@ -500,8 +484,7 @@ def test_an_eager_error_is_that_of_the_collective_and_later_calls_work(device: A
     assert hvd.allreduce(tf.ones([2]), op=hvd.Sum).numpy().tolist() == [1, 1]
 
 
-def test_after_an_eager_call_that_ctrl_c_has_ended_others_work(
-        device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_eager_call_that_ctrl_c_has_ended_others_work(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(handle: Handle, timeout_s: float | None = None) -> None:
         raise KeyboardInterrupt
 
@@ -513,8 +496,7 @@ def test_after_an_eager_call_that_ctrl_c_has_ended_others_work(
     assert hvd.allreduce(tf.ones([2]), op=hvd.Sum).numpy().tolist() == [1, 1]
 
 
-def test_a_runtime_that_has_ended_keeps_no_gpu(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-
+def test_a_runtime_that_has_ended_keeps_no_gpu(device: Any) -> None:
     def train() -> "weakref.ref[Any]":
         hvd.allreduce(tf.ones([2]))
         spec = ReduceSpec("a", ScaledOp(hvd.Sum), observer=lambda *of: True)

@@ -40,22 +40,14 @@ def test_a_list_is_as_linux_writes_it() -> None:
     assert parse_list("\n") == set()
 
 
-def test_threads_of_a_core_stay_together_and_a_rank_in_a_socket(system: Path) -> None:
+@pytest.mark.parametrize(("cpus", "size", "expected"), [
+    (range(16), 2, [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]),
+    (range(16), 3, [{0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}]),  # All have as many, and the rest stays free.
+    ([1, 2, 5, 6], 2, [{1, 2}, {5, 6}]), ([0, 8, 1], 3, [None] * 3)])
+def test_threads_of_a_core_stay_together_and_a_rank_in_a_socket(cpus: Sequence[int], size: int, expected: list,
+                                                                system: Path) -> None:
     assert physical_cores(range(16), system) == [{cpu, cpu + 8} for cpu in range(8)]
-    assert shares(range(16), 2, system) == [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]
-    assert shares(range(16), 4, system)[1] == {2, 3, 10, 11}
-
-
-def test_all_ranks_have_as_many_cores_and_the_rest_stays_free(system: Path) -> None:
-    assert shares(range(16), 3, system) == [{0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}]
-
-
-def test_only_the_cpus_of_the_job_are_shared(system: Path) -> None:
-    assert shares([1, 2, 5, 6], 2, system) == [{1, 2}, {5, 6}]
-
-
-def test_fewer_cores_than_ranks_are_not_shared(system: Path) -> None:
-    assert shares([0, 8, 1], 3, system) == [None] * 3
+    assert shares(cpus, size, system) == expected
 
 
 def test_without_a_topology_each_cpu_is_a_core(tmp_path: Path) -> None:

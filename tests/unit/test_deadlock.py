@@ -59,8 +59,7 @@ def test_one_rank_that_waits_for_nothing_is_enough_for_no_deadlock(size: int, od
     for now in (0.0, 10.0, 20.0):
         job.settle(now)
     assert not job.is_deadlock(59.0)
-    job.submit(free, allreduce("c"))
-    job.settle(30.0)
+    job.submit(free, allreduce("c")).settle(30.0)
     job.settle(40.0)
     job.settle(50.0)
     assert job.is_deadlock(job.latest_s)
@@ -79,8 +78,7 @@ def test_a_rank_that_has_joined_waits() -> None:
     job = QuietJob(3)
     job.submit(2, join_request())
     job.submit(0, A)
-    job.submit(1, B)
-    job.settle()
+    job.submit(1, B).settle()
     assert job.is_deadlock(job.latest_s)
 
 

@@ -191,41 +191,26 @@ def test_a_file_and_its_directory_are_this_users_alone(tmp_path: Path) -> None:
     assert_is_value(load(str(tmp_path / "link" / "commit")))
 
 
-def others_can_write_to_the_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.parent.chmod(0o1777)
+FOREIGN: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "others can write to the directory": lambda path, patch: path.parent.chmod(0o1777),
+    "others can write to the file": lambda path, patch: path.chmod(0o622),
+    "it is a link to a file": lambda path, patch: path.symlink_to(path.rename(path.with_name("elsewhere"))),
+    "another user owns it": lambda path, patch: patch.setattr(
+        os, "fstat", lambda file, found=os.fstat: SimpleNamespace(st_uid=found(file).st_uid + 1, st_mode=0o100600)),
+    "another user owns the directory": lambda path, patch: patch.setattr(
+        os, "geteuid", lambda found=os.geteuid: found() + 1)}
 
 
-def others_can_write_to_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.chmod(0o622)
-
-
-def it_is_a_link_to_a_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to(path.with_name("elsewhere"))
-
-
-def another_user_owns_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = os.fstat
-    monkeypatch.setattr(os, "fstat", lambda file: SimpleNamespace(st_uid=found(file).st_uid + 1, st_mode=0o100600))
-
-
-def another_user_owns_the_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: found + 1)
-
-
-@pytest.mark.parametrize("prepare", [
-    others_can_write_to_the_directory, others_can_write_to_the_file, it_is_a_link_to_a_file, another_user_owns_it,
-    another_user_owns_the_directory])
-def test_a_file_that_another_user_may_have_written_is_not_read(
-        prepare: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", FOREIGN)
+def test_a_file_that_another_user_may_have_written_is_not_read(way: str, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "saved" / "commit"
     save(Packed(Own(1)), str(path))
     monkeypatch.setattr("mpistrat.elastic.commits.read", lambda _: pytest.fail("it was read"))
-    prepare(path, monkeypatch)
+    FOREIGN[way](path, monkeypatch)
     with pytest.raises(OSError, match=r"belongs to user \d+|is open to others \(mode 1?\d{3}\)|Too many levels"):
         load(str(path))
-    if "directory" in prepare.__name__:
+    if "directory" in way:
         with pytest.raises(PermissionError):
             save(Packed(Own(1)), str(path))
 

@@ -204,31 +204,22 @@ def test_without_a_frame_of_the_user_there_are_those_of_the_library(tmp_path: Pa
     assert raised(library, "import json; json.loads('x')").frames.count("File ") == 3
 
 
-def test_what_an_exception_was_raised_from_is_named(tmp_path: Path) -> None:
-    text = raised(tmp_path / "train.py", """
+@pytest.mark.parametrize(("last", "lines"), [
+    ("except ValueError:\n    open('/no/file')", [
+        "FileNotFoundError: [Errno 2] No such file or directory: '/no/file'", "(raised while handling ValueError: one)",
+        "(caused by KeyError: 'name')"]),
+    ("except ValueError as error:\n    raise RuntimeError('one\\ntwo') from error",  # Its cause has the same text.
+     ["RuntimeError: one", "two", "(caused by KeyError: 'name')"])])
+def test_what_an_exception_was_raised_from_is_named(last: str, lines: list[str], tmp_path: Path) -> None:
+    text = raised(tmp_path / "train.py", f"""
 try:
     try:
-        {}["name"]
+        {{}}["name"]
     except KeyError as error:
         raise ValueError("one\\ntwo") from error
-except ValueError:
-    open("/no/file")
+{last}
 """)
-    assert text.message.splitlines() == ["FileNotFoundError: [Errno 2] No such file or directory: '/no/file'",
-                                         "(raised while handling ValueError: one)", "(caused by KeyError: 'name')"]
-
-
-def test_a_cause_with_the_same_text_is_left_out(tmp_path: Path) -> None:
-    text = raised(tmp_path / "train.py", """
-try:
-    try:
-        {}["name"]
-    except KeyError as error:
-        raise ValueError("one") from error
-except ValueError as error:
-    raise RuntimeError("one") from error
-""")
-    assert text.message.splitlines() == ["RuntimeError: one", "(caused by KeyError: 'name')"]
+    assert text.message.splitlines() == lines
 
 
 def test_an_error_in_the_syntax_is_shown_as_python_does(tmp_path: Path) -> None:

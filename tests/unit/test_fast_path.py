@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -298,8 +298,7 @@ def sharing_memory(size: int, start: bool = True) -> Iterator[list[Engine]]:
         yield engines
 
 
-@pytest.mark.parametrize("engines_of", [running, sharing_memory])
-def test_ranks_may_wait_in_another_order_in_other_threads(engines_of: Callable) -> None:
+def test_ranks_may_wait_in_another_order_in_other_threads() -> None:
     def work(rank: int, engine: Engine) -> list[list[float]]:
         def one(thread: int) -> list[float]:
             chance, results = random.Random(f"{rank} {thread}"), []
@@ -314,7 +313,7 @@ def test_ranks_may_wait_in_another_order_in_other_threads(engines_of: Callable) 
         with ThreadPoolExecutor(3) as threads:
             return list(threads.map(one, range(3)))
 
-    with engines_of(3) as engines:
+    with sharing_memory(3) as engines:
         assert on_all(engines, work) == [[[3.0 * (i + thread) for i in range(40)] for thread in range(3)]] * 3
 
 
@@ -408,7 +407,6 @@ class Steps(ByHand):
     """Engines without a thread, which run cycles when `step` is called."""
 
     def put(self, rank: int, name: str, is_awaited: bool) -> Handle:
-        """Submit a barrier."""
         handle = Handle(name)
         self.controllers[rank].queue.put(Entry(barrier_request(name), [], handle, is_awaited))
         return handle
@@ -420,11 +418,9 @@ class Steps(ByHand):
                 self.controllers[rank].run_cycle()
 
     def is_open(self) -> list[bool]:
-        """Whether each rank thinks that a vote is open."""
         return [c._fast_path.is_open for c in self.controllers]
 
     def open_vote(self) -> None:
-        """As the function."""
         for rank in range(len(self.controllers)):
             self.put(rank, "first", is_awaited=True)
         self.step()
