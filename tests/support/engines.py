@@ -61,12 +61,12 @@ class ByHand:
                                     clock=lambda: self.now, agreement=ballot_of(group, rank)) for rank in range(size)]
         self.controllers = [engine.controller for engine in self.engines]
 
-    def settle(self, now: float | None = None) -> None:
-        """Step all engines until nothing happens any more."""
-        if now is not None:
+    def settle(self, *times: float) -> None:
+        """At each of these times, or now, step all engines until nothing happens any more."""
+        for now in times or (self.now,):
             self.now = now
-        while sum(engine.controller.run_cycle() for engine in reversed(self.engines)):
-            pass
+            while sum(controller.run_cycle() for controller in reversed(self.controllers)):
+                pass
 
 
 @contextlib.contextmanager

@@ -83,12 +83,12 @@ class Job:
             self._follow(rank, decided)
         return bool(messages or announcement or decided)
 
-    def settle(self, now: float | None = None) -> None:
-        """Let all ranks act, far ones first, until nothing moves any more."""
-        if now is not None:
+    def settle(self, *times: float) -> None:
+        """At each of these times, or now, let all ranks act, far ones first, until nothing moves any more."""
+        for now in times or (self.now,):
             self.now = now
-        while sum(self.turn(rank) for rank in reversed(range(self.size))):
-            pass
+            while sum(self.turn(rank) for rank in reversed(range(self.size))):
+                pass
 
     def forget_messages(self) -> None:
         self.announcements.clear()
@@ -272,7 +272,7 @@ def test_a_rank_waits_for_its_whole_subtree_before_it_announces() -> None:
 def test_when_nothing_happens_nothing_is_sent() -> None:
     job = repeated_step(18, ["a"])
     job.forget_messages()
-    job.settle(now=10_000.0)
+    job.settle(10_000.0)
     assert not job.announcements
     assert not job.decisions
 
@@ -389,8 +389,7 @@ def test_a_stall_names_what_the_missing_rank_waits_for_instead(size: int) -> Non
     job = Job(size)
     job.submit_all(allreduce("a"), but=[missing])
     job.submit(missing, allreduce("b"))
-    for now in (0, 31, 62, 93):
-        job.settle(now)
+    job.settle(0, 31, 62, 93)
     text = job.nodes[0].stalls.report(job.now)
     assert f"have waited 93 s for ranks [{missing}], which wait for b instead." in text
     assert job.nodes[0].stalls.stalled(job.now, WARNING_S)["a"] == [missing]
@@ -507,8 +506,7 @@ def test_a_stall_ends_all_engines_in_the_end(size: int) -> None:
 def test_the_end_by_a_stall_names_also_what_the_missing_ranks_began_to_wait_for_later() -> None:
     job = Job(2)
     job.submit(0, allreduce("lonely")).settle(0.0)
-    job.submit(1, allreduce("another")).settle(5.0)
-    job.settle(601.0)
+    job.submit(1, allreduce("another")).settle(5.0, 601.0)
     _, text = job.end()
     assert "lonely: ranks [0] have waited 601 s for ranks [1], which wait for another instead." in text
     assert "another: ranks [1] have waited 596 s for ranks [0], which wait for lonely instead." in text
@@ -518,8 +516,7 @@ def test_a_stall_deep_in_the_tree_ends_all_engines_too() -> None:
     # Only one rank has submitted, so what rank 0 knows comes through the ranks between.
     job = Job(300)
     job.submit(290, allreduce("a"))
-    for now in range(0, 800, 10):
-        job.settle(now)
+    job.settle(*range(0, 800, 10))
     assert job.end()[0] is EndReason.STALL
     assert "a: ranks [290] have waited" in job.end()[1]
     assert "for ranks [0-289, 291-299]" in job.end()[1]
@@ -528,8 +525,7 @@ def test_a_stall_deep_in_the_tree_ends_all_engines_too() -> None:
 def test_without_a_warning_time_nothing_is_reported_or_told() -> None:
     job = Job(18, warning_s=None, abort_s=None)
     job.submit(17, allreduce("a"))
-    for now in (0.0, 1e3, 1e6):
-        job.settle(now)
+    job.settle(0.0, 1e3, 1e6)
     assert job.nodes[0].stalls.report(1e6) is None
     assert job.nodes[0].stalls.stalled(1e6, 60.0) == {}
     assert [rank for rank, _, _ in job.announcements] == [17]
@@ -625,11 +621,9 @@ def partial(job: Job) -> list[tuple[int, tuple[int, ...]]]:
 
 def test_an_inner_rank_tells_of_incomplete_work_when_it_is_old_and_again_only_when_there_is_news() -> None:
     job = Job(40)
-    job.submit_all(allreduce("a"), but=[20, 21]).settle(0.0)
-    job.settle(29.0)
+    job.submit_all(allreduce("a"), but=[20, 21]).settle(0.0, 29.0)
     assert partial(job) == []
-    for now in (31.0, 32.0, 33.0):
-        job.settle(now)
+    job.settle(31.0, 32.0, 33.0)
     told = (1, 17, 18, 19, *range(22, 33))
     assert partial(job) == [(1, told)]
     job.submit(21, allreduce("a")).settle(34.0)
@@ -641,8 +635,7 @@ def test_work_that_was_told_of_in_part_is_executed_once_when_complete(size: int)
     job = Job(size)
     late = [size - 1, 17]
     job.submit_all(allreduce("a", 3), but=late)
-    for now in (0.0, 31.0, 62.0, 93.0):
-        job.settle(now)
+    job.settle(0.0, 31.0, 62.0, 93.0)
     for rank in set(late):
         job.submit(rank, allreduce("a", 3)).settle(94.0)
     assert job.agreed == ["a"]
@@ -653,8 +646,7 @@ def test_a_mismatch_that_was_told_of_in_part_is_found_when_complete() -> None:
     job = Job(40)
     job.submit_all(allreduce("a", 3), but=[20, 21])
     job.submit(20, allreduce("a", 4))
-    for now in (0.0, 31.0):
-        job.settle(now)
+    job.settle(0.0, 31.0)
     assert job.mismatches == []
     job.submit(21, allreduce("a", 3)).settle(32.0)
     assert job.mismatches == [("a", "a: the ranks disagree on shape: (3,) on ranks [0-19, 21-39]; (4,) on ranks [20].")]

@@ -35,8 +35,7 @@ def test_ranks_that_all_wait_for_each_other_end(size: int) -> None:
     job = QuietJob(size)
     job.submit_all(A, but=[size - 1])
     job.submit(size - 1, B)
-    for now in (0.0, 2.5, 5.0, 7.5):  # These requests reach rank 0.
-        job.settle(now)
+    job.settle(0.0, 2.5, 5.0, 7.5)  # These requests reach rank 0.
     assert not job.is_deadlock(job.latest_s - 0.1)
     _, decision = job.nodes[0].advance(job.now, job.latest_s)
     assert decision is not None and decision.end is EndReason.DEADLOCK
@@ -56,12 +55,9 @@ def test_one_rank_that_waits_for_nothing_is_enough_for_no_deadlock(size: int, od
     job.submit_all(A, but={odd, free})
     if odd != free:
         job.submit(odd, B)
-    for now in (0.0, 10.0, 20.0):
-        job.settle(now)
+    job.settle(0.0, 10.0, 20.0)
     assert not job.is_deadlock(59.0)
-    job.submit(free, allreduce("c")).settle(30.0)
-    job.settle(40.0)
-    job.settle(50.0)
+    job.submit(free, allreduce("c")).settle(30.0, 40.0, 50.0)
     assert job.is_deadlock(job.latest_s)
 
 
@@ -116,8 +112,7 @@ def test_what_any_rank_submits_begins_the_time_anew() -> None:
     submit_barrier(job.engines[1], "another")
     job.settle(4.0)
     submit_barrier(job.engines[0], "one more")
-    job.settle(4.5)
-    job.settle(9.4)
+    job.settle(4.5, 9.4)
     assert not any(handle.is_done for handle in handles)
     job.settle(9.5)
     assert all(handle.is_done for handle in handles)
