@@ -4,6 +4,8 @@ import dataclasses
 import random
 from collections import Counter, deque
 from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
 
 import pytest
 
@@ -257,7 +259,57 @@ def test_a_number_is_no_way_around_the_comparison() -> None:
     assert job.agreed == ["a"] * 5
 
 
-# -- the cost of a repeated step --------------------------------------------------------------------------------------
+# -- what a step costs each rank, in messages and bytes ---------------------------------------------------------------
+
+LARGE = [256, 1024, *(pytest.param(size, marks=pytest.mark.nightly) for size in (4096, 16_384))]
+TENSORS = 2  # as many buckets
+
+
+class Cost(NamedTuple):
+    """The most that any rank sends in a step towards rank 0 and receives from below, and the bytes of the decisions."""
+
+    sent: int
+    sent_bytes: int
+    received: int
+    rank_lists: int
+    decision_bytes: tuple[int, ...]
+
+
+@cache
+def costs(size: int) -> list[Cost]:
+    """The cost of each of four steps of the same tensors."""
+    job = Job(size)
+    requests = [allreduce(f"gradient.{i}", 3) for i in range(TENSORS)]
+    steps = []
+    for _ in range(4):
+        job.forget_messages()
+        job.submit_all(*requests)
+        job.settle()
+        sent = Counter(rank for rank, _, _ in job.announcements)
+        received = Counter(job.nodes[rank].parent for rank, _, _ in job.announcements)
+        lists = sum(ranks is not None for _, message, _ in job.announcements for _, ranks in message.requests)
+        steps.append(Cost(max(sent.values()), max(nbytes for _, _, nbytes in job.announcements), max(received.values()),
+                          lists, tuple(nbytes for _, nbytes in job.decisions)))
+    return steps
+
+
+@pytest.mark.parametrize("size", LARGE)
+def test_a_first_negotiation_costs_a_rank_one_message_and_no_list_of_ranks(size: int) -> None:
+    first = costs(size)[0]
+    assert (first.sent, first.received, first.rank_lists) == (1, FAN_OUT, 0)
+    assert first.sent_bytes < 100 + 100 * TENSORS
+
+
+@pytest.mark.parametrize("size", LARGE)
+def test_a_step_seen_before_costs_a_rank_one_number_for_each_tensor(size: int) -> None:
+    for step in costs(size)[2:]:
+        assert step == Cost(sent=1, sent_bytes=8 + 8 * TENSORS, received=FAN_OUT, rank_lists=0,
+                            decision_bytes=(8 + 8 * TENSORS,))
+
+
+@pytest.mark.parametrize("size", LARGE[1:])
+def test_no_rank_does_more_for_a_job_of_more_ranks(size: int) -> None:
+    assert costs(256) == costs(size)
 
 
 def test_a_rank_waits_for_its_whole_subtree_before_it_announces() -> None:
@@ -572,12 +624,11 @@ def test_a_rank_that_has_not_looked_for_long_reads_its_messages_before_it_blames
     node.check(1e6 + 3.9)
     with pytest.raises(StallError, match="a: rank"):
         node.check(1e6 + 4.0)
-
-
-def test_without_a_limit_rank_0_may_take_any_time() -> None:
-    node = coordinator(1, 2, WARNING_S, None)
-    node.submit(allreduce("a"), 0.0)
-    node.check(1e9)
+    patient = coordinator(1, 2, WARNING_S, None)
+    patient.submit(allreduce("a"), 0.0)
+    patient.check(1.0)
+    patient.check(1e6)
+    patient.check(1e6 + 4.0)
 
 
 @pytest.mark.parametrize("present, is_named", [((0, 1), True), ((0, 2), False)])

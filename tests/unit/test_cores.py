@@ -77,8 +77,6 @@ def test_mpirun_says_the_place_among_the_ranks_of_the_host() -> None:
     assert local_rank({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}) is None
 
 
-# -- init() -----------------------------------------------------------------------------------------------------------
-
 TWO = Topology(1, ("a", "a", "b"))
 
 

@@ -89,9 +89,6 @@ def test_a_rank_that_has_ended_while_others_wait_for_each_other() -> None:
     assert job.is_deadlock(job.latest_s)
 
 
-# -- with engines -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("settings", "is_found"), [
     (Settings(deadlock_s=5.0), True), (Settings(deadlock_s=0.0), False),
     (Settings(deadlock_s=5.0, stall_check_disable=True), False)])

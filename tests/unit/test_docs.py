@@ -12,7 +12,6 @@ import xml.etree.ElementTree
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -40,24 +39,15 @@ def titled(page: Path) -> str:
 each_page = pytest.mark.parametrize("page", PAGES, ids=titled)
 
 
-class Block(NamedTuple):
-    """A code block: its language, its text, and the line that it begins in."""
-
-    language: str
-    text: str
-    line: int
-
-
 @cache
 def text_of(page: Path) -> str:
     return page.read_text()
 
 
-def blocks(page: Path, language: str) -> list[Block]:
-    """The code blocks of one language."""
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """The code blocks of one language: the line that each begins in, and its text."""
     text = text_of(page)
-    found = FENCED.finditer(text)
-    return [Block(block[2], textwrap.dedent(block[3]), text.count("\n", 0, block.start()) + 2) for block in found
+    return [(text.count("\n", 0, block.start()) + 2, textwrap.dedent(block[3])) for block in FENCED.finditer(text)
             if block[2] == language]
 
 
@@ -166,17 +156,17 @@ def names_of_mpistrat(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 @each_page
 def test_python_blocks_compile_and_name_what_exists(page: Path) -> None:
-    for block in blocks(page, "python"):
-        compile(block.text, f"{titled(page)}:{block.line}", "exec")
-        for module, attributes in names_of_mpistrat(ast.parse(block.text)):
+    for line, text in blocks(page, "python"):
+        compile(text, f"{titled(page)}:{line}", "exec")
+        for module, attributes in names_of_mpistrat(ast.parse(text)):
             found = importlib.import_module(module)
             for attribute in attributes.split(".") if attributes else ():
-                assert hasattr(found, attribute), f"line {block.line}: {module}.{attributes}"
+                assert hasattr(found, attribute), f"line {line}: {module}.{attributes}"
                 found = getattr(found, attribute)
 
 
 def test_the_readme_has_a_whole_script_for_each_front_door() -> None:
-    scripts = [block.text for block in blocks(README, "python")]
+    scripts = [text for _, text in blocks(README, "python")]
     assert [text for text in scripts if "DistributedOptimizer(" in text and "hvd.init()" in text and ".fit(" in text]
     assert [text for text in scripts if "MPIStrategy()" in text and "strategy.scope()" in text and ".fit(" in text]
     for text in scripts:
@@ -191,11 +181,11 @@ def test_the_readme_has_a_whole_script_for_each_front_door() -> None:
 
 @each_page
 def test_bash_blocks_have_a_correct_syntax(page: Path) -> None:
-    for block in blocks(page, "bash"):
-        checked = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True, check=False)
-        assert checked.returncode == 0, f"line {block.line}: {checked.stderr}"
-        for command in re.findall(r"(?:^|[/ ])mpistrat ([a-z-]+)", block.text, re.MULTILINE):
-            assert command in COMMANDS, f"line {block.line}: mpistrat {command}"
+    for line, text in blocks(page, "bash"):
+        checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+        assert checked.returncode == 0, f"line {line}: {checked.stderr}"
+        for command in re.findall(r"(?:^|[/ ])mpistrat ([a-z-]+)", text, re.MULTILINE):
+            assert command in COMMANDS, f"line {line}: mpistrat {command}"
 
 
 def test_ci_runs_the_command_below_the_test_mark_and_builds_the_pages() -> None:

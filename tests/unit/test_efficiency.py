@@ -128,9 +128,6 @@ def test_busy_cores_are_told_before_the_jobs(capsys: Any, monkeypatch: pytest.Mo
             ) == is_told
 
 
-# -- the ways to train, in this process --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def timer(monkeypatch: pytest.MonkeyPatch, told: list[StepTimes]) -> StepTimer:
     """The timer of this process, for ten steps."""

@@ -38,7 +38,7 @@ from mpistrat.engine.queue import TensorQueue
 from tests.support.thread_group import ThreadControl, ThreadData, ThreadGroup
 
 from ..support import engines as engines_of_tests
-from ..support.engines import LONG_S, ByHand, end_all, make_engine, on_all, run, running, submit, submit_barrier
+from ..support.engines import LONG_S, ByHand, make_engine, on_all, run, running, submit, submit_barrier
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["votes", "messages"])
@@ -456,12 +456,6 @@ def test_after_the_end_the_threads_are_gone_and_work_is_refused(size: int) -> No
         with pytest.raises(ShutdownError) as caught:
             submit(engine, "b", np.ones(1))
         assert str(caught.value) == SHUT_DOWN_TEXT
-
-
-def test_an_engine_may_be_ended_twice() -> None:
-    with running(2) as engines:
-        end_all(engines)
-    assert all(engine.controller.life.error is None for engine in engines)
 
 
 def test_a_rank_that_ends_early_fails_what_others_wait_for() -> None:

@@ -10,8 +10,6 @@ from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.memory import ALIGNMENT, FusionBuffer
 from mpistrat.core.request import ReduceOp, Request, ScaledOp, Sum, allreduce_request, specs_of
 
-# -- buckets ----------------------------------------------------------------------------------------------------------
-
 
 def test_gradients_are_grouped_from_the_last_on_and_a_large_one_is_alone() -> None:
     assert buckets_from_last([4, 4, 9, 1, 1], limit=8) == [[4, 3], [2], [1, 0]]
@@ -52,9 +50,6 @@ def test_any_plan_covers_all_members_once_within_key_and_limit(seed: int) -> Non
         assert len(bucket) == 1 or sum(members[index][1] for index in bucket) <= limit
 
 
-# -- buffers ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_buffer_is_the_same_memory_until_it_must_grow() -> None:
     buffer = FusionBuffer()
     first = buffer.view(100, np.dtype(np.float32))
@@ -70,9 +65,6 @@ def test_a_buffer_is_aligned(elements: int) -> None:
     view = FusionBuffer().view(elements, np.dtype(np.float64))
     assert view.shape == (elements,)
     assert not elements or view.ctypes.data % ALIGNMENT == 0
-
-
-# -- BucketPlans: what is reduced as one, and how ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("op", "reduced_by", "divisor"), [(ReduceOp.AVERAGE, ReduceOp.SUM, 4),
