@@ -77,8 +77,7 @@ def test_what_a_program_finds_by_the_names_of_horovod() -> None:
 
 
 @pytest.mark.parametrize("keras_2", [False, True])
-def test_errors_of_old_words_name_the_option_that_is_for_them_unless_it_is_given(
-        keras_2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_old_words_name_the_option_unless_it_is_given(keras_2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(error_text, "ADVICE", dict(error_text.ADVICE))
     monkeypatch.delenv(RUN_KERAS_2, raising=False)

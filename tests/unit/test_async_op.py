@@ -99,8 +99,7 @@ def invoke(address: int) -> None:
     done._Invoker(done._Function.from_address(address).invoker)(address)
 
 
-def test_a_function_that_tensorflow_deletes_stays_where_it_is(library: Callable,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_tensorflow_deletes_is_left(library: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     free = ctypes.CDLL(None).free
     free.argtypes = (ctypes.c_void_p,)
     ran: list[int] = []
@@ -121,8 +120,7 @@ def test_a_function_that_tensorflow_deletes_stays_where_it_is(library: Callable,
 
 @pytest.mark.parametrize("run", [lambda address: None, lambda address: [invoke(address), invoke(address)]],
                          ids=["calls nothing", "calls it twice"])
-def test_a_function_of_another_kind_is_found_before_it_is_used(run: Any, library: Callable,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_another_kind_is_not_used(run: Any, library: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     library(run)
     assert done.is_deleted_by_tensorflow() is None
     monkeypatch.setattr(kernel, "is_deleted_by_tensorflow", done.is_deleted_by_tensorflow)

@@ -54,8 +54,7 @@ def test_the_table_is_aligned_with_rows_that_come_one_by_one() -> None:
     assert rows[2].split()[-2:] == ["5.0x", "slower"]
 
 
-def test_busy_cores_are_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch,
-                                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_busy_cores_are_told_at_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 1000.0, 0.0))
     monkeypatch.setattr(command, "measure", lambda *of: pytest.fail("it was measured"))
     with pytest.raises(MpistratError):
@@ -129,8 +128,7 @@ def test_the_plot_of_one_rank_has_no_ratio_to_mpi(tmp_path: Path) -> None:
     assert len(axes.lines) == 2
 
 
-def test_a_row_is_printed_before_the_next_case_is_measured(monkeypatch: pytest.MonkeyPatch,
-                                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_is_printed_once_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
 
     def measured(name: str, *rest: object) -> Point:

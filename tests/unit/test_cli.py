@@ -281,8 +281,7 @@ def test_ranks_have_time_after_sigterm_where_mpirun_hands_it_on(supervised, vers
     ({"CUDA_VISIBLE_DEVICES": "0, 5"}, 3, "", 2, "2 ranks, one for each GPU"),
     ({"CUDA_VISIBLE_DEVICES": "-1"}, 3, "", 2, "pair of cores"), ({"CUDA_VISIBLE_DEVICES": ""}, 3, "", 2, "of cores"),
     ({}, 3, "-H a:4,b:2", 6, "as many as the hosts have slots")])
-def test_the_number_of_ranks_may_be_left_to_the_machine(fake, capsys, monkeypatch, variables, gpus, words, ranks, said
-                                                        ) -> None:
+def test_the_machine_may_choose_how_many_ranks(fake, capsys, monkeypatch, variables, gpus, words, ranks, said) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -118,8 +118,7 @@ def test_options_that_make_no_sense(capsys: Any, words: str, complaint: str) -> 
 
 
 @pytest.mark.parametrize(("load", "is_told"), [(0.5, False), (1e6, True)])
-def test_busy_cores_are_told_before_the_jobs(capsys: Any, monkeypatch: pytest.MonkeyPatch, load: float,
-                                             is_told: bool) -> None:
+def test_busy_cores_are_told_at_first(capsys: Any, monkeypatch: pytest.MonkeyPatch, load: float, is_told: bool) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, load, 0.0))
     options = argparse.Namespace(efficiency=9, np=2)
     monkeypatch.setattr("mpistrat.cli.elastic.is_asked_for", lambda _: False)

@@ -276,7 +276,7 @@ def fault(world: World, kind: str) -> None:
 @settings(max_examples=150, deadline=None)
 @given(count=st.integers(1, 8), slots=st.integers(1, 8), seed=st.integers(0, 10**6),
        faults=st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 30)), max_size=25))
-def test_every_job_ends_and_never_do_two_generations_commit(count: int, slots: int, seed: int,
+def test_every_job_ends_and_generations_commit_in_turn(count: int, slots: int, seed: int,
                                                             faults: list[tuple[str, int]]) -> None:
     limits = Limits(min_np=1, max_np=count * slots, timeout_s=60.0, cooldown_s=(5.0, 20.0))
     world = World(limits, {f"node{i}": SimulatedHost(f"node{i}") for i in range(count)}, slots, seed)
@@ -433,7 +433,7 @@ def test_after_sigterm_a_rank_that_fails_gives_the_exit_code_and_a_job_that_save
                                    "it waits for hosts"])
 @pytest.mark.parametrize(("name", "code", "is_urgent", "wanted"), [
     ("SIGTERM", 143, False, PREEMPTED_CODE), ("SIGTERM", 143, True, 143), ("SIGINT", 130, True, 130)])
-def test_the_exit_code_after_a_signal_is_the_same_in_all_phases(phase: str, name: str, code: int, is_urgent: bool,
+def test_a_signal_has_one_exit_code_in_all_phases(phase: str, name: str, code: int, is_urgent: bool,
                                                                 wanted: int) -> None:
     job = running(Limits(max_np=4))
     if phase == "no rank is there yet":
@@ -806,8 +806,7 @@ def vain_starts(job: Plan, until: float, now: float = 10.0, seconds: float = 3.0
 
 @pytest.mark.parametrize("own", ["a", "login"])
 @pytest.mark.parametrize("cooldown_s", [(10.0, 20.0), (30.0, 600.0)])
-def test_a_healthy_generation_is_not_ended_for_a_host_that_does_not_answer(cooldown_s: tuple[float, float],
-                                                                           own: str) -> None:
+def test_a_healthy_generation_goes_on_without_a_host_that_is_silent(cooldown_s: tuple[float, float], own: str) -> None:
     job = after_a_cut(Limits(max_np=4, cooldown_s=cooldown_s), kept="a", own=own)
     assert job.tick(10.5) == [Start(2, 2, (("a", 2),))]
     connect(job, 2, "aa")
@@ -826,8 +825,7 @@ def test_a_healthy_generation_is_not_ended_for_a_host_that_does_not_answer(coold
 
 @pytest.mark.parametrize(("kept", "min_np"), [("", 1), ("a", 4)])
 @pytest.mark.parametrize("seconds", [1.0, 30.0])
-def test_starts_that_start_nobody_are_no_failures_and_the_job_waits_for_its_hosts(kept: str, min_np: int,
-                                                                                  seconds: float) -> None:
+def test_starts_that_start_nobody_are_no_failures_and_the_job_waits(kept: str, min_np: int, seconds: float) -> None:
     """No reset, and no generation without a commit, counts; the hosts may be unreachable for long."""
     limits = Limits(min_np=min_np, max_np=4, resets=1)
     begun, done = vain_starts(after_a_cut(limits, kept), 1000.0, seconds=seconds)

@@ -202,8 +202,7 @@ FOREIGN: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
 
 
 @pytest.mark.parametrize("way", FOREIGN)
-def test_a_file_that_another_user_may_have_written_is_not_read(way: str, tmp_path: Path,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_not_read(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "saved" / "commit"
     save(Packed(Own(1)), str(path))
     monkeypatch.setattr("mpistrat.elastic.commits.read", lambda _: pytest.fail("it was read"))
@@ -269,8 +268,7 @@ def rank(keepers: list[LineToKeeper], monkeypatch: pytest.MonkeyPatch) -> Iterat
     found._pending.put(lambda: setattr(found, "_pending", SimpleQueue()))
 
 
-def test_a_commit_is_waited_for_also_when_a_preemption_is_told_as_it_begins(rank: member.Member,
-                                                                             tmp_path: Path) -> None:
+def test_a_commit_is_waited_for_when_a_preemption_is_told_as_it_begins(rank: member.Member, tmp_path: Path) -> None:
     is_told, is_idle = threading.Event(), threading.Event()
 
     class Pending(SimpleQueue[Callable[[], object]]):
@@ -303,8 +301,7 @@ def test_a_commit_that_cannot_be_written_is_an_error_of_the_next_one(rank: membe
     rank.finish()
 
 
-def test_an_answer_after_the_limit_is_not_taken_for_that_to_the_next_question(
-        rank: member.Member, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_answer_is_not_that_to_the_next_question(rank: member.Member, monkeypatch: pytest.MonkeyPatch) -> None:
     questions: list[dict[str, Any]] = []
     line = rank._keeper._line
     answer = line.send
@@ -341,8 +338,7 @@ def test_another_keeper_gets_the_last_commit_from_the_ranks_that_hold_it(
     assert read(memoryview((tmp_path / "other").read_bytes())) == (CommitId(2, 7), {"epoch": 3})
 
 
-def test_another_keeper_is_told_how_a_rank_ends(keepers: list[LineToKeeper], rank: member.Member,
-                                                tmp_path: Path) -> None:
+def test_another_keeper_hears_how_a_rank_ends(keepers: list[LineToKeeper], rank: member.Member, tmp_path: Path) -> None:
     keepers.append(LineToKeeper(tmp_path / "other"))
     keepers[0]._ends_at = "ended"
     rank._say_end()
@@ -394,8 +390,7 @@ def test_a_generation_that_begins_without_the_newest_commit_says_so(
     assert held == ([] if kept is None else [kept])  # A commit of a file has the numbers of another job.
 
 
-def test_a_keeper_that_is_stopped_goes_on_when_a_rank_looks_for_it(tmp_path: Path,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_keeper_goes_on_when_a_rank_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a real process, which listens under the keeper's name."""
     job = ElasticJob(tmp_path.name + str(os.getpid()), "ab" * 32, 1, ("127.0.0.1",), 9)
     listens = ("import socket, sys, threading; from mpistrat.process.line import Listening; s = socket.socket(1); "
@@ -419,8 +414,7 @@ def test_a_keeper_that_is_stopped_goes_on_when_a_rank_looks_for_it(tmp_path: Pat
 # -- orders to end an mpirun ------------------------------------------------------------------------------------------
 
 
-def test_an_order_that_comes_before_the_mpirun_of_a_generation_ends_it_and_not_the_next_one(
-        capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_order_that_comes_before_its_mpirun_ends_it_and_not_the_next(capfd: pytest.CaptureFixture[str]) -> None:
     control = _Control()
     control.generation = 1
     control.stop(1, "SIGINT has arrived")  # Nothing waits for the signal yet.
@@ -431,8 +425,7 @@ def test_an_order_that_comes_before_the_mpirun_of_a_generation_ends_it_and_not_t
     assert launch(LaunchCommand(("true",)), os.environ, interference=control).code == 0
 
 
-def test_an_mpirun_that_is_ended_after_all_ranks_have_ended_well_is_no_failure(
-        capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_mpirun_that_is_ended_after_all_ranks_ended_well_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
     control = _Control()
     control.begin(1)
     control.stop(1, "all ranks have ended", is_done=True)
@@ -455,8 +448,7 @@ sys.exit(main.main(["run", "--elastic", "-np", "2", "true"]))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
-def test_a_signal_before_anything_has_started_ends_the_job_with_the_exit_code_of_later_ones(
-        number: signal.Signals, code: int) -> None:
+def test_a_signal_before_the_start_has_the_exit_code_of_later_ones(number: signal.Signals, code: int) -> None:
     with subprocess.Popen([sys.executable, "-c", EARLY], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
         try:
             assert job.stdout is not None and job.stdout.readline() == b"looks for mpirun\n"
@@ -547,8 +539,7 @@ def test_only_the_generation_that_ends_the_job_leaves_a_timeline(
     assert "generation 2 starts with 2 ranks on localhost:2. It begins anew, since there is no commit." in said[0]
 
 
-def test_a_hostfile_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostfile_is_read_again_but_for_a_bad_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, said = tmp_path / "hosts", []
     monkeypatch.setattr("mpistrat.cli.elastic._say", said.append)
     path.write_text("node1 slots=4\nnode2 slots=2\n")

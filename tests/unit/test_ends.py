@@ -77,8 +77,7 @@ def test_an_error_at_the_prompt_of_interactive_python_does_not_end_the_job() -> 
 @pytest.mark.parametrize(("way", "last"), [
     ("", "\n[mpistrat] rank 1 on there ends the job: ValueError: one\ntwo\n"), ("summary", REPORTED),
     ("traceback", REPORTED)])
-def test_the_whole_message_comes_last_after_the_traceback_which_mpistrat_run_gets_on_request(way: str, last: str
-                                                                                            ) -> None:
+def test_the_whole_message_comes_last_and_mpistrat_run_asks_for_tracebacks(way: str, last: str) -> None:
     done = end("raise ValueError('one\\ntwo')", {RUN_REPORTS: way} if way else None)
     assert done.returncode == 1
     assert done.stderr.endswith(last)

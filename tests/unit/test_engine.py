@@ -387,8 +387,7 @@ def test_a_failure_on_one_rank_reaches_every_handle_on_every_rank(size: int, fai
 
 
 @pytest.mark.parametrize(("size", "failed"), [(2, 0), (3, 1)])
-def test_a_failure_in_the_midst_of_a_collective_leaves_no_handle_behind_and_keeps_what_was_complete(
-        size: int, failed: int) -> None:
+def test_a_failure_in_a_collective_leaves_no_handle_and_keeps_what_was_complete(size: int, failed: int) -> None:
     group, planes = failing(size, failed, before=True)
     with running(size, None, planes, group, start=False) as engines:
         handles = [[submit(engine, name, np.ones(elements, dtype)) for name, elements, dtype in (

@@ -78,8 +78,7 @@ def test_hosts_are_probed_five_times_within_the_limit_and_no_more_than_once_a_se
     *(("DISABLE", [text], "none, or some of fast_path, fixed_input, shadow, small_buckets, stream_order, xla, "
        f"separated by commas. Unknown: '{word}'")
       for text, word in (("xla,votes", "votes"), ("none,xla", "none"), ("", "")))])
-def test_a_value_that_cannot_be_is_an_error_that_says_what_is_expected(name: str, texts: list[str],
-                                                                       expected: str) -> None:
+def test_a_wrong_value_is_an_error_that_says_what_is_expected(name: str, texts: list[str], expected: str) -> None:
     for text in texts:
         with pytest.raises(errors.SettingsError) as caught:
             read(**{name: text})

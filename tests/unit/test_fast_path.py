@@ -549,8 +549,7 @@ def test_a_stall_of_one_rank_is_a_stall_on_all(stalled: int) -> None:
     assert [type(c.life.error) for c in ranks.controllers] == [StallError] * 3
 
 
-def test_a_number_that_a_child_has_learned_is_known_to_a_parent_that_still_waits_for_the_vote(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_that_still_waits_for_the_vote_knows_its_childs_number(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Steps(18)  # rank 17 reports to rank 1
 
     def put(name: str, is_awaited: bool = False) -> list[Handle]:

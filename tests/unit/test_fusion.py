@@ -31,8 +31,7 @@ def test_gradients_are_grouped_from_the_last_on_and_a_large_one_is_alone() -> No
     ([("f", 3), ("h", 3), ("f", 4), ("f", 3)], 9, [[0, 2], [1], [3]]),
     # Looking ahead ends when what is taken and what is skipped exceed the limit.
     ([("f", 4), ("h", 8), ("f", 4)], 12, [[0, 2], [1]]), ([("f", 4), ("h", 8), ("f", 4)], 11, [[0], [1], [2]])])
-def test_members_of_one_key_share_a_bucket_up_to_the_limit(members: list[tuple[str, int]], limit: int,
-                                                           plan: list[list[int]]) -> None:
+def test_members_of_one_key_share_buckets(members: list[tuple[str, int]], limit: int, plan: list[list[int]]) -> None:
     assert plan_buckets(members, limit) == plan
 
 
