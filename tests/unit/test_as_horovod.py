@@ -54,7 +54,6 @@ print(json.dumps({
 
 
 def run_program(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own."""
     return subprocess.run([sys.executable, "-c", program], env={**os.environ, **environment}, text=True,
                           capture_output=True, timeout=200, check=False)
 

@@ -95,7 +95,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
 
 
 def invoke(address: int) -> None:
-    """Call a std::function of libstdc++."""
     done._Invoker(done._Function.from_address(address).invoker)(address)
 
 

@@ -21,7 +21,6 @@ from mpistrat.process import procfs
 
 
 def point(**changes: object) -> Point:
-    """A point of round figures."""
     values: dict = {"case": "1GB", "operation": "allreduce", "tensors": 1, "nbytes": 10**9, "ranks": 4,
                     "mpistrat_s": 0.5, "mpi_s": 1.0, "memcpy_s": 0.125, **changes}
     return Point(**values)

@@ -805,7 +805,6 @@ def test_what_is_no_announcement_is_told_with_its_sender() -> None:
 
 
 def joined_job(size: int, *ranks: int) -> Job:
-    """A job in which these ranks have joined, in this order."""
     job = Job(size)
     for rank in ranks:
         job.submit(rank, join_request()).settle()

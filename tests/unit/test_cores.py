@@ -31,7 +31,6 @@ def system(tmp_path: Path) -> Path:
 
 
 def shares(cpus: Sequence[int], size: int, system: Path, near: Sequence[frozenset[int]] = ()) -> list[set[int] | None]:
-    """What each rank takes."""
     return [share(frozenset(cpus), rank, size, near, system) for rank in range(size)]
 
 

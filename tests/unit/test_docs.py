@@ -32,7 +32,6 @@ GAP = "…"
 
 
 def titled(page: Path) -> str:
-    """How a test calls a page."""
     return str(page.relative_to(ROOT))
 
 

@@ -141,7 +141,6 @@ def timer(monkeypatch: pytest.MonkeyPatch, told: list[StepTimes]) -> StepTimer:
 
 
 def tape_step() -> Any:
-    """A step of a loop with a tape."""
     import tensorflow as tf
 
     from mpistrat.tensorflow import DistributedGradientTape

@@ -354,7 +354,6 @@ class FailingData(ThreadData):
 
 
 def failing(size: int, failed: int, before: bool) -> tuple[ThreadGroup, list[DataPlane]]:
-    """Data planes of which one fails."""
     group = ThreadGroup(size, timeout_s=LONG_S)
     return group, [FailingData(group, rank, before) if rank == failed else group.data(rank) for rank in range(size)]
 
