@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale, combine, divided_before, scaled_copy
+from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale, combine, divided_before
 from mpistrat.core.request import ReduceOp
 
 SUM, MIN, MAX, PRODUCT = ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
@@ -134,11 +134,3 @@ def test_scaling_may_be_done_in_place(name: str, scale: Scale) -> None:
     expected = scaled(values, scale)
     scale.apply(values, values)
     np.testing.assert_array_equal(values, expected)
-
-
-@pytest.mark.parametrize("name", ["bool", "int32", "float16", "float64"])
-def test_a_copy_with_scale_1_is_a_copy(name: str) -> None:
-    values = np.array([0, 1, 1, 0]).astype(name)
-    target = np.empty_like(values)
-    scaled_copy(values, 1.0, target)
-    np.testing.assert_array_equal(target, values)

@@ -152,11 +152,6 @@ def test_every_dtype_in_a_graph_and_eager(dtype: str) -> None:
         assert tf.reduce_all(result == values)
 
 
-def test_scalars_and_empty_tensors() -> None:
-    assert kernel.execute(Copy(), [tf.constant(2.5)])[0].numpy() == 2.5
-    assert kernel.execute(Copy(), [tf.zeros([0, 3])])[0].shape == (0, 3)
-
-
 def test_many_are_under_way_and_none_blocks_a_thread() -> None:
     targets = [Copy(first=2) for _ in range(100)]  # More than TensorFlow has threads.
     for target in targets:
@@ -438,26 +433,6 @@ def test_the_buckets_of_a_list_are_waited_for_together(device: Any, monkeypatch:
         waited.append(sum(len(batch.works) for batch in batches)), release(device, batches)))
     assert [result.numpy().tolist() for result in step(tf.ones([16]))] == [[1.0 + i] * 16 for i in range(5)]
     assert len([count for count in waited if count]) <= 1  # The others were over before.
-
-
-def test_gradients_of_loops_and_of_functions_that_are_called_twice(device: Any) -> None:
-    @tf.function
-    def cube(tensor: tf.Tensor) -> tf.Tensor:
-        return hvd.allreduce(tensor ** 3, op=hvd.Sum, name="cube")
-
-    @tf.function
-    def gradient(tensor: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            tape.watch(tensor)
-            result = cube(tensor) + cube(2.0 * tensor)
-            for _ in tf.range(2):
-                result = hvd.allreduce(2.0 * result, op=hvd.Sum, name="doubled")
-            total = tf.reduce_sum(result)
-        return tape.gradient(total, tensor)
-
-    # (t^3 + (2t)^3) * 4 has the gradient 4 * 27 * t^2.
-    for _ in range(3):
-        assert gradient(tf.constant([1.0, 2.0])).numpy().tolist() == [108, 432]
 
 
 def test_the_observer_of_the_first_steps_gets_copies_on_the_host(device: Any) -> None:

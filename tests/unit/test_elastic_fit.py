@@ -33,7 +33,7 @@ class Counts(keras.Model):
         return {"loss": tf.reduce_sum(self.trained)}
 
 
-def elastic_of(batches: int, every: int | None = None) -> tuple[Elastic, SimpleNamespace]:
+def elastic_of(batches: int, every: int) -> tuple[Elastic, SimpleNamespace]:
     """The callback of a fit of which so many batches are done, and its state, which notes `commits` and `steps`."""
     callback = Elastic(commit_every=every)
     state = SimpleNamespace(epoch=0, batch=batches, past=[], commits=[], steps=[])
@@ -61,11 +61,11 @@ def test_what_is_done_of_an_epoch_is_not_trained_and_has_no_logs_and_its_end_has
 
 
 @pytest.mark.parametrize(("batches", "every", "each", "trained", "commits"), [
-    (6, None, 4, range(4, 10), []), (8, None, 4, range(8, 10), []), (3, None, 2, range(2, 10), []),
-    (3, None, 4, range(10), []), (9, None, 5, range(5, 10), []), (7, None, 10, range(10), []),
+    (6, 100, 4, range(4, 10), []), (8, 100, 4, range(8, 10), []), (3, 100, 2, range(2, 10), []),
+    (3, 100, 4, range(10), []), (9, 100, 5, range(5, 10), []), (7, 100, 10, range(10), []),
     (0, 4, 4, range(10), [(0, 4), (0, 8)]), (0, 1, 5, range(10), [(0, 5)]), (0, 5, 4, range(10), [(0, 8)])])
-def test_an_execution_of_several_batches_is_trained_whole_and_commits_are_between_executions(
-        batches: int, every: int | None, each: int, trained: range, commits: list[tuple[int, int]]) -> None:
+def test_executions_of_several_batches_are_trained_whole_with_commits_between_them(
+        batches: int, every: int, each: int, trained: range, commits: list[tuple[int, int]]) -> None:
     callback, state = elastic_of(batches, every)
     model, numbers = Counts(), np.arange(10)
     model.compile("sgd", "mse", steps_per_execution=each)

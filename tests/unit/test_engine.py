@@ -241,14 +241,6 @@ def test_the_end_waits_for_the_thread_also_when_the_engine_has_ended_before() ->
     assert not engine._thread.is_alive()
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 18])
-def test_ranks_may_wait_for_one_thing_after_another(size: int) -> None:
-    with running(size) as engines:
-        for result in on_all(engines, lambda rank, engine: [
-                float(run(engine, "a", np.array(float(rank + step))).wait(0)[0]) for step in range(10)]):
-            assert result == [size * step + size * (size - 1) / 2 for step in range(10)]
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_many_threads_may_wait_and_submit_at_once(size: int) -> None:
     def work(rank: int, engine: Engine) -> list:
