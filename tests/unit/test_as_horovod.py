@@ -54,7 +54,6 @@ print(json.dumps({
 
 
 def run_program(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own."""
     return subprocess.run([sys.executable, "-c", program], env={**os.environ, **environment}, text=True,
                           capture_output=True, timeout=200, check=False)
 
@@ -77,8 +76,7 @@ def test_what_a_program_finds_by_the_names_of_horovod() -> None:
 
 
 @pytest.mark.parametrize("keras_2", [False, True])
-def test_errors_of_old_words_name_the_option_that_is_for_them_unless_it_is_given(
-        keras_2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_old_words_name_the_option_unless_it_is_given(keras_2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(error_text, "ADVICE", dict(error_text.ADVICE))
     monkeypatch.delenv(RUN_KERAS_2, raising=False)
