@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -28,10 +28,8 @@ from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.gpu import completion, executor
 from mpistrat.gpu.arrays import BucketList, GpuArray, GpuTensors
-from mpistrat.gpu.backend import last_of_streams
 from mpistrat.gpu.completion import RefutedError, UnprovenError, check_waiting
 from mpistrat.gpu.connect import connect, fusion_buffers
-from mpistrat.gpu.copy.plan import CopyJob
 from mpistrat.gpu.executor import GpuExecutor
 from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64, UINT8
 from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
@@ -48,10 +46,6 @@ OTHER = FOUND._replace(gpu="gpu 1")
 
 
 # -- which way --------------------------------------------------------------------------------------------------------
-
-
-def test_nccl_serves_ranks_with_a_gpu_each() -> None:
-    assert why_not_nccl([FOUND, OTHER], "auto") == ""
 
 
 @pytest.mark.parametrize("ranks, reason", [
@@ -201,63 +195,28 @@ def test_ranks_that_share_a_gpu_are_staged_with_one_line(caplog: pytest.LogCaptu
     assert device.free_bytes == 2**40, "buffers that are not used are given back"
 
 
-def test_buffers_that_are_too_large_are_freed_before_smaller_ones_are_made() -> None:
-    device = Device(free_bytes=5 * 2**20)
-    buffers, nbytes = fusion_buffers(device, 2**24, 2)
-    # A quarter fits once, and an eighth fits twice when that one has been given back.
-    assert (len(buffers), nbytes) == (2, (2**24 + 2**16) // 8)
-    assert device.free_bytes == 5 * 2**20 - 2 * nbytes
-
-
 def test_no_buffers_are_kept_where_there_is_no_room_for_all() -> None:
     device = Device(free_bytes=2**20)
     assert fusion_buffers(device, 2**24, 6) == ([], 0)
     assert device.free_bytes == 2**20
 
 
-def test_an_error_while_nccl_is_looked_for_stages_with_a_warning(monkeypatch: pytest.MonkeyPatch,
-                                                                 caplog: pytest.LogCaptureFixture) -> None:
-    def fail(self: Device) -> tuple[int, ...]:
-        raise RuntimeError("no socket interface found")
+@pytest.mark.parametrize(("method", "error", "text"), [
+    ("unique_id", RuntimeError("no socket interface found"), "RuntimeError: no socket interface found"),
+    ("compile", EngineError("a kernel cannot be compiled"), "EngineError: a kernel cannot be compiled")])
+def test_an_error_while_nccl_is_looked_for_stages_with_a_warning(
+        method: str, error: Exception, text: str, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr(Device, "unique_id", fail)
-    job = Job()
-    handle = job.submit("a", np.ones(2))
-    job.settle()
-    assert values_of(handle) == [[1, 1]]
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert caplog.messages[0].endswith(": NCCL cannot be used (rank 0: RuntimeError: no socket interface found)")
-
-
-def test_a_compiler_that_does_not_work_is_found_while_connecting(monkeypatch: pytest.MonkeyPatch,
-                                                                 caplog: pytest.LogCaptureFixture) -> None:
-    def fail(self: Device, job: CopyJob) -> None:
-        raise EngineError("a kernel cannot be compiled: libnvrtc.so.12: cannot open shared object file")
-
-    monkeypatch.setattr(Device, "compile", fail)
-    monkeypatch.setattr(Device, "batched_copy", fail)
+    monkeypatch.setattr(Device, method, fail)
     job = Job()
     handle = job.submit("a", np.ones(2), np.ones(3))
     job.settle()
     assert values_of(handle) == [[1, 1], [1, 1, 1]]
-    assert caplog.messages[0].endswith("NCCL cannot be used (rank 0: EngineError: a kernel cannot be compiled: "
-                                       "libnvrtc.so.12: cannot open shared object file)")
-
-
-@dataclass(eq=False)
-class Point:
-    """An event."""
-
-    stream: Any
-    number: int
-    done: bool = True
-
-
-def test_of_the_events_of_a_stream_the_last_one_is_waited_for() -> None:
-    first, last, other = Point((7, 0), 1), Point((7, 0), 5), Point((8, 0), 3)
-    assert last_of_streams([last, first, other]) == [last, other]
-    assert last_of_streams([first, other, last, last]) == [last, other]
-    assert last_of_streams([]) == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.messages[0].endswith(f": NCCL cannot be used (rank 0: {text})")
 
 
 def test_a_list_of_tensors_of_one_stream_is_one_wait_of_each_stream_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,20 +263,6 @@ def test_a_guarded_call_that_a_revoke_ends_is_not_aborted_while_it_runs(monkeypa
 def watchdogs() -> set[threading.Thread]:
     """The threads of Watchdogs."""
     return {thread for thread in threading.enumerate() if thread.name == "mpistrat-gpu-watchdog"}
-
-
-def test_a_watchdog_has_a_thread_if_it_has_a_limit() -> None:
-    before = watchdogs()
-    aborted = threading.Event()
-    watchdog = Watchdog(0.0, lambda: True, aborted.set, "too late")
-    assert watchdogs() <= before
-    with watchdog:
-        pass
-    limited = Watchdog(60.0, lambda: True, aborted.set, "too late")
-    assert len(watchdogs() - before) == 1
-    for each in (watchdog, limited):
-        each.close()
-    assert not aborted.is_set()
 
 
 def test_what_nccl_lacks_is_staged_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -82,11 +82,6 @@ def test_the_ranks_of_a_host_come_to_the_same_memory() -> None:
     close(*mails)
 
 
-def test_memory_that_nobody_asks_for_is_given_back() -> None:
-    links, mails = linked((0, 1))
-    close(*links, *mails, *links)
-
-
 def test_a_file_that_is_not_there_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError("no space")

@@ -22,42 +22,19 @@ def process(pid: int, parent: int = 1, group: int = 0) -> Process:
     return Process(pid, 100 + pid, parent, group or pid)
 
 
-def launcher(own: Mapping[str, str], *environs: Mapping[str, str] | None) -> int | None:
-    """The position of the launcher among the ancestors; 1 is the parent."""
+@pytest.mark.parametrize(("own", "environs", "position"), [
+    *((own, [{"PATH": "/bin"}, {}], 1) for own in (RANK_1, HYDRA_1, SRUN_1)),
+    # Shells and profilers between the launcher and the rank are passed over.
+    *((own, [{**own, "SHLVL": "2"}, own, {"PATH": "/bin"}, {}], 3) for own in (RANK_1, HYDRA_1, SRUN_1)),
+    (SRUN_1, [SRUN_1, None, {}], 2),  # of another user
+    ({**BATCH_SCRIPT, **RANK_1}, [BATCH_SCRIPT, BATCH_SCRIPT], 1),  # mpirun in a batch script of Slurm
+    ({**SRUN_1, **RANK_1}, [SRUN_1, None], 1),  # a daemon that srun has started
+    ({**RANK_1, "PMIX_NAMESPACE": "prterun-a-9@1"}, [RANK_1, RANK_1, {}], 1),  # mpirun that a rank has started
+    (RANK_1, [], None), (RANK_1, [RANK_1], None)])  # out of sight
+def test_the_launcher_is_the_first_ancestor_that_is_not_of_the_rank(
+        own: Mapping[str, str], environs: list[Mapping[str, str] | None], position: int | None) -> None:
     found = launcher_among(identity(own), [(process(number), environ) for number, environ in enumerate(environs, 1)])
-    return None if found is None else found.pid
-
-
-@pytest.mark.parametrize("own", [RANK_1, HYDRA_1, SRUN_1])
-def test_the_launcher_is_the_parent_if_nothing_is_between(own: Mapping[str, str]) -> None:
-    assert launcher(own, {"PATH": "/bin"}, {}) == 1
-
-
-@pytest.mark.parametrize("own", [RANK_1, HYDRA_1, SRUN_1])
-def test_shells_and_profilers_between_the_launcher_and_the_rank_are_passed_over(own: Mapping[str, str]) -> None:
-    assert launcher(own, {**own, "SHLVL": "2"}, own, {"PATH": "/bin"}, {}) == 3
-
-
-def test_a_launcher_of_another_user_is_one() -> None:
-    assert launcher(SRUN_1, SRUN_1, None, {}) == 2
-
-
-def test_mpirun_in_a_batch_script_of_slurm_is_the_launcher_of_its_ranks() -> None:
-    assert launcher({**BATCH_SCRIPT, **RANK_1}, BATCH_SCRIPT, BATCH_SCRIPT) == 1
-
-
-def test_a_daemon_that_srun_has_started_is_the_launcher_of_its_ranks() -> None:
-    assert launcher({**SRUN_1, **RANK_1}, SRUN_1, None) == 1
-
-
-def test_mpirun_that_a_rank_has_started_is_the_launcher_of_its_own_ranks() -> None:
-    inner = {**RANK_1, "PMIX_NAMESPACE": "prterun-a-9@1"}
-    assert launcher(inner, RANK_1, RANK_1, {}) == 1
-
-
-def test_a_rank_whose_launcher_is_out_of_sight_has_none() -> None:
-    assert launcher(RANK_1) is None
-    assert launcher(RANK_1, RANK_1) is None
+    assert (None if found is None else found.pid) == position
 
 
 @pytest.mark.parametrize("environ", [{}, {"PATH": "/bin"}, BATCH_SCRIPT])

@@ -46,29 +46,15 @@ def write(tmp_path: Path, text: str) -> str:
 
 # -- the line ---------------------------------------------------------------------------------------------------------
 
-def test_open_mpi_on_one_machine() -> None:
-    line = compose(Job(2, TRAIN), OMPI, LAPTOP, {})
-    assert words(line) == "/opt/bin/mpirun -np 2 --bind-to none python train.py"
-    assert line.environment == {"OMPI_MCA_osc": "^ucx"}
-
-
-def test_mpich_on_one_machine() -> None:
-    line = compose(Job(2, TRAIN), HYDRA, LAPTOP, {"MPISTRAT_LOG_LEVEL": "info"})
-    assert words(line) == "/opt/bin/mpirun -np 2 -genvall python train.py"
-    assert line.environment == {}
-
-
-@pytest.mark.parametrize("mpirun, expected", [
-    (OMPI, {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}),
-    (HYDRA, {}),
-])
-def test_root_gets_permission_from_open_mpi_and_needs_none_from_mpich(mpirun, expected) -> None:
-    added = compose(Job(2, TRAIN), mpirun, Machine(cores=4, is_root=True), {}).environment
-    assert {name: value for name, value in added.items() if "ROOT" in name} == expected
-
-
-def test_an_ordinary_user_gets_no_permission_to_run_as_root() -> None:
-    assert not any("ROOT" in name for name in compose(Job(2, TRAIN), OMPI, LAPTOP, {}).environment)
+@pytest.mark.parametrize("mpirun, is_root, options, added", [
+    (OMPI, False, "--bind-to none -x MPISTRAT_LOG_LEVEL", {"OMPI_MCA_osc": "^ucx"}),
+    (OMPI, True, "--bind-to none -x MPISTRAT_LOG_LEVEL", {
+        "OMPI_MCA_osc": "^ucx", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}),
+    (HYDRA, True, "-genvall", {})])
+def test_the_line_for_one_machine(mpirun, is_root, options, added) -> None:
+    line = compose(Job(2, TRAIN), mpirun, Machine(cores=4, is_root=is_root), {"MPISTRAT_LOG_LEVEL": "info"})
+    assert words(line) == f"/opt/bin/mpirun -np 2 {options} python train.py"
+    assert line.environment == added
 
 
 def test_what_the_user_has_set_stays() -> None:
@@ -280,17 +266,10 @@ def no_scripts(monkeypatch, tmp_path):
     monkeypatch.setattr(mpirun.site, "getuserbase", lambda: str(tmp_path / "user"))
 
 
-def test_mpirun_beside_python_comes_before_the_path(no_scripts, tmp_path) -> None:
-    on_path = program(tmp_path / "path" / "mpirun")
-    environ = {"PATH": os.path.dirname(on_path)}
-    assert find_mpirun(None, environ) == on_path
-    beside = program(tmp_path / "venv" / "bin" / "mpiexec")
-    assert find_mpirun(None, environ) == beside
-
-
-def test_mpirun_of_a_user_installation_is_found(no_scripts, tmp_path) -> None:
-    mine = program(tmp_path / "user" / "bin" / "mpirun")
-    assert find_mpirun(None, {"PATH": ""}) == mine
+def test_mpirun_beside_python_comes_before_that_of_the_user_and_the_path(no_scripts, tmp_path) -> None:
+    for place in "path/mpirun", "user/bin/mpirun", "venv/bin/mpiexec":
+        path = program(tmp_path / place)
+        assert find_mpirun(None, {"PATH": str(tmp_path / "path")}) == path
 
 
 def test_no_mpirun_names_the_pip_line(no_scripts) -> None:

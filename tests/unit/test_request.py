@@ -22,7 +22,6 @@ from mpistrat.core.request import (
     TensorSpec,
     allgather_request,
     allreduce_request,
-    barrier_request,
     broadcast_request,
     reducescatter_request,
     resolve_op,
@@ -150,10 +149,6 @@ def test_a_broadcast_has_its_root_and_labels() -> None:
     request = broadcast_request("b", spec("float32"), 2, range(3), ("dense/kernel",))
     assert request == Request(CollectiveType.BROADCAST, "b", spec("float32"), root_rank=2)
     assert request.labels == ("dense/kernel",)
-
-
-def test_a_barrier_has_no_tensors() -> None:
-    assert barrier_request("b") == Request(CollectiveType.BARRIER, "b")
 
 
 def test_specs_hold_dtype_name_and_shape() -> None:

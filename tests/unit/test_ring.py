@@ -46,12 +46,6 @@ def test_messages_say_who_sent_them(trio: list[ShmRing]) -> None:
     assert trio[0].receive() == []
 
 
-def test_messages_of_one_sender_stay_in_order(trio: list[ShmRing]) -> None:
-    for number in range(100):
-        trio[1].send(4, b"%d" % number)
-    assert trio[0].receive() == [(5, b"%d" % number) for number in range(100)]
-
-
 @pytest.mark.parametrize("size", [0, 1, 8187, 8188, 8189, 8192, 20_000, 300_000])
 def test_a_message_of_any_size_arrives_whole(trio: list[ShmRing], size: int) -> None:
     sent = [bytes((i + k) % 251 for i in range(size)) for k in range(3)]

@@ -161,6 +161,7 @@ def test_collectives_of_all_kinds_find_the_memory_free() -> None:
 CALLS: dict[str, Callable[[DataPlane, int], None]] = {
     "small reduce-scatter": lambda data, n: data.reducescatter(np.ones(2), np.ones(1), [1, 1], Reduction(ReduceOp.SUM)),
     "reduce-scatter": lambda data, n: data.reducescatter(np.ones(2 * n), np.ones(n), [n, n], Reduction(ReduceOp.SUM)),
+    "all-reduce": lambda data, n: data.allreduce([np.ones(2 * n)], [np.ones(2 * n)], Reduction(ReduceOp.SUM)),
     "all-to-all": lambda data, n: data.alltoall(np.ones(2), np.ones(2), [1, 1], [1, 1], 1),
     "all-gather": lambda data, n: data.allgather(np.ones(1), np.ones(2), [1, 1]),
 }

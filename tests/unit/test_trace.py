@@ -18,7 +18,7 @@ from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.engine.controller import Controller
 from mpistrat.engine.executor import Executor
-from mpistrat.trace import clocks, status
+from mpistrat.trace import status
 from mpistrat.trace.clocks import Offset
 from mpistrat.trace.records import NO_STEP, Record
 from mpistrat.trace.ring import Operation, OperationRing, Traced
@@ -149,10 +149,6 @@ def test_a_step_ends_when_a_gradient_comes_again() -> None:
     assert [counter.add(each) for each in [plain, gradient("a"), gradient("b"), plain, gradient("a"), gradient("b"),
                                            gradient("b")]] == [NO_STEP, 0, 0, 0, 1, 1, 2]
     assert counter.steps == 3
-
-
-def test_the_clock_of_this_process_is_known() -> None:
-    assert clocks.identity() == clocks.identity() != ""
 
 
 def test_an_offset_is_that_of_the_shortest_message() -> None:
