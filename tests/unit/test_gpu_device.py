@@ -154,13 +154,6 @@ def test_the_table_is_passed_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
         assert passed.raw[:table.nbytes] == table.tobytes()
 
 
-def test_a_priority_is_given_where_this_cupy_takes_one() -> None:
-    import cupy
-
-    from mpistrat.gpu.device import _has_priorities
-    assert _has_priorities() == ("priority=" in cupy.cuda.Stream.__init__.__doc__)
-
-
 def test_no_module_of_the_path_for_gpu_tensors_lets_the_host_wait_for_a_stream_or_the_device() -> None:
     from mpistrat.gpu import device
     package = Path(device.__file__).parent.parent

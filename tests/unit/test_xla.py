@@ -132,13 +132,6 @@ def test_load_model_turns_xla_off(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "without XLA" in caplog.text
 
 
-def test_compile_is_replaced_once() -> None:
-    sgd()
-    replaced = keras.Model.compile
-    sgd()
-    assert keras.Model.compile is replaced
-
-
 def test_it_needs_no_init() -> None:
     mpistrat.shutdown()  # An earlier test may have left it initialised.
     assert not compiled(sgd(), "mse")
