@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -116,10 +117,7 @@ def test_cupti_counts_the_calls_of_the_steps() -> None:
 
 
 def test_without_cupti_its_parts_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_found(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", not_found)
+    monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=OSError))
     assert cupti.find_cupti() == ""
 
 

@@ -4,6 +4,7 @@ import ast
 import ctypes
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,11 +27,8 @@ def test_the_id_of_a_communicator_is_what_this_cupy_takes(monkeypatch: pytest.Mo
 def test_an_error_of_nccl_has_its_text_the_call_and_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpistrat.gpu.nccl import library
 
-    class Failing:
-        def check_async_error(self) -> None:
-            raise nccl.NcclError(6)
-
-    monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: Failing())
+    failing = SimpleNamespace(check_async_error=Mock(side_effect=nccl.NcclError(6)))
+    monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: failing)
     monkeypatch.setattr(library, "last_error", lambda: "socketProgress: Connection closed by remote peer")
     with pytest.raises(EngineError) as raised:
         library.Communicator(2, b"", 1).check_async_error()

@@ -4,6 +4,7 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -121,13 +122,9 @@ def test_a_call_that_the_driver_lacks_is_named(library: Library) -> None:
 
 def test_a_machine_without_a_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     driver._library.cache_clear()
-    monkeypatch.setattr(driver.ctypes, "CDLL", missing)
+    monkeypatch.setattr(driver.ctypes, "CDLL", Mock(side_effect=OSError("libcuda.so.1: no such file")))
     with pytest.raises(EngineError, match=r"CUDA's driver cannot be loaded: libcuda\.so\.1: no such file"):
         driver.context()
-
-
-def missing(name: str) -> None:
-    raise OSError(f"{name}: no such file")
 
 
 def test_a_launch_passes_the_addresses_of_its_arguments(library: Library) -> None:

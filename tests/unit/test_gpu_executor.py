@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -207,10 +208,7 @@ def test_no_buffers_are_kept_where_there_is_no_room_for_all() -> None:
 def test_an_error_while_nccl_is_looked_for_stages_with_a_warning(
         method: str, error: Exception, text: str, monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(Device, method, fail)
+    monkeypatch.setattr(Device, method, Mock(side_effect=error))
     job = Job()
     handle = job.submit("a", np.ones(2), np.ones(3))
     job.settle()
@@ -335,7 +333,7 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
     monkeypatch.undo()
     device = Device()
     check_waiting(device, cast("GpuArray", device.scratch(1)))  # It is too small.
-    monkeypatch.setattr(executor, "check_waiting", raise_early)
+    monkeypatch.setattr(executor, "check_waiting", Mock(side_effect=EngineError("too early")))
     job = Job()
     handle = job.submit("a", np.ones(3))
     job.engine.controller.run_cycle()
@@ -366,11 +364,6 @@ def test_work_that_is_over_before_it_is_raced_with_proves_nothing(monkeypatch: p
     monkeypatch.setattr(completion, "_LONGEST_S", 60.0)
     monkeypatch.setattr(Device, "copy", lambda self, *of: (over_at_once if len(given) < 100 else copy)(self, *of))
     check_waiting(device := Device(), cast("GpuArray", device.scratch(192)))  # With more work it still runs.
-
-
-def raise_early(device: Device, buffer: GpuArray) -> None:
-    """A check that fails."""
-    raise EngineError("too early")
 
 
 def test_between_the_submission_and_the_end_of_a_step_nothing_waits_allocates_or_polls(
@@ -558,11 +551,7 @@ def test_communicators_are_aborted_when_other_ranks_have_died_meanwhile(stuck: J
 def test_an_asynchronous_error_of_nccl_ends_the_engine(stuck: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = stuck.submit("a", np.ones(3))
     stuck.settle()
-
-    def fail(self: Communicator) -> None:
-        raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
-
-    monkeypatch.setattr(Communicator, "check_async_error", fail)
+    monkeypatch.setattr(Communicator, "check_async_error", Mock(side_effect=RuntimeError("NCCL_ERROR_REMOTE_ERROR")))
     stuck.now += 1.0
     waiting = next_of(stuck, handle)
     stuck.engine.start()
@@ -588,13 +577,9 @@ def test_what_was_enqueued_before_a_shutdown_is_completed() -> None:
                          ids=["allgather", "reducescatter"])
 def test_a_rank_without_memory_for_gathered_rows_fails_before_the_first_collective(make: Any) -> None:
     job = Job(nccl_streams=1)
-
-    def allocate(shapes: Any) -> Any:
-        raise MemoryError("the GPU has no memory left")
-
     first = job.submit("a", np.ones(3))
     arrays = job.input(np.ones((2, 3)), keeps_shapes=False)
-    arrays.allocate = allocate
+    arrays.allocate = Mock(side_effect=MemoryError("the GPU has no memory left"))
     second = job.engine.submit(replace(make("b", specs_of(arrays)), device=DEVICE_GPU), arrays)
     job.engine.start()
     for handle in (first, second):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -111,7 +112,9 @@ def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_wa
 
     monkeypatch.setattr(gpu_device, "has_gpu", lambda: True)
     monkeypatch.setattr(gpu_device, "why_no_cupy", lambda: cupy)
-    monkeypatch.setattr(gpu_device, "device_at", no_driver)
+    # As cupy for a newer CUDA than the driver's, which can be imported.
+    monkeypatch.setattr(gpu_device, "device_at", Mock(side_effect=RuntimeError(
+        "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version")))
     call_site._warn_once.cache_clear()
     mpistrat.init()
     assert not call_site.are_on_gpu([Eager()])
@@ -121,11 +124,6 @@ def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_wa
     assert [message for message in caplog.messages if "cupy" in message] == [
         f"rank 0: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: {reason}. If "
         "other ranks can use their GPUs, set MPISTRAT_GPU_OPERATIONS=host for all of them."]
-
-
-def no_driver(where: str) -> Any:
-    """As cupy for a newer CUDA than the driver's, which can be imported."""
-    raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version")
 
 
 def test_gpus_that_the_script_has_hidden_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,21 +149,17 @@ def test_what_is_lacking_on_the_way_to_the_stream_is_in_one_warning(
     import mpistrat.tensorflow as hvd
     from mpistrat.tensorflow.async_op import kernel, streams
 
-    def refuse(text: str) -> Callable[..., None]:
-        def raises(*_: Any) -> None:
-            raise OSError(text)
-        return raises
-
+    no_call = Mock(side_effect=OSError("the driver has no such call"))
     found(monkeypatch, has_stream=False)
     if lacking == "api":
         monkeypatch.setattr(kernel, "api", lambda: None)
         monkeypatch.setattr(kernel, "why_not", kernel.why_not.__wrapped__)
     elif lacking == "old TensorFlow":
         monkeypatch.setattr(streams.ffi, "api", lambda: None)
-        monkeypatch.setattr(streams, "ContextStream", refuse("the driver has no such call"))
+        monkeypatch.setattr(streams, "ContextStream", no_call)
     else:
-        monkeypatch.setattr(streams, "stream_of_handler", refuse("XLA gives no stream"))
-        monkeypatch.setattr(streams, "ContextStream", refuse("the driver has no such call"))
+        monkeypatch.setattr(streams, "stream_of_handler", Mock(side_effect=OSError("XLA gives no stream")))
+        monkeypatch.setattr(streams, "ContextStream", no_call)
     mpistrat.init()
     graph = tf.function(lambda tensor: hvd.allreduce(tensor)).get_concrete_function(tf.TensorSpec([4])).graph
     mpistrat.shutdown()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -83,10 +84,7 @@ def test_the_ranks_of_a_host_come_to_the_same_memory() -> None:
 
 
 def test_a_file_that_is_not_there_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("no space")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(os, "memfd_create", Mock(side_effect=OSError("no space")))
     links, mails = linked((0, 1))
     for link, text in zip(links, ["no space", "rank 0 could not make it"]):
         with pytest.raises(OSError, match=f"^{text}$"):
@@ -110,7 +108,6 @@ def test_what_is_sent_to_a_rank_that_has_ended_is_dropped() -> None:
 def test_nothing_that_connects_ranks_has_a_name() -> None:
     links = [HostLink(rank, (0, 1)) for rank in (0, 1)]
     invitation = links[0].invitation
-    assert invitation is not None
     assert names_of(os.getpid()) == [f"@{invitation.name}"]  # as long as they come together
     mails = on_all(2, lambda index: links[index].connect(invitation))
     assert names_of(os.getpid()) == []
@@ -150,7 +147,6 @@ def test_a_first_rank_that_ends_before_it_gives_anything_is_an_error() -> None:
     links = [HostLink(rank, (0, 1)) for rank in (0, 1)]
     with ThreadPoolExecutor(1) as thread:
         taking = thread.submit(links[1].connect, links[0].invitation)
-        assert links[0]._exchange._listener is not None
         line, _ = links[0]._exchange._listener.accept()
         line.recv(100)
         line.close()
@@ -162,7 +158,6 @@ def test_a_first_rank_that_ends_before_it_gives_anything_is_an_error() -> None:
 def test_a_rank_that_ends_before_it_has_taken_all_is_named() -> None:
     exchange = FdExchange(0, (0, 1))
     invitation = exchange.invitation
-    assert invitation is not None
     with connected(invitation) as line, open(os.devnull) as file:
         line.send(fd_exchange._GREETING.pack(invitation.secret[:16], 1))
         line.close()
@@ -226,7 +221,6 @@ def test_a_process_without_the_secret_or_of_a_rank_that_is_not_awaited_gets_noth
         greeting: Callable[[bytes], bytes]) -> None:
     links = [HostLink(rank, (0, 1)) for rank in (0, 1)]
     invitation = links[0].invitation
-    assert invitation is not None
     with connected(invitation) as line, open(os.devnull) as file:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 5))
         line.sendmsg([greeting(invitation.secret)], [rights])
@@ -238,7 +232,6 @@ def test_a_process_without_the_secret_or_of_a_rank_that_is_not_awaited_gets_noth
 def test_a_process_that_says_nothing_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fd_exchange, "_GREETING_LIMIT_S", 0.01)
     links = [HostLink(rank, (0, 1)) for rank in (0, 1)]
-    assert links[0].invitation is not None
     with connected(links[0].invitation):
         mails = on_all(2, lambda index: links[index].connect(links[0].invitation))
     close(*links, *mails)
@@ -356,9 +349,7 @@ print("got nothing")
 def test_another_user_that_comes_first_gets_nothing_and_holds_nobody_up() -> None:
     links = [HostLink(rank, range(5)) for rank in range(5)]
     invitation = links[0].invitation
-    assert invitation is not None
     stranger = as_nobody(KNOWS_ALL, invitation.name, invitation.secret.hex())
-    assert stranger.stdout is not None and stranger.stdin is not None
     assert stranger.stdout.readline() == "connected\n"  # so its connections come before those of all ranks
     mails = on_all(5, lambda index: links[index].connect(invitation))
     output, _ = stranger.communicate(timeout=LIMIT_S)
@@ -390,9 +381,7 @@ print(f"tried {tries > 100}")
 def test_another_user_that_connects_without_end_does_not_keep_ranks_out() -> None:
     links = [HostLink(rank, range(9)) for rank in range(9)]
     invitation = links[0].invitation
-    assert invitation is not None
     stranger = as_nobody(FLOODS, invitation.name)
-    assert stranger.stdout is not None
     assert stranger.stdout.readline() == "ready\n"
     with ThreadPoolExecutor(9) as threads:
         mails = [threads.submit(links[0].connect, invitation)]
@@ -429,7 +418,6 @@ print("got", got)
 def test_another_user_that_listens_in_the_place_of_a_rank_is_told_nothing() -> None:
     invitation = Invitation(f"mpistrat-test-{os.getpid()}", os.urandom(32))
     stranger = as_nobody(LISTENS, invitation.name, invitation.secret.hex())
-    assert stranger.stdout is not None
     assert stranger.stdout.readline() == "listens\n"
     with pytest.raises(OSError, match=rf"^process {stranger.pid} of user {NOBODY} answers in the place of rank 0$"):
         HostLink(1, (0, 1)).connect(invitation)

@@ -87,7 +87,6 @@ def test_a_zombie_counts_as_ended(state: str) -> None:
 def test_a_process_is_alive_until_it_ends_even_if_it_is_then_a_zombie() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     found = procfs.find(child.pid)
-    assert found is not None
     assert found.parent == os.getpid()
     assert found.is_alive()
     assert found in procfs.running()
@@ -98,6 +97,5 @@ def test_a_process_is_alive_until_it_ends_even_if_it_is_then_a_zombie() -> None:
 
 def test_the_environment_of_a_process() -> None:
     environ = procfs.environment_of(os.getpid())
-    assert environ is not None
     assert "PATH" in environ
     assert procfs.environment_of(2**22 + 1) is None

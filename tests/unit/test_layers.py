@@ -10,6 +10,7 @@ import types
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -385,11 +386,9 @@ except ImportError as error:
 @pytest.fixture
 def no_mpi_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """mpi4py as it is where it finds no MPI library."""
-    def missing(name: str) -> None:
-        raise RuntimeError("cannot load MPI library\nlibmpi.so: cannot open shared object file")
-
     stub = types.ModuleType("mpi4py")
-    stub.__getattr__ = missing  # type: ignore[method-assign]
+    stub.__getattr__ = Mock(  # type: ignore[method-assign]
+        side_effect=RuntimeError("cannot load MPI library\nlibmpi.so: cannot open shared object file"))
     monkeypatch.setitem(sys.modules, "mpi4py", stub)
 
 

@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -81,10 +82,7 @@ def test_the_death_of_the_centre_is_noticed(star: Star) -> None:
 
 def test_a_host_that_does_not_answer_is_lost(star: Star, monkeypatch: pytest.MonkeyPatch) -> None:
     # The kernel's answer to probes that are not answered, which is that of a read; hosts in namespaces prove the rest.
-    def receive(line: Line) -> None:
-        raise OSError(errno.ETIMEDOUT, "Connection timed out")
-
-    monkeypatch.setattr(Line, "receive", receive)
+    monkeypatch.setattr(Line, "receive", Mock(side_effect=OSError(errno.ETIMEDOUT, "Connection timed out")))
     star.others[2].stop()
     assert star.ended.get(timeout=LIMIT_S) == (2, End.HOST_LOST)
     assert star.centre.died == {2}

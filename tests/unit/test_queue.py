@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -134,11 +135,7 @@ def test_handles_completed_together_share_a_call_when_all_are_done() -> None:
 def test_a_call_that_fails_keeps_no_other_from_being_made(caplog: pytest.LogCaptureFixture) -> None:
     handle = Handle("a")
     calls: list[int] = []
-
-    def fail(_: list[Any]) -> None:
-        raise ValueError("on purpose")
-
-    handle.when_done(fail)
+    handle.when_done(Mock(side_effect=ValueError("on purpose")))
     handle.when_done(lambda _: calls.append(1))
     handle.complete([])
     assert calls == [1] and handle.is_done

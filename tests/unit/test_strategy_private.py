@@ -5,6 +5,7 @@ import inspect
 import re
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -49,13 +50,10 @@ def test_sharded_variables_need_keras_3(monkeypatch: pytest.MonkeyPatch) -> None
                        match='variables="sharded" divides the state of optimizers of Keras 3'):
         importlib.import_module("mpistrat.strategy").MPIStrategy(variables="sharded")
     monkeypatch.undo()
-    monkeypatch.setattr("mpistrat.strategy.import_module", missing)
+    monkeypatch.setattr("mpistrat.strategy.import_module",
+                        Mock(side_effect=mpistrat.MissingDependencyError("no Keras")))
     with pytest.raises(mpistrat.MissingDependencyError, match="no Keras"):
         importlib.import_module("mpistrat.strategy").MPIStrategy(variables="sharded")
-
-
-def missing(name: str) -> ModuleType:
-    raise mpistrat.MissingDependencyError("no Keras")
 
 
 def test_the_newest_keras_still_has_the_lines_that_make_the_patches_needed() -> None:

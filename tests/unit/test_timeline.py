@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -148,8 +149,7 @@ def test_a_disk_that_fills_up_leaves_what_was_written(tmp_path: Path, monkeypatc
     assert (records_in(spans), is_cut) == (JOB[:2], False)
 
 
-def is_full(*_: Any) -> int:
-    raise OSError(errno.ENOSPC, "No space left on device")
+is_full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
 
 
 def test_a_disk_that_is_full_at_the_start_leaves_nothing_and_the_error_names_the_file(
@@ -466,11 +466,8 @@ def test_a_path_that_cannot_be_written_is_a_warning(job: Job, tmp_path: Path) ->
 @pytest.mark.parametrize("failing", [["add"], ["close"], ["add", "close"]], ids="+".join)
 def test_a_file_that_cannot_be_written_or_closed_is_one_warning(
         job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: list[str]) -> None:
-    def fails(self: Timeline, *_: Any) -> None:
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    for name in failing:
-        monkeypatch.setattr(Timeline, name, fails)  # To close fails on NFS.
+    for name in failing:  # To close fails on NFS.
+        monkeypatch.setattr(Timeline, name, Mock(side_effect=OSError(errno.EDQUOT, "Disk quota exceeded")))
     job.tracers[0].start_timeline(str(tmp_path / "f.json"), False)
     job.work(3)
     until(lambda: bool(job.warnings) or "add" not in failing)
@@ -681,11 +678,8 @@ def without_its_working_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def read_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a read-only mount unlink fails in this way also if there is no file.
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-    for name in ("open", "unlink"):
-        monkeypatch.setattr(os, name, fails)
-    monkeypatch.setattr(Path, "unlink", fails)
+    for owner, name in (os, "open"), (os, "unlink"), (Path, "unlink"):
+        monkeypatch.setattr(owner, name, Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
     monkeypatch.chdir(path)
 
 

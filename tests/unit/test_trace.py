@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -190,11 +191,9 @@ def test_a_status_file_is_replaced_whole_and_only_its_user_may_read_it(tmp_path:
 
 
 def test_a_status_file_that_cannot_be_removed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
     file = status.StatusFile(1, {"XDG_RUNTIME_DIR": str(tmp_path)})
     file.write([])
-    monkeypatch.setattr(Path, "unlink", fails)
+    monkeypatch.setattr(Path, "unlink", Mock(side_effect=OSError(30, "Read-only file system")))
     file.remove()
     assert file.path.exists()
 

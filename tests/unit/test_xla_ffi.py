@@ -36,7 +36,6 @@ def fields_in_header(structure: str) -> list[str]:
     with open(HEADER) as file:
         text = re.sub(r"//.*", "", file.read())
     body = re.search(rf"struct {structure} {{(.*?)}}", text, re.DOTALL)
-    assert body is not None
     return re.findall(r"(\w+)\s*;", body[1])
 
 
