@@ -5,7 +5,6 @@ import operator
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -180,15 +179,6 @@ def model_of_one_weight() -> keras.Model:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     return model
-
-
-@pytest.mark.horovod("best-model")
-def test_best_model_checkpoint_writes_to_the_file_that_it_gets_later(tmp_path: Path) -> None:
-    checkpoint = BestModelCheckpoint(monitor="loss", save_weights_only=True)
-    assert checkpoint.filepath is None and checkpoint.save_best_only
-    checkpoint.filepath = tmp_path / "best.weights.h5"
-    model_of_one_weight().fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0, callbacks=[checkpoint])
-    assert (tmp_path / "best.weights.h5").exists()
 
 
 @pytest.mark.parametrize(("weights_only", "path", "named"), [

@@ -95,42 +95,12 @@ def exchanged(data: DataPlane, index: int, table: np.ndarray, dtype: Any = np.fl
         [source[start:start + size] for source, start, size in zip(sources, starts, table[:, index])]))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("dtype", [np.float32, np.bool_, np.complex128])
-def test_parts_of_all_sizes_are_exchanged(count: int, dtype: type) -> None:
-    data = planes(count)
-
-    def work(index: int) -> None:
-        random = np.random.default_rng(1)
-        for most in (0, 1, 5, 300, MEMORY // 4, 2 * MEMORY):  # The last two are passed on, in most cases.
-            for _ in range(4):
-                exchanged(data[index], index, random.integers(0, most + 1, (count, count)), dtype)
-
-    on_all(count, work)
-
-
 def test_one_large_part_of_one_rank_is_passed_on_by_all() -> None:
     data = planes(3)
     for sender, receiver in ((0, 1), (2, 0), (1, 1)):
         table = np.ones((3, 3), np.int64)
         table[sender, receiver] = MEMORY
         on_all(3, lambda index, table=table: exchanged(data[index], index, table))  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_arrays_of_all_sizes_are_gathered(count: int) -> None:
-    data = planes(count)
-
-    def work(index: int) -> None:
-        random = np.random.default_rng(2)
-        for most in (0, 1, 1000, MEMORY // 8, MEMORY // 4):  # 8 bytes each: the last is passed on, in most cases.
-            counts = random.integers(0, most + 1, count).tolist()
-            target = np.empty(sum(counts))
-            data[index].allgather(normal(index, counts[index], np.float64), target, counts)
-            np.testing.assert_array_equal(
-                target, np.concatenate([normal(rank, size, np.float64) for rank, size in enumerate(counts)]))
-
-    on_all(count, work)
 
 
 def test_collectives_of_all_kinds_find_the_memory_free() -> None:

@@ -291,15 +291,3 @@ def test_nothing_is_packed_ahead_over_what_others_may_still_read() -> None:
     blocked.prepare([full], [np.empty_like(full)], Reduction(ReduceOp.SUM)).pack_ahead()
     assert not blocked.prepare([full[:1]], [full[:1]], Reduction(ReduceOp.SUM)).is_packed
     np.testing.assert_array_equal(blocked._bytes, before)
-
-
-def test_broadcasts_are_passed_on() -> None:
-    data = planes(2)
-
-    def work(index: int) -> np.ndarray:
-        sent = np.full(2, float(index))
-        data[index].broadcast(sent, 1)
-        return sent
-
-    for sent in on_all(2, work):
-        np.testing.assert_array_equal(sent, [1, 1])
