@@ -46,20 +46,15 @@ def placed(device: str, dtype: Any = None) -> Any:
         return tf.zeros([2], dtype or tf.float32)
 
 
-def test_gradients_stay_on_the_gpu(device_of: Callable) -> None:
-    assert device_of(lambda: [tf.zeros([2]), tf.zeros([], tf.float16), tf.zeros([1], tf.bfloat16)]) == "/device:GPU:0"
-
-
-def test_they_stay_on_the_gpu_that_is_named(device_of: Callable) -> None:
-    assert device_of(lambda: [placed("GPU:1"), placed("/job:localhost/replica:0/task:0/device:GPU:1")]) == \
-        "/device:GPU:1"
-
-
-@pytest.mark.parametrize("make", [
-    lambda: [tf.zeros([2]), tf.zeros([2], tf.int32)], lambda: [tf.zeros([2]), placed("CPU:0")],
-    lambda: [placed("GPU:0"), placed("GPU:1")]], ids=["integers", "one on the CPU", "two GPUs"])
-def test_what_is_not_all_on_one_gpu_goes_by_way_of_the_host(make: Callable, device_of: Callable) -> None:
-    assert device_of(make) is None
+@pytest.mark.parametrize("make, device", [
+    (lambda: [tf.zeros([2]), tf.zeros([], tf.float16), tf.zeros([1], tf.bfloat16)], "/device:GPU:0"),
+    (lambda: [placed("GPU:1"), placed("/job:localhost/replica:0/task:0/device:GPU:1")], "/device:GPU:1"),
+    (lambda: [tf.zeros([2]), tf.zeros([2], tf.int32)], None), (lambda: [tf.zeros([2]), placed("CPU:0")], None),
+    (lambda: [placed("GPU:0"), placed("GPU:1")], None)],
+    ids=["gradients", "on a GPU that is named", "integers", "one on the CPU", "two GPUs"])
+def test_what_is_not_all_on_one_gpu_goes_by_way_of_the_host(make: Callable, device: str | None,
+                                                            device_of: Callable) -> None:
+    assert device_of(make) == device
 
 
 def test_where_all_go_by_the_host_they_do_from_a_gpu_too(device_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,13 +104,6 @@ def test_what_is_no_message_is_told_with_its_sender() -> None:
         Announcement.from_bytes(b"")
 
 
-@pytest.mark.parametrize("data", [b"\1", b"\1" + bytes(6), bytes(8), b"\1" + bytes(8), b"\1" + bytes(14),
-                                  b"\1\0\0\0\0\0\0\1" + bytes(8)])
-def test_numbers_that_are_cut_off_are_no_message(data: bytes) -> None:
-    refused(Announcement, data)
-    refused(Decision, data)
-
-
 @pytest.mark.parametrize("message", [Announcement(failure="x"), Decision(ended=True)])
 def test_one_kind_of_message_is_not_the_other(message: Announcement | Decision) -> None:
     refused(Decision if isinstance(message, Announcement) else Announcement, message.to_bytes())

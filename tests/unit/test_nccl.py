@@ -120,13 +120,6 @@ def test_every_dtype_travels_as_nccls_own_or_a_wider_one(name: str) -> None:
     assert job.device.log[1][2] == DTYPES[wire]
 
 
-def test_a_complex_tensor_is_summed_as_pairs() -> None:
-    job = Job()
-    result, = job.reduce(np.array([1 + 2j, 3j], np.complex64), scale=Scale(0.5))
-    assert job.device.log[0][:3] == ("allReduce", 4, FLOAT32)
-    assert result.tolist() == [0.5 + 1j, 1.5j]
-
-
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
 def test_booleans_are_bytes(op: ReduceOp) -> None:
     job = Job()

@@ -90,10 +90,13 @@ def test_a_host_that_does_not_answer_is_lost(star: Star, monkeypatch: pytest.Mon
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     centre, other = Peers(0), Peers(1)
-    other.connect(centre.listen([1, 2], HERE), 0, LIMIT_S)
+    invitation = centre.listen([1, 2], HERE)
+    other.connect(invitation, 0, LIMIT_S)
     with pytest.raises(OSError, match=r"no connection of ranks \[2\] has arrived here"):
         centre.await_all(0.2)
     centre.stop()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", invitation.port))
     other.stop()
 
 
