@@ -226,27 +226,6 @@ def test_a_closed_queue_refuses_with_the_error_it_was_closed_with() -> None:
     assert caught.value is error
 
 
-def test_of_many_threads_that_use_one_name_one_wins() -> None:
-    queue, together = TensorQueue(), threading.Barrier(8)
-    refused: list[str] = []
-
-    def put() -> None:
-        together.wait(LONG_S)
-        for number in range(50):
-            try:
-                queue.put(entry(f"{number}"))
-            except DuplicateNameError as error:
-                refused.append(str(error))
-
-    threads = [threading.Thread(target=put) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG_S)
-    assert sorted(int(each.request.name) for each in queue.take_new()) == list(range(50))
-    assert len(refused) == 7 * 50
-
-
 def test_threads_that_give_up_leave_nothing_in_the_handle() -> None:
     handle = Handle("a")
     for _ in range(3):

@@ -122,32 +122,21 @@ def test_a_version_that_was_not_run_is_refused_with_what_to_install(package: str
 # -- Keras' private attributes ----------------------------------------------------------------------------------------
 
 
-def model_with_layers_in_layers() -> tuple[Any, list[str]]:
-    """A model, and the names of its running statistics: in a model in it, in a layer that is no model, and frozen."""
+def test_running_statistics_are_those_of_all_layers_and_no_frozen_weights() -> None:
     keras = pytest.importorskip("keras")
+    layers = keras.layers
 
-    class Block(keras.layers.Layer):
+    class Block(layers.Layer):
         def __init__(self) -> None:
             super().__init__()
-            self.normalise, self.drop = keras.layers.BatchNormalization(name="in_layer"), keras.layers.Dropout(0.5)
+            self.normalise, self.drop = layers.BatchNormalization(name="in_layer"), layers.Dropout(0.5)
 
         def call(self, x: Any) -> Any:
             return self.drop(self.normalise(x))
 
-    inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), Block(),
-                              keras.layers.BatchNormalization(name="in_model")])
-    frozen = keras.layers.BatchNormalization(name="frozen", trainable=False)
-    dense = keras.layers.Dense(2, trainable=False)
-    model = keras.Sequential([keras.Input((2,)), inner, frozen, dense])
-    return model, ["frozen", "in_layer", "in_model"]
-
-
-def names_of_statistics(model: Any) -> list[str]:
-    statistics = importlib.import_module("mpistrat.keras.fit.running_statistics").running_statistics(model)
-    assert {variable.name for variable in statistics} == {"moving_mean", "moving_variance"}
-    return sorted(variable.path.split("/")[-2] for variable in statistics if variable.name == "moving_mean")
-
-
-def test_running_statistics_are_those_of_all_layers_and_no_frozen_weights() -> None:
-    model, names = model_with_layers_in_layers()
-    assert names_of_statistics(model) == names
+    inner = keras.Sequential([keras.Input((2,)), layers.Dense(2), Block(), layers.BatchNormalization(name="in_model")])
+    model = keras.Sequential([keras.Input((2,)), inner, layers.BatchNormalization(name="frozen", trainable=False),
+                              layers.Dense(2, trainable=False)])
+    found = importlib.import_module("mpistrat.keras.fit.running_statistics").running_statistics(model)
+    assert sorted((*variable.path.split("/")[-2:],) for variable in found) == [
+        (layer, name) for layer in ("frozen", "in_layer", "in_model") for name in ("moving_mean", "moving_variance")]

@@ -299,3 +299,4 @@ def test_the_file_of_a_real_job_is_understood(directory: Path) -> None:
     status, = found.jobs
     assert (status.size, [rank.pid for rank in status.ranks]) == (1, [job.pid])
     assert summarize(status, None, time.time()).why == "there is one rank"
+    assert not list(directory.glob("*.json"))

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,9 @@ from mpistrat.engine.executor import Executor
 from mpistrat.trace import status
 from mpistrat.trace.clocks import Offset
 from mpistrat.trace.records import NO_STEP, Record
-from mpistrat.trace.ring import Operation, OperationRing, Traced
+from mpistrat.trace.ring import Operation, OperationRing
 from mpistrat.trace.spans import length, union
 from mpistrat.trace.totals import StepCounter, Totals, line_of
-from mpistrat.trace.tracer import Tracer
 from tests.support.thread_group import ThreadGroup
 
 
@@ -236,26 +234,6 @@ def test_messages_of_the_trace_go_from_rank_0_to_all_and_from_the_others_to_rank
         for rank in ranks:
             assert not rank.controller.run_cycle()  # Not news, which would reset the clock of a deadlock.
     assert [rank.received for rank in ranks] == [[b"up"], [b"down"], [b"down"]]
-
-
-def test_a_tracer_writes_what_the_engine_does_until_it_is_stopped(tmp_path: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.trace.tracer._INTERVAL_S", 0.01)
-    written = threading.Event()
-    original = status.StatusFile.write
-    monkeypatch.setattr(status.StatusFile, "write", lambda self, ranks: (original(self, ranks), written.set()))
-    tracer = Tracer(Topology(0, ("here",)), {}, {"XDG_RUNTIME_DIR": str(tmp_path)})
-    ring = OperationRing(4)
-    ring.add(entry("x", np.ones(4)), 0, 0, 0)
-    tracer.start(lambda: {0: Traced(ring, 1, "local", lambda: [])}, lambda: None)
-    assert written.wait(10)
-    path, = tmp_path.rglob("*.json")
-    rank, = json.loads(path.read_text())["ranks"]
-    assert (rank["rank"], rank["host"], rank["operations"], rank["bytes"], rank["steps"]) == (0, "here", 1, 32, None)
-    assert rank["rss_bytes"] > 0 and rank["outstanding"] == []
-    tracer.stop()
-    tracer.stop()
-    assert not path.exists()
 
 
 def test_totals_have_the_intervals_with_collectives_but_the_first() -> None:
