@@ -10,7 +10,7 @@ import pytest
 from mpistrat.process import procfs
 from mpistrat.process.launch_env import identity
 from mpistrat.process.launcher_watch import launcher_among, launcher_here, workers_of
-from mpistrat.process.procfs import Process, descendants, parse_stat
+from mpistrat.process.procfs import Process, parse_stat
 
 RANK_1 = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-7@1"}
 HYDRA_1 = {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_FD": "9"}
@@ -61,14 +61,9 @@ def test_the_ancestors_of_a_process_are_found_and_its_launcher_among_them() -> N
 
 
 def test_what_a_rank_has_started_ends_with_it_unless_it_has_left_its_group() -> None:
-    found = [process(10, 1, 10), process(11, 10, 10), process(12, 11, 10), process(13, 10, 13), process(14, 1, 10),
-             process(15, 13, 10)]
-    assert [each.pid for each in workers_of(10, 10, found)] == [11, 12, 15]
-
-
-def test_descendants() -> None:
-    found = [process(5, 4), process(4, 3), process(3, 2), process(9, 2), process(8, 7)]
-    assert sorted(each.pid for each in descendants(2, found)) == [3, 4, 5, 9]
+    found = [process(15, 13, 10), process(14, 1, 10), process(13, 10, 13), process(12, 11, 10), process(11, 10, 10),
+             process(10, 1, 10)]
+    assert sorted(each.pid for each in workers_of(10, 10, found)) == [11, 12, 15]
 
 
 STAT = "{} ({}) {} 41 42 43 0 -1 4194304 81 0 0 0 0 0 0 0 20 0 1 0 7777 2764800 235 18446744073709551615\n"

@@ -1,6 +1,8 @@
 """What the plane for NCCL enqueues: calls, counts, dtypes and streams, on a stand-in that writes them down."""
 
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -155,21 +157,40 @@ def test_empty_tensors_enqueue_nothing() -> None:
     assert job.device.log == []
 
 
-def test_rows_alike_are_gathered_by_one_call_and_others_by_a_group_of_broadcasts() -> None:
-    job = Job()
-    source, target = job.arrays(np.ones(3, np.int16), np.ones(9, np.int16))
-    job.plane.allgather(source, target, [3, 3, 3])
-    job.plane.allgather(source, target, [3, 0, 2])
-    assert job.device.log == [("allGather", 6, UINT8, 3), ("group",), ("broadcast", 6, UINT8, 0, 3),
-                              ("broadcast", 4, UINT8, 2, 3), ("end of group",)]
+GROUP, END = ("group",), ("end of group",)
+SUMMED, AVERAGED = Reduction(ReduceOp.SUM), Reduction(ReduceOp.SUM, 1.0, Scale(1.0, 4))
+
+
+@pytest.mark.parametrize("dtype, method, arguments, log", [
+    ("int16", "allgather", [[3, 3, 3]], [("allGather", 6, UINT8, 3)]),
+    ("int16", "allgather", [[3, 0, 2]], [GROUP, ("broadcast", 6, UINT8, 0, 3), ("broadcast", 4, UINT8, 2, 3), END]),
+    ("float32", "reducescatter", [[3], AVERAGED], [("reduceScatter", 3, FLOAT32, AVERAGE, 3)]),
+    ("complex64", "reducescatter", [[3, 0, 2], SUMMED], [
+        GROUP, ("reduce", 6, FLOAT32, SUM, 0, 3), ("reduce", 4, FLOAT32, SUM, 2, 3), END]),
+    ("int16", "alltoall", [[2, 0, 3], [2, 1, 1], 3], [
+        GROUP, ("send", 4, UINT8, 0, 3), ("recv", 4, UINT8, 0, 3), ("recv", 2, UINT8, 1, 3),
+        ("send", 6, UINT8, 2, 3), ("recv", 2, UINT8, 2, 3), END]),
+], ids=["rows alike", "rows", "a part of an average", "parts of different sizes", "an exchange"])
+def test_parts_alike_are_one_call_and_others_a_group(dtype: str, method: str, arguments: list[Any],
+                                                     log: list[Any]) -> None:
+    job = Job(size=4)
+    source, target = job.arrays(np.ones(9, dtype), np.ones(9, dtype))
+    getattr(job.plane, method)(source, target, *arguments)
+    assert job.device.log == log
 
 
 def test_a_list_is_broadcast_as_a_group() -> None:
     job = Job()
     sources = job.arrays(np.ones(3, np.float16), np.zeros(0, np.float16), np.ones(2, np.float16))
     job.plane.broadcast(sources, sources, 0)
-    assert job.device.log == [("group",), ("broadcast", 6, UINT8, 0, 3), ("broadcast", 4, UINT8, 0, 3),
-                              ("end of group",)]
+    assert job.device.log == [GROUP, ("broadcast", 6, UINT8, 0, 3), ("broadcast", 4, UINT8, 0, 3), END]
+
+
+def test_compressed_averages_are_divided_by_nccl_too() -> None:
+    job = Job(size=4)
+    source, target = job.arrays(np.ones(3, np.float32), np.zeros(3, np.float32))
+    allreduce(job.plane, [source], [target], AVERAGED, "float16")
+    assert job.device.log[1] == ("allReduce", 8, FLOAT16, AVERAGE, 3)
 
 
 def test_work_begins_after_the_events_it_was_told_to_wait_for() -> None:
@@ -245,13 +266,6 @@ def test_an_average_of_floats_is_nccls_own_and_needs_no_scaling(dtype: str) -> N
     assert {entry[2].is_plain for entry in job.device.log if entry[0] == "batched_copy"} == {True}
 
 
-def test_compressed_averages_are_divided_by_nccl_too() -> None:
-    job = Job(size=4)
-    source, target = job.arrays(np.ones(3, np.float32), np.zeros(3, np.float32))
-    allreduce(job.plane, [source], [target], Reduction(ReduceOp.SUM, 1.0, Scale(1.0, 4)), "float16")
-    assert job.device.log[1] == ("allReduce", 8, FLOAT16, AVERAGE, 3)
-
-
 @pytest.mark.parametrize("dtype, prescale, scale, version", [
     ("float32", 1.0, Scale(1.0, 3), AVERAGES_FROM),  # while a rank waits in join()
     ("float32", 1.0, Scale(2.0, 4), AVERAGES_FROM),
@@ -264,13 +278,6 @@ def test_other_averages_are_scaled_sums(dtype: str, prescale: float, scale: Scal
     result, = job.reduce(np.full(3, 24).astype(dtype), prescale=prescale, scale=scale)
     assert [entry[3] for entry in job.device.log if entry[0] == "allReduce"] == [SUM]
     assert result.tolist() == [24 * prescale * scale.factor / scale.divisor] * 3
-
-
-def test_a_part_of_an_average_is_nccls_own_too() -> None:
-    job = Job(size=4)
-    source, target = job.arrays(np.ones(3, np.float32), np.zeros(3, np.float32))
-    job.plane.reducescatter(source, target, [3], Reduction(ReduceOp.SUM, 1.0, Scale(1.0, 4)))
-    assert job.device.log == [("reduceScatter", 3, FLOAT32, AVERAGE, 3)]
 
 
 @pytest.mark.parametrize("prescale, scale", [(1.0, IDENTITY), (0.5, Scale(4.0))])
@@ -288,14 +295,6 @@ def test_a_part_of_a_reduction_is_kept(dtype: str, prescale: float, scale: Scale
     assert job.calls.count("batched_copy") == (0 if is_direct else 2)
 
 
-def test_parts_of_different_sizes_are_reduced_to_each_rank_as_a_group() -> None:
-    job = Job()
-    source, target = job.arrays(np.ones(5, np.complex64), np.zeros(3, np.complex64))
-    job.plane.reducescatter(source, target, [3, 0, 2], Reduction(ReduceOp.SUM))
-    assert job.device.log == [("group",), ("reduce", 6, FLOAT32, SUM, 0, 3), ("reduce", 4, FLOAT32, SUM, 2, 3),
-                              ("end of group",)]
-
-
 def test_what_is_scattered_by_way_of_a_buffer_must_fit_into_it() -> None:
     job = Job(buffer_bytes=64)
     large, = job.arrays(np.ones(17, np.int16))
@@ -305,15 +304,6 @@ def test_what_is_scattered_by_way_of_a_buffer_must_fit_into_it() -> None:
     assert "do not fit into a fusion buffer of 64" in job.plane.why_not_scatter(floats, Reduction(ReduceOp.SUM, 0.5))
     assert job.plane.why_not_scatter(job.arrays(np.ones(1, complex))[0], Reduction(ReduceOp.PRODUCT)) == \
         "NCCL has no product of complex128"
-
-
-def test_an_exchange_is_a_group_of_sends_and_receives_with_their_peers() -> None:
-    job = Job()
-    source, target = job.arrays(np.ones(5, np.int16), np.ones(4, np.int16))
-    job.plane.alltoall(source, target, [2, 0, 3], [2, 1, 1], 3)
-    assert job.device.log == [
-        ("group",), ("send", 4, UINT8, 0, 3), ("recv", 4, UINT8, 0, 3), ("recv", 2, UINT8, 1, 3),
-        ("send", 6, UINT8, 2, 3), ("recv", 2, UINT8, 2, 3), ("end of group",)]
 
 
 def test_an_abort_that_fails_keeps_no_other_communicator_from_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

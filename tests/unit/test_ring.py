@@ -80,28 +80,23 @@ def test_a_wait_ends_without_a_message(trio: list[ShmRing]) -> None:
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 1e-4])
-def test_a_rank_that_sleeps_is_woken_by_a_message(trio: list[ShmRing], spin_s: float) -> None:
+@pytest.mark.parametrize("messages", [[], [(5, b"up")]], ids=["another thread", "a message"])
+def test_a_rank_that_sleeps_is_woken(trio: list[ShmRing], spin_s: float, messages: list[tuple[int, bytes]]) -> None:
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(trio[0].wait, LONG_S, spin_s)
         while not trio[1]._memory.counter_of(4, ASLEEP):
             pass
-        trio[1].send(4, b"up")
+        if messages:
+            trio[1].send(4, b"up")
+        else:
+            trio[0].wake()
         assert waiting.result(LONG_S)
-    assert trio[0].receive() == [(5, b"up")]
+    assert trio[0].receive() == messages
 
 
-@pytest.mark.parametrize("asleep", [False, True])
-def test_a_wait_is_ended_by_another_thread(trio: list[ShmRing], asleep: bool) -> None:
-    if not asleep:
-        trio[0].wake()
-        assert trio[0].wait(LONG_S)
-        return
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(trio[0].wait, LONG_S)
-        while not trio[1]._memory.counter_of(4, ASLEEP):
-            pass
-        trio[0].wake()
-        assert waiting.result(LONG_S)
+def test_a_wake_before_a_wait_ends_it(trio: list[ShmRing]) -> None:
+    trio[0].wake()
+    assert trio[0].wait(LONG_S)
 
 
 def test_a_thousand_questions_are_answered(trio: list[ShmRing]) -> None:

@@ -71,14 +71,6 @@ def test_rows_are_summed_before_they_are_added_where_that_has_no_order(monkeypat
     np.testing.assert_allclose(variable.numpy(), 1 + tf.convert_to_tensor(slices).numpy(), rtol=1e-6)
 
 
-def test_slices_may_have_no_row() -> None:
-    patches.apply()
-    variable = keras.Variable(np.ones(SHAPE, "float32"))
-    keras.optimizers.SGD().assign_add(variable, tf.IndexedSlices(
-        tf.zeros([0, 2]), tf.zeros([0], tf.int64), tf.constant(SHAPE, tf.int64)))
-    np.testing.assert_array_equal(variable.numpy(), np.ones(SHAPE))
-
-
 def test_slices_may_be_made_of_tuples_and_lists() -> None:
     patches.apply()
     variable = keras.Variable(np.ones(SHAPE, "float32"))

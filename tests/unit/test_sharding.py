@@ -145,17 +145,13 @@ def test_what_has_no_rows_is_an_error_that_names_it(data: tuple[Any, ...], messa
         mpistrat.shard(*data)
 
 
-@pytest.mark.parametrize("uneven", ["drop", "pad"])
-def test_fewer_rows_than_ranks_are_an_error(uneven: str, place: Any) -> None:
+@pytest.mark.parametrize(("uneven", "text"), [
+    ("drop", "2 rows are too few for 3 ranks"), ("pad", "2 rows are too few for 3 ranks"),
+    ("repeat", r'uneven is "drop" or "pad"\. Received: \'repeat\'')])
+def test_fewer_rows_than_ranks_and_another_value_of_uneven_are_errors(uneven: str, text: str, place: Any) -> None:
     place(2, 3)
-    with pytest.raises(mpistrat.InvalidRequestError, match="2 rows are too few for 3 ranks"):
+    with pytest.raises(mpistrat.InvalidRequestError, match=text):
         mpistrat.shard(np.arange(2), uneven=uneven)
-
-
-def test_another_value_of_uneven_is_an_error(place: Any) -> None:
-    place(0, 2)
-    with pytest.raises(mpistrat.InvalidRequestError, match=r'uneven is "drop" or "pad"\. Received: \'repeat\''):
-        mpistrat.shard(np.arange(2), uneven="repeat")
 
 
 def test_it_needs_init() -> None:
