@@ -73,10 +73,6 @@ def test_ranks_may_share_a_gpu_where_nccl_and_the_environment_let_them(version: 
     assert (why_not_nccl([found, found], "auto") == "") == serves
 
 
-def test_staging_may_be_asked_for() -> None:
-    assert why_not_nccl([FOUND, OTHER], "staged") == "MPISTRAT_GPU_OPERATIONS=staged"
-
-
 # -- one rank, driven by hand -----------------------------------------------------------------------------------------
 
 
@@ -106,6 +102,12 @@ class Job:
         arrays.bucket = bucket
         request = allreduce_request(name, specs_of(arrays), ScaledOp(Sum), device=DEVICE_GPU, wire_dtype=wire)
         return self.engine.submit(request, arrays)
+
+    def connected(self) -> "Job":
+        """This job, in which NCCL is connected."""
+        self.submit("connect", np.ones(1))
+        self.settle()
+        return self
 
     def settle(self) -> None:
         """Step until nothing happens for a while."""
@@ -218,9 +220,7 @@ def test_an_error_while_nccl_is_looked_for_stages_with_a_warning(
 
 
 def test_a_list_of_tensors_of_one_stream_is_one_wait_of_each_stream_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, waits = Job(nccl_streams=1), []
-    job.submit("connect", np.ones(2))
-    job.settle()
+    job, waits = Job(nccl_streams=1).connected(), []
     monkeypatch.setattr(Device, "wait", lambda self, stream, event: waits.append(stream.ptr))
     job.submit("a", *[np.ones(2)] * 20)
     job.engine.controller.run_cycle()
@@ -465,9 +465,7 @@ def test_a_call_of_nccl_that_does_not_return_is_ended_in_time(method: str, monke
         assert ended.wait(30), "nobody has ended it"
         raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
 
-    job = Job(stall_warning_s=0.1, stall_abort_s=0.2)
-    job.submit("connect", np.ones(3))
-    job.settle()
+    job = Job(stall_warning_s=0.1, stall_abort_s=0.2).connected()
     monkeypatch.setattr(Communicator, "allReduce", wait_for_the_others)
     monkeypatch.setattr(Communicator, "revoke", lambda self: False)  # as before ncclCommRevoke
     monkeypatch.setattr(Communicator, method, lambda self: ended.set() or True)
@@ -477,9 +475,7 @@ def test_a_call_of_nccl_that_does_not_return_is_ended_in_time(method: str, monke
 
 
 def test_memory_is_kept_when_only_some_of_the_work_could_be_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(nccl_streams=1, fusion_bytes=0)
-    job.submit("connect", np.ones(3))
-    job.settle()
+    job = Job(nccl_streams=1, fusion_bytes=0).connected()
     calls = []
 
     def fail_second(self: Communicator, *arguments: Any) -> None:
@@ -502,9 +498,7 @@ def test_memory_is_kept_when_only_some_of_the_work_could_be_enqueued(monkeypatch
 def test_after_a_failure_nothing_writes_to_memory_that_is_used_again(can_wait: bool, seed: int,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "can_wait", lambda self, stream: can_wait)
-    job = Job(Device(seed=seed), nccl_streams=1, fusion_bytes=0)
-    job.submit("connect", np.ones(3))
-    job.settle()
+    job = Job(Device(seed=seed), nccl_streams=1, fusion_bytes=0).connected()
     all_reduce, calls = Communicator.allReduce, []
 
     def fail_third(self: Communicator, *arguments: Any) -> None:
@@ -593,9 +587,7 @@ def test_a_rank_without_memory_for_gathered_rows_fails_before_the_first_collecti
 
 def test_the_buckets_of_a_list_are_waited_for_together_when_the_last_one_is_enqueued(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    job, list_, reader_waits = Job(), BucketList(3), []
-    job.submit("connect", np.ones(1))
-    job.settle()
+    job, list_, reader_waits = Job().connected(), BucketList(3), []
     wait = Device.wait
     monkeypatch.setattr(Device, "wait", lambda self, stream, event: (
         reader_waits.append(event) if stream is self.current_stream() else None, wait(self, stream, event)))
@@ -717,9 +709,7 @@ def test_several_communicators_of_an_old_nccl_are_warned_about(monkeypatch: pyte
 
 
 def test_the_memory_of_a_rank_that_has_joined_is_kept_until_the_gpu_is_done() -> None:
-    job = Job()
-    job.submit("connect", np.ones(1))
-    job.settle()
+    job = Job().connected()
     free = job.device.free_bytes
     tensors: Any = job.executor.uploaded([np.zeros(3)])
     request = allreduce_request("a", specs_of(tensors), ScaledOp(Sum), device=DEVICE_GPU)

@@ -10,12 +10,16 @@ import mpistrat
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
+import mpistrat.tensorflow as hvd  # noqa: E402
+from mpistrat.tensorflow.async_op import call_site, kernel, streams  # noqa: E402
+from mpistrat.tensorflow.bridge import gpu_device  # noqa: E402
+from mpistrat.tensorflow.xla import context, gpu_memory  # noqa: E402
+from tests.support import tensorflow_stand_in  # noqa: E402
+from tests.support.gpu_stand_in import Device  # noqa: E402
+
 
 def found(monkeypatch: pytest.MonkeyPatch, has_stream: bool = True) -> None:
     """A GPU, cupy, and TensorFlow's stream are there; without `has_stream`, whatever finds it is used."""
-    from mpistrat.tensorflow.async_op import call_site, streams
-    from mpistrat.tensorflow.bridge import gpu_device
-    from tests.support.gpu_stand_in import Device
     monkeypatch.setattr(gpu_device, "has_gpu", lambda: True)
     monkeypatch.setattr(gpu_device, "why_no_cupy", lambda: "")
     call_site._warn_once.cache_clear()
@@ -28,7 +32,6 @@ def found(monkeypatch: pytest.MonkeyPatch, has_stream: bool = True) -> None:
 @pytest.fixture
 def device_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """The choice for tensors that a function makes in a graph, as if there were a GPU and cupy."""
-    from mpistrat.tensorflow.async_op import call_site
     found(monkeypatch)
 
     def choose(make: Callable[[], list[Any]]) -> Any:
@@ -65,13 +68,11 @@ def test_where_all_go_by_the_host_they_do_from_a_gpu_too(device_of: Callable, mo
 
 
 def test_eager_tensors_are_asked_where_they_are_instead() -> None:
-    from mpistrat.tensorflow.async_op import call_site
     assert call_site.device_of([tf.zeros([2])]) is None
 
 
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU")
 def test_without_a_gpu_the_graph_is_what_it_was() -> None:
-    import mpistrat.tensorflow as hvd
     hvd.init()
     graph = tf.function(lambda: hvd.grouped_allreduce([tf.zeros([2]), tf.zeros([3])])).get_concrete_function().graph
     hvd.shutdown()
@@ -84,7 +85,6 @@ def test_without_a_gpu_the_graph_is_what_it_was() -> None:
 def test_the_number_of_a_logical_gpu_is_that_of_its_physical_one(visible: list[int], parts: dict[int, int],
                                                                  numbers: list[int],
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.tensorflow.bridge import gpu_device
     gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(3)]
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [gpus[i] for i in visible])
@@ -99,8 +99,6 @@ def test_the_number_of_a_logical_gpu_is_that_of_its_physical_one(visible: list[i
          "CUDA runtime version")], ids=["no cupy", "no driver"])
 def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_warning(
         cupy: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from mpistrat.tensorflow.async_op import call_site
-    from mpistrat.tensorflow.bridge import gpu_device
 
     class Eager:
         backing_device = "/job:localhost/replica:0/task:0/device:GPU:0"
@@ -122,8 +120,6 @@ def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_wa
 
 
 def test_gpus_that_the_script_has_hidden_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.tensorflow.bridge import gpu_device
-    from mpistrat.tensorflow.xla import context, gpu_memory
     gpus = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
     tf.zeros([1])  # Its devices are fixed.
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: gpus)
@@ -141,8 +137,6 @@ def test_gpus_that_the_script_has_hidden_are_not_there(monkeypatch: pytest.Monke
     ("stream", "XLA gives no stream; the driver has no such call")])
 def test_what_is_lacking_on_the_way_to_the_stream_is_in_one_warning(
         lacking: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    import mpistrat.tensorflow as hvd
-    from mpistrat.tensorflow.async_op import kernel, streams
 
     no_call = Mock(side_effect=OSError("the driver has no such call"))
     found(monkeypatch, has_stream=False)
@@ -167,8 +161,6 @@ def test_what_is_lacking_on_the_way_to_the_stream_is_in_one_warning(
 @pytest.mark.parametrize("on_gpu, node, buckets", [(True, "MpistratAsyncCollective", 2), (False, "PyFunc", 3)])
 def test_buckets_on_a_gpu_are_twice_as_large(on_gpu: bool, node: str, buckets: int,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    import mpistrat.tensorflow as hvd
-    from tests.support import tensorflow_stand_in
     mpistrat.init()
     if on_gpu:
         tensorflow_stand_in.install(0, monkeypatch.setattr)
@@ -179,7 +171,6 @@ def test_buckets_on_a_gpu_are_twice_as_large(on_gpu: bool, node: str, buckets: i
 
 
 def test_what_goes_by_way_of_the_host_is_compressed_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    import mpistrat.tensorflow as hvd
     found(monkeypatch)
     mpistrat.init()
     step = tf.function(lambda tensor: hvd.reducescatter(tensor, compression=hvd.Compression.fp16))

@@ -72,11 +72,6 @@ def test_a_package_below_that_is_not_imported_says_how() -> None:
                            "itself: import mpistrat.tensorflow.\n")
 
 
-def test_an_import_of_a_name_that_is_not_there_is_an_import_error() -> None:
-    with pytest.raises(ImportError, match="mpi_lib"):
-        from mpistrat.keras import mpi_lib  # type: ignore[attr-defined]  # noqa: F401
-
-
 @pytest.mark.parametrize(("path", "name", "found"), [
     ("common.exceptions", "HorovodInternalError", mpistrat.CollectiveError),
     ("common.exceptions", "HostsUpdatedInterrupt", HostsUpdatedInterrupt),

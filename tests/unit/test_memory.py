@@ -9,19 +9,11 @@ import numpy as np
 import pytest
 
 from mpistrat.core import memory
-from mpistrat.core.memory import ALIGNMENT, ResultPool, aligned_empty, block_size
+from mpistrat.core.memory import ALIGNMENT, ResultPool, block_size
 from mpistrat.core.tuning import RESULT_LOOKS
 
 F32, F64, U8 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.uint8)
 SOME_TURNS = 200  # more than a size may be idle
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 1000])
-def test_fresh_memory_is_aligned(nbytes: int) -> None:
-    memory = aligned_empty(nbytes)
-    assert memory.shape == (nbytes,)
-    assert memory.dtype == U8
-    assert not nbytes or memory.ctypes.data % ALIGNMENT == 0
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0,), (4, 0, 2), (1000,)])

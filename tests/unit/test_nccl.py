@@ -1,6 +1,5 @@
 """What the plane for NCCL enqueues: calls, counts, dtypes and streams, on a stand-in that writes them down."""
 
-
 from typing import Any
 
 import ml_dtypes

@@ -139,12 +139,6 @@ def test_the_root_of_a_broadcast_is_a_rank(root: int) -> None:
         broadcast_request("b", spec("float32"), root, range(3))
 
 
-def test_a_broadcast_has_its_root_and_labels() -> None:
-    request = broadcast_request("b", spec("float32"), 2, range(3), ("dense/kernel",))
-    assert request == Request(CollectiveType.BROADCAST, "b", spec("float32"), root_rank=2)
-    assert request.labels == ("dense/kernel",)
-
-
 def test_specs_hold_dtype_name_and_shape() -> None:
     arrays = [np.zeros((2, 0), np.float32), np.array(True), np.zeros(3, ">i4")]
     assert specs_of(arrays) == (TensorSpec("float32", (2, 0)), TensorSpec("bool", ()), TensorSpec("int32", (3,)))
