@@ -74,7 +74,6 @@ PINNED = [("visible", "GPU:0"), ("growth", "GPU:0", True), ("growth", "GPU:1", T
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module, with two GPUs that no rank uses, in a job of one rank."""
     found = pytest.importorskip("mpistrat.tensorflow.pin_gpu", exc_type=ImportError)
     monkeypatch.setattr(found, "_pinned", None)
     monkeypatch.setattr(found.tf, "config", Config())

@@ -22,7 +22,6 @@ from tests.gpu.parts import PARTS, ROOT, Machine, Part, look_at_machine, run_all
 
 
 def program(text: str) -> tuple[str, ...]:
-    """A command that runs this Python."""
     return sys.executable, "-c", text
 
 
@@ -98,7 +97,6 @@ class Cupti:
         return 0
 
     def called(self, name: bytes, site: int) -> None:
-        """CUDA's function is called."""
         if self._callback is not None:
             self._callback(None, 1, 0, ctypes.pointer(cupti._Data(site=site, name=name)))
 

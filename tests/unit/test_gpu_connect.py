@@ -43,7 +43,6 @@ class Communicator:
 
 
 def alone(state: Any) -> list[Any]:
-    """An exchange of one rank."""
     return [state]
 
 
@@ -185,7 +184,6 @@ def test_of_two_process_sets_that_overlap_one_uses_nccl_and_it_may_be_the_other_
 
 
 def executor() -> GpuExecutor:
-    """One of a rank."""
     return GpuExecutor(Topology(0, ("",)), ThreadGroup(1).data(0), Settings(), Observer())
 
 

@@ -25,7 +25,6 @@ each_job = pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.source}-{
 
 
 def values(dtype: np.dtype, count: int) -> np.ndarray:
-    """Whole numbers of both signs, as far as the dtype has them."""
     numbers = np.arange(count) % 97 - (0 if dtype.kind in "ub" else 40)
     return (numbers % 2 if dtype.kind == "b" else numbers).astype(dtype)
 

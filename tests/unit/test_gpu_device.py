@@ -58,7 +58,6 @@ def test_a_key_error_that_is_none_of_nccls_stays_one() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls of cupy's communicators."""
     made: list[Any] = []
     monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: SimpleNamespace(
         comm=77, allReduce=lambda: made.append("allReduce"), abort=lambda: made.append("abort")))

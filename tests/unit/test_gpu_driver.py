@@ -24,7 +24,6 @@ class Library:
 
     @property
     def current(self) -> int | None:
-        """The context of this thread."""
         return getattr(self._thread, "context", None)
 
     @current.setter

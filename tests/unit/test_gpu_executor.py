@@ -97,14 +97,12 @@ class Job:
 
     def submit(self, name: str, *values: np.ndarray, wire: str = "",
                bucket: tuple[BucketList, int] | None = None) -> Handle:
-        """Submit a sum."""
         arrays = self.input(*values)
         arrays.bucket = bucket
         request = allreduce_request(name, specs_of(arrays), ScaledOp(Sum), device=DEVICE_GPU, wire_dtype=wire)
         return self.engine.submit(request, arrays)
 
     def connected(self) -> "Job":
-        """This job, in which NCCL is connected."""
         self.submit("connect", np.ones(1))
         self.settle()
         return self
@@ -259,7 +257,6 @@ def test_a_guarded_call_that_a_revoke_ends_is_not_aborted_while_it_runs(monkeypa
 
 
 def watchdogs() -> set[threading.Thread]:
-    """The threads of Watchdogs."""
     return {thread for thread in threading.enumerate() if thread.name == "mpistrat-gpu-watchdog"}
 
 

@@ -44,7 +44,6 @@ def device_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
 
 def placed(device: str, dtype: Any = None) -> Any:
-    """A tensor of a graph that is said to be on a device."""
     with tf.device(device):
         return tf.zeros([2], dtype or tf.float32)
 

@@ -191,7 +191,6 @@ def test_best_model_checkpoint_needs_a_file(weights_only: bool, path: str | None
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A job of one rank."""
     mpistrat.init()
     yield
     mpistrat.shutdown()

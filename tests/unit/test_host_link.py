@@ -40,19 +40,16 @@ def open_descriptors() -> Iterator[None]:
 
 
 def linked(ranks: Sequence[int]) -> tuple[list[HostLink], list[UnixSocketChannel]]:
-    """What connects each of `ranks`."""
     links = [HostLink(rank, ranks) for rank in ranks]
     return links, on_all(len(ranks), lambda index: links[index].connect(links[0].invitation))
 
 
 def close(*opened: Any) -> None:
-    """Close all of these."""
     for each in opened:
         each.close()
 
 
 def received(mail: UnixSocketChannel) -> list[tuple[int, bytes]]:
-    """The next messages."""
     assert mail.wait(LIMIT_S)
     return mail.receive()
 

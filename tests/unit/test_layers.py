@@ -112,7 +112,6 @@ def modules() -> dict[str, ast.Module]:
 
 
 def is_package(module: str) -> bool:
-    """Whether the module is an __init__.py."""
     return (PACKAGE / module.replace(".", "/") / "__init__.py").exists()
 
 
@@ -172,22 +171,15 @@ def imports(module: str, for_types: bool = True) -> set[str]:
 
 
 def own_name(name: str) -> str:
-    """The name of a module of mpistrat without "mpistrat."."""
     return name.removeprefix("mpistrat").lstrip(".")
 
 
 def is_own(name: str) -> bool:
-    """Whether a full name is one of mpistrat."""
     return name.split(".")[0] == "mpistrat"
 
 
 def own_imports(module: str) -> set[str]:
-    """The modules of mpistrat that a module imports."""
-    return {own_name(name) for name in imports(module) if is_own(name)}
-
-
-def own_imports_but_upwards(module: str) -> set[str]:
-    """As own_imports, without the imports of UPWARDS. A module imported elsewhere in `module` too stays in."""
+    """The modules of mpistrat that a module imports, without the imports of UPWARDS."""
     return {own_name(name) for function, name in placed_imports(module)
             if is_own(name) and (module, function, own_name(name)) not in UPWARDS}
 
@@ -204,7 +196,6 @@ def package_of(module: str) -> str:
 
 
 def titled(module: str) -> str:
-    """How a test calls a module."""
     return module or "mpistrat"
 
 
@@ -214,7 +205,7 @@ every_module = pytest.mark.parametrize("module", modules(), ids=titled)
 @every_module
 def test_a_module_imports_only_the_packages_below_its_own(module: str) -> None:
     package = package_of(module)
-    others = {titled(name) for name in own_imports_but_upwards(module)
+    others = {titled(name) for name in own_imports(module)
               if package_of(name) not in {package} | PACKAGES[package]}
     assert not others, f"{titled(module)} is in package {titled(package)}"
 
@@ -258,17 +249,16 @@ def test_the_packages_stand_on_few_floors() -> None:
 
 
 def room_of(module: str) -> str:
-    """The directory that a module is in, as a package."""
     return module if is_package(module) else module.rpartition(".")[0]
 
 
 def test_the_rooms_of_a_package_import_each_other_only_as_listed() -> None:
     found: dict[str, set[str]] = {}
     for module in modules():
-        for name in own_imports_but_upwards(module):
+        for name in own_imports(module):
             if package_of(name) == package_of(module) and room_of(name) != room_of(module):
                 found.setdefault(room_of(module), set()).add(room_of(name))
-    new = [f"{module} imports {name}" for module in modules() for name in own_imports_but_upwards(module)
+    new = [f"{module} imports {name}" for module in modules() for name in own_imports(module)
            if room_of(name) in found.get(room_of(module), set()) - ROOMS.get(room_of(module), set())]
     assert not new, "put what both need below both rooms"
     gone = {room: listed for room, names in ROOMS.items() if (listed := names - found.get(room, set()))}
@@ -276,7 +266,6 @@ def test_the_rooms_of_a_package_import_each_other_only_as_listed() -> None:
 
 
 def lines_of(paths: Iterable[Path]) -> int:
-    """The lines of these files together."""
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
@@ -299,7 +288,7 @@ def test_a_module_imports_only_what_its_package_may_need(module: str) -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    graph = {module: own_imports_but_upwards(module) for module in modules()}
+    graph = {module: own_imports(module) for module in modules()}
     order = list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the modules.
     assert set(order) == set(modules())
 

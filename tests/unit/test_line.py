@@ -20,7 +20,6 @@ Address = tuple[str, int]
 
 @pytest.fixture
 def listening() -> "Iterator[tuple[tuple[str, int], bytes, SimpleQueue[Line]]]":
-    """Where a process listens, its secret, and the lines that it has accepted."""
     secret, lines = secrets.token_bytes(32), SimpleQueue[Line]()
     listener = socket.create_server(("127.0.0.1", 0))
     listening = Listening(listener, secret, lines.put)

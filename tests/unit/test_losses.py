@@ -137,7 +137,6 @@ def test_an_error_that_is_a_sign_of_a_loss_becomes_the_loss() -> None:
 
 @pytest.fixture
 def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that sleeps."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()

@@ -7,8 +7,6 @@ from mpistrat.transport.mpi import library
 
 
 class Group:
-    """A group of so many processes."""
-
     def __init__(self, size: int):
         self.size = size
         not_freed.append(self)

@@ -127,7 +127,6 @@ def test_a_thread_that_makes_optimizers_gives_them_its_name() -> None:
 
 
 def name_in(action: Callable[[], str] = lambda: names.eager("reduce"), **arguments: Any) -> str:
-    """What `action` returns in a new thread."""
     found: list[str] = []
 
     def evaluate() -> None:

@@ -44,7 +44,6 @@ class Job:
         self._arrays: list[GpuArray] = []
 
     def arrays(self, *values: np.ndarray) -> list[GpuArray]:
-        """The values on the stand-in."""
         self._arrays += [self.device.seen(self.device.tensor(value)) for value in values]
         self.device.run_all()
         return self._arrays[-len(values):]
@@ -60,14 +59,12 @@ class Job:
         return [target.owner.view().copy() for target in targets]
 
     def finish(self) -> None:
-        """Let the stand-in do what was enqueued."""
         events = self.plane.finish()
         while not all(event.done for event in events):
             pass
 
     @property
     def calls(self) -> list[str]:
-        """The names of what was enqueued."""
         return [entry[0] for entry in self.device.log]
 
 

@@ -19,7 +19,6 @@ from mpistrat.gpu import nvrtc
 
 @pytest.fixture
 def cupy_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of a cupy that a test writes."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("cupy", "cupyx")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "mpistrat.gpu.device", raising=False)

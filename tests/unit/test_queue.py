@@ -18,12 +18,10 @@ LONG_S = 30.0  # only a failing test waits for so long
 
 
 def origin(place: str, is_in_order: bool) -> Origin:
-    """A node of a graph."""
     return Origin(lambda: place, is_in_order)
 
 
 def entry(name: str, origin: Origin | None = None) -> Entry:
-    """An entry without tensors."""
     return Entry(Request(CollectiveType.BARRIER, name), [], Handle(name), origin=origin)
 
 

@@ -22,7 +22,6 @@ def lines_of(*reports: Report) -> list[bytes]:
 
 
 def read(lines: list[bytes]) -> tuple[list[Report], list[bytes | None]]:
-    """The reports in the lines, and what the reader returned for each line."""
     reader = ReportReader()
     returned = [reader.take(line) for line in lines]
     return reader.reports, returned

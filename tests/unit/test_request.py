@@ -33,7 +33,6 @@ REAL = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"
 
 
 def spec(dtype: str, *shape: int) -> tuple[TensorSpec]:
-    """One tensor."""
     return (TensorSpec(dtype, shape),)
 
 

@@ -28,7 +28,6 @@ def trio() -> Iterator[list[ShmRing]]:
 
 
 def received(channel: ShmRing, count: int) -> list[tuple[int, bytes]]:
-    """The next `count` messages."""
     messages = channel.receive()
     while len(messages) < count:
         assert channel.wait(LONG_S), f"only {len(messages)} of {count} messages have come"

@@ -15,7 +15,6 @@ from mpistrat.core.topology import Topology
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes this process one rank of several."""
     def become(rank: int, size: int) -> None:
         group = SimpleNamespace(topology=Topology(rank, ("host",) * size))
         monkeypatch.setattr(process_sets.global_process_set, "_group", group)
@@ -24,7 +23,6 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def on_each_rank(place: Any) -> Any:
-    """Calls shard() as each of `size` ranks does."""
     def call(size: int, *data: Any, **options: Any) -> list[Any]:
         results = []
         for rank in range(size):
@@ -252,8 +250,3 @@ def test_none_among_elements_of_unknown_number_is_an_error(tf: Any, place: Any) 
     assert [int(row) for row, _ in mpistrat.shard(dataset)] == [0, 2]
     with pytest.raises(mpistrat.InvalidRequestError, match=r"contain None .*assert_cardinality\(n\)"):
         mpistrat.shard(dataset.filter(lambda row, nothing: True))
-
-
-def test_every_module_has_it(tf: Any) -> None:
-    keras, tensorflow = pytest.importorskip("mpistrat.keras"), pytest.importorskip("mpistrat.tensorflow")
-    assert keras.shard is tensorflow.shard is mpistrat.shard

@@ -363,7 +363,6 @@ class Job:
                     self.tracers[receiver].receive(self.tracers[sender].outgoing.popleft())
 
     def work(self, steps: int) -> None:
-        """Each rank reduces a gradient in each of so many steps."""
         request = allreduce_request("g", specs_of([np.ones(2)]), ScaledOp(Sum), labels=("w",))
         for ring in self.rings:
             for number in range(steps):

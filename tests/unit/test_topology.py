@@ -11,7 +11,6 @@ INTERLEAVED = ("a", "b", "a", "b", "a")
 
 
 def of_all(hosts: tuple[str, ...], name: str) -> list:
-    """An attribute of the Topology of each rank."""
     return [getattr(Topology(rank, hosts), name) for rank in range(len(hosts))]
 
 

@@ -45,7 +45,6 @@ def planes(count: int) -> list[SharedMemoryData]:
 
 def allreduced(data: SharedMemoryData, arrays: list[np.ndarray], op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0,
                scale: Scale = IDENTITY) -> list[np.ndarray]:
-    """The results in new memory."""
     targets = [np.empty_like(array) for array in arrays]
     data.allreduce(arrays, targets, Reduction(op, prescale, scale))
     return targets

@@ -23,7 +23,6 @@ LONG_S = 30.0  # only a failing test waits for so long
 
 @pytest.fixture
 def make_channels() -> Iterator[Callable[[int], list[UnixSocketChannel]]]:
-    """Makes the channels of several ranks."""
     opened: list[UnixSocketChannel] = []
 
     def make(ranks: int) -> list[UnixSocketChannel]:
@@ -39,7 +38,6 @@ Make = Callable[[int], list[UnixSocketChannel]]
 
 
 def fill(sender: UnixSocketChannel, receiver: int, message: bytes = b"x") -> int:
-    """Send until no more goes in, and say how many were sent; the last one waits."""
     for count in range(1, 100_000):
         sender.send(receiver, message)
         if sender.is_sending:
@@ -48,7 +46,6 @@ def fill(sender: UnixSocketChannel, receiver: int, message: bytes = b"x") -> int
 
 
 def receive_all(receiver: UnixSocketChannel, *senders: UnixSocketChannel) -> list[tuple[int, bytes]]:
-    """Everything that the senders have sent."""
     messages = receiver.receive()
     while any(sender.is_sending for sender in senders):
         for sender in senders:
@@ -116,21 +113,15 @@ def test_a_wait_without_a_message_ends_in_time(make_channels: Make) -> None:
 
 @pytest.mark.parametrize(("limit", "spin_s"), [(0, 0.0), (10**6, 0.0), (10**6, 1e-4), (10**6, LONG_S)],
                          ids=["poll", "select", "spin and sleep", "spin"])
-def test_a_message_ends_a_wait(make_channels: Make, limit: int, spin_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("messages", [[(0, b"come")], []], ids=["message", "wake"])
+def test_a_message_and_a_wake_end_a_wait(make_channels: Make, messages: list[tuple[int, bytes]], limit: int,
+                                         spin_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     # A descriptor above the limit of select() is waited for in another way.
     monkeypatch.setattr(unix_socket, "_SELECT_LIMIT", limit)
     first, second = make_channels(2)
-    threading.Thread(target=lambda: first.send(1, b"come")).start()
+    threading.Thread(target=(lambda: first.send(1, b"come")) if messages else second.wake).start()
     assert second.wait(LONG_S, spin_s)
-    assert second.receive() == [(0, b"come")]
-
-
-@pytest.mark.parametrize("limit", [0, 10**6], ids=["poll", "select"])
-def test_a_wake_ends_a_wait(make_channels: Make, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix_socket, "_SELECT_LIMIT", limit)
-    channel, = make_channels(1)
-    threading.Thread(target=channel.wake).start()
-    assert channel.wait(LONG_S)
+    assert second.receive() == messages
 
 
 @pytest.mark.parametrize("wakes", [1, 1000])
@@ -152,27 +143,16 @@ def test_many_wakes_leave_room_for_messages(make_channels: Make) -> None:
     assert fill(first, 1) >= room - 1
 
 
-def test_a_wake_while_the_queue_is_full_is_not_the_last_one(make_channels: Make) -> None:
-    first, second = make_channels(2)
-    fill(first, 1)
-    second.wake()
-    assert second.wait(LONG_S)
-    receive_all(second, first)
-    second.receive()
-    second.wake()
-    assert second.wait(LONG_S)
-
-
-def test_a_wake_is_not_lost_while_others_have_yet_to_read(make_channels: Make) -> None:
+@pytest.mark.parametrize(("waker", "nbytes"), [(1, 1), (0, 30_000)], ids=["the reader", "the writer"])
+def test_a_wake_while_a_queue_is_full_is_not_the_last_one(make_channels: Make, waker: int, nbytes: int) -> None:
     # What a rank has sent and nobody has read takes room among the rank's own buffers.
-    first, second = make_channels(2)
-    fill(first, 1, b"x" * 30_000)
-    first.wake()
-    assert first.wait(0)
-    first.receive()
-    receive_all(second, first)
-    first.wake()
-    assert first.wait(LONG_S)
+    channels = make_channels(2)
+    fill(channels[0], 1, b"x" * nbytes)
+    for _ in range(2):
+        channels[waker].wake()
+        assert channels[waker].wait(LONG_S)
+        channels[waker].receive()
+        receive_all(channels[1], channels[0])
 
 
 def test_no_wake_is_lost_among_threads(make_channels: Make) -> None:

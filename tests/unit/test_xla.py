@@ -42,7 +42,6 @@ def sgd() -> Any:
 
 
 def compiled(*arguments: Any, model: Any = None, **options: Any) -> bool:
-    """Whether Keras would compile the model's step by XLA."""
     model = model or model_of()
     model.compile(*arguments, **options)
     return bool(model.jit_compile)

@@ -32,7 +32,6 @@ RENAMED = {"major_version": "major", "minor_version": "minor", "api_version": "v
 
 
 def fields_in_header(structure: str) -> list[str]:
-    """The names of the fields of a structure, in order."""
     with open(HEADER) as file:
         text = re.sub(r"//.*", "", file.read())
     body = re.search(rf"struct {structure} {{(.*?)}}", text, re.DOTALL)
