@@ -46,26 +46,6 @@ def alone(state: Any) -> list[Any]:
     return [state]
 
 
-def test_what_was_made_in_another_thread_is_returned() -> None:
-    made = Communicator()
-    threads = []
-
-    def make() -> list[Any]:
-        threads.append(threading.current_thread())
-        return [made]
-
-    assert make_communicators(make, Device(), 0, alone, 10.0) == [made]
-    assert threads != [threading.current_thread()] and not made.aborted.is_set()
-    assert made.reduces == 1
-
-
-def test_an_error_names_the_rank_and_the_way_around_nccl() -> None:
-    with pytest.raises(EngineError) as raised:
-        make_communicators(Mock(side_effect=EngineError("no socket")), Device(), 0, alone, 10.0)
-    assert str(raised.value) == ("NCCL cannot connect the ranks: rank 0: no socket. "
-                                 "MPISTRAT_GPU_OPERATIONS=staged does without NCCL.")
-
-
 def test_a_rank_that_waits_in_nccl_leaves_when_another_one_fails_and_aborts_what_it_has_made_since() -> None:
     made, other_connects = Communicator(), threading.Event()
 

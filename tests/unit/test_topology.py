@@ -70,23 +70,16 @@ def test_jobs_that_are_none_are_errors(jobs: dict[str, int], text: str) -> None:
         assign_roles(2, jobs)
 
 
-def test_a_cluster_spec_names_every_rank_by_role_host_and_port() -> None:
-    spec = cluster_spec(Topology(2, EVEN), [10, 11, 12, 13])
-    assert spec == {"cluster": {"chief": ["a:10"], "worker": ["a:11", "b:12", "b:13"]},
-                    "task": {"type": "worker", "index": 1}}
-
-
-def test_an_evaluator_is_a_task_but_not_in_the_cluster() -> None:
-    jobs = {"chief": 1, "worker": 1, "ps": 1, "evaluator": 1}
-    specs = [cluster_spec(Topology(rank, EVEN), [1, 2, 3, 4], jobs) for rank in range(4)]
-    assert specs[3] == {"cluster": {"chief": ["a:1"], "worker": ["a:2"], "ps": ["b:3"]},
-                        "task": {"type": "evaluator", "index": 0}}
-    assert specs[2]["task"] == {"type": "ps", "index": 0}
-
-
-def test_ranks_of_one_host_need_no_name_service() -> None:
-    spec = cluster_spec(Topology(0, ("a", "a")), [5, 6])
-    assert spec["cluster"] == {"chief": ["localhost:5"], "worker": ["localhost:6"]}
+@pytest.mark.parametrize(("rank", "hosts", "jobs", "cluster", "task"), [
+    (2, EVEN, None, {"chief": ["a:1"], "worker": ["a:2", "b:3", "b:4"]}, ("worker", 1)),
+    (3, EVEN, {"chief": 1, "worker": 1, "ps": 1, "evaluator": 1}, {
+        "chief": ["a:1"], "worker": ["a:2"], "ps": ["b:3"]}, ("evaluator", 0)),  # It is not in the cluster.
+    (0, ("a", "a"), None, {"chief": ["localhost:1"], "worker": ["localhost:2"]}, ("chief", 0))])
+def test_a_cluster_spec_names_every_rank_by_role_host_and_port(
+        rank: int, hosts: tuple[str, ...], jobs: dict[str, int] | None, cluster: dict[str, list[str]],
+        task: tuple[str, int]) -> None:
+    assert cluster_spec(Topology(rank, hosts), range(1, 1 + len(hosts)), jobs) == {
+        "cluster": cluster, "task": {"type": task[0], "index": task[1]}}
 
 
 @pytest.mark.parametrize("ports", [[], [1], [1, 2, 3]])
