@@ -1,7 +1,6 @@
 """The calls of CUDA's driver, on a stand-in for its library: which context a thread has, and has afterwards."""
 
 import ctypes
-import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -20,15 +19,7 @@ class Library:
     def __init__(self) -> None:
         self.status = 0
         self.calls: list[str] = []
-        self._thread = threading.local()
-
-    @property
-    def current(self) -> int | None:
-        return getattr(self._thread, "context", None)
-
-    @current.setter
-    def current(self, context: int) -> None:
-        self._thread.context = context
+        self.current: int | None = None  # context
 
     def cuCtxGetCurrent(self, found: Any) -> int:  # noqa: N802
         found._obj.value = self.current

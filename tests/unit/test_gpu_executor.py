@@ -167,19 +167,6 @@ def test_with_little_memory_tensors_are_fused_less(caplog: pytest.LogCaptureFixt
         f"rank 0: GPU memory is short: tensors are fused up to {(2**24 + 2**16) // 8 - 2**16} bytes instead of {2**24}"]
 
 
-def test_without_memory_tensors_are_staged_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(Device(free_bytes=1000))
-    with caplog.at_level(logging.INFO, "mpistrat"):
-        handles = []
-        for name in "ab":
-            handles.append(job.submit(name, np.ones(2)))
-            job.settle()
-    assert [values_of(handle) for handle in handles] == [[[1, 1]]] * 2
-    assert [(record.levelname, record.message) for record in caplog.records] == [(
-        "WARNING", "rank 0: GPU tensors are staged through host memory and reduced by local: the GPUs of ranks [0] "
-                   "have no memory left for fusion buffers")]
-
-
 def test_ranks_that_share_a_gpu_are_staged_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     device = Device()
 
@@ -202,19 +189,24 @@ def test_no_buffers_are_kept_where_there_is_no_room_for_all() -> None:
     assert device.free_bytes == 2**20
 
 
-@pytest.mark.parametrize(("method", "error", "text"), [
-    ("unique_id", RuntimeError("no socket interface found"), "RuntimeError: no socket interface found"),
-    ("compile", EngineError("a kernel cannot be compiled"), "EngineError: a kernel cannot be compiled")])
-def test_an_error_while_nccl_is_looked_for_stages_with_a_warning(
-        method: str, error: Exception, text: str, monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("free_bytes", "method", "error", "text"), [
+    (1000, "unused", None, ": the GPUs of ranks [0] have no memory left for fusion buffers"),
+    (2**40, "unique_id", RuntimeError("no socket interface found"),
+     ": NCCL cannot be used (rank 0: RuntimeError: no socket interface found)"),
+    (2**40, "compile", EngineError("a kernel cannot be compiled"),
+     ": NCCL cannot be used (rank 0: EngineError: a kernel cannot be compiled)")], ids=["memory", "socket", "compiler"])
+def test_without_memory_and_with_an_error_tensors_are_staged_with_one_warning(
+        free_bytes: int, method: str, error: Exception | None, text: str, monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(Device, method, Mock(side_effect=error))
-    job = Job()
-    handle = job.submit("a", np.ones(2), np.ones(3))
-    job.settle()
-    assert values_of(handle) == [[1, 1], [1, 1, 1]]
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert caplog.messages[0].endswith(f": NCCL cannot be used (rank 0: {text})")
+    monkeypatch.setattr(Device, method, Mock(side_effect=error), raising=False)
+    job = Job(Device(free_bytes=free_bytes))
+    for name in "ab":
+        handle = job.submit(name, np.ones(2), np.ones(3))
+        job.settle()
+        assert values_of(handle) == [[1, 1], [1, 1, 1]]
+    warning, = caplog.records
+    assert warning.levelname == "WARNING" and warning.message.endswith(text)
+    assert warning.message.startswith("rank 0: GPU tensors are staged through host memory and reduced by local")
 
 
 def test_a_list_of_tensors_of_one_stream_is_one_wait_of_each_stream_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

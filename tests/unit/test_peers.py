@@ -51,11 +51,14 @@ def test_all_hear_that_the_centre_leaves_and_remember_it(star: Star) -> None:
         assert [other.end_of(0, LIMIT_S), other.end_of(0, 0), other.died] == [End.LEFT, End.LEFT, set()]
 
 
-def test_the_centre_hears_of_a_death_at_once_and_tells_the_others_when_it_leaves(star: Star) -> None:
-    star.others[1].stop()
-    assert star.ended.get(timeout=LIMIT_S) == (1, End.DIED)
+@pytest.mark.parametrize(("end", "died"), [(End.DIED, {1}), (End.LEFT, set())])
+def test_the_centre_hears_of_an_end_at_once_and_tells_the_others_of_deaths_when_it_leaves(
+        end: End, died: set[int], star: Star) -> None:
+    (star.others[1].stop if end is End.DIED else star.others[1].leave)()
+    assert star.ended.get(timeout=LIMIT_S) == (1, end)
     star.centre.leave()
-    assert star.others[2].end_of(0, LIMIT_S) is End.LEFT and star.others[2].died == {1}
+    assert star.others[2].end_of(0, LIMIT_S) is End.LEFT and star.others[2].died == star.centre.died == died
+    assert end is End.DIED or star.others[1].end_of(0, LIMIT_S) is End.LEFT
 
 
 def test_a_death_just_before_the_centre_leaves_is_told_too() -> None:
@@ -66,13 +69,6 @@ def test_a_death_just_before_the_centre_leaves_is_told_too() -> None:
     centre.leave()
     assert centre.died == {1}
     centre.stop()
-
-
-def test_a_rank_that_leaves_has_not_died_and_still_hears_that_the_centre_leaves(star: Star) -> None:
-    star.others[1].leave()
-    assert star.ended.get(timeout=LIMIT_S) == (1, End.LEFT)
-    star.centre.leave()
-    assert star.others[1].end_of(0, LIMIT_S) is End.LEFT and star.centre.died == set()
 
 
 def test_the_death_of_the_centre_is_noticed(star: Star) -> None:

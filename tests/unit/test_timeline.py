@@ -286,15 +286,15 @@ def test_chromes_format_may_begin_with_an_empty_line_and_may_be_in_an_object(bef
     assert (records_in(spans), is_cut) == (JOB, False)
 
 
-def test_a_file_that_is_not_there_is_a_sentence_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["timeline", str(tmp_path / "none.json")]) == 2
-    assert "No such file" in capsys.readouterr().err
-
-
-def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path / "f.json", JOB)
-    assert main(["timeline", str(path), "--html", str(tmp_path)]) == 2
-    assert "the page cannot be written" in capsys.readouterr().err
+@pytest.mark.parametrize(("words", "text"), [
+    (["none.json"], "No such file"), (["f.json", "--html", "."], "the page cannot be written")])
+def test_a_path_that_cannot_be_read_or_written_is_a_sentence(
+        words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "f.json", JOB)
+    assert main(["timeline", *words]) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_the_page_needs_nothing_else_and_a_browser_shows_its_charts(tmp_path: Path) -> None:
@@ -522,29 +522,21 @@ def test_messages_that_cannot_be_sent_do_not_pile_up(job: Job, tmp_path: Path, m
     assert "operations came faster than they could be read" in warning
 
 
-@pytest.mark.parametrize("timeline", ["none", "DYNAMIC"])
-@pytest.mark.parametrize(("setting", "value"), [("STEPS", "1:3"), ("MARK_CYCLES", "1")])
-def test_a_setting_of_a_timeline_without_a_file_is_a_warning(
-        timeline: str, setting: str, value: str, monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("variables", "warning"), [
+    *(({"TIMELINE": timeline, f"TIMELINE_{setting}": value}, f"MPISTRAT_TIMELINE_{setting}={value} has no effect, "
+       "because MPISTRAT_TIMELINE names no file.") for timeline in ("none", "DYNAMIC")
+      for setting, value in (("STEPS", "1:3"), ("MARK_CYCLES", "1"))),
+    ({"TIMELINE": "f.json", "RECORDER": "0"}, "there is no timeline, because MPISTRAT_RECORDER=0.")])
+def test_settings_that_keep_a_timeline_from_being_written_are_a_warning(
+        variables: dict[str, str], warning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture) -> None:
     mpistrat.shutdown()
-    monkeypatch.setenv("MPISTRAT_TIMELINE", timeline)
-    monkeypatch.setenv(f"MPISTRAT_TIMELINE_{setting}", value)
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"MPISTRAT_{name}", value)
     mpistrat.init()
     mpistrat.shutdown()
-    warning, = caplog.messages
-    assert warning == (f"mpistrat: MPISTRAT_TIMELINE_{setting}={value} has no effect, because MPISTRAT_TIMELINE names "
-                       "no file.")
-
-
-def test_a_timeline_without_the_recorder_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                      caplog: pytest.LogCaptureFixture) -> None:
-    mpistrat.shutdown()
-    monkeypatch.setenv("MPISTRAT_TIMELINE", str(tmp_path / "f.json"))
-    monkeypatch.setenv("MPISTRAT_RECORDER", "0")
-    mpistrat.init()
-    mpistrat.shutdown()
-    assert caplog.messages == ["mpistrat: there is no timeline, because MPISTRAT_RECORDER=0."]
+    assert caplog.messages == [f"mpistrat: {warning}"]
     assert not list(tmp_path.iterdir())
 
 
