@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.core import install
-from mpistrat.core.install import EXTRAS, pip, pip_extra
+from mpistrat.core.install import EXTRAS, pip_extra
 
 ROOT = Path(__file__).parents[2]
 USER_FILES = [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md") if page.name != "release.md"),
@@ -25,11 +25,6 @@ def test_before_a_release_the_packages_of_an_extra_are_named_and_then_the_extra(
         is_published: bool, extra: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "IS_PUBLISHED", is_published)
     assert pip_extra(extra, upgrade="-U" in command) == f"pip {command}"
-
-
-def test_what_needs_quotes_in_a_shell_has_them() -> None:
-    assert pip("mpi4py") == "pip install mpi4py"
-    assert pip("keras>=3.10") == "pip install 'keras>=3.10'"
 
 
 @pytest.mark.parametrize("extra", EXTRAS)

@@ -191,16 +191,6 @@ def test_a_name_of_the_user_in_two_places_is_refused_with_both(first: Origin, se
         queue.put(entry("a", second))
 
 
-def test_a_name_that_is_not_in_flight_cannot_be_finished() -> None:
-    queue = TensorQueue()
-    queue.put(entry("a"))
-    queue.finish("a")
-    with pytest.raises(EngineError, match="a was decided on, but is not in flight"):
-        queue.finish("a")
-    with pytest.raises(EngineError):
-        queue.finish("b")
-
-
 def test_closing_hands_out_all_that_is_in_flight_taken_or_not_or_waits_for_its_name() -> None:
     queue = TensorQueue()
     taken, new, behind = entry("a", origin("b", True)), entry("b"), entry("a", origin("c", True))

@@ -1,5 +1,6 @@
 """Reduce-scatters, all-to-alls and all-gathers in shared memory, with threads in the place of ranks."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,9 +54,9 @@ def test_a_part_has_the_bits_of_the_allreduce(count: int, prescale: float, scale
 
     def work(index: int) -> None:
         random = np.random.default_rng(0)
-        for size in SIZES:
+        for size, dtype in itertools.product(SIZES, (np.float32, np.float16)):
             counts = random_counts(random, size, count)
-            whole, source = np.empty(size, np.float32), normal(index, size)
+            whole, source = np.empty(size, dtype), normal(index, size, dtype)
             data[index].allreduce([source], [whole], reduction)
             start = sum(counts[:index])
             np.testing.assert_array_equal(scattered(data[index], source, counts, index, reduction),
@@ -75,14 +76,6 @@ def test_every_dtype_is_scattered(dtype: str) -> None:
         results = on_all(3, lambda index, size=size, inputs=inputs: scattered(  # type: ignore[misc]
             data[index], inputs[index], [size - 3, 1, 2], index, Reduction(ReduceOp.SUM)))
         np.testing.assert_array_equal(np.concatenate(results), expected.astype(kind))
-
-
-@pytest.mark.parametrize("size", [9, MEMORY])
-def test_halves_are_summed_and_divided_in_float32(size: int) -> None:
-    data, source = planes(2), np.full(size, 60000, np.float16)
-    for result in on_all(2, lambda index: scattered(data[index], source, [size - 4, 4], index,
-                                                    Reduction(ReduceOp.SUM, 1.0, Scale(1.0, 2)))):
-        np.testing.assert_array_equal(result, source[:result.size])
 
 
 def exchanged(data: DataPlane, index: int, table: np.ndarray, dtype: Any = np.float32) -> None:

@@ -177,15 +177,6 @@ def test_no_wake_is_lost_among_threads(make_channels: Make) -> None:
         thread.join(LONG_S)
 
 
-def test_what_is_sent_to_a_closed_receiver_is_dropped(make_channels: Make) -> None:
-    first, second, third = make_channels(3)
-    second.close()
-    first.send(1, b"lost")
-    first.send(2, b"kept")
-    assert not first.is_sending
-    assert third.receive() == [(0, b"kept")]
-
-
 def test_what_waits_for_a_receiver_that_closes_is_dropped(make_channels: Make) -> None:
     first, second = make_channels(2)
     fill(first, 1)
