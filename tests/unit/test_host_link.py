@@ -99,7 +99,7 @@ def test_what_is_sent_to_a_rank_that_has_ended_is_dropped() -> None:
         mails[0].wake_rank(1)
         mails[2].send(1, b"lost")
     assert not mails[0].is_sending and not mails[2].is_sending
-    close(*links, *mails)
+    close(*links, *mails, *links)
 
 
 def test_nothing_that_connects_ranks_has_a_name() -> None:
