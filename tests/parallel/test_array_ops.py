@@ -62,11 +62,6 @@ def in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def test_sum_of_ranks(rank: int, size: int) -> None:
-    result = mpistrat.allreduce(np.arange(5.0) + rank, op=mpistrat.Sum)
-    np.testing.assert_array_equal(result, np.arange(5.0) * size + size * (size - 1) / 2)
-
-
 @pytest.mark.parametrize("dtype", NUMERIC, ids=str)
 def test_sum_keeps_the_dtype(dtype: np.dtype, rank: int, size: int) -> None:
     result = mpistrat.allreduce(of_rank(rank, dtype), op=mpistrat.Sum)
@@ -162,11 +157,6 @@ def test_prescale_and_postscale(rank: int, size: int) -> None:
         assert both.dtype == dtype
     average = mpistrat.allreduce(np.array([rank + 1.0]), prescale_factor=size, postscale_factor=2.0)
     np.testing.assert_allclose(average, [2 * total], rtol=1e-15)
-
-
-def test_factors_keep_double_precision(size: int) -> None:
-    result = mpistrat.allreduce(np.array([1.0]), op=mpistrat.Sum, postscale_factor=0.1)
-    assert result.tolist() == [size * 0.1]
 
 
 def test_scaled_integers_are_truncated(rank: int, size: int) -> None:
@@ -301,25 +291,6 @@ def test_inputs_are_left_alone(rank: int) -> None:
         np.testing.assert_array_equal(array, copy)
 
 
-def test_a_result_is_never_overwritten_by_later_collectives(rank: int) -> None:
-    whole = mpistrat.allreduce(np.full(5000, 1.0))
-    part = mpistrat.broadcast(np.full(5000, 2.0), 0)[10:20]
-    gathered = mpistrat.allgather(np.full(5000, 3.0))[::7]
-    for i in range(5):
-        mpistrat.allreduce(np.full(5000, 10.0 + i))
-        mpistrat.broadcast(np.full(5000, 20.0 + i), 0)
-        mpistrat.allgather(np.full(5000, 30.0 + i))
-    assert set(whole) == {1.0}
-    assert set(part) == {2.0}
-    assert set(gathered) == {3.0}
-
-
-def test_results_may_be_written_to(size: int) -> None:
-    first = mpistrat.allreduce(np.ones(10), op=mpistrat.Sum)
-    first += 5
-    assert set(mpistrat.allreduce(np.ones(10), op=mpistrat.Sum)) == {size}
-
-
 # -- groups and large arrays -------------------------------------------------------------------------------------------
 
 
@@ -339,15 +310,6 @@ def test_an_empty_group_gives_an_empty_list() -> None:
 def test_a_group_of_a_thousand(rank: int, size: int) -> None:
     results = mpistrat.grouped_allreduce([np.full(i % 7, float(i + rank)) for i in range(1000)], op=mpistrat.Max)
     assert all(result.tolist() == [i + size - 1.0] * (i % 7) for i, result in enumerate(results))
-
-
-@pytest.mark.parametrize("dtype, elements", [("float32", 2_000_003), ("int8", 8_000_001)])
-def test_eight_megabytes(dtype: str, elements: int, rank: int, size: int) -> None:
-    pattern = (np.arange(elements) % 31).astype(dtype)
-    result = mpistrat.allreduce(pattern + np.array(rank, dtype), op=mpistrat.Sum)
-    np.testing.assert_array_equal(result, (pattern * size + size * (size - 1) // 2).astype(dtype))
-    own = pattern if rank == size - 1 else np.zeros_like(pattern)
-    assert np.array_equal(mpistrat.broadcast(own, size - 1), pattern)
 
 
 # Without longdouble, some of whose bytes are unused and hold anything.
@@ -404,14 +366,6 @@ def test_row_counts_may_change_from_call_to_call(rank: int, size: int) -> None:
         counts = [(r * step) % 4 for r in range(size)]
         result = mpistrat.allgather(np.full(counts[rank], rank), name="changing")
         assert result.tolist() == [r for r in range(size) for _ in range(counts[r])]
-
-
-def test_a_large_allgather_with_an_empty_rank(rank: int, size: int) -> None:
-    rows = 0 if rank == size - 1 else 30_000
-    result = mpistrat.allgather(np.full((rows, 10), rank, np.float32))
-    assert result.shape == (30_000 * (size - 1), 10)
-    for r in range(size - 1):
-        assert np.all(result[30_000 * r:30_000 * (r + 1)] == r)
 
 
 def test_broadcast_from_every_root(rank: int, size: int) -> None:
@@ -597,16 +551,7 @@ def test_a_name_in_flight_is_refused(late: int, rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("call, text", [
     (lambda: mpistrat.allreduce(np.array([True]), op=mpistrat.Sum), "Sum of bool has no meaning"),
-    (lambda: mpistrat.allreduce(np.array([True])), "Average of bool has no meaning"),
-    (lambda: mpistrat.allreduce(np.array([1j]), op=mpistrat.Min), "Min of complex128 has no meaning"),
-    (lambda: mpistrat.allreduce(np.array([1j], np.complex64), op=mpistrat.Max), "Max of complex64 has no meaning"),
-    (lambda: mpistrat.allreduce(np.array([None])), "dtype object cannot be reduced"),
-    (lambda: mpistrat.allreduce(np.array(["a"])), "dtype str32 cannot be reduced"),
-    (lambda: mpistrat.allreduce(np.array([0], "datetime64[s]")), r"dtype datetime64\[s\] cannot be reduced"),
-    (lambda: mpistrat.allreduce(np.zeros(1, "i4,f4")), "dtype void64 cannot be reduced"),
     (lambda: mpistrat.allreduce([[1, 2], [3]]), "not an array"),
-    (lambda: mpistrat.allreduce(np.ones(1), op=17), "op must be one of Average, Sum, Min, .*. Received: 17"),
-    (lambda: mpistrat.allreduce(np.array([1]), op=mpistrat.Adasum), "Adasum is for floating-point tensors"),
     (lambda: mpistrat.reducescatter(np.ones(1), op=mpistrat.Max), "reducescatter supports Average and Sum"),
     (lambda: mpistrat.reducescatter(1.0), "reducescatter does not support scalar inputs"),
     (lambda: mpistrat.alltoall(1.0), "alltoall needs at least one dimension"),
@@ -614,8 +559,6 @@ def test_a_name_in_flight_is_refused(late: int, rank: int, size: int) -> None:
     (lambda: mpistrat.alltoall(np.ones(2), [1]), "splits with one integer for each of the . ranks"),
     (lambda: mpistrat.allreduce(np.ones(1), True, op=mpistrat.Sum), "The op parameter supersedes average"),
     (lambda: mpistrat.allgather(np.float32(1)), "allgather needs at least one dimension"),
-    (lambda: mpistrat.allgather(np.array(["a"])), "dtype str32 cannot be sent. Use broadcast_object"),
-    (lambda: mpistrat.broadcast(np.array([None]), 0), "dtype object cannot be sent. Use broadcast_object"),
     (lambda: mpistrat.broadcast(np.ones(1), -1), "broadcast received invalid root rank -1; ranks are "),
     (lambda: mpistrat.broadcast(np.ones(1), mpistrat.size()), "broadcast received invalid root rank"),
 ], ids=lambda v: v if isinstance(v, str) else "")
@@ -631,39 +574,15 @@ def test_what_makes_no_sense_is_refused_before_it_is_sent(call: Callable, text: 
 ONE = np.ones(2, np.float32)
 # What the last rank does, what all others do, what is different, and the two values. Each meets under the name "odd".
 DISAGREEMENTS: dict[str, tuple[Callable, Callable, str, str, str]] = {
-    "dtype": (
-        lambda: mpistrat.allreduce(np.ones(2), name="odd"), lambda: mpistrat.allreduce(ONE, name="odd"),
-        "dtype", "float64", "float32"),
     "signedness": (
         lambda: mpistrat.allreduce(np.ones(2, np.uint8), name="odd"),
         lambda: mpistrat.allreduce(np.ones(2, np.int8), name="odd"), "dtype", "uint8", "int8"),
-    "shape": (
-        lambda: mpistrat.allreduce(np.ones((3, 2)), name="odd"),
-        lambda: mpistrat.allreduce(np.ones((2, 3)), name="odd"), "shape", "(3, 2)", "(2, 3)"),
     "dimensions": (
         lambda: mpistrat.allreduce(np.ones(()), name="odd"), lambda: mpistrat.allreduce(np.ones(1), name="odd"),
         "shape", "()", "(1,)"),
-    "large shape": (
-        lambda: mpistrat.allreduce(np.ones(100_001), name="odd"),
-        lambda: mpistrat.allreduce(np.ones(100_000), name="odd"), "shape", "(100001,)", "(100000,)"),
-    "reduce operation": (
-        lambda: mpistrat.allreduce(ONE, op=mpistrat.Max, name="odd"),
-        lambda: mpistrat.allreduce(ONE, op=mpistrat.Sum, name="odd"), "reduce operation", "Max", "Sum"),
     "average and sum": (
         lambda: mpistrat.allreduce(ONE, name="odd"), lambda: mpistrat.allreduce(ONE, op=mpistrat.Sum, name="odd"),
         "reduce operation", "Average", "Sum"),
-    "prescale": (
-        lambda: mpistrat.allreduce(ONE, prescale_factor=2, name="odd"), lambda: mpistrat.allreduce(ONE, name="odd"),
-        "prescale and postscale factors", "(2.0, 1.0)", "(1.0, 1.0)"),
-    "postscale": (
-        lambda: mpistrat.allreduce(ONE, postscale_factor=0.5, name="odd"), lambda: mpistrat.allreduce(ONE, name="odd"),
-        "prescale and postscale factors", "(1.0, 0.5)", "(1.0, 1.0)"),
-    "root": (
-        lambda: mpistrat.broadcast(ONE, 1, name="odd"), lambda: mpistrat.broadcast(ONE, 0, name="odd"),
-        "root rank", "1", "0"),
-    "kind": (
-        lambda: mpistrat.allgather(ONE, name="odd"), lambda: mpistrat.allreduce(ONE, name="odd"),
-        "kind of collective", "allgather", "allreduce"),
     "barrier": (
         lambda: mpistrat.barrier(name="odd"), lambda: mpistrat.broadcast(ONE, 0, name="odd"),
         "kind of collective", "barrier", "broadcast"),
@@ -682,15 +601,6 @@ DISAGREEMENTS: dict[str, tuple[Callable, Callable, str, str, str]] = {
     "rows of an allgather": (
         lambda: mpistrat.allgather(np.ones((2, 3)), name="odd"),
         lambda: mpistrat.allgather(np.ones((5, 2)), name="odd"), "shape", "(any, 3)", "(any, 2)"),
-    "dtype of an allgather": (
-        lambda: mpistrat.allgather(np.ones(2), name="odd"), lambda: mpistrat.allgather(ONE, name="odd"),
-        "dtype", "float64", "float32"),
-    "shape of a broadcast": (
-        lambda: mpistrat.broadcast(np.ones(3), 0, name="odd"), lambda: mpistrat.broadcast(np.ones(4), 0, name="odd"),
-        "shape", "(3,)", "(4,)"),
-    "dtype of a broadcast": (
-        lambda: mpistrat.broadcast(ONE, 0, name="odd"), lambda: mpistrat.broadcast(np.ones(2), 0, name="odd"),
-        "dtype", "float32", "float64"),
 }
 
 
@@ -705,13 +615,6 @@ def test_a_disagreement_names_values_and_ranks_on_every_rank(what: str, rank: in
                     f"{last_value} on ranks [{size - 1}].")
     # Only that tensor failed: the name and the engine are good for more, and other tensors were not touched.
     assert mpistrat.allreduce(ONE, op=mpistrat.Sum, name="odd").tolist() == [size, size]
-
-
-def test_a_disagreement_on_shape_names_tensor_values_and_ranks(rank: int, size: int) -> None:
-    with pytest.raises(mpistrat.MismatchError) as raised:
-        mpistrat.allreduce(np.zeros(1 + rank), name="odd")
-    parts = "; ".join(f"({r + 1},) on ranks [{r}]" for r in range(size))
-    assert str(raised.value) == f"odd: the ranks disagree on shape: {parts}."
 
 
 def test_a_disagreement_leaves_other_tensors_in_flight_alone(rank: int, size: int) -> None:

@@ -1,6 +1,5 @@
 """Ranks that train different weights get an error, and ranks that train on the same data a warning."""
 
-import dataclasses
 import logging
 import traceback
 import weakref
@@ -52,13 +51,6 @@ def fit(model: Any, data: tuple[np.ndarray, np.ndarray], callbacks: Sequence[Any
 def _first_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no tape had been used before."""
     monkeypatch.setattr(consistency, "_of_tapes", weakref.WeakKeyDictionary())
-
-
-@pytest.fixture
-def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with MPISTRAT_CHECK_ACTION=off."""
-    settings = dataclasses.replace(runtime.current().settings, check_action="off")
-    monkeypatch.setattr(runtime.current(), "settings", settings)
 
 
 # -- different weights ------------------------------------------------------------------------------------------------
@@ -311,10 +303,8 @@ def test_the_check_can_be_left_out(rank: int, size: int) -> None:
 
 
 @pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def warnings(no_warning_yet: None, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """The warnings of these checks on this rank so far, as if none had been given before the test."""
-    monkeypatch.setattr(consistency, "_has_warned", False)
-    monkeypatch.setattr(consistency, "_all", weakref.WeakSet())
     return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
                     and record.name.startswith(("mpistrat.keras", "mpistrat.tensorflow"))]
 

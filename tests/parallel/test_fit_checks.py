@@ -1,9 +1,7 @@
 """Ranks that train differently in fit: an error on every rank, or what makes them alike."""
 
 import contextlib
-import dataclasses
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,11 @@ hvd = pytest.importorskip("mpistrat.keras")
 hvd_tf = pytest.importorskip("mpistrat.tensorflow")
 
 from mpistrat.keras.fit import fit_checks  # noqa: E402
-from mpistrat.tensorflow import consistency, equal_weights  # noqa: E402
+from mpistrat.tensorflow import equal_weights  # noqa: E402
 from mpistrat.tensorflow import gradients as reduced  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
+from ..support.levels import sample  # noqa: E402
 from .helpers import everywhere  # noqa: E402
 
 COLUMNS, ROWS, BATCH = 4, 24, 8
@@ -85,15 +84,6 @@ class SeenByBatch(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.batches += 1
-
-
-@pytest.fixture
-def without_checks() -> Iterator[None]:
-    """As with MPISTRAT_CHECK_ACTION=off."""
-    before = runtime.current().settings
-    runtime.current().settings = dataclasses.replace(before, check_action="off")
-    yield
-    runtime.current().settings = before
 
 
 # -- how many operations there are ------------------------------------------------------------------------------------
@@ -229,13 +219,11 @@ def test_with_weight_decay_local_weights_may_differ(rank: int, size: int) -> Non
     assert len(set(everywhere(model.get_weights()[0].tobytes()))) == size
 
 
-@pytest.mark.parametrize("form", [np.asarray, tf.constant], ids=["numpy", "tensors"])
+@pytest.mark.usefixtures("no_warning_yet")
+@sample("form", [np.asarray, tf.constant], ids=["numpy", "tensors"])
 @pytest.mark.parametrize("is_same", [True, False], ids=["same", "other"])
 def test_the_same_rows_on_all_ranks_are_a_warning_also_if_each_rank_shuffles_them(
-        is_same: bool, form: Callable, rank: int, monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(consistency, "_has_warned", False)
-    monkeypatch.setattr(consistency, "_all", weakref.WeakSet())
+        is_same: bool, form: Callable, rank: int, caplog: pytest.LogCaptureFixture) -> None:
     model = new_model()
     keras.utils.set_random_seed(rank)
     x, y = map(form, data_of(1 if is_same else rank))
@@ -418,14 +406,6 @@ def test_the_average_is_that_of_the_ranks(rank: int) -> None:
     losses = everywhere(own.logs[0]["loss"])
     assert len(set(losses)) > 1
     assert averaged.logs[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-12)
-
-
-def test_a_metric_that_only_some_ranks_have_is_named(rank: int, caplog: pytest.LogCaptureFixture) -> None:
-    validation = {"validation_data": data_of(9)} if rank == 0 else {}
-    fit(new_model(), rank, [keras.callbacks.ReduceLROnPlateau("loss")], epochs=2, **validation)
-    texts = [r.getMessage() for r in caplog.records if "cannot average metrics" in r.getMessage()]
-    assert len(texts) == (0 if rank else 1)
-    assert all("val_loss on ranks [0]" in text for text in texts)
 
 
 def test_validation_on_other_numbers_of_batches_is_named_unless_rows_are_counted(

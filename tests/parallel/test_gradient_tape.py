@@ -38,16 +38,9 @@ def test_gradients_are_averaged(way: Callable, rank: int, size: int) -> None:
     np.testing.assert_allclose(second, 3 * mean, rtol=1e-6)
 
 
-@both_ways
-def test_gradients_are_summed_on_request(way: Callable, rank: int, size: int) -> None:
-    gradient, = quadratic(way, rank + 1.0, [tf.Variable([1.0, 2.0])], op=hvd.Sum)
-    total = size * (size + 1) / 2
-    assert gradient.numpy().tolist() == [total, 2 * total]
-
-
 @pytest.mark.horovod("predivide")
 @both_ways
-@pytest.mark.parametrize("factor", [0.5, 1.0, 2, 2.0, 8.0])
+@pytest.mark.parametrize("factor", [0.5, 2])
 def test_a_predivide_factor_does_not_change_the_average(way: Callable, factor: float, rank: int, size: int) -> None:
     gradient, = quadratic(way, rank + 1.0, [tf.Variable([1.0, 2.0])], gradient_predivide_factor=factor)
     np.testing.assert_allclose(gradient, [(size + 1) / 2, size + 1], rtol=1e-6)
@@ -127,15 +120,6 @@ def test_the_gradient_of_a_vector_takes_output_gradients(rank: int, size: int) -
     assert gradient.numpy().tolist() == [3.0 * size, 15.0 * size * (size + 1)]
 
 
-@pytest.mark.horovod("tape-arguments")
-def test_horovods_argument_for_names_is_taken(rank: int, size: int) -> None:
-    variable = tf.Variable([2.0])
-    with tf.GradientTape() as tape:
-        loss = variable * variable * (rank + 1)
-    gradient, = hvd.DistributedGradientTape(tape, op=hvd.Sum).gradient(loss, [variable], use_generic_names=True)
-    assert gradient.numpy().tolist() == [2.0 * size * (size + 1)]
-
-
 @pytest.mark.horovod("tape")
 def test_a_persistent_tape_may_be_asked_again(rank: int, size: int) -> None:
     first, second = tf.Variable(2.0), tf.Variable(5.0)
@@ -188,32 +172,6 @@ def test_a_tape_may_be_wrapped_before_it_records(rank: int, size: int) -> None:
     assert isinstance(tape, tf.GradientTape)
     assert tape.watched_variables() == (variable,)
     assert tape.gradient(loss, variable).numpy() == 3 * size * (size + 1)
-
-
-@both_ways
-def test_the_tape_of_a_graph_and_an_eager_tape_agree(way: Callable, rank: int, size: int) -> None:
-    generator = np.random.default_rng(rank)
-    inputs = tf.constant(generator.standard_normal((8, 5)), tf.float32)
-    shared = np.random.default_rng(0)
-    variables = [tf.Variable(shared.standard_normal((5, 4)).astype(np.float32)), tf.Variable(tf.zeros([4])),
-                 tf.Variable(shared.standard_normal((4, 1)).astype(np.float32))]
-
-    def loss_of(x: Any) -> Any:
-        return tf.reduce_mean(tf.nn.tanh(x @ variables[0] + variables[1]) @ variables[2])
-
-    def step(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = loss_of(x)
-        return hvd.DistributedGradientTape(tape).gradient(loss, variables)
-
-    # The mean over the ranks' equal batches is that of the one large batch.
-    everything = hvd.allgather(inputs)
-    with tf.GradientTape() as plain:
-        loss = loss_of(everything)
-    for got, expected in zip(way(step)(inputs), plain.gradient(loss, variables)):
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-        everybody = mpistrat.allgather_object(got.numpy().tobytes())
-        assert all(other == everybody[0] for other in everybody)
 
 
 # -- tf.IndexedSlices -------------------------------------------------------------------------------------------------
@@ -355,22 +313,6 @@ def test_compressed_gradients_come_back_in_their_dtype(way: Callable, name: str,
     np.testing.assert_array_equal(gradient, tf.cast(tf.cast(gradient, wire), tf.float32))
 
 
-def test_several_tapes_in_one_graph_are_told_apart(rank: int, size: int) -> None:
-    variable = tf.Variable(2.0)
-
-    @tf.function(autograph=False)
-    def step() -> Any:
-        results = []
-        for power in (1, 2, 3):
-            with tf.GradientTape() as tape:
-                loss = variable ** power
-            results.append(hvd.DistributedGradientTape(tape, op=hvd.Sum).gradient(loss, variable))
-        return results
-
-    for _ in range(2):
-        assert [gradient.numpy() for gradient in step()] == [size, 4 * size, 12 * size]
-
-
 def test_a_tape_in_a_loop_over_a_dataset(rank: int, size: int) -> None:
     variable = tf.Variable(0.0)
 
@@ -427,9 +369,12 @@ def test_arguments_are_checked(arguments: dict, text: str) -> None:
         hvd.DistributedGradientTape(tf.GradientTape(), **arguments)
 
 
+@pytest.mark.horovod("tape-arguments")
 def test_horovods_other_arguments_are_taken(rank: int, size: int) -> None:
     variable = tf.Variable([1.0])
     gradient, = quadratic(eagerly, rank + 1.0, [variable], device_dense="/cpu:0", device_sparse="/cpu:0", num_groups=2)
     np.testing.assert_allclose(gradient, [(size + 1) / 2], rtol=1e-6)
-    gradient, = quadratic(eagerly, rank + 1.0, [variable], groups=[[variable]])
+    with tf.GradientTape() as tape:
+        loss = variable * (rank + 1.0)
+    gradient, = hvd.DistributedGradientTape(tape).gradient(loss, [variable], use_generic_names=True)
     np.testing.assert_allclose(gradient, [(size + 1) / 2], rtol=1e-6)

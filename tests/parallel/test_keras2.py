@@ -143,15 +143,6 @@ def test_local_variables_keep_their_own_gradient_and_state(rank: int, size: int)
         assert_equal_on_all_ranks([shared.numpy()])
 
 
-def test_a_rank_outside_of_the_process_set_trains_alone(rank: int, size: int) -> None:
-    others = hvd.add_process_set(list(range(size - 1)))
-    found = after(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=others), [gradients_of(rank, 0)])
-    right = mean_of(size - 1, [0]) if rank < size - 1 else gradients_of(rank, 0)
-    for mine, expected in zip(found, after(keras.optimizers.SGD(0.1), [right]), strict=True):
-        np.testing.assert_allclose(mine, expected, rtol=1e-5)
-    assert hvd.remove_process_set(others)
-
-
 @both_ways
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("make", [lambda: keras.optimizers.SGD(0.1), lambda: old.SGD(0.1)], ids=["new", "legacy"])

@@ -1,13 +1,10 @@
 """DistributedOptimizer on every rank: what it does to gradients, and how it gets on with the rest of Keras."""
 
 import copy
-import inspect
 import json
 import os
 import pickle
-import sys
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -227,14 +224,6 @@ def test_none_and_accumulation(rank: int, size: int) -> None:
     assert np.array_equal(variables[0].numpy(), new_variables()[0].numpy())
 
 
-def test_compression_sets_the_dtype_on_the_wire(rank: int, size: int, reduced: list[Entry]) -> None:
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=hvd.Compression.fp16)
-    got = steps_with(optimizer, [gradients_of(rank, 0)])
-    assert {spec.dtype for entry in reduced for spec in entry.request.tensors} == {"float16"}
-    for value, start, mean in zip(got, new_variables(), mean_gradients(size, 0)):
-        np.testing.assert_allclose(value, start.numpy() - mean, rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.horovod("optimizer-local", "local-gradients")
 @both_ways
 def test_local_variables_are_not_averaged(way: Callable, rank: int, size: int) -> None:
@@ -250,20 +239,6 @@ def test_local_variables_are_not_averaged(way: Callable, rank: int, size: int) -
 
 
 # -- gradient accumulation --------------------------------------------------------------------------------------------
-
-
-@both_ways
-def test_accumulated_gradients_are_reduced_at_updates_only(way: Callable, rank: int, size: int,
-                                                           reduced: list[Entry]) -> None:
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3))
-    variables = new_variables()
-    optimizer.build(variables)
-    step = way(lambda *values: optimizer.apply(values, variables))
-    counts = []
-    for i in range(7):
-        step(*map(tf.constant, gradients_of(rank, i)))
-        counts.append(len(reduced))
-    assert counts == [0, 0, 1, 1, 1, 2, 2]
 
 
 @pytest.mark.horovod("backward-passes")
@@ -434,11 +409,6 @@ def test_of_a_local_variable_it_is_the_ranks_own(way: Callable, rank: int) -> No
     assert overwritten_by(optimizer, [third(1 + rank, rank)], way, is_local=True)[0] == third(1 + rank, rank)
 
 
-def test_without_such_variables_nothing_is_sent_for_them(reduced: list[Entry]) -> None:
-    steps_with(hvd.DistributedOptimizer(keras.optimizers.SGD(0.5)), [gradients_of(0, 0)])
-    assert [entry.request.name for entry in reduced if "overwritten" in entry.request.name] == []
-
-
 # -- tf.IndexedSlices -------------------------------------------------------------------------------------------------
 
 
@@ -505,15 +475,6 @@ def loss_scaled(inside: bool) -> Any:
 
 
 where = pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-
-
-@both_ways
-@where
-def test_loss_scaling(way: Callable, inside: bool, rank: int, size: int) -> None:
-    got = steps_with(loss_scaled(inside), [[8 * g for g in gradients_of(rank, s)] for s in range(2)], way)
-    for value, start, *means in zip(got, new_variables(), mean_gradients(size, 0), mean_gradients(size, 1)):
-        np.testing.assert_allclose(value, start.numpy() - sum(means), rtol=1e-5, atol=1e-5)
-    assert_equal_on_all_ranks(got)
 
 
 @both_ways
@@ -777,13 +738,6 @@ def test_distributed_optimizers_in_others_are_found() -> None:
     assert distributed_in(keras.optimizers.LossScaleOptimizer(multi)) == [inside]
 
 
-def test_a_learning_rate_can_be_set(rank: int, size: int) -> None:
-    optimizer, variable = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5)), keras.Variable([0.0])
-    optimizer.learning_rate = 2.0
-    optimizer.apply([tf.fill([1], rank + 1.0)], [variable])
-    np.testing.assert_allclose(variable.numpy(), [-(size + 1)], rtol=1e-6)
-
-
 @pytest.mark.parametrize("name", ["momentum", "adamw", "schedule"])
 def test_it_serialises_as_the_original(name: str) -> None:
     original = OPTIMIZERS[name]()
@@ -820,23 +774,6 @@ def trained_model(rank: int, optimizer: Any) -> Any:
     return model
 
 
-@pytest.mark.horovod("optimizer-class")
-def test_a_saved_model_loads_without_mpistrat(rank: int, shared_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = trained_model(rank, hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)))
-    path = os.path.join(shared_dir, f"model{rank}.keras")
-    model.save(path)
-    with zipfile.ZipFile(path) as archive:
-        assert not [name for name in archive.namelist() if name.endswith(".json") and b"mpistrat" in archive.read(name)]
-    with monkeypatch.context() as patch:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "mpistrat"]:
-            patch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
-        loaded = keras.models.load_model(path)
-    assert type(loaded.optimizer) is keras.optimizers.Adam
-    assert int(loaded.optimizer.iterations.numpy()) == 2
-    for new, old in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(new.numpy(), old.numpy())
-
-
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("name", ["momentum", "adam", "ema"])
 def test_a_built_optimizer_keeps_its_slots(name: str, passes: int, rank: int, size: int) -> None:
@@ -869,15 +806,6 @@ def test_wrapping_does_not_tie_the_two_optimizers_together(rank: int, size: int)
     optimizer.apply(list(map(tf.constant, gradients_of(rank, 0))), variables)
     assert int(original.iterations.numpy()) == 0
     assert all(not np.any(momentum.numpy()) for momentum in original.momentums)
-
-
-@pytest.mark.horovod("optimizer")
-def test_it_is_found_in_every_place_where_horovod_has_it() -> None:
-    import mpistrat.tensorflow
-    import mpistrat.tensorflow.keras
-    assert mpistrat.tensorflow.keras.DistributedOptimizer is hvd.DistributedOptimizer
-    # This one takes optimizers of tf.compat.v1 too.
-    assert inspect.unwrap(mpistrat.tensorflow.DistributedOptimizer) is hvd.DistributedOptimizer
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

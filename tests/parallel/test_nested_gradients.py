@@ -1,7 +1,7 @@
 """Gradients through collectives in branches, loops and functions inside of each other, against the sum over all ranks.
 
 The expected values are those of a program of one process that has all ranks' inputs, in which a collective is plain
-arithmetic. In one test they are finite differences too, which know nothing of that arithmetic.
+arithmetic.
 """
 
 from collections.abc import Callable, Sequence
@@ -201,11 +201,6 @@ def gradients(loss: Callable, values: Many) -> Many:
 WAYS = [tape_inside, tape_outside, gradients]
 
 
-@pytest.fixture(scope="module")
-def strategy() -> MPIStrategy:
-    return MPIStrategy()
-
-
 def inputs() -> Many:
     """That of each rank."""
     return [tf.constant([0.5, 0.25, 0.75]) + 0.1 * rank for rank in range(mpistrat.size())]
@@ -262,24 +257,6 @@ def test_the_gradient_is_that_of_one_process(program: str, collective: str, rank
     for way in ways:
         result = actual(program, collective, way, rank, strategy)
         np.testing.assert_allclose(result, expected(program, collective, rank), rtol=1e-4, err_msg=way.__name__)
-
-
-@pytest.mark.parametrize("program, collective", [("loop branch function", "allreduce"),
-                                                 *(("branch branch", collective) for collective in COLLECTIVES)])
-def test_the_gradient_is_that_of_finite_differences(program: str, collective: str, rank: int, size: int,
-                                                    strategy: MPIStrategy) -> None:
-    loss = tf.function(loss_of(program, collective), autograph=False)
-    x = inputs()[rank]
-    differences = []
-    for changing in range(size):
-        for i in range(3):
-            change = 1e-2 * tf.one_hot(i, 3) * float(rank == changing)
-            of_rank = run(collective, lambda x, change=change: loss([x + change]) - loss([x - change]), x, strategy)
-            # The sum over the ranks' losses is what the gradient is of.
-            differences.append(float(mpistrat.allreduce(of_rank, op=mpistrat.Sum)) / 2e-2)
-    factor = float(size) ** COLLECTIVES[collective][2]
-    np.testing.assert_allclose(actual(program, collective, tape_inside, rank, strategy),
-                               np.multiply(differences[3 * rank:3 * rank + 3], factor), rtol=1e-2)
 
 
 @pytest.mark.parametrize("first, then", [(1, 0), (0, 1), (1, 2)])

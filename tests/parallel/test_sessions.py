@@ -538,13 +538,6 @@ def test_what_is_refused(session: Any, rank: int) -> None:
         hvd.DistributedOptimizer(sgd, op=hvd.Adasum, backward_passes_per_step=2)
 
 
-def test_outside_of_a_session_the_names_say_what_to_use() -> None:
-    with pytest.raises(RuntimeError, match=r"broadcast_variables\(variables, root_rank\)"):
-        hvd.broadcast_global_variables(0)
-    with pytest.raises(RuntimeError, match=r"broadcast_variables\(variables, root_rank\)"):
-        hvd.BroadcastGlobalVariablesHook(0).begin()
-
-
 def test_what_python_calls_in_between_works(rank: int, size: int) -> None:
     """Eager collectives and tf.functions beside a session."""
     with tf.Graph().as_default() as graph:

@@ -2,7 +2,6 @@
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,30 +15,14 @@ keras = pytest.importorskip("keras")
 
 import mpistrat.keras  # noqa: E402
 from mpistrat.core.request import Request  # noqa: E402
-from mpistrat.tensorflow import Compression, MPIStrategy, consistency  # noqa: E402
+from mpistrat.tensorflow import Compression, MPIStrategy  # noqa: E402
 from mpistrat.tensorflow.xla import context  # noqa: E402
 
-from ..programs.features.keras_models import Subclassed  # noqa: E402
 from ..programs.features.keras_steps import OwnStep  # noqa: E402
 from ..programs.features.keras_training import BATCH, COLUMNS, both, compiled, dense, fit_both, sequential, sgd  # noqa: E402
 from ..support.levels import sample  # noqa: E402
 from ..support.overwritten import LargestOfBatch  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def strategy() -> MPIStrategy:
-    return MPIStrategy()
-
-
-@sample("build", [sequential, lambda: keras.Sequential(dense()), Subclassed])
-def test_fit_evaluate_and_predict(strategy: MPIStrategy, build: Callable, rank: int) -> None:
-    model, reference = both(strategy, rank, lambda: compiled(build))
-    x, y = global_data(73)
-    fit_both(strategy, model, reference, rows=73, validation_data=(x[:40], y[:40]))
-    assert_close(model.evaluate(x, y, batch_size=BATCH, verbose=0),
-                 reference.evaluate(x, y, batch_size=BATCH, verbose=0), 1e-5)
-    assert_close([model.predict(x, batch_size=BATCH, verbose=0)], [reference.predict(x, verbose=0)], 1e-5)
 
 
 def test_a_step_of_fit_is_one_collective(strategy: MPIStrategy, rank: int) -> None:
@@ -114,12 +97,10 @@ def test_groups_are_a_number() -> None:
         MPIStrategy(groups=0)
 
 
+@pytest.mark.usefixtures("no_warning_yet")
 @pytest.mark.parametrize("is_same", [True, False])
 def test_the_same_data_on_all_ranks_are_warned_of(is_same: bool, strategy: MPIStrategy, rank: int,
-                                                  caplog: pytest.LogCaptureFixture,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consistency, "_has_warned", False)
-    monkeypatch.setattr(consistency, "_all", weakref.WeakSet())
+                                                  caplog: pytest.LogCaptureFixture) -> None:
     model, _ = both(strategy, rank)
     x, y = global_data(BATCH * 2)
     data = tf.data.Dataset.from_tensor_slices((x + (0 if is_same else rank), y)).batch(BATCH)

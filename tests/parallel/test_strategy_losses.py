@@ -18,11 +18,6 @@ BATCH, TOKENS = 12, 6
 mse = keras.losses.MeanSquaredError
 
 
-@pytest.fixture(scope="module")
-def strategy() -> MPIStrategy:
-    return MPIStrategy()
-
-
 def sequences(rows: int, seed: int = 0) -> np.ndarray:
     """Tokens, of which 0 is none. In each batch the first rows are short and the last ones long."""
     x = np.random.default_rng(seed).integers(1, 9, size=(rows, TOKENS))

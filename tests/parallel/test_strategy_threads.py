@@ -24,11 +24,6 @@ LIMIT_S = 60
 ON_READ = tf.VariableSynchronization.ON_READ
 
 
-@pytest.fixture(scope="module")
-def strategy() -> MPIStrategy:
-    return MPIStrategy()
-
-
 def counter(strategy: MPIStrategy, value: float) -> Any:
     """A variable like those of metrics, which is `value` on each rank, and the sum of those when it is read."""
     with strategy.scope():

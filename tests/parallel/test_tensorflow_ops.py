@@ -195,13 +195,6 @@ def test_a_group_has_the_bits_that_its_tensors_have_alone(rank: int) -> None:
         assert one.numpy().tobytes() == hvd.allreduce(tensor).numpy().tobytes()
 
 
-def test_a_group_above_the_size_of_a_bucket(rank: int, size: int) -> None:
-    # Three buckets of 16 MiB.
-    tensors = [tf.fill([3_000_000], float(i + rank)) for i in range(3)]
-    results = in_graph(lambda *values: hvd.grouped_allreduce(values, op=hvd.Max))(*tensors)
-    assert [(r.numpy().min(), r.numpy().max()) for r in results] == [(i + size - 1.0,) * 2 for i in range(3)]
-
-
 # -- tf.IndexedSlices -------------------------------------------------------------------------------------------------
 
 
@@ -257,15 +250,6 @@ def test_slices_are_gathered(way: Callable, op: str, rank: int, size: int) -> No
     assert result.dense_shape.numpy().tolist() == [9, 2]
     dense = sum(tf.convert_to_tensor(s).numpy() for s in everybody) / divisor
     np.testing.assert_allclose(tf.convert_to_tensor(result), dense, rtol=1e-6)
-
-
-@both_ways
-def test_slices_of_a_rank_may_be_empty(way: Callable, rank: int, size: int) -> None:
-    rows = 0 if rank == 0 else 1
-    result = way(lambda: hvd.allreduce(tf.IndexedSlices(
-        tf.fill([rows, 3], float(rank)), tf.fill([rows], rank), tf.constant([9, 3])), op=hvd.Sum))()
-    assert result.indices.numpy().tolist() == list(range(1, size))
-    np.testing.assert_array_equal(result.values, np.arange(1.0, size)[:, None].repeat(3, 1))
 
 
 @pytest.mark.horovod("grouped-allreduce")
@@ -328,23 +312,6 @@ def test_the_gradient_of_a_float64_allreduce_keeps_its_precision(way: Callable, 
     assert gradient.numpy() == pytest.approx(size + 1e-12 * size * (size + 1) / 2, rel=1e-15)
 
 
-@pytest.mark.horovod("grouped-allreduce-gradient")
-@both_ways
-def test_the_gradient_of_a_group(way: Callable, rank: int, size: int) -> None:
-    def step(a: Any, b: Any, unused: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch([a, b, unused])
-            first, second, _ = hvd.grouped_allreduce([a, b, unused], op=hvd.Sum)
-            loss = tf.reduce_sum(first) * (rank + 1) + tf.cast(tf.reduce_sum(second) * 10 * (rank + 1), tf.float32)
-        return tape.gradient(loss, [a, b, unused])
-
-    first, second, unused = way(step)(tf.ones([2, 2]), tf.ones([3], tf.float64), tf.ones([2]))
-    total = size * (size + 1) / 2
-    np.testing.assert_array_equal(first, np.full((2, 2), total))
-    np.testing.assert_array_equal(second, np.full(3, 10 * total))
-    np.testing.assert_array_equal(unused, np.zeros(2))
-
-
 def test_a_contrastive_loss_has_the_gradients_of_one_process(rank: int, size: int) -> None:
     # As docs/horovod.md says: each row is compared with the rows of all ranks.
     rows = [tf.constant(np.random.RandomState(r).randn(2 + r, 3), tf.float64) for r in range(size)]
@@ -361,51 +328,6 @@ def test_a_contrastive_loss_has_the_gradients_of_one_process(rank: int, size: in
         everybody = [of_rank @ weights for of_rank in rows]
         total = sum(loss_of(z, tf.concat(everybody, 0)) for z in everybody) / size
     np.testing.assert_allclose(own.numpy(), tape.gradient(total, weights).numpy(), rtol=1e-12)
-
-
-@pytest.mark.horovod("allgather-gradient")
-@both_ways
-def test_the_gradient_of_allgather_is_this_ranks_part_of_the_average(way: Callable, rank: int, size: int) -> None:
-    # Rank 0 brings one row, rank 1 two, and so on; row i of the result has weight (i + 1) * (rank + 1).
-    rows = size * (size + 1) // 2
-    upstream = tf.reshape(tf.range(1.0, rows + 1) * (rank + 1), [-1, 1])
-    gradient = gradient_of(way, hvd.allgather, tf.ones([rank + 1, 1]), upstream)
-    begin = rank * (rank + 1) // 2
-    expected = np.arange(begin + 1, begin + rank + 2) * (size + 1) / 2
-    np.testing.assert_allclose(gradient.numpy()[:, 0], expected, rtol=1e-6)
-
-
-@both_ways
-def test_the_gradient_of_a_rank_that_brings_no_rows_is_empty(way: Callable, rank: int, size: int) -> None:
-    rows = size * (size - 1) // 2
-    gradient = gradient_of(way, hvd.allgather, tf.ones([rank, 1]), tf.ones([rows, 1]))
-    np.testing.assert_array_equal(gradient, np.ones((rank, 1)))
-
-
-@pytest.mark.horovod("broadcast-gradient")
-@both_ways
-def test_the_gradient_of_broadcast_is_the_average_on_the_root(way: Callable, rank: int, size: int) -> None:
-    root = size - 1
-    gradient = gradient_of(way, lambda v: hvd.broadcast(v, root), tf.ones([2], tf.float64),
-                           tf.constant([1.0, 2.0], tf.float64) * (rank + 1))
-    mean = (size + 1) / 2 if rank == root else 0.0
-    np.testing.assert_allclose(gradient, [mean, 2 * mean], rtol=1e-15)
-
-
-@both_ways
-def test_a_gradient_has_a_gradient(way: Callable, rank: int, size: int) -> None:
-    def step(x: Any) -> Any:
-        with tf.GradientTape() as outer:
-            outer.watch(x)
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                y = hvd.allreduce(x ** 3, op=hvd.Sum)
-            first = inner.gradient(y, x)
-        return first, outer.gradient(first, x)
-
-    first, second = way(step)(tf.constant([2.0]))
-    assert first.numpy() == 12 * size  # 3 x^2, times the sum of the ones that come down
-    assert second.numpy() == 12 * size  # 6 x times the same
 
 
 @both_ways
@@ -453,15 +375,6 @@ def test_name_scopes_can_be_ignored(rank: int, size: int) -> None:
     assert in_graph(step)(tf.constant(1.0)).numpy() == size
 
 
-def test_ranks_may_trace_a_different_number_of_times(rank: int, size: int) -> None:
-    @tf.function(autograph=False)
-    def step(x: Any, python_value: int) -> Any:
-        return hvd.allreduce(x, op=hvd.Sum)
-
-    for i in range(4):
-        assert step(tf.constant(1.0), i if rank == 0 else 0).numpy() == size
-
-
 # -- in graphs --------------------------------------------------------------------------------------------------------
 
 
@@ -494,17 +407,6 @@ def test_shapes_that_are_not_known_may_change_from_step_to_step(rank: int, size:
         assert all(np.all(r.numpy() == size) for r in results[:3])
 
 
-def test_in_a_branch(rank: int, size: int) -> None:
-    @tf.function(autograph=False)
-    def step(x: Any, flag: Any) -> Any:
-        y = hvd.allreduce(x, op=hvd.Sum)
-        return tf.cond(flag, lambda: hvd.allreduce(y + x, op=hvd.Sum), lambda: hvd.broadcast(y * 10, 0))
-
-    for _ in range(3):
-        assert step(tf.constant(1.0), tf.constant(True)).numpy() == size * (size + 1)
-        assert step(tf.constant(1.0), tf.constant(False)).numpy() == 10 * size
-
-
 def test_a_branch_may_be_taken_on_all_ranks_by_a_reduced_condition(rank: int, size: int) -> None:
     @tf.function(autograph=False)
     def step(bad: Any) -> Any:
@@ -531,24 +433,6 @@ def test_in_a_loop(rank: int, size: int) -> None:
 
     assert dependent(tf.constant(1.0)).numpy() == size ** 5
     assert independent(tf.constant(0.0)).numpy().tolist() == [float(i * size) for i in range(20)]
-
-
-def test_in_a_while_loop_and_its_gradient(rank: int, size: int) -> None:
-    @tf.function(autograph=False)
-    def step(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            _, y = tf.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, 2.0 * hvd.allreduce(v)), [0, x])
-        return y, tape.gradient(y, x)
-
-    y, gradient = step(tf.constant(1.0))
-    assert (y.numpy(), gradient.numpy()) == (8.0, 8.0)
-
-
-def test_in_a_function_that_is_called_twice(size: int) -> None:
-    inner = in_graph(lambda x: hvd.allreduce(x, op=hvd.Sum))
-    outer = in_graph(lambda x: (inner(x), inner(x + 1)))
-    assert [result.numpy() for result in outer(tf.constant(1.0))] == [size, 2 * size]
 
 
 def test_a_result_may_go_unused_on_one_rank(rank: int, size: int) -> None:
@@ -631,27 +515,6 @@ def test_compression_may_be_any_class_with_its_two_methods(size: int) -> None:
 
 
 @pytest.mark.horovod("mismatch")
-@pytest.mark.parametrize("call, aspect", [
-    (lambda rank: hvd.allreduce(tf.ones([2 + (rank == 0)]), name="odd"), "shape"),
-    (lambda rank: hvd.allreduce(tf.ones([2], tf.float64 if rank == 0 else tf.float32), name="odd"), "dtype"),
-    (lambda rank: hvd.allreduce(tf.ones([2]), op=hvd.Sum if rank == 0 else hvd.Min, name="odd"), "reduce operation"),
-    (lambda rank: hvd.allgather(tf.ones([2, 3 + (rank == 0)]), name="odd"), "shape"),
-    (lambda rank: hvd.broadcast(tf.ones([2]), int(rank == 0), name="odd"), "root rank"),
-    (lambda rank: (hvd.allgather if rank == 0 else hvd.allreduce)(tf.ones([2]), name="odd"), "kind of collective"),
-], ids=lambda v: v if isinstance(v, str) else "")
-def test_a_disagreement_is_an_error_of_both_kinds_on_every_rank(call: Callable, aspect: str, rank: int,
-                                                                size: int) -> None:
-    with pytest.raises(mpistrat.MismatchError, match=f"odd: the ranks disagree on {aspect}: ") as ours:
-        call(rank)
-    assert "ranks [0]" in str(ours.value)
-    assert isinstance(ours.value, tf.errors.FailedPreconditionError)
-    with pytest.raises(tf.errors.FailedPreconditionError) as theirs:
-        call(rank)
-    assert theirs.value.message == str(ours.value) == str(theirs.value)
-    assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == size
-
-
-@pytest.mark.horovod("mismatch")
 def test_a_disagreement_in_a_graph_ends_the_engine(rank: int, size: int, restart: Callable) -> None:
     @tf.function(autograph=False)
     def step(x: Any) -> Any:
@@ -700,16 +563,6 @@ def test_shapes_that_one_rank_does_not_know_when_it_traces_are_not_said_to_diffe
                                                 r"shapes that are known and unknown .*on ranks \[0\]; "):
         concrete(tf.ones([4]))
     restart()
-
-
-@both_ways
-def test_the_gradient_of_a_disagreement_is_not_reached(way: Callable, rank: int, size: int,
-                                                        restart: Callable) -> None:
-    with pytest.raises(tf.errors.OpError, match="the ranks disagree on shape"):
-        gradient_of(way, lambda v: hvd.allreduce(v, name="odd_gradient"), tf.ones([1 + rank]), tf.ones([1 + rank]))
-    if way is in_graph:
-        restart()
-    assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == size
 
 
 @pytest.mark.horovod("dtypes-others", "broadcast-root")
@@ -798,13 +651,6 @@ def test_broadcast_variables_of_nothing_does_nothing(rank: int) -> None:
     hvd.broadcast_variables([], root_rank=0)
 
 
-@pytest.mark.horovod("barrier")
-def test_objects_and_barriers(rank: int, size: int) -> None:
-    assert hvd.broadcast_object({"root": rank}, root_rank=1) == {"root": 1}
-    assert hvd.allgather_object(rank) == list(range(size))
-    hvd.barrier()
-
-
 # -- hand-over without copies -----------------------------------------------------------------------------------------
 
 
@@ -858,13 +704,6 @@ def test_memory_is_used_again_when_nobody_has_it_any_more(submitted: list) -> No
     assert len(addresses) <= 3
     assert address_of(kept) not in addresses
     assert np.all(kept.numpy() == 1)
-
-
-def test_a_result_that_is_kept_does_not_change(rank: int) -> None:
-    graph = in_graph(lambda x: hvd.allreduce(x, op=hvd.Max))
-    kept = [(way(tf.fill([100_000], float(i))), float(i)) for i in range(10)
-            for way in (graph, lambda x: hvd.allreduce(x, op=hvd.Max))]
-    assert all(np.all(result.numpy() == value) for result, value in kept)
 
 
 # -- many calls -------------------------------------------------------------------------------------------------------

@@ -47,24 +47,6 @@ def test_rank_0_is_the_chief_and_all_others_are_workers(rank: int) -> None:
     assert mpistrat.role() is (mpistrat.Role.CHIEF if rank == 0 else mpistrat.Role.WORKER)
 
 
-def test_roles_are_given_out_in_order(rank: int, size: int) -> None:
-    role = mpistrat.role({"chief": 1, "worker": size - 2, "evaluator": 1})
-    assert role is (mpistrat.Role.CHIEF if rank == 0 else
-                    mpistrat.Role.EVALUATOR if rank == size - 1 else mpistrat.Role.WORKER)
-
-
-def test_roles_that_do_not_add_up_are_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=rf"need {size + 1} ranks, but there are {size} \(mpirun -np {size + 1}\)"):
-        mpistrat.role({"chief": 1, "worker": size})
-
-
-def test_cluster_spec_is_the_content_of_tf_config(rank: int, size: int) -> None:
-    spec = mpistrat.cluster_spec([2222 + r for r in range(size)])
-    assert spec["cluster"] == {"chief": ["localhost:2222"],
-                               "worker": [f"localhost:{2222 + r}" for r in range(1, size)]}
-    assert spec["task"] == ({"type": "chief", "index": 0} if rank == 0 else {"type": "worker", "index": rank - 1})
-
-
 @pytest.mark.horovod("built")
 def test_what_the_run_is_made_of() -> None:
     assert mpistrat.mpi_enabled() is True

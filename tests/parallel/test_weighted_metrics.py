@@ -11,7 +11,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras.fit.row_counts import RowCount, rows_of  # noqa: E402
+from mpistrat.keras.fit.row_counts import rows_of  # noqa: E402
 
 from ..support.levels import sample  # noqa: E402
 
@@ -78,13 +78,6 @@ def test_the_metrics_are_those_of_one_process_over_all_rows(rank: int, size: int
     history = fit(new_model(**arguments), rank, validation_data=rows_of_rank(rank, 1),
                   validation_batch_size=batch_of(rank))
     assert_means(history, size, ALL)
-
-
-def test_without_weights_they_are_others(rank: int, size: int) -> None:
-    x, y = rows_of_rank(rank)
-    history = new_model().fit(x, y, batch_size=batch_of(rank), verbose=0, callbacks=[
-        hvd.callbacks.MetricAverageCallback()]).history
-    assert (history["mae"][0] == pytest.approx(expected(size)["mae"], rel=1e-3)) is (size == 1)
 
 
 def test_rows_of_a_dataset_without_a_known_length_are_counted(rank: int, size: int) -> None:
@@ -173,9 +166,3 @@ def test_a_batch_of_scalars_has_no_rows() -> None:
     ids=["ragged", "sparse", "dictionary", "none", "scalar"])
 def test_the_rows_of_other_batches(batch: Any) -> None:
     assert int(rows_of((batch, tf.zeros(3)))) == 3
-
-
-def test_a_model_is_counted_once() -> None:
-    model = new_model(is_distributed=False)
-    assert RowCount.of(model, "train_step") is RowCount.of(model, "train_step")
-    assert RowCount.of(model, "train_step") is not RowCount.of(model, "test_step")

@@ -230,20 +230,6 @@ def test_fit_of_mpistrategy(size: int) -> None:
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_of_ones_own_with_a_tape(rank: int) -> None:
-    weight = tf.Variable(tf.ones([3, 1]))
-
-    @by_xla
-    def step(x: Any) -> None:
-        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
-            loss = tf.reduce_mean((x @ weight - 1.0) ** 2)
-        weight.assign_sub(0.1 * tape.gradient(loss, [weight])[0])
-
-    for k in range(3):
-        step(numbers([5, 3], rank, k))
-    assert_equal_on_all_ranks([weight.numpy()])
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
