@@ -442,30 +442,6 @@ def test_nobody_passes_a_barrier_before_all_have_come(rank: int, size: int, shar
 # -- asynchronous ------------------------------------------------------------------------------------------------------
 
 
-def test_every_rank_may_submit_and_wait_in_an_order_of_its_own(rank: int, size: int) -> None:
-    shuffled = random.Random(rank)
-    numbers = list(range(60))
-    shuffled.shuffle(numbers)
-    handles = {}
-    for i in numbers:
-        array = np.full(1 + i * 13, float(i + rank))
-        if i % 3 == 0:
-            handles[i] = mpistrat.allreduce_async(array, op=mpistrat.Sum, name=f"own-order/{i}")
-        elif i % 3 == 1:
-            handles[i] = mpistrat.allgather_async(array[:rank], name=f"own-order/{i}")
-        else:
-            handles[i] = mpistrat.broadcast_async(array, i % size, name=f"own-order/{i}")
-    shuffled.shuffle(numbers)
-    for i in numbers:
-        result = handles[i].wait()
-        if i % 3 == 0:
-            assert result.tolist() == [sum(float(i + r) for r in range(size))] * (1 + i * 13)
-        elif i % 3 == 1:
-            assert result.tolist() == [float(i + r) for r in range(size) for _ in range(min(r, 1 + i * 13))]
-        else:
-            assert result.tolist() == [float(i + i % size)] * (1 + i * 13)
-
-
 def test_unnamed_asynchronous_calls_meet_in_the_order_of_calls(rank: int, size: int) -> None:
     handles = [mpistrat.allreduce_async(np.array([i * (rank + 1)]), op=mpistrat.Sum) for i in range(10)]
     assert len({handle.name for handle in handles}) == 10

@@ -18,7 +18,6 @@ hvd = pytest.importorskip("mpistrat.keras")
 hvd_tf = pytest.importorskip("mpistrat.tensorflow")
 
 from mpistrat.keras.fit import fit_checks  # noqa: E402
-from mpistrat.tensorflow import equal_weights  # noqa: E402
 from mpistrat.tensorflow import gradients as reduced  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
@@ -98,7 +97,7 @@ def operations(on_submit: Callable) -> list[str]:
 
 
 @pytest.mark.parametrize("is_under_strategy", [False, True], ids=["optimizer", "strategy"])
-@pytest.mark.parametrize("verbose", [0, 2])
+@sample("verbose", [0, 2])
 def test_fit_of_two_batches_makes_few_operations(is_under_strategy: bool, verbose: int, rank: int,
                                                  operations: list[str]) -> None:
     keras.utils.set_random_seed(1)
@@ -184,7 +183,7 @@ def different(rank: int, kind: str = "input", optimizer: Any = None) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["input", "no input"])
-@pytest.mark.parametrize("optimizer", [
+@sample("optimizer", [
     lambda: keras.optimizers.AdamW(0.01), lambda: keras.optimizers.SGD(0.1, weight_decay=0.1),
     lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(0.01))], ids=["AdamW", "SGD", "scaled"])
 def test_with_weight_decay_a_forgotten_broadcast_is_an_error_on_every_rank(optimizer: Callable, kind: str, rank: int,
@@ -296,7 +295,7 @@ class Change(keras.callbacks.Callback):
             weight.assign(weight * self.factor)
 
 
-@pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
+@sample("trainable", [True, False], ids=["trained", "frozen"])
 def test_weights_that_differ_when_an_epoch_ends_are_an_error_on_every_rank(trainable: bool, rank: int,
                                                                            size: int) -> None:
     model, keep = new_model(), Keep()
@@ -307,14 +306,6 @@ def test_weights_that_differ_when_an_epoch_ends_are_an_error_on_every_rank(train
         "callbacks of all ranks. Usual causes: " in str(caught.value)
     assert not keep.logs  # No callback of the user saves such a model.
     assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum)[0] == size
-
-
-def test_weights_that_differ_by_rounding_are_a_warning(rank: int, monkeypatch: pytest.MonkeyPatch,
-                                                       caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(equal_weights, "_has_warned", False)
-    fit(new_model(), rank, [] if rank else [Change("kernel", 1 + 1e-6)], epochs=3)
-    texts = [r.getMessage() for r in caplog.records if "differ by rounding" in r.getMessage()]
-    assert len(texts) == (0 if rank else 1)
 
 
 def test_a_weight_that_is_not_a_number_on_one_rank_is_no_rounding(rank: int) -> None:
@@ -332,8 +323,8 @@ def root_only(layer: Any, rank: int) -> None:
     layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary(), 0))  # as the error advises
 
 
-@pytest.mark.parametrize("place", ["model", "pipeline"])
-@pytest.mark.parametrize("adapt", [vocabulary_of, root_only])
+@pytest.mark.parametrize("adapt, place", [(vocabulary_of, "model"), (vocabulary_of, "pipeline"), (root_only, "model"),
+                                          pytest.param(root_only, "pipeline", marks=pytest.mark.nightly)])
 def test_a_vocabulary_of_each_rank_is_an_error_that_names_the_layer(
         adapt: Callable, place: str, rank: int, size: int, caplog: pytest.LogCaptureFixture) -> None:
     words = keras.layers.StringLookup(output_mode="one_hot", name="words")
@@ -380,7 +371,6 @@ def test_statistics_of_each_ranks_rows_are_an_error_or_a_warning(callbacks: list
 
 READERS = {
     "early stopping everywhere": lambda rank, path: [keras.callbacks.EarlyStopping("loss")],
-    "plateau everywhere": lambda rank, path: [keras.callbacks.ReduceLROnPlateau("loss")],
     "best checkpoint on the chief": lambda rank, path: [] if rank else [
         keras.callbacks.ModelCheckpoint(f"{path}/best.keras", "loss", save_best_only=True)],
 }
@@ -418,7 +408,7 @@ def test_validation_on_other_numbers_of_batches_is_named_unless_rows_are_counted
     assert not texts or ("3 on rank" in texts[0] and "MetricAverageCallback(weighted=True)" in texts[0])
 
 
-@pytest.mark.parametrize("make", [lambda: tf.distribute.OneDeviceStrategy("/cpu:0"), tf.distribute.MirroredStrategy])
+@sample("make", [lambda: tf.distribute.OneDeviceStrategy("/cpu:0"), tf.distribute.MirroredStrategy])
 @pytest.mark.parametrize("way", ["fit", "tape"])
 def test_another_strategy_around_a_distributed_optimizer_or_tape_is_named_once(
         make: Callable[[], Any], way: str, rank: int, monkeypatch: pytest.MonkeyPatch,
@@ -501,7 +491,8 @@ def test_weight_decay_in_one_of_several_is_no_false_alarm(rank: int) -> None:
     assert model.optimizer._mpistrat.reducer.changes_early
 
 
-@pytest.mark.parametrize("batch", [None, 1, ROWS // BATCH - 1], ids=["epoch", "batch", "last batch"])
+@pytest.mark.parametrize("batch", [None, 1, pytest.param(ROWS // BATCH - 1, marks=pytest.mark.nightly)],
+                         ids=["epoch", "batch", "last batch"])
 def test_all_ranks_may_stop_together(batch: int | None, rank: int) -> None:
     model = new_model()
     assert len(fit(model, rank, Stop(1, batch), epochs=4).history["loss"]) == 2
@@ -581,7 +572,7 @@ class KeepOfBatches(keras.callbacks.Callback):
         self.means.append(running_mean(self.model).tobytes())
 
 
-@pytest.mark.parametrize("on_all", [True, False], ids=["all ranks", "chief"])
+@sample("on_all", [True, False], ids=["all ranks", "chief"])
 def test_running_statistics_are_averaged_before_a_save_within_an_epoch(on_all: bool, rank: int, size: int,
                                                                        tmp_path: Path) -> None:
     model, keep = new_model(), KeepOfBatches()
@@ -787,7 +778,7 @@ class Silent(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("own", [Average, Silent])
-@pytest.mark.parametrize("epochs", [1, 3])
+@sample("epochs", [1, 3])
 def test_weights_that_a_callback_averages_by_hand_are_no_warning(own: Any, epochs: int, rank: int,
                                                                  caplog: pytest.LogCaptureFixture) -> None:
     model = new_model()

@@ -20,9 +20,8 @@ from mpistrat.tensorflow.async_op import call_site  # noqa: E402
 from mpistrat.tensorflow.bridge import buckets  # noqa: E402
 from mpistrat.tensorflow.xla import collective, context, ffi  # noqa: E402
 
-from ..support.levels import sample  # noqa: E402
 from .helpers import assert_equal_on_all_ranks  # noqa: E402
-from .test_xla_collectives import COLLECTIVES, numbers  # noqa: E402
+from .test_xla_collectives import COLLECTIVES, every_collective, numbers  # noqa: E402
 
 
 def on_gpu(name: str) -> Any:
@@ -31,7 +30,11 @@ def on_gpu(name: str) -> Any:
         not tf.config.list_physical_devices("GPU"), reason="TensorFlow sees no GPU")])
 
 
-@pytest.fixture(params=["stand-in", "stand-in host", on_gpu("GPU"), on_gpu("GPU host")])
+# With those named "host" the host waits for what the streams of the others wait for.
+DEVICES = ["stand-in", "stand-in host", on_gpu("GPU"), on_gpu("GPU host")]
+
+
+@pytest.fixture(params=[DEVICES[0], pytest.param(DEVICES[1], marks=pytest.mark.nightly), *DEVICES[2:]])
 def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[Any]:
     """mpistrat.tensorflow, whose eager tensors go the way of GPU tensors."""
     import mpistrat.tensorflow as hvd
@@ -50,12 +53,12 @@ def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rank: i
     mpistrat.init()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int64"])
-def test_a_sum_is_a_tensor_on_the_same_device(dtype: str, hvd: Any, rank: int, size: int) -> None:
-    tensor = tf.cast(tf.range(6.0) + float(rank), dtype)
-    result = hvd.allreduce(tensor, op=hvd.Sum)
-    assert (result.dtype, result.device) == (tensor.dtype, tensor.device)
-    np.testing.assert_array_equal(result.numpy(), np.arange(6) * size + size * (size - 1) // 2)
+def test_a_sum_is_a_tensor_on_the_same_device(hvd: Any, rank: int, size: int) -> None:
+    for dtype in ("float16", "bfloat16", "float32", "float64", "int64"):
+        tensor = tf.cast(tf.range(6.0) + float(rank), dtype)
+        result = hvd.allreduce(tensor, op=hvd.Sum)
+        assert (result.dtype, result.device) == (tensor.dtype, tensor.device)
+        np.testing.assert_array_equal(result.numpy(), np.arange(6) * size + size * (size - 1) // 2)
 
 
 def test_a_group_is_averaged(hvd: Any, rank: int, size: int) -> None:
@@ -118,16 +121,16 @@ def test_hosts_send_8_bit_numbers_and_the_ranks_of_one_host_do_not(has_hosts: bo
 # -- in tf.function ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
-def test_a_sum_in_a_graph_is_read_when_it_is_there_and_not_before(dtype: str, hvd: Any, rank: int, size: int) -> None:
+def test_a_sum_in_a_graph_is_read_when_it_is_there_and_not_before(hvd: Any, rank: int, size: int) -> None:
     @tf.function
     def step(tensor: tf.Tensor) -> tf.Tensor:
         return 2 * hvd.allreduce(tensor + 1, op=hvd.Sum, name="sum")
 
     for number in range(5):
-        tensor = tf.cast(tf.range(6.0) + float(rank + number), dtype)
-        expected = 2 * (np.arange(6) + 1 + number) * size + size * (size - 1)
-        np.testing.assert_array_equal(step(tensor).numpy(), expected)
+        for dtype in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128"):
+            tensor = tf.cast(tf.range(6.0) + float(rank + number), dtype)
+            expected = 2 * (np.arange(6) + 1 + number) * size + size * (size - 1)
+            np.testing.assert_array_equal(step(tensor).numpy(), expected, err_msg=dtype)
 
 
 def _flattened(result: Any) -> Any:
@@ -144,6 +147,7 @@ _READERS = {"reshape": lambda result: tf.reshape(result, [-1]), "reshape of a ne
             lambda result: tf.reshape(-result, [-1]), "flattened": _flattened, "cast": _cast}
 
 
+@pytest.mark.parametrize("hvd", DEVICES, indirect=True)
 @pytest.mark.parametrize("operation", ["allreduce", "grouped_allreduce", "allgather", "broadcast", "reducescatter",
                                        "alltoall"])
 def test_no_node_reads_a_result_before_it_is_there(operation: str, hvd: Any, rank: int, size: int) -> None:
@@ -406,17 +410,17 @@ def xla(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "why_not", lambda: "")
 
 
-@sample("name", [name for name in COLLECTIVES if name != "adasum"])
-def test_a_collective_that_xla_has_compiled(name: str, xla: None, rank: int) -> None:
-    def step(x: tf.Tensor) -> list[tf.Tensor]:
-        return tf.nest.flatten(COLLECTIVES[name](x))
-
-    compiled = tf.function(step, jit_compile=True, autograph=False)
+def test_collectives_that_xla_has_compiled(xla: None, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(COLLECTIVES, "adasum")
+    compiled, plain = (tf.function(every_collective, jit_compile=by_xla, autograph=False) for by_xla in (True, False))
     for number in range(2):
         x = numbers([4, 3], rank, number)
-        for mine, other in zip(compiled(x), tf.function(step, autograph=False)(x), strict=True):
-            assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
-            np.testing.assert_allclose(mine, other, rtol=1e-2 if "16" in name or name == "compressed" else 1e-5)
+        expected = plain(x)
+        for name, results in compiled(x).items():
+            for mine, other in zip(results, expected[name], strict=True):
+                assert (mine.dtype, mine.shape) == (other.dtype, other.shape), name
+                np.testing.assert_allclose(mine, other, rtol=1e-2 if "16" in name or name == "compressed" else 1e-5,
+                                           err_msg=name)
 
 
 def test_gradients_and_extents_that_are_known_late(xla: None, hvd: Any, rank: int, size: int) -> None:
@@ -439,6 +443,7 @@ def test_rows_that_differ_are_an_error_of_a_compiled_gather(xla: None, hvd: Any,
         gather(tf.ones([5 if rank else 3]))
 
 
+@pytest.mark.nightly
 def test_fit_of_a_compiled_model(xla: None, hvd: Any, rank: int) -> None:
     keras = pytest.importorskip("keras")
     import mpistrat.keras as khvd

@@ -15,7 +15,8 @@ hvd = pytest.importorskip("mpistrat.tensorflow")
 
 from mpistrat.tensorflow.gradients import GradientOptions, GradientReducer  # noqa: E402
 
-from .helpers import both_ways, eagerly, in_graph  # noqa: E402
+from ..support.levels import sample  # noqa: E402
+from .helpers import both_ways, eagerly, either_way, in_graph  # noqa: E402
 
 
 def quadratic(way: Callable, scale: Any, variables: Any, loss: Callable | None = None, **arguments: Any) -> Any:
@@ -39,7 +40,7 @@ def test_gradients_are_averaged(way: Callable, rank: int, size: int) -> None:
 
 
 @pytest.mark.horovod("predivide")
-@both_ways
+@either_way
 @pytest.mark.parametrize("factor", [0.5, 2])
 def test_a_predivide_factor_does_not_change_the_average(way: Callable, factor: float, rank: int, size: int) -> None:
     gradient, = quadratic(way, rank + 1.0, [tf.Variable([1.0, 2.0])], gradient_predivide_factor=factor)
@@ -54,7 +55,7 @@ def test_a_predivide_factor_divides_before_the_sum(size: int) -> None:
     np.testing.assert_allclose(gradient.numpy().astype(float), [60000.0], rtol=1e-2)
 
 
-@both_ways
+@either_way
 @pytest.mark.parametrize("dtype", [tf.float64, tf.bfloat16], ids=lambda d: d.name)
 def test_gradients_keep_their_dtype(way: Callable, dtype: Any, rank: int, size: int) -> None:
     gradient, = quadratic(way, rank + 1.0, [tf.Variable([1.0], dtype=dtype)])
@@ -75,7 +76,7 @@ def test_sources_may_be_nested(way: Callable, rank: int, size: int) -> None:
 
 
 @pytest.mark.horovod("tape-nested")
-@both_ways
+@either_way
 def test_a_single_source_gives_a_single_gradient(way: Callable, rank: int, size: int) -> None:
     gradient = quadratic(way, rank + 1.0, tf.Variable([2.0]), op=hvd.Sum)
     assert gradient.numpy().tolist() == [size * (size + 1)]
@@ -98,7 +99,7 @@ def test_a_source_without_a_gradient_gives_none(way: Callable, rank: int, size: 
     assert [gradient.numpy() for gradient in zeros] == [size * (size + 1) / 2, 0, size]
 
 
-@both_ways
+@either_way
 def test_no_gradient_at_all(way: Callable, size: int) -> None:
     variable = tf.Variable(1.0)
 
@@ -133,7 +134,7 @@ def test_a_persistent_tape_may_be_asked_again(rank: int, size: int) -> None:
 
 @pytest.mark.horovod("tape")
 @pytest.mark.parametrize("width", [3, 600], ids=["small", "more than what a submit waits for"])
-@pytest.mark.parametrize("groups", [None, 2])
+@sample("groups", [None, 2])
 def test_a_persistent_tape_may_be_asked_twice_in_a_graph(groups: int | None, width: int, rank: int, size: int) -> None:
     """As in a GAN, whose two losses come from one tape. Also if another rank comes late."""
     variables = [tf.Variable(tf.ones([width, width])), tf.Variable(1.0)]
@@ -210,7 +211,7 @@ def test_sparse_gradients_stay_sparse(way: Callable, op: str, rank: int, size: i
 
 
 @pytest.mark.horovod("sparse-as-dense")
-@both_ways
+@either_way
 def test_sparse_gradients_are_made_dense_on_request(way: Callable, rank: int, size: int) -> None:
     table, dense = lookup(way, rank, sparse_as_dense=True)
     assert isinstance(table, tf.Tensor)
@@ -226,7 +227,7 @@ def test_sparse_gradients_may_have_other_numbers_of_rows_on_every_rank(rank: int
     assert gradient.indices.numpy().tolist() == [i for r in range(size) for i in range(r)]
 
 
-@both_ways
+@either_way
 def test_what_overwrites_a_variable_is_the_largest_of_all_ranks(way: Callable, rank: int, size: int) -> None:
     keras = pytest.importorskip("keras")
     largest, weight = keras.Variable([0.0, 0.0]), keras.Variable(1.0)
@@ -302,7 +303,7 @@ def test_ranks_may_have_local_sources_of_other_shapes(rank: int, size: int) -> N
 # -- compression, names and errors ------------------------------------------------------------------------------------
 
 
-@both_ways
+@either_way
 @pytest.mark.parametrize("name, wire", [("fp16", tf.float16), ("bf16", tf.bfloat16)])
 def test_compressed_gradients_come_back_in_their_dtype(way: Callable, name: str, wire: Any, rank: int,
                                                        size: int) -> None:
@@ -343,7 +344,7 @@ def test_double_wrapping_is_refused() -> None:
         hvd.DistributedGradientTape(tape)
 
 
-@both_ways
+@either_way
 def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int,
                                              restart: Callable) -> None:
     same, odd = tf.Variable([1.0], name="same"), tf.Variable(tf.ones([2 + rank]), name="odd_one")

@@ -10,6 +10,7 @@ import tensorflow as tf
 import mpistrat
 import mpistrat.tensorflow as hvd
 
+from ..support.levels import sample
 from .helpers import in_graph
 
 # Each takes a tensor with as many rows as there are ranks, and a process set.
@@ -26,6 +27,7 @@ COLLECTIVES: dict[str, Callable[[Any, Any], Any]] = {
     "grouped_reducescatter": lambda x, s: hvd.grouped_reducescatter([x], process_set=s),
 }
 each_collective = pytest.mark.parametrize("collective", COLLECTIVES)
+one_collective = sample("collective", COLLECTIVES)  # mpistrat begins anew for each.
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -63,7 +65,7 @@ def test_an_eager_collective_has_the_name_of_its_operation(names: list[str]) -> 
 
 
 @pytest.mark.horovod("not-initialized")
-@each_collective
+@one_collective
 def test_before_init_a_collective_is_a_failed_precondition(collective: str, size: int) -> None:
     x, variable = tf.ones([size]), tf.Variable(tf.ones([size]))
 
@@ -98,7 +100,7 @@ def test_before_init_a_query_is_a_value_error() -> None:
 
 
 @pytest.mark.horovod("after-shutdown")
-@each_collective
+@one_collective
 def test_when_a_rank_has_shut_down_the_collectives_of_others_are_unknown_errors(collective: str, rank: int,
                                                                                 size: int) -> None:
     try:

@@ -22,7 +22,7 @@ from mpistrat.keras.nested_optimizers import distributed_in  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
 from ..support.levels import sample  # noqa: E402
-from .helpers import assert_equal_on_all_ranks, both_ways, eagerly, in_graph  # noqa: E402
+from .helpers import assert_equal_on_all_ranks, both_ways, eagerly, either_way, in_graph  # noqa: E402
 
 SHAPES = [(3, 2), (4,), (2, 1)]
 
@@ -102,51 +102,42 @@ def test_it_does_with_the_ranks_gradients_what_one_process_does_with_their_avera
     assert_like_one_process(OPTIMIZERS[name], rank, size)
 
 
-@pytest.mark.parametrize("name", ["momentum", "global_clipnorm", "ema", "schedule", "accumulation and clipping"])
+@sample("name", ["momentum", "global_clipnorm", "ema", "schedule", "accumulation and clipping"])
 def test_so_it_does_in_a_graph(name: str, rank: int, size: int) -> None:
     assert_like_one_process(OPTIMIZERS[name], rank, size, in_graph)
 
 
 @pytest.mark.horovod("predivide")
-@pytest.mark.parametrize("factor", [0.5, 4.0])
+@sample("factor", [0.5, 4.0])
 def test_a_predivide_factor_does_not_change_the_average(factor: float, rank: int, size: int) -> None:
     assert_like_one_process(OPTIMIZERS["sgd"], rank, size, gradient_predivide_factor=factor)
 
 
 @pytest.mark.horovod("optimizer-op")
-@both_ways
+@either_way
 def test_gradients_are_summed_on_request(way: Callable, rank: int, size: int) -> None:
     got = steps_with(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum), [gradients_of(rank, 0)], way)
     for value, start, mean in zip(got, new_variables(), mean_gradients(size, 0)):
         np.testing.assert_allclose(value, start.numpy() - size * mean, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.horovod("optimizer-methods")
-def test_apply_gradients_takes_pairs(rank: int, size: int) -> None:
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
-    variables = new_variables()
-    optimizer.apply_gradients(zip(map(tf.constant, gradients_of(rank, 0)), variables))
-    for variable, start, mean in zip(variables, new_variables(), mean_gradients(size, 0)):
-        np.testing.assert_allclose(variable.numpy(), start.numpy() - mean, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.horovod("optimizer-methods")
-def test_a_built_optimizer_needs_no_variables_to_apply(rank: int, size: int) -> None:
-    optimizer, variables = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), new_variables()
-    optimizer.build(variables)
-    optimizer.apply(list(map(tf.constant, gradients_of(rank, 0))))
-    np.testing.assert_allclose(variables[1].numpy(), new_variables()[1].numpy() - mean_gradients(size, 0)[1], rtol=1e-5,
-                               atol=1e-6)
+# How the gradients and variables of a step are given.
+APPLIED: dict[str, Callable[[Any, list, list], None]] = {
+    "pairs": lambda optimizer, gradients, variables: optimizer.apply_gradients(zip(gradients, variables)),
+    "no variables": lambda optimizer, gradients, variables: optimizer.apply(gradients),
+    "iterators": lambda optimizer, gradients, variables: optimizer.apply(iter(gradients), iter(variables))}
 
 
 @pytest.mark.horovod("optimizer-methods")
 @pytest.mark.parametrize("passes", [1, 2])
-def test_variables_may_be_an_iterator(passes: int, rank: int, size: int) -> None:
+@pytest.mark.parametrize("form", APPLIED)
+def test_gradients_and_variables_may_be_given_in_any_form(form: str, passes: int, rank: int, size: int) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=passes,
                                          average_aggregated_gradients=True)
     variables = new_variables()
+    optimizer.build(variables)
     for _ in range(passes):
-        optimizer.apply(map(tf.constant, gradients_of(rank, 0)), (variable for variable in variables))
+        APPLIED[form](optimizer, list(map(tf.constant, gradients_of(rank, 0))), variables)
     for variable, start, mean in zip(variables, new_variables(), mean_gradients(size, 0)):
         np.testing.assert_allclose(variable.numpy(), start.numpy() - mean, rtol=1e-5, atol=1e-6)
 
@@ -180,25 +171,8 @@ def test_gradients_may_be_applied_twice_in_a_step(way: Callable, rank: int, size
         np.testing.assert_array_equal(variable.numpy(), np.full((600, 600), -11 * number * (size + 1) / 2))
 
 
-def test_two_optimizers_are_told_apart(rank: int, size: int) -> None:
-    first, second = (hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)) for _ in range(2))
-    a, b = keras.Variable([0.0]), keras.Variable([0.0, 0.0])
-    first.build([a])
-    second.build([b])
-
-    @tf.function(autograph=False)
-    def step() -> None:
-        # The ranks reach them in different orders.
-        parts = [lambda: first.apply([tf.ones([1])], [a]), lambda: second.apply([tf.fill([2], rank + 1.0)], [b])]
-        for part in parts if rank == 0 else parts[::-1]:
-            part()
-
-    step()
-    assert (a.numpy().tolist(), b.numpy().tolist()) == ([-1.0], [-(size + 1) / 2] * 2)
-
-
 @pytest.mark.horovod("none")
-@both_ways
+@either_way
 def test_a_gradient_that_is_none_is_left_out(way: Callable, rank: int, size: int) -> None:
     optimizer, variables = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), new_variables()
     optimizer.build(variables)
@@ -225,7 +199,7 @@ def test_none_and_accumulation(rank: int, size: int) -> None:
 
 
 @pytest.mark.horovod("optimizer-local", "local-gradients")
-@both_ways
+@either_way
 def test_local_variables_are_not_averaged(way: Callable, rank: int, size: int) -> None:
     optimizer, variables = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), new_variables()
     optimizer.build(variables)
@@ -256,7 +230,7 @@ def test_backward_passes_per_step(way: Callable, average: bool, rank: int, size:
 
 
 @pytest.mark.horovod("backward-passes-infinity")
-@both_ways
+@either_way
 def test_an_infinite_gradient_is_gone_after_the_update(way: Callable, rank: int, size: int) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
     variables = new_variables()
@@ -303,12 +277,12 @@ class WithoutBackend(keras.optimizers.SGD):
             self.update_step(gradient, variable.value, 0.1)
 
 
-@both_ways
+@either_way
 @pytest.mark.parametrize(("cls", "problem"), [
     (WithoutClipping, "it has applied gradients with WithoutClipping and not called _clip_gradients"),
     (WithoutBackend, "it has applied gradients with WithoutBackend and not called _backend_apply_gradients"),
     (ClipsBefore, "it clips gradients before it accumulates them")])
-@pytest.mark.parametrize("asked", ["here", "of Keras"])
+@sample("asked", ["here", "of Keras"])
 def test_a_keras_that_does_not_call_what_averages_accumulated_gradients_is_refused(
         way: Callable, cls: Any, problem: str, asked: str, rank: int) -> None:
     optimizer = hvd.DistributedOptimizer(cls(0.1), backward_passes_per_step=2) if asked == "here" else \
@@ -363,7 +337,7 @@ def third(*values: float) -> list[float]:
     return [float(np.float32(value / 3)) for value in values]
 
 
-@both_ways
+@either_way
 @pytest.mark.parametrize("arguments", [
     {}, {"op": mpistrat.Sum}, {"compression": hvd.Compression.fp16}, {"groups": 2}, {"gradient_predivide_factor": 4.0},
     {"sparse_as_dense": True}], ids=str)
@@ -375,7 +349,7 @@ def test_what_overwrites_a_variable_is_the_largest_of_all_ranks(way: Callable, a
     assert weight == (1 - size if "op" in arguments else 0)
 
 
-@both_ways
+@either_way
 @pytest.mark.parametrize("arguments", [
     {"gradient_accumulation_steps": 2}, {"backward_passes_per_step": 2},
     {"backward_passes_per_step": 2, "average_aggregated_gradients": True, "op": mpistrat.Sum},
@@ -403,7 +377,7 @@ def test_on_ranks_without_others_it_is_the_ranks_own(rank: int, size: int) -> No
         hvd.remove_process_set(process_set)
 
 
-@both_ways
+@either_way
 def test_of_a_local_variable_it_is_the_ranks_own(way: Callable, rank: int) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
     assert overwritten_by(optimizer, [third(1 + rank, rank)], way, is_local=True)[0] == third(1 + rank, rank)
@@ -479,7 +453,7 @@ where = pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside
 
 @both_ways
 @where
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@sample("bad", [float("inf"), float("nan")])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(way: Callable, inside: bool, bad: float, rank: int,
                                                        size: int) -> None:
     optimizer, variables = loss_scaled(inside), new_variables()
@@ -589,7 +563,7 @@ def _chosen(variable: Any) -> Any:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs_multi_optimizer if "several" in name else ())
                                   for name in BEYOND_CONFIGURATIONS])
-@pytest.mark.parametrize("is_built", [False, True], ids=["new", "built"])
+@sample("is_built", [False, True], ids=["new", "built"])
 def test_it_keeps_what_a_configuration_does_not(name: str, is_built: bool, rank: int, size: int) -> None:
     def trained(distribute: bool) -> list[np.ndarray]:
         _made.clear()
@@ -722,11 +696,20 @@ def test_copies_of_a_model_with_several_optimizers_do_not_train() -> None:
         made.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
 
 
-@needs_multi_optimizer
-@pytest.mark.parametrize("name", ["several", "several by a function"])
-def test_passes_are_accumulated_in_the_optimizers_of_several(name: str) -> None:
-    with pytest.raises(ValueError, match=r"does not work with MultiOptimizer\. Give gradient_acc"):
-        hvd.DistributedOptimizer(BEYOND_CONFIGURATIONS[name](), backward_passes_per_step=2)
+PASSES_ELSEWHERE = {
+    "SGD": (lambda: keras.optimizers.SGD(gradient_accumulation_steps=2), "give either backward_passes_per_step"),
+    "loss scale": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+                   r"does not work with LossScaleOptimizer\. Give gradient_acc"),
+    "several": (several, r"does not work with MultiOptimizer\. Give gradient_acc"),
+    "several by a function": (BEYOND_CONFIGURATIONS["several by a function"], "does not work with MultiOptimizer")}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_multi_optimizer if "several" in name else ())
+                                  for name in PASSES_ELSEWHERE])
+def test_passes_are_counted_in_one_optimizer(name: str) -> None:
+    make, text = PASSES_ELSEWHERE[name]
+    with pytest.raises(ValueError, match=text):
+        hvd.DistributedOptimizer(make(), backward_passes_per_step=2)
 
 
 @needs_multi_optimizer
@@ -774,7 +757,7 @@ def trained_model(rank: int, optimizer: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@sample("passes", [1, 2])
 @pytest.mark.parametrize("name", ["momentum", "adam", "ema"])
 def test_a_built_optimizer_keeps_its_slots(name: str, passes: int, rank: int, size: int) -> None:
     original = OPTIMIZERS[name]()
@@ -838,18 +821,7 @@ def test_arguments_are_checked(what: str, arguments: dict, text: str) -> None:
         hvd.DistributedOptimizer(**{"optimizer": keras.optimizers.SGD(), **arguments})
 
 
-def test_accumulation_is_asked_for_once() -> None:
-    with pytest.raises(ValueError, match="give either backward_passes_per_step here or gradient_accumulation_steps"):
-        hvd.DistributedOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2), backward_passes_per_step=2)
-
-
-def test_a_loss_scale_optimizer_leaves_accumulation_to_the_one_in_it() -> None:
-    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    with pytest.raises(ValueError, match=r"does not work with LossScaleOptimizer\. Give gradient_acc"):
-        hvd.DistributedOptimizer(scaled, backward_passes_per_step=2)
-
-
-@both_ways
+@either_way
 def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int,
                                              restart: Callable) -> None:
     layer = keras.layers.Dense(2, name="odd_layer")
@@ -875,7 +847,7 @@ def test_a_gradient_that_is_none_on_some_ranks_is_named(rank: int, size: int) ->
         optimizer.apply(gradients, variables)
 
 
-@both_ways
+@either_way
 def test_gradients_of_other_variables_are_not_mixed(way: Callable, rank: int, size: int, restart: Callable) -> None:
     # As many on all ranks, and of one shape: the second rank lacks another one than the first.
     variables = [keras.Variable([0.0], name=name) for name in ("first", "second", "third")]

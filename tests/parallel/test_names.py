@@ -15,6 +15,8 @@ import mpistrat.keras as hvd_keras
 import mpistrat.tensorflow as hvd
 from mpistrat.strategy.keras import step_state
 
+from ..support.levels import sample
+
 LIMIT_S = 60
 DELAY_S = 0.03
 
@@ -60,7 +62,7 @@ def in_threads(work: Callable[[int], Any], names: Iterable[str | None]) -> list[
 # -- the order of the program -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("average", [by_tape, hvd.allreduce], ids=["tape", "allreduce"])
+@sample("average", [by_tape, hvd.allreduce], ids=["tape", "allreduce"])
 def test_collectives_of_a_function_and_of_one_that_it_calls(average: Callable, rank: int, size: int) -> None:
     """The caller's is late on some ranks, and the callee's on the others."""
     @tf.function
@@ -123,7 +125,7 @@ def test_tensors_that_each_rank_makes_in_another_order(rank: int, size: int) -> 
     assert [float(each) for each in step(tf.ones([]))] == [size * (1.0 + number) for number in range(4)]
 
 
-@pytest.mark.parametrize("average", [by_tape, hvd.allreduce], ids=["tape", "allreduce"])
+@sample("average", [by_tape, hvd.allreduce], ids=["tape", "allreduce"])
 def test_ranks_that_trace_a_function_more_often(average: Callable, rank: int, size: int) -> None:
     @tf.function
     def inner(x: tf.Tensor) -> tf.Tensor:
@@ -202,7 +204,7 @@ def test_threads_with_names_average_for_themselves(rank: int, size: int) -> None
     assert in_threads(train, ["first member", "second member"]) == expected
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@sample("eager", [False, True], ids=["graph", "eager"])
 def test_threads_that_the_ranks_cannot_tell_apart_are_refused(eager: bool, rank: int,
                                                               restart: Callable[[], None]) -> None:
     together = threading.Barrier(2)
@@ -254,7 +256,7 @@ def test_threads_without_names_may_have_process_sets_or_optimizers_of_their_own(
         mpistrat.remove_process_set(each)
 
 
-@pytest.mark.parametrize("names", [["fit 1", "fit 2"], [None, None]], ids=["names", "no names"])
+@sample("names", [["fit 1", "fit 2"], [None, None]], ids=["names", "no names"])
 def test_two_fits_in_two_threads(names: list[str | None], rank: int, size: int) -> None:
     models, seen = [], {}
     together = threading.Barrier(2)

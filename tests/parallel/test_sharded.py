@@ -115,7 +115,7 @@ def test_the_bits_are_those_without_sharding(name: str, rank: int) -> None:
                 trained(hvd.DistributedOptimizer(EXACT[name]()), rank))
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@sample("name", ["Adam", "AdamW"])
 def test_the_bits_are_the_same_eagerly_and_in_a_loop(name: str, rank: int) -> None:
     assert_same(trained(hvd.ShardedOptimizer(EXACT[name]()), rank, run_eagerly=True),
                 trained(hvd.DistributedOptimizer(EXACT[name]()), rank, run_eagerly=True))
@@ -316,7 +316,7 @@ def test_what_cannot_be_sharded_is_an_error_on_every_rank(optimizer: Callable, a
         hvd.ShardedOptimizer(optimizer(), **arguments)
 
 
-@pytest.mark.parametrize("is_under_strategy", [False, True])
+@sample("is_under_strategy", [False, True])
 def test_swapped_averages_are_an_error_on_every_rank(is_under_strategy: bool, rank: int, size: int) -> None:
     optimizer = Optimizers.SGD(0.1, use_ema=True)
     strategy = MPIStrategy(variables="sharded") if is_under_strategy else None
@@ -336,7 +336,7 @@ def test_it_does_not_go_into_the_scope_of_a_strategy(size: int) -> None:
         fit(model, 0)
 
 
-@pytest.mark.parametrize("weight_decay", [None, 0.1])
+@sample("weight_decay", [None, 0.1])
 def test_fit_without_a_broadcast_is_an_error_on_every_rank(weight_decay: float | None, rank: int, size: int) -> None:
     """A step makes the weights equal, but of parts of each rank's. So it is in the second fit."""
     model = compiled_model(hvd.ShardedOptimizer(Optimizers.SGD(0.1, weight_decay=weight_decay)))

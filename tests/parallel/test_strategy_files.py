@@ -181,7 +181,7 @@ def test_a_full_disk_is_an_error_on_every_rank(strategy: MPIStrategy, shared_dir
     assert_error_everywhere(lambda: model.save_weights(f"{shared_dir}/model.weights.h5"), rank)
 
 
-@pytest.mark.parametrize("order", [1, -1])
+@sample("order", [1, -1])
 def test_an_error_of_one_callback_reaches_ranks_in_another(strategy: MPIStrategy, shared_dir: str, rank: int,
                                                            order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = keras.callbacks.CSVLogger(f"{shared_dir}/log.csv")
@@ -190,12 +190,7 @@ def test_an_error_of_one_callback_reaches_ranks_in_another(strategy: MPIStrategy
     assert_error_everywhere(lambda: fit(compiled(strategy), *callbacks), rank)
 
 
-def test_a_log_that_cannot_be_opened(strategy: MPIStrategy, shared_dir: str) -> None:
-    with pytest.raises(IsADirectoryError):
-        fit(compiled(strategy), keras.callbacks.CSVLogger(shared_dir))
-
-
-@pytest.mark.parametrize("path", ["model.weights.h5", "model.keras"])
+@sample("path", ["model.weights.h5", "model.keras"])
 def test_a_checkpoint_where_a_file_is_in_the_way(strategy: MPIStrategy, shared_dir: str, path: str) -> None:
     if mpistrat.rank() == 0:
         Path(shared_dir, "file").touch()
@@ -205,14 +200,6 @@ def test_a_checkpoint_where_a_file_is_in_the_way(strategy: MPIStrategy, shared_d
 
 
 # -- ModelCheckpoint --------------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_of_the_chief_alone(strategy: MPIStrategy, shared_dir: str, rank: int) -> None:
-    callbacks = [keras.callbacks.ModelCheckpoint(f"{shared_dir}/model.keras")] if rank == 0 else []
-    model = compiled(strategy)
-    fit(model, *callbacks)
-    assert_equal_on_all_ranks(model.get_weights())
-    assert os.path.exists(f"{shared_dir}/model.keras")
 
 
 # -- logs -------------------------------------------------------------------------------------------------------------
@@ -244,14 +231,6 @@ def test_events_are_written_once(strategy: MPIStrategy, shared_dir: str, argumen
              for event in tf.compat.v1.train.summary_iterator(str(path)) for value in event.summary.value]
     assert steps.count(("epoch_loss", 1)) == 1
     assert steps.count(("keras", 0)) == 1
-
-
-def test_ranks_may_log_to_directories_of_their_own(strategy: MPIStrategy, shared_dir: str, rank: int) -> None:
-    pytest.importorskip("tensorboard")
-    fit(compiled(strategy), keras.callbacks.TensorBoard(f"{shared_dir}/{rank}"),
-        keras.callbacks.CSVLogger(f"{shared_dir}/{rank}.csv"))
-    assert os.path.exists(f"{shared_dir}/{rank}.csv")
-    assert os.listdir(f"{shared_dir}/{rank}/train")
 
 
 # -- BackupAndRestore -------------------------------------------------------------------------------------------------
@@ -306,21 +285,6 @@ def test_a_backup_in_the_middle_of_an_epoch(strategy: MPIStrategy, shared_dir: s
     # The backup is of the step that the training was ended in.
     assert_close(begun, first.get_weights(), 0)
     assert_equal_on_all_ranks(second.get_weights())
-
-
-def test_all_ranks_have_the_state_of_a_callback_that_one_runs(strategy: MPIStrategy, shared_dir: str) -> None:
-    model = compiled(strategy)
-    callbacks = [keras.callbacks.BackupAndRestore(f"{shared_dir}/backup", save_freq=2, delete_checkpoint=False),
-                 keras.callbacks.ModelCheckpoint(f"{shared_dir}/best.keras", "loss", save_best_only=True)]
-    steps = fit(model, epochs=1).params["steps"]
-    with pytest.raises(TrainingInterruptedError):
-        fit(model, *callbacks, Interrupt(2 * steps + 1), epochs=4)
-    states = [{name: value for name, value in vars(callback).items() if isinstance(value, int | float)}
-              for callback in callbacks]
-    assert mpistrat.allgather_object(states) == [states] * mpistrat.size()
-    backup, best = states
-    assert (backup["_current_epoch"], backup["_last_batch_seen"]) == (2, 0)
-    assert best["_current_epoch"] == 2 and best["best"] < float("inf")
 
 
 def test_a_backup_that_only_the_chief_sees(strategy: MPIStrategy, shared_dir: str, rank: int) -> None:

@@ -414,8 +414,10 @@ def test_policy_off_trains_on_all_rows_of_every_rank(strategy: MPIStrategy, rank
 
 @pytest.mark.parametrize(("change", "place", "what"), [
     (lambda model: model.set_weights([w + 1 for w in model.get_weights()]), "", "weights, so they no longer train one"),
-    (lambda model: model.set_weights([w + 1 for w in model.get_weights()]), "on_train_batch_end", "weights"),
-    (lambda model: setattr(model.optimizer, "learning_rate", 0.5), "", "values of the learning_rate of SGD: 0.5 on "),
+    pytest.param(lambda model: model.set_weights([w + 1 for w in model.get_weights()]), "on_train_batch_end", "weights",
+                 marks=pytest.mark.nightly),
+    pytest.param(lambda model: setattr(model.optimizer, "learning_rate", 0.5), "",
+                 "values of the learning_rate of SGD: 0.5 on ", marks=pytest.mark.nightly),
     (lambda model: setattr(model.optimizer, "learning_rate", 0.5), "on_epoch_begin", "values of the learning_rate of"),
 ], ids=["weights", "weights within an epoch", "rate", "rate by a callback"])
 def test_what_one_rank_changes_is_an_error_on_every_rank(strategy: MPIStrategy, change: Callable, place: str, what: str,

@@ -115,7 +115,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
 }
 
 
-REPEATED = ("mask, eager", "mask and weights", "mask, mean by weights", "mean by weights, compiled")
+REPEATED = ("mask, eager", "mask, accumulated", "mask and weights", "two masks", "mask, mean by weights", "sum",
+            "mean by weights, compiled")
 
 
 @pytest.mark.parametrize("rows", [pytest.param(3 * BATCH, marks=pytest.mark.nightly), 2 * BATCH + 1])

@@ -16,7 +16,7 @@ from mpistrat.core.handle import Handle  # noqa: E402
 from mpistrat.core.request import Request  # noqa: E402
 from mpistrat.tensorflow import ops as tensor_ops  # noqa: E402
 
-from .helpers import both_ways, eagerly, in_graph  # noqa: E402
+from .helpers import both_ways, eagerly, either_way, in_graph  # noqa: E402
 
 INTEGERS = [tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64]
 HALVES = [tf.float16, tf.bfloat16]
@@ -44,7 +44,7 @@ def submitted(on_submit: Callable) -> list[tuple[Request, Sequence[np.ndarray], 
 
 
 @pytest.mark.horovod("dtypes-allreduce")
-@both_ways
+@either_way
 @pytest.mark.parametrize("dtype", NUMERIC, ids=dtype_name)
 def test_allreduce_of_every_numeric_dtype(way: Callable, dtype: Any, rank: int, size: int) -> None:
     result = way(lambda x: hvd.allreduce(x, op=hvd.Sum))(of_rank(rank, dtype))
@@ -54,7 +54,7 @@ def test_allreduce_of_every_numeric_dtype(way: Callable, dtype: Any, rank: int, 
 
 
 @pytest.mark.horovod("dtypes-gather", "broadcast")
-@both_ways
+@either_way
 @pytest.mark.parametrize("dtype", [*NUMERIC, tf.bool], ids=dtype_name)
 def test_allgather_and_broadcast_of_every_dtype(way: Callable, dtype: Any, rank: int, size: int) -> None:
     gathered, sent = way(lambda x: (hvd.allgather(x), hvd.broadcast(x, size - 1)))(of_rank(rank, dtype))
@@ -78,7 +78,7 @@ def test_the_operations(way: Callable, rank: int, size: int) -> None:
 
 
 @pytest.mark.horovod("dtypes-allreduce")
-@both_ways
+@either_way
 def test_logical_operations_on_bool(way: Callable, rank: int, size: int) -> None:
     step = way(lambda x: (hvd.allreduce(x, op=hvd.Min), hvd.allreduce(x, op=hvd.Max)))
     every, some = step(tf.constant([True, rank == 0, False]))
@@ -86,21 +86,21 @@ def test_logical_operations_on_bool(way: Callable, rank: int, size: int) -> None
 
 
 @pytest.mark.horovod("allreduce")
-@both_ways
+@either_way
 def test_prescale_and_postscale(way: Callable, rank: int, size: int) -> None:
     step = way(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=8.0))
     assert step(tf.constant(rank + 1.0)).numpy() == 2 * size * (size + 1)
 
 
 @pytest.mark.horovod("precision-of-factors")
-@both_ways
+@either_way
 def test_float64_keeps_its_precision(way: Callable, size: int) -> None:
     step = way(lambda x: hvd.allreduce(x, op=hvd.Sum, postscale_factor=0.1))
     assert step(tf.constant(1.0, tf.float64)).numpy() == size * 0.1
 
 
 @pytest.mark.horovod("scalars", "no-elements")
-@both_ways
+@either_way
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (3, 1)], ids=str)
 def test_scalars_and_empty_tensors(way: Callable, shape: tuple[int, ...], size: int) -> None:
     reduced, sent = way(lambda x: (hvd.allreduce(x, op=hvd.Sum), hvd.broadcast(x, 0)))(tf.ones(shape))
@@ -108,7 +108,7 @@ def test_scalars_and_empty_tensors(way: Callable, shape: tuple[int, ...], size: 
     assert np.all(reduced.numpy() == size) and np.all(sent.numpy() == 1)
 
 
-@both_ways
+@either_way
 @pytest.mark.parametrize("name", ["float8_e5m2", "float8_e4m3fn", "int4"])
 def test_tensors_of_small_numbers_are_sent(way: Callable, name: str, rank: int, size: int) -> None:
     plain = tf.int8 if name == "int4" else tf.float32  # which TensorFlow casts to
@@ -124,7 +124,7 @@ def test_tensors_of_small_numbers_are_sent(way: Callable, name: str, rank: int, 
         assert result.numpy().tolist() == [r for r in range(size) for _ in range(2)]
 
 
-@both_ways
+@either_way
 def test_nan_and_infinity_pass_through(way: Callable, rank: int) -> None:
     value = tf.constant([np.nan, np.inf, -np.inf] if rank == 0 else [1.0, 1.0, 1.0])
     reduced, sent = way(lambda x: (hvd.allreduce(x), hvd.broadcast(x, 0)))(value)
@@ -169,7 +169,7 @@ def test_an_empty_group_gives_an_empty_list() -> None:
     assert hvd.grouped_allreduce([]) == []
 
 
-@both_ways
+@either_way
 @pytest.mark.parametrize("make", [lambda: [], lambda: [None], lambda: [object()], lambda: [tf.constant(1.0)],
                                   lambda: [tf.IndexedSlices(tf.constant([1.0]), tf.constant([0]))]],
                          ids=["nothing", "None", "object", "tensor", "slices"])
@@ -473,7 +473,7 @@ def test_a_dataset_may_be_reduced_in_a_map(size: int) -> None:
 
 
 @pytest.mark.horovod("compression")
-@both_ways
+@either_way
 @pytest.mark.parametrize("name, wire", [("none", tf.float32), ("fp16", tf.float16), ("bf16", tf.bfloat16)])
 def test_compression_sets_the_dtype_on_the_wire(way: Callable, name: str, wire: Any, rank: int, size: int,
                                                 submitted: list) -> None:

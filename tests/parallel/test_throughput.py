@@ -174,7 +174,7 @@ def scalars(directory: Path, tag: str) -> list[float]:
              if value.tag == tag]
 
 
-@pytest.mark.parametrize("is_in_scope", [False, True])
+@sample("is_in_scope", [False, True])
 def test_tensorboard_has_the_speed_of_a_strategy_too(is_in_scope: bool, tmp_path: Path) -> None:
     strategy = MPIStrategy()
     with strategy.scope():
@@ -200,7 +200,7 @@ def test_a_process_set_measures_its_own_ranks(rank: int, size: int, measured: li
         mpistrat.remove_process_set(process_set)
 
 
-@pytest.mark.parametrize("is_in_scope", [False, True])
+@sample("is_in_scope", [False, True])
 def test_a_fit_of_a_strategy_counts_the_rows_of_all_ranks(is_in_scope: bool, rank: int, size: int, measured: list,
                                                           capfd: pytest.CaptureFixture[str]) -> None:
     strategy, rows, batch = MPIStrategy(), 8 * size * STEPS - 1, 8 * size

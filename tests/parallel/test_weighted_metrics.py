@@ -113,7 +113,7 @@ def test_what_a_callback_evaluates_does_not_count(rank: int, size: int) -> None:
     assert_means(history, size, ALL)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@sample("weighted", [False, True])
 def test_validation_on_one_rank_only_is_a_warning_and_the_epoch_goes_on(weighted: bool, rank: int, size: int,
                                                                         caplog: pytest.LogCaptureFixture) -> None:
     model, (x, y) = new_model(), rows_of_rank(rank)
