@@ -102,19 +102,17 @@ def no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def on_submit(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[["Entry"], object]], None]:
-    """Has a function called with each entry that this rank submits in the test, before the engine gets it."""
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list["Entry"]:
+    """What this rank hands to the engine in the test."""
     from mpistrat.engine.queue import TensorQueue
-    put = TensorQueue.put
+    put, seen = TensorQueue.put, []
 
-    def spy_with(see: Callable[["Entry"], object]) -> None:
-        def spy(self: TensorQueue, entry: "Entry", is_driver: bool = False) -> bool:
-            see(entry)
-            return put(self, entry, is_driver)
+    def spy(self: TensorQueue, entry: "Entry", is_driver: bool = False) -> bool:
+        seen.append(entry)
+        return put(self, entry, is_driver)
 
-        monkeypatch.setattr(TensorQueue, "put", spy)
-
-    return spy_with
+    monkeypatch.setattr(TensorQueue, "put", spy)
+    return seen
 
 
 @pytest.fixture

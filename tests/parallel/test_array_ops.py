@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import random
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -248,37 +247,6 @@ def test_read_only_arrays(size: int) -> None:
     assert mpistrat.allreduce(array, op=mpistrat.Sum).tolist() == [size] * 3
 
 
-class SpeaksDlpack:
-    """A tensor of some other library."""
-
-    def __init__(self, array: np.ndarray):
-        self._array = array
-
-    def __dlpack__(self, **arguments: Any) -> Any:
-        return self._array.__dlpack__(**arguments)
-
-    def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
-
-
-def test_dlpack_tensors(rank: int, size: int) -> None:
-    tensor = SpeaksDlpack(np.arange(6, dtype=np.float32).reshape(2, 3) + rank)
-    result = mpistrat.allreduce(tensor, op=mpistrat.Max)
-    np.testing.assert_array_equal(result, np.arange(6, dtype=np.float32).reshape(2, 3) + size - 1)
-
-
-class OnAnotherDevice(SpeaksDlpack):
-    """A tensor that this process cannot read."""
-
-    def __dlpack__(self, **arguments: Any) -> Any:
-        raise BufferError("it is on the moon")
-
-
-def test_a_dlpack_tensor_that_cannot_be_read_is_refused() -> None:
-    with pytest.raises(mpistrat.InvalidRequestError, match="OnAnotherDevice through DLPack: it is on the moon"):
-        mpistrat.allreduce(OnAnotherDevice(np.ones(1)))
-
-
 def test_inputs_are_left_alone(rank: int) -> None:
     arrays = [np.arange(n, dtype=np.float32) + rank for n in (3, 100_000)]
     before = [array.copy() for array in arrays]
@@ -483,29 +451,6 @@ def test_a_wait_that_times_out_can_be_repeated(rank: int, size: int) -> None:
     assert handle.wait().tolist() == [size, size]
 
 
-def test_many_threads_may_call_at_once(rank: int, size: int) -> None:
-    wrong: list[Any] = []
-
-    def work(thread: int) -> None:
-        try:
-            for i in range(10):
-                value = np.full(1 + 100 * thread, float(rank + thread + i))
-                result = mpistrat.allreduce(value, op=mpistrat.Sum, name=f"thread/{thread}")
-                if set(result) != {float(size * (thread + i) + size * (size - 1) // 2)}:
-                    wrong.append((thread, i, result))
-        except BaseException as error:
-            wrong.append((thread, error))
-
-    order = list(range(8))
-    random.Random(rank).shuffle(order)
-    threads = [threading.Thread(target=work, args=(number,)) for number in order]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
 # -- one rank's mistakes -----------------------------------------------------------------------------------------------
 
 
@@ -637,12 +582,3 @@ def test_the_set_of_tensors_may_change_in_mid_run_on_one_rank_first(first: str, 
         if ahead is not None:
             np.testing.assert_array_equal(ahead.wait(), np.full(3, size * (size - 1) // 2))
             ahead = None
-
-
-def test_a_tensor_of_a_step_seen_before_may_change_its_shape_on_all_ranks(rank: int, size: int) -> None:
-    for step in range(30):
-        length = 4 if step < 10 else 6 if step < 20 else 4
-        arrays = [np.full(length, rank), np.full(3, step)]
-        results = mpistrat.grouped_allreduce(arrays, name="reshaped", op=mpistrat.Sum)
-        np.testing.assert_array_equal(results[0], np.full(length, size * (size - 1) // 2))
-        np.testing.assert_array_equal(results[1], np.full(3, size * step))

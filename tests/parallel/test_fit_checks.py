@@ -17,6 +17,7 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 hvd_tf = pytest.importorskip("mpistrat.tensorflow")
 
+from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.keras.fit import fit_checks  # noqa: E402
 from mpistrat.tensorflow import gradients as reduced  # noqa: E402
 
@@ -88,28 +89,20 @@ class SeenByBatch(keras.callbacks.Callback):
 # -- how many operations there are ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def operations(on_submit: Callable) -> list[str]:
-    """The names of the operations that this rank submits."""
-    names: list[str] = []
-    on_submit(lambda entry: names.append(entry.request.name))
-    return names
-
-
 @pytest.mark.parametrize("is_under_strategy", [False, True], ids=["optimizer", "strategy"])
 @sample("verbose", [0, 2])
 def test_fit_of_two_batches_makes_few_operations(is_under_strategy: bool, verbose: int, rank: int,
-                                                 operations: list[str]) -> None:
+                                                 submitted: list[Entry]) -> None:
     keras.utils.set_random_seed(1)
     strategy = hvd_tf.MPIStrategy() if is_under_strategy else None
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.Dense(1)])
         optimizer = keras.optimizers.SGD(0.1)
         model.compile(optimizer if is_under_strategy else hvd.DistributedOptimizer(optimizer), loss="mse")
-    operations.clear()
+    submitted.clear()
     model.fit(*data_of(0 if is_under_strategy else rank, 16), batch_size=8, verbose=verbose, callbacks=[
         BroadcastCallback(0)] if strategy is None else [])
-    found = [name for name in operations if not name.startswith("check/")]
+    found = [entry.request.name for entry in submitted if not entry.request.name.startswith("check/")]
     steps = [place for place, name in enumerate(found) if name.endswith("/gradients") or "/" not in name]
     assert len(steps) == (2 if mpistrat.size() > 1 else 0), found
     if steps:
@@ -434,14 +427,6 @@ def test_another_strategy_around_a_distributed_optimizer_or_tape_is_named_once(
                and "strategy = mpistrat.tensorflow.MPIStrategy()" in text for text in texts)
 
 
-@pytest.mark.usefixtures("without_checks")
-def test_without_the_checks_metrics_are_averaged_too(rank: int) -> None:
-    keep = Keep()
-    fit(new_model(), rank, [keep, keras.callbacks.EarlyStopping("loss")])
-    assert len(set(everywhere(keep.logs[0]["loss"]))) == 1
-    assert len(set(everywhere(keep.means[0]))) == 1  # This has an argument of its own.
-
-
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
@@ -479,16 +464,6 @@ def test_distributed_optimizers_in_one_of_several_are_those_of_fit(rank: int, si
     fit(model, rank, [BroadcastCallback(0), means], epochs=2)
     of_ranks = everywhere([means.means, [w.tobytes() for w in model.get_weights()]])
     assert all(other == of_ranks[0] for other in of_ranks)
-
-
-@needs_multi_optimizer
-def test_weight_decay_in_one_of_several_is_no_false_alarm(rank: int) -> None:
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((COLUMNS,)), *[keras.layers.Dense(64) for _ in range(6)]])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(
-        keras.optimizers.AdamW(0.01, weight_decay=0.5)))), loss="mse")
-    fit(model, rank, epochs=2)
-    assert model.optimizer._mpistrat.reducer.changes_early
 
 
 @pytest.mark.parametrize("batch", [None, 1, pytest.param(ROWS // BATCH - 1, marks=pytest.mark.nightly)],
@@ -589,11 +564,13 @@ def test_running_statistics_are_averaged_before_a_save_within_an_epoch(on_all: b
 
 
 @pytest.mark.usefixtures("without_checks")
-def test_without_the_checks_they_are_averaged_before_a_save_too(rank: int, size: int, tmp_path: Path) -> None:
-    model, keep = new_model(), KeepOfBatches()
+def test_without_the_checks_they_are_averaged_before_a_save_too_and_so_are_metrics(rank: int, size: int,
+                                                                                   tmp_path: Path) -> None:
+    model, keep, of_epochs = new_model(), KeepOfBatches(), Keep()
     checkpoint = keras.callbacks.ModelCheckpoint(f"{tmp_path}/last.weights.h5", save_freq=2, save_weights_only=True)
-    fit(model, rank, [keep] if rank else [checkpoint, keep])
+    fit(model, rank, [*([] if rank else [checkpoint]), keep, of_epochs, keras.callbacks.EarlyStopping("loss")])
     assert [len(set(means)) for means in zip(*everywhere(keep.means))] == [size, 1, size]
+    assert len(set(everywhere(of_epochs.logs[0]["loss"]))) == len(set(everywhere(of_epochs.means[0]))) == 1
 
 
 # -- whatever is given to fit -----------------------------------------------------------------------------------------
@@ -620,17 +597,13 @@ def test_a_list_of_callbacks_of_the_users_is_left_as_it_was(rank: int) -> None:
 
 
 @pytest.mark.parametrize("form", [lambda c: c, lambda c: [[c]], lambda c: (c,)], ids=["one", "nested", "tuple"])
-def test_callbacks_may_be_given_in_any_form(form: Any, rank: int) -> None:
-    seen = SeenByBatch()
-    history = fit(new_model(), rank, form(seen))
+def test_callbacks_may_be_given_in_any_form_and_by_position(form: Any, rank: int) -> None:
+    model, seen = new_model(), SeenByBatch()
+    history = fit(model, rank, form(seen))
     assert seen.batches == ROWS // BATCH
     assert list(history.history) == ["loss"]
-
-
-def test_callbacks_may_be_given_by_position(rank: int) -> None:
-    seen = SeenByBatch()
-    new_model().fit(*data_of(rank), BATCH, 1, 0, [seen])
-    assert seen.batches == ROWS // BATCH
+    model.fit(*data_of(rank), BATCH, 1, 0, form(seen))
+    assert seen.batches == 2 * ROWS // BATCH
 
 
 class NormAndDense(keras.Model):
@@ -703,6 +676,20 @@ def test_a_model_with_two_optimizers_stops_together_and_has_one_state(rank: int,
     assert all(other == losses[0] for other in losses)
     assert len(set(everywhere(b"".join(weight.tobytes() for weight in model.get_weights())))) == 1
     assert "EACH RANK TRAINS" not in caplog.text
+
+
+@pytest.mark.horovod("broadcast-callback")
+def test_the_state_of_optimizers_in_attributes_is_the_roots_after_the_first_batch(rank: int) -> None:
+    model = new_two()
+    if rank == 0:  # It goes on where another job has ended.
+        for optimizer, layer in zip(model.both, (model.norm, model.dense)):
+            optimizer.build(layer.trainable_weights)
+            for variable in optimizer.variables:
+                variable.assign(keras.ops.ones_like(variable) * 3)
+    fit(model, rank, [BroadcastCallback(0)])
+    assert [int(optimizer.iterations) for optimizer in model.both] == [3 + ROWS // BATCH] * 2
+    states = [*model.get_weights(), *(v.numpy() for optimizer in model.both for v in optimizer.variables)]
+    assert len(set(everywhere(b"".join(np.asarray(state).tobytes() for state in states)))) == 1
 
 
 def test_a_variable_that_is_local_to_one_of_two_optimizers_stays_on_its_rank(rank: int, size: int) -> None:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import mpistrat
 import mpistrat.tensorflow as hvd
+from mpistrat.core.handle import Entry
 
 from ..support.levels import sample
 from .helpers import in_graph
@@ -33,16 +34,8 @@ one_collective = sample("collective", COLLECTIVES)  # mpistrat begins anew for e
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def names(on_submit: Callable) -> list[str]:
-    """The names of the collectives that this rank submits."""
-    seen: list[str] = []
-    on_submit(lambda entry: seen.append(entry.request.name))
-    return seen
-
-
 @pytest.mark.horovod("names-graph", "ignore-name-scope")
-def test_in_a_graph_the_name_is_that_of_the_function_and_the_operation(names: list[str]) -> None:
+def test_in_a_graph_the_name_is_that_of_the_function_and_the_operation(submitted: list[Entry]) -> None:
     @in_graph
     def step(x: Any) -> Any:
         with tf.name_scope("outer"):
@@ -51,14 +44,15 @@ def test_in_a_graph_the_name_is_that_of_the_function_and_the_operation(names: li
                     hvd.broadcast(y, 0, name="root", ignore_name_scope=True))
 
     step(tf.ones([2]))
-    assert names == ["step()/allreduce", "step()/allreduce_1", "step()/broadcast", "outer/my_own_0", "root"]
+    assert [entry.request.name for entry in submitted] == [
+        "step()/allreduce", "step()/allreduce_1", "step()/broadcast", "outer/my_own_0", "root"]
 
 
 @pytest.mark.horovod("names-eager")
-def test_an_eager_collective_has_the_name_of_its_operation(names: list[str]) -> None:
+def test_an_eager_collective_has_the_name_of_its_operation(submitted: list[Entry]) -> None:
     for name, collective in COLLECTIVES.items():
         collective(tf.ones([mpistrat.size()]), hvd.global_process_set)
-        assert names.pop() == ("broadcast_variables" if name == "broadcast_" else name)
+        assert submitted.pop().request.name == ("broadcast_variables" if name == "broadcast_" else name)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

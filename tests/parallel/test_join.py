@@ -97,19 +97,6 @@ def test_what_has_no_result_is_an_error_on_the_other_ranks(call: Any, rank: int,
     call()
 
 
-def test_operations_under_way_count_though_their_rank_has_joined(rank: int, size: int) -> None:
-    pending = mpistrat.allreduce_async(np.float64(rank), op=mpistrat.Sum, name="under way") if rank < size - 1 else None
-    thread = threading.Thread(target=mpistrat.join)
-    if pending is not None:
-        thread.start()
-    else:
-        assert mpistrat.allreduce(np.float64(rank), op=mpistrat.Sum, name="under way") == sum(range(size))
-        mpistrat.join()
-    if pending is not None:
-        assert pending.wait() == sum(range(size))
-        thread.join()
-
-
 def test_a_rank_joins_once_at_a_time(rank: int, size: int) -> None:
     from mpi4py import MPI
     thread = threading.Thread(target=mpistrat.join)

@@ -166,46 +166,6 @@ def test_the_optimizers_state_is_the_roots_too(rank: int, size: int) -> None:
     assert_equal_on_all_ranks(values_of([*model.weights, *model.optimizer.variables]))
 
 
-class Gan(keras.Model):
-    """A model without an optimizer in compile(), with two in attributes."""
-
-    def __init__(self, optimizers: dict[str, Any]):
-        super().__init__()
-        self.parts = {name: keras.layers.Dense(1, kernel_initializer="ones") for name in optimizers}
-        for part in self.parts.values():
-            part.build((None, COLUMNS))
-        self.optimizers = optimizers
-
-    def call(self, x: Any) -> Any:
-        return self.parts["generator"](x) + self.parts["critic"](x)
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, y = data
-        for name, part in self.parts.items():
-            with tf.GradientTape() as tape:
-                loss = keras.ops.mean((self(x) - y) ** 2)
-            self.optimizers[name].apply(tape.gradient(loss, part.trainable_variables), part.trainable_variables)
-        return {"loss": loss}
-
-
-@pytest.mark.horovod("broadcast-callback")
-def test_the_state_of_optimizers_in_attributes_is_the_roots_after_the_first_batch(rank: int, size: int) -> None:
-    optimizers = {name: hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)) for name in ("generator", "critic")}
-    model = Gan(optimizers)
-    model.compile()
-    if rank == 0:  # It goes on where another job has ended.
-        for name, part in model.parts.items():
-            optimizers[name].build(part.trainable_variables)
-            for variable in optimizers[name].variables:
-                variable.assign(keras.ops.ones_like(variable) * 3)
-    x, y = (shard(array, rank, size) for array in global_data(size))
-    model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0,
-              callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
-    assert [int(optimizer.iterations) for optimizer in optimizers.values()] == [3 + STEPS] * 2
-    assert_equal_on_all_ranks([*values_of(model.weights), *values_of([
-        v for optimizer in optimizers.values() for v in optimizer.variables])])
-
-
 def test_variables_that_are_not_trained_are_broadcast(rank: int, size: int) -> None:
     keras.utils.set_random_seed(rank)
     model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])

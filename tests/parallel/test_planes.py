@@ -108,13 +108,6 @@ def test_tensors_larger_and_smaller_than_a_chunk_are_reduced_where_they_are(plan
         assert is_in_place or sources[i].tobytes() == brought[rank][i].tobytes()
 
 
-def test_halves_are_summed_in_float32(plane: DataPlane, size: int) -> None:
-    large = np.full(50_000, 60000, np.float16)
-    result = np.empty_like(large)
-    plane.allreduce([large], [result], Reduction(ReduceOp.SUM, 1.0, Scale(1.0, size)))
-    np.testing.assert_array_equal(result, large)
-
-
 class SmallInts:
     """A communicator of an MPI whose ints end at `most`."""
 

@@ -15,7 +15,7 @@ from mpistrat.tensorflow import compression  # noqa: E402
 
 from ..programs.differential.legs import DEFAULT, HOST_EACH, MPI, TWO_HOSTS, under  # noqa: E402
 from ..programs.differential.programs import SGD, dense  # noqa: E402
-from ..programs.differential.training import WAYS, Recipe, Trained, train  # noqa: E402
+from ..programs.differential.training import Recipe, Trained, train  # noqa: E402
 from ..support.levels import sample  # noqa: E402
 
 
@@ -35,7 +35,9 @@ def trained(way: str, compression: str, is_compiled: bool = False) -> Trained:
     return result
 
 
-@sample("way, is_compiled", [*((way, False) for way in WAYS), ("fit", True)])
+@pytest.mark.parametrize("way, is_compiled", [
+    ("fit", False), ("strategy fit", False), *(pytest.param(*repeated, marks=pytest.mark.nightly) for repeated in (
+        ("tape", False), ("strategy loop", False), ("fit", True)))])
 def test_a_training_between_hosts_is_near_and_on_one_host_the_same(way: str, is_compiled: bool, size: int) -> None:
     for leg in (DEFAULT, MPI):
         with under(leg):

@@ -14,15 +14,9 @@ from mpistrat.core.errors import InvalidRequestError, MismatchError
 from mpistrat.core.rows import rows_of_ranks
 
 from ..support.adasum import adasum_of
+from .helpers import both_ways
 
 DTYPES = ["int32", "int64", "float16", "float32", "float64", ml_dtypes.bfloat16]
-
-
-def eager(step: Callable) -> Callable:
-    return step
-
-
-each_way = pytest.mark.parametrize("way", [eager, tf.function], ids=["eager", "graph"])
 
 
 def of_rank(rank: int, shape: tuple[int, ...], dtype: object = "float32") -> np.ndarray:
@@ -80,7 +74,7 @@ def test_groups_may_have_several_dtypes(rank: int, size: int) -> None:
 
 
 @pytest.mark.horovod("reducescatter", "reducescatter-gradient")
-@each_way
+@both_ways
 def test_tensors_are_scattered_and_have_gradients(way: Callable, rank: int, size: int) -> None:
     value = tf.Variable(of_rank(rank, (5, 2)))
 
@@ -149,7 +143,7 @@ def test_without_splits_all_ranks_get_as_many_rows(rank: int, size: int) -> None
 
 
 @pytest.mark.horovod("alltoall-splits", "alltoall-gradient")
-@each_way
+@both_ways
 def test_tensors_are_exchanged_and_have_gradients(way: Callable, rank: int, size: int) -> None:
     splits = splits_of(rank, size)
     value = tf.Variable(of_rank(rank, (sum(splits) + 1, 2)))
@@ -173,7 +167,7 @@ def test_splits_of_tensors_are_integers(wrong: list, size: int) -> None:
         hvd.alltoall(tf.ones([2, 2]), wrong)
 
 
-@each_way
+@both_ways
 def test_splits_beyond_32_bits_are_not_cut(way: Callable, rank: int, size: int, restart: Callable) -> None:
     splits = tf.constant([2**32 + 1] + [0] * (size - 1), tf.int64)
     with pytest.raises(tf.errors.OpError, match=rf"the splits of rank 0, \[{2**31 - 1}, .*more than the 2 rows"):
@@ -181,7 +175,7 @@ def test_splits_beyond_32_bits_are_not_cut(way: Callable, rank: int, size: int, 
 
 
 @pytest.mark.horovod("alltoall-errors")
-@each_way
+@both_ways
 def test_wrong_splits_are_errors_on_all_ranks(way: Callable, rank: int, size: int, restart: Callable) -> None:
     for wrong, text in (([-1] + [0] * (size - 1), "rank 0 are negative"), ([9] * size, "more than the 2 rows")):
         splits = wrong if rank == 0 else [0] * size
@@ -203,7 +197,7 @@ def test_ranks_that_disagree_get_an_error_that_names_them(rank: int) -> None:
 
 
 @pytest.mark.horovod("grouped-allgather")
-@each_way
+@both_ways
 def test_gathers_in_groups(way: Callable, rank: int, size: int) -> None:
     first, second = tf.Variable(of_rank(rank, (rank + 1, 2))), tf.Variable(of_rank(rank, (2,)))
 
@@ -222,7 +216,7 @@ def test_gathers_in_groups(way: Callable, rank: int, size: int) -> None:
 
 
 @pytest.mark.horovod("broadcast-in-place")
-@each_way
+@both_ways
 def test_variables_are_assigned_in_place(way: Callable, rank: int, size: int) -> None:
     variables = [tf.Variable(of_rank(rank, (3,))), tf.Variable(rank)]
     values = way(lambda: hvd.broadcast_(variables, size - 1, name="assigned"))()
@@ -261,7 +255,7 @@ def test_adasum_in_a_process_set_is_that_of_its_ranks(rank: int, size: int) -> N
 
 
 @pytest.mark.horovod("adasum")
-@each_way
+@both_ways
 def test_adasum_of_many_small_tensors_is_per_tensor(way: Callable, rank: int, size: int) -> None:
     values = [of_rank(rank, (3,)) * (i + 1) for i in range(5)]
     reduced = way(lambda: hvd.grouped_allreduce([tf.constant(v) for v in values], op=hvd.Adasum, prescale_factor=2.0,

@@ -128,14 +128,6 @@ def test_a_collective_in_a_save_of_the_chief_is_an_error_on_every_rank(strategy:
         model.save_weights(f"{shared_dir}/model.weights.h5")
 
 
-def test_statistics_are_averaged_before_a_model_is_saved(strategy: MPIStrategy, shared_dir: str, rank: int) -> None:
-    model = compiled(strategy, keras.layers.BatchNormalization)
-    model.layers[1].moving_mean.assign([float(rank)] * 4)
-    model.save_weights(f"{shared_dir}/model.weights.h5")
-    mean = (mpistrat.size() - 1) / 2
-    np.testing.assert_allclose(model.layers[1].moving_mean.numpy(), [mean] * 4)
-
-
 def test_a_metric_of_the_model_is_saved_without_a_collective_of_the_chief_alone(strategy: MPIStrategy,
                                                                                 shared_dir: str) -> None:
     class WithMetric(keras.Sequential):

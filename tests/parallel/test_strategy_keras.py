@@ -14,6 +14,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
 import mpistrat.keras  # noqa: E402
+from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.core.request import Request  # noqa: E402
 from mpistrat.tensorflow import Compression, MPIStrategy  # noqa: E402
 from mpistrat.tensorflow.xla import context  # noqa: E402
@@ -36,18 +37,15 @@ def test_a_step_of_fit_is_one_collective(strategy: MPIStrategy, rank: int) -> No
     assert all("gradients" in name for name in steps)
 
 
-@pytest.fixture
-def sent(on_submit: Callable) -> list[Request]:
-    """The requests of this rank that reduce gradients."""
-    seen: list[Request] = []
-    on_submit(lambda entry: "strategy/gradients" in entry.request.name and seen.append(entry.request))
-    return seen
+def sent(submitted: list[Entry]) -> list[Request]:
+    """Those that reduce gradients."""
+    return [entry.request for entry in submitted if "strategy/gradients" in entry.request.name]
 
 
 @sample("clips", [{}, {"global_clipnorm": 0.5}], ids=str)
 @sample("name", ["fp16", "bf16"])
 def test_gradients_are_sent_compressed_and_the_share_of_rows_is_not(name: str, clips: dict, rank: int,
-                                                                    sent: list[Request]) -> None:
+                                                                    submitted: list[Entry]) -> None:
     model, reference = both(MPIStrategy(compression=getattr(Compression, name)), rank,
                             lambda: compiled(optimizer=lambda: sgd(**clips)))
     x, y = global_data(61)
@@ -56,21 +54,21 @@ def test_gradients_are_sent_compressed_and_the_share_of_rows_is_not(name: str, c
     assert_equal_on_all_ranks(model.get_weights())
     assert_close(model.get_weights(), reference.get_weights(), 1e-2)
     wire_dtype = {"fp16": "float16", "bf16": "bfloat16"}[name]
-    assert sorted(spec.dtype for spec in sent[0].tensors) == sorted([*[wire_dtype] * 4, "float32"])
+    assert sorted(spec.dtype for spec in sent(submitted)[0].tensors) == sorted([*[wire_dtype] * 4, "float32"])
 
 
 @pytest.mark.nightly
-def test_groups_of_gradients_are_a_collective_each(rank: int, sent: list[Request]) -> None:
+def test_groups_of_gradients_are_a_collective_each(rank: int, submitted: list[Entry]) -> None:
     strategy = MPIStrategy(groups=3)
     model, reference = both(strategy, rank)
     fit_both(strategy, model, reference, rows=61, epochs=1)
     steps = -(-61 // BATCH)
-    assert [len(request.tensors) for request in sent] == [2, 1, 2] * steps  # The last has the number of rows too.
+    assert [len(request.tensors) for request in sent(submitted)] == [2, 1, 2] * steps  # The last has the number of rows too.
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("is_dense", [True, False])
-def test_slices_are_sent_dense_if_wished(is_dense: bool, rank: int, sent: list[Request]) -> None:
+def test_slices_are_sent_dense_if_wished(is_dense: bool, rank: int, submitted: list[Entry]) -> None:
     def embedding() -> Any:
         return keras.Sequential([keras.Input((2,)), keras.layers.Embedding(20, 3), keras.layers.Flatten(),
                                  keras.layers.Dense(1)])
@@ -80,7 +78,7 @@ def test_slices_are_sent_dense_if_wished(is_dense: bool, rank: int, sent: list[R
     for each in (model, reference):
         each.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     assert_close(model.get_weights(), reference.get_weights(), 1e-5)
-    assert any("values" in request.name for request in sent) is not is_dense
+    assert any("values" in request.name for request in sent(submitted)) is not is_dense
 
 
 @pytest.mark.parametrize("argument", [{"compression": Compression.fp16}, {"groups": 2}, {"sparse_as_dense": True}],

@@ -14,6 +14,7 @@ import mpistrat
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
+from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
@@ -131,15 +132,14 @@ def test_a_copy_is_sharded_in_the_scope(trained: Any, sharded: MPIStrategy) -> N
     assert_close(state_of(copied), state_of(trained), 0)
 
 
-def test_a_rank_has_its_part_of_the_state(trained: Any, size: int, on_submit: Callable) -> None:
+def test_a_rank_has_its_part_of_the_state(trained: Any, size: int, submitted: list[Entry]) -> None:
     slots = [v for name in ("_momentums", "_velocities") for v in getattr(trained.optimizer, name)]
     own, weights = sum(int(np.prod(v.shape)) for v in slots), trained.count_params()
     assert own <= 2 * weights / size + 2 * 60
     assert sum(everywhere(own)) == 2 * weights
-    seen: list[str] = []
-    on_submit(lambda entry: seen.append(entry.request.kind.name))
+    submitted.clear()
     fit(trained)
-    assert seen.count("REDUCESCATTER") == 3
+    assert [entry.request.kind.name for entry in submitted].count("REDUCESCATTER") == 3
 
 
 # -- what cannot be sharded -------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """mpistrat.tensorflow's collectives on every rank: eager and in tf.function, their gradients, and their errors."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,7 @@ import mpistrat
 tf = pytest.importorskip("tensorflow")
 hvd = pytest.importorskip("mpistrat.tensorflow")
 
-from mpistrat.core.handle import Handle  # noqa: E402
-from mpistrat.core.request import Request  # noqa: E402
+from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.tensorflow import ops as tensor_ops  # noqa: E402
 
 from .helpers import both_ways, eagerly, either_way, in_graph  # noqa: E402
@@ -30,14 +29,6 @@ def dtype_name(value: Any) -> str:
 def of_rank(rank: int, dtype: Any) -> Any:
     """Small whole numbers that every dtype holds, other ones on every rank."""
     return tf.cast(tf.range(1, 8) + rank, dtype)
-
-
-@pytest.fixture
-def submitted(on_submit: Callable) -> list[tuple[Request, Sequence[np.ndarray], Handle]]:
-    """What this process hands to the engine, as (request, arrays, handle)."""
-    seen: list[tuple[Request, Sequence[np.ndarray], Handle]] = []
-    on_submit(lambda entry: seen.append((entry.request, entry.arrays, entry.handle)))
-    return seen
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -476,12 +467,12 @@ def test_a_dataset_may_be_reduced_in_a_map(size: int) -> None:
 @either_way
 @pytest.mark.parametrize("name, wire", [("none", tf.float32), ("fp16", tf.float16), ("bf16", tf.bfloat16)])
 def test_compression_sets_the_dtype_on_the_wire(way: Callable, name: str, wire: Any, rank: int, size: int,
-                                                submitted: list) -> None:
+                                                submitted: list[Entry]) -> None:
     compression = getattr(hvd.Compression, name)
     value = tf.constant([1.0 + rank, 1 / 3], tf.float32)
     result = way(lambda x: hvd.allreduce(x, op=hvd.Sum, compression=compression))(value)
     assert result.dtype == tf.float32
-    assert [request.tensors[0].dtype for request, _, _ in submitted] == [wire.name]
+    assert [entry.request.tensors[0].dtype for entry in submitted] == [wire.name]
     third = tf.cast(tf.cast(1 / 3, wire), tf.float32) * size
     np.testing.assert_array_equal(result.numpy(), [size * (size + 1) / 2, tf.cast(tf.cast(third, wire), tf.float32)])
 
@@ -490,10 +481,10 @@ def test_compression_sets_the_dtype_on_the_wire(way: Callable, name: str, wire: 
 @pytest.mark.parametrize("dtype, wire", [(tf.float64, "float16"), (tf.float16, "float16"), (tf.bfloat16, "bfloat16"),
                                          (tf.int32, "int32"), (tf.complex64, "complex64")],
                          ids=lambda v: getattr(v, "name", v))
-def test_compression_takes_wider_floating_point_only(dtype: Any, wire: str, submitted: list) -> None:
+def test_compression_takes_wider_floating_point_only(dtype: Any, wire: str, submitted: list[Entry]) -> None:
     result = hvd.allreduce(tf.ones([2], dtype), op=hvd.Sum, compression=hvd.Compression.fp16)
     assert result.dtype == dtype
-    assert submitted[0][0].tensors[0].dtype == wire
+    assert submitted[0].request.tensors[0].dtype == wire
 
 
 @pytest.mark.horovod("compression-own")
@@ -659,17 +650,17 @@ def address_of(tensor: Any) -> int:
 
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.float64, tf.int32], ids=dtype_name)
-def test_eager_tensors_are_handed_over_and_back_without_a_copy(dtype: Any, submitted: list) -> None:
+def test_eager_tensors_are_handed_over_and_back_without_a_copy(dtype: Any, submitted: list[Entry]) -> None:
     value = tf.ones([300_000], dtype)
     for call in (lambda: hvd.allreduce(value), lambda: hvd.broadcast(value, 0), lambda: hvd.allgather(value)):
         result = call()
-        _, arrays, handle = submitted.pop()
-        assert arrays[0].ctypes.data == address_of(value)
-        assert handle.wait()[0].ctypes.data == address_of(result)
+        entry = submitted.pop()
+        assert entry.arrays[0].ctypes.data == address_of(value)
+        assert entry.handle.wait()[0].ctypes.data == address_of(result)
         assert address_of(result) % 64 == 0
 
 
-def test_tensors_of_a_graph_are_handed_over_and_back_without_a_copy(submitted: list) -> None:
+def test_tensors_of_a_graph_are_handed_over_and_back_without_a_copy(submitted: list[Entry]) -> None:
     seen = {}
 
     def look(name: str, tensor: Any) -> Any:
@@ -686,12 +677,12 @@ def test_tensors_of_a_graph_are_handed_over_and_back_without_a_copy(submitted: l
 
     step(tf.ones([300_000]))
     assert len(submitted) == 3
-    for i, (_, arrays, handle) in enumerate(submitted):
-        assert arrays[0].ctypes.data == seen["value"]
-        assert handle.wait()[0].ctypes.data == seen[str(i)]
+    for i, entry in enumerate(submitted):
+        assert entry.arrays[0].ctypes.data == seen["value"]
+        assert entry.handle.wait()[0].ctypes.data == seen[str(i)]
 
 
-def test_memory_is_used_again_when_nobody_has_it_any_more(submitted: list) -> None:
+def test_memory_is_used_again_when_nobody_has_it_any_more(submitted: list[Entry]) -> None:
     value = tf.ones([300_000])
     kept = hvd.allreduce(value, op=hvd.Max)
     addresses = set()
