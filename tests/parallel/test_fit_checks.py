@@ -75,15 +75,9 @@ class Stop(keras.callbacks.Callback):
         self.model.stop_training |= self.batch is None and epoch == self.epoch
 
 
-class SeenByBatch(keras.callbacks.Callback):
-    """Counts what fit and evaluate call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches = 0
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.batches += 1
+def counting(batches: list[int]) -> Any:
+    """A callback of the user that notes the batches."""
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch))
 
 
 # -- how many operations there are ------------------------------------------------------------------------------------
@@ -536,29 +530,24 @@ def test_statistics_are_averaged_with_loss_scaling_too(rank: int) -> None:
     assert len(set(everywhere(running_mean(model).tobytes()))) == 1
 
 
-class KeepOfBatches(keras.callbacks.Callback):
+def keeping(means: list[bytes], model: Any) -> Any:
     """Keeps the running mean after each batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.means: list[bytes] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.means.append(running_mean(self.model).tobytes())
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: means.append(running_mean(model).tobytes()))
 
 
 @sample("on_all", [True, False], ids=["all ranks", "chief"])
 def test_running_statistics_are_averaged_before_a_save_within_an_epoch(on_all: bool, rank: int, size: int,
                                                                        tmp_path: Path) -> None:
-    model, keep = new_model(), KeepOfBatches()
+    model, kept = new_model(), list[bytes]()
+    keep = keeping(kept, model)
     checkpoint = keras.callbacks.ModelCheckpoint(f"{tmp_path}/last.weights.h5", save_freq=2, save_weights_only=True)
     for _ in range(2):  # The count goes on from epoch to epoch, and from fit to fit.
-        fit(model, rank, [checkpoint, keep] if on_all or rank == 0 else [keep], epochs=2, rows=3 * BATCH)
-    assert [len(set(means)) for means in zip(*everywhere(keep.means))] == [size, 1] * 6
+        fit(model, rank, [checkpoint, keep] if on_all or rank == 0 else [keep], epochs=2)
+    assert [len(set(means)) for means in zip(*everywhere(kept))] == [size, 1] * 6
     if on_all or rank == 0:
         saved = new_model()
         saved.load_weights(f"{tmp_path}/last.weights.h5")
-        assert running_mean(saved).tobytes() == keep.means[-1]
+        assert running_mean(saved).tobytes() == kept[-1]
     else:
         new_model()  # All ranks create as many optimizers.
 
@@ -566,10 +555,11 @@ def test_running_statistics_are_averaged_before_a_save_within_an_epoch(on_all: b
 @pytest.mark.usefixtures("without_checks")
 def test_without_the_checks_they_are_averaged_before_a_save_too_and_so_are_metrics(rank: int, size: int,
                                                                                    tmp_path: Path) -> None:
-    model, keep, of_epochs = new_model(), KeepOfBatches(), Keep()
+    model, kept, of_epochs = new_model(), list[bytes](), Keep()
     checkpoint = keras.callbacks.ModelCheckpoint(f"{tmp_path}/last.weights.h5", save_freq=2, save_weights_only=True)
-    fit(model, rank, [*([] if rank else [checkpoint]), keep, of_epochs, keras.callbacks.EarlyStopping("loss")])
-    assert [len(set(means)) for means in zip(*everywhere(keep.means))] == [size, 1, size]
+    fit(model, rank, [*([] if rank else [checkpoint]), keeping(kept, model), of_epochs,
+                      keras.callbacks.EarlyStopping("loss")])
+    assert [len(set(means)) for means in zip(*everywhere(kept))] == [size, 1, size]
     assert len(set(everywhere(of_epochs.logs[0]["loss"]))) == len(set(everywhere(of_epochs.means[0]))) == 1
 
 
@@ -587,23 +577,24 @@ def test_fit_may_be_called_again_and_evaluated_on_one_rank(rank: int) -> None:
 
 
 def test_a_list_of_callbacks_of_the_users_is_left_as_it_was(rank: int) -> None:
-    model, seen = new_model(), SeenByBatch()
-    callbacks = keras.callbacks.CallbackList([seen], add_history=True, model=model, epochs=2, steps=ROWS // BATCH)
+    model, batches = new_model(), list[int]()
+    callbacks = keras.callbacks.CallbackList([counting(batches)], add_history=True, model=model, epochs=2,
+                                             steps=ROWS // BATCH)
     before = list(callbacks.callbacks)
     fit(model, rank, callbacks, epochs=2)
     assert callbacks.callbacks == before
-    assert seen.batches == 2 * ROWS // BATCH
+    assert batches == [0, 1, 2] * 2
     assert len(set(everywhere(running_mean(model).tobytes()))) == 1
 
 
 @pytest.mark.parametrize("form", [lambda c: c, lambda c: [[c]], lambda c: (c,)], ids=["one", "nested", "tuple"])
 def test_callbacks_may_be_given_in_any_form_and_by_position(form: Any, rank: int) -> None:
-    model, seen = new_model(), SeenByBatch()
-    history = fit(model, rank, form(seen))
-    assert seen.batches == ROWS // BATCH
+    model, batches = new_model(), list[int]()
+    history = fit(model, rank, form(counting(batches)))
+    assert batches == [0, 1, 2]
     assert list(history.history) == ["loss"]
-    model.fit(*data_of(rank), BATCH, 1, 0, form(seen))
-    assert seen.batches == 2 * ROWS // BATCH
+    model.fit(*data_of(rank), BATCH, 1, 0, form(counting(batches)))
+    assert batches == [0, 1, 2] * 2
 
 
 class NormAndDense(keras.Model):

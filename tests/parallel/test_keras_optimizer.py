@@ -214,7 +214,8 @@ def test_backward_passes_per_step(way: Callable, average: bool, rank: int, size:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2,
                                          average_aggregated_gradients=average)
     got = steps_with(optimizer, [gradients_of(rank, s) for s in range(5)], way)
-    assert len([entry for entry in submitted if entry.request.name.startswith("optimizer")]) == 2  # The fifth pass waits for the sixth.
+    # The fifth pass waits for the sixth.
+    assert len([entry for entry in submitted if entry.request.name.startswith("optimizer")]) == 2
     means = [mean_gradients(size, s) for s in range(4)]
     for value, start, *passes in zip(got, new_variables(), *means):
         np.testing.assert_allclose(value, start.numpy() - sum(passes) / (2 if average else 1), rtol=1e-5, atol=1e-5)

@@ -208,37 +208,32 @@ def test_local_variables_stay_as_they_are(rank: int, size: int) -> None:
 # -- other callbacks --------------------------------------------------------------------------------------------------
 
 
-class Keep(keras.callbacks.Callback):
+def keeping(kept: list[dict]) -> Any:
     """Keeps the logs that it is shown at the end of each epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logs: list[dict] = []
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.logs.append(dict(logs))
+    return keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: kept.append(dict(logs)))
 
 
 @pytest.mark.horovod("metric-average")
 def test_metrics_are_averaged_for_the_callbacks_that_follow(rank: int, size: int) -> None:
-    own, shown = Keep(), Keep()
+    own, shown = list[dict](), list[dict]()
     x, y = global_data(size)
     data = shard(x, rank, size), shard(y, rank, size)
     history = fit(new_model("input", seed=1), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), data, BATCH,
-                  epochs=2, callbacks=[own, hvd.callbacks.MetricAverageCallback(), shown], validation_data=data)
+                  epochs=2, validation_data=data, callbacks=[
+                      keeping(own), hvd.callbacks.MetricAverageCallback(), keeping(shown)])
     for epoch in range(2):
-        everybody = mpistrat.allgather_object(own.logs[epoch])
+        everybody = mpistrat.allgather_object(own[epoch])
         assert len({logs["loss"] for logs in everybody}) == size
         for name in ("loss", "val_loss"):
             mean = np.mean([logs[name] for logs in everybody])
-            assert shown.logs[epoch][name] == pytest.approx(mean, rel=1e-12)
-            assert history.history[name][epoch] == shown.logs[epoch][name]
+            assert shown[epoch][name] == pytest.approx(mean, rel=1e-12)
+            assert history.history[name][epoch] == shown[epoch][name]
     assert_equal_on_all_ranks([history.history["loss"], history.history["val_loss"]])
 
 
 @sample("weighted", [False, True])
 def test_metrics_that_are_arrays_are_averaged(weighted: bool, rank: int, size: int) -> None:
-    own, shown = Keep(), Keep()
+    own, shown = list[dict](), list[dict]()
     classes, callback = 3, hvd.callbacks.MetricAverageCallback(weighted=weighted)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(classes, "softmax")])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "categorical_crossentropy", metrics=[
@@ -246,13 +241,13 @@ def test_metrics_that_are_arrays_are_averaged(weighted: bool, rank: int, size: i
     x = np.random.default_rng(rank).normal(size=(8 * (1 + rank), 4)).astype(np.float32)
     y = np.eye(classes, dtype=np.float32)[x[:, :classes].argmax(1)]
     history = model.fit(x, y, batch_size=4 * (1 + rank), verbose=0, validation_data=(x, y), callbacks=[
-        hvd.callbacks.BroadcastGlobalVariablesCallback(0), own, callback, shown])
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0), keeping(own), callback, keeping(shown)])
     weights = [1 + r if weighted else 1 for r in range(size)]
     for name in ("each", "val_each", "all", "val_all"):
-        of_ranks = mpistrat.allgather_object(np.asarray(own.logs[0][name]))
+        of_ranks = mpistrat.allgather_object(np.asarray(own[0][name]))
         mean = np.average(of_ranks, axis=0, weights=weights)
-        assert np.shape(shown.logs[0][name]) == of_ranks[0].shape
-        for found in (shown.logs[0][name], history.history[name][0]):
+        assert np.shape(shown[0][name]) == of_ranks[0].shape
+        for found in (shown[0][name], history.history[name][0]):
             np.testing.assert_allclose(found, mean, rtol=1e-6)
         assert_equal_on_all_ranks([np.asarray(history.history[name][0])])
 

@@ -265,21 +265,16 @@ def test_two_fits_in_two_threads(names: list[str | None], rank: int, size: int) 
         model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
         models.append(model)
 
-    class Losses(keras.callbacks.Callback):
-        def __init__(self, key: tuple[int, str]):
-            super().__init__()
-            self.key = key
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            seen[self.key] = logs["loss"]
+    def losses_of(member: int, whose: str) -> Any:
+        return keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: seen.update({(member, whose): logs["loss"]}))
 
     def fit(member: int) -> None:
         together.wait(LIMIT_S)
         try:
             x = np.full((4, 2), 1.0 + rank + member, "float32")
             models[member].fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[
-                hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0), Losses((member, "own")),
-                hvd_keras.callbacks.MetricAverageCallback(), Losses((member, "mean")),
+                hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0), losses_of(member, "own"),
+                hvd_keras.callbacks.MetricAverageCallback(), losses_of(member, "mean"),
                 hvd_keras.callbacks.Throughput()])
         finally:
             together.wait(LIMIT_S)

@@ -13,7 +13,6 @@ import mpistrat.keras as hvd_keras
 import mpistrat.tensorflow as hvd
 from mpistrat.core.errors import InvalidRequestError
 from mpistrat.core.handle import Entry
-from mpistrat.tensorflow.gradients import GradientGroups
 
 from ..support.levels import sample
 from .helpers import eagerly
@@ -40,16 +39,6 @@ def test_groups_change_no_result(way: Callable, groups: Any, rank: int, size: in
         for other in factors[1:]:
             total = np.float32(total + other[i])
         np.testing.assert_allclose(gradient, np.full(i + 1, total / np.float32(size)), rtol=1e-6)
-
-
-def test_gradients_are_divided_into_groups() -> None:
-    a, b, c, d, e = (tf.Variable(float(i)) for i in range(5))
-    assert GradientGroups().divide([a, b, c]) == [[0, 1, 2]]
-    assert GradientGroups(2).divide([a, b, c, d, e]) == [[0, 1], [2, 3, 4]]
-    assert GradientGroups(9).divide([a, b]) == [[0], [1]]
-    assert GradientGroups(num_groups=2).divide([a, b]) == [[0], [1]]
-    assert GradientGroups([[c, a], [d]]).divide([a, b, c, d, e]) == [[0, 2], [3], [1, 4]]
-    assert GradientGroups([[c]]).divide([]) == []
 
 
 @pytest.mark.horovod("groups", "num-groups")

@@ -63,7 +63,8 @@ def test_groups_of_gradients_are_a_collective_each(rank: int, submitted: list[En
     model, reference = both(strategy, rank)
     fit_both(strategy, model, reference, rows=61, epochs=1)
     steps = -(-61 // BATCH)
-    assert [len(request.tensors) for request in sent(submitted)] == [2, 1, 2] * steps  # The last has the number of rows too.
+    # The last has the number of rows too.
+    assert [len(request.tensors) for request in sent(submitted)] == [2, 1, 2] * steps
 
 
 @pytest.mark.nightly

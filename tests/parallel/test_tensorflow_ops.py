@@ -68,14 +68,6 @@ def test_the_operations(way: Callable, rank: int, size: int) -> None:
     np.testing.assert_allclose(results, [total / size, total, total / size, total, 1, size, product], rtol=1e-15)
 
 
-@pytest.mark.horovod("dtypes-allreduce")
-@either_way
-def test_logical_operations_on_bool(way: Callable, rank: int, size: int) -> None:
-    step = way(lambda x: (hvd.allreduce(x, op=hvd.Min), hvd.allreduce(x, op=hvd.Max)))
-    every, some = step(tf.constant([True, rank == 0, False]))
-    assert (every.numpy().tolist(), some.numpy().tolist()) == ([True, False, False], [True, True, False])
-
-
 @pytest.mark.horovod("allreduce")
 @either_way
 def test_prescale_and_postscale(way: Callable, rank: int, size: int) -> None:
@@ -113,14 +105,6 @@ def test_tensors_of_small_numbers_are_sent(way: Callable, name: str, rank: int, 
     assert sent.numpy().tolist() == [size - 1] * 2
     for result in gathered:
         assert result.numpy().tolist() == [r for r in range(size) for _ in range(2)]
-
-
-@either_way
-def test_nan_and_infinity_pass_through(way: Callable, rank: int) -> None:
-    value = tf.constant([np.nan, np.inf, -np.inf] if rank == 0 else [1.0, 1.0, 1.0])
-    reduced, sent = way(lambda x: (hvd.allreduce(x), hvd.broadcast(x, 0)))(value)
-    np.testing.assert_array_equal(reduced.numpy(), [np.nan, np.inf, -np.inf])
-    np.testing.assert_array_equal(sent.numpy(), [np.nan, np.inf, -np.inf])
 
 
 @pytest.mark.horovod("allgather")
