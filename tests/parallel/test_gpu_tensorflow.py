@@ -34,22 +34,24 @@ def on_gpu(name: str) -> Any:
 DEVICES = ["stand-in", "stand-in host", on_gpu("GPU"), on_gpu("GPU host")]
 
 
-@pytest.fixture(params=[DEVICES[0], pytest.param(DEVICES[1], marks=pytest.mark.nightly), *DEVICES[2:]])
-def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[Any]:
-    """mpistrat.tensorflow, whose eager tensors go the way of GPU tensors."""
+@pytest.fixture(scope="module", params=[DEVICES[0], pytest.param(DEVICES[1], marks=pytest.mark.nightly), *DEVICES[2:]])
+def hvd(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """mpistrat.tensorflow, whose eager tensors go the way of GPU tensors. A test that ends the engine restarts it."""
     import mpistrat.tensorflow as hvd
     from tests.support import tensorflow_stand_in
+    rank = mpistrat.rank()
     mpistrat.shutdown()
-    monkeypatch.setenv("MPISTRAT_DISABLE", "stream_order" if request.param.endswith("host") else "none")
-    mpistrat.init()
-    if request.param.startswith("stand-in"):
-        tensorflow_stand_in.install(rank, monkeypatch.setattr)
-        yield hvd
-    else:
-        gpus = tf.config.list_logical_devices("GPU")
-        with tf.device(gpus[rank % len(gpus)].name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPISTRAT_DISABLE", "stream_order" if request.param.endswith("host") else "none")
+        mpistrat.init()
+        if request.param.startswith("stand-in"):
+            tensorflow_stand_in.install(rank, patch.setattr)
             yield hvd
-    mpistrat.shutdown()
+        else:
+            gpus = tf.config.list_logical_devices("GPU")
+            with tf.device(gpus[rank % len(gpus)].name):
+                yield hvd
+        mpistrat.shutdown()
     mpistrat.init()
 
 
@@ -102,7 +104,8 @@ def test_compression_rounds_what_is_wider_without_a_cast_in_the_graph(name: str,
 
 @pytest.mark.parametrize("has_hosts", [False, True], ids=["one host", "hosts"])
 def test_hosts_send_8_bit_numbers_and_the_ranks_of_one_host_do_not(has_hosts: bool, hvd: Any, rank: int, size: int,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+                                                                   monkeypatch: pytest.MonkeyPatch,
+                                                                   restart: Callable[[], None]) -> None:
     if has_hosts:
         mpistrat.shutdown()
         monkeypatch.setattr(runtime, "unique_hosts", lambda names, groups: tuple(f"host{r}" for r in range(size)))
@@ -116,6 +119,8 @@ def test_hosts_send_8_bit_numbers_and_the_ranks_of_one_host_do_not(has_hosts: bo
     assert 1e-5 < off < 0.02 * plain.max() if has_hosts else off == 0.0
     np.testing.assert_array_equal(hvd.allreduce(tensor, op=hvd.Max, compression=hvd.Compression.int8),
                                   tensor / (rank + 1) * tf.where(tensor > 0, float(size), 1.0))
+    monkeypatch.undo()
+    restart()
 
 
 # -- in tf.function ---------------------------------------------------------------------------------------------------
@@ -345,18 +350,21 @@ def test_empty_tensors_and_scalars_in_a_graph(hvd: Any, rank: int, size: int) ->
     assert empty.shape == (0, 3) and scalar.numpy() == size * (size - 1) / 2
 
 
-def test_a_disagreement_in_a_graph_is_an_error_on_every_rank(hvd: Any, rank: int, size: int) -> None:
+def test_a_disagreement_in_a_graph_is_an_error_on_every_rank(hvd: Any, rank: int, size: int,
+                                                             restart: Callable[[], None]) -> None:
     @tf.function
     def step() -> tf.Tensor:
         return hvd.allreduce(tf.zeros([2 + (rank == size - 1)]), name="odd")
 
     with pytest.raises(tf.errors.OpError, match=r"odd: the ranks disagree on shape"):
         step()
+    restart()
 
 
 @pytest.mark.parametrize("operation", ["allreduce", "allgather"])
 def test_ranks_whose_tensors_are_on_the_host_are_told_by_all(operation: str, hvd: Any, rank: int, size: int,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+                                                            monkeypatch: pytest.MonkeyPatch,
+                                                            restart: Callable[[], None]) -> None:
     if rank == size - 1:
         monkeypatch.setattr(call_site, "device_of", lambda tensors, process_set=0: None)
 
@@ -366,9 +374,10 @@ def test_ranks_whose_tensors_are_on_the_host_are_told_by_all(operation: str, hvd
 
     with pytest.raises(tf.errors.OpError, match=r"odd: the ranks disagree on"):
         step()
+    restart()
 
 
-def test_weights_that_differ_are_found_on_a_gpu_too(rank: int, size: int) -> None:
+def test_weights_that_differ_are_found_on_a_gpu_too(hvd: Any, rank: int, restart: Callable[[], None]) -> None:
     keras, keras_hvd = pytest.importorskip("keras"), pytest.importorskip("mpistrat.keras")
     weight = keras.Variable([float(rank), 1.0], name="own")
     optimizer = keras_hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
@@ -382,6 +391,7 @@ def test_weights_that_differ_are_found_on_a_gpu_too(rank: int, size: int) -> Non
     step()
     with pytest.raises(tf.errors.OpError, match=r"the values of own.* differ among ranks \[0\]; \[1\]"):
         step()
+    restart()
 
 
 @pytest.mark.parametrize("way", ["eager", "graph", "compiled"])
@@ -437,10 +447,12 @@ def test_gradients_and_extents_that_are_known_late(xla: None, hvd: Any, rank: in
         np.testing.assert_allclose(tape.gradient(value, x), np.full((rows, 2), 10.0 * rank))
 
 
-def test_rows_that_differ_are_an_error_of_a_compiled_gather(xla: None, hvd: Any, rank: int) -> None:
+def test_rows_that_differ_are_an_error_of_a_compiled_gather(xla: None, hvd: Any, rank: int,
+                                                            restart: Callable[[], None]) -> None:
     gather = tf.function(lambda x: hvd.allgather(x), jit_compile=True, autograph=False)
     with pytest.raises(tf.errors.InvalidArgumentError, match="all ranks must give as many rows to a collective that"):
         gather(tf.ones([5 if rank else 3]))
+    restart()
 
 
 @pytest.mark.nightly

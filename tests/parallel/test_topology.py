@@ -109,21 +109,6 @@ def test_init_takes_a_communicator(rank: int, size: int) -> None:
     assert mpistrat.rank() == rank and mpistrat.global_process_set.mpi_comm is None
 
 
-@pytest.mark.horovod("init-comm")
-def test_init_takes_a_list_of_ranks(rank: int, size: int) -> None:
-    # Two jobs side by side: rank 0 alone, and all others.
-    own = [0] if rank == 0 else list(range(1, size))
-    mpistrat.shutdown()
-    mpistrat.init(comm=own)
-    try:
-        assert mpistrat.size() == len(own)
-        assert mpistrat.allgather_object(rank) == own
-    finally:
-        mpistrat.shutdown()
-        mpistrat.init()
-    assert (mpistrat.rank(), mpistrat.size()) == (rank, size)
-
-
 def test_a_list_without_the_calling_rank_is_refused(rank: int, size: int) -> None:
     mpistrat.shutdown()
     try:

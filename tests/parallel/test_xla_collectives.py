@@ -205,30 +205,22 @@ def data(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return x, x.sum(1, keepdims=True) / 20.0
 
 
-def test_fit_with_a_distributed_optimizer(rank: int) -> None:
+@pytest.mark.filterwarnings("error:jit_compile")
+@pytest.mark.parametrize("door", ["optimizer", "strategy"])
+def test_fit(door: str, rank: int, size: int) -> None:
     """Keras runs the compiled step in an ordinary function. The last batch has fewer rows."""
     weights = []
     for jit_compile in (False, True):
-        model = new_model(khvd.SyncBatchNormalization)
-        model.compile(khvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=1.0)), "mse",
-                      jit_compile=jit_compile)
-        model.fit(*data(22, rank), batch_size=8, verbose=0)
-        assert model.jit_compile == jit_compile
-        assert_equal_on_all_ranks(model.get_weights())
-        weights.append(model.get_weights())
-    for mine, other in zip(*weights, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("error:jit_compile")
-def test_fit_of_mpistrategy(size: int) -> None:
-    weights = []
-    for jit_compile in (False, True):
-        strategy = MPIStrategy()
-        with strategy.scope():
-            model = new_model(keras.layers.BatchNormalization)
-            model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", jit_compile=jit_compile)
-        model.fit(*data(10 * size, 0), batch_size=4 * size, verbose=0)
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=1.0)
+        if door == "optimizer":
+            model = new_model(khvd.SyncBatchNormalization)
+            model.compile(khvd.DistributedOptimizer(optimizer), "mse", jit_compile=jit_compile)
+            model.fit(*data(22, rank), batch_size=8, verbose=0)
+        else:
+            with MPIStrategy().scope():
+                model = new_model(keras.layers.BatchNormalization)
+                model.compile(optimizer, "mse", jit_compile=jit_compile)
+            model.fit(*data(10 * size, 0), batch_size=4 * size, verbose=0)
         assert model.jit_compile == jit_compile
         assert_equal_on_all_ranks(model.get_weights())
         weights.append(model.get_weights())
