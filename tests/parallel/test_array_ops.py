@@ -136,12 +136,6 @@ def test_halves_are_summed_in_float32(dtype: np.dtype, big: float, rank: int, si
     assert result.tolist() == np.array([big + size - 1], np.float32).astype(dtype).tolist()
 
 
-@pytest.mark.parametrize("average, expected", [(True, "average"), (False, "sum")])
-def test_the_deprecated_average_argument(average: bool, expected: str, rank: int, size: int) -> None:
-    result = mpistrat.allreduce(np.array([float(rank)]), average)
-    assert result.tolist() == [size * (size - 1) / 2 / (size if expected == "average" else 1)]
-
-
 @pytest.mark.horovod("op-numbers")
 def test_an_operation_may_be_given_as_horovods_number(rank: int, size: int) -> None:
     assert mpistrat.allreduce(np.array([rank]), op=4).tolist() == [size - 1]
@@ -247,37 +241,7 @@ def test_read_only_arrays(size: int) -> None:
     assert mpistrat.allreduce(array, op=mpistrat.Sum).tolist() == [size] * 3
 
 
-def test_inputs_are_left_alone(rank: int) -> None:
-    arrays = [np.arange(n, dtype=np.float32) + rank for n in (3, 100_000)]
-    before = [array.copy() for array in arrays]
-    mpistrat.grouped_allreduce(arrays, prescale_factor=2.0)
-    for array in arrays:
-        mpistrat.allreduce(array, postscale_factor=3.0)
-        mpistrat.broadcast(array, 0)
-        mpistrat.allgather(array)
-    for array, copy in zip(arrays, before):
-        np.testing.assert_array_equal(array, copy)
-
-
 # -- groups and large arrays -------------------------------------------------------------------------------------------
-
-
-def test_a_group_may_mix_dtypes_and_shapes(rank: int, size: int) -> None:
-    shapes = [(), (3,), (2, 2), (0,), (1, 5)]
-    arrays = [np.full(shapes[i % len(shapes)], 1 + rank).astype(dtype) for i, dtype in enumerate(NUMERIC)]
-    results = mpistrat.grouped_allreduce(arrays, op=mpistrat.Sum)
-    assert [(r.dtype, r.shape) for r in results] == [(a.dtype, a.shape) for a in arrays]
-    for result in results:
-        np.testing.assert_array_equal(result, np.full(result.shape, size * (size + 1) // 2).astype(result.dtype))
-
-
-def test_an_empty_group_gives_an_empty_list() -> None:
-    assert mpistrat.grouped_allreduce([]) == []
-
-
-def test_a_group_of_a_thousand(rank: int, size: int) -> None:
-    results = mpistrat.grouped_allreduce([np.full(i % 7, float(i + rank)) for i in range(1000)], op=mpistrat.Max)
-    assert all(result.tolist() == [i + size - 1.0] * (i % 7) for i, result in enumerate(results))
 
 
 # Without longdouble, some of whose bytes are unused and hold anything.
@@ -299,14 +263,6 @@ def test_a_sum_is_the_same_bits_on_all_ranks_alone_and_in_any_group(dtype: np.dt
     assert digest(reverse) == digest(expected)
     assert digest(overlapping) == digest(expected)
     assert all_equal(digest(alone))
-
-
-def test_an_average_is_the_same_bits_on_all_ranks_alone_and_in_a_group(rank: int) -> None:
-    generator = np.random.default_rng(rank)
-    own = [generator.standard_normal(n).astype(np.float32) for n in SIZES]
-    alone = digest([mpistrat.allreduce(array) for array in own])
-    assert alone == digest(mpistrat.grouped_allreduce(own))
-    assert all_equal(alone)
 
 
 # -- allgather and broadcast -------------------------------------------------------------------------------------------
@@ -381,11 +337,6 @@ def test_allgather_object_of_different_sizes(rank: int, size: int) -> None:
     assert mpistrat.allgather_object("x" * 1000 * rank) == ["x" * 1000 * r for r in range(size)]
 
 
-def test_a_large_object(rank: int) -> None:
-    received = mpistrat.broadcast_object(list(range(200_000)) if rank == 0 else None)
-    assert received == list(range(200_000))
-
-
 def test_functions_of_the_script_travel(rank: int) -> None:
     pytest.importorskip("cloudpickle")
     addend = 40 + rank
@@ -433,41 +384,7 @@ def test_a_group_is_one_asynchronous_operation(rank: int, size: int) -> None:
     assert [r.tolist() for r in handle.wait()] == [[size] * 3, [size] * 2]
 
 
-def test_a_result_may_be_asked_for_twice(size: int) -> None:
-    handle = mpistrat.allreduce_async(np.ones(2), op=mpistrat.Sum)
-    assert handle.wait().tolist() == handle.wait().tolist() == [size, size]
-
-
-def test_a_wait_that_times_out_can_be_repeated(rank: int, size: int) -> None:
-    if rank == 0:
-        handle = mpistrat.allreduce_async(np.ones(2), op=mpistrat.Sum, name="late")
-        with pytest.raises(TimeoutError, match=r"late is not complete after 0\.01 s"):
-            handle.wait(timeout_s=0.01)
-        assert not handle.done()
-        mpistrat.barrier()
-    else:
-        mpistrat.barrier()
-        handle = mpistrat.allreduce_async(np.ones(2), op=mpistrat.Sum, name="late")
-    assert handle.wait().tolist() == [size, size]
-
-
 # -- one rank's mistakes -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("late", [0, -1], ids=["the first rank is late", "the last rank is late"])
-def test_a_name_in_flight_is_refused(late: int, rank: int, size: int) -> None:
-    if rank != late % size:
-        # It cannot complete before the late rank joins in.
-        handle = mpistrat.allreduce_async(np.ones(1), name="busy")
-        with pytest.raises(mpistrat.DuplicateNameError, match="busy: requested to reduce, gather or broadcast a tensor "
-                                                              "with the same name"):
-            mpistrat.broadcast_async(np.ones(1), 0, name="busy")
-        mpistrat.barrier()
-    else:
-        mpistrat.barrier()
-        handle = mpistrat.allreduce_async(np.ones(1), name="busy")
-    assert handle.wait().tolist() == [1.0]
-    assert mpistrat.allreduce(np.ones(1), name="busy").tolist() == [1.0]
 
 
 @pytest.mark.parametrize("call, text", [
@@ -536,49 +453,3 @@ def test_a_disagreement_names_values_and_ranks_on_every_rank(what: str, rank: in
                     f"{last_value} on ranks [{size - 1}].")
     # Only that tensor failed: the name and the engine are good for more, and other tensors were not touched.
     assert mpistrat.allreduce(ONE, op=mpistrat.Sum, name="odd").tolist() == [size, size]
-
-
-def test_a_disagreement_leaves_other_tensors_in_flight_alone(rank: int, size: int) -> None:
-    before = mpistrat.allreduce_async(np.ones(3), op=mpistrat.Sum, name="before")
-    odd = mpistrat.allreduce_async(np.ones(2 + rank), name="odd")
-    after = mpistrat.allreduce_async(np.ones(4), op=mpistrat.Sum, name="after")
-    assert before.wait().tolist() == [size] * 3
-    assert after.wait().tolist() == [size] * 4
-    with pytest.raises(mpistrat.MismatchError):
-        odd.wait()
-
-
-def test_a_disagreement_about_a_repeated_operation_is_seen(rank: int, size: int) -> None:
-    # From the second time on an operation is agreed on by a number instead of its description.
-    for _ in range(4):
-        mpistrat.allreduce(np.ones(5), op=mpistrat.Sum, name="repeated")
-    for odd_rank in range(size):
-        with pytest.raises(mpistrat.MismatchError, match="repeated: the ranks disagree on shape"):
-            mpistrat.allreduce(np.ones(6 if rank == odd_rank else 5), op=mpistrat.Sum, name="repeated")
-    with pytest.raises(mpistrat.MismatchError, match="repeated: the ranks disagree on reduce operation"):
-        mpistrat.allreduce(np.ones(5), op=mpistrat.Sum if rank else mpistrat.Min, name="repeated")
-    assert mpistrat.allreduce(np.ones(6), op=mpistrat.Sum, name="repeated").tolist() == [size] * 6
-    assert mpistrat.allreduce(np.ones(5), op=mpistrat.Sum, name="repeated").tolist() == [size] * 5
-
-
-# -- a step seen before -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first", ["rank 0", "the last rank"])
-def test_the_set_of_tensors_may_change_in_mid_run_on_one_rank_first(first: str, rank: int, size: int) -> None:
-    is_first = rank == (0 if first == "rank 0" else size - 1)
-    ahead = None
-    for step in range(40):
-        new = f"new in step {step} on {first}"
-        if step % 8 == 7 and is_first:
-            ahead = mpistrat.allreduce_async(np.full(3, rank), name=new, op=mpistrat.Sum)
-        # What was there in the steps before goes on while the new one waits for the other ranks.
-        names = [f"mid.{i}" for i in range(5) if i != step // 8]
-        handles = [mpistrat.allreduce_async(np.full(7, rank + step), name=name, op=mpistrat.Sum) for name in names]
-        for handle in handles:
-            np.testing.assert_array_equal(handle.wait(), np.full(7, size * step + size * (size - 1) // 2))
-        if step % 8 == 7 and not is_first:
-            ahead = mpistrat.allreduce_async(np.full(3, rank), name=new, op=mpistrat.Sum)
-        if ahead is not None:
-            np.testing.assert_array_equal(ahead.wait(), np.full(3, size * (size - 1) // 2))
-            ahead = None

@@ -50,11 +50,6 @@ def test_each_rank_holds_its_own_port_until_it_closes_the_cluster(rank: int) -> 
     socket.create_server(("", port)).close()
 
 
-def test_a_cluster_may_be_formed_again(size: int) -> None:
-    first, second = form().spec, form().spec
-    assert not set(map(tuple, first.values())) & set(map(tuple, second.values()))
-
-
 def test_the_chief_cannot_wait_for_itself(rank: int) -> None:
     cluster = form()
     if rank == 0:

@@ -1,7 +1,6 @@
 """TensorFlow's tensors on the way for GPU tensors, eager and in tf.function: on a real GPU where there is one, and else
 with its memory for that of a stand-in."""
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ import mpistrat
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from mpistrat.api import runtime  # noqa: E402
 from mpistrat.api.interop import own_gpu  # noqa: E402
 from mpistrat.engine.engine import Engine  # noqa: E402
 from mpistrat.gpu import staged  # noqa: E402
@@ -63,13 +61,6 @@ def test_a_sum_is_a_tensor_on_the_same_device(hvd: Any, rank: int, size: int) ->
         np.testing.assert_array_equal(result.numpy(), np.arange(6) * size + size * (size - 1) // 2)
 
 
-def test_a_group_is_averaged(hvd: Any, rank: int, size: int) -> None:
-    results = hvd.grouped_allreduce([tf.fill([count], float(rank)) for count in (1, 500, 3)])
-    assert [result.shape.as_list() for result in results] == [[1], [500], [3]]
-    for result in results:
-        np.testing.assert_array_equal(result.numpy(), np.full(result.shape, (size - 1) / 2))
-
-
 def test_an_eager_result_may_be_changed_and_kept(hvd: Any, rank: int, size: int) -> None:
     kept = []
     for step in range(20):
@@ -102,25 +93,11 @@ def test_compression_rounds_what_is_wider_without_a_cast_in_the_graph(name: str,
         assert "Cast" not in {operation.type for operation in operations}
 
 
-@pytest.mark.parametrize("has_hosts", [False, True], ids=["one host", "hosts"])
-def test_hosts_send_8_bit_numbers_and_the_ranks_of_one_host_do_not(has_hosts: bool, hvd: Any, rank: int, size: int,
-                                                                   monkeypatch: pytest.MonkeyPatch,
-                                                                   restart: Callable[[], None]) -> None:
-    if has_hosts:
-        mpistrat.shutdown()
-        monkeypatch.setattr(runtime, "unique_hosts", lambda names, groups: tuple(f"host{r}" for r in range(size)))
-        mpistrat.init()
+def test_ranks_of_one_host_send_no_8_bit_numbers(hvd: Any, rank: int) -> None:
     tensor = tf.cast(tf.linspace(-1.0, 1.0, 10_000), tf.float32) * (rank + 1)
-    plain = hvd.allreduce(tensor, op=hvd.Sum).numpy()
     result = hvd.allreduce(tensor, op=hvd.Sum, compression=hvd.Compression.int8)
-    assert_equal_on_all_ranks(result.numpy())
     assert result.device == tensor.device
-    off = np.abs(result.numpy() - plain).max()
-    assert 1e-5 < off < 0.02 * plain.max() if has_hosts else off == 0.0
-    np.testing.assert_array_equal(hvd.allreduce(tensor, op=hvd.Max, compression=hvd.Compression.int8),
-                                  tensor / (rank + 1) * tf.where(tensor > 0, float(size), 1.0))
-    monkeypatch.undo()
-    restart()
+    np.testing.assert_array_equal(result, hvd.allreduce(tensor, op=hvd.Sum))
 
 
 # -- in tf.function ---------------------------------------------------------------------------------------------------
@@ -246,24 +223,6 @@ def test_the_inputs_of_a_graph_are_not_written(hvd: Any, rank: int, size: int) -
     assert doubled.numpy().tolist() == [2 * rank] * 3 and tensor.numpy().tolist() == [rank] * 3
 
 
-def test_an_error_elsewhere_is_raised_when_the_collectives_are_complete(hvd: Any, rank: int, size: int) -> None:
-    def fail() -> None:
-        raise ValueError("elsewhere")
-
-    @tf.function
-    def step(tensor: tf.Tensor, fails: bool) -> tf.Tensor:
-        result = hvd.allreduce(tensor, op=hvd.Sum, name="complete")
-        if fails:
-            tf.numpy_function(fail, [], [])
-        return 2 * result
-
-    for _ in range(3):
-        time.sleep(0.02 * (rank == size - 1))
-        with pytest.raises(tf.errors.OpError, match=r"elsewhere"):
-            step(tf.ones([1000]), True)
-        assert step(tf.ones([2]), False).numpy().tolist() == [2 * size] * 2
-
-
 def test_a_collective_that_a_rank_never_comes_to_fails_when_that_rank_leaves(
         hvd: Any, rank: int, size: int, restart: Callable[[], None]) -> None:
     def fail() -> None:
@@ -280,30 +239,6 @@ def test_a_collective_that_a_rank_never_comes_to_fails_when_that_rank_leaves(
         step(tf.ones([3]))
     restart()
     assert hvd.allreduce(tf.ones([2]), op=hvd.Sum).numpy().tolist() == [size] * 2
-
-
-def test_collectives_of_a_graph_may_stand_in_another_order_on_every_rank(hvd: Any, rank: int, size: int) -> None:
-    names = ["a", "b", "c", "d"]
-
-    @tf.function
-    def step() -> dict[str, tf.Tensor]:
-        return {name: hvd.allreduce(tf.fill([3], float(ord(name))), op=hvd.Max, name=name)
-                for name in names[rank % 4:] + names[:rank % 4]}
-
-    for _ in range(3):
-        for name, result in step().items():
-            assert result.numpy().tolist() == [ord(name)] * 3
-
-
-def test_a_loop_in_a_graph(hvd: Any, rank: int, size: int) -> None:
-    @tf.function
-    def steps() -> tf.Tensor:
-        total = tf.fill([4], float(rank))
-        for _ in tf.range(5):
-            total = hvd.allreduce(total, op=hvd.Sum, name="total")
-        return total
-
-    np.testing.assert_array_equal(steps().numpy(), np.full(4, size * (size - 1) / 2 * size ** 4))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -373,23 +308,6 @@ def test_ranks_whose_tensors_are_on_the_host_are_told_by_all(operation: str, hvd
         return getattr(hvd, operation)(tf.zeros([2]), name="odd")
 
     with pytest.raises(tf.errors.OpError, match=r"odd: the ranks disagree on"):
-        step()
-    restart()
-
-
-def test_weights_that_differ_are_found_on_a_gpu_too(hvd: Any, rank: int, restart: Callable[[], None]) -> None:
-    keras, keras_hvd = pytest.importorskip("keras"), pytest.importorskip("mpistrat.keras")
-    weight = keras.Variable([float(rank), 1.0], name="own")
-    optimizer = keras_hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    optimizer.build([weight])
-
-    @tf.function(autograph=False)
-    def step() -> None:
-        optimizer.apply([2.0 * weight], [weight])
-
-    step()
-    step()
-    with pytest.raises(tf.errors.OpError, match=r"the values of own.* differ among ranks \[0\]; \[1\]"):
         step()
     restart()
 

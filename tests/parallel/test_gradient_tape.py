@@ -155,16 +155,6 @@ def test_a_persistent_tape_may_be_asked_twice_in_a_graph(groups: int | None, wid
                 np.testing.assert_array_equal(gradient, np.full(gradient.shape, power * total))
 
 
-def test_a_tape_that_is_not_persistent_may_not(size: int) -> None:
-    variable = tf.Variable(2.0)
-    with tf.GradientTape() as tape:
-        loss = variable * variable
-    tape = hvd.DistributedGradientTape(tape)
-    tape.gradient(loss, variable)
-    with pytest.raises(RuntimeError, match="non-persistent GradientTape can only be used to compute one set"):
-        tape.gradient(loss, variable)
-
-
 @pytest.mark.horovod("tape")
 def test_a_tape_may_be_wrapped_before_it_records(rank: int, size: int) -> None:
     variable = tf.Variable(3.0)

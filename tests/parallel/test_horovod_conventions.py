@@ -81,18 +81,6 @@ def test_before_init_a_collective_is_a_failed_precondition(collective: str, size
         mpistrat.init()
 
 
-@pytest.mark.horovod("not-initialized")
-def test_before_init_a_query_is_a_value_error() -> None:
-    mpistrat.shutdown()
-    try:
-        for query in (hvd.size, hvd.rank, hvd.local_size, hvd.local_rank, hvd.cross_size, hvd.cross_rank,
-                      hvd.is_homogeneous, hvd.mpi_threads_supported, hvd.global_process_set.size):
-            with pytest.raises(ValueError, match=r"has not been initialized; use hvd\.init\(\)"):
-                query()
-    finally:
-        mpistrat.init()
-
-
 @pytest.mark.horovod("after-shutdown")
 @one_collective
 def test_when_a_rank_has_shut_down_the_collectives_of_others_are_unknown_errors(collective: str, rank: int,

@@ -112,18 +112,6 @@ def test_a_rank_joins_once_at_a_time(rank: int, size: int) -> None:
     thread.join()
 
 
-def test_many_rounds(rank: int, size: int) -> None:
-    chooser = np.random.default_rng(3)
-    for _ in range(30):
-        steps = chooser.integers(0, 5, size)
-        for step in range(steps[rank]):
-            active = [r for r in range(size) if steps[r] > step]
-            assert mpistrat.allreduce(np.full(9, rank), op=mpistrat.Sum, name=str(step % 2)).tolist() == \
-                [sum(active)] * 9
-        last = mpistrat.join()
-        assert len(set(everywhere(last))) == 1
-
-
 def test_process_sets_join_by_themselves(rank: int, size: int) -> None:
     process_set = mpistrat.add_process_set(range(1, size)) if size > 2 else None
     if process_set is not None and process_set.included():

@@ -285,21 +285,6 @@ def test_two_fits_in_two_threads(names: list[str | None], rank: int, size: int) 
         assert (seen[member, "own"], seen[member, "mean"]) == (losses[rank], pytest.approx(np.mean(losses)))
 
 
-def test_an_optimizer_of_a_thread_has_one_name_whichever_thread_averages_first(rank: int, size: int) -> None:
-    """Beside one of the main thread."""
-    main = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0))
-    made, = in_threads(lambda _: hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0)), ["maker"])
-
-    def averaged(optimizer: Any) -> float:
-        v = keras.Variable(0.0)
-        optimizer.apply([tf.constant(2.0 * rank)], [v])
-        return float(v.numpy())
-
-    for optimizer in main, made:
-        found = averaged(optimizer) if rank else in_threads(lambda _, each=optimizer: averaged(each), ["maker"])[0]
-        assert found == 1.0 - size
-
-
 def named_step(factor: float) -> Callable:
     """A function with the name of all others that this makes."""
     @tf.function

@@ -302,16 +302,6 @@ def test_more_calls_of_a_function_than_a_graph_has_threads(calls: int, rank: int
         np.testing.assert_allclose(gradient, [size * sum(k * (1.0 + k) for k in range(calls))] * 3, rtol=1e-5)
 
 
-def test_ranks_may_have_traced_a_differentiated_function_more_often(rank: int, size: int) -> None:
-    @tf.function(autograph=False)
-    def program(x: Any, python_value: int) -> Any:
-        return tf.reduce_sum(hvd.allreduce(x * x, op=hvd.Sum))
-
-    for i in range(4):
-        gradient = tape_outside(lambda values, i=i: program(values[0], i if rank == 0 else 0), [tf.ones([3])])[0]
-        np.testing.assert_allclose(gradient, [2.0 * size] * 3)
-
-
 @sample("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "broadcast", "reducescatter", "alltoall",
                                         "alltoall with splits", "all_gather"])

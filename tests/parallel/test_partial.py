@@ -64,7 +64,7 @@ def test_each_group_is_one_collective(arguments: dict, counts: list[int], submit
     assert reduced("tape") == counts
 
 
-@pytest.mark.horovod("partial-optimizer")
+@pytest.mark.horovod("partial-optimizer", "optimizer-local", "local-gradients")
 @pytest.mark.parametrize("way", [eagerly, tf.function], ids=["eager", "graph"])
 @pytest.mark.parametrize("scale", [True, False])
 def test_local_variables_and_backward_passes(way: Callable, scale: bool, rank: int, size: int) -> None:

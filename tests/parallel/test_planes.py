@@ -81,14 +81,6 @@ def test_hosts_are_combined_in_their_order(plane: DataPlane, rank: int, size: in
     np.testing.assert_array_equal(result, expected)
 
 
-def test_a_list_is_averaged_in_place(plane: DataPlane, rank: int, size: int) -> None:
-    shapes = [(3, 5), (), (0, 4), (70_000,), (2, 3, 4), (5000,)]
-    arrays = [np.full(shape, rank + k, np.float64) for k, shape in enumerate(shapes)]
-    plane.allreduce(arrays, arrays, Reduction(ReduceOp.SUM, 2.0, Scale(1.0, size)))
-    for k, array in enumerate(arrays):
-        np.testing.assert_array_equal(array, np.full(shapes[k], 2.0 * sum(range(k, k + size)) / size))
-
-
 @pytest.mark.parametrize("is_in_place", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
 def test_tensors_larger_and_smaller_than_a_chunk_are_reduced_where_they_are(plane: DataPlane, rank: int, size: int,

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
-import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -112,12 +111,3 @@ def test_a_block_that_is_not_finite_is_so_on_all_ranks_and_forgotten(planes: dic
         own[50_000] = 1.5
         np.testing.assert_allclose(reduced(plane, [own], quantised(size, name)), np.linspace(1, 2, 100_000),
                                    atol=4 / LEVELS)
-
-
-@sample("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
-def test_other_dtypes_are_rounded_from_float32(planes: dict[str, DataPlane], rank: int, dtype: type) -> None:
-    own = np.linspace(-1, 1, 300_000).astype(dtype)
-    for plane in planes.values():
-        got = reduced(plane, [own], quantised(MPI.COMM_WORLD.Get_size(), f"dtype {next(NUMBERS)}"))
-        assert got.dtype == own.dtype
-        np.testing.assert_allclose(got.astype(np.float64), own.astype(np.float64), atol=0.03)

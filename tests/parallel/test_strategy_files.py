@@ -191,9 +191,6 @@ def test_a_checkpoint_where_a_file_is_in_the_way(strategy: MPIStrategy, shared_d
         fit(compiled(strategy), callback)
 
 
-# -- ModelCheckpoint --------------------------------------------------------------------------------------------------
-
-
 # -- logs -------------------------------------------------------------------------------------------------------------
 
 

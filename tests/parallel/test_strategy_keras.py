@@ -232,26 +232,6 @@ def test_a_model_without_a_call_trains(strategy: MPIStrategy, rank: int) -> None
     assert_close(ours.history["error"], expected.history["error"], 1e-5)
 
 
-def test_a_class_of_keras_trainer_that_is_no_model_trains(strategy: MPIStrategy, rank: int) -> None:
-    """Keras' own tests have such classes."""
-    from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-
-    class Line(TensorFlowTrainer, keras.layers.Dense):
-        def __init__(self) -> None:
-            keras.layers.Dense.__init__(self, 1)
-            TensorFlowTrainer.__init__(self)
-
-    model, reference = both(strategy, rank, lambda: compiled(Line))
-    x, y = global_data(61)
-    with strategy.scope():
-        model.build(x.shape)
-    reference.build(x.shape)
-    reference.kernel.assign(model.kernel)
-    ours, expected = (m.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0) for m in (model, reference))
-    assert_close([model.kernel], [reference.kernel], 1e-5)
-    assert_close(ours.history["mae"], expected.history["mae"], 1e-5)
-
-
 def test_a_model_outside_of_the_scope_may_be_evaluated(strategy: MPIStrategy, rank: int) -> None:
     model, (x, y) = compiled(), global_data(24)
     with warnings.catch_warnings():

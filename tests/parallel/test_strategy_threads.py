@@ -105,13 +105,6 @@ def outcomes(rank: int, actions: dict[str | None, Callable[[], Any]], in_main: C
 # -- threads of the user ----------------------------------------------------------------------------------------------
 
 
-def test_a_thread_reads_while_the_main_thread_reads(strategy: MPIStrategy, rank: int, size: int) -> None:
-    ones, hundreds = counter(strategy, 1.0), counter(strategy, 100.0)
-    for _ in range(20):
-        got = outcomes(rank, {"Thread": ones.numpy}, in_main=hundreds.numpy)
-        assert got == [1.0 * size, 100.0 * size]
-
-
 def test_threads_with_names_read_in_any_order(strategy: MPIStrategy, rank: int, size: int) -> None:
     variables = {name: counter(strategy, value) for name, value in (("ones", 1.0), ("tens", 10.0), ("hundreds", 100.0))}
     for _ in range(20):

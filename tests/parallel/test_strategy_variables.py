@@ -93,22 +93,6 @@ def test_a_sum_keeps_its_value_when_it_is_assigned(strategy: MPIStrategy, size: 
     assert variable.numpy() == pytest.approx(6.0)
 
 
-@pytest.mark.parametrize("aggregation", [Aggregation.SUM, Aggregation.MEAN])
-def test_a_checkpoint_keeps_both_kinds(strategy: MPIStrategy, aggregation: Any, rank: int, size: int,
-                                       shared_dir: str) -> None:
-    mirrored = make(strategy, [1.0, 2.0])
-    on_read = make(strategy, 0.0, synchronization=ON_READ, aggregation=aggregation)
-    strategy.run(lambda: on_read.assign(rank + 1.0))
-    total = float(on_read.numpy())
-    checkpoint = tf.train.Checkpoint(a=mirrored, b=on_read)
-    path = checkpoint.write(f"{shared_dir}/rank{rank}")  # Reading `b` is collective, so all write.
-    mirrored.assign([0.0, 0.0])
-    on_read.assign(0.0)
-    checkpoint.read(path).assert_consumed()
-    np.testing.assert_array_equal(mirrored.numpy(), [1.0, 2.0])
-    assert on_read.numpy() == pytest.approx(total)
-
-
 def test_a_variable_made_outside_of_the_scope_cannot_be_updated(strategy: MPIStrategy) -> None:
     outside = tf.Variable(1.0)
     with pytest.raises(ValueError, match="was not created in this strategy's scope"), strategy.scope():
