@@ -105,7 +105,8 @@ def no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list["Entry"]:
     """What this rank hands to the engine in the test."""
     from mpistrat.engine.queue import TensorQueue
-    put, seen = TensorQueue.put, []
+    put = TensorQueue.put
+    seen: list[Entry] = []
 
     def spy(self: TensorQueue, entry: "Entry", is_driver: bool = False) -> bool:
         seen.append(entry)
