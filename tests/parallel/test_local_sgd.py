@@ -39,7 +39,8 @@ def model_of(kind: str = "dense") -> Any:
 
 def fit(model: Any, optimizer: Any, rank: int, callbacks: Sequence[Any] = (), epochs: int = 2, steps: int = STEPS,
         compiled: dict[str, Any] | None = None, **arguments: Any) -> Any:
-    model.compile(optimizer, loss="mse", **{"jit_compile": False, **(compiled or {})})
+    # A trace takes longer than the steps of most tests.
+    model.compile(optimizer, loss="mse", **{"jit_compile": False, **(compiled or {"run_eagerly": True})})
     return model.fit(*rows(rank, steps), batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0,
                      callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks], **arguments)
 
