@@ -1,5 +1,6 @@
 """Threads of one rank that use MPIStrategy: each meets the same one of the other ranks, in whichever order they run."""
 
+import functools
 import os
 import re
 import threading
@@ -187,16 +188,16 @@ def test_a_read_does_not_meet_what_another_rank_saves(strategy: MPIStrategy, ran
     assert saved(path, ones=0.0) == {"ones": 1.0 * size}
 
 
-def test_several_checkpoints_are_written_at_the_same_time(strategy: MPIStrategy, size: int, shared_dir: str,
-                                                      asynchronous: Any) -> None:
-    count = counter(strategy, 0.0)
+def test_several_checkpoints_are_written_at_the_same_time(strategy: MPIStrategy, size: int, shared_dir: str) -> None:
+    count, new_options = counter(strategy, 0.0), functools.partial(
+        tf.train.CheckpointOptions, experimental_enable_async_checkpoint=True)
     first, second, third = (tf.train.Checkpoint(count=count) for _ in range(3))
     manager = tf.train.CheckpointManager(third, f"{shared_dir}/managed", max_to_keep=None)
     expected = {}
     for number in range(4):
-        for save in (lambda: first.save(f"{shared_dir}/saved", asynchronous),
-                     lambda number=number: second.write(f"{shared_dir}/written{number}", asynchronous),
-                     lambda: manager.save(options=asynchronous)):
+        for save in (lambda: first.save(f"{shared_dir}/saved", new_options()),
+                     lambda number=number: second.write(f"{shared_dir}/written{number}", new_options()),
+                     lambda: manager.save(options=new_options())):
             strategy.run(lambda: count.assign_add(1.0))
             expected[save()] = float(count)
     for checkpoint in (first, second, third):
