@@ -268,14 +268,16 @@ def test_a_rank_without_the_state_cannot_save_or_copy(model: Any, rank: int, siz
     mpistrat.barrier()
 
 
-def test_a_copy_is_sharded_too(model: Any) -> None:
+def test_a_copy_is_sharded_too(rank: int) -> None:
+    model = trained(hvd.ShardedOptimizer(Optimizers.Adam(0.01)), rank)
     model.optimizer.consolidate_state(to=None)
     copied = copy.deepcopy(model)
     assert states_in([copied.optimizer])
     assert_same(copied, model)
 
 
-def test_an_elastic_state_returns_to_its_commit(model: Any, rank: int) -> None:
+def test_an_elastic_state_returns_to_its_commit(rank: int) -> None:
+    model = trained(hvd.ShardedOptimizer(Optimizers.Adam(0.01)), rank)
     state = hvd.elastic.KerasState(model, epoch=0)
     before = whole_state(model.optimizer)
     fit(model, rank)
