@@ -15,7 +15,8 @@ from mpistrat.tensorflow import compression  # noqa: E402
 
 from ..programs.differential.legs import DEFAULT, HOST_EACH, MPI, TWO_HOSTS, under  # noqa: E402
 from ..programs.differential.programs import SGD, dense  # noqa: E402
-from ..programs.differential.training import WAYS, Recipe, Trained, train  # noqa: E402
+from ..programs.differential.training import Recipe, Trained, train  # noqa: E402
+from ..support.levels import sample  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,9 @@ def trained(way: str, compression: str, is_compiled: bool = False) -> Trained:
     return result
 
 
-@pytest.mark.parametrize("way, is_compiled", [*((way, False) for way in WAYS), ("fit", True)])
+@pytest.mark.parametrize("way, is_compiled", [
+    ("fit", False), ("strategy fit", False), *(pytest.param(*repeated, marks=pytest.mark.nightly) for repeated in (
+        ("tape", False), ("strategy loop", False), ("fit", True)))])
 def test_a_training_between_hosts_is_near_and_on_one_host_the_same(way: str, is_compiled: bool, size: int) -> None:
     for leg in (DEFAULT, MPI):
         with under(leg):
@@ -81,7 +84,7 @@ def test_what_is_not_a_sum_of_floats_is_sent_as_it_is(size: int) -> None:
         assert 0 < np.abs(plain - sent).max() < 0.02 * np.abs(plain).max()
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@sample("passes", [1, 2])
 def test_ranks_of_a_set_between_hosts_accumulate(passes: int, rank: int, size: int) -> None:
     """The first rank and the last, on two hosts; the others train by themselves."""
     def trained_in(process_set: hvd.ProcessSet, compression: type) -> np.ndarray:

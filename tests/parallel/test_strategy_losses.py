@@ -18,11 +18,6 @@ BATCH, TOKENS = 12, 6
 mse = keras.losses.MeanSquaredError
 
 
-@pytest.fixture(scope="module")
-def strategy() -> MPIStrategy:
-    return MPIStrategy()
-
-
 def sequences(rows: int, seed: int = 0) -> np.ndarray:
     """Tokens, of which 0 is none. In each batch the first rows are short and the last ones long."""
     x = np.random.default_rng(seed).integers(1, 9, size=(rows, TOKENS))
@@ -122,7 +117,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
 }
 
 
-REPEATED = ("mask, eager", "mask and weights", "mask, mean by weights", "mean by weights, compiled")
+REPEATED = ("mask, eager", "mask, accumulated", "mask and weights", "two masks", "mask, mean by weights", "sum",
+            "mean by weights, compiled")
 
 
 @pytest.mark.parametrize("rows", [pytest.param(3 * BATCH, marks=pytest.mark.nightly), 2 * BATCH + 1])

@@ -73,7 +73,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("way", "leg"), [
-    ("fit", HOST_EACH), pytest.param("compiled fit", DEFAULT, marks=needs_xla),
+    pytest.param("fit", HOST_EACH, marks=pytest.mark.nightly),
+    pytest.param("compiled fit", DEFAULT, marks=[needs_xla, pytest.mark.nightly]),
     pytest.param("compiled loop", HOST_EACH, marks=needs_xla), (MIXED, HOST_EACH)])
 def test_the_numbers_are_those_of_the_mirrored_mode(way: str, leg: Leg, size: int) -> None:
     with under(TWO_HOSTS if size > 2 and leg is HOST_EACH else leg):
