@@ -142,12 +142,6 @@ NAMED = tuple((by_name(ranks, name), by_name(1, "one_device")) for ranks, name i
     (1, "mirrored"), (1, "central_storage"), (1, "default"), (2, "multi_worker_mirrored"), (3, "central_storage")))
 CENTRAL = central(3, "--epochs 2", "--epochs 2 --strategy mirrored")
 DATA_SERVICE = example(2, "data_service_digits", r"^test accuracy (\S+), weights \w+, of {ranks} ranks$", least=0.8)
-TUTORIALS = (
-    Program(2, f"{HERE}/tutorials/multi_worker_with_keras.py with_keras/",
-            r"^2 workers, accuracy (\S+), restored (\S+), losses .*, 3 epochs with backups, kept .*ckpt.*model\.keras",
-            least=0.6),
-    Program(2, f"{HERE}/tutorials/custom_training.py custom/",
-            r"^2 replicas, test accuracy (\S+), restored (\S+), losses ", least=0.85))
 
 FEATURES = ("input", "keras_callbacks", "keras_data", "keras_files", "keras_layers", "keras_models", "keras_optimizers",
             "keras_steps", "loops", "replica", "variables")
@@ -158,7 +152,9 @@ FEATURES = ("input", "keras_callbacks", "keras_data", "keras_files", "keras_laye
 PROGRAMS = [
     *map(script, ("processes", "callbacks", "gan", "five_models", "weights", "generators", "tape_loop",
                   "policy_gradient", "strategy_tabular")),
-    TUTORIALS[0],
+    Program(2, f"{HERE}/tutorials/multi_worker_with_keras.py with_keras/",
+            r"^2 workers, accuracy (\S+), restored (\S+), losses .*, 3 epochs with backups, kept .*ckpt.*model\.keras",
+            least=0.6),
     then(Program(2, f"{HERE}/tutorials/multi_worker_loop.py loop/ 2"), "loop/ 4",
          r"^epochs 2 to 4, loss \S+, accuracy (\S+), 2 workers$", least=0.85),
     *DIGITS, digits("keras_digits", 1), advanced(2), resumed(2), BENCHMARK,
@@ -192,7 +188,7 @@ PROGRAMS = [
 ]
 # What repeats a row, or another test, with other ranks, seeds, sizes or options.
 NIGHTLY = [
-    *map(script, ("transformer", "two_inputs", "transfer", "text_rnn", "autoencoder")), TUTORIALS[1],
+    *map(script, ("transformer", "two_inputs", "transfer", "text_rnn", "autoencoder")),
     example(2, "strategy_mobilenet --epochs 3 --batch-size 32", OF_STRATEGY, least=0.7),
     *of_data("custom_loop_digits"),
     resnet50(2, "--synthetic --mixed-precision bfloat16 --learning-rate 0.64",

@@ -111,7 +111,8 @@ def test_adasum_is_not_the_average(needed: tuple[Program, ...], ran: Callable[[L
 
 
 # How a script gets its data is a feature, which features/input.py and keras_data.py compare with one process.
-@pytest.mark.parametrize("needed", [*table.AS_ONE[:2], pytest.param(table.AS_ONE[2], marks=pytest.mark.nightly)], ids=lambda lines: str(lines[0]))
+@pytest.mark.parametrize("needed", [*table.AS_ONE[:2], pytest.param(table.AS_ONE[2], marks=pytest.mark.nightly)],
+                         ids=lambda lines: str(lines[0]))
 def test_an_example_trains_as_one_process_does(needed: tuple[Program, ...], ran: Callable[[Line], Ran]) -> None:
     [accuracy, norm], [accuracy_of_one, norm_of_one] = (check(line, ran) for line in needed)
     assert norm == pytest.approx(norm_of_one, abs=0.01)
