@@ -53,8 +53,8 @@ HOROVOD, STRATEGY = "horovod", "strategy"
 MODELS = ("dense", "shared", "tokens", "unbuilt", "normalised", "sync", "own step")
 NOT_LIKE_ONE_PROCESS = ("batch norm", "dropout", "local")
 # The units of hidden layers. Kernels of up to 64 KiB are joined for the reduction; the second has more than 512 KiB of
-# them, from where large results are treated in a way of their own. The third fills more than a bucket.
-SIZES = ((8,), (120,) * 10, (8,), (1024,) * 6)
+# them, from where large results are treated in a way of their own. The last fills more than a bucket between hosts.
+SIZES = ((8,), (120,) * 10, (8,), (512,) * 6)
 COMPILED = Leg("compiled")
 LEGS = (MPI, TWO_HOSTS, NO_VOTES, COMPILED)
 WITH_XLA = ("train", "save", "rate", "predict", "copy", "freeze")

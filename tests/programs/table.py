@@ -150,7 +150,7 @@ FEATURES = ("input", "keras_callbacks", "keras_data", "keras_files", "keras_laye
 
 # The first forks, and comes before there are many threads.
 PROGRAMS = [
-    *map(script, ("processes", "callbacks", "gan", "five_models", "weights", "generators", "tape_loop",
+    *map(script, ("processes", "callbacks", "gan", "weights", "generators", "tape_loop",
                   "policy_gradient", "strategy_tabular")),
     Program(2, f"{HERE}/tutorials/multi_worker_with_keras.py with_keras/",
             r"^2 workers, accuracy (\S+), restored (\S+), losses .*, 3 epochs with backups, kept .*ckpt.*model\.keras",
@@ -165,7 +165,6 @@ PROGRAMS = [
     example(2, "strategy_resnet56 --depth 8 --images 512 --batch-size 16", OF_STRATEGY, least=0.7),
     example(1, "strategy_dataset_fn", r"^weights \[1\.0, -2\.0, 0\.5\], 1 ranks$"),
     *central(1, "--epochs 4"),
-    resnet50(2, "--data colours", says=r"^training loss (\S+), validation accuracy \S+, learning rate \S+, 2 ranks$"),
     resnet50(3, "--data colours", error="colours has 2 files train-.*, which are too few for 3 ranks"),
     *(example(1, f"{name}_digits", SAME, least=0.95, needs=name) for name in ("torch", "jax")),
     *(Program(1, f"{HERE}/without.py {name} {library}", error=rf".*pip install {library}") for name, library in (
@@ -181,14 +180,15 @@ PROGRAMS = [
     orders(2, "waits_of_all_kinds.py 100 3", "100 steps in one thread, and in 3"),
     *map(features, FEATURES),
     collectives(2, "functions", 10, "eager"), collectives(2, "functions", 6), collectives(2, "sessions", 4),
-    collectives(2, "strategy", 4, "gradients"), collectives(2, "strategy", 2, "1000 compiled"), scripts(2, 4, "0"),
+    collectives(2, "strategy", 4, "gradients"), collectives(2, "strategy", 2, "1000 compiled"), scripts(2, 5, "5"),
     by_name(2, "parameter_server", r"^rank \d: InvalidRequestError: a coordinator, a worker and a parameter server "
             r"are 3 ranks; there are 2 \(mpirun -np 3\)\.$"),
     by_name(2, "parameter_server chief=1 worker=2 ps=1", r"^rank \d: ClusterError: .*need 4 ranks, but there are 2"),
 ]
 # What repeats a row, or another test, with other ranks, seeds, sizes or options.
 NIGHTLY = [
-    *map(script, ("transformer", "two_inputs", "transfer", "text_rnn", "autoencoder")),
+    resnet50(2, "--data colours", says=r"^training loss (\S+), validation accuracy \S+, learning rate \S+, 2 ranks$"),
+    *map(script, ("five_models", "transformer", "two_inputs", "transfer", "text_rnn", "autoencoder")),
     example(2, "strategy_mobilenet --epochs 3 --batch-size 32", OF_STRATEGY, least=0.7),
     *of_data("custom_loop_digits"),
     resnet50(2, "--synthetic --mixed-precision bfloat16 --learning-rate 0.64",
@@ -207,6 +207,6 @@ NIGHTLY = [
     collectives(2, "strategy", 5, "gradients gpu"), collectives(2, "strategy", 3, "3000 gradients compiled"),
     collectives(2, "strategy", 4, "1002 compiled"), collectives(2, "strategy", 6, "6000 compiled gpu"),
     collectives(3, "sessions", 12, "1000"), collectives(2, "sessions", 12, "2000 gpu"),
-    scripts(2, 6, "4"), scripts(3, 6, "200"), scripts(3, 6, "400 local"),
+    scripts(2, 20, "10"), scripts(3, 10, "200"), scripts(3, 6, "400 local"),
 ]
 ALL = [*PROGRAMS, *(pytest.param(row, marks=pytest.mark.nightly) for row in NIGHTLY)]
