@@ -45,7 +45,7 @@ for number in range(steps):
         errors = step(tf.constant(float(number)), tf.ones([rank if differs else 0]))
         assert not errors.numpy().any() and not differs, f"step {number}: wrong on rank {rank}: {errors.numpy()}"
     except tf.errors.OpError as error:
-        assert differs and f"tensor/{odd}: the ranks disagree on shape: " in str(error), error
+        assert differs and f"tensor_{odd}: the ranks disagree on shape: " in str(error), error
         caught += 1
         hvd.shutdown()
         hvd.init()
