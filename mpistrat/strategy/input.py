@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 InputOptions: TypeAlias = tf.distribute.InputOptions | None
 _Policy = tf.data.experimental.AutoShardPolicy
-_NONE = tf.OptionalSpec(None)  # Keras makes it of None in what a generator yields.
 # The kinds of datasets that TensorFlow shards by files.
 _READERS = ("ArrayRecordDataset", "FixedLengthRecordDataset", "RecordIODataset", "SSTableDataset", "TextLineDataset",
             "TFRecordDataset")
@@ -337,19 +336,17 @@ def _with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _is_split_by_rows(spec: tf.TypeSpec) -> bool:
-    return spec == _NONE or (isinstance(spec, tf.SparseTensorSpec) and bool(spec.shape.rank))
+    return isinstance(spec, tf.SparseTensorSpec) and bool(spec.shape.rank)
 
 
 def _sparse_by_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A dataset with ragged indices and values, and a shape for each row, instead of each sparse tensor; without None.
+    """A dataset with ragged indices and values, and a shape for each row, instead of each sparse tensor.
 
     TensorFlow splits them into the ranks' parts. It cannot make a sparse tensor of a part without rows ("Serialized
     sparse should have at least 1 serialized tensor"), and splits only tensors whose indices are sorted. scipy's
-    matrices may have column order or no order. No optional can be split ("no attribute '_unbatch'").
+    matrices may have column order or no order.
     """
     def by_rows(x: tf.Tensor) -> tf.Tensor | tuple[tf.Tensor, ...]:
-        if isinstance(x, tf.experimental.Optional) and x._type_spec == _NONE:
-            return ()
         if not isinstance(x, tf.SparseTensor):
             return x
         x = tf.sparse.reorder(x)
@@ -376,8 +373,7 @@ def _sparse_again(dataset: tf.data.Dataset, spec: object) -> tf.data.Dataset:
 
     leaves = tf.nest.flatten(spec)
     return dataset.map(lambda *parts: tf.nest.pack_sequence_as(
-        spec, [tf.experimental.Optional.empty(None) if of == _NONE else sparse(of, *part) if _is_split_by_rows(of)
-               else part for part, of in zip(parts, leaves, strict=True)]))
+        spec, [sparse(of, *part) if _is_split_by_rows(of) else part for part, of in zip(parts, leaves, strict=True)]))
 
 
 def _is_per_replica(options: tf.distribute.InputOptions) -> bool:
