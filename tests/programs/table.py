@@ -180,7 +180,7 @@ PROGRAMS = [
     orders(2, "waits_of_all_kinds.py 100 3", "100 steps in one thread, and in 3"),
     *map(features, FEATURES),
     collectives(2, "functions", 10, "eager"), collectives(2, "functions", 6), collectives(2, "sessions", 4),
-    collectives(2, "strategy", 4, "gradients"), collectives(2, "strategy", 2, "1000 compiled"), scripts(2, 5, "5"),
+    collectives(2, "strategy", 4, "gradients"), collectives(2, "strategy", 2, "1000 compiled"), scripts(2, 3, "7"),
     by_name(2, "parameter_server", r"^rank \d: InvalidRequestError: a coordinator, a worker and a parameter server "
             r"are 3 ranks; there are 2 \(mpirun -np 3\)\.$"),
     by_name(2, "parameter_server chief=1 worker=2 ps=1", r"^rank \d: ClusterError: .*need 4 ranks, but there are 2"),
@@ -207,6 +207,6 @@ NIGHTLY = [
     collectives(2, "strategy", 5, "gradients gpu"), collectives(2, "strategy", 3, "3000 gradients compiled"),
     collectives(2, "strategy", 4, "1002 compiled"), collectives(2, "strategy", 6, "6000 compiled gpu"),
     collectives(3, "sessions", 12, "1000"), collectives(2, "sessions", 12, "2000 gpu"),
-    scripts(2, 20, "10"), scripts(3, 10, "200"), scripts(3, 6, "400 local"),
+    scripts(2, 7, "0"), scripts(2, 20, "10"), scripts(3, 10, "200"), scripts(3, 6, "400 local"),
 ]
 ALL = [*PROGRAMS, *(pytest.param(row, marks=pytest.mark.nightly) for row in NIGHTLY)]
