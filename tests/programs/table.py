@@ -55,7 +55,7 @@ def by_name(ranks: int, name: str, says: str = r"^rank \d: returned (\d\.\d{5}) 
 
 
 def features(part: str) -> Program:
-    """What each feature of a module of features/ does with MPIStrategy, on two ranks."""
+    """What each feature of a module of features/, or each that is named, does with MPIStrategy, on two ranks."""
     return Program(2, f"{HERE}/features/__main__.py --try mpi {part}", r"^ends \w+ works$[\s\S]*\Z",
                    all_say=True)
 
@@ -143,8 +143,11 @@ NAMED = tuple((by_name(ranks, name), by_name(1, "one_device")) for ranks, name i
 CENTRAL = central(3, "--epochs 2", "--epochs 2 --strategy mirrored")
 DATA_SERVICE = example(2, "data_service_digits", r"^test accuracy (\S+), weights \w+, of {ranks} ranks$", least=0.8)
 
-FEATURES = ("input", "keras_callbacks", "keras_data", "keras_files", "keras_layers", "keras_models", "keras_optimizers",
-            "keras_steps", "loops", "replica", "variables")
+FEATURES = (
+    "input", "early_stopping terminate_on_nan csv_logger model_checkpoint backup_and_restore",
+    "fit_uneven fit_generator fit_from_function fit_endless fit_validation_split fit_class_weights fit_strings evaluate "
+    "predict predict_several on_batch", "keras_files", "keras_layers", "keras_models", "keras_optimizers", "keras_steps",
+    "loops", "replica", "variables")
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
@@ -187,6 +190,7 @@ PROGRAMS = [
 ]
 # What repeats a row, or another test, with other ranks, seeds, sizes or options.
 NIGHTLY = [
+    *map(features, ("keras_callbacks", "keras_data")),  # With all that decide, and read, as those of the first level.
     resnet50(2, "--data colours", says=r"^training loss (\S+), validation accuracy \S+, learning rate \S+, 2 ranks$"),
     *map(script, ("five_models", "transformer", "two_inputs", "transfer", "text_rnn", "autoencoder")),
     example(2, "strategy_mobilenet --epochs 3 --batch-size 32", OF_STRATEGY, least=0.7),
