@@ -145,9 +145,9 @@ DATA_SERVICE = example(2, "data_service_digits", r"^test accuracy (\S+), weights
 
 FEATURES = (
     "input", "early_stopping terminate_on_nan csv_logger model_checkpoint backup_and_restore",
-    "fit_uneven fit_generator fit_from_function fit_endless fit_validation_split fit_class_weights fit_strings evaluate "
-    "predict predict_several on_batch", "keras_files", "keras_layers", "keras_models", "keras_optimizers", "keras_steps",
-    "loops", "replica", "variables")
+    "fit_uneven fit_generator fit_from_function fit_endless fit_validation_split fit_class_weights fit_strings "
+    "evaluate predict predict_several on_batch",
+    "keras_files", "keras_layers", "keras_models", "keras_optimizers", "keras_steps", "loops", "replica", "variables")
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
