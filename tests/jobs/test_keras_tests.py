@@ -139,7 +139,7 @@ def run(root: Path, directory: str, file: Path, test_s: int = 240) -> dict[str, 
                *(f"--leave-out={test}" for test in LEFT_OUT), root / directory]
     hung = 0
     while True:
-        job = run_job(2, command, limit_s=1800, env={
+        job = run_job(2, command, limit_s=5400, env={
             "MPISTRAT_STALL_CHECK_TIME_SECONDS": "20", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "40"})
         ends = ends_of(file) if file.exists() else {}
         hanging = [test for test, end in ends.items() if end.outcome == "hangs"]

@@ -63,7 +63,7 @@ def test_either_backend_can_be_asked_for(ranks: int, operations: str, way: str) 
 
 
 # The number of ranks, how many of them a host has, and what then reduces.
-HOSTS = {"one host": (2, 2, "shared_memory"), "two hosts of one rank": (2, 1, "mpi"),
+HOSTS = {"one host": (2, 2, "shared_memory"), "two hosts of one rank": (2, 1, "hierarchical"),
          "two hosts of two ranks": (4, 2, "hierarchical")}
 
 

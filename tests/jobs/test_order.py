@@ -39,7 +39,7 @@ def test_large_decisions_behind_others_while_votes_are_open_between_hosts(rounds
 @pytest.mark.nightly
 @needs_mpirun
 def test_compiled_functions_touch_no_variable_of_another_device() -> None:
-    job = run_job(2, ["python", "tests/scripts/second_device.py"], limit_s=400)
+    job = run_job(2, ["python", "tests/scripts/second_device.py"], limit_s=1200)
     assert job.code == 0, job.output
     for rank in range(2):
         assert job.of_rank(rank) == [f"{way} right" for way in (
