@@ -17,8 +17,8 @@ tf = pytest.importorskip("tensorflow")
 hvd = pytest.importorskip("mpistrat.tensorflow")
 pytest.importorskip("keras")
 
-from ..programs.differential.turns import Turns  # noqa: E402
 from ..support.levels import sample  # noqa: E402
+from ..support.turns import Turns  # noqa: E402
 
 STEPS = 5  # memory for large results was once shared from the third step on
 ROWS = 24  # so many that any number of ranks that the tests have divides them

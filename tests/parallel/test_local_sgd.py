@@ -15,7 +15,7 @@ hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy  # noqa: E402
 
-from ..programs.differential.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under  # noqa: E402
+from ..support.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under  # noqa: E402
 from ..support.levels import sample  # noqa: E402
 from .helpers import assert_equal_on_all_ranks, everywhere  # noqa: E402
 

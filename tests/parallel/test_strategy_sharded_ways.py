@@ -14,7 +14,7 @@ keras = pytest.importorskip("keras")
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 from mpistrat.tensorflow.xla import ffi  # noqa: E402
 
-from ..programs.differential.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under  # noqa: E402
+from ..support.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks  # noqa: E402
 from .test_sharded import new_model, rows_of, whole_state  # noqa: E402
 
