@@ -11,6 +11,7 @@ import mpistrat
 import mpistrat.keras
 import mpistrat.tensorflow as hvd
 from mpistrat.core.errors import InvalidRequestError
+from mpistrat.keras import elastic
 from mpistrat.keras.callbacks import BestModelCheckpoint, BroadcastGlobalVariablesCallback, MetricAverageCallback
 
 
@@ -88,6 +89,32 @@ def test_a_state_that_only_rank_0_has_in_full_reaches_all(rank: int) -> None:
     state.best = 0.0
     state.restore()
     assert state.best == 0.5
+
+
+@pytest.mark.horovod("elastic-run")
+def test_a_model_is_trained_from_the_state_of_rank_0(rank: int, size: int) -> None:
+    keras.utils.set_random_seed(rank)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse")
+    state = elastic.KerasState(model, batch=0, epoch=0)
+
+    @elastic.run
+    def train(state: elastic.KerasState, fail: bool) -> None:
+        model.fit(np.full((4, 2), rank + 1.0), np.ones((4, 1)), batch_size=2, epochs=2 - state.epoch % 2, verbose=0,
+                  callbacks=[elastic.UpdateEpochStateCallback(state), elastic.CommitStateCallback(state)])
+        if fail:
+            model.set_weights([np.zeros_like(weight) for weight in model.get_weights()])
+            state.epoch = 100
+            raise ZeroDivisionError("on all ranks")
+
+    train(state, False)
+    assert state.epoch == 2
+    with pytest.raises(ZeroDivisionError):
+        train(state, True)
+    assert state.epoch == 4
+    assert np.any(model.get_weights()[0])
+    weights = mpistrat.allgather_object([weight.tolist() for weight in model.get_weights()])
+    assert all(each == weights[0] for each in weights)
 
 
 # -- callbacks --------------------------------------------------------------------------------------------------------
