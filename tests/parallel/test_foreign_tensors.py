@@ -55,8 +55,6 @@ def test_a_dtype_that_numpy_has_not_is_an_error_that_says_what_to_do() -> None:
 
 
 class TestTorch:
-    """torch's tensors."""
-
     @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
     def torch(self, request: pytest.FixtureRequest) -> Iterator[Any]:
         """The library; tensors are made on a CPU, or on a GPU."""
@@ -97,8 +95,6 @@ class TestTorch:
 
 
 class TestJax:
-    """jax's arrays."""
-
     @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
     def numpy(self, request: pytest.FixtureRequest) -> Iterator[Any]:
         """jax's numpy; arrays are made on a CPU, or on a GPU."""

@@ -635,7 +635,7 @@ def test_copies_of_a_model_with_several_optimizers_do_not_train() -> None:
         made.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
 
 
-PASSES_ELSEWHERE = {
+PASSES_ELSEWHERE: dict[str, tuple[Callable[[], Any], str]] = {
     "SGD": (lambda: keras.optimizers.SGD(gradient_accumulation_steps=2), "give either backward_passes_per_step"),
     "loss scale": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
                    r"does not work with LossScaleOptimizer\. Give gradient_acc"),

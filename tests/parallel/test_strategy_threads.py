@@ -195,9 +195,11 @@ def test_several_checkpoints_are_written_at_the_same_time(strategy: MPIStrategy,
     manager = tf.train.CheckpointManager(third, f"{shared_dir}/managed", max_to_keep=None)
     expected = {}
     for number in range(4):
-        for save in (lambda: first.save(f"{shared_dir}/saved", new_options()),
-                     lambda number=number: second.write(f"{shared_dir}/written{number}", new_options()),
-                     lambda: manager.save(options=new_options())):
+        ways: list[Callable[[], str]] = [
+            lambda: first.save(f"{shared_dir}/saved", new_options()),
+            lambda number=number: second.write(f"{shared_dir}/written{number}", new_options()),
+            lambda: manager.save(options=new_options())]
+        for save in ways:
             strategy.run(lambda: count.assign_add(1.0))
             expected[save()] = float(count)
     for checkpoint in (first, second, third):

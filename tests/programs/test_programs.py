@@ -31,7 +31,7 @@ pytestmark = needs_mpirun
 @pytest.fixture(scope="module")
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Line], Ran]:
     """How a program has ended. The first call for a kind of job runs all programs of it that tests need, once."""
-    jobs: dict[tuple[int, str], Finished | pytest.fail.Exception] = {}
+    jobs: dict[tuple[int, str], Finished | BaseException] = {}
 
     def of(line: Line) -> Ran:
         kind = line.ranks, line.start
