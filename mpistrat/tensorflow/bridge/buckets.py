@@ -126,9 +126,8 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
 def submission_order(buckets: Sequence[Sequence[tf.Tensor]]) -> list[int]:
     """The numbers of the buckets in the order in which the backward pass computes their tensors.
 
-    A bucket is submitted behind the one before it. Which tensors it has goes by the order of the variables, which all
-    ranks have in common, but layers may be called in another order than they were made. So this rank estimates when a
-    tensor is computed, by the most operations of the graph one behind the other that lead to it. Ranks may differ.
+    A bucket is submitted behind the one before it, and layers may be called in another order than their variables have.
+    So this rank estimates when a tensor is computed: by the longest path of the graph to it. Ranks may differ.
     """
     if len(buckets) < 2 or tf.executing_eagerly() or xla.is_compiled():
         return list(range(len(buckets)))
@@ -140,12 +139,7 @@ def submission_order(buckets: Sequence[Sequence[tf.Tensor]]) -> list[int]:
 
 
 def limits_of(asked: int, device: str | None) -> tuple[int, int]:
-    """The most bytes of a bucket, and of the first one; the same on all ranks.
-
-    Args:
-        asked: What the caller wants; 0: nothing.
-        device: The GPU on which tensors are reduced; None: they go through the host.
-    """
+    """The most bytes of a bucket, and of the first one; the same on all ranks. `asked`: What is wanted; 0: nothing."""
     job = runtime.current()
     # Between hosts what is sent takes longer than what a bucket costs beside that.
     if not asked and device is None and job.spans_hosts and job.settings.uses("small_buckets"):
