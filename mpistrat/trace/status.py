@@ -42,13 +42,15 @@ def waits(operations: Sequence[Operation], in_flight: Iterable[Entry], interval:
     `operations`: In the order in which they were executed.
     """
     moving = length(union([(each.agreed, each.delivered) for each in operations], interval))
-    outstanding = length(union([*((each.submitted or each.agreed, each.delivered) for each in operations),
-                                *((entry.submitted, interval[1]) for entry in in_flight if entry.submitted)], interval))
+    joined = [(each.agreed, each.delivered) for each in operations if not each.submitted]
+    submitted = [*((each.request, (each.submitted, each.delivered)) for each in operations if each.submitted),
+                 *((entry.request, (entry.submitted, interval[1])) for entry in in_flight if entry.submitted)]
+    outstanding = length(union([*joined, *(span for _, span in submitted)], interval))
     counter, spans = StepCounter(), defaultdict[int, list[Span]](list)
-    for each in operations:
-        step = counter.add(each.request)
-        if each.submitted and is_of_gradients(each.request):
-            spans[step].append((each.submitted, each.delivered))
+    for request, span in submitted:
+        step = counter.add(request)
+        if is_of_gradients(request):
+            spans[step].append(span)
     return Waits(*(ns / 1e9 for ns in (max(interval[1] - interval[0], 1), outstanding - moving, moving,
                                        length(union(hidden(spans.values()), interval)))))
 

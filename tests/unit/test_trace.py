@@ -132,6 +132,8 @@ def test_gradients_are_hidden_until_the_last_ones_of_their_step_are_submitted() 
     assert status.waits(first, (), (0, 100)).hidden == pytest.approx(30e-9)  # 10 to 40
     assert status.waits([*first, *second], (), (0, 100)).hidden == pytest.approx(40e-9)  # and 80 to 90
     assert status.waits(first, (), (0, 20)).hidden == pytest.approx(10e-9)
+    later = Entry(gradient("g/3"), [np.ones(1)], Handle("g/3"), submitted=70)  # It is not complete.
+    assert status.waits(first, [later], (0, 100)).hidden == pytest.approx(50e-9)  # 10 to 60
 
 
 def test_a_rank_in_join_does_not_wait() -> None:
