@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..core.errors import LaunchError
-from ..core.slowest import figure
+from ..core.slowest import Waits, figure, shares_of
 from ..process.launch_env import RUN_STEPS
 from ..process.step_timer import LEAST_STEPS, StepTimes
 from . import elastic
@@ -28,6 +28,7 @@ class Speed:
     steps_per_s: float  # A step is one of all ranks.
     rows_per_s: float | None  # Of all ranks; None where a rank does not know its rows.
     is_global: bool  # Whether a step has as many rows for any number of ranks.
+    shares: str  # What is said of its collectives.
 
 
 def run(options: argparse.Namespace, launched: Callable[[int, Mapping[str, str]], Outcome]) -> int:
@@ -57,13 +58,15 @@ def run(options: argparse.Namespace, launched: Callable[[int, Mapping[str, str]]
         outcome = launched(number, {RUN_STEPS: str(steps)})
         if outcome.code:
             return outcome.code
-        speeds[number] = speed_of([StepTimes(**json.loads(text)) for text in outcome.measured.values()], number, steps)
+        speeds[number] = speed_of({rank: StepTimes(**json.loads(text)) for rank, text in outcome.measured.items()},
+                                  number, steps)
     print(sentence(speeds[1], speeds[ranks], ranks), flush=True)
     return 0
 
 
-def speed_of(times: list[StepTimes], ranks: int, wanted: int) -> Speed:
+def speed_of(measured: Mapping[int, StepTimes], ranks: int, wanted: int) -> Speed:
     """The speed of a job, given what its ranks have measured. Raises LaunchError: They have measured nothing."""
+    times = list(measured.values())
     few = min((each.counted for each in times if not each.steps), default=0 if len(times) < ranks else None)
     if few is not None:
         what = f"{counted(few, 'step')}" if few else "a step that averages gradients"
@@ -75,7 +78,7 @@ def speed_of(times: list[StepTimes], ranks: int, wanted: int) -> Speed:
     seconds = max(each.seconds for each in times)
     rows = [each.rows for each in times if each.rows is not None]
     return Speed(times[0].steps / seconds, sum(rows) / seconds if len(rows) == len(times) else None,
-                 times[0].is_global)
+                 times[0].is_global, shares_of([Waits(*each.waits) for each in times], [f"rank {r}" for r in measured]))
 
 
 def sentence(one: Speed, all_ranks: Speed, ranks: int) -> str:
@@ -88,4 +91,5 @@ def sentence(one: Speed, all_ranks: Speed, ranks: int) -> str:
         assumed = "" if all_ranks.is_global else ", if each rank's batch is as large as that of one rank"
         detail = f"{figure(all_ranks.steps_per_s)} steps per second, and {figure(one.steps_per_s)} on one " \
                  f"rank{assumed}"
-    return f"{ranks} ranks train {times:.3g} times as fast as one, an efficiency of {times / ranks:.0%}: {detail}."
+    return f"{ranks} ranks train {times:.3g} times as fast as one, an efficiency of {times / ranks:.0%}: {detail}" \
+           f"{all_ranks.shares}."

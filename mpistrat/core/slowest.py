@@ -1,9 +1,30 @@
 """The slowest of several ranks, by how long each waits for the others, and the words for it. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 LEAST_COST = 0.05  # A rank is called the slowest if the others wait longer than it does by this share of the time.
+
+
+class Waits(NamedTuple):
+    """How long a rank was in collectives, in seconds."""
+
+    seconds: float = 0.0  # The time in which its collectives are known; 0: they are not recorded.
+    waiting: float = 0.0  # The part of it in which the rank waited for other ranks.
+    moving: float = 0.0  # The part of it in which it waited for the bytes.
+    hidden: float = 0.0  # The part of these two in which the backward pass went on.
+
+
+def total(waits: Iterable[Waits]) -> Waits:
+    """The sums."""
+    return Waits(*map(sum, zip(*waits, strict=True)))
+
+
+def behind(waits: Waits) -> str:
+    """The share of the communication that is hidden, in words that follow on it; "" if nothing is."""
+    share = waits.hidden / ((waits.waiting + waits.moving) or 1)
+    return f"{share:.0%} of it behind the backward pass" if share else ""
 
 
 def slowest(waiting: Sequence[float]) -> tuple[int, float] | None:
@@ -22,24 +43,19 @@ def slowest(waiting: Sequence[float]) -> tuple[int, float] | None:
     return None if cost < LEAST_COST else (place, cost)
 
 
-def shares_of(waits: Sequence[tuple[float, float, float]], names: Sequence[str], hidden: Sequence[float] = ()) -> str:
+def shares_of(waits: Sequence[Waits], names: Sequence[str]) -> str:
     """The end of a sentence on how long collectives took, and which rank was the slowest; "" if some rank is unknown.
 
-    Args:
-        waits: Of each rank the seconds that are known, and those of them in which it waited for other ranks, and for
-            the bytes.
-        names: Of the ranks.
-        hidden: Of each rank the seconds of the collectives in which it went on to compute; (): that is not known.
+    `waits` and `names` are those of each rank.
     """
-    if not all(seconds for seconds, *_ in waits):
+    if not all(each.seconds for each in waits):
         return ""
-    share = fmean((waiting + moving) / seconds for seconds, waiting, moving in waits)
-    found = slowest([waiting / seconds for seconds, waiting, _ in waits])
+    share = fmean((each.waiting + each.moving) / each.seconds for each in waits)
+    found = slowest([each.waiting / each.seconds for each in waits])
     who = "and no rank was slower than the others" if found is None else \
         f"a mean over the ranks: the others waited for {names[found[0]]} for {found[1]:.0%} of theirs"
-    behind = sum(hidden) / sum(waiting + moving for _, waiting, moving in waits) if any(hidden) else 0.0
-    what = f" ({behind:.0%} of it behind the backward pass)" if behind else ""
-    return f"; collectives took {share:.0%} of the time{what}, {who}"
+    hidden = behind(total(waits))
+    return f"; collectives took {share:.0%} of the time{hidden and f' ({hidden})'}, {who}"
 
 
 def figure(number: float | None) -> str:

@@ -9,9 +9,10 @@ import atexit
 import json
 import os
 import time
-from collections.abc import MutableMapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, MutableMapping
+from dataclasses import asdict, dataclass, field
 
+from ..core.slowest import Waits
 from . import launch_env, report
 
 # The time begins after so many calls: TensorFlow traces in the first step, and the optimizer makes its variables.
@@ -28,6 +29,7 @@ class StepTimes:
     rows: int | None  # How many rows of this rank they had; None where nothing counts them.
     is_global: bool  # Whether the script's batches are those of all ranks together, as under MPIStrategy.
     counted: int  # All steps, with those that were not timed.
+    waits: Waits = field(default=Waits())  # Its waits for collectives in that time.
 
 
 class StepTimer:
@@ -43,8 +45,12 @@ class StepTimer:
         self._began, self._rows = 0.0, 0
         self._has_ended = False
 
-    def end_step(self, steps: int, rows: int | None, is_global: bool) -> None:
-        """So many more steps have ended, and this rank has trained on `rows` rows since its start. In any thread."""
+    def end_step(self, steps: int, rows: int | None, is_global: bool,
+                 waits_between: Callable[[float, float], Waits]) -> None:
+        """So many more steps have ended, and this rank has trained on `rows` rows since its start. In any thread.
+
+        `waits_between`: Returns the waits of this rank from a time to another one, as `time.perf_counter` has it.
+        """
         self._calls, self._steps = self._calls + 1, self._steps + steps
         now = time.perf_counter()
         if self._calls == _SKIPPED:
@@ -52,7 +58,8 @@ class StepTimer:
         if self._calls > _SKIPPED and self._steps >= self._last and not self._has_ended:
             self._has_ended = True
             self._tell(StepTimes(self._steps - self._begun, now - self._began,
-                                 None if rows is None else rows - self._rows, is_global, self._steps))
+                                 None if rows is None else rows - self._rows, is_global, self._steps,
+                                 waits_between(self._began, now)))
 
     def end_script(self) -> None:
         """Raises SystemExit if the last step has ended. In the thread that trains, between two steps."""

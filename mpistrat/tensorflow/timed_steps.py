@@ -7,6 +7,7 @@ import functools
 
 import tensorflow as tf
 
+from ..api.waits import waits_between
 from ..core.errors import InvalidRequestError
 from ..process import step_timer
 from ..process.step_timer import StepTimer
@@ -28,7 +29,7 @@ def count_step(is_global: bool) -> None:
     if timer is None or timer.is_in_fit:
         return
     if tf.executing_eagerly():
-        timer.end_step(1, None, is_global)
+        timer.end_step(1, None, is_global, waits_between)
         timer.end_script()
         return
     if session_graph() is not None:
@@ -38,7 +39,7 @@ def count_step(is_global: bool) -> None:
         raise InvalidRequestError("mpistrat run --efficiency cannot count the steps of a loop that XLA compiles. Leave "
                                   "out jit_compile=True while you measure, or train with fit.")
     _end_after_calls(timer)
-    tf.numpy_function(lambda: timer.end_step(1, None, is_global), [], [])
+    tf.numpy_function(lambda: timer.end_step(1, None, is_global, waits_between), [], [])
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..core.quantised import INT8
 from .records import NO_STEP, Record, arrival_of, by_operation
-from .spans import Span, length, union
+from .spans import Span, hidden, length, union
 from .timeline import label
 
 _FUSED = ("allreduce", "broadcast")
@@ -25,7 +25,7 @@ class RankTime:
     waiting: float  # An operation was outstanding, which some rank had not submitted.
     agreeing: float  # All ranks had submitted what was outstanding, and nothing was reduced: negotiation and queue.
     moving: float  # A reduction ran, or a gather or another operation.
-    # The share of the time of reductions in which the same step still made gradients; None without steps.
+    # The share of the time of a step's operations in which it still made gradients; None without steps.
     hidden: float | None
 
 
@@ -120,16 +120,12 @@ def _rank_time(rank: int, records: Sequence[Record], last_submitted: dict[tuple[
 
 
 def _hidden(records: Sequence[Record]) -> float | None:
-    by_step: defaultdict[int, list[Record]] = defaultdict(list)
+    by_step: defaultdict[int, list[Span]] = defaultdict(list)
     for record in records:
-        if record.step != NO_STEP:
-            by_step[record.step].append(record)
-    moving = hidden = 0
-    for some in by_step.values():
-        reductions = union((each.began, each.ended) for each in some)
-        moving += length(reductions)
-        hidden += length(union(reductions, within=(0, max(each.submitted for each in some))))
-    return hidden / moving if moving else None
+        if record.step != NO_STEP and record.submitted:
+            by_step[record.step].append((record.submitted, record.delivered))
+    outstanding = length(union(span for some in by_step.values() for span in some))
+    return length(hidden(by_step.values())) / outstanding if outstanding else None
 
 
 def _stragglers(operations: Sequence[Sequence[Record]]) -> tuple[Straggler, ...]:

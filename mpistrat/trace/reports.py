@@ -8,15 +8,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import astuple
 from typing import Any
 
 from ..core.handle import Entry
+from ..core.slowest import Waits
 from ..core.topology import Topology
 from .reader import Reader
 from .ring import Operation
 from .spans import Span
-from .status import StatusFile, outstanding, rss_bytes, shares
+from .status import StatusFile, outstanding, rss_bytes, waits
 from .stragglers import ProcessorUse, StragglerWatch
 from .totals import Totals, line_of
 
@@ -50,15 +51,16 @@ class Reports:
             rows: How many rows this rank has trained on; None: nobody counts them.
         """
         in_flight = list(in_flight)
-        computing, waiting, moving = shares(recent, in_flight, interval)
+        found = waits(recent, in_flight, interval)
+        _, waiting, moving, hidden = (round(seconds / found.seconds, 4) for seconds in found)
         cores, delayed = self._use.since_last()
         rank, steps = self._topology.rank, reader.steps.steps
-        self._totals[rank].add((interval[1] - interval[0]) / 1e9, waiting, moving, steps, reader.operations)
+        self._totals[rank].add(found, steps, reader.operations)
         self._newest[rank] = {
             "rank": rank, "host": self._topology.host, "pid": os.getpid(), "steps": steps or None, "rows": rows,
-            "operations": reader.operations, "bytes": reader.nbytes, "computing": round(computing, 4),
-            "waiting": round(waiting, 4), "moving": round(moving, 4), "cores": round(cores, 3),
-            "delayed": round(delayed, 3), "place": self._place(), "rss_bytes": rss_bytes(),
+            "operations": reader.operations, "bytes": reader.nbytes,
+            "computing": round(1 - waiting - moving, 4), "waiting": waiting, "moving": moving, "hidden": hidden,
+            "cores": round(cores, 3), "delayed": round(delayed, 3), "place": self._place(), "rss_bytes": rss_bytes(),
             "outstanding": outstanding(in_flight, interval[1]), "written": time.time()}
         return json.dumps(self._newest[rank]).encode()
 
@@ -87,12 +89,12 @@ class Reports:
     @property
     def own_totals(self) -> bytes:
         """What this rank has done in all, for rank 0."""
-        return json.dumps([self._topology.rank, asdict(self._totals[self._topology.rank])]).encode()
+        return json.dumps([self._topology.rank, astuple(self._totals[self._topology.rank])]).encode()
 
     def add_totals(self, totals: bytes) -> None:
         """On rank 0: what another rank has done in all, which is its last report."""
-        rank, found = json.loads(totals)
-        self._totals[rank] = Totals(**found)
+        rank, (waits, *counts) = json.loads(totals)
+        self._totals[rank] = Totals(Waits(*waits), *counts)
 
     @property
     def line(self) -> str:

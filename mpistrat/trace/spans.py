@@ -20,6 +20,14 @@ def union(spans: Iterable[Span], within: Span | None = None) -> list[Span]:
     return joined
 
 
+def hidden(steps: Iterable[Sequence[Span]]) -> list[Span]:
+    """What computing gradients hides of the operations of steps, from their submission to the result, as a union.
+
+    A step computes gradients until it has submitted the last ones. What is outstanding later is exposed.
+    """
+    return union((begin, min(end, max(some)[0])) for some in steps for begin, end in some)
+
+
 def length(disjoint: Sequence[Span]) -> int:
     """The nanoseconds of spans that do not overlap."""
     return sum(end - begin for begin, end in disjoint)

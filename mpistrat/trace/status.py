@@ -18,8 +18,9 @@ from typing import Any
 
 from ..core.handle import Entry
 from ..core.ownership import own_directory
+from ..core.slowest import Waits
 from .ring import Operation
-from .spans import Span, length, union
+from .spans import Span, hidden, length, union
 from .totals import StepCounter, is_of_gradients
 
 VERSION = 1
@@ -32,34 +33,26 @@ def status_directory(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"mpistrat-{os.getuid()}"
 
 
-def shares(operations: Iterable[Operation], in_flight: Iterable[Entry], interval: Span) -> tuple[float, float, float]:
-    """The shares of an interval in which a rank computed, waited, and moved bytes. Their sum is 1.
+def waits(operations: Sequence[Operation], in_flight: Iterable[Entry], interval: Span) -> Waits:
+    """How long a rank was in collectives in an interval.
 
     It waits while something that it has submitted is not agreed on, and moves bytes from then until the result is
-    delivered. Otherwise it computes. While it waits, other threads may compute.
-    """
-    done = list(operations)
-    moving = length(union([(each.agreed, each.delivered) for each in done], interval))
-    outstanding = length(union([*((each.submitted or each.agreed, each.delivered) for each in done),
-                                *((entry.submitted, interval[1]) for entry in in_flight if entry.submitted)], interval))
-    whole = max(interval[1] - interval[0], 1)
-    return 1 - outstanding / whole, (outstanding - moving) / whole, moving / whole
-
-
-def hidden(operations: Iterable[Operation], interval: Span) -> float:
-    """The share of an interval in which gradients were outstanding while the backward pass computed more of them.
-
-    A step computes gradients until it has submitted the last ones. Those that are outstanding later are exposed.
+    delivered. Otherwise it computes. While it waits, other threads may compute: that is hidden, see spans.py.
 
     `operations`: In the order in which they were executed.
     """
+    moving = length(union([(each.agreed, each.delivered) for each in operations], interval))
+    joined = [(each.agreed, each.delivered) for each in operations if not each.submitted]
+    submitted = [*((each.request, (each.submitted, each.delivered)) for each in operations if each.submitted),
+                 *((entry.request, (entry.submitted, interval[1])) for entry in in_flight if entry.submitted)]
+    outstanding = length(union([*joined, *(span for _, span in submitted)], interval))
     counter, spans = StepCounter(), defaultdict[int, list[Span]](list)
-    for each in operations:
-        step = counter.add(each.request)
-        if each.submitted and is_of_gradients(each.request):
-            spans[step].append((each.submitted, each.delivered))
-    behind = [(begin, min(end, max(of_step)[0])) for of_step in spans.values() for begin, end in of_step]
-    return length(union(behind, interval)) / max(interval[1] - interval[0], 1)
+    for request, span in submitted:
+        step = counter.add(request)
+        if is_of_gradients(request):
+            spans[step].append(span)
+    return Waits(*(ns / 1e9 for ns in (max(interval[1] - interval[0], 1), outstanding - moving, moving,
+                                       length(union(hidden(spans.values()), interval)))))
 
 
 def outstanding(in_flight: Iterable[Entry], now: int) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """What a rank has done in the whole job: its steps, its time, and the line that rank 0 prints at the end. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core.request import CollectiveType, Request
-from ..core.slowest import figure, shares_of
+from ..core.slowest import Waits, figure, shares_of, total
 
 # A job with less is not worth a line.
 _LEAST_S, _LEAST_OPERATIONS = 5.0, 20
@@ -44,31 +44,20 @@ class StepCounter:
 class Totals:
     """The sums of a rank over the intervals in which it had collectives, without the first one, in which it starts."""
 
-    seconds: float = 0.0  # The length of these intervals.
-    # waiting_s, moving_s: The parts of it in which it waited for other ranks, and for the bytes.
-    waiting_s: float = 0.0
-    moving_s: float = 0.0
+    waits: Waits = field(default=Waits())  # Those of these intervals.
     steps: int = 0  # Steps of training in them; 0 where nothing counts them.
     operations: int = 0  # Collectives in them.
 
     def __post_init__(self) -> None:
         self._before: tuple[int, int] | None = None
 
-    def add(self, seconds: float, waiting: float, moving: float, steps: int, operations: int) -> None:
-        """Add an interval.
-
-        Args:
-            seconds: Its length.
-            waiting, moving: The shares of it.
-            steps, operations: So many there were since the start.
-        """
+    def add(self, waits: Waits, steps: int, operations: int) -> None:
+        """Add an interval, at the end of which there were so many steps and operations since the start."""
         before, self._before = self._before, (steps, operations)
         if before is None:
             self._before = self._before if operations else None
         elif operations > before[1]:
-            self.seconds += seconds
-            self.waiting_s += waiting * seconds
-            self.moving_s += moving * seconds
+            self.waits = total([self.waits, waits])
             self.steps += steps - before[0]
             self.operations += operations - before[1]
 
@@ -76,13 +65,12 @@ class Totals:
 def line_of(totals: Mapping[int, Totals], names: Mapping[int, str]) -> str:
     """The line on a job, given the totals of all its ranks and their names; "" if there is nothing to say."""
     ranks = sorted(totals)
-    shortest = min((each.seconds for each in totals.values()), default=0.0)
+    shortest = min((each.waits.seconds for each in totals.values()), default=0.0)
     fewest = min((each.operations for each in totals.values()), default=0)
     if len(ranks) < 2 or shortest < _LEAST_S or fewest < _LEAST_OPERATIONS:
         return ""
-    longest = max(each.seconds for each in totals.values())
+    longest = max(each.waits.seconds for each in totals.values())
     steps = max(each.steps for each in totals.values())
     done, unit = (steps, "steps") if steps else (max(each.operations for each in totals.values()), "collectives")
-    shares = shares_of([(each.seconds, each.waiting_s, each.moving_s) for _, each in sorted(totals.items())],
-                       [names[rank] for rank in ranks])
+    shares = shares_of([totals[rank].waits for rank in ranks], [names[rank] for rank in ranks])
     return f"mpistrat: {len(ranks)} ranks have done {figure(done / longest)} {unit} per second{shares}."

@@ -22,7 +22,7 @@ def test_a_table_a_picture_and_a_file(ranks: int, tmp_path: Path) -> None:
         ["reducescatter-64KB", "1", "65,536"], ["alltoall-64KB", "1", "65,536"]], job.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "\x1b" not in job.output  # Open MPI gives ranks a pty, but mpirun's output is a file here.
-    assert [(p["case"], p["ranks"]) for p in json.loads(points.read_text())] == [
+    assert [(p["case"], p["ranks"]) for p in json.loads(points.read_text()) if 0 <= p["hidden"] <= 1] == [
         (case, ranks) for case in ("1KB", "64KB", "400x1KB", "reducescatter-64KB", "alltoall-64KB")]
 
 
@@ -30,4 +30,5 @@ def test_one_rank_without_mpirun_has_nothing_to_compare_with() -> None:
     job = run_limited([sys.executable, "-m", "mpistrat", "bench", "1KB", "reducescatter-1KB", "alltoall-1KB",
                        "--repeats", "3"])
     assert job.code == 0, job.output
-    assert [line.split()[4::3] for line in job.output.splitlines()[-3:]] == [["-", "-"]] * 3, job.output
+    rows = [line.split() for line in job.output.splitlines()[-3:]]
+    assert [[*row[4:5], *row[7:]] for row in rows] == [["-"] * 3] * 3, job.output

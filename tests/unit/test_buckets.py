@@ -8,10 +8,8 @@ pytest.importorskip("tensorflow")
 
 import tensorflow as tf
 
-from mpistrat.core.request import ScaledOp, Sum
 from mpistrat.core.settings import Settings
 from mpistrat.tensorflow.bridge import buckets
-from mpistrat.tensorflow.bridge.reduce_spec import ReduceSpec
 
 MIB = 2**20
 
@@ -25,7 +23,7 @@ def test_several_hosts_have_small_buckets_unless_a_size_is_asked_for(
         expected: tuple[int, int]) -> None:
     job = SimpleNamespace(spans_hosts=spans_hosts, settings=Settings(disable=disabled))
     monkeypatch.setattr(buckets.runtime, "current", lambda: job)
-    assert buckets.limits_of(ReduceSpec("g", ScaledOp(Sum), bucket_bytes=asked), device) == expected
+    assert buckets.limits_of(asked, device) == expected
 
 
 def test_the_first_bucket_is_the_smallest() -> None:
@@ -33,3 +31,23 @@ def test_the_first_bucket_is_the_smallest() -> None:
     made = buckets.plan(tensors, 4 * MIB, MIB)
     assert [len(bucket.single) for bucket in made] == [2, 8, 8, 2]
     assert made[0].single == [19, 18] and made[-1].single == [1, 0]
+
+
+@pytest.mark.parametrize("calls, expected", [((0, 1, 2), [0, 1, 2]), ((2, 1, 0), [2, 1, 0]), ((1, 0, 2), [0, 2, 1])])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_buckets_are_submitted_as_the_backward_pass_computes_them(calls: tuple[int, ...], expected: list[int],
+                                                                  clipped: bool) -> None:
+    weights = [tf.Variable([[1.0]]) for _ in calls]
+    orders = []
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            values = tf.ones([1, 1])
+            for place in calls:
+                values = tf.nn.relu(values @ weights[place])
+        gradients = [tf.clip_by_norm(each, 1.0) if clipped else each for each in tape.gradient(values, weights)]
+        orders.append(buckets.submission_order([[gradient] for gradient in reversed(gradients)]))
+
+    step.get_concrete_function()
+    assert orders == [expected]

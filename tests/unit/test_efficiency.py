@@ -2,6 +2,8 @@
 
 import argparse
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +12,16 @@ from mpistrat.cli.efficiency import Speed, run, sentence, speed_of
 from mpistrat.cli.main import main
 from mpistrat.cli.supervisor import Outcome
 from mpistrat.core.errors import LaunchError
+from mpistrat.core.slowest import Waits
 from mpistrat.process import report, step_timer
 from mpistrat.process.launch_env import RUN_STEPS
 from mpistrat.process.report import ReportReader
 from mpistrat.process.step_timer import StepTimer, StepTimes
+
+
+def waits_between(began_s: float, ended_s: float) -> Waits:
+    """A quarter of the time is spent in waiting for ranks."""
+    return Waits(ended_s - began_s, (ended_s - began_s) / 4)
 
 
 @pytest.fixture
@@ -30,14 +38,14 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[StepTimes]:
 def test_the_first_two_steps_are_not_timed(told: list[StepTimes]) -> None:
     timer = StepTimer(10, 0)
     for step in range(1, 10):
-        timer.end_step(1, 32 * step, is_global=False)
+        timer.end_step(1, 32 * step, False, waits_between)
         timer.end_script()
     assert told == []
-    timer.end_step(1, 320, is_global=False)
+    timer.end_step(1, 320, False, waits_between)
     with pytest.raises(SystemExit):
         timer.end_script()
-    assert told == [StepTimes(8, 8.0, 256, False, 10)]
-    timer.end_step(1, 352, is_global=False)  # In a graph that goes on until it returns.
+    assert told == [StepTimes(8, 8.0, 256, False, 10, [8.0, 2.0, 0.0, 0.0])]
+    timer.end_step(1, 352, False, waits_between)  # In a graph that goes on until it returns.
     timer.tell_of_early_end()
     assert len(told) == 1
 
@@ -45,16 +53,16 @@ def test_the_first_two_steps_are_not_timed(told: list[StepTimes]) -> None:
 def test_several_steps_in_one_execution_are_timed_together(told: list[StepTimes]) -> None:
     timer = StepTimer(10, 0)
     for _ in range(3):
-        timer.end_step(5, None, is_global=True)
-    assert told == [StepTimes(5, 1.0, None, True, 15)]
+        timer.end_step(5, None, True, waits_between)
+    assert told == [StepTimes(5, 1.0, None, True, 15, [1.0, 0.25, 0.0, 0.0])]
 
 
 def test_a_script_that_is_too_short_says_how_many_steps_it_had(told: list[StepTimes]) -> None:
     timer = StepTimer(10, 0)
-    timer.end_step(1, None, is_global=False)
+    timer.end_step(1, None, False, waits_between)
     timer.end_script()
     timer.tell_of_early_end()
-    assert told == [StepTimes(0, 0.0, None, False, 1)]
+    assert told == [StepTimes(0, 0.0, None, False, 1, [0.0] * 4)]
 
 
 def test_the_variable_is_not_for_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,12 +81,13 @@ def test_what_a_rank_has_measured_is_read_among_other_lines() -> None:
     assert reader.measured == {3: '{"steps": 8}'}
 
 
-ONE = [StepTimes(10, 2.0, 320, False, 12)]
-TWO = [StepTimes(10, 2.0, 320, False, 12), StepTimes(10, 2.5, 310, False, 12)]
+ONE = {0: StepTimes(10, 2.0, 320, False, 12)}
+TWO = {0: StepTimes(10, 2.0, 320, False, 12), 1: StepTimes(10, 2.5, 310, False, 12)}
+WAITS = {0: replace(TWO[0], waits=Waits(2.0, 0.5, 0.5, 0.9)), 1: replace(TWO[1], waits=Waits(2.0, 0.1, 0.1))}
 
 
-def without_rows(times: list[StepTimes], is_global: bool) -> list[StepTimes]:
-    return [StepTimes(each.steps, each.seconds, None, is_global, each.counted) for each in times]
+def without_rows(times: Mapping[int, StepTimes], is_global: bool) -> dict[int, StepTimes]:
+    return {rank: replace(each, rows=None, is_global=is_global) for rank, each in times.items()}
 
 
 @pytest.mark.parametrize("one, two, expected", [
@@ -88,21 +97,25 @@ def without_rows(times: list[StepTimes], is_global: bool) -> list[StepTimes]:
      "80%: 4 steps per second, and 5 on one rank, if each rank's batch is as large as that of one rank."),
     (without_rows(ONE, True), without_rows(TWO, True), "2 ranks train 0.8 times as fast as one, an efficiency of 40%: "
      "4 steps per second, and 5 on one rank."),
+    (ONE, WAITS, "2 ranks train 1.57 times as fast as one, an efficiency of 79%: 252 rows per second, and 160 on one "
+                 "rank; collectives took 30% of the time (75% of it behind the backward pass), a mean over the ranks: "
+                 "the others waited for rank 1 for 20% of theirs."),
 ])
-def test_the_sentence(one: list[StepTimes], two: list[StepTimes], expected: str) -> None:
+def test_the_sentence(one: Mapping[int, StepTimes], two: Mapping[int, StepTimes], expected: str) -> None:
     assert sentence(speed_of(one, 1, 12), speed_of(two, 2, 12), 2) == expected
 
 
 def test_the_slowest_rank_decides() -> None:
-    assert speed_of(TWO, 2, 12) == Speed(4.0, 252.0, False)
+    assert speed_of(TWO, 2, 12) == Speed(4.0, 252.0, False, "")
 
 
 @pytest.mark.parametrize("times, complaint", [
-    ([StepTimes(0, 0.0, None, False, 7)], "ended after 7 steps, and 12 were to be timed .* Ask for fewer than 7"),
-    ([StepTimes(0, 0.0, None, False, 0)], "ended without a step that averages gradients, .* Steps are counted in fit"),
-    ([], "ended without a step"),
+    ({0: StepTimes(0, 0.0, None, False, 7)}, "ended after 7 steps, and 12 were to be timed .* Ask for fewer than 7"),
+    ({0: StepTimes(0, 0.0, None, False, 0)}, "ended without a step that averages gradients, .* Steps are counted in "
+     "fit"),
+    ({}, "ended without a step"),
 ])
-def test_a_script_without_enough_steps_is_told(times: list[StepTimes], complaint: str) -> None:
+def test_a_script_without_enough_steps_is_told(times: Mapping[int, StepTimes], complaint: str) -> None:
     with pytest.raises(LaunchError, match=complaint):
         speed_of(times, 1, 12)
 
@@ -193,5 +206,5 @@ def test_fit_counts_its_steps_and_rows_and_not_its_averagings(timer: StepTimer, 
     with pytest.raises(SystemExit):
         model.fit(np.ones((7, 1)), np.ones((7, 1)), batch_size=2, epochs=9, verbose=0)
     # Batches of 2, 2, 2 and 1: those of steps 3 to 10.
-    assert told == [StepTimes(8, 8.0, 14, False, 10)]
+    assert [replace(each, waits=Waits()) for each in told] == [StepTimes(8, 8.0, 14, False, 10)]
     assert not timer.is_in_fit

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("keras")
 
+from mpistrat.core.slowest import Waits
 from mpistrat.keras.fit.row_counts import UNKNOWN
 from mpistrat.keras.fit.throughput import Speed, Work, line_of, speed_of
 
@@ -43,6 +44,6 @@ def test_the_line_has_three_figures_or_all_before_the_point(per_second: float, t
      "than the others."),
 ])
 def test_the_line_says_who_was_waited_for_and_how_much_was_hidden(waiting: tuple[float, ...], end: str) -> None:
-    works = [Work(1, 1, 10.0, 10.0, seconds, 1.0, *waiting[2:]) for seconds in waiting[:2]]
+    works = [Work(1, 1, 10.0, Waits(10.0, seconds, 1.0, *waiting[2:])) for seconds in waiting[:2]]
     assert line_of(Speed("rows", 100.0), works, ["rank 1 on a", "rank 3 on b"]) == (
         f"mpistrat: fit has trained 100 rows per second on 2 ranks; {end}")

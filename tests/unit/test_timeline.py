@@ -182,7 +182,7 @@ def test_the_time_of_each_rank_adds_up() -> None:
 
 
 def test_what_is_reduced_before_the_last_gradient_is_hidden() -> None:
-    some = [record(0, 0, submitted=0, agreed=10, ended=20), record(0, 1, submitted=15, agreed=20, ended=30)]
+    some = [record(0, 0, submitted=10, agreed=10, ended=20), record(0, 1, submitted=15, agreed=20, ended=30)]
     assert analyse(some).ranks[0].hidden == pytest.approx(0.25)
     assert analyse([each._replace(step=NO_STEP) for each in some]).ranks[0].hidden is None
     assert analyse([record(0, 0, submitted=0)]).ranks[0].hidden == 0

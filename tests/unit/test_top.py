@@ -28,8 +28,8 @@ NOW = 1000.0
 def rank(number: int, **changes: Any) -> dict[str, Any]:
     return {"rank": number, "host": f"node{number // 2 + 1}", "pid": os.getpid(), "steps": 100, "rows": 3200,
             "operations": 400, "bytes": 10_000, "computing": 0.8, "waiting": 0.15, "moving": 0.05,
-            "rss_bytes": 1 << 30, "cores": 0.9, "delayed": 0.0, "place": "", "outstanding": [], "written": NOW,
-            **changes}
+            "hidden": 0.0, "rss_bytes": 1 << 30, "cores": 0.9, "delayed": 0.0, "place": "", "outstanding": [],
+            "written": NOW, **changes}
 
 
 def content(*ranks: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def test_ranks_and_jobs_that_are_silent_are_told() -> None:
 def job(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A job whose file is written anew while the command waits: 22 steps in 2.2 s, and rank 1 is slow."""
     written = time.time()
-    first = content(rank(0, waiting=0.5, computing=0.4, written=written),
+    first = content(rank(0, waiting=0.5, computing=0.4, hidden=0.31, written=written),
                     rank(1, waiting=0.02, computing=0.9, written=written), written=written, started=written - 90)
     path = put(directory, first)
     monkeypatch.setattr(command, "time", SimpleNamespace(  # not time.sleep itself, which other threads call
@@ -186,7 +186,8 @@ def test_once(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--once"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "train.py 2 ranks on 1 host" in out
-    assert "10 steps and 640 rows per second of all ranks; communication 31% of the time" in out
+    assert "10 steps and 640 rows per second of all ranks; communication 31% of the time, " \
+           "50% of it behind the backward pass The slowest" in out
     assert "The slowest is rank 1: the others wait 50% of the time, and it 2%. It computes" in out
     assert "1.00 GB" in out
 

@@ -15,6 +15,7 @@ from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.interfaces import DeviceExecutor, Observer
 from mpistrat.core.request import Request, ScaledOp, Sum, allgather_request, allreduce_request, specs_of
 from mpistrat.core.settings import Settings
+from mpistrat.core.slowest import Waits
 from mpistrat.core.topology import Topology
 from mpistrat.engine.controller import Controller
 from mpistrat.engine.executor import Executor
@@ -43,6 +44,12 @@ def record(number: int = 0, submitted: int = 0, agreed: int = 0, delivered: int 
 
 def gradient(name: str) -> Request:
     return allreduce_request(name, specs_of([np.ones(2)]), ScaledOp(Sum), labels=("dense/kernel",))
+
+
+def operation(name: str, submitted: int, delivered: int, agreed: int = 0) -> Operation:
+    request = gradient(name) if name != "metric" else entry(name, np.ones(1)).request
+    agreed = agreed or submitted
+    return Operation(0, 0, 0, request, 8, submitted, agreed, agreed, delivered, delivered)
 
 
 @pytest.fixture
@@ -111,28 +118,25 @@ def test_spans_are_joined_and_cut() -> None:
 
 
 def test_the_shares_of_a_second_add_up() -> None:
-    done = [record(0, submitted=10, agreed=30, delivered=40), record(1, submitted=35, agreed=50, delivered=60)]
+    done = [operation("g/0", 10, 40, agreed=30), operation("metric", 35, 60, agreed=50)]
     waits = entry("later", np.ones(1))
     waits.submitted = 90
-    assert status.shares(done, [waits], (0, 100)) == pytest.approx((0.4, 0.4, 0.2))
-    assert status.shares([], [], (0, 100)) == (1, 0, 0)
+    assert status.waits(done, [waits], (0, 100)) == pytest.approx((1e-7, 4e-8, 2e-8, 0))
+    assert status.waits([], [], (0, 100)) == pytest.approx((1e-7, 0, 0, 0))
 
 
 def test_gradients_are_hidden_until_the_last_ones_of_their_step_are_submitted() -> None:
-    def operation(name: str, submitted: int, delivered: int) -> Operation:
-        request = gradient(name) if name != "metric" else entry(name, np.ones(1)).request
-        return Operation(0, 0, 0, request, 8, submitted, submitted, submitted, delivered, delivered)
-
     first = [operation("g/0", 10, 20), operation("g/1", 15, 50), operation("g/2", 40, 60)]
     second = [operation("metric", 60, 70), operation("g/0", 80, 95), operation("g/1", 90, 98)]
-    assert status.hidden(first, (0, 100)) == pytest.approx(0.30)  # 10 to 40
-    assert status.hidden([*first, *second], (0, 100)) == pytest.approx(0.40)  # and 80 to 90
-    assert status.hidden(first, (0, 20)) == pytest.approx(0.5)
-    assert status.hidden([], (0, 100)) == 0
+    assert status.waits(first, (), (0, 100)).hidden == pytest.approx(30e-9)  # 10 to 40
+    assert status.waits([*first, *second], (), (0, 100)).hidden == pytest.approx(40e-9)  # and 80 to 90
+    assert status.waits(first, (), (0, 20)).hidden == pytest.approx(10e-9)
+    later = Entry(gradient("g/3"), [np.ones(1)], Handle("g/3"), submitted=70)  # It is not complete.
+    assert status.waits(first, [later], (0, 100)).hidden == pytest.approx(50e-9)  # 10 to 60
 
 
 def test_a_rank_in_join_does_not_wait() -> None:
-    assert status.shares([record(0, submitted=0, agreed=50, delivered=60)], [], (0, 100)) == (0.9, 0, 0.1)
+    assert status.waits([operation("g", 0, 60, agreed=50)], [], (0, 100)) == pytest.approx((1e-7, 0, 1e-8, 0))
 
 
 def test_the_oldest_operations_are_listed_first() -> None:
@@ -238,24 +242,23 @@ def test_messages_of_the_trace_go_from_rank_0_to_all_and_from_the_others_to_rank
 
 def test_totals_have_the_intervals_with_collectives_but_the_first() -> None:
     totals = Totals()
-    totals.add(1.0, 0.0, 0.0, 0, 0)
-    totals.add(1.0, 0.9, 0.1, 3, 30)
-    totals.add(1.0, 0.2, 0.1, 5, 50)
-    totals.add(9.0, 0.0, 0.0, 5, 50)
-    totals.add(0.5, 0.4, 0.2, 8, 80)
-    assert totals == Totals(1.5, pytest.approx(0.4), pytest.approx(0.2), 5, 50)
+    for waits, steps, operations in ((Waits(1.0), 0, 0), (Waits(1.0, 0.9, 0.1), 3, 30), (Waits(1.0, 0.2, 0.1), 5, 50),
+                                     (Waits(9.0), 5, 50), (Waits(0.5, 0.2, 0.1, 0.1), 8, 80)):
+        totals.add(waits, steps, operations)
+    assert totals == Totals(pytest.approx((1.5, 0.4, 0.2, 0.1)), 5, 50)
 
 
 @pytest.mark.parametrize(("first", "second", "line"), [
-    (Totals(10.0, 6.0, 1.0, 50, 100), Totals(10.0, 0.0, 1.0, 50, 100), "2 ranks have done 5 steps per second; "
-     "collectives took 40% of the time, a mean over the ranks: the others waited for rank 1 on b for 60% of theirs."),
-    (Totals(10.0, 1.0, 1.0, 0, 2000), Totals(10.0, 1.0, 1.0, 0, 2000), "2 ranks have done 200 collectives per second; "
-     "collectives took 20% of the time, and no rank was slower than the others."),
-    (Totals(4.9, 0.0, 0.0, 9, 99), Totals(10.0, 0.0, 0.0, 9, 99), ""),
-    (Totals(10.0, 0.0, 0.0, 9, 19), Totals(10.0, 0.0, 0.0, 9, 99), "")])
+    (Totals(Waits(10.0, 6.0, 1.0, 1.5), 50, 100), Totals(Waits(10.0, 0.0, 1.0, 0.5), 50, 100), "2 ranks have done 5 "
+     "steps per second; collectives took 40% of the time (25% of it behind the backward pass), a mean over the ranks: "
+     "the others waited for rank 1 on b for 60% of theirs."),
+    (Totals(Waits(10.0, 1.0, 1.0), 0, 2000), Totals(Waits(10.0, 1.0, 1.0), 0, 2000), "2 ranks have done 200 "
+     "collectives per second; collectives took 20% of the time, and no rank was slower than the others."),
+    (Totals(Waits(4.9), 9, 99), Totals(Waits(10.0), 9, 99), ""),
+    (Totals(Waits(10.0), 9, 19), Totals(Waits(10.0), 9, 99), "")])
 def test_the_line_of_a_job_says_its_speed_unless_it_was_short(first: Totals, second: Totals, line: str) -> None:
     assert line_of({1: second, 0: first}, {0: "rank 0 on a", 1: "rank 1 on b"}) == (line and f"mpistrat: {line}")
 
 
 def test_a_job_of_one_rank_has_no_line() -> None:
-    assert line_of({0: Totals(10.0, 0.0, 0.0, 9, 99)}, {0: "rank 0 on a"}) == ""
+    assert line_of({0: Totals(Waits(10.0), 9, 99)}, {0: "rank 0 on a"}) == ""

@@ -19,6 +19,7 @@ _TOTAL_BYTES = 1.5e9  # of all repetitions of a case together
 _LEAST, _MOST = 5, 200
 LIMIT_S = 3.0  # of the repetitions, unless the least number of them takes longer
 _WARM_UP = 3
+_WIDTH = 64  # of the matrices that a rank multiplies: small ones, of which the BLAS makes no threads
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Point:
     mpistrat_s: float  # Of mpistrat's collective, grouped in an all-reduce.
     mpi_s: float | None  # Of MPI's own collective on the same number of bytes; None with one rank.
     memcpy_s: float  # Of one memcpy of the same number of bytes, on all ranks at the same time.
+    # The share of the collective's time that is gained where a rank computes matrix products for as long meanwhile, on
+    # one core; None with one rank.
+    hidden: float | None
 
     @property
     def bus_bytes_per_s(self) -> float:
@@ -68,7 +72,8 @@ def repeats_for(nbytes: int) -> int:
 
 def measurements(case: Case, comm: "MPI.Intracomm | None") -> tuple[str, ...]:
     """Return what `measure` measures of a case, in this order."""
-    return ("mpistrat", "memcpy") if comm is None else ("mpistrat", OPERATIONS[case.operation], "memcpy")
+    return ("mpistrat", "memcpy") if comm is None else (
+        "mpistrat", "computing", "both", OPERATIONS[case.operation], "memcpy")
 
 
 def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | None = None,
@@ -87,23 +92,41 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
     counts = rows_of_ranks(flat.size, size)
     splits, received = np.array(counts, np.int32), np.empty(counts[rank] * size, np.float32)
     wire = f"bench.{name}"
+    begin_collective: Callable[[], Any] = {
+        "allreduce": lambda: ops.grouped_allreduce_async(arrays, name=wire, op=common.Sum),
+        "reducescatter": lambda: ops.reducescatter_async(arrays[0], name=wire, op=common.Sum),
+        "alltoall": lambda: ops.alltoall_async(arrays[0], splits, name=wire)}[case.operation]
+    factor, product, products = np.ones((_WIDTH, _WIDTH), np.float32), np.empty((_WIDTH, _WIDTH), np.float32), 1
+
+    def compute() -> None:
+        for _ in range(products):
+            np.matmul(factor, factor, out=product)
+
+    def both() -> None:
+        begun = begin_collective()
+        compute()
+        begun.wait()
+
     actions: dict[str, Callable[[], object]] = {
-        "allreduce": lambda: ops.grouped_allreduce(arrays, name=wire, op=common.Sum),
-        "reducescatter": lambda: ops.reducescatter(arrays[0], name=wire, op=common.Sum),
-        "alltoall": lambda: ops.alltoall(arrays[0], splits, name=wire),
+        "mpistrat": lambda: begin_collective().wait(), "computing": compute, "both": both,
         "memcpy": lambda: np.copyto(result, flat)}
     if comm is not None:
         actions |= {
             "MPI_Allreduce": lambda: comm.Allreduce(flat, result),
             "MPI_Reduce_scatter": lambda: comm.Reduce_scatter(flat, result[:counts[rank]], counts),
             "MPI_Alltoallv": lambda: comm.Alltoallv((flat, counts), (received, [counts[rank]] * size))}
-    actions["mpistrat"] = actions[case.operation]
-    seconds = {}
+    seconds: dict[str, float] = {}
     for what in measurements(case, comm):
         begin(f"{name}: {what}")
+        if what == "computing":
+            products = max(1, round(seconds["mpistrat"] / min(_seconds(compute, _WARM_UP))))
         seconds[what] = _median(actions[what], repeats, nbytes)
+    hidden = None
+    if comm is not None:  # A time beyond these limits is noise.
+        gained = seconds["mpistrat"] + seconds["computing"] - seconds["both"]
+        hidden = min(max(gained / seconds["mpistrat"], 0.0), 1.0)
     return Point(name, case.operation, len(case.shapes), nbytes, size, seconds["mpistrat"],
-                 seconds.get(OPERATIONS[case.operation]), seconds["memcpy"])
+                 seconds.get(OPERATIONS[case.operation]), seconds["memcpy"], hidden)
 
 
 def _median(action: Callable[[], object], repeats: int | None, nbytes: int) -> float:

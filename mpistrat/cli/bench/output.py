@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 78  # Ranks do not know the width of the terminal: the pty that Open MPI gives them has none.
 # Wide enough for any case and the times of slow machines, because a row is printed before the next is measured.
-_TITLES = {"ms": 10, "MPI ms": 10, "memcpy ms": 10, "bus GB/s": 8, "against MPI": 12}
+_TITLES = {"ms": 10, "MPI ms": 10, "memcpy ms": 10, "bus GB/s": 8, "hidden": 6, "against MPI": 12}
 
 
 class Output:
@@ -101,7 +101,7 @@ class Table:
         return self._line([
             point.case, str(point.tensors), f"{point.nbytes:,}", f"{1e3 * point.mpistrat_s:.3f}",
             "-" if point.mpi_s is None else f"{1e3 * point.mpi_s:.3f}", f"{1e3 * point.memcpy_s:.3f}",
-            f"{point.bus_bytes_per_s / 1e9:.2f}", against])
+            f"{point.bus_bytes_per_s / 1e9:.2f}", "-" if point.hidden is None else f"{point.hidden:.0%}", against])
 
     def _line(self, cells: Sequence[str]) -> str:
         return "  ".join(cell.rjust(width) if i else cell.ljust(width)

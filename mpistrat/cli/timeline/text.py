@@ -16,7 +16,7 @@ MEANINGS = {
     "waiting": "for the rank that came last",
     "agreeing": "all ranks had come, and nothing was reduced yet",
     "moving": "bytes were reduced or gathered",
-    "hidden": "part of the reductions of a step while it still made gradients",
+    "hidden": "part of the operations of a step while it still made gradients",
 }
 
 

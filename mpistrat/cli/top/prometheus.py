@@ -55,13 +55,13 @@ def _metrics(jobs: Sequence[JobStatus]) -> "Iterator[Metric]":
                 counter.add_metric(labels, value)
         yield counter
     share = GaugeMetricFamily("mpistrat_share", "Share of the last interval: computing, waiting for ranks, moving "
-                              "bytes.", labels=(*_LABELS, "what"))
+                              "bytes, either of the two while the backward pass goes on.", labels=(*_LABELS, "what"))
     memory = GaugeMetricFamily("mpistrat_rss_bytes", "Memory of the process.", labels=_LABELS)
     written = GaugeMetricFamily("mpistrat_written_seconds", "When the rank was last heard of.", labels=_LABELS)
     oldest = GaugeMetricFamily("mpistrat_oldest_outstanding_seconds", "The time that the rank has waited for its "
                                "oldest operation; 0 if it waits for none.", labels=_LABELS)
     for labels, rank in ranks:
-        for what in ("computing", "waiting", "moving"):
+        for what in ("computing", "waiting", "moving", "hidden"):
             share.add_metric([*labels, what], getattr(rank, what))
         memory.add_metric(labels, rank.rss_bytes)
         written.add_metric(labels, rank.written)

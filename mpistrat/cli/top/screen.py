@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...core.slowest import figure
+from ...core.slowest import Waits, behind, figure
 from ...core.topology import rank_list
 from ..arguments import counted
 from .summary import Summary
@@ -18,9 +18,10 @@ def drawn(summary: Summary, problems: Sequence[str] = ()) -> RenderableType:
     """One job: what is said of all ranks, a line for each rank, and what stalls."""
     ranks = f"{counted(summary.size, 'rank')} on {counted(len(summary.hosts), 'host')}"
     head = Text(f"{summary.script}  {ranks}, since {_duration(summary.age_s)}  ({summary.job})", style="bold")
+    hidden = behind(Waits(1.0, moving=summary.communication, hidden=summary.hidden))
     lines: list[RenderableType] = [head, Text(
         f"{figure(summary.steps_per_s)} steps and {figure(summary.rows_per_s)} rows per second of all ranks; "
-        f"communication {summary.communication:.0%} of the time")]
+        f"communication {summary.communication:.0%} of the time{hidden and f', {hidden}'}")]
     if summary.silent_s:
         lines.append(Text(f"Nothing was heard of the job for {_duration(summary.silent_s)}: it has ended, or hangs.",
                           style="red"))

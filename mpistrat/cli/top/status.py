@@ -41,11 +41,12 @@ class RankStatus:
     # operations, bytes: Collectives since the start, and what they have reduced or sent.
     operations: int
     bytes: int
-    # computing, waiting, moving: Shares of the last interval: the rank did something else, waited for other ranks, and
-    # waited for the bytes.
+    # computing, waiting, moving, hidden: Shares of the last interval: the rank did something else, waited for other
+    # ranks, and waited for the bytes; and waited for either while the backward pass went on.
     computing: float
     waiting: float
     moving: float
+    hidden: float
     # cores, delayed: In the last interval: the cores that its threads used, and the seconds in each second that they
     # were ready and had none.
     cores: float

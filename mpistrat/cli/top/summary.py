@@ -26,6 +26,7 @@ class RankLine:
     computing: float
     waiting: float
     moving: float
+    hidden: float
     rss_bytes: int
     silent_s: float
 
@@ -54,6 +55,7 @@ class Summary:
     steps_per_s: float | None  # Of the job: a step is one of all ranks.
     rows_per_s: float | None  # Of all ranks together.
     communication: float  # The share of the last interval that the ranks waited for collectives, a mean.
+    hidden: float  # The share of the last interval that they did while the backward pass went on, a mean.
     slowest: int | None  # The rank that the others wait for; None if there is none.
     why: str  # What is known of it, or why there is none.
     ranks: tuple[RankLine, ...]  # What each rank does.
@@ -77,7 +79,8 @@ def summarize(now: JobStatus, before: JobStatus | None, time_s: float) -> Summar
         now.job, now.script, now.size, tuple(dict.fromkeys(rank.host for rank in now.ranks)), time_s - now.started,
         _silence(time_s - now.written), max(steps, default=None),
         sum(each for each in rows if each is not None) if rows and None not in rows else None,
-        fmean(rank.waiting + rank.moving for rank in now.ranks) if now.ranks else 0.0, slowest, why, lines,
+        fmean(rank.waiting + rank.moving for rank in now.ranks) if now.ranks else 0.0,
+        fmean(rank.hidden for rank in now.ranks) if now.ranks else 0.0, slowest, why, lines,
         _stalls(now.ranks))
 
 
@@ -88,8 +91,8 @@ def _line(now: RankStatus, before: RankStatus | None, written: float) -> RankLin
 
     return RankLine(
         now.rank, now.host, now.pid, now.steps, rate(now.steps, before.steps if before else None),
-        rate(now.rows, before.rows if before else None), now.computing, now.waiting, now.moving, now.rss_bytes,
-        _silence(written - now.written))
+        rate(now.rows, before.rows if before else None), now.computing, now.waiting, now.moving, now.hidden,
+        now.rss_bytes, _silence(written - now.written))
 
 
 def _silence(seconds: float) -> float:

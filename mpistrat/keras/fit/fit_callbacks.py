@@ -22,6 +22,7 @@ from ...api import ops as array_ops
 from ...api import runtime
 from ...api.process_sets import global_process_set
 from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
+from ...api.waits import waits_between
 from ...core.errors import InvalidRequestError, MismatchError
 from ...elastic import membership
 from ...process import step_timer
@@ -219,7 +220,7 @@ class TimedSteps(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         ended, self._steps = batch + 1 - self._steps, batch + 1
-        self._timer.end_step(ended, self._rows.rows or None, self._is_global)
+        self._timer.end_step(ended, self._rows.rows or None, self._is_global, waits_between)
         self._timer.end_script()
 
 

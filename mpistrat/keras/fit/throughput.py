@@ -13,8 +13,8 @@ import numpy as np
 from ...api import ops as array_ops
 from ...api import runtime
 from ...api.process_sets import ProcessSet, global_process_set, resolved
-from ...api.time_shares import time_shares
-from ...core.slowest import figure, shares_of
+from ...api.waits import waits_between
+from ...core.slowest import Waits, figure, shares_of, total
 from .._private import Callback, Logs
 from .row_counts import UNKNOWN, RowCount
 from .training import name_in_fit
@@ -27,16 +27,11 @@ class Work:
     rows: int  # UNKNOWN if there were steps and no row was counted
     steps: int  # Those of Keras, each with one batch
     seconds: float  # The time from the beginning of the first step, or of the epoch, to the end of the last step
-    # The part of it in which the collectives are known, the last ones; 0: they are not recorded.
-    observed_s: float = field(default=0.0, compare=False)
-    waiting_s: float = field(default=0.0, compare=False)  # The part of that in which this rank waited for other ranks
-    moving_s: float = field(default=0.0, compare=False)  # The part of it in which this rank waited for the bytes
-    hidden_s: float = field(default=0.0, compare=False)  # The part of these two in which the backward pass went on
+    waits: Waits = field(default=Waits(), compare=False)  # Those of the last part of it, where collectives are known
 
     def __add__(self, other: "Work") -> "Work":
         return Work(UNKNOWN if UNKNOWN in (self.rows, other.rows) else self.rows + other.rows,
-                    self.steps + other.steps, self.seconds + other.seconds, self.observed_s + other.observed_s,
-                    self.waiting_s + other.waiting_s, self.moving_s + other.moving_s, self.hidden_s + other.hidden_s)
+                    self.steps + other.steps, self.seconds + other.seconds, total([self.waits, other.waits]))
 
 
 @dataclass(frozen=True)
@@ -57,10 +52,8 @@ def speed_of(works: Sequence[Work]) -> Speed:
 
 def line_of(speed: Speed, works: Sequence[Work], names: Sequence[str]) -> str:
     """What the chief prints at the end of fit. The works and names are those of the ranks, in their order."""
-    shares = shares_of([(work.observed_s, work.waiting_s, work.moving_s) for work in works], names,
-                       [work.hidden_s for work in works])
     return (f"mpistrat: fit has trained {figure(speed.per_second)} {speed.unit} per second on {len(works)} ranks"
-            f"{shares}.")
+            f"{shares_of([work.waits for work in works], names)}.")
 
 
 class Throughput(Callback):
@@ -126,7 +119,7 @@ class Throughput(Callback):
             return Work(0, 0, 0.0)
         steps, rows = self._steps - self._steps_before, counted.rows - self._rows_before
         return Work(UNKNOWN if steps and not rows else rows, steps, self._ended - self._began,
-                    *time_shares(self._process_set.process_set_id or 0, self._began, self._ended))
+                    waits_between(self._began, self._ended, self._process_set.process_set_id or 0))
 
 
 class FitThroughput(Throughput):
@@ -147,8 +140,10 @@ class FitThroughput(Throughput):
     def on_train_end(self, logs: Logs = None) -> None:
         if self._is_silent():
             return
-        numbers = array_ops.allgather(np.array([astuple(self._work)]), self._name, self._process_set)
-        works = [Work(int(rows), int(steps), *seconds) for rows, steps, *seconds in numbers.tolist()]
+        *counts, waits = astuple(self._work)
+        numbers = array_ops.allgather(np.array([[*counts, *waits]]), self._name, self._process_set)
+        works = [Work(int(rows), int(steps), seconds, Waits(*waits)) for rows, steps, seconds, *waits in
+                 numbers.tolist()]
         speed = speed_of(works)
         if self._process_set.rank() == 0 and not math.isnan(speed.per_second):
             host_of = runtime.current().topology.host_of

@@ -21,6 +21,7 @@ from ...core.tuning import SUBMIT_WAIT_BYTES
 from ...tensorflow import names
 from ...tensorflow.async_op import call_site
 from ...tensorflow.bridge import cpu
+from ...tensorflow.bridge.buckets import limits_of, submission_order
 from ...tensorflow.bridge.program_order import HOST
 from ...tensorflow.bridge.reduce_spec import ReduceSpec
 from ...tensorflow.bridge.submission import Submitted
@@ -76,7 +77,8 @@ class Parts:
         self.topology = reducer.process_set.group("ShardedOptimizer").topology
         self.number = reducer.process_set.process_set_id or 0
         divided = [i for i, v in enumerate(variables) if not getattr(v, "overwrite_with_gradient", False)]
-        self.plan = plan_of([_planned(v) for v in variables], self.topology.size, is_split, divided)
+        self.plan = plan_of([_planned(v) for v in variables], self.topology.size, is_split, divided,
+                            *limits_of(0, None))
         self.of_place = self.plan.parts(self.topology.rank)
         with tf.init_scope():
             self.shards = [self._shard(i, v) for i, v in enumerate(variables)]
@@ -205,7 +207,11 @@ class Parts:
         buckets = [(number, [block for block in blocks if not gradients.keys().isdisjoint(block.members)
                              and not own.keys() >= set(block.members)])
                    for number, blocks in enumerate(self.plan.buckets)]
-        for number, blocks in [each for each in buckets if each[1]]:
+        buckets = [each for each in buckets if each[1]]
+        order = submission_order([[gradients[i] for block in blocks for i in block.members
+                                   if i in gradients and i not in own] for _, blocks in buckets])
+        for place in order:
+            number, blocks = buckets[place]
             arrays = [tf.reshape(_joined([tf.reshape(gradients[i], [-1]) if i in gradients and i not in own else
                                           tf.zeros([size], self.variables[i].dtype)
                                           for i, size in zip(block.members, block.sizes, strict=True)]), block.shape)
@@ -214,7 +220,7 @@ class Parts:
             name = f"{spec.name}/scatter{number}"
             shapes = [tf.TensorShape([block.rows[self.topology.rank], *block.shape[1:]]) for block in blocks]
             is_small = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in arrays) <= SUBMIT_WAIT_BYTES
-            is_last = number == buckets[-1][0]
+            is_last = place == order[-1]
             make = partial(self._request, name, spec)
             scattered = compressed.restored(cpu.run(
                 name, make, compressed.tensors, shapes, self.number,

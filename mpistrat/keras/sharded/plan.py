@@ -90,7 +90,8 @@ class Plan:
 
 
 def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, places: Sequence[int] | None = None,
-            bucket_bytes: int = BUCKET_BYTES, small_bytes: int = JOINED_TENSOR_BYTES) -> Plan:
+            bucket_bytes: int = BUCKET_BYTES, first_bytes: int | None = None,
+            small_bytes: int = JOINED_TENSOR_BYTES) -> Plan:
     """Divide variables among `size` ranks, from the last variable to the first.
 
     Args:
@@ -99,10 +100,10 @@ def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, places: Seque
         is_split: Whether a variable may be divided: each rank has an equal part of each large one, and of the small
             ones together. False: each is of one rank, the largest first to the rank that has the fewest bytes so far.
         places: Those of the variables to divide, in rising order; None: all.
-        bucket_bytes, small_bytes: As in tensorflow/bridge/buckets.py.
+        bucket_bytes, first_bytes, small_bytes: As in tensorflow/bridge/buckets.py.
     """
     places = range(len(tensors)) if places is None else places
-    groups = buckets_from_last([tensors[place].nbytes for place in places], bucket_bytes)
+    groups = buckets_from_last([tensors[place].nbytes for place in places], bucket_bytes, first_bytes)
     owners = {} if is_split else _owners(tensors, places, size)
     return Plan(tuple(tuple(_blocks(tensors, [places[i] for i in group], size, owners, small_bytes))
                       for group in groups), is_split, size)

@@ -99,17 +99,18 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
     else:
         # On a GPU the engine packs the tensors of a bucket. Adasum combines each tensor by itself.
         is_joined = device is None and spec.scaled.op is not ReduceOp.ADASUM
-        buckets = plan([(t.dtype, t.shape) for t in tensors], *limits_of(spec, device),
+        buckets = plan([(t.dtype, t.shape) for t in tensors], *limits_of(spec.bucket_bytes, device),
                        JOINED_TENSOR_BYTES if is_joined else 0)
     results: list[tf.Tensor | None] = [None] * len(tensors)
     list_ = BucketList(len(buckets))
-    for number, bucket in enumerate(buckets):
-        wait = Wait.NEVER
-        if number == len(buckets) - 1 and bucket.nbytes <= SUBMIT_WAIT_BYTES:
+    order = submission_order([[tensors[i] for i in bucket.order] for bucket in buckets])
+    for number in order:
+        bucket, wait = buckets[number], Wait.NEVER
+        if number == order[-1] and bucket.nbytes <= SUBMIT_WAIT_BYTES:
             wait = Wait.ALWAYS if spec.may_wait else Wait.IF_LAST
         run = partial(cpu.run, wait=wait) if device is None else partial(
             call_site.run, device, bucket=None if len(buckets) == 1 else (list_, number))
-        run = partial(run if started is None else started.run, observer=spec.observer if number == 0 else None)
+        run = partial(run if started is None else started.run, observer=spec.observer if number == order[0] else None)
         of_bucket = replace(spec, name=spec.name if len(buckets) == 1 else f"{spec.name}/{number}")
         with nullcontext() if device is None else tf.device(device):
             reduced = _reduce_bucket(tensors, bucket, of_bucket, run)
@@ -122,13 +123,28 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
     return results
 
 
-def limits_of(spec: ReduceSpec, device: str | None) -> tuple[int, int]:
-    """The most bytes of a bucket, and of the first one; the same on all ranks."""
+def submission_order(buckets: Sequence[Sequence[tf.Tensor]]) -> list[int]:
+    """The numbers of the buckets in the order in which the backward pass computes their tensors.
+
+    A bucket is submitted behind the one before it, and layers may be called in another order than their variables have.
+    So this rank estimates when a tensor is computed: by the longest path of the graph to it. Ranks may differ.
+    """
+    if len(buckets) < 2 or tf.executing_eagerly() or xla.is_compiled():
+        return list(range(len(buckets)))
+    depths: dict[str, int] = {}
+    for op in tf.compat.v1.get_default_graph().get_operations():
+        depths[op.name] = 1 + max([depths.get(tensor.op.name, 0) for tensor in op.inputs], default=0)
+    ready = [max([depths.get(tensor.op.name, 0) for tensor in bucket], default=0) for bucket in buckets]
+    return sorted(range(len(buckets)), key=ready.__getitem__)
+
+
+def limits_of(asked: int, device: str | None) -> tuple[int, int]:
+    """The most bytes of a bucket, and of the first one; the same on all ranks. `asked`: What is wanted; 0: nothing."""
     job = runtime.current()
     # Between hosts what is sent takes longer than what a bucket costs beside that.
-    if not spec.bucket_bytes and device is None and job.spans_hosts and job.settings.uses("small_buckets"):
+    if not asked and device is None and job.spans_hosts and job.settings.uses("small_buckets"):
         return HOSTS_BUCKET_BYTES, HOSTS_FIRST_BUCKET_BYTES
-    most = spec.bucket_bytes or (GPU_BUCKET_BYTES if device else BUCKET_BYTES)
+    most = asked or (GPU_BUCKET_BYTES if device else BUCKET_BYTES)
     return most, most
 
 
