@@ -209,11 +209,12 @@ def test_ci_runs_the_command_below_the_test_mark_and_builds_the_pages() -> None:
     assert "sphinx-build -W -b html docs" in ci
 
 
-def test_the_extra_for_tensorflow_allows_the_versions_that_were_run() -> None:
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "limits.md"], ids=titled)
+def test_the_extra_for_tensorflow_allows_the_versions_that_were_run(page: Path) -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    low_tf, low_keras, high_tf, high_keras = re.findall(
-        r"\| TensorFlow, Keras \| ([\d.]+) with Keras ([\d.]+) to ([\d.]+) with Keras ([\d.]+)", text_of(README))[0]
+    [(low_tf, low_keras, high_tf, high_keras)] = re.findall(
+        r"([\d.]+) with Keras ([\d.]+) to ([\d.]+) with Keras ([\d.]+)", text_of(page))
 
     def after(version: str) -> str:
         major, minor = version.split(".")[:2]
