@@ -122,6 +122,11 @@ def test_the_pictures_of_results_are_those_of_the_tables() -> None:
         assert path.read_text() == draw(), "python docs/pictures.py"
 
 
+def test_the_page_of_private_names_is_that_of_the_sources() -> None:
+    module = runpy.run_path(str(ROOT / "docs" / "private_names.py"))
+    assert module["PAGE"].read_text() == module["page"](), "python docs/private_names.py"
+
+
 def test_the_pictures_of_states_are_those_of_the_tables() -> None:
     module = runpy.run_path(str(ROOT / "docs" / "states.py"))
     for name, picture in module["PICTURES"].items():
