@@ -25,7 +25,7 @@ def _checked(ranks: object) -> tuple[int, ...]:
     values: list = list(ranks) if isinstance(ranks, Iterable) else [ranks]
     if not all(isinstance(rank, int | np.integer) and not isinstance(rank, bool) and rank >= 0 for rank in values) \
             or len(set(values)) < len(values):
-        raise InvalidRequestError("a process set is made from different ranks, or from an mpi4py communicator. "
+        raise InvalidRequestError("ProcessSet takes distinct ranks, or an mpi4py communicator. "
                                   f"Received: {ranks!r}")
     return tuple(sorted(int(rank) for rank in values))
 

@@ -163,11 +163,11 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
 def shutdown() -> None:
     """Stop the engine and disconnect from the other ranks. Collective: returns when all ranks have called it.
 
-    Python calls it at the end of the script. On other ranks, operations that wait for this rank fail with
-    ShutdownError. After it, init() may be called again. In a process that was forked from a rank it does nothing.
+    Python calls shutdown() at the end of the script. On other ranks operations that wait for this rank fail with
+    ShutdownError. Afterwards init() may be called again. In a forked process shutdown() does nothing.
 
     Raises:
-        InvalidRequestError: A signal handler has called it inside of a collective, before the engine had noticed that
+        InvalidRequestError: A signal handler calls shutdown() inside a collective, before the engine has noticed that
             there are handlers.
     """
     global _runtime

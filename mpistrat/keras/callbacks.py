@@ -309,7 +309,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(CalledByKeras2, keras.callbacks.ModelCheckpoint):
-    """Keras' ModelCheckpoint that keeps the best model only, and that gets its file later. Rank 0 writes. Local.
+    """Keras' ModelCheckpoint with save_best_only=True, whose file is set after it is made. Rank 0 writes. Local.
 
     Set `filepath` before fit: `checkpoint.filepath = "best.keras"`. Put MetricAverageCallback before it, so that "best"
     is measured over all ranks. With MPIStrategy all ranks must pass it to fit, as any ModelCheckpoint.

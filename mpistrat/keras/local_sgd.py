@@ -218,8 +218,8 @@ class PeriodicAveraging(TrainsApart):
         if uneven not in ("error", "join"):
             raise InvalidRequestError(f"uneven must be 'error' or 'join'. Received: {uneven!r}")
         if uneven == "join" and scope is not None:
-            raise InvalidRequestError('uneven="join" is for ranks that train by themselves: leave out scope=, or give '
-                                      "all ranks as many batches.")
+            raise InvalidRequestError('uneven="join" needs ranks that each train alone: leave out scope=, or give '
+                                      "all ranks the same number of batches.")
         self.every, self.warmup, self.average_slots, self.joins = every, warmup, average_slots, uneven == "join"
         self.process_set = process_set_of(scope)
         self.steps = self.steps_apart = 0

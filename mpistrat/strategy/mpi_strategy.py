@@ -127,8 +127,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                axis: int | Sequence[int] | None = None) -> Structure:
         """Reduce over the replicas, after reducing each value over `axis`. Collective.
 
-        As tf.distribute.Strategy.reduce, with these differences: `value` may be nested and is reduced in one
-        collective, and an axis is ignored for scalars, because Keras reduces its logs in that way.
+        As tf.distribute.Strategy.reduce, with two differences: `value` may be nested, and is reduced in one
+        collective; and scalars ignore `axis`, because Keras passes an axis for the logs of a step.
 
         Args:
             reduce_op: SUM or MEAN. With an axis, MEAN is the mean over all rows of all replicas.

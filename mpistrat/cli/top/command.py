@@ -120,7 +120,7 @@ def _rich(file: io.StringIO | None = None
     try:
         from rich.console import Console
     except ImportError as error:
-        raise MissingDependencyError(f"mpistrat top draws with rich ({pip_extra('top')}); --json does without it."
+        raise MissingDependencyError(f"mpistrat top needs rich ({pip_extra('top')}). --json does not."
                                      ) from error
     from .screen import drawn, listed
 

@@ -48,7 +48,8 @@ def require_shardable(optimizer: Optimizer, uneven: str) -> None:
     require_update_step(cls)
     if uneven == "join":
         raise InvalidRequestError('a sharded optimizer needs every rank in every step, so uneven="join" does not work '
-                                  "with it. Take hvd.DistributedOptimizer, or give all ranks as many batches.")
+                                  "with it. Take hvd.DistributedOptimizer, or give all ranks the same number of "
+                                  "batches.")
 
 
 def require_update_step(cls: type[Optimizer]) -> None:
