@@ -443,7 +443,7 @@ def test_another_user_that_listens_in_the_place_of_a_rank_is_told_nothing() -> N
     stranger = as_nobody(LISTENS, invitation.name, invitation.secret.hex())
     assert stranger.stdout is not None
     assert stranger.stdout.readline() == "listens\n"
-    with pytest.raises(OSError, match=rf"^process {stranger.pid} of user {NOBODY} answers in the place of rank 0$"):
+    with pytest.raises(OSError, match=rf"^process {stranger.pid} of user {NOBODY} answers for rank 0$"):
         HostLink(1, (0, 1)).connect(invitation)
     output, _ = stranger.communicate(timeout=LIMIT_S)
     assert (stranger.returncode, output) == (0, "got b''\n")

@@ -309,7 +309,7 @@ def test_a_wanted_mpirun_is_a_path_or_a_name(tmp_path) -> None:
 def test_an_mpirun_of_another_kind_is_refused(tmp_path) -> None:
     with pytest.raises(LaunchError, match=r"is no mpirun of .*prints: My Launcher 1.*Start the job with it: "):
         identify(program(tmp_path / "mpirun", "echo My Launcher 1"))
-    with pytest.raises(LaunchError, match="says: nothing"):
+    with pytest.raises(LaunchError, match="prints: nothing"):
         identify(program(tmp_path / "silent"))
 
 
