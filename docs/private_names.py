@@ -49,29 +49,29 @@ def imported() -> Iterator[str]:
 
 
 def replaced() -> Iterator[str]:
-    """For each file and owner a row with the functions, each with what would happen without the replacement."""
+    """For each file a row with the functions, each with what would happen without the replacement."""
     for path, tree in modules():
         texts = {node.targets[0].id: node.value.value for node in tree.body if isinstance(node, ast.Assign)
                  and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Constant)}
         aliases = {alias.asname: alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
                    for alias in node.names if alias.asname}
-        found: dict[str, list[str]] = {}
-        reason = ""
+        found, reason = [], ""
         for call in ast.walk(tree):
             if isinstance(call, ast.Call) and len(call.args) > 2 \
                     and aliases.get(name := ast.unparse(call.func), name).startswith("replaces"):
                 owner, function, given = call.args[:3]
                 text = str(given.value if isinstance(given, ast.Constant) else texts[ast.unparse(given)])
                 reason = text.replace("likewise", reason)
-                found.setdefault(ast.unparse(owner), []).append(f"`{ast.literal_eval(function)}`: {reason}")
-        yield from (f"| `{owner}` | {path} | {'; '.join(functions)} |" for owner, functions in found.items())
+                found.append(f"`{ast.unparse(owner)}.{ast.literal_eval(function)}`: {reason}")
+        if found:
+            yield f"| {path} | {'; '.join(found)} |"
 
 
 def page() -> str:
     """The text of the page."""
     lines = [_HEAD, "| file in `mpistrat/` | imports |", "|---|---|", *imported(), "",
-             "| of Keras | file in `mpistrat/` | functions, and what would happen if they were not replaced |",
-             "|---|---|---|", *replaced()]
+             "| file in `mpistrat/` | functions of Keras, and what would happen if they were not replaced |",
+             "|---|---|", *replaced()]
     return "\n".join(lines) + "\n"
 
 
