@@ -95,7 +95,7 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
     """Connect to the other ranks and start the engine. Collective; a repeated call only registers process sets.
 
     Without a launcher in the environment the job has one rank, and no MPI library is loaded. MPI is initialised with
-    THREAD_MULTIPLE if mpi4py was told not to do it (mpi4py.rc.initialize = False), and finalised when Python exits.
+    THREAD_MULTIPLE where mpi4py does not do so (mpi4py.rc.initialize = False), and finalised when Python exits.
 
     Args:
         comm: A list of ranks of MPI_COMM_WORLD, or an mpi4py communicator. Default: all ranks.

@@ -57,7 +57,8 @@ SNIPPETS: dict[tuple[str, str], tuple[str, str] | None] = {
         "import mpistrat.tensorflow as hvd\nencoder, images = keras.layers.Dense(2), np.ones((3, 4), np.float32)\n",
         "everybody.shape == (3 * hvd.size(), 2)"),
     ("running.md", "def fit_and_save(model, data, path):"): (
-        "saved = []\nclass model:\n    save = saved.append\n    def fit(data, epochs):\n        raise KeyboardInterrupt",
+        "saved = []\nclass model:\n    save = saved.append\n    def fit(data, epochs):\n"
+        "        raise KeyboardInterrupt",
         "interrupted(lambda: fit_and_save(model, None, 'a.keras')) and saved == ['a.keras']"),
     ("running.md", "import signal"): ("", "not agreed() and (stop.append(15) or agreed())"),
     ("running.md", "import os"): ("", "int(rank) == mpistrat.rank()"),

@@ -28,8 +28,8 @@ class Elastic(Callback):
 
     For jobs of `mpistrat run --elastic`; in other jobs it does nothing. Pass it to fit on all ranks, as the last
     callback. The model must have its weights, by an Input layer or by `build`. After a loss fit goes on with the next
-    batch of the epoch: of the dataset's order, which is a new one if it is shuffled anew in each epoch. The logs of
-    this epoch are those of the batches after the commit.
+    batch of the epoch, in the order of the dataset; a dataset that is shuffled anew in each epoch has a new order. The
+    logs of this epoch are those of the batches after the commit.
 
     With a distributed optimizer each rank trains the rows that its script has chosen. New processes choose anew. If an
     epoch has another number of batches then, fit goes on at the same share of it, rounded down, so the rows of up to
@@ -39,8 +39,7 @@ class Elastic(Callback):
     loop of your own, the ranks that are left train them.
 
     Args:
-        commit_every: Batches between two commits, rounded up to whole executions. There is also one at the end of each
-            epoch.
+        commit_every: Batches between two commits, rounded up to whole executions. Each epoch also ends with a commit.
 
     Raises:
         ValueError: `commit_every` is below 1.
