@@ -102,11 +102,12 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
                          shard_state: bool = False) -> Optimizer:
     """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
 
-    Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
-    where mpistrat is not installed. Clipping applies to the averaged gradient. A variable that its gradient overwrites
-    (Keras' overwrite_with_gradient, as float8 has it) gets the largest value of all ranks. All ranks must create their
-    optimizers in the same order; those that are gone before the first of them averages do not count. Model.compile
-    takes jit_compile="auto", its default, as False where XLA cannot compile collectives. Local; `apply` is collective.
+    The class of the new optimizer is a subclass of the same name. It compiles, saves and loads like the original, and a
+    saved model loads where mpistrat is not installed. Clipping applies to the averaged gradient. A variable that its
+    gradient overwrites (Keras' overwrite_with_gradient, as float8 has it) gets the largest value of all ranks. All
+    ranks must create their optimizers in the same order; those that are gone before the first of them averages do not
+    count. Model.compile takes jit_compile="auto", its default, as False where XLA cannot compile collectives. Local;
+    `apply` is collective.
 
     Args:
         optimizer: Any Keras optimizer, also a LossScaleOptimizer, built or not. It is not changed. One of Keras 2
