@@ -137,7 +137,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--oversubscribe", action="store_true",
                         help="allow more ranks than the hosts have slots")
     parser.add_argument("--mpirun", metavar="PATH", type=os.path.expanduser,
-                        help="the mpirun to use; default: that of this Python environment, or the first on the PATH")
+                        help="the mpirun to use; default: the one of this Python environment, or the first on the PATH")
 
 
 def read_hosts(options: argparse.Namespace) -> HostList | None:
