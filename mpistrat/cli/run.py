@@ -47,8 +47,8 @@ _OUTPUT_OPTIONS = ("outfile-pattern", "errfile-pattern", "merge-stderr-to-stdout
 
 _EPILOG = """\
 The command begins after --, or at the first argument that is neither an option nor the value of an option. A file that
-ends in .py is run with the Python that runs mpistrat. Options that are not listed here are passed to mpirun. After an option
-that mpistrat does not know, write -- before the command.
+ends in .py is run with the Python that runs mpistrat. Options that are not listed here are passed to mpirun. After an
+option that mpistrat does not know, write -- before the command.
 
 mpistrat adds the options that root, hosts and oversubscription need, and forwards these variables to all hosts:
 MPISTRAT_*, NCCL_*, PATH, PYTHONPATH, LD_LIBRARY_PATH, VIRTUAL_ENV, KERAS_BACKEND, TF_CPP_MIN_LOG_LEVEL. --dry-run

@@ -22,7 +22,7 @@ from ..tensorflow.compression import Compression, Compressor, require_compressio
 from ..tensorflow.equal_weights import require_equal_weights
 from ..tensorflow.gradients import label_of
 from ..tensorflow.identity_set import IdentitySet
-from ..tensorflow.kerases import is_keras2
+from ..tensorflow.kerases import is_keras2, steps_of
 from ..tensorflow.list_ops import reduce_tensors
 from ..tensorflow.names import eager
 from ..tensorflow.types import Variable
@@ -122,7 +122,7 @@ class LocalTraining(Training):
 
     @property
     def counters(self) -> list[keras.Variable]:
-        return [part._iterations for part in self.parts]
+        return [steps_of(part) for part in self.parts]
 
     @property
     def is_synchronised(self) -> bool:

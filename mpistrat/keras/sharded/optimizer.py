@@ -15,7 +15,7 @@ from keras.optimizers import Optimizer
 
 from ...core.errors import InvalidRequestError
 from ...tensorflow.elastic import divided_states
-from ...tensorflow.kerases import is_keras2
+from ...tensorflow.kerases import is_keras2, steps_of
 from ...tensorflow.overwritten import places_of
 from ...tensorflow.types import OptionalGradient, Tensor, Variable
 from .._private import legacy_h5_format
@@ -79,7 +79,7 @@ class Sharded:
                 raise InvalidRequestError("a sharded optimizer does not accumulate the gradients of variables that "
                                           f"their gradient overwrites (float8). {_INSTEAD}")
             own.parts = Parts(variables, own.reducer, is_element_wise(original_class(type(self))))
-            own.whole = WholeState(own.parts, self._iterations)  # type: ignore[attr-defined]
+            own.whole = WholeState(own.parts, steps_of(self))
             super().build(own.parts.noting)  # type: ignore[misc]
             own.whole.variables = super().variables  # type: ignore[misc]
         else:
@@ -133,7 +133,7 @@ class Sharded:
 
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
         if steps:
-            tf.cond(self._iterations.value % steps == 0, publish, lambda: tf.constant(0))  # type: ignore[attr-defined]
+            tf.cond(steps_of(self).value % steps == 0, publish, lambda: tf.constant(0))
         else:
             publish()
         # Keras has constrained whole variables. A second time would round again.
