@@ -3,7 +3,6 @@
 Other tests run those of docs/scale.md, and of the README with docs/transcript.md.
 """
 
-import os
 import re
 import signal
 import textwrap
@@ -74,8 +73,6 @@ SNIPPETS: dict[tuple[str, str], tuple[str, str] | None] = {
         MODEL + "if hvd.rank() == 0:\n    model.save('model.keras')\nhvd.barrier()", "model.optimizer"),
     ("strategies.md", "import mpistrat.tensorflow"): (BUILD, "same(model.weights)"),
     ("strategies.md", "strategy = mpistrat.tensorflow.MPIStrategy(compression="): ("", "strategy"),
-    ("strategies.md", "strategy = mpistrat.tensorflow.MPIStrategy(variables="): (
-        BUILD, "same(model.weights) and os.path.exists('model.keras')"),
 }
 
 
@@ -116,7 +113,7 @@ def test_a_snippet_runs(page: str, code: str, shared_dir: str, monkeypatch: pyte
     monkeypatch.chdir(shared_dir)
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
     names: dict[str, Any] = {
-        "keras": keras, "tf": tf, "np": np, "os": os, "hvd": mpistrat.keras, "mpistrat": mpistrat, "same": same,
+        "keras": keras, "tf": tf, "np": np, "hvd": mpistrat.keras, "mpistrat": mpistrat, "same": same,
         "interrupted": interrupted, "__name__": "snippet"}
     handler = signal.getsignal(signal.SIGTERM)
     try:
