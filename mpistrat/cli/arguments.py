@@ -108,8 +108,8 @@ def mpirun_options(text: str) -> tuple[str, ...]:
         raise LaunchError(f"{text!r} is not a list of options for mpirun: {error}") from None
     wrong = " ".join((*parts.own, *parts.command))
     if wrong:
-        raise LaunchError(f"{text!r} is not a list of options for mpirun: {wrong} is none, or one that is given to "
-                          "mpistrat and not to mpirun.")
+        raise LaunchError(f"{text!r} is not a list of options for mpirun: {wrong} is no option of mpirun, or an "
+                          "option that mpistrat itself takes.")
     return parts.mpirun
 
 

@@ -173,7 +173,7 @@ def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # no
     A step reduce-scatters the gradients, updates this rank's parts of the weights, and gathers the weights of all
     ranks. A rank has 1/N of the state (for Adam twice the weights), a copy of its parts of the weights, and 1/N of the
     work of the update. Optimizers that compute each element by itself (SGD, Adam, AdamW, Nadam, Adamax, Adadelta,
-    Adagrad, RMSprop, Ftrl, Lion) divide variables; others, such as Lamb, Muon and those of the user, have whole
+    Adagrad, RMSprop, Ftrl, Lion) divide variables; Lamb, Muon and optimizers of the user have whole
     variables, whose gradients are all-reduced. On one host SGD and Adam give the bits of a DistributedOptimizer,
     in steps that XLA does not compile. Gradients that are accumulated are reduced in every pass, and each rank
     accumulates its part.
@@ -185,8 +185,8 @@ def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # no
     Local; `apply` is collective.
 
     Args:
-        optimizer: Any Keras 3 optimizer that has no others in it. It is not changed.
-        arguments: Others of DistributedOptimizer.
+        optimizer: Any Keras 3 optimizer without inner optimizers. It is not changed.
+        arguments: Further arguments, as for DistributedOptimizer.
 
     Raises:
         ValueError: As DistributedOptimizer; or the state cannot be divided: the optimizer passes gradients on
