@@ -355,7 +355,7 @@ agreements_on_finite: list[Callable[[LossScaleOptimizer, tf.Tensor], tf.Tensor]]
 
 # Under mixed_float16 compile() wraps every optimizer in a LossScaleOptimizer.
 @replaces(LossScaleOptimizer, "check_finite",
-          "a rank with an overflow would skip the step, and the others would wait for its gradients", "ops.isfinite(g)")
+          "a rank with an overflow would skip the step, and the others would wait for its gradients", "isfinite(g)")
 def check_finite(original: Function, self: LossScaleOptimizer, grads: list[tf.Tensor]) -> tf.Tensor:
     """Keras checks the gradients of this rank only, before they are averaged."""
     finite = original(self, grads)

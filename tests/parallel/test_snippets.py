@@ -47,8 +47,8 @@ SNIPPETS: dict[tuple[str, str], tuple[str, str] | None] = {
     ("gpu.md", "import mpistrat.tensorflow as hvd"): ("", "hvd.is_initialized()"),
     ("horovod.md", "import mpistrat.keras as hvd "): ("", "hvd.DistributedOptimizer"),
     ("horovod.md", "import mpistrat"): ("", "train(3) == (mpistrat.rank(), mpistrat.size())"),
-    ("horovod.md", "for images, labels in batches:"): (
-        MODEL + "optimizer = hvd.DistributedOptimizer(optimizer)\n"
+    ("horovod.md", "import mpistrat.tensorflow as hvd  # `join`"): (
+        MODEL + "import mpistrat.tensorflow as hvd\noptimizer = hvd.DistributedOptimizer(optimizer)\n"
         "batches = [(x, y)] * (1 + hvd.rank())", "last == hvd.size() - 1"),
     ("horovod.md", 'optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(), uneven="join")'): ("", "optimizer"),
     ("horovod.md", "service = tf.data.experimental.service"): ("host = '127.0.0.1'", "address.startswith('grpc')"),
