@@ -79,7 +79,7 @@ class Sharded:
                 raise InvalidRequestError("a sharded optimizer does not accumulate the gradients of variables that "
                                           f"their gradient overwrites (float8). {_INSTEAD}")
             own.parts = Parts(variables, own.reducer, is_element_wise(original_class(type(self))))
-            own.whole = WholeState(own.parts, steps_of(self))
+            own.whole = WholeState(own.parts, steps_of(self))  # type: ignore[arg-type]
             super().build(own.parts.noting)  # type: ignore[misc]
             own.whole.variables = super().variables  # type: ignore[misc]
         else:
@@ -133,7 +133,7 @@ class Sharded:
 
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
         if steps:
-            tf.cond(steps_of(self).value % steps == 0, publish, lambda: tf.constant(0))
+            tf.cond(self._iterations.value % steps == 0, publish, lambda: tf.constant(0))  # type: ignore[attr-defined]
         else:
             publish()
         # Keras has constrained whole variables. A second time would round again.
