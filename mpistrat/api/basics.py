@@ -60,11 +60,10 @@ def is_homogeneous() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to write the operations of all ranks to a file, which rank 0 writes. Local.
+    """Start a timeline: rank 0 writes the operations of all ranks to a file. Local.
 
-    What rank 0 passes counts; on other ranks the call does nothing. `mpistrat timeline FILE` reads the file. What keeps
-    it from being written is a warning: the path cannot be written, the disk is full, or a timeline is being written
-    already.
+    Only the call of rank 0 has an effect. `mpistrat timeline FILE` reads the file. A path that cannot be written, a
+    full disk, or a timeline that is being written already is a warning.
 
     Args:
         file_path: A file of this name is replaced. It gets Chrome's trace format, which https://ui.perfetto.dev reads.
@@ -81,8 +80,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 def stop_timeline() -> None:
     """Complete the file of start_timeline, or of MPISTRAT_TIMELINE. Local; without such a file it does nothing.
 
-    Rank 0 waits a moment for the last operations of the other ranks; on these the call does nothing. shutdown() calls
-    it.
+    Rank 0 waits a moment for the last operations of the other ranks; only its call has an effect. shutdown() calls
+    stop_timeline().
     """
     forked.require_rank()
     tracer = runtime.current().tracer
@@ -182,7 +181,7 @@ def gpu_available(ext_base_name: str = "", verbose: bool = False) -> bool:
 
     Args:
         ext_base_name: Accepted for compatibility with Horovod, ignored. The answer is the same for all frameworks.
-        verbose: Print the reason if it is False.
+        verbose: Print the reason for False.
     """
     problem = why_no_cupy()
     if problem:
@@ -215,7 +214,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set. Collective over all ranks of the job. Operations in flight in the set are completed first.
 
     Returns:
-        False if it is the set of all ranks, or is not registered.
+        False if `process_set` is the set of all ranks, or is not registered.
 
     Raises:
         InvalidRequestError: On all ranks, if they remove different sets.

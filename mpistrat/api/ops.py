@@ -218,8 +218,8 @@ def alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None
 
     Args:
         array: At least one dimension. The first dimension may differ among ranks.
-        splits: How many rows each rank gets, in rank order; they may add up to less than all rows. Default: all get as
-            many, and the number of rows must be divisible by the number of ranks.
+        splits: How many rows each rank gets, in rank order; they may add up to less than all rows. Default: the same
+            number for each rank, so the number of rows must be divisible by the number of ranks.
         name: Matches the calls of the ranks.
         process_set: The ranks that take part.
 
@@ -231,15 +231,15 @@ def alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None
 
 
 def barrier(name: str | None = None, process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of the set has called it. Collective."""
+    """Wait until every rank of the set has called barrier(). Collective."""
     name = _name(name, "barrier")
     resolved(process_set).group(name).engine.run(barrier_request(name), []).wait()
 
 
 def join(process_set: ProcessSet = global_process_set) -> int:
-    """Wait until every rank of the set has called it. Until then the other ranks' collectives go on without this rank.
+    """Wait until every rank of the set has called join(). Until then other ranks' collectives go on without this rank.
 
-    For ranks with different numbers of batches: each calls it after its last one. Collective.
+    For ranks with different numbers of batches: each rank calls join() after its last batch. Collective.
 
     - allreduce: this rank's tensors do not count, and an average divides by the number of ranks that have submitted
       one. MPISTRAT_JOIN_AVERAGE=all: it divides by the number of all ranks, as in Horovod.
@@ -247,7 +247,7 @@ def join(process_set: ProcessSet = global_process_set) -> int:
     - alltoall, reducescatter, a broadcast from this rank, and Min, Max and Product with a prescale factor: a
       MismatchError on the other ranks, since there is no result without this rank.
 
-    This rank does not get what the others compute meanwhile. The last rank to join has taken part in everything, so it
+    This rank does not get the results of these collectives. The last rank to join has taken part in everything, so it
     is the root for a broadcast of the weights afterwards.
 
     Args:

@@ -25,7 +25,7 @@ def _checked(ranks: object) -> tuple[int, ...]:
     values: list = list(ranks) if isinstance(ranks, Iterable) else [ranks]
     if not all(isinstance(rank, int | np.integer) and not isinstance(rank, bool) and rank >= 0 for rank in values) \
             or len(set(values)) < len(values):
-        raise InvalidRequestError("a process set is made from different ranks, or from an mpi4py communicator. "
+        raise InvalidRequestError("ProcessSet takes distinct ranks, or an mpi4py communicator. "
                                   f"Received: {ranks!r}")
     return tuple(sorted(int(rank) for rank in values))
 
@@ -34,17 +34,17 @@ class ProcessSet:
     """Some ranks of the job, among which collectives can run.
 
     Args:
-        ranks_or_comm: Different ranks of the job, in any order; or an mpi4py communicator of such ranks. With a
+        ranks_or_comm: Distinct ranks of the job, in any order; or an mpi4py communicator of such ranks. With a
             communicator (of MPI_Comm_split, for example) each rank passes its own, so one call makes several sets.
 
     Attributes:
         process_set_id: The number of the set; None unless it is registered. 0 is the set of all ranks. A number is not
             used again for another set until shutdown().
-        mpi_comm: The communicator that it was made from; None if it was made from ranks. That of the set of all ranks
-            is the one that init() was called with.
+        mpi_comm: The communicator that the set was made from; None if the set was made from ranks. The set of all ranks
+            has the communicator of init().
 
     Raises:
-        ValueError: `ranks_or_comm` is not a list of different whole numbers.
+        ValueError: `ranks_or_comm` is not a list of distinct whole numbers.
     """
 
     def __init__(self, ranks_or_comm: "Iterable[int] | int | MPI.Comm"):
@@ -63,15 +63,15 @@ class ProcessSet:
         return None if self._ranks is None else list(self._ranks)
 
     def size(self) -> int | None:
-        """Return the number of ranks in the set; None if it is not registered. Local."""
+        """Return the number of ranks in the set; None if the set is not registered. Local."""
         return None if self.process_set_id is None or self._ranks is None else len(self._ranks)
 
     def rank(self) -> int | None:
-        """Return this rank's place in the set; None if it is not in it, or if it is not registered. Local."""
+        """Return this rank's number in the set; None if it has none, or the set is not registered. Local."""
         return None if self._group is None else self._group.topology.rank
 
     def included(self) -> bool | None:
-        """Return whether this rank is in the set; None if it is not registered. Local."""
+        """Return whether this rank is in the set; None if the set is not registered. Local."""
         return None if self.process_set_id is None else self._group is not None
 
     def has_others(self) -> bool:
@@ -99,7 +99,7 @@ class ProcessSet:
         return self._group
 
     def bind(self, number: int | None, ranks: Sequence[int] | None = None, group: Group | None = None) -> None:
-        """Note that the set is registered, or (None) that it is no more. Local; for this package."""
+        """Note that the set is registered, or (None) no longer registered. Local; for this package."""
         self.process_set_id, self._group = number, group
         if ranks is not None:
             self._ranks = tuple(ranks)

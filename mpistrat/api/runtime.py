@@ -95,7 +95,7 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
     """Connect to the other ranks and start the engine. Collective; a repeated call only registers process sets.
 
     Without a launcher in the environment the job has one rank, and no MPI library is loaded. MPI is initialised with
-    THREAD_MULTIPLE if mpi4py was told not to do it (mpi4py.rc.initialize = False), and finalised when Python exits.
+    THREAD_MULTIPLE where mpi4py does not do so (mpi4py.rc.initialize = False), and finalised when Python exits.
 
     Args:
         comm: A list of ranks of MPI_COMM_WORLD, or an mpi4py communicator. Default: all ranks.
@@ -163,11 +163,11 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
 def shutdown() -> None:
     """Stop the engine and disconnect from the other ranks. Collective: returns when all ranks have called it.
 
-    Python calls it at the end of the script. On other ranks, operations that wait for this rank fail with
-    ShutdownError. After it, init() may be called again. In a process that was forked from a rank it does nothing.
+    Python calls shutdown() at the end of the script. On other ranks operations that wait for this rank fail with
+    ShutdownError. Afterwards init() may be called again. In a forked process shutdown() does nothing.
 
     Raises:
-        InvalidRequestError: A signal handler has called it inside of a collective, before the engine had noticed that
+        InvalidRequestError: A signal handler calls shutdown() inside a collective, before the engine has noticed that
             there are handlers.
     """
     global _runtime

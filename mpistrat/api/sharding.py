@@ -49,12 +49,12 @@ class _Dataset(Protocol):
 
 
 def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = None) -> Any:
-    """Return this rank's rows of `data`, the same number on every rank, so that all ranks take as many steps.
+    """Return this rank's rows of `data`, as many on every rank, so that all ranks take the same number of steps.
 
         x, y = hvd.shard(x, y)
 
     Rank r of s gets the rows r, r + s, r + 2 s and so on. Local: nothing is sent, so all ranks must pass the same data
-    in the same order. Shuffle after it, not before. `tf.data.Dataset.list_files` shuffles, unless it is told
+    in the same order. Shuffle after shard(), not before. `tf.data.Dataset.list_files` shuffles, unless it is told
     `shuffle=False`.
 
     Args:

@@ -108,8 +108,8 @@ def mpirun_options(text: str) -> tuple[str, ...]:
         raise LaunchError(f"{text!r} is not a list of options for mpirun: {error}") from None
     wrong = " ".join((*parts.own, *parts.command))
     if wrong:
-        raise LaunchError(f"{text!r} is not a list of options for mpirun: {wrong} is none, or one that is given to "
-                          "mpistrat and not to mpirun.")
+        raise LaunchError(f"{text!r} is not a list of options for mpirun: {wrong} is no option of mpirun, or an "
+                          "option that mpistrat itself takes.")
     return parts.mpirun
 
 
@@ -137,7 +137,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--oversubscribe", action="store_true",
                         help="allow more ranks than the hosts have slots")
     parser.add_argument("--mpirun", metavar="PATH", type=os.path.expanduser,
-                        help="the mpirun to use; default: that of this Python environment, or the first on the PATH")
+                        help="the mpirun to use; default: the one of this Python environment, or the first on the PATH")
 
 
 def read_hosts(options: argparse.Namespace) -> HostList | None:

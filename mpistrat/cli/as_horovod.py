@@ -63,7 +63,7 @@ def first_line() -> str:
 
 def main(argv: list[str]) -> int:
     """Run `mpistrat as-horovod` and return 0. Raises LaunchError for wrong input."""
-    parser = Parser("as-horovod", "Print what makes `import horovod` find mpistrat in the programs of a shell.",
+    parser = Parser("as-horovod", "Print the lines by which programs of a shell find mpistrat for `import horovod`.",
                     _EPILOG)
     parser.add_argument("--env", nargs="?", const="", choices=_WORDS, metavar="keras2",
                         help=f"print the lines for a shell; {_WORDS_HELP}")

@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to the parser of `mpistrat run`."""
     group = parser.add_argument_group("elastic jobs (docs/elastic.md); each of these options makes a job elastic")
     group.add_argument("--elastic", nargs="?", const=AUTO, choices=(AUTO, RESTART), help="go on when ranks or hosts "
-                       "are lost. restart: always with new processes, so that mpirun needs no options for it")
+                       "are lost. restart: always with new processes; mpirun then needs no options for fault tolerance")
     group.add_argument("--min-np", type=int, metavar="N", help="the least number of ranks (default 1)")
     group.add_argument("--max-np", type=int, metavar="N", help="the most ranks (default: -np)")
     group.add_argument("--host-discovery-script", metavar="FILE", help="a program that prints the hosts that there are "
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--elastic-checkpoint", default="", metavar="DIR",
                        help="a directory, the same on all hosts, where the chief saves commits")
     group.add_argument("--elastic-checkpoint-every", type=int, metavar="N",
-                       help=f"commits between two of these (default {_CHECKPOINT_EVERY})")
+                       help=f"commits between two that are saved (default {_CHECKPOINT_EVERY})")
 
 
 def is_asked_for(options: argparse.Namespace) -> bool:
@@ -245,7 +245,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
 
 
 class HostFinder:
-    """Returns the hosts that there are now, when it is called: a script's, a hostfile's, or a list's.
+    """Returns the present hosts when it is called: of a script, a hostfile, or a list.
 
     `problem`: Why the last call has returned None; "" if it has not.
     """

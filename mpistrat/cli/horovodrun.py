@@ -26,7 +26,7 @@ _SETTINGS = {
 }
 # Options without a value that set a variable.
 _FLAGS = {"--disable-cache": ("MPISTRAT_CACHE_CAPACITY", "0", "ranks keep no requests"),
-          "--timeline-mark-cycles": ("MPISTRAT_TIMELINE_MARK_CYCLES", "1", "mark in it when operations begin"),
+          "--timeline-mark-cycles": ("MPISTRAT_TIMELINE_MARK_CYCLES", "1", "mark in the file when operations begin"),
           "--no-stall-check": ("MPISTRAT_STALL_CHECK_DISABLE", "1", "wait for other ranks without a limit")}
 _NO_TUNING = "there is nothing to tune"
 _REFUSED = {

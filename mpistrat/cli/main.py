@@ -17,7 +17,7 @@ COMMANDS = {
     "doctor": "show what this machine has, and what will go wrong on the hosts of a job, with the remedies",
     "top": "show what the ranks of a running job do, and which is the slowest",
     "bench": "measure collectives on the ranks of a job",
-    "timeline": "say what a timeline shows: where the time went, who came last, what was not fused",
+    "timeline": "summarise a timeline: where the time went, which rank came last, which operations were not fused",
     "as-horovod": "for programs that import horovod and that you cannot edit, under mpirun or srun",
 }
 _MODULES = {"run": "run", "doctor": "doctor.command", "top": "top.command", "bench": "bench.command",

@@ -238,8 +238,8 @@ def identify(path: str) -> Mpirun:
         if done.returncode != 0:
             raise LaunchError(f"{path} --version fails with exit code {done.returncode}: {start}. Mend that, or choose "
                               "another with --mpirun PATH.")
-        makers = " nor ".join(f"{each.name}'s" for each in STARTED)
-        raise LaunchError(f"{path} is neither {makers} (--version says: {start}). Call it without mpistrat: "
+        makers = ", ".join(each.name for each in STARTED)
+        raise LaunchError(f"{path} is no mpirun of {makers}. Its --version prints: {start}. Start the job with it: "
                           f"{path} -np 2 python train.py")
     return Mpirun(path, launcher, version)
 

@@ -46,21 +46,21 @@ _GRACE_S = 25.0  # Slurm and Kubernetes give a job 30 s, in which mpirun has to 
 _OUTPUT_OPTIONS = ("outfile-pattern", "errfile-pattern", "merge-stderr-to-stdout")
 
 _EPILOG = """\
-The command begins after --, or at the first argument that is neither an option nor the value of one. A file that ends
-in .py is run with the Python that runs mpistrat. Options that are not listed here are passed to mpirun. After an option
-that mpistrat does not know, write -- before the command.
+The command begins after --, or at the first argument that is neither an option nor the value of an option. A file that
+ends in .py is run with the Python that runs mpistrat. Options that are not listed here are passed to mpirun. After an
+option that mpistrat does not know, write -- before the command.
 
 mpistrat adds the options that root, hosts and oversubscription need, and forwards these variables to all hosts:
 MPISTRAT_*, NCCL_*, PATH, PYTHONPATH, LD_LIBRARY_PATH, VIRTUAL_ENV, KERAS_BACKEND, TF_CPP_MIN_LOG_LEVEL. --dry-run
-prints the whole command. The ranks of a host get equal shares of its cores (MPISTRAT_BIND=gpu: not), unless options of
-mpirun bind them.
+prints the whole command. The ranks of a host get equal shares of its cores (not with MPISTRAT_BIND=gpu), unless
+options of mpirun bind them.
 
 The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
 share it), the file with the last operations of the ranks (MPISTRAT_RECORDER=status: none) and the exit code. Of
 TensorFlow's log lines only errors are printed, once for all ranks (TF_CPP_MIN_LOG_LEVEL=2, unless it is set).
 
 The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. SIGTERM and Ctrl-C go to the ranks,
-which have some time to save; a second one ends the job at once. The exit code is 143 or 130 then, or 0 if all ranks
+which have some time to save; a second signal ends the job at once. The exit code is 143 or 130 then, or 0 if all ranks
 have ended well. stdin is that of rank 0. Processes that a failed job leaves on this host are killed. mpirun is
 terminated if it does not end within 15 s after a rank has ended the job. --help among the arguments of a Python script
 runs the script once, without mpirun.
@@ -254,8 +254,8 @@ def _parser() -> Parser:
     parser.add_argument("--output-filename", metavar="DIR", type=os.path.expanduser, help="rank R prints into "
                         "DIR/rank.R/stdout and DIR/rank.R/stderr; the last lines, on why a job has failed, are on the "
                         "terminal as always")
-    parser.add_argument("--grace-period", type=seconds, metavar="S", help="how long ranks have to save after SIGTERM "
-                        "or Ctrl-C, which they get, before they are ended "
+    parser.add_argument("--grace-period", type=seconds, metavar="S", help="seconds in which ranks may save, after "
+                        "they have got SIGTERM or Ctrl-C, until they are ended "
                         f"(default {_GRACE_S:g}; not for --elastic)")
     elastic.add_options(parser)
     as_horovod.add_option(parser)

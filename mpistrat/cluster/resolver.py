@@ -35,7 +35,7 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
     connected to the chief's host. A TF_CONFIG of the platform is not read: the ranks are those of mpirun.
 
     Args:
-        jobs: The number of ranks for each role. Ranks get their roles in this order, that of rank 0, and the chief is
+        jobs: The number of ranks for each role. Ranks get their roles in the order of the dict, and the chief is
             first. The default is rank 0 as the chief and all others as workers.
         num_accelerators: The devices of each kind that each task has, for example `{"GPU": 1}`. The default is the
             devices that this process sees.
@@ -85,7 +85,7 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None,
                          config_proto: tf.compat.v1.ConfigProto | None = None) -> dict[str, int]:
-        """The number of devices of each kind that a task has. All tasks are assumed to have as many as this one."""
+        """The number of devices of each kind in a task. All tasks are assumed to have the devices of this task."""
         if self._num_accelerators is not None:
             return dict(self._num_accelerators)
         return {"GPU": len(tf.config.get_visible_devices("GPU"))}
@@ -109,7 +109,7 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         self._cluster.wait_for_chief()
 
     def wait_for_chief(self, timeout_s: float | None = None) -> bool:
-        """Wait until the chief has ended or called close(). Returns False if it has not after `timeout_s`. Sleeps.
+        """Wait until the chief has ended or called close(). Returns False after `timeout_s`. Sleeps.
 
         Raises:
             RankDiedError: The chief has died.
@@ -120,6 +120,6 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
     def close(self) -> None:
         """On the chief: end the work, so that all other ranks can end. On others: leave the cluster early.
 
-        It is called automatically at the end of the script. May be called twice.
+        Python calls close() at the end of the script. A second call does nothing.
         """
         self._cluster.close()

@@ -59,7 +59,7 @@ class DuplicateNameError(InvalidRequestError):
 
 
 class LaunchError(MpistratError, ValueError):
-    """The launcher cannot make an mpirun command line of its arguments."""
+    """The arguments of the launcher cannot become a command line of mpirun."""
 
 
 class RunError(MpistratError, RuntimeError):
@@ -79,9 +79,9 @@ class CollectiveError(MpistratError, RuntimeError):
 
 
 class MismatchError(CollectiveError, ValueError):
-    """The ranks disagree about a tensor, whose collective fails on all of them, or train differently.
+    """The ranks disagree about a tensor, or train differently. The collective fails on all ranks.
 
-    It ends the engine only if the tensor was in a tf.function.
+    The engine ends only if the tensor was in a tf.function.
     """
 
 
@@ -123,7 +123,7 @@ class RanksLostError(EngineError):
     """Ranks have died, or their hosts are lost. On each rank that is left, all its engines end with this error.
 
     Args:
-        lost: The ranks; () if this rank knows only that there are some.
+        lost: The ranks; () if this rank does not know which.
     """
 
     def __init__(self, lost: Iterable[LostRank] = ()):
@@ -154,7 +154,7 @@ class StallError(EngineError):
 class DeadlockError(StallError):
     """Every rank waits for a collective that another rank cannot reach, so that no rank can ever go on.
 
-    Found within seconds, where StallError has to wait for its limit.
+    The ranks find a deadlock within seconds; StallError comes after its limit.
     """
 
 

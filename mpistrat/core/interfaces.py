@@ -86,13 +86,13 @@ class DataPlane(ABC):
                       reduction: Reduction) -> None:
         """Reduce `source` over all ranks, and write this rank's part of the result to `target`.
 
-        The parts are in the order of the ranks; rank r's has `counts[r]` elements. The result has the bits of allreduce
-        among the ranks of one host.
+        The parts are in the order of the ranks; the part of rank r has `counts[r]` elements. The result has
+        the bits of allreduce among the ranks of one host.
         """
 
     @abstractmethod
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
-        """Overwrite `array` with that of `root_rank`."""
+        """Overwrite `array` with the array of `root_rank`."""
 
     def measured_choices(self) -> list[str]:
         """Sentences on what this rank has chosen for all ranks by the times of collectives. Local; any thread."""

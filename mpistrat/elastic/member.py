@@ -273,7 +273,7 @@ class Member:
         try:
             if not self._keeper.connect_again():
                 return
-            logger.info("another keeper takes the place of that of this host, which has ended")
+            logger.info("a new keeper replaces the keeper of this host, which has ended")
             self._welcome = self._hello()
             if self._size:
                 self.rename(self._rank, self._size)

@@ -21,7 +21,7 @@ def current() -> "Member | None":
 
 
 def join(environ: Mapping[str, str]) -> None:
-    """Connect to the keeper of this host, and start one if there is none. Local. Further calls change nothing.
+    """Connect to the keeper of this host, and start a keeper if there is none. Local. Further calls change nothing.
 
     Raises ElasticError: There is no keeper, and none can be started.
     """

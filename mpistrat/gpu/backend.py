@@ -82,7 +82,7 @@ class GpuBackend(ABC):
     def reducescatter(self, source: GpuArray, target: GpuArray, counts: Sequence[int], reduction: Reduction) -> None:
         """Reduce `source` over all ranks, and write this rank's part of the result to `target`.
 
-        The parts are in the order of the ranks; rank r's has `counts[r]` elements.
+        The parts are in the order of the ranks; the part of rank r has `counts[r]` elements.
         """
 
     @abstractmethod

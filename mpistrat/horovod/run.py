@@ -27,13 +27,13 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
     where this process prints. Function, arguments and results are pickled, with cloudpickle if it is installed;
     without it the function must be in a module that the ranks can import.
 
-    They pass through a temporary directory of this host. With several hosts, either they all share it (TMPDIR chooses
-    the place), or this host has a rank. Without a shared directory the traceback of a rank on another host is in the
+    They pass through a temporary directory of this host (TMPDIR). With several hosts, either all hosts share the
+    directory, or this host has a rank. Without a shared directory the traceback of a rank on another host is in the
     job's output only.
 
     Args:
         func: Called on each rank. init() has been called before it; a repeated call does nothing.
-        args, kwargs: Its arguments, the same on all ranks.
+        args, kwargs: The arguments of `func`, the same on all ranks.
         num_proc: The number of ranks; default: 1. Likewise `np`.
         hosts: The hosts and the number of ranks for each: "node1:4,node2:4". Default: this host, or the allocation of
             the batch system.

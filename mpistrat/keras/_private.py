@@ -15,8 +15,12 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.kerases import is_keras2
 
-__all__ = ["CalledByKeras2", "Callback", "Logs", "all_layers", "legacy_h5_format", "non_trainable_variables",
-           "saving_lib", "serialise_as", "trained_by", "trainer", "weights_of"]
+__all__ = ["BaseTrainer", "CalledByKeras2", "Callback", "Logs", "TensorFlowTrainer", "all_layers", "legacy_h5_format",
+           "non_trainable_variables", "saving_lib", "serialise_as", "trained_by", "trainer", "weights_of"]
+
+# The classes that keras.Model inherits from: that of all backends, and TensorFlow's. Keras 3.16 has other names.
+BaseTrainer = getattr(trainer.base_trainer, "BaseTrainer", None) or trainer.base_trainer.Trainer
+TensorFlowTrainer = getattr(trainer, "TensorFlowTrainer", None) or trainer.Trainer
 
 Logs = dict[str, Any] | None  # What a callback gets of a batch or an epoch.
 

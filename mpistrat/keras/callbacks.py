@@ -39,17 +39,17 @@ class BroadcastGlobalVariablesCallback(Callback):
     """Broadcasts the root's weights and optimizer state. Collective: all ranks must pass it to fit.
 
     When training begins it builds the optimizer and broadcasts all variables that exist. A model without an Input layer
-    creates its weights with the first batch; they are broadcast after that batch. So is the state of other optimizers,
-    which a model such as a GAN has in public attributes. Normalization layers use the root's statistics then. Random
-    states of layers such as Dropout are not broadcast: with keras.utils.set_random_seed(seed + rank()) the ranks drop
-    different units. It logs a warning if the optimizer is not distributed, or the steps of the first epoch do not
+    creates its weights with the first batch; the callback broadcasts these after that batch. It also broadcasts the
+    state of other optimizers in public attributes of the model (a GAN) and the statistics of Normalization layers.
+    Random states of layers such as Dropout are not broadcast: with keras.utils.set_random_seed(seed + rank()) the ranks
+    drop different units. It logs a warning if the optimizer is not distributed, or the steps of the first epoch do not
     communicate: then each rank trains alone.
 
     Args:
         root_rank: The rank whose values all ranks get.
         device: Accepted for compatibility with Horovod, ignored.
         local_variables: Variables that are not broadcast.
-        process_set: The ranks that take part; `root_rank` is one of them. On other ranks it does nothing.
+        process_set: The ranks that take part; `root_rank` is one of them. On other ranks the callback does nothing.
 
     Attributes:
         local: The variables that are not broadcast.
@@ -128,12 +128,12 @@ def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank
 
 
 class MetricAverageCallback(Callback):
-    """Replaces the metrics of an epoch by their average over the ranks. Collective.
+    """Replaces the metrics of an epoch by their averages over the ranks. Collective.
 
     Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint), so that these get the
     same numbers on all ranks. Arrays, such as a number for each class, are averaged element by element. Metrics that
-    only some ranks have, because only these have validation data, stay as they are, and rank 0 logs a warning; so it
-    does if the ranks validate on different numbers of batches.
+    only some ranks have, because only these have validation data, stay as they are. Rank 0 logs a warning then, and
+    also if the ranks validate on different numbers of batches.
 
     By default the mean is not weighted, so the ranks should have equal numbers of rows. With `weighted=True` the value
     of each rank counts by the number of rows in the batches that this rank has trained on in the epoch; the values of
@@ -145,7 +145,7 @@ class MetricAverageCallback(Callback):
 
     Args:
         device: Accepted for compatibility with Horovod, ignored.
-        process_set: The ranks that take part. On other ranks it does nothing.
+        process_set: The ranks that take part. On other ranks the callback does nothing.
         weighted: Weight by rows. All ranks must pass the same value.
 
     Raises:
@@ -202,11 +202,11 @@ class LearningRateScheduleCallback(Callback):
     Args:
         initial_lr: The learning rate before the multiplier.
         multiplier: A function of the epoch, or a constant c, which means c ** (epoch - start_epoch).
-        start_epoch: The first epoch in which it sets the rate.
-        end_epoch: The first epoch in which it no longer sets the rate; None: it always does.
+        start_epoch: The first epoch in which the callback sets the rate.
+        end_epoch: The first epoch in which the callback no longer sets the rate. None: no end.
         staircase: Set the rate at the beginning of an epoch only; else at every batch, with a fractional epoch.
         momentum_correction: Scale the momentum by new / old learning rate for the batch of the change (Goyal et al.,
-            "Accurate, Large Minibatch SGD", 2017, section 2.1). SGD and RMSprop have one.
+            "Accurate, Large Minibatch SGD", 2017, section 2.1). SGD and RMSprop have a momentum.
         steps_per_epoch: Required without staircase if the dataset has no known length.
     """
 
@@ -309,7 +309,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(CalledByKeras2, keras.callbacks.ModelCheckpoint):
-    """Keras' ModelCheckpoint that keeps the best model only, and that gets its file later. Rank 0 writes. Local.
+    """Keras' ModelCheckpoint with save_best_only=True, whose file is set after it is made. Rank 0 writes. Local.
 
     Set `filepath` before fit: `checkpoint.filepath = "best.keras"`. Put MetricAverageCallback before it, so that "best"
     is measured over all ranks. With MPIStrategy all ranks must pass it to fit, as any ModelCheckpoint.

@@ -34,7 +34,7 @@ class KerasState(TensorFlowKerasState):
         model: A model that has its weights already.
         optimizer: Default: the one that the model was compiled with. Its variables are created if they do not exist.
         averaging: The hvd.callbacks.LocalSGD or DiLoCo with which the model is trained. In an elastic job the ranks
-            synchronise before a commit, which keeps its state too.
+            synchronise before a commit, which has the state of the callback, too.
         kwargs: Python objects, each an attribute of the state, for example `epoch=0`.
 
     Raises:
@@ -51,7 +51,7 @@ class CommitStateCallback(Callback):
 
     Args:
         state: The state. Put callbacks that change it before this one.
-        batches_per_commit: The number of batches between commits. Each copies all variables to the host's memory.
+        batches_per_commit: The batches between two commits. Each commit copies all variables to the host's memory.
     """
 
     def __init__(self, state: ObjectState, batches_per_commit: int = 1):

@@ -22,7 +22,7 @@ from ..tensorflow.compression import Compression, Compressor, require_compressio
 from ..tensorflow.equal_weights import require_equal_weights
 from ..tensorflow.gradients import label_of
 from ..tensorflow.identity_set import IdentitySet
-from ..tensorflow.kerases import is_keras2
+from ..tensorflow.kerases import is_keras2, steps_of
 from ..tensorflow.list_ops import reduce_tensors
 from ..tensorflow.names import eager
 from ..tensorflow.types import Variable
@@ -122,7 +122,7 @@ class LocalTraining(Training):
 
     @property
     def counters(self) -> list[keras.Variable]:
-        return [part._iterations for part in self.parts]
+        return [steps_of(part) for part in self.parts]
 
     @property
     def is_synchronised(self) -> bool:
@@ -218,8 +218,8 @@ class PeriodicAveraging(TrainsApart):
         if uneven not in ("error", "join"):
             raise InvalidRequestError(f"uneven must be 'error' or 'join'. Received: {uneven!r}")
         if uneven == "join" and scope is not None:
-            raise InvalidRequestError('uneven="join" is for ranks that train by themselves: leave out scope=, or give '
-                                      "all ranks as many batches.")
+            raise InvalidRequestError('uneven="join" needs ranks that each train alone: leave out scope=, or give '
+                                      "all ranks the same number of batches.")
         self.every, self.warmup, self.average_slots, self.joins = every, warmup, average_slots, uneven == "join"
         self.process_set = process_set_of(scope)
         self.steps = self.steps_apart = 0
@@ -379,8 +379,8 @@ class LocalSGD(PeriodicAveraging):
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.LocalSGD(every=16)])
 
     Give it to the callbacks of all ranks. The ranks also synchronise at the end of each epoch, before the validation,
-    before a callback saves the model within an epoch, and in a commit of an elastic job. So what is validated, saved
-    and compared is the average. All ranks have the same bits then. Running statistics, and moving averages of the
+    before a callback saves the model within an epoch, and in a commit of an elastic job. So validation, files
+    and comparisons see the average, with the same bits on all ranks. Running statistics, and moving averages of the
     weights (use_ema), are averaged with the weights.
     Gradients that are accumulated, and loss scales, are each rank's own. In a loop of your own:
 
@@ -403,8 +403,9 @@ class LocalSGD(PeriodicAveraging):
             ranks make the object after init().
         average_slots: Whether the state of the optimizer (momentum, Adam's moments) is averaged with the weights.
             Otherwise each rank keeps its own, and less is sent.
-        uneven: What ranks with different numbers of batches are. "error": an error. "join": those with fewer wait at
-            the end of each epoch, and the others average without them; then all get the weights of the rank with most.
+        uneven: What happens if the ranks have different numbers of batches. "error": an error. "join": ranks with fewer
+            batches wait at the end of each epoch, and the others average without them; then all ranks get the weights
+            of the rank with most.
 
     Raises:
         ValueError: An argument is out of range; on every rank when fit begins, if the model is one of MPIStrategy, the
@@ -427,15 +428,15 @@ class DiLoCo(PeriodicAveraging):
     """Has each rank train by itself, and every so many steps makes an outer step with the average progress. Collective.
 
     DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1): the outer gradient is the mean over the ranks of the
-    weights at the last outer step less those now. The outer optimizer changes the former by it, and all ranks go on
-    from there. The inner optimizer, that of `compile`, is AdamW in the paper; it is not distributed.
+    weights at the last outer step minus the weights now. The outer optimizer applies it to the weights at the last
+    outer step, and all ranks go on from the result. The inner optimizer, that of `compile`, is AdamW in the paper; it
+    is not distributed.
 
         model.compile(keras.optimizers.AdamW(4e-4), ...)
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.DiLoCo(every=50)])
 
-    All else is as with LocalSGD: when the ranks synchronise, which is an outer step each time, loops of your own, what
-    is averaged, and the errors. It takes the memory of the weights twice more, in place: the weights at the last outer
-    step, and the momentum of the outer optimizer.
+    All else is as with LocalSGD; each time when the ranks synchronise is an outer step. DiLoCo needs the memory of the
+    weights twice more: the weights at the last outer step, and the momentum of the outer optimizer.
 
     Args:
         every: The steps between two outer steps, as in LocalSGD.

@@ -53,8 +53,7 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
                **arguments: Any) -> keras.Model:
     """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer. Local.
 
-    It is a model of Keras 3; in a process whose tf.keras is Keras 2 (TF_USE_LEGACY_KERAS=1, with tf_keras) one of Keras
-    2.
+    The model is one of Keras 3, or of Keras 2 where tf.keras is Keras 2 (tf_keras, with TF_USE_LEGACY_KERAS=1).
 
     Args:
         filepath: As for keras.models.load_model.
@@ -63,9 +62,9 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
         compression: One of Compression.
         legacy_opts: Accepted for compatibility with Horovod, ignored. A file of Keras 2 says which optimizer it has.
         average_aggregated_gradients: If the optimizer accumulates gradients, whether an update takes their mean, as in
-            Keras, or their sum, as in a DistributedOptimizer with backward_passes_per_step. The file does not say which
-            of them it was. None: their mean, with a warning.
-        arguments: Others of DistributedOptimizer, such as `uneven` or `process_set`. The file does not have them.
+            Keras, or their sum, as in a DistributedOptimizer with backward_passes_per_step. The file does not have
+            this choice. None: their mean, with a warning.
+        arguments: Further arguments of DistributedOptimizer, such as `uneven` or `process_set`, which the file lacks.
     """
     objects = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
     its_keras = tf.keras if is_keras2_in_use() else keras

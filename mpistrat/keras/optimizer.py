@@ -102,11 +102,12 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
                          shard_state: bool = False) -> Optimizer:
     """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
 
-    Its class is a subclass of the same name. It compiles, saves and loads like the original, and a saved model loads
-    where mpistrat is not installed. Clipping applies to the averaged gradient. A variable that its gradient overwrites
-    (Keras' overwrite_with_gradient, as float8 has it) gets the largest value of all ranks. All ranks must create their
-    optimizers in the same order; those that are gone before the first of them averages do not count. Model.compile
-    takes jit_compile="auto", its default, as False where XLA cannot compile collectives. Local; `apply` is collective.
+    The class of the new optimizer is a subclass of the same name. It compiles, saves and loads like the original, and a
+    saved model loads where mpistrat is not installed. Clipping applies to the averaged gradient. A variable that its
+    gradient overwrites (Keras' overwrite_with_gradient, as float8 has it) gets the largest value of all ranks. All
+    ranks must create their optimizers in the same order; those that are gone before the first of them averages do not
+    count. Model.compile takes jit_compile="auto", its default, as False where XLA cannot compile collectives. Local;
+    `apply` is collective.
 
     Args:
         optimizer: Any Keras optimizer, also a LossScaleOptimizer, built or not. It is not changed. One of Keras 2
@@ -172,7 +173,7 @@ def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # no
     A step reduce-scatters the gradients, updates this rank's parts of the weights, and gathers the weights of all
     ranks. A rank has 1/N of the state (for Adam twice the weights), a copy of its parts of the weights, and 1/N of the
     work of the update. Optimizers that compute each element by itself (SGD, Adam, AdamW, Nadam, Adamax, Adadelta,
-    Adagrad, RMSprop, Ftrl, Lion) divide variables; others, such as Lamb, Muon and those of the user, have whole
+    Adagrad, RMSprop, Ftrl, Lion) divide variables; Lamb, Muon and optimizers of the user have whole
     variables, whose gradients are all-reduced. On one host SGD and Adam give the bits of a DistributedOptimizer,
     in steps that XLA does not compile. Gradients that are accumulated are reduced in every pass, and each rank
     accumulates its part.
@@ -184,8 +185,8 @@ def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # no
     Local; `apply` is collective.
 
     Args:
-        optimizer: Any Keras 3 optimizer that has no others in it. It is not changed.
-        arguments: Others of DistributedOptimizer.
+        optimizer: Any Keras 3 optimizer without inner optimizers. It is not changed.
+        arguments: Further arguments, as for DistributedOptimizer.
 
     Raises:
         ValueError: As DistributedOptimizer; or the state cannot be divided: the optimizer passes gradients on
@@ -354,7 +355,7 @@ agreements_on_finite: list[Callable[[LossScaleOptimizer, tf.Tensor], tf.Tensor]]
 
 # Under mixed_float16 compile() wraps every optimizer in a LossScaleOptimizer.
 @replaces(LossScaleOptimizer, "check_finite",
-          "a rank with an overflow would skip the step, and the others would wait for its gradients", "ops.isfinite(g)")
+          "a rank with an overflow would skip the step, and the others would wait for its gradients", "isfinite(g)")
 def check_finite(original: Function, self: LossScaleOptimizer, grads: list[tf.Tensor]) -> tf.Tensor:
     """Keras checks the gradients of this rank only, before they are averaged."""
     finite = original(self, grads)

@@ -24,10 +24,10 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     """A BatchNormalization layer that normalizes by mean and variance over the rows of all ranks.
 
     In training, `call` is collective: it reduces the numbers of rows, the sums and the squared deviations, in two
-    all-reduces, and its gradient in two more. So mean and variance are exact, also for batches of different sizes, and
-    equal those of one process with all rows. Float16 and bfloat16 inputs are computed in float32. In inference nothing
+    all-reduces, and its gradient in two more. So mean and variance are exact, also for batches of different sizes: the
+    numbers of one process with all rows. Float16 and bfloat16 inputs are computed in float32. In inference nothing
     is communicated. A model is saved as with keras.layers.BatchNormalization, and loads where mpistrat is not
-    installed, as that layer.
+    installed, as keras.layers.BatchNormalization.
 
     Args:
         fused: For Horovod's signature; False.

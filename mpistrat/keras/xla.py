@@ -11,7 +11,7 @@ import keras
 
 from ..api import runtime
 from ..tensorflow.xla.context import why_not
-from ._private import trainer
+from ._private import BaseTrainer
 from .fit.training import is_under_strategy
 from .keras2_arguments import bound
 from .nested_optimizers import distributed_in
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 # Keras compares the `compile` of a model's class with that of its own base class, so it is replaced there.
-@replaces(trainer.base_trainer.Trainer, "compile", "XLA cannot compile collectives, and under a strategy optimizer and "
+@replaces(BaseTrainer, "compile", "XLA cannot compile collectives, and under a strategy optimizer and "
           "metrics would not be those of its scope", "self._resolve_auto_jit_compile()")
 def compile(original: Function, self: keras.Model, *args: object, **kwargs: object) -> None:
     """Take jit_compile="auto" as False for a distributed optimizer, if XLA cannot compile collectives here.

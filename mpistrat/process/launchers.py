@@ -182,7 +182,7 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
 
 
 def local_rank(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """The rank among those of its host, and their number; None if no launcher says both. Pure."""
+    """Local rank and local size; None unless a launcher's variables have both. Pure."""
     for each in LAUNCHERS:
         rank, size = (environ.get(name, "") for name in each.local)
         if rank.isdigit() and size.isdigit():

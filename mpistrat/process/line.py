@@ -100,9 +100,9 @@ class Line:
         except EOFError:
             raise OSError("the other end has closed the connection") from None
         except ValueError as error:
-            raise OSError(f"a message that is not understood: {error}") from error
+            raise OSError(f"the other end has sent an unknown message: {error}") from error
         if not isinstance(found, dict):
-            raise OSError(f"a message that is not understood: {found}")
+            raise OSError(f"the other end has sent an unknown message: {found}")
         return found
 
     def read(self, take: Callable[["Line", Message | None], None]) -> None:

@@ -39,10 +39,10 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             model = build_and_compile_model()
         model.fit(dataset_of_global_batches, epochs=3)
 
-    It needs no TF_CONFIG: the ranks are those of mpirun, and under plain `python` there is one. It is a subclass of
-    MultiWorkerMirroredStrategy only because Keras checks for that class; it uses none of its code. Creating one is
-    collective, and calls mpistrat.init() if that has not been called. It sets TensorFlow's seed on all ranks to rank
-    0's, or to a random one if rank 0 has none, so that all ranks shuffle in the same order.
+    The strategy needs no TF_CONFIG: the ranks are those of mpirun, and plain `python` is one rank. It is a subclass of
+    MultiWorkerMirroredStrategy only because Keras checks for that class; it uses none of its code. The constructor is
+    collective, and calls mpistrat.init() unless the script has. It sets TensorFlow's seed on all ranks to the seed of
+    rank 0, or to a random seed if rank 0 has none, so that all ranks shuffle in the same order.
 
     Differences from TensorFlow's strategies: a rank has one replica, so `run` returns tensors and no PerReplica;
     `reduce` takes nested values, and ignores an axis for scalars; files (models, checkpoints, and those of Keras'
@@ -50,9 +50,9 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     DistributedOptimizer and DistributedGradientTape. The docstrings of inherited methods are TensorFlow's; the API
     reference says which of them are collective, and what they do here.
 
-    Several threads of a rank may use it at the same time, for example to read a metric. The ranks must be able to
-    distinguish the threads: by the name that a thread was given, or else by the function that it runs. Two threads that
-    the ranks cannot distinguish are an error.
+    Several threads of a rank may use the strategy at the same time, for example to read a metric. The ranks must be
+    able to distinguish the threads: by the name that a thread was given, or else by the function that it runs. Two
+    threads that the ranks cannot distinguish are an error.
 
     Args:
         communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks. `bytes_per_pack`
@@ -127,8 +127,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                axis: int | Sequence[int] | None = None) -> Structure:
         """Reduce over the replicas, after reducing each value over `axis`. Collective.
 
-        As tf.distribute.Strategy.reduce, with these differences: `value` may be nested and is reduced in one
-        collective, and an axis is ignored for scalars, because Keras reduces its logs in that way.
+        As tf.distribute.Strategy.reduce, with two differences: `value` may be nested, and is reduced in one
+        collective; and scalars ignore `axis`, because Keras passes an axis for the logs of a step.
 
         Args:
             reduce_op: SUM or MEAN. With an axis, MEAN is the mean over all rows of all replicas.

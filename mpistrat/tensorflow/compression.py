@@ -99,9 +99,9 @@ class Compression(metaclass=_Choices):
     With fp16 and bf16 the CPU sums in float32 in any case, a GPU in the dtype in which gradients are sent.
 
     int8 changes only what hosts send each other: each host's own sum, in float32. On one host, and for what is not a
-    sum or an average of floating-point tensors by an all-reduce, it changes nothing; nor does it for less than 16 KiB
-    at a time and for `tf.IndexedSlices`. What rounding takes from a gradient is added to the next gradient of the same
-    variables, which costs up to 4 bytes of host memory for each value.
+    sum or an average of floating-point tensors by an all-reduce, it changes nothing; nor for less than 16 KiB at a time
+    and for `tf.IndexedSlices`. Error feedback adds the rounding error of a gradient to the next gradient of the same
+    variables, and takes up to 4 bytes of host memory for each value.
     """
 
     none = NoneCompressor
@@ -111,12 +111,12 @@ class Compression(metaclass=_Choices):
 
     @staticmethod
     def error_feedback(process_set: ProcessSet = global_process_set) -> dict[str, np.ndarray]:
-        """What int8 has rounded off the gradients of all ranks so far: for a checkpoint. Collective.
+        """Return the error feedback of int8 on all ranks, for a checkpoint. Collective.
 
-        Call it between two steps. The model's files do not have it; a commit of an elastic job has it.
+        Call it between two steps. Files of the model lack the error feedback; a commit of an elastic job has it.
 
         Returns:
-            Flat float32 arrays by the names of collectives, the same on all ranks. On one host it is what was
+            Flat float32 arrays by the names of collectives, the same on all ranks. On one host: the arrays that were
             restored.
         """
         feedback = resolved(process_set).group("error_feedback").feedback
@@ -126,7 +126,7 @@ class Compression(metaclass=_Choices):
     @staticmethod
     def restore_error_feedback(errors: Mapping[str, np.ndarray],
                                process_set: ProcessSet = global_process_set) -> None:
-        """Begin the next step with what `error_feedback` has returned; on all ranks, of which there may be others."""
+        """Begin the next step with the result of `error_feedback`. On all ranks, whose number may be another one."""
         feedback = resolved(process_set).group("restore_error_feedback").feedback
         if feedback is not None:
             feedback.restore(errors)

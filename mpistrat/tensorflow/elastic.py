@@ -48,13 +48,13 @@ class TensorFlowState(ObjectState):
     """Variables and Python objects that are the state of a training script.
 
     In an elastic job every MPISTRAT_CHECK_EVERY-th commit first compares the trainable variables of all ranks, except
-    those that an optimizer or a tape leaves to each rank. MPISTRAT_CHECK_ACTION says what a difference is. Each
-    commit there has what Compression.int8 has rounded off.
+    those that an optimizer or a tape leaves to each rank. MPISTRAT_CHECK_ACTION chooses between error and warning.
+    Each commit of such a job has the error feedback of Compression.int8.
 
     Args:
         variables: tf.Variables or Keras variables, the same ones in the same order on all ranks.
-        session: The session of tf.compat.v1 that has the variables; default: that of the `with` block around, if any.
-            Their default is then all global variables of its graph. They are not compared.
+        session: The session of tf.compat.v1 that has the variables; default: the session of the `with` block, if any.
+            `variables` then defaults to all global variables of its graph, which commits do not compare.
         kwargs: Python objects, see ObjectState.
 
     Raises:
@@ -150,7 +150,7 @@ class TensorFlowKerasState(TensorFlowState):
         optimizer: Default: the one that the model was compiled with. Its variables are created if they do not exist.
         backend: Accepted for compatibility with Horovod, ignored.
         averaging: The hvd.callbacks.LocalSGD or DiLoCo with which the model is trained. In an elastic job the ranks
-            synchronise before a commit, which keeps its state too.
+            synchronise before a commit, which has the state of the callback, too.
         kwargs: Python objects, see ObjectState.
 
     Raises:

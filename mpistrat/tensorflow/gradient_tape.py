@@ -61,9 +61,9 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
                             scale_local_gradients: bool = True, check_weights: bool = True) -> tf.GradientTape:
     """Return a tape with the recording of `gradtape`, whose `gradient` averages over the ranks. Signature as Horovod's.
 
-    All ranks must call `gradient` in the same places of the program: in a tf.function, where it is traced. Variables of
-    Keras that their gradient overwrites (overwrite_with_gradient) get the largest value of all ranks, if they are the
-    sources, and not the tf.Variables in them.
+    All ranks must call `gradient` in the same places of the program (in a tf.function: while it is traced). Variables
+    of Keras that their gradient overwrites (overwrite_with_gradient) get the largest value of all ranks, if they are
+    the sources, and not the tf.Variables in them.
 
     Args:
         gradtape: A tf.GradientTape, during or after its recording.

@@ -94,7 +94,9 @@ def variables_of(optimizer: Optimizer) -> list[Variable]:
 
 def steps_of(optimizer: Optimizer) -> Variable:
     """The variable that counts an optimizer's steps: of Keras 3 all calls, of Keras 2 those that update weights."""
-    return optimizer.iterations if is_keras2(optimizer) else optimizer._iterations
+    # Where gradients are accumulated, `iterations` of Keras 3 is a quotient. In its first versions it is the variable.
+    is_variable = is_keras2(optimizer) or not hasattr(optimizer, "_iterations")
+    return optimizer.iterations if is_variable else optimizer._iterations
 
 
 def accumulated_passes(optimizer: Optimizer) -> int:

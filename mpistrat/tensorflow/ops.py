@@ -96,8 +96,8 @@ def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: boo
     """Return the ranks' tensors, concatenated along the first dimension, whose extents may differ. Collective.
 
     As in Horovod, the gradient is this rank's part of the *average* of the ranks' gradients. For a loss of rows of all
-    ranks (a contrastive loss), whose gradients are averaged again, that is 1/N of what one process has. Exact is
-    `allgather(size() * z - tf.stop_gradient((size() - 1) * z))`, whose value is that of `allgather(z)`.
+    ranks (a contrastive loss), whose gradients are averaged again, this part is 1/N of the gradient of one process.
+    Exact is `allgather(size() * z - tf.stop_gradient((size() - 1) * z))`, with the value of `allgather(z)`.
 
     Raises:
         As allreduce.
@@ -150,12 +150,12 @@ class BroadcastGradient(Gradient):
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank of the set has called it. Collective; eager only."""
+    """Return when every rank of the set has called barrier(). Collective; eager only."""
     array_ops.barrier(process_set=process_set)
 
 
 def join(process_set: ProcessSet = global_process_set) -> tf.Tensor:
-    """Wait until every rank of the set has called it. Until then the other ranks' collectives go on without this rank.
+    """Wait until every rank of the set has called join(). Until then other ranks' collectives go on without this rank.
 
     See mpistrat.join. Collective; in tf.function it is executed after the collectives before it have been submitted.
 
@@ -180,7 +180,7 @@ def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_s
                         inplace: bool = False) -> tf.Operation | None:
     """Assign root_rank's values to the variables of all ranks, in one collective, eager or in tf.function. Collective.
 
-    In the graph of a session it returns the operation that does it.
+    In the graph of a session it returns the operation that assigns them.
 
     Args:
         variables: tf.Variables or Keras variables; the same number, shapes and dtypes on all ranks.
@@ -194,7 +194,7 @@ def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_s
 
 def broadcast_(variables: Sequence[Variable], root_rank: int, name: str | None = None,
                process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
-    """As broadcast_variables, but returns the values that the variables have then."""
+    """As broadcast_variables, but returns the new values of the variables."""
     variables = list(variables)
     assigned = _assign_from(root_rank, variables, name, process_set)
     with nullcontext() if session_graph() is None else tf.control_dependencies(assigned):

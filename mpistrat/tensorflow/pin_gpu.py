@@ -46,7 +46,7 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
 def pin_gpu() -> int | None:
     """Make TensorFlow use only this rank's GPU, and allocate its memory as needed.
 
-    init() of this module does it, so a script needs it only where init() leaves the GPUs as they are. Call it after
+    init() of this module calls it; a script needs it only where init() leaves the GPUs as they are. Call it after
     init() and before any other use of TensorFlow. The ranks of a host get its GPUs in order, or those that
     CUDA_VISIBLE_DEVICES names. If there are more ranks than GPUs, ranks share GPUs. Without a GPU it does nothing. It
     logs one line per host. Not collective; a repeated call does nothing.

@@ -36,7 +36,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Return whether this rank is in a process set, an int32 scalar: 1 or 0. Local.
 
-    It is -1 before init(), and -3 if no set has this number.
+    The result is -1 before init(), and -3 if no set has this number.
     """
     return _scalar(partial(_included, process_set_id), name)
 

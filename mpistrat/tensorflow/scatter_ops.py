@@ -115,12 +115,12 @@ class ReduceScatterGradient(Gradient):
 def alltoall(tensor: Reducible, splits: Reducible | Sequence[int] | None = None, name: str | None = None,
              ignore_name_scope: bool = False,
              process_set: ProcessSet = global_process_set) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
-    """Send rows of `tensor` to each rank, and return those that all ranks have sent here. Collective, differentiable.
+    """Send rows of `tensor` to each rank, and return the rows sent to this rank. Collective, differentiable.
 
     Args:
         tensor: A tensor of at least one dimension. The first dimension may differ among ranks.
         splits: How many rows each rank gets, in rank order: 1-D integers. They may add up to less than all rows.
-            Default: all get as many, and the number of rows must be divisible by the number of ranks.
+            Default: the same number for each rank, which must divide the rows evenly.
         name: Identifies the collective on all ranks.
         ignore_name_scope: Leave name scopes out of the name.
         process_set: The ranks that take part.

@@ -130,7 +130,7 @@ class Tracer(Observer):
     # -- timelines, on rank 0 -----------------------------------------------------------------------------------------
 
     def start_timeline(self, path: str, mark_cycles: bool, window: Window | None = None) -> None:
-        """Begin to write a timeline of all ranks, see Recording.begin. Local; on other ranks than 0 it does nothing."""
+        """Start the timeline of all ranks (Recording.begin). Local: rank 0 writes, and the other ranks do nothing."""
         if self._topology.rank == 0:
             with self._lock:
                 self._read()  # What came before is not in it.

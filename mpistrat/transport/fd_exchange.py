@@ -98,7 +98,8 @@ class FdExchange:
                     try:
                         self._send(connection, descriptors[rank])
                     except OSError as error:
-                        raise OSError(f"rank {rank} has not taken what rank {self._rank} gave it: {error}") from error
+                        raise OSError(f"rank {rank} has not received the descriptors of rank {self._rank}: "
+                                      f"{error}") from error
                     missing.remove(rank)
 
     def _identify(self, connection: socket.socket) -> int | None:
@@ -143,11 +144,11 @@ class FdExchange:
             try:
                 connection.connect("\0" + invitation.name)
             except OSError as error:
-                raise OSError(f"rank {self._giver} on the same host is not reached: {error}. Do they run in containers "
-                              "that do not share their network?") from error
+                raise OSError(f"rank {self._giver} on the same host cannot be reached: {error}. Do they run in "
+                              "containers that do not share their network?") from error
             process, user = _peer_of(connection)
             if user != os.geteuid():
-                raise OSError(f"process {process} of user {user} answers in the place of rank {self._giver}")
+                raise OSError(f"process {process} of user {user} answers for rank {self._giver}")
             connection.settimeout(_LIMIT_S)
             connection.send(_GREETING.pack(invitation.secret[:_PROOF_BYTES], self._rank))
             taken: list[int] = []
@@ -167,12 +168,12 @@ class FdExchange:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     taken += array.array("i", data[:len(data) - len(data) % _INT_BYTES])
             if not header:
-                raise OSError(f"rank {self._giver} on the same host has ended or gives nothing")
+                raise OSError(f"rank {self._giver} on the same host has ended, or sends no descriptors")
             peer_proof = b""
             if len(header) == _HEADER.size:
                 peer_proof, total = _HEADER.unpack(header)
             if not hmac.compare_digest(peer_proof, proof):
-                raise OSError(f"what answers in the place of rank {self._giver} does not belong to the job")
+                raise OSError(f"the process that answers for rank {self._giver} does not belong to the job")
             if flags & socket.MSG_CTRUNC or not ancillary or len(taken) > total:
                 raise OSError(f"of the {total} descriptors of rank {self._giver} only some can be taken. How many a "
                               "process may have is limited (ulimit -n)")

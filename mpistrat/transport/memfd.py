@@ -43,7 +43,7 @@ class HostFile:
         try:
             seals, owner = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS), os.fstat(descriptor).st_uid
             if seals != _SEALS or owner != os.geteuid():
-                raise OSError(f"what came is of user {owner} and can be changed in other ways than growing")
+                raise OSError(f"the memory belongs to user {owner}, and its seals allow changes other than growing")
         except OSError as error:
             os.close(descriptor)
             raise OSError(f"this is not the file that was to be shared: {error}") from error

@@ -118,6 +118,14 @@ def test_each_example_has_a_row_in_the_table_of_examples() -> None:
 def test_the_pictures_of_results_and_of_states_are_those_of_the_tables() -> None:
     for path, draw in runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"].items():
         assert path.read_text() == draw(), "python docs/pictures.py"
+
+
+def test_the_page_of_private_names_is_that_of_the_sources() -> None:
+    module = runpy.run_path(str(ROOT / "docs" / "private_names.py"))
+    assert module["PAGE"].read_text() == module["page"](), "python docs/private_names.py"
+
+
+def test_the_pictures_of_states_are_those_of_the_tables() -> None:
     module = runpy.run_path(str(ROOT / "docs" / "states.py"))
     for name, picture in module["PICTURES"].items():
         assert (module["IMAGES"] / name).read_text() == picture.svg(), "python docs/states.py"
@@ -196,9 +204,10 @@ def test_ci_runs_the_command_below_the_test_mark_and_builds_the_pages() -> None:
     assert "sphinx-build -W -b html docs" in ci
 
 
-def test_the_extra_for_tensorflow_allows_the_versions_that_were_run() -> None:
-    low_tf, low_keras, high_tf, high_keras = re.findall(
-        r"\| TensorFlow, Keras \| ([\d.]+) with Keras ([\d.]+) to ([\d.]+) with Keras ([\d.]+)", text_of(README))[0]
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "limits.md"], ids=titled)
+def test_the_extra_for_tensorflow_allows_the_versions_that_were_run(page: Path) -> None:
+    [(low_tf, low_keras, high_tf, high_keras)] = re.findall(
+        r"([\d.]+) with Keras ([\d.]+) to ([\d.]+) with Keras ([\d.]+)", text_of(page))
 
     def after(version: str) -> str:
         major, minor = version.split(".")[:2]

@@ -134,7 +134,7 @@ def test_a_first_rank_that_has_gone_is_an_error_at_once() -> None:
     links = [HostLink(rank, (0, 1)) for rank in (0, 1)]
     invitation = links[0].invitation
     links[0].close()
-    with pytest.raises(OSError, match=r"^rank 0 on the same host is not reached: .*refused"):
+    with pytest.raises(OSError, match=r"^rank 0 on the same host cannot be reached: .*refused"):
         links[1].connect(invitation)
     with pytest.raises(OSError, match=r"^rank 0 on the same host cannot listen$"):
         links[1].connect(None)
@@ -147,7 +147,7 @@ def test_a_first_rank_that_ends_before_it_gives_anything_is_an_error() -> None:
         line, _ = links[0]._exchange._listener.accept()
         line.recv(100)
         line.close()
-        with pytest.raises(OSError, match=r"^rank 0 on the same host has ended or gives nothing$"):
+        with pytest.raises(OSError, match=r"^rank 0 on the same host has ended, or sends no descriptors$"):
             taking.result(LIMIT_S)
     links[0].close()
 
@@ -158,7 +158,7 @@ def test_a_rank_that_ends_before_it_has_taken_all_is_named() -> None:
     with connected(invitation) as line, open(os.devnull) as file:
         line.send(fd_exchange._GREETING.pack(invitation.secret[:16], 1))
         line.close()
-        with pytest.raises(OSError, match=r"^rank 1 has not taken what rank 0 gave it: "):
+        with pytest.raises(OSError, match=r"^rank 1 has not received the descriptors of rank 0: "):
             exchange.give({1: [file.fileno()]})
     exchange.close()
 
@@ -197,7 +197,7 @@ def test_a_process_that_may_not_have_so_many_says_so_and_keeps_none() -> None:
     try:
         with ThreadPoolExecutor(1) as thread:
             taking = thread.submit(FdExchange(1, (0, 1)).take, exchange.invitation)
-            with pytest.raises(OSError, match=r"^rank 1 has not taken what rank 0 gave it: "):
+            with pytest.raises(OSError, match=r"^rank 1 has not received the descriptors of rank 0: "):
                 exchange.give({1: [made] * 40})
             with pytest.raises(OSError, match=r"^of the 40 descriptors of rank 0 only some can be taken\. .*ulimit"):
                 taking.result(LIMIT_S)
@@ -267,8 +267,8 @@ def giver() -> Iterator[FalseGiver]:
 def test_descriptors_of_who_does_not_know_the_secret_are_closed(giver: FalseGiver, parcel: bytes) -> None:
     with open(os.devnull) as file:
         said = giver.give(parcel, [file.fileno()] * 3)
-    assert said in ("what answers in the place of rank 0 does not belong to the job",
-                    "rank 0 on the same host has ended or gives nothing")
+    assert said in ("the process that answers for rank 0 does not belong to the job",
+                    "rank 0 on the same host has ended, or sends no descriptors")
 
 
 def test_more_or_fewer_descriptors_than_were_said_are_closed(giver: FalseGiver) -> None:
@@ -416,7 +416,7 @@ def test_another_user_that_listens_in_the_place_of_a_rank_is_told_nothing() -> N
     invitation = Invitation(f"mpistrat-test-{os.getpid()}", os.urandom(32))
     stranger = as_nobody(LISTENS, invitation.name, invitation.secret.hex())
     assert stranger.stdout.readline() == "listens\n"
-    with pytest.raises(OSError, match=rf"^process {stranger.pid} of user {NOBODY} answers in the place of rank 0$"):
+    with pytest.raises(OSError, match=rf"^process {stranger.pid} of user {NOBODY} answers for rank 0$"):
         HostLink(1, (0, 1)).connect(invitation)
     output, _ = stranger.communicate(timeout=LIMIT_S)
     assert (stranger.returncode, output) == (0, "got b''\n")

@@ -57,5 +57,7 @@ def test_files_for_users_install_mpistrat_by_its_name_only_when_an_index_has_it(
     naming = [file.name for file in USER_FILES if OF_AN_INDEX.search(file.read_text())]
     if install.IS_PUBLISHED:
         assert {"README.md", "index.md", "running.md", "Dockerfile"} <= set(naming)
+        # An index shows the README without the files beside it.
+        assert re.findall(r"\]\((?!https://)[^)]*\)", (ROOT / "README.md").read_text()) == []
     else:
         assert naming == []

@@ -135,7 +135,7 @@ def test_the_first_address_that_works_is_taken(listening) -> None:
 def test_a_message_that_is_no_object_is_the_end_of_the_line(listening, text: bytes) -> None:
     address, secret, lines = listening
     connect([address], secret, LIMIT_S)._connection.send_bytes(text)
-    with pytest.raises(OSError, match="a message that is not understood"):
+    with pytest.raises(OSError, match="the other end has sent an unknown message"):
         lines.get(timeout=LIMIT_S).receive()
 
 

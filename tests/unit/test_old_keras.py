@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,3 +149,11 @@ def test_keras_2_is_imported_where_tf_keras_says_so(variable: str, printed: str)
     done = subprocess.run([sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True, timeout=120,
                           env={**os.environ, "TF_USE_LEGACY_KERAS": variable})
     assert done.stdout.split() == printed.split(), done.stderr
+
+
+def test_the_counter_of_steps_of_the_first_keras_3_has_another_name() -> None:
+    steps_of = importlib.import_module("mpistrat.tensorflow.kerases").steps_of
+    first = SimpleNamespace(iterations=object())
+    assert steps_of(first) is first.iterations
+    optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    assert steps_of(optimizer) is optimizer._iterations

@@ -25,8 +25,8 @@ from mpistrat.core.errors import LaunchError, RunError
     ({"hosts": "a:1", "hostfile": "b"}, "hosts or hostfile, not both"),
     ({"hosts": "a:x"}, "is not host:slots"),
     ({"hostfile": "/nowhere"}, "No such file"),
-    ({"mpi_args": "-np 3"}, "'-np 3' is not a list of options for mpirun: -np=3 is none, or one that is given to"),
-    ({"mpi_args": "prog"}, "is not a list of options for mpirun: prog -- is none"),
+    ({"mpi_args": "-np 3"}, "'-np 3' is not a list of options for mpirun: -np=3 is no option of mpirun, or an option"),
+    ({"mpi_args": "prog"}, "is not a list of options for mpirun: prog -- is no option of mpirun"),
     ({"mpi_args": "'"}, "is not a list of options for mpirun: No closing quotation"),
 ])
 def test_wrong_arguments_are_errors(arguments: dict[str, Any], text: str) -> None:

@@ -82,8 +82,8 @@ def test_no_directory_is_no_job(tmp_path: Path) -> None:
     (json.dumps(content(rank(0)))[:-30], "is cut, or is no JSON"), ("", "is cut, or is no JSON"),
     ("[]", "version None"),
     (content(rank(0), version=2), "is of version 2, and this mpistrat reads version 1. Remove it if its job has ended"),
-    (content({"rank": 0}), "lacks something: 'outstanding'"), (content(rank(0), ranks=None), "lacks something"),
-    (content({"rank": 0, "outstanding": []}), "lacks something: 'host'. Another version of mpistrat has written it. "
+    (content({"rank": 0}), "is incomplete: 'outstanding'"), (content(rank(0), ranks=None), "is incomplete"),
+    (content({"rank": 0, "outstanding": []}), "is incomplete: 'host'. Another version of mpistrat has written it. "
      "Remove it if its job has ended"),
     (content(rank(0, pid=2**31 - 1), written=NOW - 60), "is old: it was written 60 s ago, and the first rank"),
     (content(written=NOW - 60), "is old"),

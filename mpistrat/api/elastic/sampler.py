@@ -22,13 +22,13 @@ class ElasticSampler:
             sampler.record_batch(number, 32)
             state.commit()
 
-    As an attribute of a state it is saved, restored and synchronised with it: `sync` makes the ranks exchange what each
-    has processed, and deals out the rest anew. So a job that goes on from a commit repeats no row.
+    A sampler that is an attribute of a state is saved, restored and synchronised with the state: `sync` exchanges the
+    processed rows of the ranks, and deals out the other rows anew. So a job that goes on from a commit repeats no row.
 
     Args:
         dataset: Anything with a length.
         shuffle: Whether the order is random, another one in each epoch.
-        seed: Of the order; the same on all ranks.
+        seed: The seed of the order, the same on all ranks.
 
     Attributes:
         epoch: The number of the epoch.
@@ -69,7 +69,7 @@ class ElasticSampler:
         self.reset()
 
     def sync(self, root_rank: int = 0) -> None:
-        """Take the epoch of the root, and all rows that some rank has processed in it. Collective."""
+        """Take the epoch of the root, and all rows that any rank has processed in that epoch. Collective."""
         states = ops.allgather_object(self.state_dict(), name="elastic.sampler")
         self.load_state_dict(self.together([states[root_rank], *states]))
 
@@ -83,7 +83,7 @@ class ElasticSampler:
     def reset(self) -> None:
         """Deal out the rows that are not processed. Local; for the ranks that there are now.
 
-        All ranks get as many rows. If they do not divide evenly, the first ones of the order are dealt out twice.
+        All ranks get the same number of rows. Where the rows do not divide evenly, the first rows are dealt out twice.
         """
         rank, size = (runtime.current().topology.rank, runtime.current().topology.size) \
             if runtime.is_initialized() else (0, 1)

@@ -33,7 +33,7 @@ class HostsUpdatedInterrupt(Exception):  # noqa: N818 - Horovod's name
 class ObjectState:
     """Python objects that are the state of a training script. Each is an attribute.
 
-    An ElasticSampler among them keeps what it knows: `sync` and `commit` exchange the processed rows of all ranks.
+    With an ElasticSampler among them `sync` and `commit` exchange the processed rows of all ranks.
 
     Args:
         bcast_object: Replaces broadcast_object, for compatibility with Horovod.
@@ -102,9 +102,9 @@ class ObjectState:
             raise HostsUpdatedInterrupt(why)
 
     def sync(self) -> None:
-        """Make the state of all ranks that of one rank, and save it. Collective.
+        """Copy the state of one rank to all ranks, and save it. Collective.
 
-        It is the state of rank 0; in an elastic job that of the rank with the newest commit, if there is one.
+        The rank is rank 0; in an elastic job the rank with the newest commit, if there is a commit.
         """
         own, held = membership.current(), None
         root: int | None = 0
@@ -124,11 +124,11 @@ class ObjectState:
         """Do nothing: commit() looks for changes of the hosts. Local."""
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Have these functions called by on_reset(). Local."""
+        """Register functions that on_reset() calls. Local."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call the functions that register_reset_callbacks() has got. Local. `run` calls it after a loss of ranks."""
+        """Call the functions of register_reset_callbacks(). Local. `run` calls on_reset() after a loss of ranks."""
         for callback in self._reset_callbacks:
             callback()
 

@@ -20,12 +20,13 @@ from .plot import plot, require_matplotlib
 _EPILOG = """\
 Run it on ranks: mpistrat run -np 2 -- mpistrat bench
 
-For each case it prints the median time of the collective on float32 arrays (each time is that of the slowest rank), of
-MPI's own collective (MPI_Allreduce, MPI_Reduce_scatter, MPI_Alltoallv) and of one memcpy on the same number of bytes in
-the same run; the bandwidth in 10^9 bytes per second that this requires of each rank's link (2 (n-1)/n of the bytes over
-the time in an all-reduce, (n-1)/n in the others); how much of the collective is hidden behind matrix products that
-each rank computes meanwhile, for as long and on one core; and how many times faster or slower than MPI's own collective
-it is.
+For each case bench prints, for float32 arrays,
+- the median time of the collective, of MPI's own collective (MPI_Allreduce, MPI_Reduce_scatter, MPI_Alltoallv) and of a
+  memcpy of the same bytes, in the same run; each time is the time of the slowest rank;
+- the bandwidth of each rank's link in 10^9 bytes per second (2 (n-1)/n of the bytes over the time in an all-reduce,
+  (n-1)/n in the others);
+- how much of the collective is hidden behind matrix products that each rank computes meanwhile, for as long, on one core;
+- how many times faster or slower than MPI's own collective it is.
 A case without the name of a collective is a grouped all-reduce.
 """
 _PICTURES = (".png", ".svg", ".pdf")

@@ -31,11 +31,11 @@ DEFAULT_TIMEOUT_S = 120.0
 _START_S = 30.0  # for ranks on other hosts
 
 _EPILOG = """\
-Without -np and hosts it looks at this machine. With them it starts a rank in each place, and each rank tells what it
-sees: versions, cores, memory, disks, limits. Then links between hosts are measured, and an all-reduce is run. Every
-wait has a limit.
+Without -np and hosts doctor looks at this machine. With them it starts the ranks, and each rank reports versions,
+cores, memory, disks and limits. Then it measures the links between hosts, and runs an all-reduce. Every wait has a
+limit.
 
-The exit code is 0 if nothing was found that will fail a job, warnings or not; 1 if something was; 2 for wrong input.
+The exit code is 0 without failures, also with warnings; 1 with a failure, which will fail a job; 2 for wrong input.
 
 examples:
   mpistrat doctor
@@ -182,7 +182,7 @@ def _as_json(wrong: Sequence[Finding], observed: Observed, rows: Sequence[Row], 
 
 
 def _parser() -> Parser:
-    parser = Parser("doctor", "Say what is wrong on the hosts of a job, and what mends it.", _EPILOG)
+    parser = Parser("doctor", "Find the problems on the hosts of a job, and print their remedies.", _EPILOG)
     add_launch_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object with the findings and all facts")
     parser.add_argument("--timeout", type=positive_seconds, default=DEFAULT_TIMEOUT_S, metavar="SECONDS",

@@ -64,7 +64,7 @@ def _measured(path: str) -> list[dict[str, Any]]:
 
 
 def _parser() -> Parser:
-    parser = Parser("timeline", "Say what a timeline shows: the file of MPISTRAT_TIMELINE or of start_timeline().",
+    parser = Parser("timeline", "Summarise a timeline, the file of MPISTRAT_TIMELINE or of start_timeline().",
                     _EPILOG)
     parser.add_argument("file", metavar="FILE", help="a timeline")
     parser.add_argument("--bench", metavar="FILE", help="compare with what `mpistrat bench --json FILE` has measured")

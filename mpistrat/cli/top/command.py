@@ -27,11 +27,11 @@ _ONCE_S = 2.2  # Each rank reports once a second, or later where cores are busy;
 EXIT_NO_JOB = 1
 
 _EPILOG = """\
-It reads what the first rank of each job writes once a second into $XDG_RUNTIME_DIR/mpistrat-UID (or
-/tmp/mpistrat-UID), and so is run on that rank's host, by the same user. Nothing listens on a port.
+top reads the status file that rank 0 of each job writes once a second into $XDG_RUNTIME_DIR/mpistrat-UID (or
+/tmp/mpistrat-UID). So run it on the host of rank 0, as the same user. Nothing listens on a port.
 
-"computes", "waits" and "moves" are shares of the last second. A rank waits from when it has submitted gradients until
-all ranks have: the slowest rank is the one that waits least. "moves" is the time from then until it has the result.
+"computes", "waits" and "moves" are shares of the last second. A rank waits from the submission of its gradients to the
+submission of the last rank: the slowest rank waits least. "moves" is the time from there to the result.
 
 The exit code is 0; 1 if there is no such job; 2 for wrong input. Ctrl-C ends it.
 
@@ -120,7 +120,7 @@ def _rich(file: io.StringIO | None = None
     try:
         from rich.console import Console
     except ImportError as error:
-        raise MissingDependencyError(f"mpistrat top draws with rich ({pip_extra('top')}); --json does without it."
+        raise MissingDependencyError(f"mpistrat top needs rich ({pip_extra('top')}). --json does not."
                                      ) from error
     from .screen import drawn, listed
 
@@ -145,11 +145,11 @@ def _parser() -> Parser:
     parser = Parser("top", "Show what the ranks of a running job do.", _EPILOG)
     parser.add_argument("job", nargs="?", metavar="JOB", help="the name of a job or of its script, or its beginning; "
                         "default: the job, or a list if there are several")
-    parser.add_argument("--once", action="store_true", help="show it once, after the two seconds that speed needs")
+    parser.add_argument("--once", action="store_true", help="show the job once, after the two seconds that speed needs")
     parser.add_argument("--json", action="store_true", help="print JSON, once")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="show it once, and save the picture")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="show the job once, and save the picture")
     parser.add_argument("--prometheus", type=Path, metavar="FILE", help="also write metrics to a file, each second or "
                         "once, for the textfile collector of Prometheus' node_exporter")
     parser.add_argument("--interval", type=positive_seconds, default=_INTERVAL_S, metavar="SECONDS",
-                        help=f"between two pictures (default {_INTERVAL_S:g})")
+                        help=f"seconds between two pictures (default {_INTERVAL_S:g})")
     return parser

@@ -119,7 +119,7 @@ def _read_file(path: Path, uid: int) -> JobStatus:
     try:
         return parse(content)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"lacks something: {error}. Another version of mpistrat has written it. Remove it if its job "
+        raise ValueError(f"is incomplete: {error}. Another version of mpistrat has written it. Remove it if its job "
                          "has ended") from None
 
 

@@ -28,8 +28,8 @@ class Elastic(Callback):
 
     For jobs of `mpistrat run --elastic`; in other jobs it does nothing. Pass it to fit on all ranks, as the last
     callback. The model must have its weights, by an Input layer or by `build`. After a loss fit goes on with the next
-    batch of the epoch: of the dataset's order, which is a new one if it is shuffled anew in each epoch. The logs of
-    this epoch are those of the batches after the commit.
+    batch of the epoch, in the order of the dataset; a dataset that is shuffled anew in each epoch has a new order. The
+    logs of this epoch are those of the batches after the commit.
 
     With a distributed optimizer each rank trains the rows that its script has chosen. New processes choose anew. If an
     epoch has another number of batches then, fit goes on at the same share of it, rounded down, so the rows of up to
@@ -39,8 +39,7 @@ class Elastic(Callback):
     loop of your own, the ranks that are left train them.
 
     Args:
-        commit_every: Batches between two commits, rounded up to whole executions. There is also one at the end of each
-            epoch.
+        commit_every: Batches between two commits, rounded up to whole executions. Each epoch also ends with a commit.
 
     Raises:
         ValueError: `commit_every` is below 1.
@@ -116,7 +115,7 @@ class Elastic(Callback):
         self.model.get_metrics_result = dict
 
     def train_again(self) -> None:
-        """Let the batches that come be trained."""
+        """End the reading of batches: train the next batches."""
         if self._train_function is not None:
             self.model.train_function, self._train_function = self._train_function, None
             del self.model.get_metrics_result

@@ -31,7 +31,7 @@ from ...tensorflow.kerases import is_keras2, is_of_keras
 from ...tensorflow.names import eager
 from ...tensorflow.same_data import some_rows
 from .. import xla
-from .._private import Callback, Logs, trainer
+from .._private import Callback, Logs, TensorFlowTrainer
 from ..callbacks import BroadcastGlobalVariablesCallback
 from ..keras2_arguments import bound
 from ..patches import Function, replaces
@@ -51,7 +51,7 @@ _COMMITS_IN_KERAS_2 = ("With a model of Keras 2 (tf_keras) call fit in a functio
                        "hvd.elastic.CommitStateCallback with an hvd.elastic.KerasState.")
 
 
-@replaces(trainer.TensorFlowTrainer, "fit", "the ranks would not be compared, nor their running statistics averaged",
+@replaces(TensorFlowTrainer, "fit", "the ranks would not be compared, nor their running statistics averaged",
           "callbacks.on_train_begin()")
 def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) -> Any:
     call = bound(original, self, *args, **kwargs)

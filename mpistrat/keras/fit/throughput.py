@@ -57,18 +57,18 @@ def line_of(speed: Speed, works: Sequence[Work], names: Sequence[str]) -> str:
 
 
 class Throughput(Callback):
-    """Adds to the logs of each epoch how many rows per second all ranks together have trained on. Collective.
+    """Adds the rows per second of all ranks together to the logs of each epoch. Collective.
 
     The key is `rows_per_second`, or `steps_per_second` if some rank's batches have no rows that can be counted; a step
     is one of all ranks. All ranks get the same number. Put it before callbacks that read the logs (CSVLogger,
     TensorBoard); Keras' own line of the epoch has it too. The time is that of the slowest rank, from the beginning of
     the epoch to the end of its last step: with waiting for data, and without validation. The first step of fit does not
-    count, because TensorFlow traces it. The value is nan for an epoch without another one.
+    count, because TensorFlow traces it. The value is nan for an epoch without a second step.
 
-    At the end of fit rank 0 prints the same for all epochs, without this callback, unless it fits with `verbose=0`.
+    At the end of fit rank 0 prints the figure of all epochs, also without this callback, unless `verbose=0`.
 
     Args:
-        process_set: The ranks that take part. On other ranks it does nothing.
+        process_set: The ranks that take part. On other ranks the callback does nothing.
     """
 
     async_safe = True  # Keras may call on_train_batch_end in another thread; it waits for it before on_epoch_end.

@@ -15,7 +15,7 @@ from keras.optimizers import Optimizer
 
 from ...core.errors import InvalidRequestError
 from ...tensorflow.elastic import divided_states
-from ...tensorflow.kerases import is_keras2
+from ...tensorflow.kerases import is_keras2, steps_of
 from ...tensorflow.overwritten import places_of
 from ...tensorflow.types import OptionalGradient, Tensor, Variable
 from .._private import legacy_h5_format
@@ -48,7 +48,8 @@ def require_shardable(optimizer: Optimizer, uneven: str) -> None:
     require_update_step(cls)
     if uneven == "join":
         raise InvalidRequestError('a sharded optimizer needs every rank in every step, so uneven="join" does not work '
-                                  "with it. Take hvd.DistributedOptimizer, or give all ranks as many batches.")
+                                  "with it. Take hvd.DistributedOptimizer, or give all ranks the same number of "
+                                  "batches.")
 
 
 def require_update_step(cls: type[Optimizer]) -> None:
@@ -78,7 +79,7 @@ class Sharded:
                 raise InvalidRequestError("a sharded optimizer does not accumulate the gradients of variables that "
                                           f"their gradient overwrites (float8). {_INSTEAD}")
             own.parts = Parts(variables, own.reducer, is_element_wise(original_class(type(self))))
-            own.whole = WholeState(own.parts, self._iterations)  # type: ignore[attr-defined]
+            own.whole = WholeState(own.parts, steps_of(self))  # type: ignore[arg-type]
             super().build(own.parts.noting)  # type: ignore[misc]
             own.whole.variables = super().variables  # type: ignore[misc]
         else:

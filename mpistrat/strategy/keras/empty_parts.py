@@ -16,8 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ...keras._private import all_layers
-from ...keras._private import trainer as keras_trainer
+from ...keras._private import TensorFlowTrainer, all_layers
 from ...keras.fit.row_counts import rows_of
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
@@ -47,7 +46,7 @@ def _is_empty(data: object) -> tf.Tensor | None:
     return None if rows is None else rows == 0
 
 
-@replaces(keras_trainer.TensorFlowTrainer, "predict_step", "a model of which TensorFlow fails without rows would fail",
+@replaces(TensorFlowTrainer, "predict_step", "a model of which TensorFlow fails without rows would fail",
           "y_pred = self(x, training=False)")
 def predict_step(original: Function, self: keras.Model, data: object) -> object:
     with never_called_without_rows(self, data):

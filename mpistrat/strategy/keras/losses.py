@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from ...api import runtime
+from ...keras._private import BaseTrainer
 from ...keras._private import trainer as keras_trainer
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
@@ -104,7 +105,7 @@ def unscale_loss(original: Function, value: tf.Tensor) -> tf.Tensor:
     return value if strategy_here() is not None and value.shape.rank else original(value)
 
 
-@replaces(keras_trainer.base_trainer.Trainer, "compute_loss", "the sum of several losses would be logged divided by "
+@replaces(BaseTrainer, "compute_loss", "the sum of several losses would be logged divided by "
           "the number of ranks", "ops.sum(losses)")
 def compute_loss(original: Function, self: keras.Model, *args: object, **kwargs: object) -> tf.Tensor:
     before, state.in_compute_loss = state.in_compute_loss, self

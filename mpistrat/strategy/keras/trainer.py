@@ -19,7 +19,8 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.request import Max
-from ...keras._private import all_layers
+from ...keras._private import BaseTrainer, all_layers
+from ...keras._private import TensorFlowTrainer as Trainer
 from ...keras._private import trainer as keras_trainer
 from ...keras.fit.row_counts import rows_of
 from ...keras.fit.running_statistics import average_statistics, running_statistics
@@ -43,8 +44,6 @@ from .sharded import shard
 from .step_state import state, strategy_here, strategy_of
 
 T = TypeVar("T")
-# The class that keras.Model inherits these methods from. Keras' own tests train other classes made of it.
-Trainer = keras_trainer.TensorFlowTrainer
 
 
 # -- what is made outside of the scope of a model ---------------------------------------------------------------------
@@ -145,7 +144,7 @@ def reduce_per_replica(original: Function, values: Structure, strategy: tf.distr
     return tf.cond(flags.read("logs_wanted"), reduced, lambda: tf.nest.map_structure(tf.identity, values))
 
 
-@replaces(keras_trainer.base_trainer.Trainer, "_get_metrics_result_or_logs",
+@replaces(BaseTrainer, "_get_metrics_result_or_logs",
           "a metric among other logs of a step of the user's would be the mean of those of the ranks", "return logs")
 def metrics_or_logs(original: Function, self: keras.Model, logs: object) -> object:
     found = original(self, logs)

@@ -47,5 +47,5 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
             self._broadcast = broadcast_variables(tf.compat.v1.global_variables(), self._root_rank, self._process_set)
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: object) -> None:
-        """Run it."""
+        """Run the broadcast. Collective."""
         session.run(self._broadcast)

@@ -106,7 +106,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         self._reducer.register_local(variable)
 
     def compute_gradients(self, *args: object, **kwargs: object) -> _Pairs:
-        """As that of the optimizer, with averaged gradients. Collective when it runs."""
+        """As compute_gradients of the optimizer, with averaged gradients. Collective when the graph runs."""
         pairs: _Pairs = self._optimizer.compute_gradients(*args, **kwargs)
         if self._is_adasum or not pairs:
             return pairs

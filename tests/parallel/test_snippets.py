@@ -1,0 +1,125 @@
+"""The Python blocks of the pages run on every rank, each with the names that its page takes for granted.
+
+Other tests run those of docs/scale.md, and of the README with docs/transcript.md.
+"""
+
+import re
+import signal
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+import mpistrat.keras
+import mpistrat.tensorflow
+
+keras = pytest.importorskip("keras")
+tf = pytest.importorskip("tensorflow")
+
+DOCS = Path(__file__).parents[2] / "docs"
+ELSEWHERE = {"scale.md", "transcript.md"}
+
+BUILD = """
+def build_and_compile_model():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model
+x, y = np.ones((64, 4), np.float32), np.ones((64, 1), np.float32)
+dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+"""
+MODEL = BUILD + """
+model = build_and_compile_model()
+optimizer = keras.optimizers.SGD(0.01)
+optimizer.build(model.trainable_variables)
+def train_step(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+"""
+# Page and first line: what stands before, and what must hold after. None: it cannot run here.
+SNIPPETS: dict[tuple[str, str], tuple[str, str] | None] = {
+    ("elastic.md", "model.fit(data, epochs=90,"): None,  # `...` stands for other callbacks
+    ("elastic.md", "@hvd.elastic.run"): (MODEL + "step = train_step\ndef batches_of(sampler, size):\n"
+                                         "    yield list(sampler)[:size]", "len(x) == 64"),
+    ("gpu.md", "import mpistrat.tensorflow as hvd"): ("", "hvd.is_initialized()"),
+    ("horovod.md", "import mpistrat.keras as hvd "): ("", "hvd.DistributedOptimizer"),
+    ("horovod.md", "import mpistrat"): ("", "train(3) == (mpistrat.rank(), mpistrat.size())"),
+    ("horovod.md", "import mpistrat.tensorflow as hvd  # `join`"): (
+        MODEL + "import mpistrat.tensorflow as hvd\noptimizer = hvd.DistributedOptimizer(optimizer)\n"
+        "batches = [(x, y)] * (1 + hvd.rank())", "last == hvd.size() - 1"),
+    ("horovod.md", 'optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(), uneven="join")'): ("", "optimizer"),
+    ("horovod.md", "service = tf.data.experimental.service"): ("host = '127.0.0.1'", "address.startswith('grpc')"),
+    ("horovod.md", "z = encoder(images, training=True)"): (
+        "import mpistrat.tensorflow as hvd\nencoder, images = keras.layers.Dense(2), np.ones((3, 4), np.float32)\n",
+        "everybody.shape == (3 * hvd.size(), 2)"),
+    ("running.md", "def fit_and_save(model, data, path):"): (
+        "saved = []\nclass model:\n    save = saved.append\n    def fit(data, epochs):\n"
+        "        raise KeyboardInterrupt",
+        "interrupted(lambda: fit_and_save(model, None, 'a.keras')) and saved == ['a.keras']"),
+    ("running.md", "import signal"): ("", "not agreed() and (stop.append(15) or agreed())"),
+    ("running.md", "import os"): ("", "int(rank) == mpistrat.rank()"),
+    ("running.md", "import mpistrat.keras as hvd"): (
+        "", "[len(own) for own in prepare(np.ones(9), np.ones(9), ['a'])] == [9 // hvd.size()] * 2 + [1]"),
+    ("slow-networks.md", "import keras"): ("", "hvd.is_initialized()"),
+    ("slow-networks.md", "optimizer = hvd.DistributedOptimizer(optimizer, comp"): (MODEL, "optimizer"),
+    ("slow-networks.md", "model.compile(keras.optimizers.SGD(0.1, momentum"): (MODEL, "model"),
+    ("slow-networks.md", "local = hvd.callbacks.LocalSGD(every=10, scope="): (MODEL, "model"),
+    ("slow-networks.md", "model.compile(keras.optimizers.AdamW(4e-4)"): (MODEL, "model"),
+    ("slow-networks.md", "local = hvd.callbacks.DiLoCo(every=50)"): (MODEL, "same(model.weights)"),
+    ("slow-networks.md", "model = hvd.load_model("): (
+        MODEL + "if hvd.rank() == 0:\n    model.save('model.keras')\nhvd.barrier()", "model.optimizer"),
+    ("strategies.md", "import mpistrat.tensorflow"): (BUILD, "same(model.weights)"),
+    ("strategies.md", "strategy = mpistrat.tensorflow.MPIStrategy(compression="): ("", "strategy"),
+}
+
+
+def snippets() -> list[tuple[str, str]]:
+    """(page, code) of each block."""
+    return [(page.name, textwrap.dedent(code)) for page in sorted(DOCS.glob("*.md")) if page.name not in ELSEWHERE
+            for _, code in re.findall(r"^( *)```python\n(.*?)^\1```$", page.read_text(), re.DOTALL | re.MULTILINE)]
+
+
+def key_of(page: str, code: str) -> tuple[str, str]:
+    """The longest key of a snippet that fits."""
+    found = [key for key in SNIPPETS if key[0] == page and code.startswith(key[1])]
+    assert found, f"docs/{page}: no entry for {code}"
+    return max(found, key=lambda key: len(key[1]))
+
+
+def test_each_snippet_has_an_entry() -> None:
+    assert {key_of(page, code) for page, code in snippets()} == set(SNIPPETS)
+
+
+def same(weights: list[Any]) -> bool:
+    """Whether all ranks have these bits."""
+    mine = [np.asarray(weight).tobytes() for weight in weights]
+    return all(other == mine for other in mpistrat.allgather_object(mine))
+
+
+def interrupted(function: Any) -> bool:
+    with pytest.raises(KeyboardInterrupt):
+        function()
+    return True
+
+
+@pytest.mark.parametrize(("page", "code"), snippets(), ids=lambda text: text.splitlines()[0][:40])
+def test_a_snippet_runs(page: str, code: str, shared_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = SNIPPETS[key_of(page, code)]
+    if entry is None:
+        pytest.skip("an excerpt")
+    monkeypatch.chdir(shared_dir)
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
+    names: dict[str, Any] = {
+        "keras": keras, "tf": tf, "np": np, "hvd": mpistrat.keras, "mpistrat": mpistrat, "same": same,
+        "interrupted": interrupted, "__name__": "snippet"}
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        for text in (entry[0], code):
+            exec(compile(text, f"docs/{page}", "exec"), names)
+        assert eval(entry[1], names)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    mpistrat.barrier()
