@@ -115,7 +115,7 @@ def test_each_example_has_a_row_in_the_table_of_examples() -> None:
         assert f"](../examples/{example.name})" in table
 
 
-def test_the_pictures_of_results_and_of_states_are_those_of_the_tables() -> None:
+def test_the_pictures_of_results_are_those_of_the_tables() -> None:
     for path, draw in runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"].items():
         assert path.read_text() == draw(), "python docs/pictures.py"
 

@@ -243,7 +243,8 @@ def test_a_wanted_mpirun_is_a_path_or_a_name(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("script, text", [
-    ("echo My Launcher 1", r"is no mpirun of .*prints: My Launcher 1.*Start the job with it: "), ("exit 0", "prints: nothing"),
+    ("echo My Launcher 1", r"is no mpirun of .*prints: My Launcher 1.*Start the job with it: "),
+    ("exit 0", "prints: nothing"),
     ("echo Error: no disk >&2; exit 1", r"mpirun --version fails with exit code 1: Error: no disk\. Mend that, or "),
     ("exec sleep 30", "--version fails")])
 def test_an_mpirun_of_another_kind_and_one_that_fails_are_refused(tmp_path, monkeypatch, script, text) -> None:
