@@ -9,12 +9,15 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter, mul
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from .copy.plan import CopyJob
 from .nccl.types import NcclCommunicator
+
+_ITEMSIZE = attrgetter("itemsize")
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +103,9 @@ class GpuDevice(Protocol):
 
     def compile(self, job: CopyJob) -> None: ...
 
-    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream) -> None: ...
+    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream, lost: int = 0) -> None: ...
 
-    def guard(self, table: np.ndarray, itemsize: int, lost: int, stream: GpuStream) -> None: ...
+    def guard(self, target: int, nbytes: int, lost: int, stream: GpuStream) -> None: ...
 
     def nccl_version(self) -> int: ...
 
@@ -168,7 +171,7 @@ class GpuTensors(Sequence[GpuArray]):
     @cached_property
     def nbytes(self) -> int:
         """The bytes of all elements of all tensors."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+        return sum(map(mul, map(math.prod, self.shapes), map(_ITEMSIZE, self.dtypes)))
 
     def prepare(self, keeps_shapes: bool) -> None:
         """Record `ready`. Called once, before the request is submitted, by the thread that has made the tensors.

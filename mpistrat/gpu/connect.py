@@ -13,6 +13,7 @@ import numpy as np
 
 from ..core.interfaces import DataPlane
 from ..core.settings import Settings
+from ..core.topology import Topology
 from ..core.tuning import GPU_FUSION_PADDING_BYTES, GPU_LEAST_FUSION_BYTES
 from .arrays import GpuArray, GpuDevice
 from .copy.plan import CopyJob
@@ -42,8 +43,8 @@ def exchange_over(host: DataPlane, size: int) -> Exchange:
     return exchange
 
 
-def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: DataPlane,
-            settings: Settings, owner: object) -> tuple[NcclData | None, int]:
+def connect(device: GpuDevice, topology: Topology, exchange: Exchange, host: DataPlane, settings: Settings,
+            owner: object) -> tuple[NcclData | None, int]:
     """Find out whether NCCL can be used, and connect it. Collective. Rank 0 logs the choice.
 
     Args:
@@ -58,6 +59,7 @@ def connect(device: GpuDevice, rank: int, size: int, exchange: Exchange, host: D
     Raises:
         EngineError: On all ranks. The chosen backend cannot be used, or NCCL fails to connect; names the ranks.
     """
+    rank, size = topology.rank, topology.size
     found, buffers, own_ids = _probe(device, rank == 0, settings)
     if size > 1 and found.buffer_bytes:
         found = found._replace(is_free=claim(device, owner))

@@ -154,22 +154,19 @@ class Device:
         """Compile and load the kernel for `job`. Raises what `compiled` raises, or the error of the GPU's driver."""
         self._module(variant(job))
 
-    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream) -> None:
-        """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy.plan. Allocates no memory."""
+    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream, lost: int = 0) -> None:
+        """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy.plan. Allocates no memory.
+
+        `lost`: As for `guard`; 0: the copies are not guarded.
+        """
         # Not by cupy, whose launch takes 23 us on an H200's host.
         driver.launch(self._module(variant(job))[NAME].ptr, blocks, COPY_BLOCK_THREADS, stream.ptr, (
-            _by_value(table), c_int32(len(table)), c_double(job.factor), c_int64(job.divisor)))
+            _by_value(table), c_int32(len(table)), c_double(job.factor), c_int64(job.divisor), c_uint64(lost)))
 
-    def guard(self, table: np.ndarray, itemsize: int, lost: int, stream: GpuStream) -> None:
-        """Turn the targets of a table into NaN if the uint32 at the address `lost` is not 0 then.
-
-        Args:
-            table: As for `batched_copy`.
-            itemsize: The bytes of an element in the targets.
-            lost: In pinned memory.
-        """
-        driver.launch(self._module(_PLAIN)[GUARD].ptr, len(table), COPY_BLOCK_THREADS, stream.ptr, (
-            _by_value(table), c_uint64(itemsize), c_uint64(lost)))
+    def guard(self, target: int, nbytes: int, lost: int, stream: GpuStream) -> None:
+        """Turn memory into NaN if the uint32 at the address `lost`, in pinned memory, is not 0 then."""
+        driver.launch(self._module(_PLAIN)[GUARD].ptr, 1, COPY_BLOCK_THREADS, stream.ptr, (
+            c_uint64(target), c_uint64(nbytes), c_uint64(lost)))
 
     # -- tensors of other libraries -----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from ..core.handle import Entry
 from ..core.interfaces import DataPlane, DeviceExecutor, Observer
 from ..core.protocols import Array
 from ..core.quantised import INT8
-from ..core.request import CollectiveType, ReduceOp, Request
+from ..core.request import CollectiveType, ReduceOp
 from ..core.settings import Settings
 from ..core.topology import Topology
 from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS, WATCHDOG_REVOKE_S
@@ -30,7 +30,7 @@ from .completion import check_waiting
 from .connect import connect, exchange_over
 from .nccl.claims import release
 from .nccl.data import NcclData
-from .proof import Kind, Proof, Shadow
+from .proof import Kind, Proof
 from .single import SingleCollectives
 from .staged import StagedData
 from .watchdog import Watchdog, within
@@ -53,8 +53,6 @@ class GpuExecutor(DeviceExecutor):
                  clock: Callable[[], float] = time.monotonic):
         self._observer = observer
         self._topology, self._host, self._settings, self._clock = topology, host, settings, clock
-        self._rank, self._size = topology.rank, topology.size
-        self._limit_s = settings.limit_s
         self._device: GpuDevice | None = None
         # NCCL if it can be used, then staging, which can do everything. Empty before the first tensor.
         self._backends: Sequence[GpuBackend] = ()
@@ -70,8 +68,6 @@ class GpuExecutor(DeviceExecutor):
         # Those of NCCL have a kind for as long as it is not trusted.
         self._reducers: dict[FusionBucket, tuple[Reducer, Kind | None]] = {}
         self._proof: Proof | None = None
-        self._shadows: list[Shadow] = []  # of what is being enqueued
-        self._sizes: dict[Request, int] = {}
         self._completes_by_streams = False
         self._logged: set[str] = set()
         self.findings: list[str] = []
@@ -124,9 +120,8 @@ class GpuExecutor(DeviceExecutor):
             if work.run is not None:
                 work.run(work)
         ends = [event for backend in self._backends for event in backend.finish()]
-        if self._shadows and self._proof is not None:
-            shadows, self._shadows = self._shadows, []
-            self._proof.compare(shadows, ends)
+        if self._proof is not None:
+            self._proof.compare(ends)
         self._underway, now = [], self._clock()
         for of_list in self._by_list(works):
             batch = Batch(of_list, ends, now, began)
@@ -209,18 +204,7 @@ class GpuExecutor(DeviceExecutor):
         batch.complete()
         ended = time.monotonic_ns()
         for work in batch.works:
-            if len(work.tensors) > 1 and is_fused(work.entry.request):
-                self._note_size(work)
             self._observer.add(work.entry, batch.works[0].entry.number, batch.began, ended)
-
-    def _note_size(self, work: Work) -> None:
-        """Let the tensors know the bytes that those of an equal request have: to add them up takes long."""
-        nbytes = self._sizes.get(work.entry.request)
-        if nbytes is None:
-            if len(self._sizes) >= KEPT_FUSION_PLANS:
-                self._sizes.clear()
-            nbytes = self._sizes[work.entry.request] = work.tensors.nbytes
-        work.tensors.nbytes = nbytes
 
     def await_kept(self) -> None:
         ends = [end for batch in self.kept.copy() for end in batch.ends]
@@ -228,7 +212,7 @@ class GpuExecutor(DeviceExecutor):
             assert self._device is not None, "execute sets it"
             with self._device.current():
                 for end in ends:
-                    await_on_host(end, self._limit_s)
+                    await_on_host(end, self._settings.limit_s)
 
     def drain(self) -> None:
         while self.batches or self.kept:
@@ -292,37 +276,35 @@ class GpuExecutor(DeviceExecutor):
 
     def _connect(self, device: GpuDevice) -> None:
         self._device = device
-        nccl, self._fusion_bytes = connect(device, self._rank, self._size, self._exchange, self._host, self._settings,
-                                           self)
-        self._staged = StagedData(device, self._rank, self._host, self._limit_s)
+        nccl, self._fusion_bytes = connect(device, self._topology, self._exchange, self._host, self._settings, self)
+        self._staged = StagedData(device, self._topology.rank, self._host, self._settings.limit_s)
         self._backends = (self._staged,) if nccl is None else (nccl, self._staged)
         self.findings = [f"GPU tensors are reduced by {self._host.name}, through host memory"
                          if nccl is None else "GPU tensors are reduced by NCCL"]
         if nccl is not None:
             self._watchdog = Watchdog(
-                self._limit_s, nccl.revoke, self.abandon, f"NCCL has kept rank {self._topology.job_rank} waiting for "
-                f"{self._limit_s:g} s; another rank may have died, or never begun")
-            if self._settings.uses("shadow"):
-                self._prove(device, nccl)
-        if nccl in self._backends and nccl is not None:
-            self._completes_by_streams = self._streams_wait(device, nccl)
+                self._settings.limit_s, nccl.revoke, self.abandon, f"NCCL has kept rank {self._topology.job_rank} "
+                f"waiting for {self._settings.limit_s:g} s; another rank may have died, or never begun")
+            if not self._settings.uses("shadow") or self._is_proved(device, nccl):
+                self._completes_by_streams = self._streams_wait(device, nccl)
         self._single.backends = self._backends
 
-    def _prove(self, device: GpuDevice, nccl: NcclData) -> None:
+    def _is_proved(self, device: GpuDevice, nccl: NcclData) -> bool:
         """Reduce known numbers by NCCL, and do without it if they come out wrong on any rank."""
-        self._proof = Proof(device, self._staged, self._host, self._exchange, self._rank, self._size)
+        self._proof = Proof(device, self._staged, self._host, self._exchange, self._topology)
         with self._watchdog or nullcontext():
             wrong = self._proof.refusals(nccl)
         self.findings.append(f"known numbers through NCCL: {wrong or 'proved'}")
         if not wrong:
-            return
+            return True
         if self._settings.gpu_operations == "nccl":
             raise EngineError(f"MPISTRAT_GPU_OPERATIONS=nccl: NCCL gives wrong numbers: {wrong}")
-        if self._rank == 0:
+        if self._topology.rank == 0:
             logger.warning("rank 0: GPU tensors are staged through host memory and reduced by %s, since NCCL gives "
                            "wrong numbers: %s", self._host.name, wrong)
         self.abandon()
         self._backends, self._watchdog, self._fusion_bytes = (self._staged,), None, self._settings.fusion_bytes
+        return False
 
     def _streams_wait(self, device: GpuDevice, nccl: NcclData) -> bool:
         """Whether handles are done when their work is enqueued. Local: the ranks need not do the same."""
@@ -360,14 +342,10 @@ class GpuExecutor(DeviceExecutor):
         else:
             sources = [works[place].tensors.addresses[i] for place, i in bucket.members]
             targets = [works[place].made.addresses[i] for place, i in bucket.members]
-        if kind is not None and self._proof is not None:
-            shadow = self._proof.shadow(
-                kind, [works[place].entry.request.name for place, _ in bucket.members],
-                [works[place].tensors[i] for place, i in bucket.members], sources, targets, bucket.reduction)
-            if shadow is None:
-                self._reducers[bucket] = reduce, None
-            else:
-                self._shadows.append(shadow)
+        if kind is not None and self._proof is not None and self._proof.trusts(
+                kind, [(works[place].entry.request.name, works[place].tensors[i], target)
+                       for (place, i), target in zip(bucket.members, targets, strict=True)], bucket.reduction):
+            self._reducers[bucket] = reduce, None
         reduce(sources, targets)
 
     def _reducer(self, bucket: FusionBucket, works: Sequence[Work]) -> tuple[Reducer, Kind | None]:
@@ -392,12 +370,12 @@ class GpuExecutor(DeviceExecutor):
             return
         batch = min((batches[0] for batches in (self.batches, self.kept) if batches), key=lambda batch: batch.since)
         waited_s = self._clock() - batch.since
-        if self._limit_s and waited_s > self._limit_s:
+        if 0 < self._settings.limit_s < waited_s:
             names = ", ".join(work.entry.request.name for work in batch.works[:5])
             raise EngineError(f"the GPU of rank {self._topology.job_rank} has not done {names} in {waited_s:.0f} s; "
                               "another rank may have died, or never begun")
 
     def _log_once(self, text: str) -> None:
-        if self._rank == 0 and text not in self._logged:
+        if self._topology.rank == 0 and text not in self._logged:
             self._logged.add(text)
             logger.info("rank 0: %s", text)

@@ -15,6 +15,7 @@ from ..core.arithmetic import Reduction, Scale
 from ..core.errors import EngineError
 from ..core.interfaces import DataPlane
 from ..core.request import ReduceOp
+from ..core.topology import Topology
 from .arrays import GpuArray, GpuDevice, GpuEvent
 from .backend import await_on_host
 from .completion import LIMIT_S
@@ -27,17 +28,19 @@ _SMALL, _LARGE = 130, 20_001  # More tensors than a launch of the copy kernel ta
 _LATE = 40  # How often the numbers are written.
 _SHADOWS = 2  # The executions of each kind of bucket that are done on the CPU, too.
 _STEPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+_LARGEST = {"float16": 65504.0, "bfloat16": 3e38, "float32": 3e38, "float64": 1e308}
 
 Kind = tuple[str, ReduceOp, str]  # dtype, operation, dtype on the wire
 
 
 class Shadow(NamedTuple):
-    """A bucket that is reduced twice."""
+    """A tensor that is reduced twice."""
 
-    names: Sequence[str]  # of the tensors
-    expected: list[np.ndarray]
-    targets: Sequence[int]
+    name: str
+    expected: np.ndarray
+    target: int
     limit: float  # How far the results may be from each other.
+    is_finite: bool  # Whether a result that is not finite is the same on GPU and CPU, by the numbers that are reduced.
 
 
 class Proof:
@@ -49,11 +52,11 @@ class Proof:
         exchange: An exchange among these ranks.
     """
 
-    def __init__(self, device: GpuDevice, staged: StagedData, host: DataPlane, exchange: Exchange, rank: int,
-                 size: int):
+    def __init__(self, device: GpuDevice, staged: StagedData, host: DataPlane, exchange: Exchange, topology: Topology):
         self._device, self._staged, self._host, self._exchange = device, staged, host, exchange
-        self._rank, self._size = rank, size
+        self._rank, self._size = topology.rank, topology.size
         self._done: Counter[Kind] = Counter()
+        self._shadows: list[Shadow] = []  # of what is being enqueued
 
     # -- known numbers ------------------------------------------------------------------------------------------------
 
@@ -107,31 +110,40 @@ class Proof:
 
     # -- the first buckets --------------------------------------------------------------------------------------------
 
-    def shadow(self, kind: Kind, names: Sequence[str], arrays: Sequence[GpuArray], sources: Sequence[int],
-               targets: Sequence[int], reduction: Reduction) -> Shadow | None:
-        """Reduce a bucket on the CPU, before that on the GPU, which may overwrite it; None: its kind is trusted.
+    def trusts(self, kind: Kind, bucket: Sequence[tuple[str, GpuArray, int]], reduction: Reduction) -> bool:
+        """Whether a kind is trusted. If not, reduce a bucket on the CPU, before that on the GPU, which may overwrite it.
 
-        Waits for the contents.
+        Waits for the contents then.
+
+        Args:
+            bucket: The name, the tensor and the address of the result of each tensor.
         """
         if self._done[kind] >= _SHADOWS:
-            return None
+            return True
         self._done[kind] += 1
-        fetched = [self._staged.fetched(source, array.nbytes).view(array.dtype)
-                   for source, array in zip(sources, arrays, strict=True)]
-        largest = max(self._exchange(max(float(np.abs(_wide(each)).max(initial=0)) for each in fetched)))
-        scale = abs(reduction.prescale * reduction.scale.factor / reduction.scale.divisor)
-        step = _STEPS.get(kind[2] or kind[0].replace("complex64", "float32").replace("complex128", "float64"), 0.0)
+        fetched = [self._staged.fetched(array.address, array.nbytes).view(array.dtype) for _, array, _ in bucket]
+        largest = max(self._exchange(max(_largest(each) for each in fetched)))
+        after = abs(reduction.scale.factor / reduction.scale.divisor)  # It also scales what the wire has rounded.
+        sent = kind[2] or {"complex64": "float32", "complex128": "float64"}.get(kind[0], kind[0])
+        # Sums near the largest number overflow in an order of the ranks. NCCL's minimum and maximum may leave out NaN.
+        is_finite = reduction.op is ReduceOp.SUM and \
+            self._size * largest * abs(reduction.prescale) * max(after, 1.0) < _LARGEST.get(sent, np.inf)
         expected = [np.empty_like(each) for each in fetched]
         self._host.allreduce(fetched, expected, reduction)
-        after = abs(reduction.scale.factor / reduction.scale.divisor)  # It also scales what the wire has rounded.
-        least = 1e-4 * max(after, 1.0)
-        return Shadow(names, expected, targets, step * (self._size + 2) * self._size * max(largest * scale, least))
+        limit = _STEPS.get(sent, 0.0) * (self._size + 2) * self._size * max(largest * abs(reduction.prescale) * after,
+                                                                           1e-4 * max(after, 1.0))
+        self._shadows += [Shadow(name, result, target, limit, is_finite)
+                          for (name, _, target), result in zip(bucket, expected, strict=True)]
+        return False
 
-    def compare(self, shadows: Sequence[Shadow], ends: Sequence[GpuEvent]) -> None:
-        """Compare the results of the GPU, which are there after `ends`. Waits for it.
+    def compare(self, ends: Sequence[GpuEvent]) -> None:
+        """Compare results of the GPU, which are there after `ends`, with those of the CPU. Waits for it if there are any.
 
         Raises EngineError: They differ on a rank; on all ranks.
         """
+        if not self._shadows:
+            return
+        shadows, self._shadows = self._shadows, []
         self._staged.wait_for(ends)
         own = next(filter(None, map(self._difference, shadows)), "")
         different = _listed(self._exchange(own))
@@ -142,20 +154,28 @@ class Proof:
                               "does not look.")
 
     def _difference(self, shadow: Shadow) -> str:
-        for name, expected, target in zip(shadow.names, shadow.expected, shadow.targets, strict=True):
-            found = self._staged.fetched(target, expected.nbytes).view(expected.dtype)
-            with np.errstate(all="ignore"):
-                far = np.abs(_wide(found) - _wide(expected)) > shadow.limit
-            # Half precision overflows in other places.
-            wrong = np.flatnonzero(far & np.isfinite(_wide(found)) & np.isfinite(_wide(expected)))
-            if wrong.size:
-                return f"{name}, element {wrong[0]}: {found[wrong[0]]} instead of {expected[wrong[0]]}"
-        return ""
+        expected = shadow.expected
+        found = self._staged.fetched(shadow.target, expected.nbytes).view(expected.dtype)
+        with np.errstate(all="ignore"):
+            here, there = _wide(found), _wide(expected)
+            is_near = (np.abs(here - there) <= shadow.limit) | (here == there) | (np.isnan(here) & np.isnan(there))
+        if not shadow.is_finite:
+            is_near |= ~(np.isfinite(here) & np.isfinite(there))
+        wrong = np.flatnonzero(~is_near)
+        if not wrong.size:
+            return ""
+        return f"{shadow.name}, element {wrong[0]}: {found.flat[wrong[0]]} instead of {expected.flat[wrong[0]]}"
 
 
 def _known(places: np.ndarray, rank: int) -> np.ndarray:
     """Whole numbers whose sum over a thousand ranks is exact in half precision."""
     return np.asarray((places * 7 + rank * 3) % 5 - 2.0)
+
+
+def _largest(values: np.ndarray) -> float:
+    """The largest absolute value that is finite."""
+    absolute = np.abs(_wide(values))
+    return float(absolute.max(initial=0, where=np.isfinite(absolute)))
 
 
 def _wide(values: np.ndarray) -> np.ndarray:

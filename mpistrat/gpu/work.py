@@ -48,10 +48,8 @@ class Batch:
         for work in self.works:
             tensors = work.tensors
             if tensors.streams and tensors.streams == tensors.readers:
-                entry, work.made = work.entry, _NOTHING
+                work.made, work.entry.handle = _NOTHING, _COMPLETE
                 tensors.owner = tensors.made = tensors.allocate = None  # type: ignore[assignment]
-                work.entry = Entry(entry.request, tensors, _COMPLETE, False, None, entry.submitted, entry.agreed,
-                                   entry.number)
 
 
 def tensors_in(entry: Entry) -> GpuTensors:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -192,8 +193,8 @@ def test_ranks_that_share_a_gpu_are_staged_with_one_line(caplog: pytest.LogCaptu
         return [value, value]  # as if another rank had found the same GPU
 
     with caplog.at_level(logging.INFO, "mpistrat"):
-        nccl, fusion_bytes = connect(device, 0, 2, exchange, ThreadGroup(1).data(0), Settings(fusion_bytes=2**16),
-                                     Job().executor)
+        nccl, fusion_bytes = connect(device, Topology(0, ("",) * 2), exchange, ThreadGroup(1).data(0),
+                                     Settings(fusion_bytes=2**16), Job().executor)
     assert (nccl, fusion_bytes) == (None, 2**16)
     assert [(record.levelname, record.message) for record in caplog.records] == [(
         "INFO", "rank 0: GPU tensors are staged through host memory and reduced by local: ranks [0, 1] share a GPU, "
@@ -771,6 +772,31 @@ def test_a_bucket_that_is_wrong_is_an_error_that_names_it(monkeypatch: pytest.Mo
     job.engine.start()
     with pytest.raises(EngineError, match=r"NCCL has not given .* on the CPU: rank 0: layer/kernel, element 0: .* "
                                           r"instead of 7\.0\. Look for errors .*MPISTRAT_DISABLE=shadow does not look"):
+        handle.wait(30)
+
+
+@pytest.mark.parametrize("dtype, given, found, is_wrong", [
+    ("float32", [np.inf, np.nan, -np.inf, 1], [np.inf, np.nan, -np.inf, 1], False),
+    ("float32", [1, 2, 3, 4], [1, 2, np.nan, 4], True), ("float32", [1, np.nan, 3, 4], [1, 2, 3, 4], True),
+    ("float32", [np.inf, 2, 3, 4], [-np.inf, 2, 3, 4], True), ("float32", [np.inf, 2, 3, 4], [np.inf, 2, 3.1, 4], True),
+    ("float16", [1, 2, 3, 4], [1, 2, np.inf, 4], True),
+    ("float16", [65504, 2, 3, 4], [np.inf, 2, 3, 4], False)])  # Other ranks' numbers may overflow with it.
+def test_results_that_are_not_finite_are_compared_too(
+        dtype: str, given: list[float], found: list[float], is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, all_reduce = Job(disable="none"), Communicator.allReduce
+    job.submit("connect", np.ones(3))
+    job.settle()
+
+    def write(self: Communicator, source: int, target: int, *of: int) -> None:
+        all_reduce(self, source, target, *of)
+        values = np.array(found, dtype)
+        self._device.enqueue(self._device.stream_at(of[-1]), lambda: np.copyto(
+            memory_at(target, values.size, values.dtype), values))
+
+    monkeypatch.setattr(Communicator, "allReduce", write)
+    handle = job.submit("a", np.array(given, dtype))
+    job.engine.start()
+    with pytest.raises(EngineError, match=r"NCCL has not given .* a, element") if is_wrong else nullcontext():
         handle.wait(30)
 
 
