@@ -187,7 +187,7 @@ class GpuTensors(Sequence[GpuArray]):
 
     def follow(self, stream: RecordedStream) -> None:
         """Make another stream than the readers wait for the results."""
-        if self.ends and all(stream.ptr != reader.ptr for reader in self.readers or ()):
+        if self.ends and stream.ptr not in [reader.ptr for reader in self.readers or ()]:
             with self.device.current():
                 for end in self.ends:
                     self.device.wait(stream, end)

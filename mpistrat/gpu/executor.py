@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -123,46 +123,36 @@ class GpuExecutor(DeviceExecutor):
         if self._proof is not None:
             self._proof.compare(ends)
         self._underway, now = [], self._clock()
-        for of_list in self._by_list(works):
-            batch = Batch(of_list, ends, now, began)
-            if not self._completes_by_streams or any(work.tensors.readers is None for work in of_list):
+        of_lists: dict[BucketList | None, list[Work]] = {}  # the entries without a list, and those of each list
+        for work in works:
+            of_lists.setdefault(work.tensors.bucket and work.tensors.bucket[0], []).append(work)
+        for list_, its_works in of_lists.items():
+            batch = Batch(its_works, ends, now, began)
+            if not self._completes_by_streams or None in [work.tensors.readers for work in its_works]:
                 self.batches.append(batch)
                 continue
             self.kept.append(batch)
-            self._await_in_streams(device, self._due(batch))
+            for together in [[batch]] if list_ is None else self._due(list_, batch):
+                self._await_in_streams(device, together)
         self._release(but=1)
 
-    def _by_list(self, works: list[Work]) -> Iterable[list[Work]]:
-        """The entries without a list, and those of each list."""
-        if len(works) < 2:  # The usual case.
-            return [works] if works else []
-        found: dict[BucketList | None, list[Work]] = {}
-        for work in works:
-            found.setdefault(work.tensors.bucket and work.tensors.bucket[0], []).append(work)
-        return found.values()
-
-    def _due(self, batch: Batch) -> list[Batch]:
-        """The batches that streams wait for now that this one is enqueued."""
-        if batch.works[0].tensors.bucket is None:  # Then none of them is one.
-            return [batch]
-        due: list[Batch] = []
-        for list_, number in [work.tensors.bucket for work in batch.works if work.tensors.bucket is not None]:
-            enqueued = self._lists.setdefault(list_, {})
-            if number in enqueued:  # The execution of the graph before this one has ended in an error.
-                due += enqueued.values()
+    def _due(self, list_: BucketList, batch: Batch) -> Iterator[list[Batch]]:
+        """The batches of a list that streams wait for together, now that this one is enqueued."""
+        enqueued = self._lists.setdefault(list_, {})
+        for work in batch.works:
+            assert work.tensors.bucket is not None, "it is in a list"
+            if work.tensors.bucket[1] in enqueued:  # The execution of the graph before this one has ended in an error.
+                yield list(dict.fromkeys(enqueued.values()))
                 enqueued.clear()
-            enqueued[number] = batch
-            if len(enqueued) == list_.count:
-                due += self._lists.pop(list_).values()
-        return due
+            enqueued[work.tensors.bucket[1]] = batch
+        if len(enqueued) == list_.count:
+            yield list(dict.fromkeys(self._lists.pop(list_).values()))
 
     def _await_in_streams(self, device: GpuDevice, batches: Sequence[Batch]) -> None:
         """Make the readers of these batches wait for them, and complete the handles."""
-        left, ends, works = batches, batches[0].ends if batches else [], batches[0].works if batches else []
-        if len(batches) > 1:
-            left = [batch for batch in dict.fromkeys(batches) if not batch.is_complete]
-            ends = last_of_streams([end for batch in left for end in batch.ends])
-            works = [work for batch in left for work in batch.works]
+        left = [batch for batch in batches if not batch.is_complete]
+        ends = last_of_streams([end for batch in left for end in batch.ends])
+        works = [work for batch in left for work in batch.works]
         self._make_wait(device, works, ends)
         for work in works:
             work.tensors.ends = ends

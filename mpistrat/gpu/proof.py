@@ -111,9 +111,7 @@ class Proof:
     # -- the first buckets --------------------------------------------------------------------------------------------
 
     def trusts(self, kind: Kind, bucket: Sequence[tuple[str, GpuArray, int]], reduction: Reduction) -> bool:
-        """Whether a kind is trusted. If not, reduce a bucket on the CPU, before that on the GPU, which may overwrite it.
-
-        Waits for the contents then.
+        """Whether a kind is trusted. If not, reduce a bucket on the CPU, before the GPU may overwrite it. Waits then.
 
         Args:
             bucket: The name, the tensor and the address of the result of each tensor.
@@ -137,7 +135,7 @@ class Proof:
         return False
 
     def compare(self, ends: Sequence[GpuEvent]) -> None:
-        """Compare results of the GPU, which are there after `ends`, with those of the CPU. Waits for it if there are any.
+        """Compare results of the GPU, which are there after `ends`, with those of the CPU. Waits if there are any.
 
         Raises EngineError: They differ on a rank; on all ranks.
         """

@@ -61,5 +61,5 @@ def tensors_in(entry: Entry) -> GpuTensors:
 
 def over(batches: deque[Batch], but: int = 0) -> Iterator[Batch]:
     """Take the batches that the GPU has done from the front, but not the last ones."""
-    while len(batches) > but and all(end.done for end in batches[0].ends):
+    while len(batches) > but and False not in [end.done for end in batches[0].ends]:
         yield batches.popleft()

@@ -51,7 +51,7 @@ class NcclStream:
 
     def reduce_directly(self, source: int, target: int, count: int, wire: WireFormat, operation: int,
                         nbytes: int) -> None:
-        """Reduce `count` numbers, of `nbytes` bytes, without a fusion buffer: NCCL reads and writes their own memory."""
+        """Reduce `count` numbers, of `nbytes` bytes, without a fusion buffer: NCCL uses their own memory."""
         self._begin(self._reductions)
         self.communicator.allReduce(source, target, count, DTYPES[wire.dtype], operation, self._reductions.ptr)
         self._guard(target, nbytes)
