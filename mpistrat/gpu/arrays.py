@@ -20,8 +20,7 @@ from .nccl.types import NcclCommunicator
 _ITEMSIZE = attrgetter("itemsize")
 
 
-@dataclass(frozen=True, eq=False)
-class GpuArray:
+class GpuArray(NamedTuple):
     """C-contiguous elements in the memory of this rank's GPU."""
 
     address: int  # The GPU's address of the first element.
@@ -92,8 +91,6 @@ class GpuDevice(Protocol):
     def wait(self, stream: RecordedStream, event: GpuEvent) -> None: ...  # an event of the same device
 
     def scratch(self, nbytes: int) -> GpuArray | None: ...
-
-    def trim(self) -> None: ...
 
     def pinned(self, nbytes: int) -> np.ndarray: ...
 

@@ -73,7 +73,7 @@ class Device:
         self._context = 0
         with self.current():
             # Tensors of other libraries are imported on this stream, which waits for their contents.
-            self._imports = cupy.cuda.Stream(non_blocking=True)
+            self._imports = _imports_of(number)
             self._context = driver.context()
 
     def current(self) -> AbstractContextManager[None]:
@@ -132,10 +132,6 @@ class Device:
         except cupy.cuda.memory.OutOfMemoryError:
             return None
         return GpuArray(memory.ptr, (nbytes,), np.dtype(np.uint8), memory)
-
-    def trim(self) -> None:
-        """Give scratch memory that is free back to CUDA: no later Device uses this one's arena of cupy's pool."""
-        cupy.get_default_memory_pool().free_all_blocks(stream=self._imports)
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """Allocate uninitialised bytes of pinned host memory."""
@@ -207,6 +203,16 @@ class Device:
     unique_id = staticmethod(library.unique_id)
     communicator = staticmethod(library.Communicator)
     nccl_group = staticmethod(library.group)
+
+
+@cache
+def _imports_of(number: int) -> cupy.cuda.Stream:
+    """One stream for all Devices of the current GPU, which has this number.
+
+    cupy's pool keeps the memory that was allocated on a stream for that stream. So the fusion buffers of an elastic
+    job's next generation have the memory of those before, also if its communicators were aborted.
+    """
+    return cupy.cuda.Stream(non_blocking=True)
 
 
 def _functions(code: str, *names: str) -> dict[str, Any]:

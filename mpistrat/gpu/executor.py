@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -260,7 +259,6 @@ class GpuExecutor(DeviceExecutor):
                 backend.close()
             release(self._device, self)
             self._backends = ()
-            self._device.trim()
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
@@ -318,7 +316,7 @@ class GpuExecutor(DeviceExecutor):
         if bucket.request.kind is CollectiveType.BROADCAST:
             arrays = [works[place].tensors[i] for place, i in bucket.members]
             self._backends[0].broadcast(arrays, [
-                replace(array, address=works[place].made.addresses[i])
+                array._replace(address=works[place].made.addresses[i])
                 for array, (place, i) in zip(arrays, bucket.members, strict=True)], bucket.request.root_rank)
             return
         known = self._reducers.get(bucket)

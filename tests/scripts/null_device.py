@@ -132,9 +132,6 @@ class Device:
     def compile(self, job: object) -> None:
         """There is nothing to compile."""
 
-    def trim(self) -> None:
-        """There is no memory."""
-
     def batched_copy(self, *_: object) -> None:
         CALLS["launch"] += 1
 

@@ -198,9 +198,6 @@ class Device:
         with self._lock:
             self.free_bytes -= nbytes
 
-    def trim(self) -> None:
-        self.trimmed_bytes = self.free_bytes
-
     def pinned(self, nbytes: int) -> np.ndarray:
         return self.allocate(nbytes)
 

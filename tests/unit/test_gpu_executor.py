@@ -637,7 +637,7 @@ def test_what_was_enqueued_before_a_shutdown_is_completed() -> None:
     job.executor.close()
     job.executor.close()
     assert job.device.log[-1] == ("destroy",)
-    assert job.device.trimmed_bytes == 2**40  # The next job on this GPU has the memory of the fusion buffers again.
+    assert job.device.free_bytes == 2**40  # The next job on this GPU has the memory of the fusion buffers again.
 
 
 @pytest.mark.parametrize("make", [allgather_request, partial(reducescatter_request, scaled=ScaledOp(Sum))],

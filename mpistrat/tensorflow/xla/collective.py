@@ -31,7 +31,7 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...core import signal_handlers
-from ...core.errors import EngineError, InvalidRequestError
+from ...core.errors import EngineError, InvalidRequestError, NotInitializedError
 from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...core.tuning import SUBMIT_WAIT_S
@@ -76,7 +76,8 @@ class Started:
 
     def results(self) -> list[tf.Tensor]:
         """The results of all of them, in their order."""
-        self._site.dtypes = dtypes = [tf.int64, *[t.dtype for t in self._results]]
+        dtypes = [tf.int64, *[t.dtype for t in self._results]]
+        self._site.dtypes = [np.dtype(dtype.as_numpy_dtype) for dtype in dtypes]
         return _linked(lambda link: custom_call(
             self._site, [link, *self._results], dtypes, [tf.TensorShape([]), *[t.shape for t in self._results]],
             0, range(1, len(dtypes))))[1:]
@@ -85,7 +86,7 @@ class Started:
 class _Awaiting:
     """The target of the custom call that waits for what was started."""
 
-    dtypes: Sequence[tf.DType]  # Of the arguments and the results.
+    dtypes: Sequence[np.dtype]  # Of the arguments and the results.
 
     def __init__(self) -> None:
         # By the call that has started it. An execution that ends in an error may leave some.
@@ -93,20 +94,20 @@ class _Awaiting:
 
     def execute(self, call: ffi.Call) -> None:
         started, self.started = self.started, {}
-        kinds = [dtype.as_numpy_dtype for dtype in self.dtypes]
-        memory = GpuMemory(call, kinds, kinds)
+        memory = GpuMemory(call, self.dtypes, self.dtypes)
         given, moved = {array.address for array in memory.arguments}, False
         errors: list[Exception] = []
         for site, (handle, tensors) in started.items():  # All of them: XLA frees the memory when this call ends.
+            _await(site, handle)
             try:
-                _await(site, handle)
+                handle.wait()
             except Exception as error:
                 errors.append(error)
             tensors.follow(memory.stream)
             moved |= any(array.nbytes and array.address not in given for array in tensors)
         if errors:
             raise errors[0]
-        if moved or not memory.is_in_place(1, len(kinds) - 1):
+        if moved or not memory.is_in_place(1, len(self.dtypes) - 1):
             raise EngineError("XLA has moved the results of collectives before they were complete. "
                               "MPISTRAT_DISABLE=xla does without.")
 
@@ -201,7 +202,7 @@ class _Reading:
         values = [np.int64(0), *map(np.int32, self._read())]
         dtypes = [value.dtype for value in values]
         if gpu_memory.is_used():
-            memory = GpuMemory(call, [np.int64], dtypes)
+            memory = GpuMemory(call, dtypes[:1], dtypes)
             for i, value in enumerate(values):
                 memory.write_number(i, int(value))
             return
@@ -219,8 +220,8 @@ class _CompiledCallSite(CollectiveCallSite):
         self._awaiting = awaiting
         # Nothing orders the collectives of a gradient after those of the function that computes it.
         self._waits = not in_gradient()
-        self._given = [np.int64, *dtypes, *[np.int64] * self._has_past]
-        self._returned = [np.int64, *dtypes, *[np.int64] * self._counts]
+        kinds = list(map(np.dtype, [np.int64, *dtypes, np.int64]))
+        self._given, self._returned = (kinds[:len(kinds) - 1 + more] for more in (self._has_past, self._counts))
         self._stays_on_gpu = stays_on_gpu
         self._ranks = runtime.group_of(name, process_set).topology.size  # which the shapes of results are for
 
@@ -261,7 +262,9 @@ class _CompiledCallSite(CollectiveCallSite):
             awaiting.started[self] = handle, tensors
             return
         shapes = [result.shape for result in memory.results[1:1 + count]]
-        found = _Outcome(self._submitted(its), shapes, self._ranks, its.group.topology.size).results()
+        handle = self._submitted(its)
+        _await(self, handle)
+        found = _Outcome(handle, shapes, self._ranks, its.group.topology.size).results()
         if not self._stays_on_gpu:
             for place, value in enumerate(found, start=1):
                 memory.write(place, value)
@@ -277,21 +280,25 @@ class _CompiledCallSite(CollectiveCallSite):
                 self.raised = error
                 raise engine.break_off(f"{its.request.name}: Ctrl-C has interrupted it on a rank.") from error
         handle = engine.submit(its.request, its.arrays, self.origin)
-        try:
-            handle.await_done(-1)
-        except BaseException as error:  # Of a signal handler. The call ends when the collective is complete.
-            self.raised = error
+        _await(self, handle, breaks_off=False)
         return handle
 
 
-def _await(site: CollectiveCallSite, handle: Handle) -> None:
-    """Wait for a collective that was submitted before. Raises its error."""
-    try:
-        handle.wait()
-    except KeyboardInterrupt as error:  # XLA frees the tensors when the call ends.
-        site.raised = error
-        engine = runtime.group_of(site.name, site.process_set).engine
-        raise engine.break_off(f"{handle.name}: Ctrl-C has interrupted it on a rank.") from error
+def _await(site: CollectiveCallSite, handle: Handle, breaks_off: bool = True) -> None:
+    """Wait until a collective is complete or has failed, since XLA frees the tensors when the call ends.
+
+    What signal handlers raise meanwhile comes behind the call. `breaks_off`: Ctrl-C also ends the engines of all ranks.
+    """
+    while not handle.is_done:
+        try:
+            handle.await_done(-1)
+        except (InvalidRequestError, NotInitializedError):  # It is never done for this thread, or in this process.
+            raise
+        except BaseException as error:
+            site.raised = error
+            if breaks_off and isinstance(error, KeyboardInterrupt):
+                engine = runtime.group_of(site.name, site.process_set).engine
+                engine.break_off(f"{handle.name}: Ctrl-C has interrupted it on a rank.")
 
 
 @dataclasses.dataclass(frozen=True)

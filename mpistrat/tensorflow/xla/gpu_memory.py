@@ -39,7 +39,7 @@ class GpuMemory:
     """The arguments and results of one call; valid until the handler returns.
 
     Args:
-        given: The dtypes of the arguments.
+        given: The dtypes of the arguments, of numpy.
         returned: The dtypes of the results.
     """
 
@@ -98,5 +98,5 @@ class GpuMemory:
         host_copies_of(self._device).returned([value], tensors)
 
 
-def _array(buffer: ffi.Buffer, dtype: np.dtype | type) -> GpuArray:
-    return GpuArray(buffer.data or 0, tuple(buffer.dims[:buffer.rank]), np.dtype(dtype), None)
+def _array(buffer: ffi.Buffer, dtype: np.dtype) -> GpuArray:
+    return GpuArray(buffer.data or 0, tuple(buffer.dims[:buffer.rank]), dtype, None)
