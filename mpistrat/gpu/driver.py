@@ -117,7 +117,9 @@ def _check(name: str, status: int) -> None:
 
 @cache
 def _library(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
-    """The driver, initialised. Its calls release Python's lock, or keep it (PyDLL). Raises EngineError if there is none.
+    """The driver, initialised, whose calls release Python's lock, or keep it (PyDLL).
+
+    Raises EngineError: There is none.
     """
     try:
         status = ctypes.CDLL("libcuda.so.1").cuInit(0)  # May be repeated.

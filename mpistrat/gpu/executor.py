@@ -25,15 +25,13 @@ from ..core.topology import Topology
 from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS, WATCHDOG_REVOKE_S
 from .arrays import BucketList, GpuDevice, GpuEvent, RecordedStream
 from .backend import GpuBackend, Reducer, await_on_host, last_of_streams
-from .completion import check_waiting
 from .connect import connect, exchange_over
 from .nccl.claims import release
 from .nccl.data import NcclData
-from .proof import Kind, Proof
-from .single import SingleCollectives
+from .proof import Kind, Proof, check_waiting
 from .staged import StagedData
 from .watchdog import Watchdog, within
-from .work import Batch, Work, over, tensors_in
+from .work import Batch, SingleCollectives, Work, over, tensors_in
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,16 @@
-"""What NCCL's path must prove on the machine where it runs: known numbers when it is connected, then its first buckets.
+"""What the path must prove on the machine where it runs: that streams wait, known numbers, and then the first buckets.
 
 Streams, drivers, NCCL and the way between two GPUs may be wrong where no test has been: a stream that does not wait, or
-reads from the other GPU that an IOMMU garbles. Used by the engine's thread, within `GpuDevice.current()`. All methods
-are collective.
+reads from the other GPU that an IOMMU garbles. Used within `GpuDevice.current()`.
+
+A collective is complete when it is enqueued, as in Horovod: https://github.com/horovod/horovod/pull/2963. Work that
+should wait for it and does not would read wrong numbers. Work that is over before it is raced with proves nothing. So a
+check looks whether it still runs, and has a stream that waits for nothing beside it, which must read too early.
 """
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +22,15 @@ from ..core.request import ReduceOp
 from ..core.topology import Topology
 from .arrays import GpuArray, GpuDevice, GpuEvent
 from .backend import await_on_host
-from .completion import LIMIT_S
 from .copy.plan import fused_offsets
 from .nccl.communicators import Exchange
 from .nccl.data import NcclData
 from .staged import StagedData
 
+LIMIT_S = 10.0  # for what a GPU does in milliseconds
+_LEAST_WORK = 40  # Copies, or kernels of TensorFlow's. A stream that does not wait would overtake them.
+_LONGEST_S = 1.0  # Seconds after which a check takes no more work.
+_VALUE = 77
 _SMALL, _LARGE = 130, 20_001  # More tensors than a launch of the copy kernel takes; elements, more than a block.
 _LATE = 40  # How often the numbers are written.
 _SHADOWS = 2  # The executions of each kind of bucket that are done on the CPU, too.
@@ -31,6 +38,98 @@ _STEPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float6
 _LARGEST = {"float16": 65504.0, "bfloat16": 3e38, "float32": 3e38, "float64": 1e308}
 
 Kind = tuple[str, ReduceOp, str]  # dtype, operation, dtype on the wire
+
+# -- that streams wait ------------------------------------------------------------------------------------------------
+
+
+class RefutedError(EngineError):
+    """A stream does not wait."""
+
+
+class UnprovenError(EngineError):
+    """It is not known whether a stream waits."""
+
+
+class Race(NamedTuple):
+    """What a check has found."""
+
+    read: float  # By work that should wait.
+    right: float  # What that must read.
+    runs: bool  # Whether what it should wait for still ran when it was enqueued.
+    unordered: float  # Read by work that waits for nothing.
+
+
+def prove(race: Callable[[int], Race]) -> None:
+    """Run a race, with twice as much work each time, until it proves something. Local; takes about a second at most.
+
+    Args:
+        race: Called with the amount of work, 40 or more pieces of a tenth of a millisecond or so.
+
+    Raises:
+        RefutedError: Work that should have waited has not.
+        UnprovenError: The GPU was always too fast.
+    """
+    work, began = _LEAST_WORK, time.monotonic()
+    while True:
+        found = race(work)
+        if found.read != found.right:
+            raise RefutedError(f"memory was read before it was complete: {found.read:g} instead of {found.right:g}")
+        if found.runs and found.unordered != found.right:
+            return
+        if time.monotonic() - began > _LONGEST_S:
+            raise UnprovenError(f"{work} pieces of work were over before the GPU came to what should wait for them, "
+                                "so it is not known whether that would wait")
+        work *= 2
+
+
+def late_copy(device: GpuDevice, target: int, between: int, source: int, nbytes: int, after: GpuEvent,
+              copies: int) -> tuple[GpuEvent, np.ndarray, GpuEvent]:
+    """Copy within the GPU, on a stream of ours and not before `copies` others there.
+
+    `target`, `between`, `source`: Addresses. `between` takes what that work writes.
+
+    Returns:
+        An event at the end, the first four bytes of the target as a stream reads them that does not wait for that, and
+        the event after which they are there.
+    """
+    ours, unordered, read = device.stream(), device.stream(), device.pinned(4)
+    for stream in (ours, unordered):
+        device.wait(stream, after)
+    for _ in range(copies):
+        device.copy(between, source, nbytes, ours)
+    device.copy(target, between, nbytes, ours)
+    device.copy(read.ctypes.data, target, 4, unordered)
+    return device.record(ours), read, device.record(unordered)
+
+
+def check_waiting(device: GpuDevice, buffer: GpuArray) -> None:
+    """Raise as `prove` if work in a stream that waits for an event begins before the event. Local.
+
+    `buffer`: GPU memory that nobody uses now. If it is too small, some is allocated.
+    """
+    nbytes, theirs = device.checked_bytes, device.stream()
+    memory = buffer if buffer.nbytes >= 3 * nbytes else device.scratch(3 * nbytes)
+    if memory is None:
+        raise EngineError(f"the GPU has no memory left for a check that needs {3 * nbytes} bytes")
+    given, read = device.pinned(nbytes), device.pinned(nbytes)
+    target, between, source = (memory.address + i * nbytes for i in range(3))
+
+    def race(work: int) -> Race:
+        given[:], read[:] = _VALUE, 0
+        device.copy(target, read.ctypes.data, nbytes, theirs)
+        device.copy(source, given.ctypes.data, nbytes, theirs)
+        end, early, early_end = late_copy(device, target, between, source, nbytes, device.record(theirs), work)
+        device.wait(theirs, end)
+        device.copy(read.ctypes.data, target, nbytes, theirs)
+        runs = not end.done
+        for event in (device.record(theirs), end, early_end):  # All use the memory.
+            await_on_host(event, LIMIT_S)
+        return Race(float(read.min()), _VALUE, runs, float(early[0]))
+
+    prove(race)
+
+
+# -- that numbers are right -------------------------------------------------------------------------------------------
 
 
 class Shadow(NamedTuple):
@@ -44,7 +143,7 @@ class Shadow(NamedTuple):
 
 
 class Proof:
-    """What the ranks compare.
+    """What the ranks compare. Used by the engine's thread. All methods are collective.
 
     Args:
         staged: Copies to the host.

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 import mpistrat
 import mpistrat.tensorflow as hvd
-from mpistrat.gpu.completion import RefutedError, UnprovenError
+from mpistrat.gpu.proof import RefutedError, UnprovenError
 from mpistrat.tensorflow.async_op import call_site, kernel, streams
 from mpistrat.tensorflow.bridge import gpu_device
 from mpistrat.tensorflow.xla import ffi

@@ -104,7 +104,7 @@ def test_each_thread_has_a_context_of_its_own(library: Library) -> None:
 
 
 def test_another_thread_of_python_goes_on_while_a_call_of_the_driver_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the watchdog must, while a launch waits for a rank that has died. Only to ask for the context keeps the lock."""
+    """As the watchdog must, while a launch waits for a rank that has died. Asking for the context keeps the lock."""
     loaded = []
     monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: loaded.append("CDLL") or Library())
     monkeypatch.setattr(driver.ctypes, "PyDLL", lambda name: loaded.append("PyDLL") or Library())

@@ -27,15 +27,14 @@ from mpistrat.core.request import (
 )
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
-from mpistrat.gpu import completion, executor
+from mpistrat.gpu import executor, proof
 from mpistrat.gpu.arrays import BucketList, GpuArray, GpuTensors
 from mpistrat.gpu.backend import last_of_streams
-from mpistrat.gpu.completion import RefutedError, UnprovenError, check_waiting
-from mpistrat.gpu.connect import connect, fusion_buffers
+from mpistrat.gpu.connect import SHARES_GPUS, GpuInfo, connect, fusion_buffers, why_not_nccl
 from mpistrat.gpu.copy.plan import CopyJob
 from mpistrat.gpu.executor import GpuExecutor
 from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64, UINT8
-from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
+from mpistrat.gpu.proof import RefutedError, UnprovenError, check_waiting
 from mpistrat.gpu.watchdog import Watchdog
 from mpistrat.gpu.work import Batch
 from mpistrat.trace.ring import OperationRing
@@ -403,7 +402,7 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
 
 
 def test_work_that_is_over_before_it_is_raced_with_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion, "_LONGEST_S", 0.0)
+    monkeypatch.setattr(proof, "_LONGEST_S", 0.0)
     given, copy, wait = [], Device.copy, Device.wait
 
     def over_at_once(self: Device, *of: Any) -> None:
@@ -419,7 +418,7 @@ def test_work_that_is_over_before_it_is_raced_with_proves_nothing(monkeypatch: p
         check_waiting(device := Device(), cast("GpuArray", device.scratch(192)))
     monkeypatch.setattr(Device, "wait", wait)
     given.clear()
-    monkeypatch.setattr(completion, "_LONGEST_S", 60.0)
+    monkeypatch.setattr(proof, "_LONGEST_S", 60.0)
     monkeypatch.setattr(Device, "copy", lambda self, *of: (over_at_once if len(given) < 100 else copy)(self, *of))
     check_waiting(device := Device(), cast("GpuArray", device.scratch(192)))  # With more work it still runs.
 

@@ -29,8 +29,7 @@ from ..bridge.python_op import keep_in_graph, keep_thread_state
 from ..bridge.sync_execution import SynchronousExecution
 from ..bridge.targets import Targets
 from ..bridge.tf_errors import described
-from .c_api import Status, api, require_api
-from .done import Done, is_deleted_by_tensorflow
+from .c_api import Done, Status, api, is_deleted_by_tensorflow, require_api
 
 NAME = "MpistratAsyncCollective"
 _DEVICES = (b"CPU", b"GPU")

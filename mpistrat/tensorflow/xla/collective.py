@@ -24,6 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...core.tuning import SUBMIT_WAIT_S
 from ...gpu.arrays import GpuTensors
-from ..bridge import execution_ids, own_threads
+from ..bridge import execution_ids
 from ..bridge.execution_ids import Execution
 from ..bridge.program_order import anonymous_variable, capture_in_order, in_gradient, in_order
 from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer, Submission
@@ -241,7 +242,7 @@ class _CompiledCallSite(CollectiveCallSite):
             _write(outcome, results[1:])
         else:
             complete = partial(_complete, outcome, results[1:], call.complete_later())
-            outcome.handle.when_done(lambda _: own_threads.run_in_own_thread(complete))
+            outcome.handle.when_done(lambda _: _run_in_own_thread(complete))
 
     def _execute_on_gpu(self, memory: GpuMemory) -> None:
         """Submit the collective, and wait for it: XLA would block this thread until a future is complete."""
@@ -272,7 +273,7 @@ class _CompiledCallSite(CollectiveCallSite):
     def _submitted(self, its: Submission) -> Handle:
         """Submit the collective, and wait as long as this thread may."""
         engine = its.group.engine
-        is_free = self._waits and (threading.get_ident() in self.running or own_threads.is_own())
+        is_free = self._waits and (threading.get_ident() in self.running or hasattr(_own, "is_own"))
         if not (is_free and signal_handlers.may_interrupt()):
             try:
                 return engine.run(its.request, its.arrays, math.inf if is_free else SUBMIT_WAIT_S, self.origin)
@@ -338,3 +339,29 @@ def _complete(outcome: _Outcome, memory: Arrays, future: ffi.Future) -> None:
         future.set_error(*described(error))
     else:
         future.set_available()
+
+
+# XLA computes what follows in the thread that completes a call, up to the end of the function. That must not be the
+# engine's thread, which has other work, and in which no collective can be awaited. Each completion has a thread of its
+# own until XLA returns from it, so that two functions do not wait for each other. The threads are kept for later ones.
+_Tasks = SimpleQueue[Callable[[], None]]
+
+_idle: list[_Tasks] = []  # Operations on lists are atomic.
+_own = threading.local()
+
+
+def _run_in_own_thread(task: Callable[[], None]) -> None:
+    """Call `task`, which does not raise, in a thread that does nothing else meanwhile. Any thread may call this."""
+    try:
+        tasks = _idle.pop()
+    except IndexError:
+        tasks = SimpleQueue()
+        threading.Thread(target=_serve, args=(tasks,), name="mpistrat-blocking", daemon=True).start()
+    tasks.put(task)
+
+
+def _serve(tasks: _Tasks) -> None:
+    _own.is_own = True
+    while True:
+        tasks.get()()
+        _idle.append(tasks)
