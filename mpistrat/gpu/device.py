@@ -166,10 +166,6 @@ class Device:
 
     # -- tensors of other libraries -----------------------------------------------------------------------------------
 
-    def seen(self, array: Any) -> GpuArray:
-        """Wrap a C-contiguous cupy array."""
-        return GpuArray(array.data.ptr, array.shape, array.dtype, array)
-
     def contiguous(self, array: Any) -> Any:
         """Return a cupy array in C order: `array`, or a copy made on cupy's current stream."""
         return array if array.flags.c_contiguous else cupy.ascontiguousarray(array)

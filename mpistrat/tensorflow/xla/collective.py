@@ -18,12 +18,10 @@ would wait for each other. The gradient of a function can have no variable (see 
 tensor, and each branch or loop begins with a new one.
 """
 
-import dataclasses
 import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -42,7 +40,6 @@ from ..bridge.execution_ids import Execution
 from ..bridge.program_order import anonymous_variable, capture_in_order, in_gradient, in_order
 from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer, Submission
 from ..bridge.tf_errors import described
-from ..types import Arrays
 from . import context, ffi, gpu_memory
 from .custom_call import custom_call, has_type
 from .gpu_memory import GpuMemory
@@ -236,13 +233,25 @@ class _CompiledCallSite(CollectiveCallSite):
         results[0][...] = 0
         if self._counts:
             results.pop()[...] = its.number
-        outcome = _Outcome(self._submitted(its), [result.shape for result in results[1:]], self._ranks,
-                           its.group.topology.size)
-        if outcome.handle.is_done:
-            _write(outcome, results[1:])
+        handle = self._submitted(its)
+
+        def write() -> None:
+            for found, result in zip(self._found(handle, its, results[1:]), results[1:], strict=True):
+                np.copyto(result, found)
+
+        def complete() -> None:
+            try:
+                write()
+            except Exception as error:
+                future.set_error(*described(error))
+            else:
+                future.set_available()
+
+        if handle.is_done:
+            write()
         else:
-            complete = partial(_complete, outcome, results[1:], call.complete_later())
-            outcome.handle.when_done(lambda _: _run_in_own_thread(complete))
+            future = call.complete_later()
+            handle.when_done(lambda _: _run_in_own_thread(complete))
 
     def _execute_on_gpu(self, memory: GpuMemory) -> None:
         """Submit the collective, and wait for it: XLA would block this thread until a future is complete."""
@@ -262,13 +271,29 @@ class _CompiledCallSite(CollectiveCallSite):
             handle = its.group.engine.submit(its.request, its.arrays, self.origin)
             awaiting.started[self] = handle, tensors
             return
-        shapes = [result.shape for result in memory.results[1:1 + count]]
         handle = self._submitted(its)
         _await(self, handle)
-        found = _Outcome(handle, shapes, self._ranks, its.group.topology.size).results()
+        found = self._found(handle, its, memory.results[1:1 + count])
         if not self._stays_on_gpu:
             for place, value in enumerate(found, start=1):
                 memory.write(place, value)
+
+    def _found(self, handle: Handle, its: Submission, memory: Sequence[Any]) -> Sequence[Any]:
+        """Wait for the results, which go to `memory`. Raises the collective's error, and if they have other shapes."""
+        found, ranks = handle.wait(), its.group.topology.size
+        for result, fixed in zip(found, memory, strict=True):
+            if result.shape == fixed.shape:
+                continue
+            if ranks != self._ranks:
+                raise InvalidRequestError(
+                    f"{handle.name}: XLA has compiled it for {self._ranks} ranks, and there are {ranks} now, so that "
+                    "its result has another shape. Make the tf.function anew after ranks were lost.")
+            raise InvalidRequestError(
+                f"{handle.name}: all ranks must give as many rows to a collective that XLA has compiled, since the "
+                f"shape of its result is fixed: {fixed.shape}, but the ranks' rows make {result.shape}. Give the ranks "
+                "batches of one size, or for sparse gradients sparse_as_dense=True, or leave jit_compile out of the "
+                "function that gathers.")
+        return found
 
     def _submitted(self, its: Submission) -> Handle:
         """Submit the collective, and wait as long as this thread may."""
@@ -300,45 +325,6 @@ def _await(site: CollectiveCallSite, handle: Handle, breaks_off: bool = True) ->
             if breaks_off and isinstance(error, KeyboardInterrupt):
                 engine = runtime.group_of(site.name, site.process_set).engine
                 engine.break_off(f"{handle.name}: Ctrl-C has interrupted it on a rank.")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
-    handle: Handle
-    shapes: Sequence[tuple[int, ...]]  # Of the results, as XLA has compiled them.
-    ranks: int  # How many there were then.
-    ranks_now: int  # How many run it.
-
-    def results(self) -> Sequence[Any]:
-        """Wait for the results. Raises the collective's error, and InvalidRequestError if they have other shapes."""
-        results = self.handle.wait()
-        for result, fixed in zip(results, self.shapes, strict=True):
-            if result.shape != fixed:
-                raise InvalidRequestError(f"{self.handle.name}: {self._other_shape(result.shape, fixed)}")
-        return results
-
-    def _other_shape(self, found: tuple[int, ...], fixed: tuple[int, ...]) -> str:
-        if self.ranks_now != self.ranks:
-            return (f"XLA has compiled it for {self.ranks} ranks, and there are {self.ranks_now} now, so that its "
-                    "result has another shape. Make the tf.function anew after ranks were lost.")
-        return (f"all ranks must give as many rows to a collective that XLA has compiled, since the shape of its "
-                f"result is fixed: {fixed}, but the ranks' rows make {found}. Give the ranks batches of one size, or "
-                "for sparse gradients sparse_as_dense=True, or leave jit_compile out of the function that gathers.")
-
-
-def _write(outcome: _Outcome, memory: Arrays) -> None:
-    """Copy the results to XLA's memory; raise the error of the collective."""
-    for found, result in zip(outcome.results(), memory, strict=True):
-        np.copyto(result, found)
-
-
-def _complete(outcome: _Outcome, memory: Arrays, future: ffi.Future) -> None:
-    try:
-        _write(outcome, memory)
-    except Exception as error:
-        future.set_error(*described(error))
-    else:
-        future.set_available()
 
 
 # XLA computes what follows in the thread that completes a call, up to the end of the function. That must not be the
