@@ -77,8 +77,8 @@ class CApi:
                 function = getattr(loaded, name)
                 function.restype, function.argtypes = result, arguments
                 setattr(self, name, function)
-        # For hundreds of tensors in a step: a call without types of arguments takes two thirds of the time. Pointers are
-        # objects of ctypes then. The second one releases Python's lock, as above.
+        # For hundreds of tensors in a step: a call without types of arguments takes two thirds of the time. Pointers
+        # are objects of ctypes then. The second one releases Python's lock, as above.
         self.get_input = ctypes.PyDLL(path)["TF_GetInput"]
         self.get_input.restype = None
         self.forward_or_allocate = loaded["TF_ForwardInputOrAllocateOutput"]
