@@ -374,7 +374,7 @@ def run(checks: list[Callable[[], None]], suffix: str = "") -> int:
             start()
     if rank == 0:
         findings = runtime.group_of("chosen", 0).engine.controller.executor.device.findings
-        print(f"== chosen: {'; '.join(findings) or 'nothing, for no tensor was on the GPU'}", flush=True)
+        print(f"chosen: {'; '.join(findings) or 'nothing, for no tensor was on the GPU'}", flush=True)
     mpistrat.shutdown()
     return failed
 
