@@ -3,20 +3,21 @@
     python -m tests.gpu.with_torch
 """
 
-import torch
+import importlib
+from typing import Any
 
 import mpistrat
 
+torch: Any = importlib.import_module("torch")
 ELEMENTS, CALLS = 10**6, 100
 
 
-def reduced(value: float) -> "torch.Tensor":
+def reduced(value: float) -> Any:
     """The sum of tensors whose contents come late."""
     tensor = torch.full((ELEMENTS,), 0.0, device="cuda")
     for _ in range(50):
         tensor = tensor + value / 50
-    result: torch.Tensor = mpistrat.allreduce(tensor, op=mpistrat.Sum, name="torch")
-    return result
+    return mpistrat.allreduce(tensor, op=mpistrat.Sum, name="torch")
 
 
 def main() -> None:

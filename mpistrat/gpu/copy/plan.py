@@ -84,7 +84,7 @@ class FusedCopies:
         # total: Elements in the buffer.
         offsets, self.total = fused_offsets(counts, min(memory_bytes, itemsize))
         self._filled = None if 0 not in counts else np.flatnonzero(counts)
-        self._offsets = self._of_filled(np.array(offsets, np.uint64) * np.uint64(itemsize))
+        self._offsets = np.asarray(self._of_filled(np.array(offsets, np.uint64) * np.uint64(itemsize)))
         nothing = np.zeros(len(counts), np.uint64)
         tables = copy_tables(nothing, nothing, counts)
         self._launches = [(table, block_count(table)) for table in tables]
