@@ -49,7 +49,7 @@ class NcclData(GpuBackend):
         self._lost = self._device.pinned(4)
         self._lost[:] = 0
         for stream in self._streams:
-            stream.guard_results(self._lost.ctypes.data)
+            stream.lost = self._lost.ctypes.data
 
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
         format_ = wire_format(arrays[0].dtype.name, op, wire_dtype)

@@ -30,11 +30,9 @@ class NcclStream:
         self._pending: tuple[GpuEvent, Callable[[], None]] | None = None  # event of a reduction, its unpack
         self._awaited: Sequence[GpuEvent] = ()
         self._begun: list[GpuStream] = []  # those that wait for these events
-        self._turn = self._lost = 0
-
-    def guard_results(self, lost: int) -> None:
-        """Turn all results into NaN from now on, once there is a number at the address `lost`, in pinned memory."""
-        self._lost = lost
+        self._turn = 0
+        # An address in pinned memory: all results become NaN once there is a number. 0: they do not.
+        self.lost = 0
 
     def wait_for(self, events: Sequence[GpuEvent]) -> None:
         """Make all work enqueued from now on start after these events."""
@@ -186,8 +184,8 @@ class NcclStream:
     def _unpack(self, launches: Sequence[tuple[np.ndarray, int]], wire: WireFormat, reduction: NcclReduction) -> None:
         job = CopyJob.between(wire.dtype, wire.memory, reduction.scale)
         for table, blocks in launches:
-            self._device.batched_copy(table, blocks, job, self._copies, self._lost)
+            self._device.batched_copy(table, blocks, job, self._copies, self.lost)
 
     def _guard(self, target: int, nbytes: int) -> None:
-        if self._lost and nbytes:
-            self._device.guard(target, nbytes, self._lost, self._reductions)
+        if self.lost and nbytes:
+            self._device.guard(target, nbytes, self.lost, self._reductions)

@@ -263,7 +263,8 @@ class _CompiledCallSite(CollectiveCallSite):
 
         # If a result has not the memory of its tensor, XLA may use that again behind this call, which then waits.
         awaiting = self._awaiting if memory.is_in_place(1, count) else None
-        tensors = memory.tensors(1, count, awaiting is None) if self._stays_on_gpu else None
+        given, returned = memory.arguments[1:1 + count], memory.results[1:1 + count]
+        tensors = memory.tensors(given, returned, awaiting is None) if self._stays_on_gpu else None
         its = self.submission(on_host() if tensors is None else tensors, past, on_host)
         if self._counts:
             memory.write_number(1 + count, its.number)
@@ -273,7 +274,7 @@ class _CompiledCallSite(CollectiveCallSite):
             return
         handle = self._submitted(its)
         _await(self, handle)
-        found = self._found(handle, its, memory.results[1:1 + count])
+        found = self._found(handle, its, returned)
         if not self._stays_on_gpu:
             for place, value in enumerate(found, start=1):
                 memory.write(place, value)
