@@ -18,7 +18,7 @@ from ..core.settings import Settings
 from ..core.topology import Topology
 from ..negotiation.tree import Node, edges_among
 from ..transport.host_link import HostLink
-from ..transport.local import LocalControl, LocalData
+from ..transport.local import LocalAgreement, LocalControl, LocalData
 from ..transport.shm.ring import LocalChannel, ShmRing, ring_bytes
 from ..transport.shm.segment import HostMemory, Regions
 from ..transport.unix_socket import UnixSocketChannel
@@ -57,9 +57,9 @@ class Backends:
         self.control.close()
 
 
-def backends_alone() -> Backends:
+def backends_alone(settings: Settings) -> Backends:
     """Backends for a job of one rank. Local; loads no MPI library."""
-    return Backends(LocalControl(), LocalData())
+    return Backends(LocalControl(), LocalData(), LocalAgreement() if settings.uses("fast_path") else None)
 
 
 @dataclass(frozen=True)

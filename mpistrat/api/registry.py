@@ -203,7 +203,7 @@ class Registry:
         """This rank's group for a set that it is in. Collective over the set."""
         topology, world = self._world.topology.subset(ranks), self._world.comm
         if len(ranks) == 1:
-            return Group(self._settings, topology, backends_alone(), None, self._interruption)
+            return Group(self._settings, topology, backends_alone(self._settings), None, self._interruption)
         assert world is not None  # Several ranks have been connected over MPI.
         comm = library.subset(world, ranks)
         backends = backends_over(comm, topology, self._settings, self._interruption)

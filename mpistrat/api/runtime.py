@@ -231,7 +231,7 @@ def _init_alone() -> Job:
     _warn(horovod_warning(os.environ))
     logger.info("rank 0: the job has one rank, and MPI is not used")
     topology = Topology(0, (platform.node(),))
-    return _started(settings, topology, backends_alone(), None, Losses(topology))
+    return _started(settings, topology, backends_alone(settings), None, Losses(topology))
 
 
 def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Job:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter, mul
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,9 +17,10 @@ import numpy as np
 from .copy.plan import CopyJob
 from .nccl.types import NcclCommunicator
 
+_ITEMSIZE = attrgetter("itemsize")
 
-@dataclass(frozen=True, eq=False)
-class GpuArray:
+
+class GpuArray(NamedTuple):
     """C-contiguous elements in the memory of this rank's GPU."""
 
     address: int  # The GPU's address of the first element.
@@ -90,8 +92,6 @@ class GpuDevice(Protocol):
 
     def scratch(self, nbytes: int) -> GpuArray | None: ...
 
-    def trim(self) -> None: ...
-
     def pinned(self, nbytes: int) -> np.ndarray: ...
 
     def copy(self, target: int, source: int, nbytes: int, stream: GpuStream) -> None: ...
@@ -100,9 +100,9 @@ class GpuDevice(Protocol):
 
     def compile(self, job: CopyJob) -> None: ...
 
-    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream) -> None: ...
+    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream, lost: int = 0) -> None: ...
 
-    def guard(self, table: np.ndarray, itemsize: int, lost: int, stream: GpuStream) -> None: ...
+    def guard(self, target: int, nbytes: int, lost: int, stream: GpuStream) -> None: ...
 
     def nccl_version(self) -> int: ...
 
@@ -168,7 +168,7 @@ class GpuTensors(Sequence[GpuArray]):
     @cached_property
     def nbytes(self) -> int:
         """The bytes of all elements of all tensors."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+        return sum(map(mul, map(math.prod, self.shapes), map(_ITEMSIZE, self.dtypes)))
 
     def prepare(self, keeps_shapes: bool) -> None:
         """Record `ready`. Called once, before the request is submitted, by the thread that has made the tensors.
@@ -184,7 +184,7 @@ class GpuTensors(Sequence[GpuArray]):
 
     def follow(self, stream: RecordedStream) -> None:
         """Make another stream than the readers wait for the results."""
-        if self.ends and all(stream.ptr != reader.ptr for reader in self.readers or ()):
+        if self.ends and stream.ptr not in [reader.ptr for reader in self.readers or ()]:
             with self.device.current():
                 for end in self.ends:
                     self.device.wait(stream, end)

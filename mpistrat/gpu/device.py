@@ -73,7 +73,7 @@ class Device:
         self._context = 0
         with self.current():
             # Tensors of other libraries are imported on this stream, which waits for their contents.
-            self._imports = cupy.cuda.Stream(non_blocking=True)
+            self._imports = _imports_of(number)
             self._context = driver.context()
 
     def current(self) -> AbstractContextManager[None]:
@@ -133,10 +133,6 @@ class Device:
             return None
         return GpuArray(memory.ptr, (nbytes,), np.dtype(np.uint8), memory)
 
-    def trim(self) -> None:
-        """Give scratch memory that is free back to CUDA: no later Device uses this one's arena of cupy's pool."""
-        cupy.get_default_memory_pool().free_all_blocks(stream=self._imports)
-
     def pinned(self, nbytes: int) -> np.ndarray:
         """Allocate uninitialised bytes of pinned host memory."""
         return np.asarray(cupyx.empty_pinned(nbytes, np.uint8))
@@ -154,28 +150,21 @@ class Device:
         """Compile and load the kernel for `job`. Raises what `compiled` raises, or the error of the GPU's driver."""
         self._module(variant(job))
 
-    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream) -> None:
-        """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy.plan. Allocates no memory."""
+    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream, lost: int = 0) -> None:
+        """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy.plan. Allocates no memory.
+
+        `lost`: As for `guard`; 0: the copies are not guarded.
+        """
         # Not by cupy, whose launch takes 23 us on an H200's host.
         driver.launch(self._module(variant(job))[NAME].ptr, blocks, COPY_BLOCK_THREADS, stream.ptr, (
-            _by_value(table), c_int32(len(table)), c_double(job.factor), c_int64(job.divisor)))
+            _by_value(table), c_int32(len(table)), c_double(job.factor), c_int64(job.divisor), c_uint64(lost)))
 
-    def guard(self, table: np.ndarray, itemsize: int, lost: int, stream: GpuStream) -> None:
-        """Turn the targets of a table into NaN if the uint32 at the address `lost` is not 0 then.
-
-        Args:
-            table: As for `batched_copy`.
-            itemsize: The bytes of an element in the targets.
-            lost: In pinned memory.
-        """
-        driver.launch(self._module(_PLAIN)[GUARD].ptr, len(table), COPY_BLOCK_THREADS, stream.ptr, (
-            _by_value(table), c_uint64(itemsize), c_uint64(lost)))
+    def guard(self, target: int, nbytes: int, lost: int, stream: GpuStream) -> None:
+        """Turn memory into NaN if the uint32 at the address `lost`, in pinned memory, is not 0 then."""
+        driver.launch(self._module(_PLAIN)[GUARD].ptr, 1, COPY_BLOCK_THREADS, stream.ptr, (
+            c_uint64(target), c_uint64(nbytes), c_uint64(lost)))
 
     # -- tensors of other libraries -----------------------------------------------------------------------------------
-
-    def seen(self, array: Any) -> GpuArray:
-        """Wrap a C-contiguous cupy array."""
-        return GpuArray(array.data.ptr, array.shape, array.dtype, array)
 
     def contiguous(self, array: Any) -> Any:
         """Return a cupy array in C order: `array`, or a copy made on cupy's current stream."""
@@ -210,6 +199,16 @@ class Device:
     unique_id = staticmethod(library.unique_id)
     communicator = staticmethod(library.Communicator)
     nccl_group = staticmethod(library.group)
+
+
+@cache
+def _imports_of(number: int) -> cupy.cuda.Stream:
+    """One stream for all Devices of the current GPU, which has this number.
+
+    cupy's pool keeps the memory that was allocated on a stream for that stream. So the fusion buffers of an elastic
+    job's next generation have the memory of those before, also if its communicators were aborted.
+    """
+    return cupy.cuda.Stream(non_blocking=True)
 
 
 def _functions(code: str, *names: str) -> dict[str, Any]:

@@ -18,7 +18,10 @@ _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 def context() -> int:
     """The address of this thread's current context; 0 if it has none."""
     found = ctypes.c_void_p()
-    _call("cuCtxGetCurrent", ctypes.byref(found))
+    # It reads a variable of the thread. So it keeps Python's lock, which another thread would get otherwise, and keep
+    # for milliseconds. All other calls may wait, as a launch does if a thousand are waiting: for a rank that has died,
+    # it may be, and then another thread of Python must abort that.
+    _check("cuCtxGetCurrent", _library(ctypes.PyDLL).cuCtxGetCurrent(ctypes.byref(found)))
     return found.value or 0
 
 
@@ -82,7 +85,7 @@ def is_done(event: int) -> bool:
     The runtime's cudaEventQuery leaves "not ready" as the last error, which other libraries of the process then find:
     https://github.com/pytorch/pytorch/issues/18584. The driver has no last error.
     """
-    status = _library().cuEventQuery(ctypes.c_void_p(event))
+    status = _library(ctypes.CDLL).cuEventQuery(ctypes.c_void_p(event))
     if status not in (0, _NOT_READY):
         raise EngineError(f"the GPU has failed with CUDA's status {status}")
     return bool(status == 0)
@@ -101,22 +104,27 @@ def record_in_context(context: int, event: int) -> None:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    function = getattr(_library(), name, None)
+    function = getattr(_library(ctypes.CDLL), name, None)
     if function is None:
         raise EngineError(f"CUDA's driver has no {name}")
-    status = function(*arguments)
+    _check(name, function(*arguments))
+
+
+def _check(name: str, status: int) -> None:
     if status:
         raise EngineError(f"CUDA's {name} has failed with status {status}")
 
 
 @cache
-def _library() -> ctypes.PyDLL:
-    """The driver, initialised. Raises EngineError if there is none."""
+def _library(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
+    """The driver, initialised, whose calls release Python's lock, or keep it (PyDLL).
+
+    Raises EngineError: There is none.
+    """
     try:
         status = ctypes.CDLL("libcuda.so.1").cuInit(0)  # May be repeated.
     except OSError as error:
         raise EngineError(f"CUDA's driver cannot be loaded: {error}") from error
     if status:
         raise EngineError(f"CUDA's cuInit has failed with status {status}")
-    # The calls are short. Another thread would get Python's lock in each of them, and keep it for milliseconds.
-    return ctypes.PyDLL("libcuda.so.1")
+    return kind("libcuda.so.1")

@@ -7,9 +7,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -20,21 +19,19 @@ from ..core.handle import Entry
 from ..core.interfaces import DataPlane, DeviceExecutor, Observer
 from ..core.protocols import Array
 from ..core.quantised import INT8
-from ..core.request import CollectiveType, ReduceOp, Request
+from ..core.request import CollectiveType, ReduceOp
 from ..core.settings import Settings
 from ..core.topology import Topology
 from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS, WATCHDOG_REVOKE_S
 from .arrays import BucketList, GpuDevice, GpuEvent, RecordedStream
 from .backend import GpuBackend, Reducer, await_on_host, last_of_streams
-from .completion import check_waiting
 from .connect import connect, exchange_over
 from .nccl.claims import release
 from .nccl.data import NcclData
-from .proof import Kind, Proof, Shadow
-from .single import SingleCollectives
+from .proof import Kind, Proof, check_waiting
 from .staged import StagedData
 from .watchdog import Watchdog, within
-from .work import Batch, Work, over, tensors_in
+from .work import Batch, SingleCollectives, Work, over, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +50,6 @@ class GpuExecutor(DeviceExecutor):
                  clock: Callable[[], float] = time.monotonic):
         self._observer = observer
         self._topology, self._host, self._settings, self._clock = topology, host, settings, clock
-        self._rank, self._size = topology.rank, topology.size
-        self._limit_s = settings.limit_s
         self._device: GpuDevice | None = None
         # NCCL if it can be used, then staging, which can do everything. Empty before the first tensor.
         self._backends: Sequence[GpuBackend] = ()
@@ -70,8 +65,6 @@ class GpuExecutor(DeviceExecutor):
         # Those of NCCL have a kind for as long as it is not trusted.
         self._reducers: dict[FusionBucket, tuple[Reducer, Kind | None]] = {}
         self._proof: Proof | None = None
-        self._shadows: list[Shadow] = []  # of what is being enqueued
-        self._sizes: dict[Request, int] = {}
         self._completes_by_streams = False
         self._logged: set[str] = set()
         self.findings: list[str] = []
@@ -124,50 +117,39 @@ class GpuExecutor(DeviceExecutor):
             if work.run is not None:
                 work.run(work)
         ends = [event for backend in self._backends for event in backend.finish()]
-        if self._shadows and self._proof is not None:
-            shadows, self._shadows = self._shadows, []
-            self._proof.compare(shadows, ends)
+        if self._proof is not None:
+            self._proof.compare(ends)
         self._underway, now = [], self._clock()
-        for of_list in self._by_list(works):
-            batch = Batch(of_list, ends, now, began)
-            if not self._completes_by_streams or any(work.tensors.readers is None for work in of_list):
+        of_lists: dict[BucketList | None, list[Work]] = {}  # the entries without a list, and those of each list
+        for work in works:
+            of_lists.setdefault(work.tensors.bucket and work.tensors.bucket[0], []).append(work)
+        for list_, its_works in of_lists.items():
+            batch = Batch(its_works, ends, now, began)
+            if not self._completes_by_streams or None in [work.tensors.readers for work in its_works]:
                 self.batches.append(batch)
                 continue
             self.kept.append(batch)
-            self._await_in_streams(device, self._due(batch))
+            for together in [[batch]] if list_ is None else self._due(list_, batch):
+                self._await_in_streams(device, together)
         self._release(but=1)
 
-    def _by_list(self, works: list[Work]) -> Iterable[list[Work]]:
-        """The entries without a list, and those of each list."""
-        if len(works) < 2:  # The usual case.
-            return [works] if works else []
-        found: dict[BucketList | None, list[Work]] = {}
-        for work in works:
-            found.setdefault(work.tensors.bucket and work.tensors.bucket[0], []).append(work)
-        return found.values()
-
-    def _due(self, batch: Batch) -> list[Batch]:
-        """The batches that streams wait for now that this one is enqueued."""
-        if batch.works[0].tensors.bucket is None:  # Then none of them is one.
-            return [batch]
-        due: list[Batch] = []
-        for list_, number in [work.tensors.bucket for work in batch.works if work.tensors.bucket is not None]:
-            enqueued = self._lists.setdefault(list_, {})
-            if number in enqueued:  # The execution of the graph before this one has ended in an error.
-                due += enqueued.values()
+    def _due(self, list_: BucketList, batch: Batch) -> Iterator[list[Batch]]:
+        """The batches of a list that streams wait for together, now that this one is enqueued."""
+        enqueued = self._lists.setdefault(list_, {})
+        for work in batch.works:
+            assert work.tensors.bucket is not None, "it is in a list"
+            if work.tensors.bucket[1] in enqueued:  # The execution of the graph before this one has ended in an error.
+                yield list(dict.fromkeys(enqueued.values()))
                 enqueued.clear()
-            enqueued[number] = batch
-            if len(enqueued) == list_.count:
-                due += self._lists.pop(list_).values()
-        return due
+            enqueued[work.tensors.bucket[1]] = batch
+        if len(enqueued) == list_.count:
+            yield list(dict.fromkeys(self._lists.pop(list_).values()))
 
     def _await_in_streams(self, device: GpuDevice, batches: Sequence[Batch]) -> None:
         """Make the readers of these batches wait for them, and complete the handles."""
-        left, ends, works = batches, batches[0].ends if batches else [], batches[0].works if batches else []
-        if len(batches) > 1:
-            left = [batch for batch in dict.fromkeys(batches) if not batch.is_complete]
-            ends = last_of_streams([end for batch in left for end in batch.ends])
-            works = [work for batch in left for work in batch.works]
+        left = [batch for batch in batches if not batch.is_complete]
+        ends = last_of_streams([end for batch in left for end in batch.ends])
+        works = [work for batch in left for work in batch.works]
         self._make_wait(device, works, ends)
         for work in works:
             work.tensors.ends = ends
@@ -209,18 +191,7 @@ class GpuExecutor(DeviceExecutor):
         batch.complete()
         ended = time.monotonic_ns()
         for work in batch.works:
-            if len(work.tensors) > 1 and is_fused(work.entry.request):
-                self._note_size(work)
             self._observer.add(work.entry, batch.works[0].entry.number, batch.began, ended)
-
-    def _note_size(self, work: Work) -> None:
-        """Let the tensors know the bytes that those of an equal request have: to add them up takes long."""
-        nbytes = self._sizes.get(work.entry.request)
-        if nbytes is None:
-            if len(self._sizes) >= KEPT_FUSION_PLANS:
-                self._sizes.clear()
-            nbytes = self._sizes[work.entry.request] = work.tensors.nbytes
-        work.tensors.nbytes = nbytes
 
     def await_kept(self) -> None:
         ends = [end for batch in self.kept.copy() for end in batch.ends]
@@ -228,7 +199,7 @@ class GpuExecutor(DeviceExecutor):
             assert self._device is not None, "execute sets it"
             with self._device.current():
                 for end in ends:
-                    await_on_host(end, self._limit_s)
+                    await_on_host(end, self._settings.limit_s)
 
     def drain(self) -> None:
         while self.batches or self.kept:
@@ -286,43 +257,40 @@ class GpuExecutor(DeviceExecutor):
                 backend.close()
             release(self._device, self)
             self._backends = ()
-            self._device.trim()
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
     def _connect(self, device: GpuDevice) -> None:
         self._device = device
-        nccl, self._fusion_bytes = connect(device, self._rank, self._size, self._exchange, self._host, self._settings,
-                                           self)
-        self._staged = StagedData(device, self._rank, self._host, self._limit_s)
+        nccl, self._fusion_bytes = connect(device, self._topology, self._exchange, self._host, self._settings, self)
+        self._staged = StagedData(device, self._topology.rank, self._host, self._settings.limit_s)
         self._backends = (self._staged,) if nccl is None else (nccl, self._staged)
         self.findings = [f"GPU tensors are reduced by {self._host.name}, through host memory"
                          if nccl is None else "GPU tensors are reduced by NCCL"]
         if nccl is not None:
             self._watchdog = Watchdog(
-                self._limit_s, nccl.revoke, self.abandon, f"NCCL has kept rank {self._topology.job_rank} waiting for "
-                f"{self._limit_s:g} s; another rank may have died, or never begun")
-            if self._settings.uses("shadow"):
-                self._prove(device, nccl)
-        if nccl in self._backends and nccl is not None:
-            self._completes_by_streams = self._streams_wait(device, nccl)
+                self._settings.limit_s, nccl.revoke, self.abandon, f"NCCL has kept rank {self._topology.job_rank} "
+                f"waiting for {self._settings.limit_s:g} s; another rank may have died, or never begun")
+            if not self._settings.uses("shadow") or self._is_proved(device, nccl):
+                self._completes_by_streams = self._streams_wait(device, nccl)
         self._single.backends = self._backends
 
-    def _prove(self, device: GpuDevice, nccl: NcclData) -> None:
+    def _is_proved(self, device: GpuDevice, nccl: NcclData) -> bool:
         """Reduce known numbers by NCCL, and do without it if they come out wrong on any rank."""
-        self._proof = Proof(device, self._staged, self._host, self._exchange, self._rank, self._size)
+        self._proof = Proof(device, self._staged, self._host, self._exchange, self._topology)
         with self._watchdog or nullcontext():
             wrong = self._proof.refusals(nccl)
         self.findings.append(f"known numbers through NCCL: {wrong or 'proved'}")
         if not wrong:
-            return
+            return True
         if self._settings.gpu_operations == "nccl":
             raise EngineError(f"MPISTRAT_GPU_OPERATIONS=nccl: NCCL gives wrong numbers: {wrong}")
-        if self._rank == 0:
+        if self._topology.rank == 0:
             logger.warning("rank 0: GPU tensors are staged through host memory and reduced by %s, since NCCL gives "
                            "wrong numbers: %s", self._host.name, wrong)
         self.abandon()
         self._backends, self._watchdog, self._fusion_bytes = (self._staged,), None, self._settings.fusion_bytes
+        return False
 
     def _streams_wait(self, device: GpuDevice, nccl: NcclData) -> bool:
         """Whether handles are done when their work is enqueued. Local: the ranks need not do the same."""
@@ -346,7 +314,7 @@ class GpuExecutor(DeviceExecutor):
         if bucket.request.kind is CollectiveType.BROADCAST:
             arrays = [works[place].tensors[i] for place, i in bucket.members]
             self._backends[0].broadcast(arrays, [
-                replace(array, address=works[place].made.addresses[i])
+                array._replace(address=works[place].made.addresses[i])
                 for array, (place, i) in zip(arrays, bucket.members, strict=True)], bucket.request.root_rank)
             return
         known = self._reducers.get(bucket)
@@ -360,14 +328,10 @@ class GpuExecutor(DeviceExecutor):
         else:
             sources = [works[place].tensors.addresses[i] for place, i in bucket.members]
             targets = [works[place].made.addresses[i] for place, i in bucket.members]
-        if kind is not None and self._proof is not None:
-            shadow = self._proof.shadow(
-                kind, [works[place].entry.request.name for place, _ in bucket.members],
-                [works[place].tensors[i] for place, i in bucket.members], sources, targets, bucket.reduction)
-            if shadow is None:
-                self._reducers[bucket] = reduce, None
-            else:
-                self._shadows.append(shadow)
+        if kind is not None and self._proof is not None and self._proof.trusts(
+                kind, [(works[place].entry.request.name, works[place].tensors[i], target)
+                       for (place, i), target in zip(bucket.members, targets, strict=True)], bucket.reduction):
+            self._reducers[bucket] = reduce, None
         reduce(sources, targets)
 
     def _reducer(self, bucket: FusionBucket, works: Sequence[Work]) -> tuple[Reducer, Kind | None]:
@@ -392,12 +356,12 @@ class GpuExecutor(DeviceExecutor):
             return
         batch = min((batches[0] for batches in (self.batches, self.kept) if batches), key=lambda batch: batch.since)
         waited_s = self._clock() - batch.since
-        if self._limit_s and waited_s > self._limit_s:
+        if 0 < self._settings.limit_s < waited_s:
             names = ", ".join(work.entry.request.name for work in batch.works[:5])
             raise EngineError(f"the GPU of rank {self._topology.job_rank} has not done {names} in {waited_s:.0f} s; "
                               "another rank may have died, or never begun")
 
     def _log_once(self, text: str) -> None:
-        if self._rank == 0 and text not in self._logged:
+        if self._topology.rank == 0 and text not in self._logged:
             self._logged.add(text)
             logger.info("rank 0: %s", text)

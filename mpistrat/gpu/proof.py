@@ -1,12 +1,16 @@
-"""What NCCL's path must prove on the machine where it runs: known numbers when it is connected, then its first buckets.
+"""What the path must prove on the machine where it runs: that streams wait, known numbers, and then the first buckets.
 
 Streams, drivers, NCCL and the way between two GPUs may be wrong where no test has been: a stream that does not wait, or
-reads from the other GPU that an IOMMU garbles. Used by the engine's thread, within `GpuDevice.current()`. All methods
-are collective.
+reads from the other GPU that an IOMMU garbles. Used within `GpuDevice.current()`.
+
+A collective is complete when it is enqueued, as in Horovod: https://github.com/horovod/horovod/pull/2963. Work that
+should wait for it and does not would read wrong numbers. Work that is over before it is raced with proves nothing. So a
+check looks whether it still runs, and has a stream that waits for nothing beside it, which must read too early.
 """
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,33 +19,131 @@ from ..core.arithmetic import Reduction, Scale
 from ..core.errors import EngineError
 from ..core.interfaces import DataPlane
 from ..core.request import ReduceOp
+from ..core.topology import Topology
 from .arrays import GpuArray, GpuDevice, GpuEvent
 from .backend import await_on_host
-from .completion import LIMIT_S
 from .copy.plan import fused_offsets
 from .nccl.communicators import Exchange
 from .nccl.data import NcclData
 from .staged import StagedData
 
+LIMIT_S = 10.0  # for what a GPU does in milliseconds
+_LEAST_WORK = 40  # Copies, or kernels of TensorFlow's. A stream that does not wait would overtake them.
+_LONGEST_S = 1.0  # Seconds after which a check takes no more work.
+_VALUE = 77
 _SMALL, _LARGE = 130, 20_001  # More tensors than a launch of the copy kernel takes; elements, more than a block.
 _LATE = 40  # How often the numbers are written.
 _SHADOWS = 2  # The executions of each kind of bucket that are done on the CPU, too.
 _STEPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+_LARGEST = {"float16": 65504.0, "bfloat16": 3e38, "float32": 3e38, "float64": 1e308}
 
 Kind = tuple[str, ReduceOp, str]  # dtype, operation, dtype on the wire
 
+# -- that streams wait ------------------------------------------------------------------------------------------------
+
+
+class RefutedError(EngineError):
+    """A stream does not wait."""
+
+
+class UnprovenError(EngineError):
+    """It is not known whether a stream waits."""
+
+
+class Race(NamedTuple):
+    """What a check has found."""
+
+    read: float  # By work that should wait.
+    right: float  # What that must read.
+    runs: bool  # Whether what it should wait for still ran when it was enqueued.
+    unordered: float  # Read by work that waits for nothing.
+
+
+def prove(race: Callable[[int], Race]) -> None:
+    """Run a race, with twice as much work each time, until it proves something. Local; takes about a second at most.
+
+    Args:
+        race: Called with the amount of work, 40 or more pieces of a tenth of a millisecond or so.
+
+    Raises:
+        RefutedError: Work that should have waited has not.
+        UnprovenError: The GPU was always too fast.
+    """
+    work, began = _LEAST_WORK, time.monotonic()
+    while True:
+        found = race(work)
+        if found.read != found.right:
+            raise RefutedError(f"memory was read before it was complete: {found.read:g} instead of {found.right:g}")
+        if found.runs and found.unordered != found.right:
+            return
+        if time.monotonic() - began > _LONGEST_S:
+            raise UnprovenError(f"{work} pieces of work were over before the GPU came to what should wait for them, "
+                                "so it is not known whether that would wait")
+        work *= 2
+
+
+def late_copy(device: GpuDevice, target: int, between: int, source: int, nbytes: int, after: GpuEvent,
+              copies: int) -> tuple[GpuEvent, np.ndarray, GpuEvent]:
+    """Copy within the GPU, on a stream of ours and not before `copies` others there.
+
+    `target`, `between`, `source`: Addresses. `between` takes what that work writes.
+
+    Returns:
+        An event at the end, the first four bytes of the target as a stream reads them that does not wait for that, and
+        the event after which they are there.
+    """
+    ours, unordered, read = device.stream(), device.stream(), device.pinned(4)
+    for stream in (ours, unordered):
+        device.wait(stream, after)
+    for _ in range(copies):
+        device.copy(between, source, nbytes, ours)
+    device.copy(target, between, nbytes, ours)
+    device.copy(read.ctypes.data, target, 4, unordered)
+    return device.record(ours), read, device.record(unordered)
+
+
+def check_waiting(device: GpuDevice, buffer: GpuArray) -> None:
+    """Raise as `prove` if work in a stream that waits for an event begins before the event. Local.
+
+    `buffer`: GPU memory that nobody uses now. If it is too small, some is allocated.
+    """
+    nbytes, theirs = device.checked_bytes, device.stream()
+    memory = buffer if buffer.nbytes >= 3 * nbytes else device.scratch(3 * nbytes)
+    if memory is None:
+        raise EngineError(f"the GPU has no memory left for a check that needs {3 * nbytes} bytes")
+    given, read = device.pinned(nbytes), device.pinned(nbytes)
+    target, between, source = (memory.address + i * nbytes for i in range(3))
+
+    def race(work: int) -> Race:
+        given[:], read[:] = _VALUE, 0
+        device.copy(target, read.ctypes.data, nbytes, theirs)
+        device.copy(source, given.ctypes.data, nbytes, theirs)
+        end, early, early_end = late_copy(device, target, between, source, nbytes, device.record(theirs), work)
+        device.wait(theirs, end)
+        device.copy(read.ctypes.data, target, nbytes, theirs)
+        runs = not end.done
+        for event in (device.record(theirs), end, early_end):  # All use the memory.
+            await_on_host(event, LIMIT_S)
+        return Race(float(read.min()), _VALUE, runs, float(early[0]))
+
+    prove(race)
+
+
+# -- that numbers are right -------------------------------------------------------------------------------------------
+
 
 class Shadow(NamedTuple):
-    """A bucket that is reduced twice."""
+    """A tensor that is reduced twice."""
 
-    names: Sequence[str]  # of the tensors
-    expected: list[np.ndarray]
-    targets: Sequence[int]
+    name: str
+    expected: np.ndarray
+    target: int
     limit: float  # How far the results may be from each other.
+    is_finite: bool  # Whether a result that is not finite is the same on GPU and CPU, by the numbers that are reduced.
 
 
 class Proof:
-    """What the ranks compare.
+    """What the ranks compare. Used by the engine's thread. All methods are collective.
 
     Args:
         staged: Copies to the host.
@@ -49,11 +151,11 @@ class Proof:
         exchange: An exchange among these ranks.
     """
 
-    def __init__(self, device: GpuDevice, staged: StagedData, host: DataPlane, exchange: Exchange, rank: int,
-                 size: int):
+    def __init__(self, device: GpuDevice, staged: StagedData, host: DataPlane, exchange: Exchange, topology: Topology):
         self._device, self._staged, self._host, self._exchange = device, staged, host, exchange
-        self._rank, self._size = rank, size
+        self._rank, self._size = topology.rank, topology.size
         self._done: Counter[Kind] = Counter()
+        self._shadows: list[Shadow] = []  # of what is being enqueued
 
     # -- known numbers ------------------------------------------------------------------------------------------------
 
@@ -107,31 +209,38 @@ class Proof:
 
     # -- the first buckets --------------------------------------------------------------------------------------------
 
-    def shadow(self, kind: Kind, names: Sequence[str], arrays: Sequence[GpuArray], sources: Sequence[int],
-               targets: Sequence[int], reduction: Reduction) -> Shadow | None:
-        """Reduce a bucket on the CPU, before that on the GPU, which may overwrite it; None: its kind is trusted.
+    def trusts(self, kind: Kind, bucket: Sequence[tuple[str, GpuArray, int]], reduction: Reduction) -> bool:
+        """Whether a kind is trusted. If not, reduce a bucket on the CPU, before the GPU may overwrite it. Waits then.
 
-        Waits for the contents.
+        Args:
+            bucket: The name, the tensor and the address of the result of each tensor.
         """
         if self._done[kind] >= _SHADOWS:
-            return None
+            return True
         self._done[kind] += 1
-        fetched = [self._staged.fetched(source, array.nbytes).view(array.dtype)
-                   for source, array in zip(sources, arrays, strict=True)]
-        largest = max(self._exchange(max(float(np.abs(_wide(each)).max(initial=0)) for each in fetched)))
-        scale = abs(reduction.prescale * reduction.scale.factor / reduction.scale.divisor)
-        step = _STEPS.get(kind[2] or kind[0].replace("complex64", "float32").replace("complex128", "float64"), 0.0)
+        fetched = [self._staged.fetched(array.address, array.nbytes).view(array.dtype) for _, array, _ in bucket]
+        largest = max(self._exchange(max(_largest(each) for each in fetched)))
+        after = abs(reduction.scale.factor / reduction.scale.divisor)  # It also scales what the wire has rounded.
+        sent = kind[2] or {"complex64": "float32", "complex128": "float64"}.get(kind[0], kind[0])
+        # Sums near the largest number overflow in an order of the ranks. NCCL's minimum and maximum may leave out NaN.
+        is_finite = reduction.op is ReduceOp.SUM and \
+            self._size * largest * abs(reduction.prescale) * max(after, 1.0) < _LARGEST.get(sent, np.inf)
         expected = [np.empty_like(each) for each in fetched]
         self._host.allreduce(fetched, expected, reduction)
-        after = abs(reduction.scale.factor / reduction.scale.divisor)  # It also scales what the wire has rounded.
-        least = 1e-4 * max(after, 1.0)
-        return Shadow(names, expected, targets, step * (self._size + 2) * self._size * max(largest * scale, least))
+        limit = _STEPS.get(sent, 0.0) * (self._size + 2) * self._size * max(largest * abs(reduction.prescale) * after,
+                                                                           1e-4 * max(after, 1.0))
+        self._shadows += [Shadow(name, result, target, limit, is_finite)
+                          for (name, _, target), result in zip(bucket, expected, strict=True)]
+        return False
 
-    def compare(self, shadows: Sequence[Shadow], ends: Sequence[GpuEvent]) -> None:
-        """Compare the results of the GPU, which are there after `ends`. Waits for it.
+    def compare(self, ends: Sequence[GpuEvent]) -> None:
+        """Compare results of the GPU, which are there after `ends`, with those of the CPU. Waits if there are any.
 
         Raises EngineError: They differ on a rank; on all ranks.
         """
+        if not self._shadows:
+            return
+        shadows, self._shadows = self._shadows, []
         self._staged.wait_for(ends)
         own = next(filter(None, map(self._difference, shadows)), "")
         different = _listed(self._exchange(own))
@@ -142,20 +251,28 @@ class Proof:
                               "does not look.")
 
     def _difference(self, shadow: Shadow) -> str:
-        for name, expected, target in zip(shadow.names, shadow.expected, shadow.targets, strict=True):
-            found = self._staged.fetched(target, expected.nbytes).view(expected.dtype)
-            with np.errstate(all="ignore"):
-                far = np.abs(_wide(found) - _wide(expected)) > shadow.limit
-            # Half precision overflows in other places.
-            wrong = np.flatnonzero(far & np.isfinite(_wide(found)) & np.isfinite(_wide(expected)))
-            if wrong.size:
-                return f"{name}, element {wrong[0]}: {found[wrong[0]]} instead of {expected[wrong[0]]}"
-        return ""
+        expected = shadow.expected
+        found = self._staged.fetched(shadow.target, expected.nbytes).view(expected.dtype)
+        with np.errstate(all="ignore"):
+            here, there = _wide(found), _wide(expected)
+            is_near = (np.abs(here - there) <= shadow.limit) | (here == there) | (np.isnan(here) & np.isnan(there))
+        if not shadow.is_finite:
+            is_near |= ~(np.isfinite(here) & np.isfinite(there))
+        wrong = np.flatnonzero(~is_near)
+        if not wrong.size:
+            return ""
+        return f"{shadow.name}, element {wrong[0]}: {found.flat[wrong[0]]} instead of {expected.flat[wrong[0]]}"
 
 
 def _known(places: np.ndarray, rank: int) -> np.ndarray:
     """Whole numbers whose sum over a thousand ranks is exact in half precision."""
     return np.asarray((places * 7 + rank * 3) % 5 - 2.0)
+
+
+def _largest(values: np.ndarray) -> float:
+    """The largest absolute value that is finite."""
+    absolute = np.abs(_wide(values))
+    return float(absolute.max(initial=0, where=np.isfinite(absolute)))
 
 
 def _wide(values: np.ndarray) -> np.ndarray:

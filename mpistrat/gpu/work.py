@@ -1,12 +1,24 @@
-"""Entries of GPU tensors in execution, with the memory that the GPU uses for them."""
+"""Entries of GPU tensors in execution, with the memory that the GPU uses for them. Used by executor.py.
+
+Those that are executed one by one, all-gathers, reduce-scatters and all-to-alls, have results whose sizes depend on
+other ranks, which exchange their numbers of rows over the host.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+
+from ..core.arithmetic import Reduction
 from ..core.handle import Entry, Handle, complete_all
+from ..core.request import CollectiveType, Request
+from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
+from ..core.topology import Topology
 from .arrays import Allocated, GpuArray, GpuEvent, GpuTensors
+from .backend import GpuBackend
+from .nccl.communicators import Exchange
 
 _COMPLETE = Handle("complete")  # Without results.
 _COMPLETE.complete([])
@@ -48,10 +60,8 @@ class Batch:
         for work in self.works:
             tensors = work.tensors
             if tensors.streams and tensors.streams == tensors.readers:
-                entry, work.made = work.entry, _NOTHING
+                work.made, work.entry.handle = _NOTHING, _COMPLETE
                 tensors.owner = tensors.made = tensors.allocate = None  # type: ignore[assignment]
-                work.entry = Entry(entry.request, tensors, _COMPLETE, False, None, entry.submitted, entry.agreed,
-                                   entry.number)
 
 
 def tensors_in(entry: Entry) -> GpuTensors:
@@ -63,5 +73,79 @@ def tensors_in(entry: Entry) -> GpuTensors:
 
 def over(batches: deque[Batch], but: int = 0) -> Iterator[Batch]:
     """Take the batches that the GPU has done from the front, but not the last ones."""
-    while len(batches) > but and all(end.done for end in batches[0].ends):
+    while len(batches) > but and False not in [end.done for end in batches[0].ends]:
         yield batches.popleft()
+
+
+# -- entries that are executed one by one ----------------------------------------------------------------------------
+
+Shape = tuple[int, ...]
+Run = Callable[[Work], None]  # Enqueues the work of an entry.
+
+
+class SingleCollectives:
+    """What is exchanged before each of them, and what is enqueued then.
+
+    Args:
+        exchange: An exchange among them.
+        reduction: The arithmetic that a request asks for.
+    """
+
+    backends: Sequence[GpuBackend]  # The first one is used, and the last one for what it cannot do.
+
+    def __init__(self, topology: Topology, exchange: Exchange, reduction: Callable[[Request], Reduction]):
+        self._topology, self._exchange, self._reduction = topology, exchange, reduction
+
+    def planned(self, entry: Entry, tensors: GpuTensors) -> tuple[Sequence[Shape], Run | None]:
+        """The shapes of an entry's results, and what enqueues its work, given these; None: it is fused with others.
+
+        Collective, over the host.
+
+        Raises:
+            InvalidRequestError: On all ranks. The splits of an all-to-all do not fit.
+        """
+        kind = entry.request.kind
+        if kind is CollectiveType.ALLGATHER:
+            return self._allgather(tensors)
+        if kind is CollectiveType.REDUCESCATTER:
+            return self._reducescatter(entry, tensors)
+        if kind is CollectiveType.ALLTOALL:
+            return self._alltoall(entry, tensors)
+        return tensors.shapes, None
+
+    def _allgather(self, tensors: GpuTensors) -> tuple[list[Shape], Run]:
+        rows = list(zip(*self._exchange([shape[0] for shape in tensors.shapes]), strict=True))
+        shapes = [(sum(counts), *shape[1:]) for shape, counts in zip(tensors.shapes, rows, strict=True)]
+
+        def run(work: Work) -> None:
+            for array, result, counts in zip(tensors, work.targets(shapes), rows, strict=True):
+                elements = row_size(array.shape)
+                self.backends[0].allgather(array, result, [count * elements for count in counts])
+
+        return shapes, run
+
+    def _reducescatter(self, entry: Entry, tensors: GpuTensors) -> tuple[list[Shape], Run]:
+        rows = [rows_of_ranks(shape[0], self._topology.size) for shape in tensors.shapes]
+        shapes = [(counts[self._topology.rank], *shape[1:]) for shape, counts in zip(tensors.shapes, rows, strict=True)]
+
+        def run(work: Work) -> None:
+            reduction = self._reduction(entry.request)
+            for array, result, counts in zip(tensors, work.targets(shapes), rows, strict=True):
+                elements = row_size(array.shape)
+                backend = self.backends[-1 if self.backends[0].why_not_scatter(array, reduction) else 0]
+                backend.reducescatter(array, result, [count * elements for count in counts], reduction)
+
+        return shapes, run
+
+    def _alltoall(self, entry: Entry, tensors: GpuTensors) -> tuple[list[Shape], Run]:
+        splits, array = cast("np.ndarray", entry.arrays[1]), tensors[0]
+        table = np.array(self._exchange([array.shape[0], *splits.tolist()]))
+        received = received_rows(entry.request.name, table, self._topology)
+        shapes = [(int(received.sum()), *array.shape[1:])]
+
+        def run(work: Work) -> None:
+            self.backends[0].alltoall(array, work.targets(shapes)[0],
+                                       *exchanged_elements(table, self._topology.rank, row_size(array.shape)))
+            work.made.results.append(received.astype(splits.dtype))
+
+        return shapes, run

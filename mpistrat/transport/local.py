@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..core.arithmetic import Reduction, combine
-from ..core.interfaces import ControlPlane, DataPlane
+from ..core.interfaces import AgreementRound, ControlPlane, DataPlane, Outcome
 from ..core.memory import FusionBuffer
 from ..core.packing import pack, unpack
 from ..core.signal_handlers import WakeUp
@@ -37,6 +37,25 @@ class LocalControl(ControlPlane):
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class LocalAgreement(AgreementRound):
+    """The votes of one rank: it agrees with itself, at once."""
+
+    _outcome: Outcome | None = None
+
+    def vote(self, number: int, is_ready: bool = False) -> None:
+        self._outcome = (Outcome.ALL_READY if is_ready else Outcome.AGREED) if number else Outcome.REFUSED
+
+    def outcome(self) -> Outcome | None:
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def has_news(self) -> bool:
+        return self._outcome is not None
+
+    def missing(self) -> list[int]:
+        return []
 
 
 class LocalData(DataPlane):

@@ -1,10 +1,13 @@
 """Run all parts, or those that are named, and print one summary. Ends with 1 if one has failed, with 2 if none ran.
 
-    python -m tests.gpu [must | may | NAME ...]
+    python -m tests.gpu [--into FILE] [must | may | NAME ...]
 
-must: those within five minutes that decide whether the path may be trusted. may: the others.
+must: those within five minutes that decide whether the path may be trusted. may: the others. All parts run one after
+the other without a pause; FILE gets all that they print, behind the card, its driver and the versions.
 """
 
+import os
+import subprocess
 import sys
 
 from .parts import PARTS, facts, look_at_machine, run_all, summary
@@ -12,6 +15,13 @@ from .parts import PARTS, facts, look_at_machine, run_all, summary
 
 def main(names: list[str]) -> int:
     """Run it."""
+    if names[:1] == ["--into"]:
+        tee = subprocess.Popen(["tee", names[1]], stdin=subprocess.PIPE)
+        assert tee.stdin is not None
+        for ours in (1, 2):
+            os.dup2(tee.stdin.fileno(), ours)
+        tee.stdin.close()
+        names = names[2:]
     if names in (["must"], ["may"]):
         names = [part.name for part in PARTS if part.is_must == (names == ["must"])]
     unknown = set(names) - {part.name for part in PARTS}

@@ -35,11 +35,11 @@ TENSORFLOW = ["tensorflow==2.21.0", "keras", "absl-py", "astunparse", "flatbuffe
 CUDA_12 = ["libcublas.so.12", "libcublasLt.so.12", "libcufft.so.11", "libcusolver.so.11", "libcusparse.so.12",
            "libcudnn.so.9", "libcupti.so.12"]
 # The parts of tests.gpu for the first call, for the next ones, and for the last one.
-CALLS = [["two ranks", "NCCL on one rank", "copy kernel"],
+CALLS = [["two ranks", "NCCL on one rank", "copy kernel", "a killed rank", "torch"],
          ["figures, one rank", "figures, two ranks", "calls per step"],
          ["tests of arrays, two ranks", "copy kernel under compute-sanitizer"]]
-LAST_CALL = ["TensorFlow, one rank", "overlap", "TensorFlow, two ranks", "price, one rank",
-             "calls per step, TensorFlow", "tests of TensorFlow, two ranks"]
+LAST_CALL = ["controls", "overlap", "compiled, one rank", "TensorFlow, one rank", "TensorFlow, two ranks",
+             "compiled, two ranks", "price, one rank", "calls per step, TensorFlow", "tests of TensorFlow, two ranks"]
 _FATBIN, _MACHINE_CODE, _KINDS = 0xBA55ED50, 2, (1, 2, 16, 64)
 
 

@@ -55,6 +55,7 @@ class Machine:
     tensorflow: str = ""  # TensorFlow that sees a GPU.
     sanitizer: str = ""  # compute-sanitizer.
     cupti: str = ""  # CUPTI, which counts calls of CUDA.
+    torch: str = ""  # torch.
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,18 @@ _TENSORFLOW_CHECKS = ("-m", "tests.gpu.tensorflow_checks")
 # What must be known comes first, within five minutes: what no stand-in can show. The rest may follow. On an H200 most
 # took 4 to 36 s each, of which TensorFlow's start on two ranks was 12.
 PARTS = (
-    Part("TensorFlow, one rank", (_PYTHON, *_TENSORFLOW_CHECKS), 60, ("gpu", "tensorflow"), True),
-    Part("overlap", (_PYTHON, "-m", "tests.gpu.overlap"), 100, ("gpu", "nccl", "tensorflow"), True),
-    Part("TensorFlow, two ranks", (*_RANKS, *_TENSORFLOW_CHECKS), 75, ("gpu", "mpi", "tensorflow"), True),
-    Part("two ranks", (*_RANKS, "-m", "tests.gpu.two_ranks"), 25, ("gpu", "mpi"), True),
-    Part("copy kernel", (_PYTHON, "-m", "tests.gpu.kernel"), 20, is_must=True),
+    Part("controls", (_PYTHON, *_TENSORFLOW_CHECKS, "controls"), 30, ("gpu", "tensorflow"), True),
+    Part("overlap", (_PYTHON, "-m", "tests.gpu.overlap"), 90, ("gpu", "nccl", "tensorflow"), True),
+    Part("compiled, one rank", (_PYTHON, "-m", "tests.gpu.compiled"), 40, ("gpu", "nccl", "tensorflow"), True),
+    Part("a killed rank", (_PYTHON, "-m", "tests.gpu.killed"), 40, ("gpu", "mpi"), True),
+    Part("TensorFlow, one rank", (_PYTHON, *_TENSORFLOW_CHECKS), 45, ("gpu", "tensorflow"), True),
+    Part("two ranks", (*_RANKS, "-m", "tests.gpu.two_ranks"), 20, ("gpu", "mpi"), True),
+    Part("copy kernel", (_PYTHON, "-m", "tests.gpu.kernel"), 15, is_must=True),
     Part("NCCL on one rank", (_PYTHON, "-m", "tests.gpu.one_rank"), 20, ("gpu", "nccl"), True),
-    Part("price, one rank", (_PYTHON, "-m", "tests.gpu.price"), 200, ("gpu", "nccl", "tensorflow")),
+    Part("TensorFlow, two ranks", (*_RANKS, *_TENSORFLOW_CHECKS), 75, ("gpu", "mpi", "tensorflow")),
+    Part("compiled, two ranks", (*_RANKS, "-m", "tests.gpu.compiled"), 50, ("gpu", "mpi", "tensorflow")),
+    Part("torch", (_PYTHON, "-m", "tests.gpu.with_torch"), 15, ("gpu", "nccl", "torch")),
+    Part("price, one rank", (_PYTHON, "-m", "tests.gpu.price"), 130, ("gpu", "nccl", "tensorflow")),
     Part("calls per step", (_PYTHON, "-m", "tests.gpu.calls"), 15, ("gpu", "nccl", "cupti")),
     Part("calls per step, TensorFlow", (_PYTHON, "-m", "tests.gpu.calls", "tensorflow", "tensorflow-alone"), 50,
          ("gpu", "nccl", "cupti", "tensorflow")),
@@ -139,7 +145,7 @@ def look_at_machine(environ: Mapping[str, str] = os.environ) -> Machine:
     mpi = _lacking("mpi4py") or _why_no_mpirun(environ)
     sanitizer = "" if shutil.which("compute-sanitizer") else "no compute-sanitizer in PATH"
     return Machine(gpu, nccl, mpi, _lacking("pytest") or _lacking("ml_dtypes"), tensorflow, sanitizer,
-                   "" if find_cupti() else "no libcupti.so")
+                   "" if find_cupti() else "no libcupti.so", _lacking("torch"))
 
 
 def facts() -> list[str]:

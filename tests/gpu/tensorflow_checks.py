@@ -1,10 +1,11 @@
 """TensorFlow's tensors on a GPU, one check after the other, whatever fails; on one rank or on several.
 
-    python -m tests.gpu.tensorflow_checks
+    python -m tests.gpu.tensorflow_checks [controls]
     mpistrat run -np 2 -- python -m tests.gpu.tensorflow_checks
 
-What no stand-in can show comes first. Each check has a line, on each rank where it fails. With --stand-in it runs
-without a GPU, and shows that the program itself works.
+`controls` runs only the first ones, by which all others mean something: a foreign stream must be found out, and the
+lines say whether an event was over when it was recorded, so that nothing was raced with. Each check has a line, on each
+rank where it fails. With --stand-in it runs without a GPU, and shows that the program itself works.
 """
 
 import os
@@ -23,7 +24,8 @@ import tensorflow as tf
 
 import mpistrat
 import mpistrat.tensorflow as hvd
-from mpistrat.gpu.completion import RefutedError, UnprovenError
+from mpistrat.api import runtime
+from mpistrat.gpu.proof import Race, RefutedError, UnprovenError, prove
 from mpistrat.tensorflow.async_op import call_site, kernel, streams
 from mpistrat.tensorflow.bridge import gpu_device
 from mpistrat.tensorflow.xla import ffi
@@ -31,6 +33,25 @@ from mpistrat.tensorflow.xla import ffi
 IS_STAND_IN = "--stand-in" in sys.argv
 DEVICE = "/device:CPU:0" if IS_STAND_IN else "/device:GPU:0"
 BUCKETS, BUCKET_MB = (3, 1) if IS_STAND_IN else (13, 32)  # as many as BERT-base has
+
+
+def counted(race: Callable[[int], Race]) -> None:
+    """As `prove`, and say whether what was raced with was over."""
+    found: list[Race] = []
+
+    def noted(work: int) -> Race:
+        found.append(race(work))
+        return found[-1]
+
+    try:
+        prove(noted)
+    finally:
+        over = sum(not each.runs for each in found)
+        seen.append((len(found), over))
+
+
+seen: list[tuple[int, int]] = []  # of each proof: how many races, and how many against work that was over
+streams.prove = counted
 
 
 def start() -> None:
@@ -238,6 +259,21 @@ def rows_that_repeat_are_added_in_one_order() -> None:
         assert len(found) == 1, f"{optimizer.name}: {len(found)} results of ranks and runs"
 
 
+def memory_that_is_used_again_has_the_right_numbers() -> None:
+    """Behind each collective TensorFlow gets and fills memory of the same sizes, before the GPU has done it."""
+    sizes, size = (1000, 250_000, 7), mpistrat.size()
+
+    @tf.function
+    def step(number: tf.Tensor) -> list[tf.Tensor]:
+        reduced = hvd.grouped_allreduce([tf.fill([n], number) + 1 for n in sizes], op=hvd.Sum, name="again")
+        others = [tf.fill([n], -number) for n in sizes]
+        return [tf.reduce_min(each) for each in reduced] + [tf.reduce_max(each) for each in others]
+
+    found = [step(tf.constant(float(number))) for number in range(20 if IS_STAND_IN else 200)]
+    for number, values in enumerate(found):
+        same(tf.stack(values), [(number + 1) * size] * 3 + [-number] * 3)
+
+
 def fit_trains_the_same_weights_on_all_ranks() -> None:
     """20 steps of a small model by a DistributedOptimizer."""
     _fit(jit_compile=False)
@@ -295,12 +331,13 @@ def _device_in_a_graph() -> str | None:
         return call_site.device_of([tf.zeros([2])])
 
 
+CONTROLS: list[Callable[[], None]] = [
+    foreign_streams_are_refuted, tensorflows_stream_waits_for_the_engines, each_way_to_tensorflows_stream]
 CHECKS: list[Callable[[], None]] = [
-    tensorflows_stream_waits_for_the_engines, foreign_streams_are_refuted, tensors_are_on_the_gpu,
-    tensorflow_has_the_operation, each_way_to_tensorflows_stream,
-    tensors_are_handed_over_by_the_operation]
+    *CONTROLS, tensors_are_on_the_gpu, tensorflow_has_the_operation, tensors_are_handed_over_by_the_operation]
 COLLECTIVES: list[Callable[[], None]] = [
     a_sum_of_eager_tensors, a_sum_in_a_graph, no_node_reads_a_result_too_early,
+    memory_that_is_used_again_has_the_right_numbers,
     sync_batch_normalization_has_the_gradient_of_the_host, rows_that_repeat_are_added_in_one_order,
     fit_trains_the_same_weights_on_all_ranks,
     a_step_with_as_many_buckets_as_bert]
@@ -325,6 +362,9 @@ def run(checks: list[Callable[[], None]], suffix: str = "") -> int:
         except Exception as error:
             traceback.print_exc()
             problem = f"FAILED on rank {rank}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        for races, over in seen:
+            print(f"    event.done at record: {over} of {races} times", flush=True)
+        seen.clear()
         problems = [text for text in _of_all_ranks(problem, size) if text]
         if rank == 0:
             print(f"== {name}: {'; '.join(problems) or 'passed'} ({time.monotonic() - began:.1f} s)", flush=True)
@@ -332,6 +372,9 @@ def run(checks: list[Callable[[], None]], suffix: str = "") -> int:
             failed += 1
             mpistrat.shutdown()
             start()
+    if rank == 0:
+        findings = runtime.group_of("chosen", 0).engine.controller.executor.device.findings
+        print(f"chosen: {'; '.join(findings) or 'nothing, for no tensor was on the GPU'}", flush=True)
     mpistrat.shutdown()
     return failed
 
@@ -345,4 +388,4 @@ def _of_all_ranks(problem: str, size: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main(CHECKS)))
+    sys.exit(bool(run(CONTROLS) if "controls" in sys.argv else main(CHECKS)))

@@ -492,8 +492,8 @@ def test_a_rank_whose_gpu_gives_wrong_numbers_is_found_by_all(begins: str, rank:
     monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
     monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
 
-    def garble(self: Any, table: np.ndarray, blocks: int, job: CopyJob, stream: Any) -> None:
-        copy(self, table, blocks, job, stream)
+    def garble(self: Any, table: np.ndarray, blocks: int, job: CopyJob, stream: Any, *lost: int) -> None:
+        copy(self, table, blocks, job, stream, *lost)
         target = int(table["target"][-1])
         self.enqueue(stream, lambda: copy_model.memory_at(target, 1, dtype_of(job.target)).fill(97))
 

@@ -5,8 +5,8 @@
 
 With `busy` another thread runs Python all the time, as one that loads data does.
 
-Prints the least of several tenth percentiles, and the ratios to an array on the CPU, which depend less on the machine.
-The times that are wanted are those of a machine on which that takes 30 us.
+Prints the least of several tenth percentiles, beside the time of an array on the CPU, which tells how fast the machine
+is. The times that are wanted are those of a machine on which that takes 20 us.
 """
 
 import itertools
@@ -132,9 +132,6 @@ class Device:
     def compile(self, job: object) -> None:
         """There is nothing to compile."""
 
-    def trim(self) -> None:
-        """There is no memory."""
-
     def batched_copy(self, *_: object) -> None:
         CALLS["launch"] += 1
 
@@ -188,9 +185,9 @@ def arrays() -> None:
     for name, us in found.items():
         print(f"{name}: {us:.0f} us")
     on_cpu, single, group = found.values()
-    print(f"4 KB: {single / on_cpu:.2f} times the array on the CPU (wanted: 1.3)")
+    print(f"4 KB: {single:.0f} us (wanted: 35), {single / on_cpu:.2f} times the array on the CPU")
     print(f"{len(many)} arrays: {group - single:.0f} us more than one (wanted: 130), "
-          f"{(group - single) / on_cpu:.1f} times the array on the CPU (wanted: 4.3)")
+          f"{(group - single) / on_cpu:.1f} times the array on the CPU")
     print(f"calls of the device for {len(many)} arrays: {dict(CALLS)}")
 
 
@@ -228,7 +225,9 @@ def tensors() -> None:
         return lambda: step().numpy()
 
     buckets.GPU_BUCKET_BYTES = 2**30
-    calls = {"without": step_of(SHAPES, ""), "with": step_of(SHAPES, "grouped")}
+    # Small ones: a GPU's allocator takes as long for all sizes, and the C library of the host does not.
+    many = [(64,)] * len(SHAPES)
+    calls = {"without": step_of(many, ""), "with": step_of(many, "grouped")}
     calls["with"]()
     buckets.GPU_BUCKET_BYTES, small = 4096, [(1024,)] * 13
     calls |= {"13 without": step_of(small, ""), "13 with": step_of(small, "bucket")}
@@ -238,9 +237,8 @@ def tensors() -> None:
     on_cpu, group = found["an array of 4 KB on the CPU"], found["with"] - found["without"]
     bucket = (found["13 with"] - found["13 without"]) / 13
     print(f"an array of 4 KB on the CPU: {on_cpu:.0f} us")
-    print(f"{len(SHAPES)} gradients grouped: {group:.0f} us a step (wanted: 900), {group / on_cpu:.1f} times the array "
-          "(wanted: 30)")
-    print(f"a bucket of one tensor: {bucket:.0f} us (wanted: 45), {bucket / on_cpu:.2f} times the array (wanted: 1.5)")
+    print(f"{len(SHAPES)} gradients grouped: {group:.0f} us a step (wanted: 600), {group / on_cpu:.1f} times the array")
+    print(f"a bucket of one tensor: {bucket:.0f} us (wanted: 60), {bucket / on_cpu:.2f} times the array")
 
 
 def main() -> None:

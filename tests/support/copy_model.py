@@ -17,16 +17,19 @@ def memory_at(address: int, count: int, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(raw, dtype)
 
 
-def guard(table: np.ndarray, itemsize: int, lost: int) -> None:
-    """Fill the targets with bytes of ones if the number at the address `lost` is not 0."""
+def guard(target: int, nbytes: int, lost: int) -> None:
+    """Fill memory with bytes of ones if the number at the address `lost` is not 0."""
     if memory_at(lost, 1, np.dtype(np.uint32))[0]:
-        for piece in table:
-            memory_at(int(piece["target"]), int(piece["count"]) * itemsize, np.dtype(np.uint8))[:] = 0xFF
+        memory_at(target, nbytes, np.dtype(np.uint8))[:] = 0xFF
 
 
-def batched_copy(table: np.ndarray, job: CopyJob) -> None:
-    """Do what each block does: find its piece, and copy its part of it."""
+def batched_copy(table: np.ndarray, job: CopyJob, lost: int = 0) -> None:
+    """Do what each block does: find its piece, and copy its part of it, or fill that if it is lost."""
     source_dtype, target_dtype = dtype_of(job.source), dtype_of(job.target)
+    if lost and memory_at(lost, 1, np.dtype(np.uint32))[0]:
+        for piece in table:
+            guard(int(piece["target"]), int(piece["count"]) * target_dtype.itemsize, lost)
+        return
     for block in range(block_count(table)):
         piece = table[np.searchsorted(table["first_block"], block, side="right") - 1]
         start = (block - int(piece["first_block"])) * COPY_BLOCK_ELEMENTS

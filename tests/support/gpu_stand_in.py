@@ -198,9 +198,6 @@ class Device:
         with self._lock:
             self.free_bytes -= nbytes
 
-    def trim(self) -> None:
-        self.trimmed_bytes = self.free_bytes
-
     def pinned(self, nbytes: int) -> np.ndarray:
         return self.allocate(nbytes)
 
@@ -217,15 +214,14 @@ class Device:
     def compile(self, job: CopyJob) -> None:
         """There is nothing to compile."""
 
-    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: Stream) -> None:
+    def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: Stream, lost: int = 0) -> None:
         assert len(table) <= PIECES_PER_LAUNCH, "the table does not fit into the parameters of a launch"
         self.log.append(("batched_copy", len(table), job, stream.ptr))
         by_value = table.copy()
-        self.enqueue(stream, lambda: copy_model.batched_copy(by_value, job))
+        self.enqueue(stream, lambda: copy_model.batched_copy(by_value, job, lost))
 
-    def guard(self, table: np.ndarray, itemsize: int, lost: int, stream: Stream) -> None:
-        by_value = table.copy()
-        self.enqueue(stream, lambda: copy_model.guard(by_value, itemsize, lost))
+    def guard(self, target: int, nbytes: int, lost: int, stream: Stream) -> None:
+        self.enqueue(stream, lambda: copy_model.guard(target, nbytes, lost))
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 

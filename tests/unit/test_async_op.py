@@ -19,8 +19,8 @@ from mpistrat.api import runtime  # noqa: E402
 from mpistrat.core.errors import EngineError, InvalidRequestError, MismatchError  # noqa: E402
 from mpistrat.core.handle import Handle  # noqa: E402
 from mpistrat.core.request import ScaledOp  # noqa: E402
-from mpistrat.gpu import completion  # noqa: E402
-from mpistrat.tensorflow.async_op import c_api, call_site, done, kernel, streams  # noqa: E402
+from mpistrat.gpu import proof  # noqa: E402
+from mpistrat.tensorflow.async_op import c_api, call_site, kernel, streams  # noqa: E402
 from mpistrat.tensorflow.bridge import buckets, gpu_device  # noqa: E402
 from mpistrat.tensorflow.bridge.reduce_spec import ReduceSpec  # noqa: E402
 from tests.support import tensorflow_stand_in  # noqa: E402
@@ -79,15 +79,15 @@ def test_it_can_be_used_here() -> None:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
     """Makes a function stand for TensorFlow's that runs `done`."""
-    found = done.is_deleted_by_tensorflow
+    found = c_api.is_deleted_by_tensorflow
 
     class Api:
         is_of_libstdcpp = True
 
     def replace(run: Any) -> None:
         Api.TF_RunAsyncOpKernelDoneCallback = staticmethod(run)  # type: ignore[attr-defined]
-        monkeypatch.setattr(done, "api", lambda: Api)
-        monkeypatch.setattr(done, "require_api", lambda: Api)
+        monkeypatch.setattr(c_api, "api", lambda: Api)
+        monkeypatch.setattr(c_api, "require_api", lambda: Api)
         found.cache_clear()
 
     yield replace
@@ -95,7 +95,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
 
 
 def invoke(address: int) -> None:
-    done._Invoker(done._Function.from_address(address).invoker)(address)
+    c_api._Invoker(c_api._Function.from_address(address).invoker)(address)
 
 
 def test_a_function_that_tensorflow_deletes_is_left(library: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +106,14 @@ def test_a_function_that_tensorflow_deletes_is_left(library: Callable, monkeypat
     def run_and_delete(address: int) -> None:
         ran.append(address)
         invoke(address)
-        done._Manager(done._Function.from_address(address).manager)(address, address, done._DESTROY)
+        c_api._Manager(c_api._Function.from_address(address).manager)(address, address, c_api._DESTROY)
         free(address)
 
     library(run_and_delete)
-    assert done.is_deleted_by_tensorflow() is True
+    assert c_api.is_deleted_by_tensorflow() is True
     library(lambda address: ran.append(address))
-    monkeypatch.setattr(done, "is_deleted_by_tensorflow", lambda: True)
-    done.Done(4096).run()
+    monkeypatch.setattr(c_api, "is_deleted_by_tensorflow", lambda: True)
+    c_api.Done(4096).run()
     assert ran[-1] == 4096
 
 
@@ -121,15 +121,15 @@ def test_a_function_that_tensorflow_deletes_is_left(library: Callable, monkeypat
                          ids=["calls nothing", "calls it twice"])
 def test_a_function_of_another_kind_is_not_used(run: Any, library: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     library(run)
-    assert done.is_deleted_by_tensorflow() is None
-    monkeypatch.setattr(kernel, "is_deleted_by_tensorflow", done.is_deleted_by_tensorflow)
+    assert c_api.is_deleted_by_tensorflow() is None
+    monkeypatch.setattr(kernel, "is_deleted_by_tensorflow", c_api.is_deleted_by_tensorflow)
     assert "completion functions of an unknown kind" in kernel.why_not.__wrapped__()
 
 
 def test_nothing_is_tried_with_another_standard_library(monkeypatch: pytest.MonkeyPatch, library: Callable) -> None:
     library(lambda address: pytest.fail("called"))
-    monkeypatch.setattr(done.api(), "is_of_libstdcpp", False)
-    assert done.is_deleted_by_tensorflow() is None
+    monkeypatch.setattr(c_api.api(), "is_of_libstdcpp", False)
+    assert c_api.is_deleted_by_tensorflow() is None
 
 
 def test_a_library_without_a_function_of_the_api_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,9 +372,9 @@ def test_the_check_refuses_a_way_that_reads_too_early(device: Any, monkeypatch: 
 
 
 def test_the_check_of_work_that_is_over_proves_nothing(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion, "_LONGEST_S", 0.0)
+    monkeypatch.setattr(proof, "_LONGEST_S", 0.0)
     for stream in (device.current_stream(), device.stream()):  # The second one has nothing to do with TensorFlow.
-        with pytest.raises(completion.UnprovenError, match="40 pieces of work were over"):
+        with pytest.raises(proof.UnprovenError, match="40 pieces of work were over"):
             check(stream, device, WHERE)
 
 

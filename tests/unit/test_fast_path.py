@@ -19,10 +19,11 @@ from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.engine.engine import Engine
 from mpistrat.negotiation.fast_path import FastPath
+from mpistrat.transport.local import LocalAgreement
 from mpistrat.transport.shm.agreement import SharedMemoryAgreement
 from tests.support.thread_group import ThreadGroup
 
-from ..support.engines import LONG_S, ByHand, on_all, run, running
+from ..support.engines import LONG_S, ByHand, make_engine, on_all, run, running
 from ..support.shared_memory_of_threads import shared_memory_planes
 
 
@@ -569,3 +570,20 @@ def test_a_parent_that_still_waits_for_the_vote_knows_its_childs_number(monkeypa
     third += [ranks.put(1, "a", is_awaited=False)]
     ranks.step()
     assert all(handle.is_done for handle in second + third)
+
+
+def test_one_rank_agrees_with_itself_without_negotiating(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ThreadGroup(1)
+    engine = make_engine(0, 1, group.control(0), group.data(0), agreement=LocalAgreement())
+    coordinator, negotiated = engine.controller._coordinator, []
+    submit = coordinator.submit
+    monkeypatch.setattr(coordinator, "submit", lambda request, now: (negotiated.append(request.name),
+                                                                    submit(request, now)))
+    for name in ("first", "second", "third", "behind"):
+        array = np.arange(3.0)
+        if name == "behind":  # It must not overtake what is not awaited, which ends the vote.
+            waiting = engine.submit(allreduce_request("not awaited", specs_of([array]), ScaledOp(Sum)), [array])
+        handle = engine.run(allreduce_request(name, specs_of([array]), ScaledOp(Sum)), [array])
+        assert handle.wait(0)[0].tolist() == [0, 1, 2]
+    assert waiting.wait(0)[0].tolist() == [0, 1, 2]
+    assert negotiated == ["first", "not awaited", "behind"]

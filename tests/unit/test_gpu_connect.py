@@ -89,7 +89,7 @@ def test_an_id_of_nccl_arrives_as_it_was_made(made: bytes | tuple[int, ...], mon
     monkeypatch.setattr(Device, "communicator", record)
     host = ThreadGroup(1).data(0)
     settings = Settings(fusion_bytes=2**16, nccl_streams=2)
-    nccl, _ = connect(device, 0, 1, exchange_over(host, 1), host, settings, executor())
+    nccl, _ = connect(device, Topology(0, ("",)), exchange_over(host, 1), host, settings, executor())
     assert nccl is not None and given == [made] * 2
 
 
@@ -150,7 +150,8 @@ def test_of_two_process_sets_that_overlap_one_uses_nccl_and_it_may_be_the_other_
     monkeypatch.setattr("mpistrat.gpu.connect.NcclData", lambda *_: "NCCL")
 
     def choice(owner: GpuExecutor, operations: str = "auto") -> Any:
-        return connect(device, 0, 2, exchange, host, replace(settings, gpu_operations=operations), owner)[0]
+        return connect(device, Topology(0, ("",) * 2), exchange, host, replace(settings, gpu_operations=operations),
+                       owner)[0]
 
     assert [choice(first), choice(second), choice(first)] == ["NCCL", None, "NCCL"]
     assert choice(second, "nccl") == "NCCL"

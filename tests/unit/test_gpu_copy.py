@@ -102,6 +102,8 @@ ON_HOST = """
 #include <cstring>
 #define __device__ static
 #define __global__
+#define __shared__ static
+#define __syncthreads()
 struct Index { unsigned int x; };
 static Index blockIdx, threadIdx = {0}, blockDim = {1};
 static float half_to_float(unsigned short bits) { _Float16 h; memcpy(&h, &bits, 2); return h; }
@@ -109,17 +111,15 @@ static unsigned short float_to_half(float value) {
     _Float16 h = value; unsigned short bits; memcpy(&bits, &h, 2); return bits; }
 """
 LAUNCH = """
-extern "C" void launch(const void* rows, int count, int blocks, double factor, long long divisor) {
+extern "C" void launch(const void* rows, int count, int blocks, double factor, long long divisor,
+                       const unsigned int* lost) {
     NAMESPACE::Table table;
     memcpy(&table, rows, count * sizeof(NAMESPACE::Piece));
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
-        NAMESPACE::batched_copy(table, count, factor, divisor);
+        NAMESPACE::batched_copy(table, count, factor, divisor, lost);
 }
-extern "C" void guard_of_launch(const void* rows, int count, unsigned long long itemsize, const unsigned int* lost) {
-    NAMESPACE::Table table;
-    memcpy(&table, rows, count * sizeof(NAMESPACE::Piece));
-    for (blockIdx.x = 0; blockIdx.x < count; blockIdx.x++)
-        NAMESPACE::guard(table, itemsize, lost);
+extern "C" void guard_of_launch(void* target, unsigned long long nbytes, const unsigned int* lost) {
+    NAMESPACE::guard(target, nbytes, lost);
 }
 """
 
@@ -157,7 +157,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[CopyJob, ctypes.C
 def test_the_kernel_does_what_the_model_does(job: CopyJob, shift: int, compiled: dict[CopyJob, ctypes.CDLL]) -> None:
     def launch(table: np.ndarray, job: CopyJob) -> None:
         compiled[variant(job)](ctypes.c_void_p(table.ctypes.data), len(table), block_count(table),
-                               ctypes.c_double(job.factor), ctypes.c_longlong(job.divisor))
+                               ctypes.c_double(job.factor), ctypes.c_longlong(job.divisor), None)
 
     for by_kernel, by_model in zip(copied(job, launch, shift), copied(job, copy_model.batched_copy, shift)):
         np.testing.assert_allclose(by_kernel.astype(np.float64), by_model.astype(np.float64),
@@ -167,13 +167,25 @@ def test_the_kernel_does_what_the_model_does(job: CopyJob, shift: int, compiled:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_the_guard_makes_nan_of_results_once_they_are_lost(dtype: str, compiled: dict[CopyJob, ctypes.CDLL]) -> None:
     results = [np.ones(count, dtype_of(dtype)) for count in (1, 300, 7)]
-    table, = copy_tables([0] * 3, [result.ctypes.data for result in results], [result.size for result in results])
-    launch = next(iter(compiled.values())).guard
-    for lost in (0, 1):
-        launch(ctypes.c_void_p(table.ctypes.data), len(table), ctypes.c_ulonglong(results[0].dtype.itemsize),
-               ctypes.byref(ctypes.c_uint(lost)))
-        assert [bool(np.isnan(result.astype(np.float64)).all()) for result in results] == [bool(lost)] * 3
-        assert lost or all((result == 1).all() for result in results)
+    given = [np.full_like(result, 2) for result in results]
+    table, = copy_tables([each.ctypes.data for each in given], [result.ctypes.data for result in results],
+                         [result.size for result in results])
+    launch = compiled[CopyJob(dtype, dtype)]
+
+    def unpack(lost: ctypes.c_uint) -> None:
+        launch(ctypes.c_void_p(table.ctypes.data), len(table), block_count(table), ctypes.c_double(1.0),
+               ctypes.c_longlong(1), ctypes.byref(lost))
+
+    def guard(lost: ctypes.c_uint) -> None:
+        for result in results:
+            launch.guard(ctypes.c_void_p(result.ctypes.data), ctypes.c_ulonglong(result.nbytes), ctypes.byref(lost))
+
+    for run in (unpack, guard):
+        for lost in (0, 1):
+            run(ctypes.c_uint(lost))
+            assert [bool(np.isnan(result.astype(np.float64)).all()) for result in results] == [bool(lost)] * 3
+            assert lost or run is guard or all((result == 2).all() for result in results)
+        unpack(ctypes.c_uint(0))
 
 
 @each_job

@@ -121,13 +121,12 @@ def test_the_table_is_passed_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "launch", lambda *arguments: launches.append(arguments))
     table, = copy_tables([1, 2], [3, 4], [5, 6])
     device.batched_copy(table, 2, CopyJob("int8", "int8", 1.0, 3), SimpleNamespace(ptr=7))
-    device.guard(table, 4, 99, SimpleNamespace(ptr=7))
-    (function, blocks, _, stream, (by_value, rows, factor, divisor)), guarded = launches
-    assert (function, blocks, stream, rows.value, factor.value, divisor.value) == (11, 2, 7, 2, 1.0, 3)
-    assert (guarded[0], guarded[1], guarded[3], guarded[4][1].value, guarded[4][2].value) == (12, 2, 7, 4, 99)
-    for passed in (by_value, guarded[4][0]):
-        assert ctypes.sizeof(passed) == PIECES_PER_LAUNCH * PIECE.itemsize
-        assert passed.raw[:table.nbytes] == table.tobytes()
+    device.guard(5, 24, 99, SimpleNamespace(ptr=7))
+    (function, blocks, _, stream, (by_value, rows, factor, divisor, lost)), guarded = launches
+    assert (function, blocks, stream, rows.value, factor.value, divisor.value, lost.value) == (11, 2, 7, 2, 1.0, 3, 0)
+    assert (guarded[0], guarded[1], guarded[3], [each.value for each in guarded[4]]) == (12, 1, 7, [5, 24, 99])
+    assert ctypes.sizeof(by_value) == PIECES_PER_LAUNCH * PIECE.itemsize
+    assert by_value.raw[:table.nbytes] == table.tobytes()
 
 
 def test_no_module_of_the_path_for_gpu_tensors_lets_the_host_wait_for_a_stream_or_the_device() -> None:

@@ -47,7 +47,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     made = Library()
-    monkeypatch.setattr(driver, "_library", lambda: made)
+    monkeypatch.setattr(driver, "_library", lambda kind: made)
     return made
 
 
@@ -62,6 +62,25 @@ def test_a_thread_is_on_this_gpu_meanwhile_and_on_another_one_again_afterwards(
         assert driver.context() == OWN
         raise KeyError
     assert library.calls == calls and driver.context() == afterwards
+
+
+def test_another_thread_of_python_goes_on_while_a_call_of_the_driver_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the watchdog must, while a launch waits for a rank that has died. Asking for the context keeps the lock."""
+    loaded = []
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: loaded.append("CDLL") or Library())
+    monkeypatch.setattr(driver.ctypes, "PyDLL", lambda name: loaded.append("PyDLL") or Library())
+    monkeypatch.setattr(Library, "cuInit", lambda self, flags: 0, raising=False)
+    for call in ("cuLaunchKernel", "cuMemsetD32Async", "cuEventQuery", "cuCtxRecordEvent"):
+        monkeypatch.setattr(Library, call, lambda self, *of: 0, raising=False)
+    driver._library.cache_clear()
+    driver.launch(1, 1, 1, 1, [])
+    driver.write_number(8, 1, 2, 1)
+    driver.is_done(8)
+    driver.record_in_context(OWN, 8)
+    assert set(loaded) == {"CDLL"}
+    driver.context()
+    assert loaded[-1] == "PyDLL"
+    driver._library.cache_clear()
 
 
 def test_a_gpu_is_known_by_its_uuid(library: Library) -> None:

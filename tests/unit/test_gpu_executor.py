@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -27,13 +28,12 @@ from mpistrat.core.request import (
 )
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
-from mpistrat.gpu import completion, executor
+from mpistrat.gpu import executor, proof
 from mpistrat.gpu.arrays import BucketList, GpuArray, GpuTensors
-from mpistrat.gpu.completion import RefutedError, UnprovenError, check_waiting
-from mpistrat.gpu.connect import connect, fusion_buffers
+from mpistrat.gpu.connect import SHARES_GPUS, GpuInfo, connect, fusion_buffers, why_not_nccl
 from mpistrat.gpu.executor import GpuExecutor
 from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64, UINT8
-from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
+from mpistrat.gpu.proof import RefutedError, UnprovenError, check_waiting
 from mpistrat.gpu.watchdog import Watchdog
 from mpistrat.gpu.work import Batch
 from mpistrat.trace.ring import OperationRing
@@ -174,8 +174,8 @@ def test_ranks_that_share_a_gpu_are_staged_with_one_line(caplog: pytest.LogCaptu
         return [value, value]  # as if another rank had found the same GPU
 
     with caplog.at_level(logging.INFO, "mpistrat"):
-        nccl, fusion_bytes = connect(device, 0, 2, exchange, ThreadGroup(1).data(0), Settings(fusion_bytes=2**16),
-                                     Job().executor)
+        nccl, fusion_bytes = connect(device, Topology(0, ("",) * 2), exchange, ThreadGroup(1).data(0),
+                                     Settings(fusion_bytes=2**16), Job().executor)
     assert (nccl, fusion_bytes) == (None, 2**16)
     assert [(record.levelname, record.message) for record in caplog.records] == [(
         "INFO", "rank 0: GPU tensors are staged through host memory and reduced by local: ranks [0, 1] share a GPU, "
@@ -335,7 +335,7 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
 
 
 def test_work_that_is_over_before_it_is_raced_with_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion, "_LONGEST_S", 0.0)
+    monkeypatch.setattr(proof, "_LONGEST_S", 0.0)
     given, copy, wait = [], Device.copy, Device.wait
 
     def over_at_once(self: Device, *of: Any) -> None:
@@ -351,7 +351,7 @@ def test_work_that_is_over_before_it_is_raced_with_proves_nothing(monkeypatch: p
         check_waiting(device := Device(), cast("GpuArray", device.scratch(192)))
     monkeypatch.setattr(Device, "wait", wait)
     given.clear()
-    monkeypatch.setattr(completion, "_LONGEST_S", 60.0)
+    monkeypatch.setattr(proof, "_LONGEST_S", 60.0)
     monkeypatch.setattr(Device, "copy", lambda self, *of: (over_at_once if len(given) < 100 else copy)(self, *of))
     check_waiting(device := Device(), cast("GpuArray", device.scratch(192)))  # With more work it still runs.
 
@@ -545,7 +545,7 @@ def test_what_was_enqueued_before_a_shutdown_is_completed() -> None:
     job.executor.close()
     job.executor.close()
     assert job.device.log[-1] == ("destroy",)
-    assert job.device.trimmed_bytes == 2**40  # The next job on this GPU has the memory of the fusion buffers again.
+    assert job.device.free_bytes == 2**40  # The next job on this GPU has the memory of the fusion buffers again.
 
 
 @pytest.mark.parametrize("make", [allgather_request, partial(reducescatter_request, scaled=ScaledOp(Sum))],
@@ -674,6 +674,31 @@ def test_a_bucket_that_is_wrong_is_an_error_that_names_it(monkeypatch: pytest.Mo
     job.engine.start()
     with pytest.raises(EngineError, match=r"NCCL has not given .* on the CPU: rank 0: layer/kernel, element 0: .* "
                                           r"instead of 7\.0\. Look for errors .*MPISTRAT_DISABLE=shadow does not look"):
+        handle.wait(30)
+
+
+@pytest.mark.parametrize("dtype, given, found, is_wrong", [
+    ("float32", [np.inf, np.nan, -np.inf, 1], [np.inf, np.nan, -np.inf, 1], False),
+    ("float32", [1, 2, 3, 4], [1, 2, np.nan, 4], True), ("float32", [1, np.nan, 3, 4], [1, 2, 3, 4], True),
+    ("float32", [np.inf, 2, 3, 4], [-np.inf, 2, 3, 4], True), ("float32", [np.inf, 2, 3, 4], [np.inf, 2, 3.1, 4], True),
+    ("float16", [1, 2, 3, 4], [1, 2, np.inf, 4], True),
+    ("float16", [65504, 2, 3, 4], [np.inf, 2, 3, 4], False)])  # Other ranks' numbers may overflow with it.
+def test_results_that_are_not_finite_are_compared_too(
+        dtype: str, given: list[float], found: list[float], is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, all_reduce = Job(disable="none"), Communicator.allReduce
+    job.submit("connect", np.ones(3))
+    job.settle()
+
+    def write(self: Communicator, source: int, target: int, *of: int) -> None:
+        all_reduce(self, source, target, *of)
+        values = np.array(found, dtype)
+        self._device.enqueue(self._device.stream_at(of[-1]), lambda: np.copyto(
+            memory_at(target, values.size, values.dtype), values))
+
+    monkeypatch.setattr(Communicator, "allReduce", write)
+    handle = job.submit("a", np.array(given, dtype))
+    job.engine.start()
+    with pytest.raises(EngineError, match=r"NCCL has not given .* a, element") if is_wrong else nullcontext():
         handle.wait(30)
 
 

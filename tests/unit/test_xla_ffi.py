@@ -1,8 +1,13 @@
 """The structures of XLA's FFI have the layout of its header, and errors cross the boundary as text and code."""
 
 import ctypes
+import math
 import os
 import re
+import signal
+import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +15,11 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
+from mpistrat.core import signal_handlers  # noqa: E402
 from mpistrat.core.errors import EngineError, MismatchError  # noqa: E402
+from mpistrat.core.handle import Handle  # noqa: E402
 from mpistrat.tensorflow.bridge.tf_errors import described  # noqa: E402
-from mpistrat.tensorflow.xla import custom_call, ffi  # noqa: E402
+from mpistrat.tensorflow.xla import collective, custom_call, ffi  # noqa: E402
 
 HEADER = os.path.join(tf.sysconfig.get_include(), "xla/ffi/api/c_api.h")
 needs_ffi = pytest.mark.skipif(ffi.api() is None, reason="this TensorFlow does not export XLA's FFI")
@@ -131,3 +138,39 @@ def test_a_target_that_is_gone_is_an_error_and_no_crash() -> None:
     del custom_call._targets[numbers[0]]
     with pytest.raises(tf.errors.UnknownError, match=r"was called after its tf\.function was deleted"):
         step(tf.ones([2]))
+
+
+@pytest.mark.parametrize("raised", [SystemExit, RuntimeError, KeyboardInterrupt])
+def test_what_signal_handlers_raise_comes_when_the_collective_no_longer_writes_to_the_memory(
+        raised: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, broken_off = Handle("a"), []
+    site: Any = SimpleNamespace(name="a", process_set=0, raised=None)
+
+    def handler(*_: object) -> None:
+        raise raised
+
+    def interrupt_twice_and_complete() -> None:
+        for _ in range(2):
+            site.raised = None
+            while not handle._waiters:
+                time.sleep(0.001)
+            handle._waiters.clear()
+            signal.pthread_kill(main, signal.SIGUSR1)
+            while site.raised is None:
+                time.sleep(0.001)
+        handle.complete([])
+
+    monkeypatch.setattr(signal_handlers, "_next_look_at", math.inf)  # There is a handler, and that is known.
+    monkeypatch.setattr(signal_handlers, "_found", True)
+    engine = SimpleNamespace(break_off=broken_off.append)
+    monkeypatch.setattr(collective.runtime, "group_of", lambda *_: SimpleNamespace(engine=engine))
+    before, main = signal.signal(signal.SIGUSR1, handler), threading.get_ident()
+    thread = threading.Thread(target=interrupt_twice_and_complete)
+    try:
+        thread.start()
+        collective._await(site, handle)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert handle.is_done and type(site.raised) is raised
+    assert broken_off == ["a: Ctrl-C has interrupted it on a rank."] * (2 if raised is KeyboardInterrupt else 0)

@@ -25,7 +25,8 @@ For each case bench prints, for float32 arrays,
   memcpy of the same bytes, in the same run; each time is the time of the slowest rank;
 - the bandwidth of each rank's link in 10^9 bytes per second (2 (n-1)/n of the bytes over the time in an all-reduce,
   (n-1)/n in the others);
-- how much of the collective is hidden behind matrix products that each rank computes meanwhile, for as long, on one core;
+- how much of the collective is hidden behind matrix products that each rank computes meanwhile on one core, for as
+  long;
 - how many times faster or slower than MPI's own collective it is.
 A case without the name of a collective is a grouped all-reduce.
 """

@@ -59,6 +59,12 @@ __device__ unsigned short float_to_bfloat(float value) {
     return (unsigned short) ((wide.bits + 0x7fff + ((wide.bits >> 16) & 1)) >> 16);
 }
 
+// NaN in floating-point numbers, -1 in integers.
+__device__ void fill(void* target, unsigned long long nbytes) {
+    for (unsigned long long i = threadIdx.x; i < nbytes; i += blockDim.x)
+        reinterpret_cast<unsigned char*>(target)[i] = 0xFF;
+}
+
 struct Piece { unsigned long long source, target, count, first_block; };
 struct Table { Piece pieces[PIECES_PER_LAUNCH]; };
 // As many elements as the wider of the two dtypes has in ALIGNMENT bytes, loaded and stored at once.
@@ -75,7 +81,13 @@ __device__ TARGET converted(SOURCE element, double factor, long long divisor) {
 #endif
 }
 
-extern "C" __global__ void batched_copy(const Table table, int piece_count, double factor, long long divisor) {
+extern "C" __global__ void batched_copy(const Table table, int piece_count, double factor, long long divisor,
+                                        const volatile unsigned int* lost) {
+    __shared__ unsigned int is_lost;
+    if (lost) {
+        if (threadIdx.x == 0) is_lost = *lost;
+        __syncthreads();
+    }
     const unsigned long long block = blockIdx.x;
     int low = 0, high = piece_count - 1;
     while (low < high) {
@@ -88,6 +100,10 @@ extern "C" __global__ void batched_copy(const Table table, int piece_count, doub
     const unsigned long long count = left < BLOCK_ELEMENTS ? left : BLOCK_ELEMENTS;
     const SOURCE* source = reinterpret_cast<const SOURCE*>(piece.source) + start;
     TARGET* target = reinterpret_cast<TARGET*>(piece.target) + start;
+    if (lost && is_lost) {
+        fill(target, count * sizeof(TARGET));
+        return;
+    }
     unsigned long long first = 0;
     if ((piece.source | piece.target) % ALIGNMENT == 0) {
         const unsigned long long vectors = count / VECTOR_ELEMENTS;
@@ -109,13 +125,8 @@ extern "C" __global__ void batched_copy(const Table table, int piece_count, doub
         target[i] = converted(source[i], factor, divisor);
 }
 
-// A block for each piece fills the target, of `count` elements of `itemsize` bytes, with NaN (-1 in integers) if *lost.
-extern "C" __global__ void guard(const Table table, unsigned long long itemsize, const volatile unsigned int* lost) {
-    if (*lost == 0) return;
-    const Piece piece = table.pieces[blockIdx.x];
-    unsigned char* target = reinterpret_cast<unsigned char*>(piece.target);
-    for (unsigned long long i = threadIdx.x; i < piece.count * itemsize; i += blockDim.x)
-        target[i] = 0xFF;
+extern "C" __global__ void guard(void* target, unsigned long long nbytes, const volatile unsigned int* lost) {
+    if (*lost) fill(target, nbytes);
 }
 """
 
@@ -124,11 +135,11 @@ def source(job: CopyJob) -> str:
     """The source of the kernel for `job`.
 
     The arguments of `batched_copy` are the table by value (PIECES_PER_LAUNCH rows), the number of rows in use (int32),
-    the factor (float64) and the divisor (int64). A launch needs `block_count` blocks.
+    the factor (float64), the divisor (int64), and the address of a number in pinned memory, or 0: if the number is not
+    0, the targets become NaN. A launch needs `block_count` blocks.
 
-    `guard`, which is the same for all jobs, turns the targets of a table into NaN if a number in pinned memory is not
-    0. Its arguments are the table by value, the bytes of an element in the targets (uint64) and the address of the
-    number. A launch has a block for each row.
+    `guard`, which is the same for all jobs, turns memory into NaN in that case. Its arguments are the address, the
+    bytes (uint64) and the address of the number. A launch has one block.
     """
     into, out_of = TYPES[job.target], TYPES[job.source]
     if job.factor == 1.0 and job.divisor == 1:

@@ -69,37 +69,11 @@ def block_count(table: np.ndarray) -> int:
     return int(_blocks(table).sum())
 
 
-class KeptCopies:
-    """The tables of launches that copy arrays of the same sizes again and again, between other addresses.
-
-    `counts`: Elements of each array.
-    """
-
-    def __init__(self, counts: Sequence[int]):
-        nothing = np.zeros(len(counts), np.uint64)
-        tables = copy_tables(nothing, nothing, counts)
-        self._tables = [(table, block_count(table)) for table in tables]
-        pieces = cast("np.ndarray", tables[0].base) if tables else np.zeros(0, PIECE)
-        self._sources, self._targets = pieces["source"], pieces["target"]
-        self._filled = None if 0 not in counts else np.flatnonzero(counts)
-
-    def between(self, sources: Sequence[int] | np.ndarray,
-                targets: Sequence[int] | np.ndarray) -> list[tuple[np.ndarray, int]]:
-        """The table of each launch and its blocks. They change with the next call: a launch takes them by value."""
-        self._sources[:] = self._of_filled(sources)
-        return self.to(targets)
-
-    def to(self, targets: Sequence[int] | np.ndarray) -> list[tuple[np.ndarray, int]]:
-        """As `between`, for launches that read no sources."""
-        self._targets[:] = self._of_filled(targets)
-        return self._tables
-
-    def _of_filled(self, addresses: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
-        return addresses if self._filled is None else np.asarray(addresses, np.uint64)[self._filled]
-
-
 class FusedCopies:
-    """The copies of arrays of the same sizes to a fusion buffer, and back.
+    """The launches that copy arrays of the same sizes to a fusion buffer, and back, again and again.
+
+    What both methods return is each launch's table with its blocks. They change with the next call: a launch takes them
+    by value.
 
     Args:
         counts: Elements of each array.
@@ -109,16 +83,26 @@ class FusedCopies:
     def __init__(self, counts: Sequence[int], memory_bytes: int, itemsize: int):
         # total: Elements in the buffer.
         offsets, self.total = fused_offsets(counts, min(memory_bytes, itemsize))
-        self._offsets = np.array(offsets, np.uint64) * np.uint64(itemsize)
-        self._copies = KeptCopies(counts)
+        self._filled = None if 0 not in counts else np.flatnonzero(counts)
+        self._offsets = np.asarray(self._of_filled(np.array(offsets, np.uint64) * np.uint64(itemsize)))
+        nothing = np.zeros(len(counts), np.uint64)
+        tables = copy_tables(nothing, nothing, counts)
+        self._launches = [(table, block_count(table)) for table in tables]
+        pieces = cast("np.ndarray", tables[0].base) if tables else np.zeros(0, PIECE)
+        self._sources, self._targets = pieces["source"], pieces["target"]
 
     def to_buffer(self, sources: Sequence[int], buffer: int) -> list[tuple[np.ndarray, int]]:
-        """As KeptCopies.between: the launches that pack the arrays at these addresses."""
-        return self._copies.between(sources, self._offsets + np.uint64(buffer))
+        """The launches that pack the arrays at these addresses."""
+        self._sources[:], self._targets[:] = self._of_filled(sources), self._offsets + np.uint64(buffer)
+        return self._launches
 
     def from_buffer(self, buffer: int, targets: Sequence[int]) -> list[tuple[np.ndarray, int]]:
-        """As KeptCopies.between: the launches that unpack to these addresses."""
-        return self._copies.between(self._offsets + np.uint64(buffer), targets)
+        """The launches that unpack to these addresses."""
+        self._sources[:], self._targets[:] = self._offsets + np.uint64(buffer), self._of_filled(targets)
+        return self._launches
+
+    def _of_filled(self, addresses: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
+        return addresses if self._filled is None else np.asarray(addresses, np.uint64)[self._filled]
 
 
 def fused_offsets(counts: Sequence[int], itemsize: int) -> tuple[list[int], int]:

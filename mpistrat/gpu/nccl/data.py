@@ -15,7 +15,7 @@ from ...core.errors import EngineError
 from ...core.request import ReduceOp
 from ..arrays import GpuArray, GpuDevice, GpuEvent
 from ..backend import GpuBackend, Reducer
-from ..copy.plan import ALIGNMENT, FusedCopies, KeptCopies, fused_offsets
+from ..copy.plan import ALIGNMENT, FusedCopies, fused_offsets
 from .stream import NcclStream
 from .types import NcclCommunicator, NcclReduction, WireFormat, nccl_reduction, wire_format
 
@@ -49,7 +49,7 @@ class NcclData(GpuBackend):
         self._lost = self._device.pinned(4)
         self._lost[:] = 0
         for stream in self._streams:
-            stream.guard_results(self._lost.ctypes.data)
+            stream.lost = self._lost.ctypes.data
 
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
         format_ = wire_format(arrays[0].dtype.name, op, wire_dtype)
@@ -75,17 +75,17 @@ class NcclData(GpuBackend):
         counts = [array.size * wire.parts for array in arrays]
         if not any(counts):
             return _nothing
-        if len(counts) == 1 and not wire.is_converted:
-            copies, count = KeptCopies(counts), counts[0]
-            return lambda sources, targets: self._next_stream().reduce_directly(sources[0], targets[0], copies, count,
-                                                                                wire, by_nccl)
+        if len(counts) == 1 and not wire.is_converted and by_nccl.prescale == 1.0 and by_nccl.scale.is_identity:
+            count, nbytes = counts[0], counts[0] * wire.itemsize
+            return lambda sources, targets: self._next_stream().reduce_directly(sources[0], targets[0], count, wire,
+                                                                                by_nccl.operation, nbytes)
         if len(counts) == 1:
             return self._reducer_of_one(counts[0], wire, by_nccl)
         fused = FusedCopies(counts, wire.memory_bytes, wire.itemsize)
         return lambda sources, targets: self._next_stream().reduce_packed(sources, targets, fused, wire, by_nccl)
 
     def _reducer_of_one(self, count: int, wire: WireFormat, by_nccl: NcclReduction) -> Reducer:
-        """As `reducer`, for a tensor that is converted, in pieces that fit into a fusion buffer."""
+        """As `reducer`, for a tensor that is converted or scaled, in pieces that fit into a fusion buffer."""
         step = self.buffer_bytes // (wire.itemsize * ALIGNMENT) * ALIGNMENT
         pieces = [(start * wire.memory_bytes, FusedCopies([min(step, count - start)], wire.memory_bytes, wire.itemsize))
                   for start in range(0, count, step)]

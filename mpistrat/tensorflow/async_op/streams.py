@@ -24,7 +24,7 @@ from ...core.errors import EngineError
 from ...gpu import driver
 from ...gpu.arrays import CudaEvent, RecordedStream
 from ...gpu.backend import await_on_host
-from ...gpu.completion import LIMIT_S, Race, late_copy, prove
+from ...gpu.proof import LIMIT_S, Race, late_copy, prove
 from ..bridge.sync_execution import SynchronousExecution
 from ..xla import ffi
 from ..xla.custom_call import custom_call

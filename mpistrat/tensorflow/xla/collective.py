@@ -18,12 +18,11 @@ would wait for each other. The gradient of a function can have no variable (see 
 tensor, and each branch or loop begins with a new one.
 """
 
-import dataclasses
 import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -31,17 +30,16 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...core import signal_handlers
-from ...core.errors import EngineError, InvalidRequestError
+from ...core.errors import EngineError, InvalidRequestError, NotInitializedError
 from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...core.tuning import SUBMIT_WAIT_S
 from ...gpu.arrays import GpuTensors
-from ..bridge import execution_ids, own_threads
+from ..bridge import execution_ids
 from ..bridge.execution_ids import Execution
 from ..bridge.program_order import anonymous_variable, capture_in_order, in_gradient, in_order
 from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer, Submission
 from ..bridge.tf_errors import described
-from ..types import Arrays
 from . import context, ffi, gpu_memory
 from .custom_call import custom_call, has_type
 from .gpu_memory import GpuMemory
@@ -76,7 +74,8 @@ class Started:
 
     def results(self) -> list[tf.Tensor]:
         """The results of all of them, in their order."""
-        self._site.dtypes = dtypes = [tf.int64, *[t.dtype for t in self._results]]
+        dtypes = [tf.int64, *[t.dtype for t in self._results]]
+        self._site.dtypes = [np.dtype(dtype.as_numpy_dtype) for dtype in dtypes]
         return _linked(lambda link: custom_call(
             self._site, [link, *self._results], dtypes, [tf.TensorShape([]), *[t.shape for t in self._results]],
             0, range(1, len(dtypes))))[1:]
@@ -85,7 +84,7 @@ class Started:
 class _Awaiting:
     """The target of the custom call that waits for what was started."""
 
-    dtypes: Sequence[tf.DType]  # Of the arguments and the results.
+    dtypes: Sequence[np.dtype]  # Of the arguments and the results.
 
     def __init__(self) -> None:
         # By the call that has started it. An execution that ends in an error may leave some.
@@ -93,20 +92,20 @@ class _Awaiting:
 
     def execute(self, call: ffi.Call) -> None:
         started, self.started = self.started, {}
-        kinds = [dtype.as_numpy_dtype for dtype in self.dtypes]
-        memory = GpuMemory(call, kinds, kinds)
+        memory = GpuMemory(call, self.dtypes, self.dtypes)
         given, moved = {array.address for array in memory.arguments}, False
         errors: list[Exception] = []
         for site, (handle, tensors) in started.items():  # All of them: XLA frees the memory when this call ends.
+            _await(site, handle)
             try:
-                _await(site, handle)
+                handle.wait()
             except Exception as error:
                 errors.append(error)
             tensors.follow(memory.stream)
             moved |= any(array.nbytes and array.address not in given for array in tensors)
         if errors:
             raise errors[0]
-        if moved or not memory.is_in_place(1, len(kinds) - 1):
+        if moved or not memory.is_in_place(1, len(self.dtypes) - 1):
             raise EngineError("XLA has moved the results of collectives before they were complete. "
                               "MPISTRAT_DISABLE=xla does without.")
 
@@ -201,7 +200,7 @@ class _Reading:
         values = [np.int64(0), *map(np.int32, self._read())]
         dtypes = [value.dtype for value in values]
         if gpu_memory.is_used():
-            memory = GpuMemory(call, [np.int64], dtypes)
+            memory = GpuMemory(call, dtypes[:1], dtypes)
             for i, value in enumerate(values):
                 memory.write_number(i, int(value))
             return
@@ -219,8 +218,8 @@ class _CompiledCallSite(CollectiveCallSite):
         self._awaiting = awaiting
         # Nothing orders the collectives of a gradient after those of the function that computes it.
         self._waits = not in_gradient()
-        self._given = [np.int64, *dtypes, *[np.int64] * self._has_past]
-        self._returned = [np.int64, *dtypes, *[np.int64] * self._counts]
+        kinds = list(map(np.dtype, [np.int64, *dtypes, np.int64]))
+        self._given, self._returned = (kinds[:len(kinds) - 1 + more] for more in (self._has_past, self._counts))
         self._stays_on_gpu = stays_on_gpu
         self._ranks = runtime.group_of(name, process_set).topology.size  # which the shapes of results are for
 
@@ -234,13 +233,25 @@ class _CompiledCallSite(CollectiveCallSite):
         results[0][...] = 0
         if self._counts:
             results.pop()[...] = its.number
-        outcome = _Outcome(self._submitted(its), [result.shape for result in results[1:]], self._ranks,
-                           its.group.topology.size)
-        if outcome.handle.is_done:
-            _write(outcome, results[1:])
+        handle = self._submitted(its)
+
+        def write() -> None:
+            for found, result in zip(self._found(handle, its, results[1:]), results[1:], strict=True):
+                np.copyto(result, found)
+
+        def complete() -> None:
+            try:
+                write()
+            except Exception as error:
+                future.set_error(*described(error))
+            else:
+                future.set_available()
+
+        if handle.is_done:
+            write()
         else:
-            complete = partial(_complete, outcome, results[1:], call.complete_later())
-            outcome.handle.when_done(lambda _: own_threads.run_in_own_thread(complete))
+            future = call.complete_later()
+            handle.when_done(lambda _: _run_in_own_thread(complete))
 
     def _execute_on_gpu(self, memory: GpuMemory) -> None:
         """Submit the collective, and wait for it: XLA would block this thread until a future is complete."""
@@ -252,7 +263,8 @@ class _CompiledCallSite(CollectiveCallSite):
 
         # If a result has not the memory of its tensor, XLA may use that again behind this call, which then waits.
         awaiting = self._awaiting if memory.is_in_place(1, count) else None
-        tensors = memory.tensors(1, count, awaiting is None) if self._stays_on_gpu else None
+        given, returned = memory.arguments[1:1 + count], memory.results[1:1 + count]
+        tensors = memory.tensors(given, returned, awaiting is None) if self._stays_on_gpu else None
         its = self.submission(on_host() if tensors is None else tensors, past, on_host)
         if self._counts:
             memory.write_number(1 + count, its.number)
@@ -260,16 +272,34 @@ class _CompiledCallSite(CollectiveCallSite):
             handle = its.group.engine.submit(its.request, its.arrays, self.origin)
             awaiting.started[self] = handle, tensors
             return
-        shapes = [result.shape for result in memory.results[1:1 + count]]
-        found = _Outcome(self._submitted(its), shapes, self._ranks, its.group.topology.size).results()
+        handle = self._submitted(its)
+        _await(self, handle)
+        found = self._found(handle, its, returned)
         if not self._stays_on_gpu:
             for place, value in enumerate(found, start=1):
                 memory.write(place, value)
 
+    def _found(self, handle: Handle, its: Submission, memory: Sequence[Any]) -> Sequence[Any]:
+        """Wait for the results, which go to `memory`. Raises the collective's error, and if they have other shapes."""
+        found, ranks = handle.wait(), its.group.topology.size
+        for result, fixed in zip(found, memory, strict=True):
+            if result.shape == fixed.shape:
+                continue
+            if ranks != self._ranks:
+                raise InvalidRequestError(
+                    f"{handle.name}: XLA has compiled it for {self._ranks} ranks, and there are {ranks} now, so that "
+                    "its result has another shape. Make the tf.function anew after ranks were lost.")
+            raise InvalidRequestError(
+                f"{handle.name}: all ranks must give as many rows to a collective that XLA has compiled, since the "
+                f"shape of its result is fixed: {fixed.shape}, but the ranks' rows make {result.shape}. Give the ranks "
+                "batches of one size, or for sparse gradients sparse_as_dense=True, or leave jit_compile out of the "
+                "function that gathers.")
+        return found
+
     def _submitted(self, its: Submission) -> Handle:
         """Submit the collective, and wait as long as this thread may."""
         engine = its.group.engine
-        is_free = self._waits and (threading.get_ident() in self.running or own_threads.is_own())
+        is_free = self._waits and (threading.get_ident() in self.running or hasattr(_own, "is_own"))
         if not (is_free and signal_handlers.may_interrupt()):
             try:
                 return engine.run(its.request, its.arrays, math.inf if is_free else SUBMIT_WAIT_S, self.origin)
@@ -277,57 +307,48 @@ class _CompiledCallSite(CollectiveCallSite):
                 self.raised = error
                 raise engine.break_off(f"{its.request.name}: Ctrl-C has interrupted it on a rank.") from error
         handle = engine.submit(its.request, its.arrays, self.origin)
-        try:
-            handle.await_done(-1)
-        except BaseException as error:  # Of a signal handler. The call ends when the collective is complete.
-            self.raised = error
+        _await(self, handle, breaks_off=False)
         return handle
 
 
-def _await(site: CollectiveCallSite, handle: Handle) -> None:
-    """Wait for a collective that was submitted before. Raises its error."""
+def _await(site: CollectiveCallSite, handle: Handle, breaks_off: bool = True) -> None:
+    """Wait until a collective is complete or has failed, since XLA frees the tensors when the call ends.
+
+    What signal handlers raise meanwhile comes behind the call. `breaks_off`: Ctrl-C also ends the engines of all ranks.
+    """
+    while not handle.is_done:
+        try:
+            handle.await_done(-1)
+        except (InvalidRequestError, NotInitializedError):  # It is never done for this thread, or in this process.
+            raise
+        except BaseException as error:
+            site.raised = error
+            if breaks_off and isinstance(error, KeyboardInterrupt):
+                engine = runtime.group_of(site.name, site.process_set).engine
+                engine.break_off(f"{handle.name}: Ctrl-C has interrupted it on a rank.")
+
+
+# XLA computes what follows in the thread that completes a call, up to the end of the function. That must not be the
+# engine's thread, which has other work, and in which no collective can be awaited. Each completion has a thread of its
+# own until XLA returns from it, so that two functions do not wait for each other. The threads are kept for later ones.
+_Tasks = SimpleQueue[Callable[[], None]]
+
+_idle: list[_Tasks] = []  # Operations on lists are atomic.
+_own = threading.local()
+
+
+def _run_in_own_thread(task: Callable[[], None]) -> None:
+    """Call `task`, which does not raise, in a thread that does nothing else meanwhile. Any thread may call this."""
     try:
-        handle.wait()
-    except KeyboardInterrupt as error:  # XLA frees the tensors when the call ends.
-        site.raised = error
-        engine = runtime.group_of(site.name, site.process_set).engine
-        raise engine.break_off(f"{handle.name}: Ctrl-C has interrupted it on a rank.") from error
+        tasks = _idle.pop()
+    except IndexError:
+        tasks = SimpleQueue()
+        threading.Thread(target=_serve, args=(tasks,), name="mpistrat-blocking", daemon=True).start()
+    tasks.put(task)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
-    handle: Handle
-    shapes: Sequence[tuple[int, ...]]  # Of the results, as XLA has compiled them.
-    ranks: int  # How many there were then.
-    ranks_now: int  # How many run it.
-
-    def results(self) -> Sequence[Any]:
-        """Wait for the results. Raises the collective's error, and InvalidRequestError if they have other shapes."""
-        results = self.handle.wait()
-        for result, fixed in zip(results, self.shapes, strict=True):
-            if result.shape != fixed:
-                raise InvalidRequestError(f"{self.handle.name}: {self._other_shape(result.shape, fixed)}")
-        return results
-
-    def _other_shape(self, found: tuple[int, ...], fixed: tuple[int, ...]) -> str:
-        if self.ranks_now != self.ranks:
-            return (f"XLA has compiled it for {self.ranks} ranks, and there are {self.ranks_now} now, so that its "
-                    "result has another shape. Make the tf.function anew after ranks were lost.")
-        return (f"all ranks must give as many rows to a collective that XLA has compiled, since the shape of its "
-                f"result is fixed: {fixed}, but the ranks' rows make {found}. Give the ranks batches of one size, or "
-                "for sparse gradients sparse_as_dense=True, or leave jit_compile out of the function that gathers.")
-
-
-def _write(outcome: _Outcome, memory: Arrays) -> None:
-    """Copy the results to XLA's memory; raise the error of the collective."""
-    for found, result in zip(outcome.results(), memory, strict=True):
-        np.copyto(result, found)
-
-
-def _complete(outcome: _Outcome, memory: Arrays, future: ffi.Future) -> None:
-    try:
-        _write(outcome, memory)
-    except Exception as error:
-        future.set_error(*described(error))
-    else:
-        future.set_available()
+def _serve(tasks: _Tasks) -> None:
+    _own.is_own = True
+    while True:
+        tasks.get()()
+        _idle.append(tasks)

@@ -39,7 +39,7 @@ class GpuMemory:
     """The arguments and results of one call; valid until the handler returns.
 
     Args:
-        given: The dtypes of the arguments.
+        given: The dtypes of the arguments, of numpy.
         returned: The dtypes of the results.
     """
 
@@ -49,19 +49,16 @@ class GpuMemory:
         self.arguments: list[GpuArray] = call.arguments(given, _array)
         self.results: list[GpuArray] = call.results(returned, _array)
 
-    def tensors(self, first: int, count: int, reads: bool) -> GpuTensors:
-        """`count` arguments from `first` on as the engine takes them. The results are those at the same places.
-
-        `reads`: XLA's stream reads the results when the request is complete; else it waits for them later.
-        """
-        return self._tensors(self.arguments[first:first + count], self.results[first:first + count], reads)
-
     def is_in_place(self, first: int, count: int) -> bool:
         """Whether `count` results from `first` on have the memory of the arguments with these places."""
         return all(self.arguments[place].address == self.results[place].address or not self.results[place].nbytes
                    for place in range(first, first + count))
 
-    def _tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray], reads: bool = True) -> GpuTensors:
+    def tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray], reads: bool = True) -> GpuTensors:
+        """Some of the arguments as the engine takes them, and the memory of their results.
+
+        `reads`: XLA's stream reads the results when the request is complete; else it waits for them later.
+        """
         def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
             made = [result if shape == result.shape else self._other(shape, result.dtype)
                     for shape, result in zip(shapes, results, strict=True)]
@@ -83,7 +80,7 @@ class GpuMemory:
 
     def on_host(self, first: int, count: int) -> list[np.ndarray]:
         """Copies of `count` arguments from `first` on. Waits for XLA's stream."""
-        return host_copies_of(self._device).fetched(self._tensors(self.arguments[first:first + count], ()))
+        return host_copies_of(self._device).fetched(self.tensors(self.arguments[first:first + count], ()))
 
     def write_number(self, place: int, number: int) -> None:
         """Write the integer that is the result with this place, in XLA's stream. The host does not wait."""
@@ -94,9 +91,9 @@ class GpuMemory:
     def write(self, place: int, value: np.ndarray) -> None:
         """Copy the result with this place from the host. Waits for XLA's stream."""
         with self._device.current():
-            tensors = self._tensors((), self.results[place:place + 1])
+            tensors = self.tensors((), self.results[place:place + 1])
         host_copies_of(self._device).returned([value], tensors)
 
 
-def _array(buffer: ffi.Buffer, dtype: np.dtype | type) -> GpuArray:
-    return GpuArray(buffer.data or 0, tuple(buffer.dims[:buffer.rank]), np.dtype(dtype), None)
+def _array(buffer: ffi.Buffer, dtype: np.dtype) -> GpuArray:
+    return GpuArray(buffer.data or 0, tuple(buffer.dims[:buffer.rank]), dtype, None)
