@@ -44,6 +44,7 @@ class OptimizerState:
     # This rank's parts of the variables, and the whole state, if these are divided among the ranks.
     parts: Parts | None = None
     whole: WholeState | None = None
+    owner: int | None = None  # The rank that has all parts; None: they are divided
     called: set[str] = field(default_factory=set)  # The hooks that Keras has called
     accumulating: list[keras.Variable] | None = None  # While accumulated gradients are applied, their variables
     strategys_checks: FirstSteps | None = None  # Those of its first reductions under a strategy

@@ -31,10 +31,10 @@ from ..tensorflow.gradients import GradientOptions, reduce_gradients
 from ..tensorflow.timed_steps import count_step
 from ..tensorflow.types import Structure, Tensor, TensorLike
 from . import collectives, input
-from .central import Slots, is_everywhere
 from .checkpoints import with_values_of
 from .options import CommunicationOptions, apply_timeout
 from .replica_context import RankReplicaContext, reduce_op_of
+from .slots import Slots, is_everywhere
 from .variables import RankMirroredVariable
 
 ReduceOp: TypeAlias = tf.distribute.ReduceOp | str
@@ -210,7 +210,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return value
 
     def is_everywhere(self, variable: tf.Variable) -> bool:
-        """As central.is_everywhere."""
+        """As slots.is_everywhere."""
         return is_everywhere(variable)
 
     def known_values(self, trackable: object) -> AbstractContextManager[None]:

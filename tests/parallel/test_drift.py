@@ -50,16 +50,12 @@ def horovods(**arguments: Any) -> Any:
     return model
 
 
-def strategys(variables: str = "mirrored", **arguments: Any) -> Any:
+def strategys(**arguments: Any) -> Any:
     keras.utils.set_random_seed(1)
-    with MPIStrategy(variables=variables).scope():
+    with MPIStrategy().scope():
         model = keras.Sequential(layers())
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9, **arguments), "mse")
     return model
-
-
-def centrals() -> Any:
-    return strategys("central")
 
 
 DOORS = [horovods, strategys]
@@ -90,11 +86,9 @@ def warnings_in(caplog: pytest.LogCaptureFixture, text: str = "the ranks have di
 
 
 @pytest.mark.parametrize("name", ["first/kernel", "momentum"])
-@pytest.mark.parametrize("door", [*DOORS, centrals])
+@pytest.mark.parametrize("door", DOORS)
 def test_a_difference_within_an_epoch_is_an_error_on_every_rank(door: Callable, name: str, rank: int, size: int,
                                                                checked: Callable) -> None:
-    if (door, name) == (centrals, "momentum"):
-        pytest.skip("only the chief has it")
     checked()
     with pytest.raises(mpistrat.MismatchError) as caught:
         fit(door(), rank, [Poke(name if name != "momentum" else "first_kernel_momentum")] if rank == 0 else [])
@@ -153,13 +147,6 @@ def test_sums_of_gradients_running_statistics_and_local_weights_may_differ(door:
     kernels = everywhere([model.get_weights()[i].tobytes() for i in (0, -2)])
     assert len({shared for shared, _ in kernels}) == 1
     assert (len({own for _, own in kernels}) == len(kernels)) is (door is horovods)
-
-
-def test_slots_of_the_chief_alone_are_not_compared(rank: int, checked: Callable) -> None:
-    checked(every=1)
-    model = centrals()
-    fit(model, rank, [])
-    assert len(set(everywhere(model.get_weights()[0].tobytes()))) == 1
 
 
 def test_ranks_that_join_are_compared_when_the_epoch_ends(rank: int, checked: Callable) -> None:

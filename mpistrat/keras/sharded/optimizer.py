@@ -77,7 +77,8 @@ class Sharded:
             if self.gradient_accumulation_steps and places_of(variables):  # type: ignore[attr-defined]
                 raise InvalidRequestError("a sharded optimizer does not accumulate the gradients of variables that "
                                           f"their gradient overwrites (float8). {_INSTEAD}")
-            own.parts = Parts(variables, own.reducer, is_element_wise(original_class(type(self))))
+            is_split = own.owner is None and is_element_wise(original_class(type(self)))
+            own.parts = Parts(variables, own.reducer, is_split, own.owner)
             own.whole = WholeState(own.parts, self._iterations)  # type: ignore[attr-defined]
             super().build(own.parts.noting)  # type: ignore[misc]
             own.whole.variables = super().variables  # type: ignore[misc]

@@ -59,6 +59,7 @@ class Parts:
         variables: Those that the optimizer trains, the same on all ranks.
         reducer: What reduces the gradients; its process set has several ranks.
         is_split: Whether a variable may be divided.
+        owner: The rank that has all parts; None: they are divided among the ranks.
 
     Attributes:
         variables, reducer: The arguments.
@@ -71,12 +72,13 @@ class Parts:
         slots: The place of the trained variable by the id of each of the optimizer's variables for it.
     """
 
-    def __init__(self, variables: Sequence[keras.Variable], reducer: GradientReducer, is_split: bool):
+    def __init__(self, variables: Sequence[keras.Variable], reducer: GradientReducer, is_split: bool,
+                 owner: int | None = None):
         self.variables, self.reducer = list(variables), reducer
         self.topology = reducer.process_set.group("ShardedOptimizer").topology
         self.number = reducer.process_set.process_set_id or 0
         divided = [i for i, v in enumerate(variables) if not getattr(v, "overwrite_with_gradient", False)]
-        self.plan = plan_of([_planned(v) for v in variables], self.topology.size, is_split, divided)
+        self.plan = plan_of([_planned(v) for v in variables], self.topology.size, is_split, divided, owner=owner)
         self.of_place = self.plan.parts(self.topology.rank)
         with tf.init_scope():
             self.shards = [self._shard(i, v) for i, v in enumerate(variables)]
@@ -90,7 +92,8 @@ class Parts:
         part = self.of_place.get(place)
         if part is None or (not self.plan.is_split and part.size):
             return variable
-        shape = part.shape if self.plan.is_split else (0, *variable.shape[1:])
+        # Not (0, 3): keras.ops.add takes such a value for a bias, and fails.
+        shape = part.shape if self.plan.is_split else (0, *(1 for _ in variable.shape[1:]))
         shard = keras.Variable(np.zeros(shape, _planned(variable).dtype), dtype=variable.dtype, trainable=False,
                                name=variable.name)
         shard._path = variable.path  # Slots are named after it.

@@ -1,14 +1,9 @@
-"""Keras' optimizers under MPIStrategy: reduction, clipping, loss scaling, and central slots.
-
-With variables="central" the slots (momenta, averages) are on the chief only. Gradients are reduced as in the mirrored
-mode, on all ranks and in the same order. Methods that read or write slots run on the chief only, which then broadcasts
-the updated variables.
+"""Keras' optimizers under MPIStrategy: reduction, clipping and loss scaling.
 
 The functions run in a replica, in TensorFlow's thread, unless the docstring says otherwise.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -19,12 +14,10 @@ from ...keras.optimizer import agreements_on_finite
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
 from ...tensorflow import files
-from ...tensorflow.accumulators import is_accumulator
 from ...tensorflow.gradients import label_of
 from ...tensorflow.overwritten import places_of, with_largest
 from ...tensorflow.types import OptionalGradient, Tensor
 from .. import collectives
-from ..central import Slots
 from ..mpi_strategy import MPIStrategy
 from . import step_state
 from .gradients import compare_in_loop, largest, reduce_gradients, scaled, state_of
@@ -114,47 +107,7 @@ def _agree_on_finite(_: LossScaleOptimizer, finite: tf.Tensor) -> tf.Tensor:
 agreements_on_finite.append(_agree_on_finite)
 
 
-# -- central slots ----------------------------------------------------------------------------------------------------
-
-
-def slots_of(optimizer: Optimizer) -> Slots | None:
-    """The slots of an optimizer, or None if they are not central."""
-    strategy = optimizer._distribution_strategy
-    return strategy.extended.slots if isinstance(strategy, MPIStrategy) and strategy.extended.slots.are_central \
-        else None
-
-
-@replaces(Optimizer, "add_variable", "central slots would be on every rank", "variable = backend.Variable(")
-def add_variable(original: Function, self: Optimizer, *args: object, **kwargs: object) -> keras.Variable:
-    slots = slots_of(self)
-    # Every rank scales its own loss and accumulates its own gradients.
-    if slots is None or isinstance(self, LossScaleOptimizer) \
-            or is_accumulator(str(kwargs.get("name"))):
-        return original(self, *args, **kwargs)
-    with slots.created():
-        return original(self, *args, **kwargs)
-
-
-@replaces(Optimizer, "_distributed_tf_update_step", "ranks would update with slots that they do not have",
-          "self.update_step(grad, var, learning_rate)")
-@replaces(Optimizer, "_update_model_variables_moving_average", "likewise", "average.assign(")
-@replaces(Optimizer, "save_own_variables",
-          "a file of another rank would have slots without elements, and could not be loaded", "variable.numpy()")
-def only_where_slots_are(original: Function, self: Optimizer, *args: object, **kwargs: object) -> Any:
-    slots = slots_of(self)
-    return original(self, *args, **kwargs) if slots is None or slots.are_here else None
-
-
-@replaces(Optimizer, "_overwrite_model_variables_with_average_value",
-          "likewise; and only the chief's model would end with the averages", "self._model_variables_moving_average")
-def overwrite(original: Function, self: Optimizer, trainable_variables: Iterable[keras.Variable]) -> None:
-    variables, slots = list(trainable_variables), slots_of(self)
-    only_where_slots_are(original, self, variables)
-    if slots is not None and tf.distribute.in_cross_replica_context():  # at the end of training; in a step `apply` does
-        slots.share(variables)
-
-
-@replaces(Optimizer, "apply", "only the chief would have the new values",
+@replaces(Optimizer, "apply", "uneven batches would not count by rows, and loops would not be checked",
           "self._backend_apply_gradients(grads, trainable_variables)")
 def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient],
           trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
@@ -175,23 +128,4 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
                      for i, gradient in enumerate(grads)]
         if overwritten and len(grads) == len(trained):  # Otherwise Keras says what is wrong.
             grads = with_largest(grads, trained, overwritten, largest)
-    result = original(self, grads, variables)
-    slots = slots_of(self)
-    if slots is None or not grads:
-        return result
-    if self.ema_overwrite_frequency:  # Every so many steps it overwrites all variables.
-        slots.share(trained_by(self))
-        return result
-    variables = trained_by(self) if variables is None else variables
-    updated = [v for v, gradient in zip(variables, grads, strict=True) if gradient is not None]
-    if not self.gradient_accumulation_steps:
-        slots.share(updated)
-        return result
-
-    def share() -> tf.Tensor:
-        slots.share(updated)
-        return tf.constant(0)
-
-    complete = self._iterations % self.gradient_accumulation_steps == 0
-    tf.cond(complete, share, lambda: tf.constant(0))
-    return result
+    return original(self, grads, variables)

@@ -1,4 +1,4 @@
-"""variables="sharded": Keras' optimizers whose state is divided among the ranks of a strategy.
+"""variables="sharded" and "central": Keras' optimizers whose state is divided among the ranks of a strategy.
 
 An optimizer that is made in the scope gets a class with the mix-in of keras/sharded, which makes a step as for a
 ShardedOptimizer: without the strategy, so that neither Keras nor what is replaced in Keras for strategies reduces
@@ -80,8 +80,9 @@ class UnderStrategy:
     def _mpistrat_apply(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
                         variables: list[keras.Variable]) -> tf.Tensor | None:
         if step_state.strategy_here() is None:
-            raise InvalidRequestError('MPIStrategy(variables="sharded"): an optimizer reduces gradients, so it is '
-                                      "applied in a replica. Call optimizer.apply in a function for strategy.run.")
+            option = self._distribution_strategy.extended.slots.option  # type: ignore[attr-defined]
+            raise InvalidRequestError(f"{option}: an optimizer reduces gradients, so it is applied in a replica. Call "
+                                      "optimizer.apply in a function for strategy.run.")
         compare_in_loop(self, variables)
         if not self.built:  # type: ignore[attr-defined]
             self.build(variables)
@@ -124,8 +125,9 @@ def shard(optimizer: Optimizer, strategy: tf.distribute.Strategy | None) -> bool
     require_update_step(cls)
     if optimizer.built:
         raise InvalidRequestError(f"{cls.__name__} was built outside of strategy.scope(), so every rank has its whole "
-                                  'state. With MPIStrategy(variables="sharded") make it in the scope.')
+                                  f"state. With {strategy.extended.slots.option} make it in the scope.")
     reducer = _Reducer(OptimizerName(0), strategy.extended.gradient_options, Sum)
-    vars(optimizer).update(_mpistrat=OptimizerState(cls.__name__, reducer), _distribution_strategy=strategy)
+    vars(optimizer).update(_mpistrat=OptimizerState(cls.__name__, reducer, owner=strategy.extended.slots.owner),
+                           _distribution_strategy=strategy)
     optimizer.__class__ = class_with((UnderStrategy, Sharded, Applying), cls)
     return True
