@@ -78,12 +78,9 @@ class _InTurns:
     """Mixed in before a Keras optimizer's class: clips and updates in turns."""
 
     turns: Turns
-    _updated: list[Any]
-    _variables_to_update: int
-    _part: tuple[int, Any]
 
     def _clip_gradients(self, grads: Any) -> Any:
-        if self._strategy_reduces() or not (self.clipnorm or self.clipvalue or self.global_clipnorm):  # type: ignore
+        if not (self.clipnorm or self.clipvalue or self.global_clipnorm):  # type: ignore[attr-defined]
             return super()._clip_gradients(grads)  # type: ignore[misc]
         part, grads = self.turns.part(), list(grads)
         with tf.control_dependencies([self.turns.begin(part, grads)]):
@@ -92,36 +89,11 @@ class _InTurns:
             return clipped
 
     def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
-        grads = list(grads)
-        object.__setattr__(self, "_updated", [])  # not by plain assignment: Keras would track the list
-        object.__setattr__(self, "_variables_to_update", len(grads))
-        if self._strategy_reduces():
-            super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
-            return
-        part = self.turns.part()
+        part, grads = self.turns.part(), list(grads)
         # Gradients may come in several buckets. A turn begins when all are there: it must not wait for other ranks.
         with tf.control_dependencies([self.turns.begin(part, grads)]):
             super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
         self.turns.end(part, [tf.convert_to_tensor(v) for v in trainable_variables])
-
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        if not self._strategy_reduces():
-            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
-            return
-        if not self._updated:
-            part = self.turns.part()
-            object.__setattr__(self, "_part", (part, self.turns.begin(part, [gradient])))
-        part, begun = self._part
-        with tf.control_dependencies([begun]):
-            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
-        self._updated.append(variable)
-        if len(self._updated) == self._variables_to_update:
-            self.turns.end(part, [tf.convert_to_tensor(v) for v in self._updated])
-
-    @staticmethod
-    def _strategy_reduces() -> bool:
-        """Whether gradients are averaged between clipping and the update of each variable."""
-        return tf.distribute.has_strategy()
 
 
 def in_turns(optimizer: keras.optimizers.Optimizer, turns: Turns) -> keras.optimizers.Optimizer:
