@@ -11,7 +11,7 @@ from ...api import ops as array_ops
 from ...keras.fit.fit_callbacks import users_callbacks
 from ...keras.fit.fit_states import reads_logs
 from ...keras.fit.training import StrategyTraining, step_values_of
-from ...keras.fit.written_once import WrittenOnce, entry_of, role_of, written_once
+from ...keras.fit.written_once import assign_roles, entry_of, written_once
 from ...keras.keras2_arguments import bound
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
@@ -43,11 +43,8 @@ def _evaluating(training: StrategyTraining, callbacks: list[Any]) -> Iterator[li
     """
     own = tuple(entry_of(callback, training) for callback in callbacks), any(map(reads_logs, callbacks))
     of_ranks = array_ops.allgather_object(own, f"{training.name}/evaluate")
-    entries, topology = [each for each, _ in of_ranks], training.process_set.group("evaluate").topology
     wrapped = written_once(callbacks, training)
-    for callback, entry in zip(wrapped, own[0], strict=True):
-        if isinstance(callback, WrittenOnce):
-            callback.assign(role_of(entry, topology.rank, entries, topology.host_of))
+    assign_roles(wrapped, [entries for entries, _ in of_ranks], training)
     values = step_values_of(training.model)
     before, values.reads_logs = values.reads_logs, any(reads for _, reads in of_ranks)
     try:
