@@ -96,10 +96,8 @@ class Applying:
         own.called.add("_clip_gradients")
         if own.accumulating is not None:
             grads = own.reducer.reduce(grads, own.accumulating)
-            assert own.arguments is not None  # It has a reducer.
-            factor = own.arguments.factor
-            if factor != 1.0:
-                grads = [g if g is None else g * tf.cast(factor, g.dtype) for g in grads]
+            if own.factor != 1.0:
+                grads = [g if g is None else g * tf.cast(own.factor, g.dtype) for g in grads]
         elif self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             raise _unknown(_CLIPS_BEFORE)
         return super()._clip_gradients(grads)  # type: ignore[misc]

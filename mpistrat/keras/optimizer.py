@@ -4,7 +4,7 @@ For users; wrapping is local, and applying gradients is collective.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import tensorflow as tf
@@ -343,22 +343,11 @@ def _applying(original: type[Optimizer]) -> type:
     return applying_of(original)
 
 
-def _agree_by_optimizer(optimizer: LossScaleOptimizer, finite: tf.Tensor) -> tf.Tensor:
-    """Whether the gradients of all ranks are finite, if the optimizer in it is distributed; else `finite`."""
-    inside = distributed_in(optimizer.inner_optimizer)
-    return inside[0]._mpistrat.reducer.all_true(finite, "finite") if inside else finite
-
-
-# Each takes an optimizer and whether this rank's gradients are finite, and returns whether those of all ranks are.
-agreements_on_finite: list[Callable[[LossScaleOptimizer, tf.Tensor], tf.Tensor]] = [_agree_by_optimizer]
-
-
 # Under mixed_float16 compile() wraps every optimizer in a LossScaleOptimizer.
 @replaces(LossScaleOptimizer, "check_finite",
           "a rank with an overflow would skip the step, and the others would wait for its gradients", "isfinite(g)")
 def check_finite(original: Function, self: LossScaleOptimizer, grads: list[tf.Tensor]) -> tf.Tensor:
-    """Keras checks the gradients of this rank only, before they are averaged."""
+    """Keras checks the gradients of this rank only, before they are reduced."""
     finite = original(self, grads)
-    for agree in agreements_on_finite:
-        finite = agree(self, finite)
-    return finite
+    states = [part._mpistrat for part in parts_of(self.inner_optimizer) if hasattr(part, "_mpistrat")]
+    return states[0].reducer.all_true(finite, "finite") if states else finite

@@ -8,9 +8,7 @@ from ..api.process_sets import ProcessSet
 from ..core.errors import InvalidRequestError
 from ..core.request import ReduceOp
 from ..tensorflow import names
-from ..tensorflow.consistency import FirstSteps
 from ..tensorflow.gradients import GradientOptions, GradientReducer
-from ..tensorflow.types import Tensor
 from .sharded.parts import Parts
 from .sharded.state import WholeState
 
@@ -38,19 +36,15 @@ class OptimizerState:
     """The attribute `_mpistrat` of an optimizer whose gradients are averaged, by itself or by a strategy."""
 
     class_name: str  # The class of the optimizer
-    reducer_or_none: GradientReducer | None = None  # What averages the gradients of a distributed optimizer
-    arguments: Arguments | None = None  # None: it can be loaded, copied and saved, and does not train
+    reducer_or_none: GradientReducer | None = None  # None: it can be loaded, copied and saved, and does not train
+    arguments: Arguments | None = None  # Those of a distributed optimizer
     is_copy: bool = False  # Keras has made the optimizer from the original
     # This rank's parts of the variables, and the whole state, if these are divided among the ranks.
     parts: Parts | None = None
     whole: WholeState | None = None
+    owner: int | None = None  # The rank that has all parts; None: they are divided
     called: set[str] = field(default_factory=set)  # The hooks that Keras has called
     accumulating: list[keras.Variable] | None = None  # While accumulated gradients are applied, their variables
-    strategys_checks: FirstSteps | None = None  # Those of its first reductions under a strategy
-    # The gradients of this step that a strategy has reduced and clipped, and does not reduce again.
-    clipped: list[Tensor] = field(default_factory=list)
-    # Whether the ranks have compared the weights before the first step of a loop under a strategy.
-    is_compared: bool = False
 
     @property
     def reducer(self) -> GradientReducer:
@@ -64,6 +58,6 @@ class OptimizerState:
         return self.reducer_or_none
 
     @property
-    def checks(self) -> FirstSteps | None:
-        """The checks of the first reductions; None if there is nothing to check."""
-        return self.reducer_or_none.checks if self.reducer_or_none is not None else self.strategys_checks
+    def factor(self) -> float:
+        """What the mean of accumulated gradients is multiplied by."""
+        return 1.0 if self.arguments is None else self.arguments.factor

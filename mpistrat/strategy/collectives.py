@@ -12,7 +12,7 @@ import tensorflow as tf
 from ..api import runtime
 from ..core.errors import InvalidRequestError, MismatchError
 from ..core.request import Average, ReduceOp, ScaledOp, Sum
-from ..tensorflow import files, list_ops
+from ..tensorflow import files
 from ..tensorflow.bridge.program_order import complete_in_order
 from ..tensorflow.bridge.reduce_spec import ReduceSpec
 from ..tensorflow.list_ops import as_tensor, broadcast_list, gather_list, reduce_tensors
@@ -25,15 +25,13 @@ _OPS = {tf.distribute.ReduceOp.SUM: Sum, tf.distribute.ReduceOp.MEAN: Average}
 
 
 def all_reduce(values: Sequence[Reducible], op: tf.distribute.ReduceOp | ReduceOp,
-               operation: str = "all_reduce", labels: Sequence[str] = (),
-               bucket_bytes: int = 0) -> list[Tensor]:
+               operation: str = "all_reduce", bucket_bytes: int = 0) -> list[Tensor]:
     """Reduce tensors and tf.IndexedSlices over the ranks, in one call. Collective, differentiable.
 
     Args:
         values: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
         op: SUM or MEAN; or an operation of core.request.
         operation: The purpose; part of the name that identifies the collective on all ranks.
-        labels: Users' names of the values, for error messages.
         bucket_bytes: The size of the buckets.
     """
     tensors = list(map(as_tensor, values))
@@ -41,14 +39,7 @@ def all_reduce(values: Sequence[Reducible], op: tf.distribute.ReduceOp | ReduceO
         return tensors
     scaled = ScaledOp(_OPS.get(op, op))
     return in_program_order(operation, lambda name: reduce_tensors(tensors, ReduceSpec(
-        name, scaled, labels, bucket_bytes=bucket_bytes, has_gradient=True)))
-
-
-def all_true(value: tf.Tensor, operation: str) -> tf.Tensor:
-    """Whether a boolean scalar is true on every rank. Collective."""
-    if runtime.current().topology.size == 1:
-        return value
-    return in_program_order(operation, lambda name: [list_ops.all_true(value, name)])[0]
+        name, scaled, bucket_bytes=bucket_bytes, has_gradient=True)))
 
 
 def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
@@ -91,15 +82,9 @@ def _swapped(tensor: tf.Tensor, axis: int) -> tf.Tensor:
 
 def broadcast_from_first(tensor: tf.Tensor, operation: str = "broadcast", label: str = "") -> tf.Tensor:
     """Rank 0's value on every rank. Collective."""
-    return broadcast_list_from_first([tensor], operation, (label,) if label else ())[0]
-
-
-def broadcast_list_from_first(tensors: Sequence[tf.Tensor], operation: str, labels: Sequence[str] = ()
-                              ) -> list[tf.Tensor]:
-    """Rank 0's values on every rank, in one collective. Collective."""
-    if runtime.current().topology.size == 1 or not tensors:
-        return list(tensors)
-    return in_program_order(operation, lambda name: broadcast_list(tensors, 0, name, tuple(labels)))
+    if runtime.current().topology.size == 1:
+        return tensor
+    return in_program_order(operation, lambda name: broadcast_list([tensor], 0, name, (label,) if label else ()))[0]
 
 
 def in_program_order(operation: str, collective: Callable[[str], list[T]]) -> list[T]:

@@ -5,7 +5,7 @@ branches and loops. One replica per process needs no thread, and `merge_call` is
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
@@ -23,18 +23,14 @@ from tensorflow.python.distribute.distribute_utils import (
 from tensorflow.python.distribute.values import DistributedVariable
 
 from ..api import runtime
-from ..core.request import ScaledOp, Sum
 from ..core.topology import Topology
-from ..tensorflow.bridge.reduce_spec import ReduceSpec
-from ..tensorflow.consistency import FirstSteps
-from ..tensorflow.gradients import GradientOptions, reduce_gradients
-from ..tensorflow.timed_steps import count_step
+from ..tensorflow.gradients import GradientOptions
 from ..tensorflow.types import Structure, Tensor, TensorLike
 from . import collectives, input
-from .central import Slots, is_everywhere
 from .checkpoints import with_values_of
 from .options import CommunicationOptions, apply_timeout
 from .replica_context import RankReplicaContext, reduce_op_of
+from .slots import Slots, is_everywhere
 from .variables import RankMirroredVariable
 
 ReduceOp: TypeAlias = tf.distribute.ReduceOp | str
@@ -155,7 +151,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     def _replica_ctx_all_reduce(self, reduce_op: ReduceOp, value: Structure,
                                 options: CommunicationOptions | None = None) -> Structure:
         return tf.nest.pack_sequence_as(value, collectives.all_reduce(tf.nest.flatten(value), reduce_op_of(reduce_op),
-                                                                      bucket_bytes=self._bucket_bytes(options)))
+                                                                      bucket_bytes=self.bucket_bytes(options)))
 
     def _reduce_to(self, reduce_op: ReduceOp, value: Structure, destinations: object,
                    options: CommunicationOptions | None) -> Structure:
@@ -165,7 +161,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
                          options: CommunicationOptions | None) -> list[Tensor]:
         return self._reduced(reduce_op, [value for value, _ in value_destination_pairs], options)
 
-    def _bucket_bytes(self, options: CommunicationOptions | None = None) -> int:
+    def bucket_bytes(self, options: CommunicationOptions | None = None) -> int:
         """The size of the buckets of a call; 0: the default. `options` are the call's own, whose timeout is applied."""
         if options is not None:
             apply_timeout(options)
@@ -179,27 +175,10 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         results = [self.local(value) for value in values]
         sent = [i for i, is_equal in enumerate(equal) if not is_equal]
         reduced = collectives.all_reduce([results[i] for i in sent], op, "reduce",
-                                         bucket_bytes=self._bucket_bytes(options))
+                                         bucket_bytes=self.bucket_bytes(options))
         for i, result in zip(sent, reduced, strict=True):
             results[i] = result
         return results
-
-    def reduce_gradients(self, gradients: Sequence[Tensor], labels: Sequence[str], checks: FirstSteps,
-                         exact: Mapping[str, tf.Tensor]) -> list[Tensor]:
-        """The sums of an optimizer's gradients over the ranks, and then those of `exact`. Collective.
-
-        Args:
-            gradients: Tensors or tf.IndexedSlices, at least one.
-            labels: Users' names of their variables, for error messages.
-            checks: The optimizer's. They do not read the weights, which Keras' part compares before.
-            exact: Tensors by their labels, which are not compressed.
-        """
-        count_step(is_global=True)
-        if runtime.current().topology.size == 1:
-            return [*gradients, *exact.values()]
-        return collectives.in_program_order("gradients", lambda name: reduce_gradients(gradients, ReduceSpec(
-            name, ScaledOp(Sum), labels, bucket_bytes=self._bucket_bytes(),
-            observer=checks.observer((), (), may_read=False)), self.gradient_options, exact=exact))
 
     def local(self, value: object) -> Any:
         """This rank's part of a distributed value, or the value of this rank's component of a distributed variable."""
@@ -210,7 +189,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return value
 
     def is_everywhere(self, variable: tf.Variable) -> bool:
-        """As central.is_everywhere."""
+        """As slots.is_everywhere."""
         return is_everywhere(variable)
 
     def known_values(self, trackable: object) -> AbstractContextManager[None]:

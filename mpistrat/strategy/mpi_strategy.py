@@ -72,14 +72,9 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             that XLA does not compile; norms (clipping) and accumulated gradients, which are reduced in every pass,
             differ by rounding. It is for optimizers with an update_step, made in the scope or not built before.
             `optimizer.variables` has what all ranks have, such as the counter of steps. Files and checkpoints are those
-            of "mirrored", with any number of ranks: to save gathers the slots on the rank that writes. With "central"
-            the slots of Keras' optimizers (for Adam
-            twice the size of the model) are on rank 0 only. Rank 0 applies the sum of the gradients and broadcasts the
-            new values in one collective. The numbers are those of "mirrored". On the other ranks slots have no
-            elements, and an optimizer saved there has none either. Every rank still has a working copy of the model's
-            variables (BatchNormalization's statistics among them) and its own gradients, accumulated over steps where
-            an optimizer does so. The sum of the gradients comes from an all-reduce, so a step sends more than with
-            "mirrored", not less.
+            of "mirrored", with any number of ranks: to save gathers the slots on the rank that writes. "central" is
+            the same, but all slots and the whole update are rank 0's: gradients are all-reduced, and rank 0 sends the
+            new weights to all ranks, so a step sends more than with "mirrored".
         compression: One of Compression, for the gradients that a Keras optimizer applies.
         sparse_as_dense: Convert tf.IndexedSlices of these gradients to dense tensors first.
         groups: Which of these gradients are reduced together, all by default: a number of groups of about as many
@@ -88,8 +83,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Raises:
         InvalidRequestError: `variables` or `groups` has another value; on this rank, before anything is sent.
-        MissingDependencyError: This version of TensorFlow or Keras is not supported, or `variables` is "sharded" and
-            there is no Keras 3, or tf.keras is Keras 2; on this rank, before anything is sent.
+        MissingDependencyError: This version of TensorFlow or Keras is not supported, or `variables` is not
+            "mirrored" and there is no Keras 3, or tf.keras is Keras 2; on this rank, before anything is sent.
         MismatchError: The ranks disagree on `variables`, `compression`, `sparse_as_dense` or `groups`; on every rank.
     """
 
@@ -105,7 +100,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if groups is not None and not isinstance(groups, int):
             raise InvalidRequestError(f"groups is a number for MPIStrategy. Received: {groups!r}")
         gradient_options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups))
-        adaptations = [integration(variables == "sharded") for integration in integrations]
+        adaptations = [integration(variables != "mirrored") for integration in integrations]
         runtime.init()
         options = agreed(communication_options)
         _require_equal({"variables": variables, "compression": compression.__name__,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
-from tensorflow.python.distribute.distribute_lib import _get_default_strategy
 
 from ..tensorflow.bridge.differentiable import Gradient, with_gradient
 from ..tensorflow.list_ops import equal_parts, place_in
@@ -57,11 +56,6 @@ class RankReplicaContext(tf.distribute.ReplicaContext):
         results = with_gradient(lambda values: collectives.all_gather(values, axis), AllGatherGradient(axis),
                                 tensors) if tensors else []
         return tf.nest.pack_sequence_as(value, results)
-
-
-def without_strategy() -> tf.distribute.ReplicaContext:
-    """A context for a part of a replica that runs as it does where there is no strategy."""
-    return tf.distribute.ReplicaContext(_get_default_strategy(), replica_id_in_sync_group=0)
 
 
 def reduce_op_of(op: tf.distribute.ReduceOp | str) -> tf.distribute.ReduceOp:

@@ -3,7 +3,7 @@
 They differ from TensorFlow's where TensorFlow assumes that this process has all replicas. Made by extended.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -74,8 +74,8 @@ class RankSyncOnReadVariable(_Number, SyncOnReadVariable):
         return super().assign(value, use_locking, name, read_value)
 
 
-CLASSES = {tf.VariableSynchronization.ON_WRITE: RankMirroredVariable,
-           tf.VariableSynchronization.ON_READ: RankSyncOnReadVariable}
+_CLASSES = {tf.VariableSynchronization.ON_WRITE: RankMirroredVariable,
+            tf.VariableSynchronization.ON_READ: RankSyncOnReadVariable}
 
 
 def create(strategy: tf.distribute.Strategy, device: str, next_creator: Callable, **kwargs: Any) -> DistributedVariable:
@@ -86,17 +86,17 @@ def create(strategy: tf.distribute.Strategy, device: str, next_creator: Callable
     """
     if not files.in_alone():
         kwargs["initial_value"] = _of_first_rank(kwargs["initial_value"], kwargs.get("dtype"), kwargs.get("name"))
-    return create_alone(strategy, device, next_creator, CLASSES, **kwargs)
+    return create_alone(strategy, device, next_creator, **kwargs)
 
 
 def create_alone(strategy: tf.distribute.Strategy, device: str, next_creator: Callable,
-                 classes: Mapping[tf.VariableSynchronization, type], **kwargs: Any) -> DistributedVariable:
-    """As `create`, but with this rank's own initial value, and of one of `classes`. Not collective."""
+                 **kwargs: Any) -> DistributedVariable:
+    """As `create`, but with this rank's own initial value. Not collective."""
     def component(**kwargs: Any) -> list[tf.Variable]:
         with tf.device(device):
             return [next_creator(**kwargs)]
 
-    return create_mirrored_variable(strategy, component, classes, {}, **kwargs)
+    return create_mirrored_variable(strategy, component, _CLASSES, {}, **kwargs)
 
 
 def _of_first_rank(initial: Initial, dtype: tf.DType | None, name: str | None) -> Initial:

@@ -179,7 +179,7 @@ class GradientReducer:
         return variable in self._local
 
     def reduce(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable],
-               reduce_shared: Callable[..., Sequence[OptionalGradient]] = reduce_gradients) -> list[OptionalGradient]:
+               reduce_shared: Callable[..., list[Tensor]] = reduce_gradients) -> list[OptionalGradient]:
         """Return the reduced gradients of `variables`. Collective. None stays None.
 
         Of variables that their gradient overwrites, the largest values of all ranks are returned. `reduce_shared`
@@ -232,7 +232,7 @@ class GradientReducer:
             name, ScaledOp(Max), list(map(label_of, of)), process_set=number, has_gradient=self.optimizer is None)))
 
     def require_no_strategy(self) -> None:
-        if getattr(tf.distribute.get_strategy().extended, "averages_gradients", False):
+        if _is_under_mpi_strategy():
             raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
                                       "average gradients twice. Take the optimizer or the tape that it was made from.")
 
@@ -295,9 +295,13 @@ def observed_eagerly(gradients: Sequence[Tensor], spec: ReduceSpec) -> ReduceSpe
     return replace(spec, observer=None)
 
 
+def _is_under_mpi_strategy() -> bool:
+    return getattr(tf.distribute.get_strategy().extended, "averages_gradients", False)
+
+
 def warn_of_strategy(process_set: ProcessSet) -> None:
     """Warn on the first rank, once, if another strategy than MPIStrategy trains here. Local."""
-    if not tf.distribute.has_strategy() or process_set.rank() or _warned:
+    if not tf.distribute.has_strategy() or _is_under_mpi_strategy() or process_set.rank() or _warned:
         return
     _warned.append(True)
     name = type(tf.distribute.get_strategy()).__name__

@@ -51,16 +51,12 @@ def horovods(**arguments: Any) -> Any:
     return model
 
 
-def strategys(variables: str = "mirrored", **arguments: Any) -> Any:
+def strategys(**arguments: Any) -> Any:
     keras.utils.set_random_seed(1)
-    with MPIStrategy(variables=variables).scope():
+    with MPIStrategy().scope():
         model = keras.Sequential(layers())
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9, **arguments), "mse")
     return model
-
-
-def centrals() -> Any:
-    return strategys("central")
 
 
 DOORS = [horovods, strategys]
@@ -91,7 +87,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture, text: str = "the ranks have di
 
 
 @pytest.mark.parametrize("door, name", [
-    (horovods, "first/kernel"), (horovods, "momentum"), (strategys, "first/kernel"), (centrals, "first/kernel"),
+    (horovods, "first/kernel"), (horovods, "momentum"), (strategys, "first/kernel"),
     pytest.param(strategys, "momentum", marks=pytest.mark.nightly)])
 def test_a_difference_within_an_epoch_is_an_error_on_every_rank(door: Callable, name: str, rank: int, size: int,
                                                                checked: Callable) -> None:
@@ -153,13 +149,6 @@ def test_sums_of_gradients_running_statistics_and_local_weights_may_differ(door:
     kernels = everywhere([model.get_weights()[i].tobytes() for i in (0, -2)])
     assert len({shared for shared, _ in kernels}) == 1
     assert (len({own for _, own in kernels}) == len(kernels)) is (door is horovods)
-
-
-def test_slots_of_the_chief_alone_are_not_compared(rank: int, checked: Callable) -> None:
-    checked(every=1)
-    model = centrals()
-    fit(model, rank, [])
-    assert len(set(everywhere(model.get_weights()[0].tobytes()))) == 1
 
 
 def test_ranks_that_join_are_compared_when_the_epoch_ends(rank: int, checked: Callable) -> None:

@@ -17,7 +17,7 @@ def test_a_synchronous_strategy_is_ours(name: str, size: int) -> None:
     assert isinstance(strategy, hvd.MPIStrategy)
     assert strategy.num_replicas_in_sync == size
     assert strategy.extended.random_per_rank is False
-    assert strategy.extended.slots.are_central == (name == "central_storage")
+    assert (strategy.extended.slots.owner == 0) == (name == "central_storage")
 
 
 @pytest.mark.parametrize("name, jobs, text", [

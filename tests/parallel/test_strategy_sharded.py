@@ -1,8 +1,10 @@
-"""MPIStrategy(variables="sharded"): the numbers and files of the mirrored mode, with slots divided among the ranks."""
+"""MPIStrategy(variables="sharded" and "central"): the numbers and files of "mirrored", with slots divided."""
 
 import contextlib
 import copy
+import functools
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,14 +24,86 @@ from ..support.levels import sample  # noqa: E402
 from .helpers import everywhere  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks  # noqa: E402
 from .test_sharded import CLOSE, EXACT, Direct, new_model, rows_of, whole_state  # noqa: E402
-from .test_strategy_central import MAKERS, Loop  # noqa: E402
 
-BATCH = 6
+optimizers = keras.optimizers
+BATCH, STEPS = 6, 5
+
+
+class Loop:
+    """Two variables of a model, an optimizer, and a step of one's own whose gradients differ among the ranks."""
+
+    def __init__(self, strategy: MPIStrategy, make: Callable, build: bool = True, graph: bool = True):
+        self.strategy, self._rank = strategy, mpistrat.rank()
+        with strategy.scope():
+            self.weights = [keras.Variable(np.linspace(-1, 1, 15).reshape(5, 3).astype(np.float32), name="kernel"),
+                            keras.Variable(np.zeros(3, np.float32), name="bias")]
+            self.weights[0].constraint = keras.constraints.MaxNorm(1.0, axis=0)
+            self.optimizer = make()
+            if build:
+                self.optimizer.build(self.weights)
+        step = functools.partial(strategy.run, self._step)
+        self.step = tf.function(lambda number: step((number,))) if graph else lambda number: step((number,))
+
+    def _step(self, number: Any) -> None:
+        inputs = tf.reshape(tf.sin(tf.range(20.0) + 3.0 * self._rank + number), [4, 5])
+        with tf.GradientTape() as tape:
+            outputs = tf.tanh(inputs @ self.weights[0].value + self.weights[1].value)
+            loss = getattr(self.optimizer, "scale_loss", lambda loss: loss)(tf.reduce_mean((outputs - 0.5) ** 2))
+        self.optimizer.apply(tape.gradient(loss, [v.value for v in self.weights]), self.weights)
+
+    def run(self, steps: int = STEPS) -> "Loop":
+        for number in range(steps):
+            self.step(tf.constant(float(number)))
+        return self
+
+    @property
+    def values(self) -> list[np.ndarray]:
+        return [variable.numpy() for variable in self.weights]
+
+
+def by_shape(variable: Any) -> Any:
+    """An optimizer for each rank of variables."""
+    return _of_rank[len(variable.shape)]
+
+
+_of_rank: dict[int, Any] = {}
+
+
+def two_optimizers() -> Any:
+    _of_rank.update({1: optimizers.SGD(0.1, momentum=0.9), 2: optimizers.Adam(0.01)})
+    return optimizers.MultiOptimizer(by_shape)
+
+
+MAKERS: dict[str, Callable] = {
+    "SGD": lambda: optimizers.SGD(0.1),
+    "momentum": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda: optimizers.Adam(0.01, amsgrad=True),
+    "AdamW": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
+    "Nadam": lambda: optimizers.Nadam(0.01),
+    "Adafactor": lambda: optimizers.Adafactor(0.01),
+    "Ftrl": lambda: optimizers.Ftrl(0.1),
+    "clipnorm": lambda: optimizers.Adam(0.01, clipnorm=0.01),
+    "global_clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.01),
+    "clipvalue": lambda: optimizers.SGD(0.1, momentum=0.9, clipvalue=0.001),
+    "schedule": lambda: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)),
+    "EMA": lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    "accumulation, clipped": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2, clipnorm=0.01),
+    "accumulation and EMA": lambda: optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2, use_ema=True,
+                                                   ema_momentum=0.5, ema_overwrite_frequency=3),
+    "loss scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=64.0),
+    "several": two_optimizers,
+}
 
 
 @pytest.fixture(scope="module")
 def sharded() -> MPIStrategy:
     return MPIStrategy(variables="sharded")
+
+
+@pytest.fixture(scope="module")
+def central() -> MPIStrategy:
+    return MPIStrategy(variables="central")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +146,17 @@ def test_a_loop_has_the_numbers_of_the_mirrored_mode(name: str, tolerance: float
     assert_equal_on_all_ranks(ours.values)
 
 
+@sample("name", ["Adam", "EMA", "Ftrl", "clipnorm", "clipvalue", "schedule", "momentum", "Adafactor", "loss scale",
+                 pytest.param("several", marks=needs_multi_optimizer)])
+def test_central_slots_give_the_bits_of_the_mirrored_mode_and_take_memory_on_the_chief_only(
+        name: str, central: MPIStrategy, mirrored: MPIStrategy, rank: int) -> None:
+    ours, expected = [Loop(strategy, MAKERS[name]).run() for strategy in (central, mirrored)]
+    assert_close(ours.values, expected.values, 0)
+    assert_equal_on_all_ranks(ours.values)
+    parts = getattr(ours.optimizer, "optimizers", [getattr(ours.optimizer, "inner_optimizer", ours.optimizer)])
+    assert any(variable.numpy().size > 2 for part in parts for variable in part._variables) == (rank == 0)
+
+
 def test_a_loop_may_run_eagerly(sharded: MPIStrategy, mirrored: MPIStrategy) -> None:
     ours, expected = [Loop(strategy, MAKERS["AdamW"], graph=False).run(2) for strategy in (sharded, mirrored)]
     assert_close(ours.values, expected.values, 0)
@@ -87,6 +172,17 @@ def test_fit_has_the_numbers_of_the_mirrored_mode(name: str, tolerance: float, s
     assert_close(models[0].get_weights(), models[1].get_weights(), tolerance)
     assert_equal_on_all_ranks(models[0].get_weights())
     assert hasattr(models[0].optimizer, "consolidate_state")
+
+
+def test_fit_with_central_slots_has_the_bits_and_files_of_the_mirrored_mode(
+        central: MPIStrategy, mirrored: MPIStrategy, rank: int, shared_dir: str) -> None:
+    model, expected = [fit(model_of(strategy)) for strategy in (central, mirrored)]
+    assert_close(state_of(model), state_of(expected), 0)
+    model.save(f"{shared_dir}/{rank}.keras")
+    for scope in (central.scope(), mirrored.scope()):
+        with scope:  # That of the last rank.
+            loaded = keras.models.load_model(f"{shared_dir}/{mpistrat.size() - 1}.keras")
+        assert_close(state_of(loaded), state_of(expected), 0)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -177,3 +273,17 @@ def test_an_asynchronous_checkpoint_is_an_error_on_every_rank(sharded: MPIStrate
         tf.train.Checkpoint(optimizer=loop.optimizer).write(
             f"{shared_dir}/checkpoint", tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True))
     mpistrat.barrier()
+
+
+# -- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def test_another_kind_of_variables_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r'variables are "mirrored", "central" or "sharded"\. Received: .part'):
+        MPIStrategy(variables="partitioned")
+
+
+def test_kinds_of_variables_that_differ_among_the_ranks_are_an_error_on_every_rank(rank: int, size: int) -> None:
+    expected = f"MPIStrategy(variables=): mirrored on ranks [0]; central on ranks {list(range(1, size))}"
+    with pytest.raises(mpistrat.MismatchError, match=re.escape(expected)):
+        MPIStrategy(variables="central" if rank else "mirrored")

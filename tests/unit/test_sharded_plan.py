@@ -47,6 +47,13 @@ def test_every_element_has_one_rank(is_split: bool) -> None:
         assert_whole(plan, tensors)
 
 
+def test_one_rank_may_have_all() -> None:
+    tensors = [tensor(3, 4), tensor(), tensor(9, dtype="float16")]
+    plan = plan_of(tensors, 3, False, owner=1)
+    assert_whole(plan, tensors)
+    assert bytes_of_ranks(plan, tensors) == [0, 48 + 4 + 18, 0]
+
+
 def test_the_ranks_have_as_many_bytes() -> None:
     # BERT-base: an embedding, and twelve layers of matrices and vectors.
     layer = [tensor(768, 768), tensor(768)] * 4 + [tensor(768, 3072), tensor(3072), tensor(3072, 768), tensor(768)]

@@ -40,6 +40,7 @@ from .elastic_fit import Elastic, run_fit
 from .fit_checks import ChecksWithinEpochs, FitChecks
 from .fit_states import Begin, is_users, problem_at_begin
 from .join_epochs import JoinEpochs
+from .metric_means import AverageMetrics
 from .row_counts import RowCount
 from .running_statistics import AverageStatistics
 from .throughput import FitThroughput
@@ -173,9 +174,10 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
     if has_own_rows and training.process_set.rank() == 0 and any(map(is_sharded_in_own_order, tf.nest.flatten(inputs))):
         logger.warning("mpistrat: fit got a dataset that each rank shuffles in an order of its own before it takes "
                        "its shard, so rows are read by several ranks or by none. %s", OWN_ORDER)
+    averages = AverageMetrics(f"{training.name}/metrics", training.process_set)
     checks = FitChecks(training, callbacks, wrapped, digest_of_rows(inputs) if has_own_rows else 0, statistics,
-                       layers_of_inputs(inputs) if has_own_rows else [])
-    own.append(checks)
+                       averages, layers_of_inputs(inputs) if has_own_rows else [])
+    own += [checks, averages]
     if is_checked and settings.check_every and not training.joins:  # A rank that has joined makes no steps.
         own.append(ChecksWithinEpochs(checks.require_equal_weights, settings.check_every, training))
     if statistics is not None:

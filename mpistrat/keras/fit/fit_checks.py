@@ -25,7 +25,7 @@ from ...tensorflow.consistency import describe_weights, differing, digests_of_we
 from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.gradients import label_of
 from ...tensorflow.identity_set import IdentitySet
-from ...tensorflow.kerases import is_keras2, is_of_keras
+from ...tensorflow.kerases import is_of_keras
 from ...tensorflow.types import Variable
 from .._private import Callback, Logs, all_layers, weights_of
 from ..callbacks import BroadcastGlobalVariablesCallback
@@ -47,11 +47,11 @@ from .fit_states import (
     setters_on_some,
 )
 from .join_epochs import use_longest_epoch
-from .metric_means import MetricMeans
+from .metric_means import AverageMetrics
 from .rates import rates_of, require_equal_rates
 from .running_statistics import AverageStatistics, schedules_of
 from .training import StrategyTraining, Training
-from .written_once import Entry, WrittenOnce, entry_of, is_backup, role_of
+from .written_once import assign_roles, entry_of, require_backups
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ _FIRST_BATCHES = 10  # after which fit compares weights for the first time
 
 
 class FitChecks(Callback):
-    """Checks that the ranks train in the same way, and averages metrics that callbacks read. Collective; fit adds it.
+    """Checks that the ranks train in the same way. Collective; fit adds it.
 
     Args:
         training: That of the model.
@@ -68,20 +68,22 @@ class FitChecks(Callback):
         wrapped: What fit gets in their place.
         rows: A digest of some rows of the arrays that fit got; 0 for other inputs.
         statistics: Gets the schedules of the callbacks of all ranks that save the model within an epoch.
+        averages: Gets the callbacks of all ranks that read metrics.
         layers: Those that the pipelines of the input call.
     """
 
     async_safe = True  # Keras may call on_train_batch_end in another thread; it waits for it before on_epoch_end.
 
     def __init__(self, training: Training, callbacks: Sequence[Callback], wrapped: Sequence[Callback], rows: int,
-                 statistics: AverageStatistics | None, layers: Sequence[keras.layers.Layer]):
+                 statistics: AverageStatistics | None, averages: AverageMetrics,
+                 layers: Sequence[keras.layers.Layer]):
         super().__init__()
         self._layers, self._wrapped = layers, wrapped
         self._training, self._callbacks, self._rows, self._statistics = training, callbacks, rows, statistics
-        self._name, self._process_set, self._joins = training.name, training.process_set, training.joins
+        self._name, self._process_set = training.name, training.process_set
         self._is_checked = runtime.current().settings.is_checked
-        self._averages_metrics = self._names_steps = self._compares_rates = False
-        self._means = MetricMeans(self._process_set)
+        self._names_steps = self._compares_rates = False
+        self._averages = averages
         self._weights_to_compare = 0  # in so many steps
         self._suspects = ""  # a sentence on callbacks that only some ranks have
         self._differed: set[str] = set()  # what differed in the latest step that was compared
@@ -104,18 +106,16 @@ class FitChecks(Callback):
         self.is_silent = bool(marks[0][2])
         if isinstance(training, StrategyTraining):
             training.begin(max(rows for _, rows, _ in marks), any(begin.reads_logs for begin in begins))
-        if self._statistics is not None and not self._joins:
+        if self._statistics is not None and not self._training.joins:
             self._statistics.schedules = [schedule for begin in begins for schedule in begin.saves]
         if self._is_checked:
             self._check_begin(begins, [digest for digest, *_ in marks])
-        if self._joins:
+        if self._training.joins:
             use_longest_epoch(self._callbacks, [begin.steps for begin in begins])
-        found = {rank: begin.readers for rank, begin in enumerate(begins) if begin.readers}
-        self._averages_metrics = bool(found)
-        if found and self._process_set.rank() == 0:
-            logger.info("rank 0: fit averages the metrics over the ranks at the end of each epoch, for %s on ranks %s",
-                        ", ".join(sorted({name for names in found.values() for name in names})), rank_list(found))
-        self._assign_roles([begin.entries for begin in begins])
+        self._averages.begin([begin.readers for begin in begins])
+        entries = [begin.entries for begin in begins]
+        require_backups(entries, training)
+        assign_roles(self._wrapped, entries, training)
         for callback in self._callbacks:
             if isinstance(callback, BroadcastGlobalVariablesCallback):
                 callback.first_steps = training.first_steps
@@ -133,28 +133,12 @@ class FitChecks(Callback):
         return Begin(
             params.get("steps"), params.get("epochs"), len(weights_of(self.model)),
             tuple(sorted({cls.__name__ for cls in COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
-            tuple(readers(self._callbacks)), training.averages_statistics, self._joins, training.accumulates,
+            tuple(readers(self._callbacks)), training.averages_statistics, self._training.joins, training.accumulates,
             training.leaves_weights_uncompared, saves, self._adapted() if self._is_checked else (), training.has_local,
             entries, settings=training.settings)
 
     def _trained(self) -> list[Variable]:
         return self._training.shared([weight for weight in weights_of(self.model) if weight.trainable])
-
-    def _assign_roles(self, entries: list[tuple[Entry, ...]]) -> None:
-        """Tell the callbacks that write files which ranks run them."""
-        backups = [rank for rank, of_rank in enumerate(entries) if any(is_backup(entry) for entry in of_rank)]
-        if self._training.is_under_strategy and 0 < len(backups) < len(entries):
-            raise MismatchError(f"only ranks {rank_list(backups)} have a BackupAndRestore, and the others would not "
-                                "begin where those do. Give it to all ranks; only the chief writes.")
-        if is_keras2(self.model) and any(is_backup(entry) and sum(entry in of_rank for of_rank in entries) > 1
-                                         for entry in entries[0]):
-            raise MismatchError("several ranks have a BackupAndRestore with the same directory, and that of Keras 2 "
-                                "tells only the rank that restores it where to go on. Give each rank a directory of "
-                                'its own: BackupAndRestore(f"backup-{hvd.rank()}").')
-        topology = self._process_set.group("fit").topology
-        for callback, entry in zip(self._wrapped, entries[topology.rank], strict=True):
-            if isinstance(callback, WrittenOnce):
-                callback.assign(role_of(entry, topology.rank, entries, topology.host_of))
 
     def _check_begin(self, begins: list[Begin], rows: list[int]) -> None:
         """Raise MismatchError if the ranks begin differently, and prepare what is checked later."""
@@ -171,18 +155,18 @@ class FitChecks(Callback):
         if self._process_set.rank() == 0 and have_same_rows(rows):
             warn_of_equal_data("fit got the same rows on all of them")
         # With "join" the ranks may have different steps.
-        if any(begin.compares_weights for begin in begins) and not self._joins:
+        if any(begin.compares_weights for begin in begins) and not self._training.joins:
             self._weights_to_compare = _COMPARED_STEPS
             # After the first step local weights differ in any case, and those of sharded optimizers never.
             if self._training.settings or self._training.shards_state:
                 self._differed = {"weights"}
-        self._names_steps = not self._joins and any(begin.steps is None for begin in begins) \
+        self._names_steps = not self._training.joins and any(begin.steps is None for begin in begins) \
             and not any(begin.accumulates for begin in begins) and not self._training.is_under_strategy
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Raises MismatchError on every rank, when some rank is elsewhere. The first step tells, if all ranks have one.
         """
-        if self._is_checked and self._joins:
+        if self._is_checked and self._training.joins:
             self._require_together(Progress(epoch))  # In the first epoch too: ranks may begin in different ones.
         self._epochs, self._batches, self._compares_rates = epoch, 0, not self._training.is_under_strategy
 
@@ -199,15 +183,13 @@ class FitChecks(Callback):
         self._epochs = epoch + 1
         if self._is_checked:
             self._check_end()
-        if self._averages_metrics:
-            self._means.replace(f"{self._name}/metrics", {} if logs is None else logs)
 
     def _check_end(self) -> None:
         """Raise an error if the ranks end this epoch differently, or with different weights."""
         is_within = self._batches < ((self.params or {}).get("steps") or 0)
         if self._names_steps:
             self._require_ended(f"ended epoch {self._epochs} after {self._batches} steps")
-        elif self.model.stop_training and is_within and not self._joins \
+        elif self.model.stop_training and is_within and not self._training.joins \
                 and not self._training.is_under_strategy:  # If it joins, the others go on without it.
             self._require_ended(f"stopped within epoch {self._epochs}")
         for first_steps in self._training.first_steps:

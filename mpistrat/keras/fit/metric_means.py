@@ -1,4 +1,4 @@
-"""The metrics of an epoch, replaced by their means over the ranks. Called by callbacks, in the thread of fit."""
+"""The metrics of an epoch, replaced by their means over the ranks. Called in the thread of fit."""
 
 import logging
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import tensorflow as tf
 from ...api import ops as array_ops
 from ...api.process_sets import ProcessSet
 from ...core.topology import describe_by_rank, rank_list
+from .._private import Callback, Logs
 from .row_counts import UNKNOWN
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,27 @@ class MetricMeans:
         if problem and not self._has_warned and self._process_set.rank() == 0:
             logger.warning("mpistrat: %s", problem)
         self._has_warned |= bool(problem)
+
+
+class AverageMetrics(Callback):
+    """When an epoch ends, replaces metrics by their means if callbacks decide by them. Collective; fit adds it."""
+
+    def __init__(self, name: str, process_set: ProcessSet):
+        super().__init__()
+        self._name, self._process_set, self._means = name, process_set, MetricMeans(process_set)
+        self._is_needed = False
+
+    def begin(self, readers: Sequence[Sequence[str]]) -> None:
+        """Training begins; `readers` are the classes of callbacks on each rank that decide by metrics. Local."""
+        found = {rank: of_rank for rank, of_rank in enumerate(readers) if of_rank}
+        self._is_needed = bool(found)
+        if found and self._process_set.rank() == 0:
+            logger.info("rank 0: fit averages the metrics over the ranks at the end of each epoch, for %s on ranks %s",
+                        ", ".join(sorted({name for names in found.values() for name in names})), rank_list(found))
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if self._is_needed:
+            self._means.replace(self._name, {} if logs is None else logs)
 
 
 def _number(value: object) -> np.ndarray | None:

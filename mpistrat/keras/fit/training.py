@@ -58,8 +58,8 @@ class Training:
     @property
     def first_steps(self) -> list[FirstSteps]:
         """The checks of the first reductions."""
-        return [own.checks for part in self.parts if (own := vars(part).get("_mpistrat")) is not None
-                and own.checks is not None]
+        states = (vars(part).get("_mpistrat") for part in self.parts)
+        return [own.reducer.checks for own in states if own is not None and own.reducer_or_none is not None]
 
     @property
     def divided_states(self) -> list[Any]:

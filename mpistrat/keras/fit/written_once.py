@@ -21,8 +21,9 @@ import numpy as np
 import tensorflow as tf
 
 from ...core.errors import MismatchError
+from ...core.topology import rank_list
 from ...tensorflow import files
-from ...tensorflow.kerases import KERASES, build, is_of_keras, package_of, variables_of
+from ...tensorflow.kerases import KERASES, build, is_keras2, is_of_keras, package_of, variables_of
 from .._private import Callback
 from ..callbacks import broadcast_state
 from .training import Training, optimizers_of
@@ -78,6 +79,34 @@ def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of
     runs = not any(other == entry and (host_of[before] == host_of[rank] or other.place == entry.place)
                    for before in range(rank) for other in entries[before])
     return Role(runs, entry in common and is_in_order)
+
+
+def require_backups(entries: Sequence[Sequence[Entry]], training: Training) -> None:
+    """Raise MismatchError, on every rank, unless the ranks that need a BackupAndRestore have theirs in fit.
+
+    `entries` are those of the callbacks of each rank.
+    """
+    backups = [rank for rank, of_rank in enumerate(entries) if any(map(is_backup, of_rank))]
+    if training.is_under_strategy and 0 < len(backups) < len(entries):
+        raise MismatchError(f"only ranks {rank_list(backups)} have a BackupAndRestore, and the others would not "
+                            "begin where those do. Give it to all ranks; only the chief writes.")
+    if is_keras2(training.model) and any(is_backup(entry) and sum(entry in of_rank for of_rank in entries) > 1
+                                         for entry in entries[0]):
+        raise MismatchError("several ranks have a BackupAndRestore with the same directory, and that of Keras 2 "
+                            "tells only the rank that restores it where to go on. Give each rank a directory of "
+                            'its own: BackupAndRestore(f"backup-{hvd.rank()}").')
+
+
+def assign_roles(callbacks: Sequence[Callback], entries: Sequence[Sequence[Entry]], training: Training) -> None:
+    """Tell the callbacks of this rank that write files which ranks run them. Local.
+
+    `callbacks` are those that `written_once` has returned, and `entries` those of each rank, in their order. Raises
+    MismatchError on every rank, as role_of.
+    """
+    topology = training.process_set.group("fit").topology
+    for callback, entry in zip(callbacks, entries[topology.rank], strict=True):
+        if isinstance(callback, WrittenOnce):
+            callback.assign(role_of(entry, topology.rank, entries, topology.host_of))
 
 
 def entry_of(callback: Callback, training: Training) -> Entry:

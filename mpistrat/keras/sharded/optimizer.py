@@ -71,14 +71,14 @@ class Sharded:
         """Create the state of this rank's parts. Local; all ranks pass the same variables."""
         own = self._mpistrat
         if own.parts is None and own.reducer_or_none is not None and own.reducer.process_set.has_others():
-            if self.is_distributed:  # Not an optimizer of a strategy
-                own.reducer.require_no_strategy()
+            own.reducer.require_no_strategy()
             if own.reducer.has_local:
                 raise InvalidRequestError(_NO_LOCAL)
             if self.gradient_accumulation_steps and places_of(variables):  # type: ignore[attr-defined]
                 raise InvalidRequestError("a sharded optimizer does not accumulate the gradients of variables that "
                                           f"their gradient overwrites (float8). {_INSTEAD}")
-            own.parts = Parts(variables, own.reducer, is_element_wise(original_class(type(self))))
+            is_split = own.owner is None and is_element_wise(original_class(type(self)))
+            own.parts = Parts(variables, own.reducer, is_split, own.owner)
             own.whole = WholeState(own.parts, steps_of(self))  # type: ignore[arg-type]
             super().build(own.parts.noting)  # type: ignore[misc]
             own.whole.variables = super().variables  # type: ignore[misc]
@@ -154,8 +154,7 @@ class Sharded:
         parts: Parts | None = self._mpistrat.parts
         if parts is None:
             return super()._clip_gradients(grads)  # type: ignore[misc]
-        its = self._mpistrat.arguments
-        factor = 1.0 if its is None else its.factor
+        factor = self._mpistrat.factor
         if self.gradient_accumulation_steps and factor != 1.0:  # type: ignore[attr-defined]
             grads = [_scaled(g, factor) for g in grads]
         each, all_of_them = self.clipnorm, self.global_clipnorm  # type: ignore[attr-defined]
@@ -206,7 +205,8 @@ class Sharded:
             self._mpistrat.whole.consolidate(to)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: object) -> Any:
-        if save_type == "checkpoint" and self._mpistrat.parts is not None:
+        # Under a strategy all ranks call tf.train.Checkpoint, which gathers the state before one writes.
+        if save_type == "checkpoint" and self._mpistrat.parts is not None and self.is_distributed:
             raise InvalidRequestError("tf.train.Checkpoint would have this rank's part of a sharded optimizer only. "
                                       "Save the model with model.save() or model.save_weights().")
         return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]

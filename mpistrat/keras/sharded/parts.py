@@ -5,10 +5,11 @@ place. The optimizer's own variables for a part have the part's shape; those for
 elements. So all ranks have as many of them, in the order of the optimizer without sharding.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, SupportsIndex
 
 import keras
@@ -60,6 +61,7 @@ class Parts:
         variables: Those that the optimizer trains, the same on all ranks.
         reducer: What reduces the gradients; its process set has several ranks.
         is_split: Whether a variable may be divided.
+        owner: The rank that has all parts; None: they are divided among the ranks.
 
     Attributes:
         variables, reducer: The arguments.
@@ -72,13 +74,14 @@ class Parts:
         slots: The place of the trained variable by the id of each of the optimizer's variables for it.
     """
 
-    def __init__(self, variables: Sequence[keras.Variable], reducer: GradientReducer, is_split: bool):
+    def __init__(self, variables: Sequence[keras.Variable], reducer: GradientReducer, is_split: bool,
+                 owner: int | None = None):
         self.variables, self.reducer = list(variables), reducer
         self.topology = reducer.process_set.group("ShardedOptimizer").topology
         self.number = reducer.process_set.process_set_id or 0
         divided = [i for i, v in enumerate(variables) if not getattr(v, "overwrite_with_gradient", False)]
         self.plan = plan_of([_planned(v) for v in variables], self.topology.size, is_split, divided,
-                            *limits_of(0, None))
+                            *limits_of(0, None), owner=owner)
         self.of_place = self.plan.parts(self.topology.rank)
         with tf.init_scope():
             self.shards = [self._shard(i, v) for i, v in enumerate(variables)]
@@ -92,7 +95,8 @@ class Parts:
         part = self.of_place.get(place)
         if part is None or (not self.plan.is_split and part.size):
             return variable
-        shape = part.shape if self.plan.is_split else (0, *variable.shape[1:])
+        # Not (0, 3): keras.ops.add takes such a value for a bias, and fails.
+        shape = part.shape if self.plan.is_split else (0, *(1 for _ in variable.shape[1:]))
         shard = keras.Variable(np.zeros(shape, _planned(variable).dtype), dtype=variable.dtype, trainable=False,
                                name=variable.name)
         shard._path = variable.path  # Slots are named after it.
@@ -183,23 +187,25 @@ class Parts:
                         assigned[-1] += [] if assignment is None else [assignment]
 
     def _reduce_to_owners(self, gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,
-                          variables: Sequence[Variable]) -> list[OptionalGradient]:
-        """As gradients.reduce_gradients, but this rank's parts only; None for a variable without a part here."""
+                          variables: Sequence[Variable],
+                          exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
+        """As gradients.reduce_gradients, but this rank's parts of the gradients only. `exact` has scalars."""
         places = list(spec.places)
         casts = options.compression in (Compression.none, Compression.fp16, Compression.bf16)
         dense = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
         on_gpu = call_site.are_on_gpu(dense, self.number) if tf.executing_eagerly() else \
             call_site.device_of(dense, self.number) or xla.device_here() != HOST
-        if self.plan.is_split and casts and not on_gpu and not options.sparse_as_dense and options.groups.is_one:
-            return self._scatter(dict(zip(places, gradients, strict=True)), spec, options)
-        reduced = reduce_gradients(gradients, spec, options, variables)
-        return [self._own(i, gradient) for i, gradient in zip(places, reduced, strict=True)]
+        has_one = not options.sparse_as_dense and options.groups.is_one
+        if dense and self.plan.is_split and casts and not on_gpu and has_one:
+            return self._scatter(dict(zip(places, gradients, strict=True)), spec, options, list(exact.values()))
+        reduced = reduce_gradients(gradients, spec, options, variables, exact)
+        return [self._own(i, gradient) for i, gradient in zip(places, reduced, strict=False)] + reduced[len(places):]
 
-    def _scatter(self, gradients: dict[int, Tensor], spec: ReduceSpec,
-                 options: GradientOptions) -> list[OptionalGradient]:
-        """Reduce-scatter each bucket, and gather tf.IndexedSlices."""
+    def _scatter(self, gradients: dict[int, Tensor], spec: ReduceSpec, options: GradientOptions,
+                 exact: list[tf.Tensor]) -> list[Tensor]:
+        """Reduce-scatter each bucket, and gather tf.IndexedSlices. The last bucket has `exact` once for each rank."""
         spec = observed_eagerly(list(gradients.values()), spec)
-        own: dict[int, OptionalGradient] = {}
+        own: dict[int, Tensor] = {}
         for i, gradient in gradients.items():
             if isinstance(gradient, tf.IndexedSlices):
                 own[i] = self._own(i, reduce_slices(gradient, replace(spec, name=f"{spec.name}/{i}")))
@@ -222,16 +228,18 @@ class Parts:
             is_small = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in arrays) <= SUBMIT_WAIT_BYTES
             is_last = place == order[-1]
             make = partial(self._request, name, spec)
-            scattered = compressed.restored(cpu.run(
-                name, make, compressed.tensors, shapes, self.number,
-                cpu.Wait.ALWAYS if is_small and is_last else cpu.Wait.NEVER, spec.observer, times_rows=0))
+            more = [tf.fill([self.topology.size], value) for value in exact] if is_last else []
+            sent = cpu.run(name, make, [*compressed.tensors, *more], [*shapes, *(tf.TensorShape([1]) for _ in more)],
+                           self.number, cpu.Wait.ALWAYS if is_small and is_last else cpu.Wait.NEVER, spec.observer,
+                           times_rows=0)
+            scattered, totals = compressed.restored(sent[:len(arrays)]), sent[len(arrays):]
             spec = replace(spec, observer=None)
             for block, array in zip(blocks, scattered, strict=True):
                 parts = block.parts(self.topology.rank)
                 flat = tf.split(tf.reshape(array, [-1]), [part.size for part in parts])
                 for i, part, value in zip(block.members, parts, flat, strict=True):
                     own.setdefault(i, tf.reshape(value, part.shape))
-        return [own[i] for i in gradients]
+        return [*(own[i] for i in gradients), *map(tf.squeeze, totals)]
 
     def _request(self, name: str, spec: ReduceSpec, arrays: Submitted) -> Request:
         return reducescatter_request(name, specs_of(arrays), spec.scaled, process_set=self.number)

@@ -91,7 +91,7 @@ class Plan:
 
 def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, places: Sequence[int] | None = None,
             bucket_bytes: int = BUCKET_BYTES, first_bytes: int | None = None,
-            small_bytes: int = JOINED_TENSOR_BYTES) -> Plan:
+            small_bytes: int = JOINED_TENSOR_BYTES, owner: int | None = None) -> Plan:
     """Divide variables among `size` ranks, from the last variable to the first.
 
     Args:
@@ -101,10 +101,12 @@ def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, places: Seque
             ones together. False: each is of one rank, the largest first to the rank that has the fewest bytes so far.
         places: Those of the variables to divide, in rising order; None: all.
         bucket_bytes, first_bytes, small_bytes: As in tensorflow/bridge/buckets.py.
+        owner: The rank that has all of them, whole ones; None: each rank has some.
     """
     places = range(len(tensors)) if places is None else places
     groups = buckets_from_last([tensors[place].nbytes for place in places], bucket_bytes, first_bytes)
-    owners = {} if is_split else _owners(tensors, places, size)
+    owners = dict.fromkeys(places, owner) if owner is not None else \
+        {} if is_split else _owners(tensors, places, size)
     return Plan(tuple(tuple(_blocks(tensors, [places[i] for i in group], size, owners, small_bytes))
                       for group in groups), is_split, size)
 

@@ -1,9 +1,9 @@
 """Keras under MPIStrategy: the functions of Keras that are replaced, ordered by Keras' concepts.
 
 trainer: fit, evaluate, predict, and the random seeds of layers. losses: what each rank's loss counts by. optimizer:
-reduction, clipping, loss scaling, and the slots of variables="central"; gradients: those of uneven batches; sharded:
-the optimizers of variables="sharded". empty_parts: evaluate and predict without rows. callbacks: which callbacks run
-where. saving: files of models. step_state has what they share while a step is traced. keras2 is for Keras 2 alone.
+reduction, clipping and loss scaling; gradients: those of uneven batches; sharded: the optimizers of variables="sharded"
+and "central". empty_parts: evaluate and predict without rows. callbacks: which callbacks run where. saving: files of
+models. step_state has what they share while a step is traced. keras2 is for Keras 2 alone.
 
 `mpistrat.strategy` imports this package when the first strategy is created, then calls `apply`. The import raises
 MissingDependencyError where Keras is too old.

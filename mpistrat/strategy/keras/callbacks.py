@@ -1,23 +1,20 @@
-"""Keras' callbacks under MPIStrategy, but for what keras/fit does with them: those of evaluate, and SwapEMAWeights."""
+"""Keras' callbacks under MPIStrategy, but for what keras/fit does with them: those of evaluate."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
-from keras.callbacks import CallbackList, SwapEMAWeights
-from keras.optimizers import Optimizer
+from keras.callbacks import CallbackList
 
 from ...api import ops as array_ops
-from ...keras._private import trained_by
 from ...keras.fit.fit_callbacks import users_callbacks
 from ...keras.fit.fit_states import reads_logs
 from ...keras.fit.training import StrategyTraining, step_values_of
-from ...keras.fit.written_once import WrittenOnce, entry_of, role_of, written_once
+from ...keras.fit.written_once import assign_roles, entry_of, written_once
 from ...keras.keras2_arguments import bound
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
-from .optimizer import slots_of
 from .step_state import strategy_of
 from .trainer import Trainer, average
 
@@ -46,25 +43,11 @@ def _evaluating(training: StrategyTraining, callbacks: list[Any]) -> Iterator[li
     """
     own = tuple(entry_of(callback, training) for callback in callbacks), any(map(reads_logs, callbacks))
     of_ranks = array_ops.allgather_object(own, f"{training.name}/evaluate")
-    entries, topology = [each for each, _ in of_ranks], training.process_set.group("evaluate").topology
     wrapped = written_once(callbacks, training)
-    for callback, entry in zip(wrapped, own[0], strict=True):
-        if isinstance(callback, WrittenOnce):
-            callback.assign(role_of(entry, topology.rank, entries, topology.host_of))
+    assign_roles(wrapped, [entries for entries, _ in of_ranks], training)
     values = step_values_of(training.model)
     before, values.reads_logs = values.reads_logs, any(reads for _, reads in of_ranks)
     try:
         yield wrapped
     finally:
         values.reads_logs = before
-
-
-@replaces(SwapEMAWeights, "_tf_finalize_ema_values", "only the chief has averages",
-          "optimizer._model_variables_moving_average")
-@replaces(SwapEMAWeights, "_tf_swap_variables", "likewise", "optimizer._model_variables_moving_average")
-def swap_averages(original: Function, self: SwapEMAWeights, optimizer: Optimizer) -> None:
-    slots = slots_of(optimizer)
-    if slots is None or slots.are_here:
-        original(self, optimizer)
-    if slots is not None:
-        slots.share(trained_by(optimizer))

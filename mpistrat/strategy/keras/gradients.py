@@ -3,13 +3,14 @@
 Keras sums the gradients over the ranks and expects each rank to have the same number of rows. Where a global batch does
 not divide evenly (the last one, or fewer rows than ranks) that is not the gradient of the global batch. So each rank's
 gradients are weighted by its number of rows. The numbers are reduced together with the gradients, and when all ranks
-have the usual number nothing is multiplied. Gradients that are accumulated are weighted in each step, after a
-collective of its own.
+have the usual number nothing is multiplied.
 
 The functions run in a replica, in TensorFlow's thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import keras
 import tensorflow as tf
@@ -18,61 +19,78 @@ from keras.optimizers import Optimizer
 from ...api import ops as array_ops
 from ...api import runtime
 from ...core.errors import MismatchError
-from ...core.request import Max
+from ...core.request import Sum
 from ...keras.fit.rates import rates_of, require_equal_rates
 from ...keras.fit.training import StrategyTraining
 from ...keras.nested_optimizers import parts_of
-from ...keras.optimizer_state import OptimizerState
+from ...tensorflow.bridge.reduce_spec import ReduceSpec
 from ...tensorflow.consistency import FirstSteps
 from ...tensorflow.equal_weights import require_equal_weights
-from ...tensorflow.gradients import label_of
+from ...tensorflow.gradients import GradientOptions, GradientReducer, reduce_gradients
 from ...tensorflow.names import OptimizerName, eager
-from ...tensorflow.types import Tensor
-from .. import collectives
+from ...tensorflow.types import OptionalGradient, Tensor, Variable
+from ..mpi_strategy import MPIStrategy
 from . import step_state
 
 _HALVES = (tf.float16, tf.bfloat16)
-OWN_ROWS = ("dataset.shard(context.num_input_pipelines, context.input_pipeline_id) in the function of "
-            "distribute_datasets_from_function; other datasets are sharded, so their rows are equal")
+_OWN_ROWS = ("dataset.shard(context.num_input_pipelines, context.input_pipeline_id) in the function of "
+             "distribute_datasets_from_function; other datasets are sharded, so their rows are equal")
 
 
-def state_of(optimizer: Optimizer) -> OptimizerState:
-    """The state of an optimizer. The first call gives it its name, on all ranks in the same order."""
-    if "_mpistrat" not in vars(optimizer):
-        checks = FirstSteps(OptimizerName(0)(), way_out=OWN_ROWS)
-        # By plain assignment Keras would track it.
-        object.__setattr__(optimizer, "_mpistrat", OptimizerState(type(optimizer).__name__, strategys_checks=checks))
-    state: OptimizerState = optimizer._mpistrat
-    return state
+class RowReducer(GradientReducer):
+    """Sums an optimizer's gradients over the ranks of a strategy, weighted by rows.
 
-
-def reduce_gradients(optimizer: Optimizer, gradients: list[Tensor], labels: list[str]) -> list[Tensor]:
-    """Return the gradients of the global batch. Collective, in a replica of MPIStrategy.
-
-    `gradients` has no None; `labels` are users' names of the variables, for error messages.
+    Attributes:
+        is_compared: Whether the ranks have compared the weights before the first step of a loop of the user's.
     """
-    if not gradients:
-        return []
-    strategy, checks = tf.distribute.get_strategy(), state_of(optimizer).strategys_checks
-    weight = step_state.state.weight
-    if weight is None or optimizer.gradient_accumulation_steps:  # Accumulated gradients have been weighted.
-        return strategy.extended.reduce_gradients(gradients, labels, checks, {})
-    weighted = scaled_unless(weight == 1, gradients, weight)
-    *summed, total = strategy.extended.reduce_gradients(weighted, labels, checks, {"rows": weight})
-    step_state.state.total = total
-    size = tf.cast(strategy.num_replicas_in_sync, tf.float32)
-    return scaled_unless(total == size, summed, size / total)
 
+    checks_weights = is_compared = False  # fit compares them, or compare_in_loop.
+    is_global = True
 
-def largest(values: list[tf.Tensor], variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
-    """The maxima over the ranks of the values that overwrite variables. Collective."""
-    return collectives.all_reduce(list(map(counted, values)), Max, "overwritten", list(map(label_of, variables)))
+    def __init__(self, strategy: MPIStrategy):
+        super().__init__(OptimizerName(0), strategy.extended.gradient_options, Sum)
+        self._bucket_bytes = strategy.extended.bucket_bytes()
 
+    @cached_property
+    def checks(self) -> FirstSteps:
+        return FirstSteps(self.name, way_out=_OWN_ROWS)
 
-def counted(value: tf.Tensor) -> tf.Tensor:
-    """A value of which the ranks take the largest; that of a rank without rows may be anything, also NaN."""
-    rows = step_state.state.rows
-    return value if rows is None else tf.where(rows == 0, value.dtype.min, value)
+    def require_no_strategy(self) -> None:
+        """It is the strategy's."""
+
+    def reduce(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable],
+               reduce_shared: Callable[..., list[Tensor]] = reduce_gradients) -> list[OptionalGradient]:
+        if step_state.state.reducer is not self:  # Outside of a replica, or applied by another optimizer.
+            return list(gradients)
+        weight = step_state.state.weight
+
+        def weighted(gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,
+                     variables: Sequence[Variable]) -> list[Tensor]:
+            spec = replace(spec, bucket_bytes=self._bucket_bytes)
+            if weight is None or not gradients:
+                return reduce_shared(gradients, spec, options, variables)
+            *summed, total = reduce_shared(scaled_unless(weight == 1, gradients, weight), spec, options, variables,
+                                           exact={"rows": weight})
+            step_state.state.total = total
+            size = tf.cast(self.process_set.size(), tf.float32)
+            return scaled_unless(total == size, summed, size / total)
+
+        return super().reduce(gradients, variables, weighted)
+
+    def reduce_overwritten(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable],
+                           places: Sequence[int]) -> list[OptionalGradient]:
+        if step_state.state.reducer is not self:
+            return list(gradients)
+        rows = step_state.state.rows  # That of a rank without rows may be anything, also NaN.
+        return super().reduce_overwritten(
+            [tf.where(rows == 0, g.dtype.min, g) if rows is not None and g is not None and i in places else g
+             for i, g in enumerate(gradients)], variables, places)
+
+    def all_true(self, value: tf.Tensor, purpose: str) -> tf.Tensor:
+        if step_state.strategy_here() is None:
+            return value
+        rows = step_state.state.rows  # Gradients without rows do not count.
+        return super().all_true(value if rows is None else tf.logical_or(value, rows == 0), purpose)
 
 
 def scaled_unless(is_one: tf.Tensor, gradients: Sequence[Tensor], factor: tf.Tensor) -> list[Tensor]:
@@ -94,9 +112,10 @@ def scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
 
 def compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
     """Raise MismatchError unless all ranks begin a loop of the user's with the same weights. Collective; once."""
-    if step_state.state.rows is not None or state_of(optimizer).is_compared:
+    reducer: RowReducer = optimizer._mpistrat.reducer
+    if step_state.state.rows is not None or reducer.is_compared:
         return
-    state_of(optimizer).is_compared = True
+    reducer.is_compared = True
     if not runtime.current().settings.is_checked or runtime.current().topology.size == 1:
         return
     with tf.init_scope():

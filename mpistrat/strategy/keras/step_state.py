@@ -18,6 +18,7 @@ import tensorflow as tf
 from ...keras.fit.row_counts import LocalScalar, rows_of
 from ...tensorflow.bridge.differentiable import loss_weighted
 from ...tensorflow.bridge.program_order import captured_in_function
+from ...tensorflow.gradients import GradientReducer
 from .. import collectives
 from ..mpi_strategy import MPIStrategy
 
@@ -65,6 +66,7 @@ class StepState(threading.local):
     has_sums = False  # Whether a loss of the model is a sum over rows
     in_compute_loss: keras.Model | None = None  # The model whose compute_loss runs
     losses_within = 0  # How many Keras losses are being called, one within the other
+    reducer: GradientReducer | None = None  # That of the optimizer that reduces and applies gradients
     total: tf.Tensor | None = None  # The sum of all ranks' weights, once a collective has told it
     # The model that the step is one of, and whether this rank has no rows; see empty_parts.py.
     called: tuple[keras.Model, tf.Tensor] | None = None

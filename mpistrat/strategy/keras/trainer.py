@@ -40,7 +40,7 @@ from ..seeds import state_of_first_rank
 from ..variables import RankMirroredVariable
 from . import step_state
 from .empty_parts import never_called_without_rows
-from .sharded import shard
+from .optimizer import adopt
 from .step_state import state, strategy_here, strategy_of
 
 T = TypeVar("T")
@@ -175,7 +175,7 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
     if strategy is None:
         return original(self, iterator, data_batch)
     for optimizer in parts_of(self.optimizer):
-        shard(optimizer, strategy)
+        adopt(optimizer, strategy)
     rows = None
     if iterator is not None and _may_read_once(iterator):
         # A batch that is taken from a generator cannot be put back.

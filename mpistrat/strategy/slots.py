@@ -1,0 +1,50 @@
+"""variables="sharded" and "central": which rank has the optimizers' slots of a strategy."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from ..api import runtime
+from .variables import create, create_alone
+
+_MARK = "_mpistrat_is_slot"
+
+
+def is_everywhere(variable: tf.Variable) -> bool:
+    """Whether all ranks have the contents of a variable, and not only its owner; the same on all ranks."""
+    return _MARK not in vars(variable)  # Not by hasattr, which may run a collective; see checkpoints.
+
+
+class Slots:
+    """The optimizers' variables of one strategy. `variables` is as for MPIStrategy."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, variables: str):
+        topology = runtime.current().topology
+        self._strategy, self._creates_slots = strategy, False
+        self.option = f'MPIStrategy(variables="{variables}")'  # What the user has written
+        # Whether each rank has its part of them. With one rank it has all.
+        self.are_sharded = variables != "mirrored" and topology.size > 1
+        self.owner = 0 if variables == "central" else None  # The rank whose part is all of them
+        if self.are_sharded:
+            owners, what = (range(topology.size), "its part of the") if self.owner is None else ([self.owner], "the")
+            runtime.current().losses.irreplaceable.update(
+                dict.fromkeys(owners, f"Only it had {what} optimizers' slots: {self.option}."))
+
+    @contextmanager
+    def created(self) -> Iterator[None]:
+        """A context in which new variables are slots."""
+        before, self._creates_slots = self._creates_slots, self.are_sharded
+        try:
+            yield
+        finally:
+            self._creates_slots = before
+
+    def create(self, device: str, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        """Create a variable, which may be a slot. Collective, unless it is one."""
+        if not self._creates_slots:
+            return create(self._strategy, device, next_creator, **kwargs)
+        slot = create_alone(self._strategy, device, next_creator, **kwargs)
+        setattr(slot, _MARK, True)
+        return slot
