@@ -64,16 +64,16 @@ ROOMS: dict[str, set[str]] = {
     "tensorflow.async_op": {"tensorflow.bridge", "tensorflow.sessions", "tensorflow.xla"},
     "tensorflow.bridge": {"tensorflow", "tensorflow.async_op", "tensorflow.sessions", "tensorflow.xla"},
     "tensorflow.sessions": {"tensorflow", "tensorflow.async_op", "tensorflow.bridge", "tensorflow.xla"},
-    "tensorflow.xla": {"tensorflow", "tensorflow.bridge"},
+    "tensorflow.xla": {"tensorflow.bridge"},
     "transport.hierarchical": {"transport.mpi", "transport.shm"},
     "transport.mpi": {"transport.shm"}, "transport.shm": {"transport"},
 }
 # The most lines that the modules of each package may have, and all files of tests. It is a whole number of fifties. A
 # commit that raises one says why nothing can be deleted for it.
 ROOM_LINES = {
-    "core": 3_150, "negotiation": 1_300, "transport": 3_400, "gpu": 3_150, "engine": 1_600, "trace": 1_950,
-    "process": 2_250, "elastic": 2_300, "api": 3_950, "cluster": 450, "tensorflow": 7_550, "keras": 6_050,
-    "strategy": 3_100, "cli": 6_050, "horovod": 300, "": 100, "__main__": 50, "tests": 53_200,
+    "core": 3_200, "negotiation": 1_300, "transport": 3_400, "gpu": 3_100, "engine": 1_600, "trace": 1_950,
+    "process": 2_250, "elastic": 2_300, "api": 3_900, "cluster": 450, "tensorflow": 7_600, "keras": 6_100,
+    "strategy": 2_900, "cli": 6_050, "horovod": 300, "": 100, "__main__": 50, "tests": 54_000,
 }
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
