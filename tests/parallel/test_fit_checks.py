@@ -532,7 +532,8 @@ def test_statistics_are_averaged_with_loss_scaling_too(rank: int) -> None:
 
 def keeping(means: list[bytes], model: Any) -> Any:
     """Keeps the running mean after each batch."""
-    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: means.append(running_mean(model).tobytes()))
+    return keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: means.append(running_mean(model).tobytes()))
 
 
 @sample("on_all", [True, False], ids=["all ranks", "chief"])
