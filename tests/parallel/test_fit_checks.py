@@ -30,10 +30,9 @@ BroadcastCallback = hvd.callbacks.BroadcastGlobalVariablesCallback
 
 
 def new_model(**arguments: Any) -> Any:
-    """Its steps are eager: most tests are of what fit does between them, and a trace takes longer than they do."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **arguments), loss="mse", run_eagerly=True)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **arguments), loss="mse", jit_compile=False)
     return model
 
 
@@ -533,7 +532,8 @@ def test_statistics_are_averaged_with_loss_scaling_too(rank: int) -> None:
 
 def keeping(means: list[bytes], model: Any) -> Any:
     """Keeps the running mean after each batch."""
-    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: means.append(running_mean(model).tobytes()))
+    return keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: means.append(running_mean(model).tobytes()))
 
 
 @sample("on_all", [True, False], ids=["all ranks", "chief"])

@@ -39,8 +39,7 @@ def model_of(kind: str = "dense") -> Any:
 
 def fit(model: Any, optimizer: Any, rank: int, callbacks: Sequence[Any] = (), epochs: int = 2, steps: int = STEPS,
         compiled: dict[str, Any] | None = None, **arguments: Any) -> Any:
-    # A trace takes longer than the steps of most tests.
-    model.compile(optimizer, loss="mse", **{"jit_compile": False, **(compiled or {"run_eagerly": True})})
+    model.compile(optimizer, loss="mse", **{"jit_compile": False, **(compiled or {})})
     return model.fit(*rows(rank, steps), batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0,
                      callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks], **arguments)
 

@@ -27,8 +27,7 @@ def compiled(strategy: MPIStrategy, *extra: Callable) -> Any:
     with strategy.scope():
         model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.Dense(4, activation="tanh"),
                                   *(make() for make in extra), keras.layers.Dense(1)])
-        # A trace takes longer than the steps.
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss="mse", metrics=["mae"], run_eagerly=True)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss="mse", metrics=["mae"])
     return model
 
 
