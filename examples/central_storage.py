@@ -49,7 +49,8 @@ chief = hvd.rank() == 0
 model.fit(x[train], y[train], batch_size=args.batch_size, epochs=args.epochs, verbose=2 if chief else 0)
 _, accuracy = model.evaluate(x[test], y[test], verbose=0)
 
-slots = mpistrat.allgather_object(sum(variable.numpy().nbytes for variable in model.optimizer.variables))
+# What this rank has; the public `variables` are those of all ranks, such as the counter of steps.
+slots = mpistrat.allgather_object(sum(variable.numpy().nbytes for variable in model.optimizer._variables))
 weights = model.get_weights()
 digest = hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest()
 if len(set(mpistrat.allgather_object(digest))) > 1:
