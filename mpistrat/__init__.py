@@ -18,7 +18,7 @@ if sys.argv[1:2] == ["run"] and "mpistrat" in (os.path.basename(sys.argv[0]), *s
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: os._exit(128 + number))
 
-from .api import common, horovod_modules, missing_names
+from .api import common, missing_names
 from .api.common import *  # noqa: F403
 from .api.ops import (
     AsyncResult,
@@ -38,7 +38,6 @@ from .api.ops import (
     reducescatter,
     reducescatter_async,
 )
-from .api.run_function import run
 from .core.errors import (
     ClusterError,
     CollectiveError,
@@ -63,6 +62,8 @@ from .core.errors import (
 from .core.request import ReduceOp
 from .core.roles import Role
 from .core.version import __version__ as __version__
+from .horovod import imports as horovod_imports
+from .horovod.run import run
 
 __all__ = [
     "AsyncResult", "ClusterError", "CollectiveError", "DeadlockError", "DuplicateNameError",
@@ -75,4 +76,4 @@ __all__ = [
 __all__ += common.__all__
 
 __getattr__ = missing_names.explain(__name__, missing_names.ARRAYS)
-horovod_modules.install()
+horovod_imports.install()

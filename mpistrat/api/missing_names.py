@@ -68,7 +68,7 @@ KERAS: Mapping[str, str] = {
 
 
 _reasons: dict[str, Mapping[str, str]] = {}  # by module, of the modules that are imported
-modules: set[str] = set()  # paths of Horovod's modules, which are attributes too; see horovod_modules
+modules: set[str] = set()  # paths of Horovod's modules, which are attributes too; see horovod/imports.py
 
 
 def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[str], Any]:

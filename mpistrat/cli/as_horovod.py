@@ -1,6 +1,6 @@
 """`mpistrat run --as-horovod`, and `mpistrat as-horovod`: a program that imports horovod, unedited, gets mpistrat.
 
-The ranks get a directory on PYTHONPATH with a package `horovod`, whose names are mpistrat's (api/as_horovod.py), and
+The ranks get a directory on PYTHONPATH with a package `horovod`, whose names are mpistrat's (horovod/imports.py), and
 with the metadata by which importlib.metadata knows its version. Without the flag none of that is on a path. It contains
 a directory with a command `horovodrun`, for a user's PATH. Called by main.py and `mpistrat run`.
 """
@@ -19,7 +19,7 @@ from ..core.version import __version__
 from ..process.launch_env import RUN_KERAS_2
 from .arguments import Parser
 
-_HERE = str(Path(__file__).parent / "horovod_path")
+_HERE = str(Path(__file__).parents[1] / "horovod" / "path")
 _WORDS = ("", "keras2")
 _WORDS_HELP = "with =keras2 also three words of Keras 2 in Keras 3: optimizer.variables(), lr=, " \
     "compile(experimental_run_tf_function=)"

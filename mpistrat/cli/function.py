@@ -1,4 +1,4 @@
-"""Run a function on the ranks of a new job and collect the results: what mpistrat.run does, see api/run_function.py.
+"""Run a function on the ranks of a new job and collect the results: what mpistrat.run does, see horovod/run.py.
 
 The function and its arguments are pickled into a temporary directory, and ranks are started that run function_rank.py.
 Each rank that sees the directory writes its result there. The results of other ranks travel to one that does.

@@ -11,7 +11,7 @@ import tensorflow as tf
 from ..core.errors import InvalidRequestError
 from ..core.roles import Role
 from ..process.cores import own_cpus
-from .rendezvous import form
+from .cluster import form
 
 # TensorFlow reads these when it starts its first server.
 _SHARE_RESERVED_PORTS = {"TF_GRPC_REUSE_PORT": "1"}  # Without it gRPC's servers cannot bind a reserved port.

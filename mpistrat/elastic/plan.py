@@ -6,13 +6,211 @@ killed. Otherwise the next generation starts, on the hosts that there are, with 
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 from ..core.topology import rank_list
 from .commits import CommitId
-from .generation import Generation, Process
-from .hosts import Hosts
+from .job import LEAVE_CODE
 from .orders import Action, Done, Leave, Limits, Say, Start, Stop
+
+# -- the hosts ---------------------------------------------------------------------------------------------------------
+# Where a generation may start, and which hosts are left out for a while.
+
+ANSWER_S = 5.0  # How long an answer of a host holds.
+
+
+class Hosts:
+    """Hosts, by name.
+
+    A host is *reached* if its keeper is connected, or if it is the supervisor's own. It is *there* if it is reached, or
+    has just answered a probe. Ranks start on a host that is lost, or new in a job that runs, only if it is there.
+
+    Args:
+        cooldown_s: How long a lost host is left out, the first time and at most; each loss doubles the time.
+        own: Names of the supervisor's host, which is there as long as the job.
+    """
+
+    def __init__(self, cooldown_s: tuple[float, float], own: Collection[str] = ()):
+        self._cooldown_s, self._own = cooldown_s, own
+        self._cooled: dict[str, tuple[float, int]] = {}  # until when a host is left out, and how often it was
+        self._gone: dict[str, tuple[float, str]] = {}  # whose keeper is gone: since when, and why
+        self._answered: dict[str, float] = {}  # when a host has answered last
+        self._trusted: set[str] = set()  # where ranks may start unasked
+        self._vain: set[str] = set()  # that have answered, and nothing has started there
+        self._kept: set[str] = set()  # Those with a keeper.
+        self.slots: dict[str, int] = {}  # The number of ranks for each host that discovery has found.
+
+    def found(self, slots: dict[str, int], is_first: bool) -> None:
+        """Discovery has found these hosts; `is_first`: no generation has started yet."""
+        self.slots = {host: count for host, count in slots.items() if count > 0}
+        if is_first:
+            self.trust(self.slots)
+
+    def answered(self, hosts: Collection[str], now: float) -> None:
+        """These hosts have answered."""
+        self._answered.update(dict.fromkeys(hosts, now))
+
+    def is_reached(self, host: str) -> bool:
+        return host in self._kept or host in self._own
+
+    def is_there(self, host: str, now: float) -> bool:
+        return self.is_reached(host) or now - self._answered.get(host, -math.inf) <= ANSWER_S
+
+    def _is_rested(self, host: str, now: float) -> bool:
+        return self._cooled.get(host, (now, 0))[0] <= now
+
+    def usable(self, least: int, now: float) -> dict[str, int]:
+        """The number of ranks for each host where they may start.
+
+        If these have fewer than `least` slots, to wait would help nobody. So hosts that are left out are among them if
+        they are there, and hosts that do not answer if their time is over: a firewall may drop the probes.
+        """
+        found = {host: slots for host, slots in self.slots.items()
+                 if self._is_rested(host, now) and (host in self._trusted or self.is_there(host, now))}
+        return found if sum(found.values()) >= least else {
+            host: slots for host, slots in self.slots.items() if self._is_rested(host, now) or self.is_reached(host)
+            or (self.is_there(host, now) and host not in self._vain)}
+
+    def room(self, running: Collection[str], now: float) -> dict[str, int]:
+        """The number of ranks for each host where there is room: on these hosts, and on those that are there."""
+        return {host: slots for host, slots in self.slots.items()
+                if host in running or (self._is_rested(host, now) and self.is_there(host, now))}
+
+    def trust(self, hosts: Iterable[str]) -> None:
+        """Let ranks start on these hosts without another answer."""
+        self._trusted.update(hosts)
+
+    def unreached(self, now: float, is_needed: bool) -> set[str]:
+        """The hosts to ask, which are not reached. Those that are left out are asked if they `is_needed`."""
+        return {host for host in self.slots if (is_needed or self._is_rested(host, now)) and not self.is_reached(host)}
+
+    def cool(self, host: str, now: float) -> float:
+        """Leave a host out for a while. Returns for how many seconds."""
+        (self._vain.add if self.is_there(host, now) else self._vain.discard)(host)
+        first_s, longest_s = self._cooldown_s
+        times = self._cooled.get(host, (0.0, 0))[1]
+        seconds = min(first_s * 2 ** times, longest_s)
+        self._cooled[host] = now + seconds, times + 1
+        self._trusted.discard(host)
+        return seconds
+
+    def keeper_found(self, host: str) -> None:
+        self._kept.add(host)
+        self._trusted.add(host)
+        self._gone.pop(host, None)
+
+    def keeper_gone(self, host: str, why: str, since: float) -> None:
+        """The connection to the keeper of a host is closed."""
+        self._kept.discard(host)
+        self._gone[host] = min(since, self._gone.get(host, (since, ""))[0]), why
+
+    def lost(self, patience_s: float, now: float) -> dict[str, str]:
+        """Those whose keeper has been gone for `patience_s`, and why. They are not returned again."""
+        found = {host: why for host, (since, why) in self._gone.items() if now - since >= patience_s}
+        for host in found:
+            del self._gone[host]
+        return found
+
+
+# -- the generation that runs ------------------------------------------------------------------------------------------
+# One mpirun, and what its supervisor knows of the ranks.
+
+
+@dataclass
+class Process:
+    """A rank's process, as its keeper has announced it."""
+
+    rank: int
+    host: str
+    state: str = "runs"  # or "done", "failed", "left", "died"
+    is_connected: bool = False  # It has left init().
+    is_renamed: bool = False
+
+
+@dataclass
+class Generation:
+    """The generation that runs."""
+
+    number: int
+    ranks: int  # How many it has started with.
+    hosts: dict[str, int]  # The number of ranks for each host.
+    processes: dict[tuple[str, int], Process] = field(default_factory=dict)  # By host and process number.
+    size: int = 0  # How many ranks it has now.
+    has_committed: bool = False  # Whether a commit was kept.
+    lost_at: float = math.inf  # When the first loss was that is not mended; infinite: there is none.
+    ended_at: float = math.inf  # When the last rank has said that it ends.
+    leaves: str = ""  # Why it ends at its next commit; "" if it goes on.
+    is_stopped: bool = False  # Whether its mpirun was told to end.
+    heard: set[int] = field(default_factory=set)  # The ranks that have said hello, as they were numbered at the start.
+    # The ranks whose processes have ended before they were heard of, and since when that is known.
+    missing: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def states(self) -> list[str]:
+        return [process.state for process in self.processes.values()]
+
+    @property
+    def are_all_connected(self) -> bool:
+        """Whether all ranks have left init(). Before that none of them can mend the loss of another."""
+        return sum(process.is_connected for process in self.processes.values()) >= self.ranks
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether there is a loss that is not mended."""
+        return self.lost_at < math.inf
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all ranks that there are have ended with exit code 0."""
+        return self.states.count("done") >= max(self.size, 1) and not self.has_loss
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it was to end at a commit, and all ranks have."""
+        return bool(self.leaves and self.processes) and all(state in ("left", "done") for state in self.states)
+
+    def hello(self, host: str, rank: int, pid: int, is_connected: bool) -> None:
+        """A rank is there: for the first time, or again, since it has left init() or found another keeper."""
+        if (host, pid) not in self.processes:
+            self.heard.add(rank)
+            self.missing.pop(rank, None)
+        process = self.processes.setdefault((host, pid), Process(rank, host))
+        process.is_connected |= is_connected
+
+    def running_on(self, host: str) -> list[Process]:
+        """The processes of a host that have not ended."""
+        return [process for process in self.processes.values() if process.host == host and process.state == "runs"]
+
+    def lose(self, processes: Iterable[Process], now: float) -> None:
+        """These processes have ended without saying so."""
+        for process in processes:
+            process.state = "died"
+            self.lost_at = min(self.lost_at, now)
+
+    def end(self, process: Process, code: int, now: float) -> None:
+        """A process ends with this exit code."""
+        process.state = "done" if code == 0 else "left" if code == LEAVE_CODE else "failed"
+        if "runs" not in self.states:
+            self.ended_at = now
+        if process.state == "failed":
+            self.lost_at = min(self.lost_at, now)
+
+    def rename(self, process: Process, rank: int, size: int) -> bool:
+        """A rank goes on with a new number after a loss. Returns whether it is the first to do so."""
+        process.rank, process.is_renamed = rank, True
+        is_first, self.size = self.size != size, size
+        alive = [each for each in self.processes.values() if each.state == "runs"]
+        if sum(each.is_renamed for each in alive) == size:
+            self.lost_at = math.inf
+            for each in alive:
+                if not each.is_renamed:  # Its keeper was lost with it, and nobody else tells.
+                    each.state = "died"
+                each.is_renamed = False
+        return is_first
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
 
 # Generations in a row that end without a new commit. The next ones would end in the same way.
 _MOST_FRUITLESS = 3

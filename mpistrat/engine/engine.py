@@ -35,8 +35,7 @@ from ..core.protocols import Array
 from ..core.request import Request
 from ..core.tuning import ENGINE_IDLE_POLL_S, FAILED_EXECUTION_S
 from ..negotiation.joined import JOIN
-from .controller import Controller
-from .life_cycle import BrokenOffError
+from .controller import BrokenOffError, Controller
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 A rank that has no more batches joins, and waits until all ranks have joined. Until then, a collective of the others is
 complete without it. Rank 0 decides that, and its decision names the ranks that are absent. These ranks still take part,
 since the collectives of MPI and of shared memory are among all ranks. They contribute values that do not change the
-result (engine/neutral_tensors.py). An average divides by the number of ranks that have submitted a tensor.
+result (engine/executor.py). An average divides by the number of ranks that have submitted a tensor.
 
 Once a rank has joined, no subtree with it is complete. So the ranks above it in the tree pass on incomplete requests.
 """

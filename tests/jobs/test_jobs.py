@@ -15,8 +15,8 @@ from ..support.jobs import JOB_VARIABLE, needs_mpirun, run_job, run_limited
 @needs_mpirun
 def test_a_stuck_job_prints_the_stacks_of_every_rank() -> None:
     script = "import os, time; print('rank', os.environ['OMPI_COMM_WORLD_RANK']); time.sleep(1000)"
-    with pytest.raises(pytest.fail.Exception, match="was not done after 15 s") as failure:
-        run_job(3, ["python", "-c", script], limit_s=15)
+    with pytest.raises(pytest.fail.Exception, match="was not done after 6 s") as failure:
+        run_job(3, ["python", "-c", script], limit_s=6)
     assert sorted(re.findall(r"rank (\d)", str(failure.value))) == ["0", "1", "2"]
     assert str(failure.value).count("Current thread") == 3
 

@@ -66,12 +66,12 @@ FAIL: dict[str, dict[str, tuple[str, ...]]] = {
             ("test_save_model_exception_raised_high_memory_config",
              "test_save_model_exception_raised_low_memory_config"),
         "collectives are errors in a process that a rank has forked": ("test_load_model_concurrently",),
-        "a batch of one row leaves a rank without rows, which TensorFlow's optimised graph of this model cannot run":
-            ("test_weights_sharding_efficientnet_b0_10", "test_weights_sharding_efficientnet_b0_512"),
         "its file is not in the wheel": ("test_legacy_load_skips_missing_nested_containers",),
     },
     "models": {
         _ERROR: ("test_export_error",),
+        "TensorFlow splits no batch with None among the ranks: 'OptionalSpec' object has no attribute '_unbatch'":
+            ("test_functional_optional_inputs_generator_optional_none",),
     },
 }
 
@@ -130,7 +130,7 @@ def test_a_test_that_hangs_and_one_that_fails_on_one_rank_cost_no_other(tmp_path
     assert any("of rank 1" in text for text in ends["own/some_test.py::test_fails_on_one_rank_alone"].texts)
 
 
-def run(root: Path, directory: str, file: Path, test_s: int = 90) -> dict[str, End]:
+def run(root: Path, directory: str, file: Path, test_s: int = 240) -> dict[str, End]:
     """How the tests of a directory have ended, in as many jobs as it takes. `test_s` is the limit of one test."""
     command = ["python", "-m", "pytest", "-c", "/dev/null", "--rootdir", root, "-p", "no:cacheprovider",
                "-p", "tests.support.in_scope", "--ends", file, "-o", "python_files=*_test.py",
@@ -139,7 +139,7 @@ def run(root: Path, directory: str, file: Path, test_s: int = 90) -> dict[str, E
                *(f"--leave-out={test}" for test in LEFT_OUT), root / directory]
     hung = 0
     while True:
-        job = run_job(2, command, limit_s=1800, env={
+        job = run_job(2, command, limit_s=5400, env={
             "MPISTRAT_STALL_CHECK_TIME_SECONDS": "20", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "40"})
         ends = ends_of(file) if file.exists() else {}
         hanging = [test for test, end in ends.items() if end.outcome == "hangs"]

@@ -33,7 +33,7 @@ SESSIONS += [(3, part, [f"tests/parallel/test_{name}.py" for name in names],
 
 def repeats(files: list[str]) -> list[str]:
     """The files that have nightly tests."""
-    return [file for file in files if re.search(r"mark\.nightly|@sample", (ROOT / file).read_text())]
+    return [file for file in files if re.search(r"mark\.nightly|\bsample\(|@either_way", (ROOT / file).read_text())]
 
 
 SESSIONS += [(2, part, files, "nightly") for part in PARTS if (files := repeats(PARTS[part]))]

@@ -1,7 +1,4 @@
-"""Ranks that end in the middle of a job: the others learn of it, and recover if the job was started so.
-
-tests/scripts/kill_at_random.py kills at random moments, many times.
-"""
+"""Ranks that end in the middle of a job: the others learn of it, and recover if the job was started so."""
 
 import json
 import re
@@ -90,7 +87,7 @@ def test_every_wait_ends_when_ranks_are_lost(backend: str) -> None:
 @pytest.mark.nightly
 def test_a_job_that_cannot_go_on_ends_even_if_mpirun_does_not_see_the_end_of_a_rank() -> None:
     # The shell lives on, and mpirun knows only that.
-    job = run_job(2, ["sh", "-c", f"{sys.executable} tests/scripts/killed_alone.py; sleep 60"], limit_s=50)
+    job = run_job(2, ["sh", "-c", f"{sys.executable} tests/scripts/one_ends.py 'is killed' 0; sleep 60"], limit_s=50)
     assert re.search(r"rank 0 on \S+ ends the job: lost rank 1 on \S+ \(process \d+ has died\), without",
                      job.output), job.output
     assert job.code == 1, job.output

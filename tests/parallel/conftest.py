@@ -4,9 +4,11 @@ Ranks run the same tests in the same order. A test may skip by size, never by ra
 report is printed and the job ends, since the other ranks would wait for it. Only rank 0 reports progress.
 """
 
+import dataclasses
 import os
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from mpistrat.process.launch_env import launched_size
 
 if TYPE_CHECKING:  # Ranks import it when they have begun.
     from mpistrat.core.handle import Entry
+    from mpistrat.tensorflow import MPIStrategy
 
 collect_ignore_glob = [] if launched_size(os.environ)[0] > 1 else ["*.py"]
 
@@ -75,20 +78,42 @@ def shared_dir() -> Iterator[str]:
         own.cleanup()
 
 
+@pytest.fixture(scope="module")
+def strategy() -> "MPIStrategy":
+    """One with the default arguments."""
+    from mpistrat.tensorflow import MPIStrategy
+    return MPIStrategy()
+
+
 @pytest.fixture
-def on_submit(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[["Entry"], object]], None]:
-    """Has a function called with each entry that this rank submits in the test, before the engine gets it."""
+def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with MPISTRAT_CHECK_ACTION=off."""
+    from mpistrat.api import runtime
+    settings = dataclasses.replace(runtime.current().settings, check_action="off")
+    monkeypatch.setattr(runtime.current(), "settings", settings)
+
+
+@pytest.fixture
+def no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing had been trained in this process, and no warning given."""
+    from mpistrat.tensorflow import consistency
+    monkeypatch.setattr(consistency, "_has_warned", False)
+    monkeypatch.setattr(consistency, "_all", weakref.WeakSet())
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list["Entry"]:
+    """What this rank hands to the engine in the test."""
     from mpistrat.engine.queue import TensorQueue
     put = TensorQueue.put
+    seen: list[Entry] = []
 
-    def spy_with(see: Callable[["Entry"], object]) -> None:
-        def spy(self: TensorQueue, entry: "Entry", is_driver: bool = False) -> bool:
-            see(entry)
-            return put(self, entry, is_driver)
+    def spy(self: TensorQueue, entry: "Entry", is_driver: bool = False) -> bool:
+        seen.append(entry)
+        return put(self, entry, is_driver)
 
-        monkeypatch.setattr(TensorQueue, "put", spy)
-
-    return spy_with
+    monkeypatch.setattr(TensorQueue, "put", spy)
+    return seen
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ tf = pytest.importorskip("tensorflow")
 hvd = pytest.importorskip("mpistrat.tensorflow")
 pytest.importorskip("keras")
 
-from ..programs.differential.turns import Turns  # noqa: E402
+from ..support.levels import sample  # noqa: E402
+from ..support.turns import Turns  # noqa: E402
 
 STEPS = 5  # memory for large results was once shared from the third step on
 ROWS = 24  # so many that any number of ranks that the tests have divides them
@@ -145,7 +146,7 @@ def assert_all_equal(pieces: list[Any], expected: list[np.ndarray], what: str) -
         np.testing.assert_array_equal(np.asarray(piece), array, err_msg=f"{what}, piece {i}")
 
 
-@pytest.mark.parametrize("amount, collective", [*(("large", collective) for collective in COLLECTIVES),
+@sample("amount, collective", [*(("large", collective) for collective in COLLECTIVES),
                                                 ("small", "allreduce")])
 def test_what_rank_0_does_to_parts_of_a_result_in_a_graph(amount: str, collective: str, turns: Turns, rank: int,
                                                           size: int) -> None:
@@ -207,9 +208,11 @@ def by_dlpack(piece: Any) -> None:
     written_to(np.from_dlpack(Exported()))
 
 
-@pytest.mark.parametrize("amount, collective", [*(("large", name) for name in COLLECTIVES if name != "joined"),
-                                                ("small", "allreduce")])
-@pytest.mark.parametrize("change", [by_assignment, by_compiled_function, by_numpy, by_function, by_dlpack])
+@pytest.mark.parametrize("change, amount, collective", [
+    pytest.param(change, amount, name, marks=[pytest.mark.nightly] * (change is not by_assignment and (
+        amount, name) != ("large", "allreduce")))
+    for change in (by_assignment, by_compiled_function, by_numpy, by_function, by_dlpack)
+    for amount, name in (*(("large", name) for name in COLLECTIVES if name != "joined"), ("small", "allreduce"))])
 def test_what_rank_0_does_to_parts_of_an_eager_result(change: Callable, amount: str, collective: str, rank: int,
                                                       size: int) -> None:
     columns, (collect, expected) = COLUMNS[amount], COLLECTIVES[collective]
@@ -225,7 +228,7 @@ def test_what_rank_0_does_to_parts_of_an_eager_result(change: Callable, amount: 
             assert_all_equal(pieces, cut_array(expected(size, number, columns)), f"{name}, step {number}")
 
 
-@pytest.mark.parametrize("amount", COLUMNS)
+@sample("amount", ["large", "small"])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_results_that_are_kept_for_hundreds_of_steps(collective: str, amount: str, turns: Turns, rank: int,
                                                      size: int) -> None:

@@ -8,8 +8,7 @@ import pytest
 import tensorflow as tf
 
 import mpistrat
-from mpistrat.cluster.cluster import Cluster
-from mpistrat.cluster.rendezvous import form
+from mpistrat.cluster.cluster import Cluster, form
 from mpistrat.core.errors import ClusterError, InvalidRequestError
 from mpistrat.tensorflow import MPIClusterResolver
 
@@ -33,11 +32,6 @@ def test_the_default_is_a_chief_and_workers(rank: int) -> None:
     assert (cluster.role.value, cluster.index) == (("worker", rank - 1) if rank else ("chief", 0))
 
 
-def test_roles_are_given_out_in_order(rank: int, size: int) -> None:
-    cluster = form({"chief": 1, "ps": size - 1, "worker": 0})
-    assert (cluster.role.value, cluster.index) == (("ps", rank - 1) if rank else ("chief", 0))
-
-
 def test_all_ranks_have_the_same_addresses_and_no_two_the_same_port(size: int) -> None:
     spec = form().spec
     assert mpistrat.allgather_object(spec) == [spec] * size
@@ -55,11 +49,6 @@ def test_each_rank_holds_its_own_port_until_it_closes_the_cluster(rank: int) -> 
     socket.create_server(("", port)).close()
 
 
-def test_a_cluster_may_be_formed_again(size: int) -> None:
-    first, second = form().spec, form().spec
-    assert not set(map(tuple, first.values())) & set(map(tuple, second.values()))
-
-
 def test_the_chief_cannot_wait_for_itself(rank: int) -> None:
     cluster = form()
     if rank == 0:
@@ -73,19 +62,6 @@ def test_the_chief_cannot_wait_for_itself(rank: int) -> None:
 def test_more_roles_than_ranks_say_how_many_ranks_they_need(size: int) -> None:
     assert f"need {size + 1} ranks, but there are {size} (mpirun -np {size + 1})" in \
         error_of({"chief": 1, "worker": size - 1, "ps": 1})
-
-
-def test_fewer_roles_than_ranks_say_how_many_ranks_they_need(size: int) -> None:
-    assert f"need 1 ranks, but there are {size} (mpirun -np 1)" in error_of({"chief": 1})
-
-
-def test_an_unknown_role_is_named(size: int) -> None:
-    assert "unknown role 'master'; the roles are chief, worker, ps, evaluator" in \
-        error_of({"chief": 1, "master": size - 1})
-
-
-def test_without_a_chief_there_is_no_cluster(size: int) -> None:
-    assert "exactly one chief is needed" in error_of({"worker": size})
 
 
 def test_jobs_that_differ_among_the_ranks_are_an_error_on_every_rank(rank: int, size: int) -> None:

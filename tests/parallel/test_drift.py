@@ -18,6 +18,7 @@ hvd = pytest.importorskip("mpistrat.keras")
 from mpistrat.keras.fit.fit_checks import ChecksWithinEpochs  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy, equal_weights  # noqa: E402
 
+from ..support.levels import sample  # noqa: E402
 from .helpers import everywhere  # noqa: E402
 
 BATCH, BATCHES, EVERY = 4, 12, 4
@@ -89,12 +90,11 @@ def warnings_in(caplog: pytest.LogCaptureFixture, text: str = "the ranks have di
     return [record.getMessage() for record in caplog.records if text in record.getMessage()]
 
 
-@pytest.mark.parametrize("name", ["first/kernel", "momentum"])
-@pytest.mark.parametrize("door", [*DOORS, centrals])
+@pytest.mark.parametrize("door, name", [
+    (horovods, "first/kernel"), (horovods, "momentum"), (strategys, "first/kernel"), (centrals, "first/kernel"),
+    pytest.param(strategys, "momentum", marks=pytest.mark.nightly)])
 def test_a_difference_within_an_epoch_is_an_error_on_every_rank(door: Callable, name: str, rank: int, size: int,
                                                                checked: Callable) -> None:
-    if (door, name) == (centrals, "momentum"):
-        pytest.skip("only the chief has it")
     checked()
     with pytest.raises(mpistrat.MismatchError) as caught:
         fit(door(), rank, [Poke(name if name != "momentum" else "first_kernel_momentum")] if rank == 0 else [])
@@ -105,7 +105,7 @@ def test_a_difference_within_an_epoch_is_an_error_on_every_rank(door: Callable, 
     assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum)[0] == size  # The engine goes on.
 
 
-@pytest.mark.parametrize("door", DOORS)
+@sample("door", DOORS)
 def test_a_difference_may_be_a_warning(door: Callable, rank: int, checked: Callable,
                                        caplog: pytest.LogCaptureFixture) -> None:
     checked(action="warn")
@@ -117,7 +117,7 @@ def test_a_difference_may_be_a_warning(door: Callable, rank: int, checked: Calla
     assert all("Training goes on with them, because MPISTRAT_CHECK_ACTION is warn." in text for text in found)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@sample("door", DOORS)
 def test_rounding_is_warned_of_whatever_the_action_is(door: Callable, rank: int, checked: Callable,
                                                       caplog: pytest.LogCaptureFixture) -> None:
     checked(every=1)
@@ -125,7 +125,7 @@ def test_rounding_is_warned_of_whatever_the_action_is(door: Callable, rank: int,
     assert len(warnings_in(caplog, f"{HERE} the weights of the ranks differ by rounding")) == (0 if rank else 1)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@sample("door", DOORS)
 def test_zero_leaves_only_the_check_at_the_end(door: Callable, rank: int, checked: Callable) -> None:
     checked(every=0)
     with pytest.raises(mpistrat.MismatchError, match="fit: at the end of epoch 1 the ranks have different weights"):
@@ -141,7 +141,7 @@ def test_an_execution_of_several_steps_counts_its_batches(door: Callable, rank: 
         fit(model, rank, [Poke("first/kernel", batch=5)] if rank == 0 else [])
 
 
-@pytest.mark.parametrize("door", DOORS)
+@sample("door", DOORS)
 def test_sums_of_gradients_running_statistics_and_local_weights_may_differ(door: Callable, rank: int,
                                                                            checked: Callable) -> None:
     checked(every=1)

@@ -1,6 +1,5 @@
 """Ranks that train different weights get an error, and ranks that train on the same data a warning."""
 
-import dataclasses
 import logging
 import traceback
 import weakref
@@ -20,6 +19,7 @@ tape_hvd = pytest.importorskip("mpistrat.tensorflow")
 
 from mpistrat.tensorflow import consistency  # noqa: E402
 
+from ..support.levels import sample  # noqa: E402
 from .helpers import assert_equal_on_all_ranks  # noqa: E402
 
 COLUMNS, ROWS, BATCH = 5, 32, 8
@@ -54,13 +54,6 @@ def _first_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consistency, "_of_tapes", weakref.WeakKeyDictionary())
 
 
-@pytest.fixture
-def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with MPISTRAT_CHECK_ACTION=off."""
-    settings = dataclasses.replace(runtime.current().settings, check_action="off")
-    monkeypatch.setattr(runtime.current(), "settings", settings)
-
-
 # -- different weights ------------------------------------------------------------------------------------------------
 
 
@@ -74,8 +67,8 @@ def test_fit_without_a_broadcast_is_an_error_on_every_rank(rank: int, size: int)
     assert hvd.allreduce(1.0, op=hvd.Sum).numpy() == size  # The engine goes on.
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])
-@pytest.mark.parametrize("kind", ["input", "no input"])
+@sample("run_eagerly", [False, True], ids=["graph", "eager"])
+@sample("kind", ["input", "no input"])
 def test_batches_without_a_broadcast_are_an_error_on_every_rank(kind: str, run_eagerly: bool, rank: int,
                                                                 size: int) -> None:
     model = new_model(rank, kind)
@@ -92,7 +85,7 @@ def test_fit_of_two_steps_is_checked_at_its_end(rank: int, size: int) -> None:
         fit(new_model(rank), data_of(rank, 2 * BATCH))
 
 
-@pytest.mark.parametrize("steps", [1, 4], ids=["step by step", "four steps at once"])
+@sample("steps", [1, 4], ids=["step by step", "four steps at once"])
 def test_weights_that_the_first_batch_creates_are_broadcast_after_it(steps: int, rank: int) -> None:
     model = new_model(rank, "no input")
     fit(model, data_of(rank), [hvd.callbacks.BroadcastGlobalVariablesCallback(0)], epochs=2, steps_per_execution=steps)
@@ -261,7 +254,7 @@ def test_variables_of_each_rank_are_exempt(rank: int) -> None:
     assert_equal_on_all_ranks([weights[1].numpy()])
 
 
-@pytest.mark.parametrize("in_graph", [True, False], ids=["graph", "eager"])
+@sample("in_graph", [True, False], ids=["graph", "eager"])
 def test_a_model_of_sparse_gradients_only_is_checked(in_graph: bool, rank: int, size: int) -> None:
     table = keras.Variable(np.full((4, 2), float(rank), np.float32), name="table")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
@@ -311,15 +304,13 @@ def test_the_check_can_be_left_out(rank: int, size: int) -> None:
 
 
 @pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def warnings(no_warning_yet: None, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """The warnings of these checks on this rank so far, as if none had been given before the test."""
-    monkeypatch.setattr(consistency, "_has_warned", False)
-    monkeypatch.setattr(consistency, "_all", weakref.WeakSet())
     return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
                     and record.name.startswith(("mpistrat.keras", "mpistrat.tensorflow"))]
 
 
-@pytest.mark.parametrize("kind", ["input", "no input"])
+@sample("kind", ["input", "no input"])
 def test_the_chief_warns_once_of_the_same_data_on_all_ranks(kind: str, rank: int, warnings: Callable) -> None:
     for _ in range(2):
         fit(new_model(rank, kind), data_of(0, 5 * BATCH), [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])

@@ -1,9 +1,7 @@
 """Ranks that train differently in fit: an error on every rank, or what makes them alike."""
 
 import contextlib
-import dataclasses
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,12 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 hvd_tf = pytest.importorskip("mpistrat.tensorflow")
 
+from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.keras.fit import fit_checks  # noqa: E402
-from mpistrat.tensorflow import consistency, equal_weights  # noqa: E402
 from mpistrat.tensorflow import gradients as reduced  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
+from ..support.levels import sample  # noqa: E402
 from .helpers import everywhere  # noqa: E402
 
 COLUMNS, ROWS, BATCH = 4, 24, 8
@@ -31,9 +30,10 @@ BroadcastCallback = hvd.callbacks.BroadcastGlobalVariablesCallback
 
 
 def new_model(**arguments: Any) -> Any:
+    """Its steps are eager: most tests are of what fit does between them, and a trace takes longer than they do."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **arguments), loss="mse", jit_compile=False)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **arguments), loss="mse", run_eagerly=True)
     return model
 
 
@@ -76,51 +76,28 @@ class Stop(keras.callbacks.Callback):
         self.model.stop_training |= self.batch is None and epoch == self.epoch
 
 
-class SeenByBatch(keras.callbacks.Callback):
-    """Counts what fit and evaluate call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches = 0
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.batches += 1
-
-
-@pytest.fixture
-def without_checks() -> Iterator[None]:
-    """As with MPISTRAT_CHECK_ACTION=off."""
-    before = runtime.current().settings
-    runtime.current().settings = dataclasses.replace(before, check_action="off")
-    yield
-    runtime.current().settings = before
+def counting(batches: list[int]) -> Any:
+    """A callback of the user that notes the batches."""
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch))
 
 
 # -- how many operations there are ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def operations(on_submit: Callable) -> list[str]:
-    """The names of the operations that this rank submits."""
-    names: list[str] = []
-    on_submit(lambda entry: names.append(entry.request.name))
-    return names
-
-
 @pytest.mark.parametrize("is_under_strategy", [False, True], ids=["optimizer", "strategy"])
-@pytest.mark.parametrize("verbose", [0, 2])
+@sample("verbose", [0, 2])
 def test_fit_of_two_batches_makes_few_operations(is_under_strategy: bool, verbose: int, rank: int,
-                                                 operations: list[str]) -> None:
+                                                 submitted: list[Entry]) -> None:
     keras.utils.set_random_seed(1)
     strategy = hvd_tf.MPIStrategy() if is_under_strategy else None
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.Dense(1)])
         optimizer = keras.optimizers.SGD(0.1)
         model.compile(optimizer if is_under_strategy else hvd.DistributedOptimizer(optimizer), loss="mse")
-    operations.clear()
+    submitted.clear()
     model.fit(*data_of(0 if is_under_strategy else rank, 16), batch_size=8, verbose=verbose, callbacks=[
         BroadcastCallback(0)] if strategy is None else [])
-    found = [name for name in operations if not name.startswith("check/")]
+    found = [entry.request.name for entry in submitted if not entry.request.name.startswith("check/")]
     steps = [place for place, name in enumerate(found) if name.endswith("/gradients") or "/" not in name]
     assert len(steps) == (2 if mpistrat.size() > 1 else 0), found
     if steps:
@@ -194,7 +171,7 @@ def different(rank: int, kind: str = "input", optimizer: Any = None) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["input", "no input"])
-@pytest.mark.parametrize("optimizer", [
+@sample("optimizer", [
     lambda: keras.optimizers.AdamW(0.01), lambda: keras.optimizers.SGD(0.1, weight_decay=0.1),
     lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(0.01))], ids=["AdamW", "SGD", "scaled"])
 def test_with_weight_decay_a_forgotten_broadcast_is_an_error_on_every_rank(optimizer: Callable, kind: str, rank: int,
@@ -229,13 +206,11 @@ def test_with_weight_decay_local_weights_may_differ(rank: int, size: int) -> Non
     assert len(set(everywhere(model.get_weights()[0].tobytes()))) == size
 
 
-@pytest.mark.parametrize("form", [np.asarray, tf.constant], ids=["numpy", "tensors"])
+@pytest.mark.usefixtures("no_warning_yet")
+@sample("form", [np.asarray, tf.constant], ids=["numpy", "tensors"])
 @pytest.mark.parametrize("is_same", [True, False], ids=["same", "other"])
 def test_the_same_rows_on_all_ranks_are_a_warning_also_if_each_rank_shuffles_them(
-        is_same: bool, form: Callable, rank: int, monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(consistency, "_has_warned", False)
-    monkeypatch.setattr(consistency, "_all", weakref.WeakSet())
+        is_same: bool, form: Callable, rank: int, caplog: pytest.LogCaptureFixture) -> None:
     model = new_model()
     keras.utils.set_random_seed(rank)
     x, y = map(form, data_of(1 if is_same else rank))
@@ -308,7 +283,7 @@ class Change(keras.callbacks.Callback):
             weight.assign(weight * self.factor)
 
 
-@pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
+@sample("trainable", [True, False], ids=["trained", "frozen"])
 def test_weights_that_differ_when_an_epoch_ends_are_an_error_on_every_rank(trainable: bool, rank: int,
                                                                            size: int) -> None:
     model, keep = new_model(), Keep()
@@ -319,14 +294,6 @@ def test_weights_that_differ_when_an_epoch_ends_are_an_error_on_every_rank(train
         "callbacks of all ranks. Usual causes: " in str(caught.value)
     assert not keep.logs  # No callback of the user saves such a model.
     assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum)[0] == size
-
-
-def test_weights_that_differ_by_rounding_are_a_warning(rank: int, monkeypatch: pytest.MonkeyPatch,
-                                                       caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(equal_weights, "_has_warned", False)
-    fit(new_model(), rank, [] if rank else [Change("kernel", 1 + 1e-6)], epochs=3)
-    texts = [r.getMessage() for r in caplog.records if "differ by rounding" in r.getMessage()]
-    assert len(texts) == (0 if rank else 1)
 
 
 def test_a_weight_that_is_not_a_number_on_one_rank_is_no_rounding(rank: int) -> None:
@@ -344,8 +311,8 @@ def root_only(layer: Any, rank: int) -> None:
     layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary(), 0))  # as the error advises
 
 
-@pytest.mark.parametrize("place", ["model", "pipeline"])
-@pytest.mark.parametrize("adapt", [vocabulary_of, root_only])
+@pytest.mark.parametrize("adapt, place", [(vocabulary_of, "model"), (vocabulary_of, "pipeline"), (root_only, "model"),
+                                          pytest.param(root_only, "pipeline", marks=pytest.mark.nightly)])
 def test_a_vocabulary_of_each_rank_is_an_error_that_names_the_layer(
         adapt: Callable, place: str, rank: int, size: int, caplog: pytest.LogCaptureFixture) -> None:
     words = keras.layers.StringLookup(output_mode="one_hot", name="words")
@@ -392,7 +359,6 @@ def test_statistics_of_each_ranks_rows_are_an_error_or_a_warning(callbacks: list
 
 READERS = {
     "early stopping everywhere": lambda rank, path: [keras.callbacks.EarlyStopping("loss")],
-    "plateau everywhere": lambda rank, path: [keras.callbacks.ReduceLROnPlateau("loss")],
     "best checkpoint on the chief": lambda rank, path: [] if rank else [
         keras.callbacks.ModelCheckpoint(f"{path}/best.keras", "loss", save_best_only=True)],
 }
@@ -420,14 +386,6 @@ def test_the_average_is_that_of_the_ranks(rank: int) -> None:
     assert averaged.logs[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-12)
 
 
-def test_a_metric_that_only_some_ranks_have_is_named(rank: int, caplog: pytest.LogCaptureFixture) -> None:
-    validation = {"validation_data": data_of(9)} if rank == 0 else {}
-    fit(new_model(), rank, [keras.callbacks.ReduceLROnPlateau("loss")], epochs=2, **validation)
-    texts = [r.getMessage() for r in caplog.records if "cannot average metrics" in r.getMessage()]
-    assert len(texts) == (0 if rank else 1)
-    assert all("val_loss on ranks [0]" in text for text in texts)
-
-
 def test_validation_on_other_numbers_of_batches_is_named_unless_rows_are_counted(
         rank: int, caplog: pytest.LogCaptureFixture) -> None:
     for weighted in True, False:
@@ -438,7 +396,7 @@ def test_validation_on_other_numbers_of_batches_is_named_unless_rows_are_counted
     assert not texts or ("3 on rank" in texts[0] and "MetricAverageCallback(weighted=True)" in texts[0])
 
 
-@pytest.mark.parametrize("make", [lambda: tf.distribute.OneDeviceStrategy("/cpu:0"), tf.distribute.MirroredStrategy])
+@sample("make", [lambda: tf.distribute.OneDeviceStrategy("/cpu:0"), tf.distribute.MirroredStrategy])
 @pytest.mark.parametrize("way", ["fit", "tape"])
 def test_another_strategy_around_a_distributed_optimizer_or_tape_is_named_once(
         make: Callable[[], Any], way: str, rank: int, monkeypatch: pytest.MonkeyPatch,
@@ -462,14 +420,6 @@ def test_another_strategy_around_a_distributed_optimizer_or_tape_is_named_once(
     assert len(texts) == (rank == 0), texts
     assert all(f"tf.distribute.{type(strategy).__name__}" in text
                and "strategy = mpistrat.tensorflow.MPIStrategy()" in text for text in texts)
-
-
-@pytest.mark.usefixtures("without_checks")
-def test_without_the_checks_metrics_are_averaged_too(rank: int) -> None:
-    keep = Keep()
-    fit(new_model(), rank, [keep, keras.callbacks.EarlyStopping("loss")])
-    assert len(set(everywhere(keep.logs[0]["loss"]))) == 1
-    assert len(set(everywhere(keep.means[0]))) == 1  # This has an argument of its own.
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
@@ -511,17 +461,8 @@ def test_distributed_optimizers_in_one_of_several_are_those_of_fit(rank: int, si
     assert all(other == of_ranks[0] for other in of_ranks)
 
 
-@needs_multi_optimizer
-def test_weight_decay_in_one_of_several_is_no_false_alarm(rank: int) -> None:
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((COLUMNS,)), *[keras.layers.Dense(64) for _ in range(6)]])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(
-        keras.optimizers.AdamW(0.01, weight_decay=0.5)))), loss="mse")
-    fit(model, rank, epochs=2)
-    assert model.optimizer._mpistrat.reducer.changes_early
-
-
-@pytest.mark.parametrize("batch", [None, 1, ROWS // BATCH - 1], ids=["epoch", "batch", "last batch"])
+@pytest.mark.parametrize("batch", [None, 1, pytest.param(ROWS // BATCH - 1, marks=pytest.mark.nightly)],
+                         ids=["epoch", "batch", "last batch"])
 def test_all_ranks_may_stop_together(batch: int | None, rank: int) -> None:
     model = new_model()
     assert len(fit(model, rank, Stop(1, batch), epochs=4).history["loss"]) == 2
@@ -590,39 +531,37 @@ def test_statistics_are_averaged_with_loss_scaling_too(rank: int) -> None:
     assert len(set(everywhere(running_mean(model).tobytes()))) == 1
 
 
-class KeepOfBatches(keras.callbacks.Callback):
+def keeping(means: list[bytes], model: Any) -> Any:
     """Keeps the running mean after each batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.means: list[bytes] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.means.append(running_mean(self.model).tobytes())
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: means.append(running_mean(model).tobytes()))
 
 
-@pytest.mark.parametrize("on_all", [True, False], ids=["all ranks", "chief"])
+@sample("on_all", [True, False], ids=["all ranks", "chief"])
 def test_running_statistics_are_averaged_before_a_save_within_an_epoch(on_all: bool, rank: int, size: int,
                                                                        tmp_path: Path) -> None:
-    model, keep = new_model(), KeepOfBatches()
+    model, kept = new_model(), list[bytes]()
+    keep = keeping(kept, model)
     checkpoint = keras.callbacks.ModelCheckpoint(f"{tmp_path}/last.weights.h5", save_freq=2, save_weights_only=True)
     for _ in range(2):  # The count goes on from epoch to epoch, and from fit to fit.
-        fit(model, rank, [checkpoint, keep] if on_all or rank == 0 else [keep], epochs=2, rows=3 * BATCH)
-    assert [len(set(means)) for means in zip(*everywhere(keep.means))] == [size, 1] * 6
+        fit(model, rank, [checkpoint, keep] if on_all or rank == 0 else [keep], epochs=2)
+    assert [len(set(means)) for means in zip(*everywhere(kept))] == [size, 1] * 6
     if on_all or rank == 0:
         saved = new_model()
         saved.load_weights(f"{tmp_path}/last.weights.h5")
-        assert running_mean(saved).tobytes() == keep.means[-1]
+        assert running_mean(saved).tobytes() == kept[-1]
     else:
         new_model()  # All ranks create as many optimizers.
 
 
 @pytest.mark.usefixtures("without_checks")
-def test_without_the_checks_they_are_averaged_before_a_save_too(rank: int, size: int, tmp_path: Path) -> None:
-    model, keep = new_model(), KeepOfBatches()
+def test_without_the_checks_they_are_averaged_before_a_save_too_and_so_are_metrics(rank: int, size: int,
+                                                                                   tmp_path: Path) -> None:
+    model, kept, of_epochs = new_model(), list[bytes](), Keep()
     checkpoint = keras.callbacks.ModelCheckpoint(f"{tmp_path}/last.weights.h5", save_freq=2, save_weights_only=True)
-    fit(model, rank, [keep] if rank else [checkpoint, keep])
-    assert [len(set(means)) for means in zip(*everywhere(keep.means))] == [size, 1, size]
+    fit(model, rank, [*([] if rank else [checkpoint]), keeping(kept, model), of_epochs,
+                      keras.callbacks.EarlyStopping("loss")])
+    assert [len(set(means)) for means in zip(*everywhere(kept))] == [size, 1, size]
+    assert len(set(everywhere(of_epochs.logs[0]["loss"]))) == len(set(everywhere(of_epochs.means[0]))) == 1
 
 
 # -- whatever is given to fit -----------------------------------------------------------------------------------------
@@ -639,27 +578,24 @@ def test_fit_may_be_called_again_and_evaluated_on_one_rank(rank: int) -> None:
 
 
 def test_a_list_of_callbacks_of_the_users_is_left_as_it_was(rank: int) -> None:
-    model, seen = new_model(), SeenByBatch()
-    callbacks = keras.callbacks.CallbackList([seen], add_history=True, model=model, epochs=2, steps=ROWS // BATCH)
+    model, batches = new_model(), list[int]()
+    callbacks = keras.callbacks.CallbackList([counting(batches)], add_history=True, model=model, epochs=2,
+                                             steps=ROWS // BATCH)
     before = list(callbacks.callbacks)
     fit(model, rank, callbacks, epochs=2)
     assert callbacks.callbacks == before
-    assert seen.batches == 2 * ROWS // BATCH
+    assert batches == [0, 1, 2] * 2
     assert len(set(everywhere(running_mean(model).tobytes()))) == 1
 
 
 @pytest.mark.parametrize("form", [lambda c: c, lambda c: [[c]], lambda c: (c,)], ids=["one", "nested", "tuple"])
-def test_callbacks_may_be_given_in_any_form(form: Any, rank: int) -> None:
-    seen = SeenByBatch()
-    history = fit(new_model(), rank, form(seen))
-    assert seen.batches == ROWS // BATCH
+def test_callbacks_may_be_given_in_any_form_and_by_position(form: Any, rank: int) -> None:
+    model, batches = new_model(), list[int]()
+    history = fit(model, rank, form(counting(batches)))
+    assert batches == [0, 1, 2]
     assert list(history.history) == ["loss"]
-
-
-def test_callbacks_may_be_given_by_position(rank: int) -> None:
-    seen = SeenByBatch()
-    new_model().fit(*data_of(rank), BATCH, 1, 0, [seen])
-    assert seen.batches == ROWS // BATCH
+    model.fit(*data_of(rank), BATCH, 1, 0, form(counting(batches)))
+    assert batches == [0, 1, 2] * 2
 
 
 class NormAndDense(keras.Model):
@@ -732,6 +668,20 @@ def test_a_model_with_two_optimizers_stops_together_and_has_one_state(rank: int,
     assert all(other == losses[0] for other in losses)
     assert len(set(everywhere(b"".join(weight.tobytes() for weight in model.get_weights())))) == 1
     assert "EACH RANK TRAINS" not in caplog.text
+
+
+@pytest.mark.horovod("broadcast-callback")
+def test_the_state_of_optimizers_in_attributes_is_the_roots_after_the_first_batch(rank: int) -> None:
+    model = new_two()
+    if rank == 0:  # It goes on where another job has ended.
+        for optimizer, layer in zip(model.both, (model.norm, model.dense)):
+            optimizer.build(layer.trainable_weights)
+            for variable in optimizer.variables:
+                variable.assign(keras.ops.ones_like(variable) * 3)
+    fit(model, rank, [BroadcastCallback(0)])
+    assert [int(optimizer.iterations) for optimizer in model.both] == [3 + ROWS // BATCH] * 2
+    states = [*model.get_weights(), *(v.numpy() for optimizer in model.both for v in optimizer.variables)]
+    assert len(set(everywhere(b"".join(np.asarray(state).tobytes() for state in states)))) == 1
 
 
 def test_a_variable_that_is_local_to_one_of_two_optimizers_stays_on_its_rank(rank: int, size: int) -> None:
@@ -807,7 +757,7 @@ class Silent(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("own", [Average, Silent])
-@pytest.mark.parametrize("epochs", [1, 3])
+@sample("epochs", [1, 3])
 def test_weights_that_a_callback_averages_by_hand_are_no_warning(own: Any, epochs: int, rank: int,
                                                                  caplog: pytest.LogCaptureFixture) -> None:
     model = new_model()

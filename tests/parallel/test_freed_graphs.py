@@ -19,6 +19,7 @@ from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 from mpistrat.tensorflow.bridge import python_op  # noqa: E402
 from mpistrat.tensorflow.bridge.completion import COMPLETIONS  # noqa: E402
 
+from ..support.levels import sample  # noqa: E402
 from .strategy_helpers import SUM  # noqa: E402
 
 
@@ -60,7 +61,7 @@ def callbacks() -> int:
     return sum(map(len, python_op._called.values()))
 
 
-@pytest.mark.parametrize("differentiated", [False, True])
+@sample("differentiated", [True, False])
 @pytest.mark.parametrize("body", [reduced, group, hvd.allgather, lambda x: hvd.broadcast(x, 0), in_a_branch, in_a_loop,
                                   in_a_function, with_a_tape])
 def test_nothing_is_left_of_functions(body: Callable, differentiated: bool) -> None:

@@ -13,8 +13,8 @@ tf = pytest.importorskip("tensorflow")
 
 import mpistrat.tensorflow as hvd  # noqa: E402
 
-from ..programs.differential.legs import Leg, under  # noqa: E402
 from ..support import tensorflow_stand_in  # noqa: E402
+from ..support.legs import Leg, under  # noqa: E402
 
 HOSTS = {1: [], 2: ["AB"], 3: ["ABC", "ABA"]}
 SHAPES = [[100, 100], [7], [301, 33]]

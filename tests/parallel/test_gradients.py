@@ -15,7 +15,6 @@ import tensorflow as tf
 import mpistrat
 import mpistrat.tensorflow as hvd
 
-from ..support.levels import sample
 from .helpers import eagerly, in_graph
 
 STEP = 1e-5  # The error of a central difference is about STEP ** 2.
@@ -82,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["all ranks", "a process set"])
+@pytest.fixture(params=["all ranks", pytest.param("a process set", marks=pytest.mark.nightly)])
 def process_set(request: pytest.FixtureRequest, size: int) -> Iterator[hvd.ProcessSet]:
     """All ranks, or all but the first."""
     if request.param == "all ranks":
@@ -125,7 +124,7 @@ def slopes(case: Case, values: list[Any], process_set: hvd.ProcessSet) -> list[n
 
 @pytest.mark.horovod("allreduce-gradient", "grouped-allreduce-gradient", "allgather-gradient",
                      "broadcast-gradient", "reducescatter-gradient", "alltoall-gradient")
-@sample("name", CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_gradient_is_the_slope_of_the_sum_of_losses(name: str, process_set: hvd.ProcessSet) -> None:
     case = CASES[name]
     if not process_set.included():

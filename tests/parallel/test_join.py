@@ -97,19 +97,6 @@ def test_what_has_no_result_is_an_error_on_the_other_ranks(call: Any, rank: int,
     call()
 
 
-def test_operations_under_way_count_though_their_rank_has_joined(rank: int, size: int) -> None:
-    pending = mpistrat.allreduce_async(np.float64(rank), op=mpistrat.Sum, name="under way") if rank < size - 1 else None
-    thread = threading.Thread(target=mpistrat.join)
-    if pending is not None:
-        thread.start()
-    else:
-        assert mpistrat.allreduce(np.float64(rank), op=mpistrat.Sum, name="under way") == sum(range(size))
-        mpistrat.join()
-    if pending is not None:
-        assert pending.wait() == sum(range(size))
-        thread.join()
-
-
 def test_a_rank_joins_once_at_a_time(rank: int, size: int) -> None:
     from mpi4py import MPI
     thread = threading.Thread(target=mpistrat.join)
@@ -123,18 +110,6 @@ def test_a_rank_joins_once_at_a_time(rank: int, size: int) -> None:
     if rank == size - 1:
         thread.start()
     thread.join()
-
-
-def test_many_rounds(rank: int, size: int) -> None:
-    chooser = np.random.default_rng(3)
-    for _ in range(30):
-        steps = chooser.integers(0, 5, size)
-        for step in range(steps[rank]):
-            active = [r for r in range(size) if steps[r] > step]
-            assert mpistrat.allreduce(np.full(9, rank), op=mpistrat.Sum, name=str(step % 2)).tolist() == \
-                [sum(active)] * 9
-        last = mpistrat.join()
-        assert len(set(everywhere(last))) == 1
 
 
 def test_process_sets_join_by_themselves(rank: int, size: int) -> None:

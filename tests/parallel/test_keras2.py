@@ -17,7 +17,8 @@ tf = pytest.importorskip("tensorflow")
 
 import mpistrat.tensorflow.keras as hvd  # noqa: E402
 
-from .helpers import assert_equal_on_all_ranks, both_ways, eagerly, everywhere, in_graph  # noqa: E402
+from ..support.levels import sample  # noqa: E402
+from .helpers import assert_equal_on_all_ranks, both_ways, eagerly, either_way, everywhere, in_graph  # noqa: E402
 
 old = keras.optimizers.legacy
 Scaled = keras.mixed_precision.LossScaleOptimizer
@@ -76,7 +77,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.horovod("optimizer-old")
-@both_ways
+@either_way
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_does_what_it_does_with_the_mean(name: str, way: Callable, rank: int, size: int) -> None:
     make = OPTIMIZERS[name]
@@ -88,8 +89,8 @@ def test_an_optimizer_does_what_it_does_with_the_mean(name: str, way: Callable, 
 
 @pytest.mark.horovod("backward-passes")
 @both_ways
-@pytest.mark.parametrize("name", ["adam", "legacy sgd", "legacy adam of a schedule"])
-@pytest.mark.parametrize("is_mean", [False, True], ids=["sum", "mean"])
+@sample("name", ["adam", "legacy sgd", "legacy adam of a schedule"])
+@sample("is_mean", [False, True], ids=["sum", "mean"])
 def test_passes_are_accumulated(name: str, way: Callable, is_mean: bool, rank: int, size: int) -> None:
     make = OPTIMIZERS[name]
     optimizer = hvd.DistributedOptimizer(make(), backward_passes_per_step=2, average_aggregated_gradients=is_mean)
@@ -143,16 +144,7 @@ def test_local_variables_keep_their_own_gradient_and_state(rank: int, size: int)
         assert_equal_on_all_ranks([shared.numpy()])
 
 
-def test_a_rank_outside_of_the_process_set_trains_alone(rank: int, size: int) -> None:
-    others = hvd.add_process_set(list(range(size - 1)))
-    found = after(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=others), [gradients_of(rank, 0)])
-    right = mean_of(size - 1, [0]) if rank < size - 1 else gradients_of(rank, 0)
-    for mine, expected in zip(found, after(keras.optimizers.SGD(0.1), [right]), strict=True):
-        np.testing.assert_allclose(mine, expected, rtol=1e-5)
-    assert hvd.remove_process_set(others)
-
-
-@both_ways
+@either_way
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("make", [lambda: keras.optimizers.SGD(0.1), lambda: old.SGD(0.1)], ids=["new", "legacy"])
 def test_all_ranks_skip_a_step_with_an_overflow_on_one(make: Callable, inside: bool, way: Callable, rank: int,
@@ -222,7 +214,7 @@ def weights_of(model: Any) -> list[np.ndarray]:
 
 
 @pytest.mark.horovod("broadcast-callback", "metric-average")
-@pytest.mark.parametrize("name", ["adam", "legacy adam", "scaled"])
+@sample("name", ["adam", "legacy adam", "scaled"])
 def test_fit_is_that_of_one_process(name: str, rank: int, size: int) -> None:
     """The ranks begin with other weights, and get those of rank 0."""
     x, y = own_rows(rank, size)
@@ -289,7 +281,7 @@ def test_a_model_inside_may_get_its_weights_from_the_first_batch(door: str, rank
 
 
 @pytest.mark.horovod("lr-warmup", "lr-schedule", "lr-momentum")
-@pytest.mark.parametrize("module", [keras.optimizers, old], ids=["new", "legacy"])
+@sample("module", [keras.optimizers, old], ids=["new", "legacy"])
 def test_learning_rates_rise_and_fall(module: Any, rank: int, size: int) -> None:
     x, y = own_rows(rank, size)
     model = new_model(hvd.DistributedOptimizer(module.SGD(0.01 * size, momentum=0.9)))
@@ -315,7 +307,7 @@ def test_learning_rates_rise_and_fall(module: Any, rank: int, size: int) -> None
 
 @pytest.mark.horovod("load-model")
 @pytest.mark.parametrize("ending", [".h5", ".keras"])
-@pytest.mark.parametrize("module", [keras.optimizers, old], ids=["new", "legacy"])
+@sample("module", [keras.optimizers, old], ids=["new", "legacy"])
 def test_a_saved_model_goes_on(module: Any, ending: str, rank: int, size: int, shared_dir: str) -> None:
     if module is old and ending == ".keras":
         pytest.skip("Keras 2 itself does not read a legacy optimizer of such a file")
@@ -464,7 +456,7 @@ def test_mixed_precision_in_fit(rank: int, size: int) -> None:
 
 
 @pytest.mark.horovod("elastic-state")
-@pytest.mark.parametrize("module", [keras.optimizers, old], ids=["new", "legacy"])
+@sample("module", [keras.optimizers, old], ids=["new", "legacy"])
 def test_the_state_of_a_model_is_kept(module: Any, rank: int, size: int) -> None:
     model = new_model(hvd.DistributedOptimizer(module.Adam(0.1)), seed=rank)
     state = hvd.elastic.KerasState(model, epoch=rank)
@@ -483,7 +475,7 @@ def test_the_state_of_a_model_is_kept(module: Any, rank: int, size: int) -> None
 # -- MPIStrategy ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adam", "legacy adam", "scaled"])
+@sample("name", ["adam", "legacy adam", "scaled"])
 def test_a_strategy_trains_as_one_process(name: str, rank: int, size: int) -> None:
     from mpistrat.tensorflow import MPIStrategy
     strategy = MPIStrategy()

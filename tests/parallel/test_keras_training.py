@@ -81,7 +81,8 @@ class Watch(keras.callbacks.Callback):
 # -- the same weights -------------------------------------------------------------------------------------------------
 
 
-@sample("kind", ["input", "no input", "subclassed"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["no input", "subclassed"])
 def test_training_with_sgd_is_that_of_one_process_on_the_global_batches(kind: str, rank: int, size: int) -> None:
     model = new_model(kind, seed=5)
     fit_on_all_ranks(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), rank, size)
@@ -90,13 +91,6 @@ def test_training_with_sgd_is_that_of_one_process_on_the_global_batches(kind: st
     fit(reference, keras.optimizers.SGD(0.1, momentum=0.9), global_data(size), BATCH * size)
     for value, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-5)
-
-
-def test_without_the_optimizer_the_ranks_go_apart(rank: int, size: int) -> None:
-    model = new_model("input", seed=5)
-    fit_on_all_ranks(model, keras.optimizers.SGD(0.1), rank, size, epochs=1)
-    everybody = mpistrat.allgather_object(model.get_weights()[0].tobytes())
-    assert len(set(everybody)) == size
 
 
 def test_training_eagerly_is_the_same(rank: int, size: int) -> None:
@@ -172,47 +166,6 @@ def test_the_optimizers_state_is_the_roots_too(rank: int, size: int) -> None:
     assert_equal_on_all_ranks(values_of([*model.weights, *model.optimizer.variables]))
 
 
-class Gan(keras.Model):
-    """A model without an optimizer in compile(), with two in attributes."""
-
-    def __init__(self, optimizers: dict[str, Any]):
-        super().__init__()
-        self.parts = {name: keras.layers.Dense(1, kernel_initializer="ones") for name in optimizers}
-        for part in self.parts.values():
-            part.build((None, COLUMNS))
-        self.optimizers = optimizers
-
-    def call(self, x: Any) -> Any:
-        return self.parts["generator"](x) + self.parts["critic"](x)
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, y = data
-        for name, part in self.parts.items():
-            with tf.GradientTape() as tape:
-                loss = keras.ops.mean((self(x) - y) ** 2)
-            self.optimizers[name].apply(tape.gradient(loss, part.trainable_variables), part.trainable_variables)
-        return {"loss": loss}
-
-
-@pytest.mark.horovod("broadcast-callback")
-def test_the_state_of_optimizers_in_attributes_is_the_roots_after_the_first_batch(rank: int, size: int) -> None:
-    optimizers = {name: hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)) for name in ("generator", "critic")}
-    model = Gan(optimizers)
-    model.compile()
-    if rank == 0:  # It goes on where another job has ended.
-        for name, part in model.parts.items():
-            optimizers[name].build(part.trainable_variables)
-            for variable in optimizers[name].variables:
-                variable.assign(keras.ops.ones_like(variable) * 3)
-    x, y = (shard(array, rank, size) for array in global_data(size))
-    model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0,
-              callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
-    counts = [keras.ops.convert_to_numpy(optimizer.iterations) for optimizer in optimizers.values()]
-    assert counts == [3 + STEPS] * 2
-    assert_equal_on_all_ranks([*values_of(model.weights), *values_of([
-        v for optimizer in optimizers.values() for v in optimizer.variables])])
-
-
 def test_variables_that_are_not_trained_are_broadcast(rank: int, size: int) -> None:
     keras.utils.set_random_seed(rank)
     model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
@@ -255,37 +208,32 @@ def test_local_variables_stay_as_they_are(rank: int, size: int) -> None:
 # -- other callbacks --------------------------------------------------------------------------------------------------
 
 
-class Keep(keras.callbacks.Callback):
+def keeping(kept: list[dict]) -> Any:
     """Keeps the logs that it is shown at the end of each epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logs: list[dict] = []
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.logs.append(dict(logs))
+    return keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: kept.append(dict(logs)))
 
 
 @pytest.mark.horovod("metric-average")
 def test_metrics_are_averaged_for_the_callbacks_that_follow(rank: int, size: int) -> None:
-    own, shown = Keep(), Keep()
+    own, shown = list[dict](), list[dict]()
     x, y = global_data(size)
     data = shard(x, rank, size), shard(y, rank, size)
     history = fit(new_model("input", seed=1), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), data, BATCH,
-                  epochs=2, callbacks=[own, hvd.callbacks.MetricAverageCallback(), shown], validation_data=data)
+                  epochs=2, validation_data=data, callbacks=[
+                      keeping(own), hvd.callbacks.MetricAverageCallback(), keeping(shown)])
     for epoch in range(2):
-        everybody = mpistrat.allgather_object(own.logs[epoch])
+        everybody = mpistrat.allgather_object(own[epoch])
         assert len({logs["loss"] for logs in everybody}) == size
         for name in ("loss", "val_loss"):
             mean = np.mean([logs[name] for logs in everybody])
-            assert shown.logs[epoch][name] == pytest.approx(mean, rel=1e-12)
-            assert history.history[name][epoch] == shown.logs[epoch][name]
+            assert shown[epoch][name] == pytest.approx(mean, rel=1e-12)
+            assert history.history[name][epoch] == shown[epoch][name]
     assert_equal_on_all_ranks([history.history["loss"], history.history["val_loss"]])
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@sample("weighted", [False, True])
 def test_metrics_that_are_arrays_are_averaged(weighted: bool, rank: int, size: int) -> None:
-    own, shown = Keep(), Keep()
+    own, shown = list[dict](), list[dict]()
     classes, callback = 3, hvd.callbacks.MetricAverageCallback(weighted=weighted)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(classes, "softmax")])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "categorical_crossentropy", metrics=[
@@ -293,13 +241,13 @@ def test_metrics_that_are_arrays_are_averaged(weighted: bool, rank: int, size: i
     x = np.random.default_rng(rank).normal(size=(8 * (1 + rank), 4)).astype(np.float32)
     y = np.eye(classes, dtype=np.float32)[x[:, :classes].argmax(1)]
     history = model.fit(x, y, batch_size=4 * (1 + rank), verbose=0, validation_data=(x, y), callbacks=[
-        hvd.callbacks.BroadcastGlobalVariablesCallback(0), own, callback, shown])
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0), keeping(own), callback, keeping(shown)])
     weights = [1 + r if weighted else 1 for r in range(size)]
     for name in ("each", "val_each", "all", "val_all"):
-        of_ranks = mpistrat.allgather_object(np.asarray(own.logs[0][name]))
+        of_ranks = mpistrat.allgather_object(np.asarray(own[0][name]))
         mean = np.average(of_ranks, axis=0, weights=weights)
-        assert np.shape(shown.logs[0][name]) == of_ranks[0].shape
-        for found in (shown.logs[0][name], history.history[name][0]):
+        assert np.shape(shown[0][name]) == of_ranks[0].shape
+        for found in (shown[0][name], history.history[name][0]):
             np.testing.assert_allclose(found, mean, rtol=1e-6)
         assert_equal_on_all_ranks([np.asarray(history.history[name][0])])
 
@@ -397,16 +345,6 @@ def test_there_is_no_momentum_to_correct() -> None:
         Driver(hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=lambda epoch: 0.5 ** epoch), optimizer).run(2)
 
 
-def test_a_schedule_reaches_the_compiled_step(rank: int, size: int) -> None:
-    weights = []
-    model = new_model("input", seed=3)
-    fit_on_all_ranks(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), rank, size, epochs=2, callbacks=[
-        hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=lambda epoch: 1.0 - epoch),
-        keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: weights.append(model.get_weights()))])
-    assert not np.array_equal(weights[0][0], new_model("input", seed=3).get_weights()[0])
-    assert all(np.array_equal(first, second) for first, second in zip(*weights))
-
-
 @pytest.mark.horovod("lr-errors")
 def test_a_schedule_needs_a_rate_and_the_number_of_steps() -> None:
     with pytest.raises(ValueError, match="initial_lr is required"):
@@ -489,7 +427,7 @@ def test_load_model_takes_the_users_schedules_and_optimizers_in_others(rank: int
 
 
 @pytest.mark.horovod("load-model")
-@pytest.mark.parametrize("is_mean", [None, True, False], ids=["not said", "mean", "sum"])
+@sample("is_mean", [None, True, False], ids=["not said", "mean", "sum"])
 def test_load_model_says_what_it_makes_of_accumulated_gradients(
         is_mean: bool | None, rank: int, size: int, shared_dir: str, caplog: pytest.LogCaptureFixture) -> None:
     model = new_model("input", seed=4)

@@ -15,7 +15,8 @@ hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy  # noqa: E402
 
-from ..programs.differential.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under  # noqa: E402
+from ..support.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under  # noqa: E402
+from ..support.levels import sample  # noqa: E402
 from .helpers import assert_equal_on_all_ranks, everywhere  # noqa: E402
 
 STEPS, BATCH, COLUMNS = 5, 4, 6
@@ -38,7 +39,8 @@ def model_of(kind: str = "dense") -> Any:
 
 def fit(model: Any, optimizer: Any, rank: int, callbacks: Sequence[Any] = (), epochs: int = 2, steps: int = STEPS,
         compiled: dict[str, Any] | None = None, **arguments: Any) -> Any:
-    model.compile(optimizer, loss="mse", **{"jit_compile": False, **(compiled or {})})
+    # A trace takes longer than the steps of most tests.
+    model.compile(optimizer, loss="mse", **{"jit_compile": False, **(compiled or {"run_eagerly": True})})
     return model.fit(*rows(rank, steps), batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0,
                      callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks], **arguments)
 
@@ -66,7 +68,7 @@ class Watch(keras.callbacks.Callback):
 # -- what is computed --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [{}, {"momentum": 0.9, "nesterov": True},
+@sample("arguments", [{}, {"momentum": 0.9, "nesterov": True},
                                        {"momentum": 0.9, "gradient_accumulation_steps": 2},
                                        {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 4}], ids=str)
 def test_an_average_in_every_step_is_that_of_gradients(arguments: dict[str, Any], rank: int) -> None:
@@ -122,7 +124,7 @@ def test_diloco_is_its_algorithm(rank: int) -> None:
     assert_equal_on_all_ranks(values_of(model.weights))
 
 
-@pytest.mark.parametrize("compression", ["int8", "bf16"])
+@sample("compression", ["int8", "bf16"])
 def test_compressed_progress_of_diloco_is_near(compression: str, rank: int, size: int) -> None:
     """Between made-up hosts; on one, int8 changes nothing."""
     def trained(of: str) -> list[np.ndarray]:
@@ -154,8 +156,9 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize(("way", "kind"), [
-    ("unbuilt", "local"), ("unbuilt", "diloco"), ("xla", "slots"), ("executions", "diloco"),
-    ("float16", "slots"), ("accumulation", "diloco")])
+    ("unbuilt", "local"), ("xla", "slots"), ("accumulation", "diloco"), *(pytest.param(
+        *repeated, marks=pytest.mark.nightly) for repeated in (
+            ("unbuilt", "diloco"), ("executions", "diloco"), ("float16", "slots")))])
 def test_the_ranks_end_with_the_same_weights_and_statistics_and_no_warning(
         way: str, kind: str, rank: int, caplog: pytest.LogCaptureFixture) -> None:
     """And train: the loss falls. Each way is of what goes together with it."""

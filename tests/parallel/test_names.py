@@ -15,6 +15,8 @@ import mpistrat.keras as hvd_keras
 import mpistrat.tensorflow as hvd
 from mpistrat.strategy.keras import step_state
 
+from ..support.levels import sample
+
 LIMIT_S = 60
 DELAY_S = 0.03
 
@@ -60,7 +62,7 @@ def in_threads(work: Callable[[int], Any], names: Iterable[str | None]) -> list[
 # -- the order of the program -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("average", [by_tape, hvd.allreduce], ids=["tape", "allreduce"])
+@sample("average", [by_tape, hvd.allreduce], ids=["tape", "allreduce"])
 def test_collectives_of_a_function_and_of_one_that_it_calls(average: Callable, rank: int, size: int) -> None:
     """The caller's is late on some ranks, and the callee's on the others."""
     @tf.function
@@ -123,7 +125,7 @@ def test_tensors_that_each_rank_makes_in_another_order(rank: int, size: int) -> 
     assert [float(each) for each in step(tf.ones([]))] == [size * (1.0 + number) for number in range(4)]
 
 
-@pytest.mark.parametrize("average", [by_tape, hvd.allreduce], ids=["tape", "allreduce"])
+@sample("average", [by_tape, hvd.allreduce], ids=["tape", "allreduce"])
 def test_ranks_that_trace_a_function_more_often(average: Callable, rank: int, size: int) -> None:
     @tf.function
     def inner(x: tf.Tensor) -> tf.Tensor:
@@ -202,7 +204,7 @@ def test_threads_with_names_average_for_themselves(rank: int, size: int) -> None
     assert in_threads(train, ["first member", "second member"]) == expected
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@sample("eager", [False, True], ids=["graph", "eager"])
 def test_threads_that_the_ranks_cannot_tell_apart_are_refused(eager: bool, rank: int,
                                                               restart: Callable[[], None]) -> None:
     together = threading.Barrier(2)
@@ -254,7 +256,7 @@ def test_threads_without_names_may_have_process_sets_or_optimizers_of_their_own(
         mpistrat.remove_process_set(each)
 
 
-@pytest.mark.parametrize("names", [["fit 1", "fit 2"], [None, None]], ids=["names", "no names"])
+@sample("names", [["fit 1", "fit 2"], [None, None]], ids=["names", "no names"])
 def test_two_fits_in_two_threads(names: list[str | None], rank: int, size: int) -> None:
     models, seen = [], {}
     together = threading.Barrier(2)
@@ -263,21 +265,16 @@ def test_two_fits_in_two_threads(names: list[str | None], rank: int, size: int) 
         model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
         models.append(model)
 
-    class Losses(keras.callbacks.Callback):
-        def __init__(self, key: tuple[int, str]):
-            super().__init__()
-            self.key = key
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            seen[self.key] = logs["loss"]
+    def losses_of(member: int, whose: str) -> Any:
+        return keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: seen.update({(member, whose): logs["loss"]}))
 
     def fit(member: int) -> None:
         together.wait(LIMIT_S)
         try:
             x = np.full((4, 2), 1.0 + rank + member, "float32")
             models[member].fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[
-                hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0), Losses((member, "own")),
-                hvd_keras.callbacks.MetricAverageCallback(), Losses((member, "mean")),
+                hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0), losses_of(member, "own"),
+                hvd_keras.callbacks.MetricAverageCallback(), losses_of(member, "mean"),
                 hvd_keras.callbacks.Throughput()])
         finally:
             together.wait(LIMIT_S)
@@ -286,21 +283,6 @@ def test_two_fits_in_two_threads(names: list[str | None], rank: int, size: int) 
     for member in range(2):
         losses = [(1.0 + r + member) ** 2 for r in range(size)]
         assert (seen[member, "own"], seen[member, "mean"]) == (losses[rank], pytest.approx(np.mean(losses)))
-
-
-def test_an_optimizer_of_a_thread_has_one_name_whichever_thread_averages_first(rank: int, size: int) -> None:
-    """Beside one of the main thread."""
-    main = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0))
-    made, = in_threads(lambda _: hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0)), ["maker"])
-
-    def averaged(optimizer: Any) -> float:
-        v = keras.Variable(0.0)
-        optimizer.apply([tf.constant(2.0 * rank)], [v])
-        return float(v.numpy())
-
-    for optimizer in main, made:
-        found = averaged(optimizer) if rank else in_threads(lambda _, each=optimizer: averaged(each), ["maker"])[0]
-        assert found == 1.0 - size
 
 
 def named_step(factor: float) -> Callable:

@@ -13,7 +13,6 @@ import mpistrat.keras as hvd_keras
 import mpistrat.tensorflow as hvd
 from mpistrat.core.errors import InvalidRequestError
 from mpistrat.core.handle import Entry
-from mpistrat.tensorflow.gradients import GradientGroups
 
 from ..support.levels import sample
 from .helpers import eagerly
@@ -42,50 +41,30 @@ def test_groups_change_no_result(way: Callable, groups: Any, rank: int, size: in
         np.testing.assert_allclose(gradient, np.full(i + 1, total / np.float32(size)), rtol=1e-6)
 
 
-def test_gradients_are_divided_into_groups() -> None:
-    a, b, c, d, e = (tf.Variable(float(i)) for i in range(5))
-    assert GradientGroups().divide([a, b, c]) == [[0, 1, 2]]
-    assert GradientGroups(2).divide([a, b, c, d, e]) == [[0, 1], [2, 3, 4]]
-    assert GradientGroups(9).divide([a, b]) == [[0], [1]]
-    assert GradientGroups(num_groups=2).divide([a, b]) == [[0], [1]]
-    assert GradientGroups([[c, a], [d]]).divide([a, b, c, d, e]) == [[0, 2], [3], [1, 4]]
-    assert GradientGroups([[c]]).divide([]) == []
-
-
-@pytest.fixture
-def reduced(on_submit: Callable) -> list[int]:
-    """How many gradients each collective of this rank has."""
-    seen: list[int] = []
-
-    def see(entry: Entry) -> None:
-        if entry.request.name.startswith(("optimizer", "tape")):
-            seen.append(len(entry.request.tensors))
-
-    on_submit(see)
-    return seen
-
-
 @pytest.mark.horovod("groups", "num-groups")
 @pytest.mark.parametrize("arguments, counts", [({}, [5]), ({"groups": 2}, [3, 2]), ({"num_groups": 5}, [1] * 5),
                                                ({"groups": "lists"}, [2, 1, 2])], ids=str)
-def test_each_group_is_one_collective(arguments: dict, counts: list[int], reduced: list[int], rank: int,
+def test_each_group_is_one_collective(arguments: dict, counts: list[int], submitted: list[Entry], rank: int,
                                       size: int) -> None:
     variables = [keras.Variable(np.zeros(i + 1)) for i in range(5)]
     if arguments.get("groups") == "lists":
         arguments = {"groups": [[variables[4], variables[0]], [variables[2]]]}
+
+    def reduced(name: str) -> list[int]:
+        return [len(entry.request.tensors) for entry in submitted if entry.request.name.startswith(name)]
+
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0), **arguments)
     optimizer.apply([tf.fill(v.shape, rank + 1.0) for v in variables], variables)
     for variable in variables:
         np.testing.assert_allclose(variable.numpy(), np.full(variable.shape, -(size + 1) / 2))
-    assert reduced == counts
-    reduced.clear()
+    assert reduced("optimizer") == counts
     with tf.GradientTape() as tape:
         loss = tf.add_n([tf.reduce_sum(variable.value) for variable in variables])
     hvd.DistributedGradientTape(tape, **arguments).gradient(loss, variables)
-    assert reduced == counts
+    assert reduced("tape") == counts
 
 
-@pytest.mark.horovod("partial-optimizer")
+@pytest.mark.horovod("partial-optimizer", "optimizer-local", "local-gradients")
 @pytest.mark.parametrize("way", [eagerly, tf.function], ids=["eager", "graph"])
 @pytest.mark.parametrize("scale", [True, False])
 def test_local_variables_and_backward_passes(way: Callable, scale: bool, rank: int, size: int) -> None:

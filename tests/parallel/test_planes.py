@@ -21,17 +21,14 @@ from mpistrat.api.backends import backends_over
 from mpistrat.core.arithmetic import Reduction, Scale
 from mpistrat.core.error_feedback import ErrorFeedback
 from mpistrat.core.errors import StallError
-from mpistrat.core.interfaces import DataPlane, Outcome
+from mpistrat.core.interfaces import DataPlane
 from mpistrat.core.interruption import Interruption
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.rows import rows_of_ranks
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.core.tuning import EAGER_MESSAGE_BYTES, MPI_CHUNK_BYTES
-from mpistrat.transport.hierarchical.agreement import HierarchicalAgreement
 from mpistrat.transport.hierarchical.allreduce import HierarchicalData
-from mpistrat.transport.hierarchical.leader_exchange import leader_exchange
-from mpistrat.transport.hierarchical.piggyback import Piggyback
 from mpistrat.transport.host_link import HostLink
 from mpistrat.transport.mpi import data as mpi
 from mpistrat.transport.mpi.control import MpiControl
@@ -84,14 +81,6 @@ def test_hosts_are_combined_in_their_order(plane: DataPlane, rank: int, size: in
     np.testing.assert_array_equal(result, expected)
 
 
-def test_a_list_is_averaged_in_place(plane: DataPlane, rank: int, size: int) -> None:
-    shapes = [(3, 5), (), (0, 4), (70_000,), (2, 3, 4), (5000,)]
-    arrays = [np.full(shape, rank + k, np.float64) for k, shape in enumerate(shapes)]
-    plane.allreduce(arrays, arrays, Reduction(ReduceOp.SUM, 2.0, Scale(1.0, size)))
-    for k, array in enumerate(arrays):
-        np.testing.assert_array_equal(array, np.full(shapes[k], 2.0 * sum(range(k, k + size)) / size))
-
-
 @pytest.mark.parametrize("is_in_place", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
 def test_tensors_larger_and_smaller_than_a_chunk_are_reduced_where_they_are(plane: DataPlane, rank: int, size: int,
@@ -109,59 +98,6 @@ def test_tensors_larger_and_smaller_than_a_chunk_are_reduced_where_they_are(plan
         Scale(1.0, size).apply(total, expected)
         assert target.tobytes() == expected.tobytes()
         assert is_in_place or sources[i].tobytes() == brought[rank][i].tobytes()
-
-
-def test_halves_are_summed_in_float32(plane: DataPlane, size: int) -> None:
-    large = np.full(50_000, 60000, np.float16)
-    result = np.empty_like(large)
-    plane.allreduce([large], [result], Reduction(ReduceOp.SUM, 1.0, Scale(1.0, size)))
-    np.testing.assert_array_equal(result, large)
-
-
-@pytest.fixture
-def voting(rank: int, size: int) -> Iterator[tuple[HierarchicalData, HierarchicalAgreement]]:
-    """A plane whose small all-reduces travel with votes, with this rank as one of so many hosts."""
-    each = 8 * CHUNK
-    memory, = host_memories([rank], HierarchicalData.memory_bytes(1, CHUNK), 60.0)
-    piggyback = Piggyback(memoryview(bytearray(Piggyback.memory_bytes(1, each))), 0, 1, each)
-    vote = leader_exchange(MPI.COMM_WORLD, Topology(rank, tuple(f"host {h}" for h in range(size))), piggyback)
-    agreement = HierarchicalAgreement(memory, lambda other: None, vote,
-                                      [other for other in range(size) if other != rank])
-    others = over_mpi()
-    plane = HierarchicalData(memory, CHUNK, others, MPI.COMM_WORLD.Dup(), 1, waits(),
-                             ErrorFeedback(others, hosts_of_one_rank()), piggyback)
-    yield plane, agreement
-    agreement.close()
-    plane.close()
-
-
-def reduce_by_vote(plane: HierarchicalData, agreement: HierarchicalAgreement, sources: list[np.ndarray],
-                   targets: list[np.ndarray],
-                   is_ready: bool = True) -> Outcome:
-    """The average of `sources`, by the way that all ranks have voted for."""
-    prepared = plane.prepare(sources, targets, Reduction(ReduceOp.SUM, 1.0, Scale(1.0, MPI.COMM_WORLD.Get_size())))
-    agreement.vote(5, prepared.is_packed and is_ready)
-    outcome = None
-    while outcome is None:
-        outcome = agreement.outcome()
-    prepared.finish(outcome is Outcome.ALL_READY)
-    return outcome
-
-
-def test_what_travels_with_votes_is_the_same_as_what_does_not(voting: tuple[HierarchicalData, HierarchicalAgreement],
-                                                              rank: int,
-                                                              size: int) -> None:
-    plane, agreement = voting
-    for elements in (1000, CHUNK // 4, 2 * CHUNK, 2 * CHUNK + 1):
-        source = values(rank, elements)
-        results = [np.empty_like(source) for _ in range(3)]
-        fits = source.nbytes <= 8 * CHUNK
-        outcomes = [reduce_by_vote(plane, agreement, [source], [results[0]]),
-                    reduce_by_vote(plane, agreement, [source], [results[1]], is_ready=rank != size - 1)]
-        assert outcomes == [Outcome.ALL_READY if fits else Outcome.AGREED, Outcome.AGREED]
-        plane.allreduce([source], [results[2]], Reduction(ReduceOp.SUM, 1.0, Scale(1.0, size)))
-        np.testing.assert_array_equal(results[0], results[2])
-        np.testing.assert_array_equal(results[1], results[2])
 
 
 class SmallInts:

@@ -45,16 +45,6 @@ def test_every_collective_on_arrays_runs_in_a_set(rank: int, size: int, two_sets
         assert process_set.rank() == ranks.index(rank)
 
 
-def test_the_ranks_of_a_set_share_rows(rank: int, size: int, two_sets: tuple) -> None:
-    for process_set in two_sets:
-        if process_set.included():
-            own = hvd.shard(list(range(2 * size)), process_set=process_set)
-            assert own == list(range(2 * size // (size - 1) * (size - 1)))[process_set.rank()::size - 1]
-        else:
-            with pytest.raises(InvalidRequestError, match="not a member"):
-                hvd.shard([0, 1], process_set=process_set)
-
-
 def test_overlapping_sets_run_in_any_order(rank: int, size: int, two_sets: tuple) -> None:
     mine = [each for each in two_sets if each.included()]
     order = mine if rank % 2 else mine[::-1]
@@ -131,13 +121,6 @@ def test_variables_are_broadcast_in_a_set(rank: int, size: int, two_sets: tuple)
     if first.included():
         hvd.broadcast_variables([variable], root_rank=first.ranks[-1], process_set=first)
     assert variable.numpy().tolist() == [size - 2 if first.included() else rank]
-
-
-def test_one_name_in_two_sets_is_two_collectives(rank: int, size: int, two_sets: tuple) -> None:
-    handles = [(each, mpistrat.allreduce_async(np.array([rank]), op=mpistrat.Sum, name="same", process_set=each))
-               for each in (*two_sets, mpistrat.global_process_set) if each.included()]
-    for each, handle in handles:
-        assert handle.wait().tolist() == [sum(each.ranks)]
 
 
 def test_ranks_outside_are_refused(rank: int, size: int, two_sets: tuple) -> None:

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
-import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -16,6 +15,8 @@ from mpistrat.core.quantised import BLOCK, Quantised
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
+
+from ..support.levels import sample
 
 # By the number of ranks: the hosts of the ranks. With three hosts a large slice has two hops, and a small one has one.
 PLACEMENTS = {1: ["A"], 2: ["AA", "AB"], 3: ["AAA", "AAB", "ABC"]}
@@ -76,7 +77,7 @@ def test_the_sum_between_hosts_is_near_and_has_the_same_bits(planes: dict[str, D
         assert count < 255 or error.any(), hosts  # They were rounded.
 
 
-@pytest.mark.parametrize("count", [5_000, 700_001])
+@sample("count", [5_000, 700_001])
 def test_the_sum_of_many_steps_is_right_to_one_rounding(planes: dict[str, DataPlane], rank: int, size: int,
                                                         count: int) -> None:
     for hosts, plane in planes.items():
@@ -97,7 +98,7 @@ def test_the_sum_of_many_steps_is_right_to_one_rounding(planes: dict[str, DataPl
         assert np.abs(alone - exact).max() > np.abs(total - exact).max() * 1.5, hosts
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@sample("value", [np.nan, np.inf, -np.inf])
 def test_a_block_that_is_not_finite_is_so_on_all_ranks_and_forgotten(planes: dict[str, DataPlane], rank: int,
                                                                      size: int, value: float) -> None:
     for hosts, plane in planes.items():
@@ -110,12 +111,3 @@ def test_a_block_that_is_not_finite_is_so_on_all_ranks_and_forgotten(planes: dic
         own[50_000] = 1.5
         np.testing.assert_allclose(reduced(plane, [own], quantised(size, name)), np.linspace(1, 2, 100_000),
                                    atol=4 / LEVELS)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
-def test_other_dtypes_are_rounded_from_float32(planes: dict[str, DataPlane], rank: int, dtype: type) -> None:
-    own = np.linspace(-1, 1, 300_000).astype(dtype)
-    for plane in planes.values():
-        got = reduced(plane, [own], quantised(MPI.COMM_WORLD.Get_size(), f"dtype {next(NUMBERS)}"))
-        assert got.dtype == own.dtype
-        np.testing.assert_allclose(got.astype(np.float64), own.astype(np.float64), atol=0.03)

@@ -1,6 +1,7 @@
 """Gradients that hosts send each other as 8-bit numbers: trainings on one host and on made-up ones, in all ways."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ keras = pytest.importorskip("keras")
 import mpistrat.tensorflow as hvd  # noqa: E402
 from mpistrat.tensorflow import compression  # noqa: E402
 
-from ..programs.differential.legs import DEFAULT, HOST_EACH, MPI, TWO_HOSTS, under  # noqa: E402
-from ..programs.differential.programs import SGD, dense  # noqa: E402
-from ..programs.differential.training import WAYS, Recipe, Trained, train  # noqa: E402
+from ..support.legs import DEFAULT, HOST_EACH, MPI, TWO_HOSTS, under  # noqa: E402
+from ..support.levels import sample  # noqa: E402
+
+WAYS = ("fit", "tape", "strategy fit", "strategy loop")
+WIDTH, BATCH, STEPS = 120, 4, 8
 
 
 @pytest.fixture(autouse=True)
@@ -24,27 +27,55 @@ def _initialised_afterwards() -> Iterator[None]:
     mpistrat.init()
 
 
-def trained(way: str, compression: str, is_compiled: bool = False) -> Trained:
-    """A training of kernels of 57 KB, whose weights are the same on all ranks afterwards."""
-    recipe = Recipe(dense(depth=2), lambda: SGD(0.05, momentum=0.9), way, steps=8,
-                    distribute={"compression": getattr(hvd.Compression, compression)})
-    result = train(recipe.compiled() if is_compiled else recipe)
-    digests = mpistrat.allgather_object({name: value.tobytes() for name, value in result.shared.items()})
-    assert all(digest == digests[0] for digest in digests)
-    return result
+def trained(way: str, compression: str, is_compiled: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """The weights and slots after a training of kernels of 57 KB, alike on all ranks, and how far weights moved."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    given, jit = {"compression": getattr(hvd.Compression, compression)}, is_compiled or None
+    strategy = hvd.MPIStrategy(random_per_rank=False, **given) if way.startswith("strategy") else None
+    with strategy.scope() if strategy else nullcontext():
+        model = keras.Sequential([keras.Input((WIDTH,)), *(keras.layers.Dense(WIDTH, "relu") for _ in range(2)),
+                                  keras.layers.Dense(16)])
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+        if way == "fit":
+            optimizer = hvd.DistributedOptimizer(optimizer, **given)
+        optimizer.build(model.trainable_variables)
+        model.compile(optimizer, "mse", jit_compile=bool(jit))
+    rows = np.random.default_rng(1).normal(size=(STEPS * BATCH * hvd.size(), WIDTH)).astype(np.float32)
+    if way != "strategy fit":  # which gets the rows of all ranks
+        rows = rows.reshape(STEPS, hvd.size(), BATCH, WIDTH)[:, hvd.rank()].reshape(-1, WIDTH)
+    batch = len(rows) // STEPS if way == "strategy fit" else BATCH
+    before = [*map(np.array, model.get_weights())]
+
+    def apply(x: tf.Tensor) -> None:
+        with hvd.DistributedGradientTape(tf.GradientTape(), **given) if strategy is None else tf.GradientTape() as tape:
+            loss = model.compute_loss(y=x[:, :16], y_pred=model(x, training=True))
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+
+    if way.endswith("fit"):
+        model.fit(rows, rows[:, :16], batch_size=batch, shuffle=False, verbose=0)
+    else:
+        step = tf.function(lambda x: strategy.run(apply, (x,)) if strategy else apply(x), jit_compile=jit)
+        for start in range(0, STEPS * BATCH, BATCH):
+            step(tf.constant(rows[start:start + BATCH]))
+    shared = np.concatenate([np.array(v).reshape(-1) for v in (*model.weights, *optimizer.variables)])
+    assert len(set(mpistrat.allgather_object(shared.tobytes()))) == 1
+    return shared, np.concatenate([(a - b).reshape(-1) for a, b in zip(model.get_weights(), before, strict=True)])
 
 
-@pytest.mark.parametrize("way, is_compiled", [*((way, False) for way in WAYS), ("fit", True)])
+@pytest.mark.parametrize("way, is_compiled", [
+    ("fit", False), ("strategy fit", False), *(pytest.param(*repeated, marks=pytest.mark.nightly) for repeated in (
+        ("tape", False), ("strategy loop", False), ("fit", True)))])
 def test_a_training_between_hosts_is_near_and_on_one_host_the_same(way: str, is_compiled: bool, size: int) -> None:
     for leg in (DEFAULT, MPI):
         with under(leg):
-            plain = trained(way, "none", is_compiled)
-            same = trained(way, "int8", is_compiled)
-            assert all(same.shared[name].tobytes() == plain.shared[name].tobytes() for name in plain.shared)
+            plain, moved = trained(way, "none", is_compiled)
+            same, _ = trained(way, "int8", is_compiled)
+            assert same.tobytes() == plain.tobytes()
     for leg in (TWO_HOSTS,) if size > 2 else (HOST_EACH,):
         with under(leg):
-            near = trained(way, "int8", is_compiled)
-            off = np.linalg.norm(near.moved - plain.moved) / np.linalg.norm(plain.moved)
+            _, near = trained(way, "int8", is_compiled)
+            off = np.linalg.norm(near - moved) / np.linalg.norm(moved)
             assert 1e-5 < off < 0.05, (leg, off)
 
 
@@ -81,12 +112,12 @@ def test_what_is_not_a_sum_of_floats_is_sent_as_it_is(size: int) -> None:
         assert 0 < np.abs(plain - sent).max() < 0.02 * np.abs(plain).max()
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@sample("passes", [1, 2])
 def test_ranks_of_a_set_between_hosts_accumulate(passes: int, rank: int, size: int) -> None:
     """The first rank and the last, on two hosts; the others train by themselves."""
     def trained_in(process_set: hvd.ProcessSet, compression: type) -> np.ndarray:
-        optimizer = hvd.DistributedOptimizer(SGD(0.1, momentum=0.9), compression=compression, process_set=process_set,
-                                             backward_passes_per_step=passes)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression=compression,
+                                             process_set=process_set, backward_passes_per_step=passes)
         variable = keras.Variable(np.ones(10_000, np.float32), name="kernel")
         for step in range(8):
             optimizer.apply([tf.linspace(0.1, 1.0 + rank + step, 10_000)], [variable])

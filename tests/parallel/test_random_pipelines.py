@@ -14,7 +14,7 @@ keras = pytest.importorskip("keras")
 
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
-SEEDS = [pytest.param(seed, marks=[] if seed < 4 else pytest.mark.nightly) for seed in range(40)]
+SEEDS = [pytest.param(seed, marks=[] if seed < 2 else pytest.mark.nightly) for seed in range(40)]
 
 
 class RandomPipelines:

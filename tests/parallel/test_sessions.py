@@ -19,7 +19,7 @@ from ..support.levels import sample  # noqa: E402
 from .helpers import assert_equal_on_all_ranks, everywhere  # noqa: E402
 
 
-@pytest.fixture(params=["v2", "v1"], autouse=True)
+@pytest.fixture(params=["v1", pytest.param("v2", marks=pytest.mark.nightly)], autouse=True)
 def mode(request: pytest.FixtureRequest) -> Iterator[str]:
     """The control flow and the variables of TensorFlow 2 in a graph, or those of TensorFlow 1."""
     if request.param == "v1":
@@ -29,6 +29,9 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "v1":
         v1.enable_control_flow_v2()
         v1.enable_resource_variables()
+
+
+both_modes = pytest.mark.parametrize("mode", ["v1", "v2"], indirect=True)
 
 
 @pytest.fixture
@@ -144,7 +147,8 @@ def test_only_what_is_asked_for_runs(session: Any, rank: int, size: int) -> None
     assert session.make_callable(second)() == 2 * size
 
 
-@pytest.mark.parametrize("parallel", [1, 10, 100])
+@both_modes
+@sample("parallel", [10, 1, 100])
 def test_iterations_that_overlap(parallel: int, session: Any, rank: int, size: int) -> None:
     """Nothing orders the iterations of the collective: its input does not depend on the one before."""
     def body(i: Any, total: Any) -> Any:
@@ -156,6 +160,7 @@ def test_iterations_that_overlap(parallel: int, session: Any, rank: int, size: i
     assert session.run(total) == expected
 
 
+@both_modes
 def test_loops_in_loops_and_branches(session: Any, rank: int, size: int) -> None:
     def inner(i: Any) -> Any:
         return tf.while_loop(lambda j, _: j < 3, lambda j, t: (j + 1, t + hvd.allreduce(
@@ -170,6 +175,7 @@ def test_loops_in_loops_and_branches(session: Any, rank: int, size: int) -> None
     assert session.run(branch, {flag: False}) == -1
 
 
+@both_modes
 def test_the_gradient_of_a_loop(session: Any, rank: int, size: int) -> None:
     x = tf.constant(1.5)
     _, y = tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, hvd.allreduce(y * x)), [0, tf.constant(1.0)])
@@ -201,6 +207,7 @@ def test_a_function_that_tensorflow_keeps_apart(rank: int, size: int) -> None:
             assert session.run([calls[i] for i in order]) == [i * size for i in order]
 
 
+@both_modes
 def test_a_function_in_a_loop(mode: str, session: Any, rank: int, size: int) -> None:
     total = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum), autograph=False)
 
@@ -376,6 +383,7 @@ def test_every_optimizer_trains_the_same_weights(arguments: dict, session: Any, 
     assert session.run(v1.train.get_global_step()) == 9
 
 
+@both_modes
 def test_the_average_is_that_of_one_process(session: Any, rank: int, size: int) -> None:
     """Gradients of a model in a session are averaged as the union of the batches has them."""
     w = v1.get_variable("w", [2, 1], initializer=v1.ones_initializer())
@@ -446,6 +454,7 @@ def test_the_hook_of_a_monitored_session(rank: int, size: int) -> None:
     assert count == 5
 
 
+@both_modes
 def test_some_variables(session: Any, rank: int, size: int) -> None:
     a = v1.get_variable("a", [2], initializer=v1.constant_initializer(float(rank)))
     b = v1.get_variable("b", [2], initializer=v1.constant_initializer(float(rank)))
@@ -471,6 +480,7 @@ def test_weights_that_differ_are_an_error_in_the_first_steps(session: Any, rank:
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
+@both_modes
 def test_a_run_that_fails_on_one_rank_reaches_the_others(session: Any, rank: int, size: int,
                                                          restart: Callable[[], None]) -> None:
     if size == 1:
@@ -536,13 +546,6 @@ def test_what_is_refused(session: Any, rank: int) -> None:
         hvd.DistributedOptimizer(sgd, backward_passes_per_step=0)
     with pytest.raises(ValueError, match="does not go with backward_passes_per_step"):
         hvd.DistributedOptimizer(sgd, op=hvd.Adasum, backward_passes_per_step=2)
-
-
-def test_outside_of_a_session_the_names_say_what_to_use() -> None:
-    with pytest.raises(RuntimeError, match=r"broadcast_variables\(variables, root_rank\)"):
-        hvd.broadcast_global_variables(0)
-    with pytest.raises(RuntimeError, match=r"broadcast_variables\(variables, root_rank\)"):
-        hvd.BroadcastGlobalVariablesHook(0).begin()
 
 
 def test_what_python_calls_in_between_works(rank: int, size: int) -> None:

@@ -16,6 +16,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
+from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.keras.nested_optimizers import states_in  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 from mpistrat.tensorflow.xla import ffi  # noqa: E402
@@ -115,7 +116,7 @@ def test_the_bits_are_those_without_sharding(name: str, rank: int) -> None:
                 trained(hvd.DistributedOptimizer(EXACT[name]()), rank))
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@sample("name", ["Adam", "AdamW"])
 def test_the_bits_are_the_same_eagerly_and_in_a_loop(name: str, rank: int) -> None:
     assert_same(trained(hvd.ShardedOptimizer(EXACT[name]()), rank, run_eagerly=True),
                 trained(hvd.DistributedOptimizer(EXACT[name]()), rank, run_eagerly=True))
@@ -131,8 +132,8 @@ def test_norms_and_accumulation_differ_by_rounding(name: str, rank: int) -> None
     {"backward_passes_per_step": 2}, {"op": mpistrat.Sum}, {"compression": hvd.Compression.bf16},
     {"groups": 2}, {"sparse_as_dense": True}], ids=lambda arguments: next(iter(arguments)))
 def test_arguments_mean_the_same(arguments: dict[str, Any], rank: int) -> None:
-    assert_same(trained(hvd.DistributedOptimizer(Optimizers.SGD(0.05), shard_state=True, **arguments), rank),
-                trained(hvd.DistributedOptimizer(Optimizers.SGD(0.05), **arguments), rank), rtol=1e-5)
+    assert_same(*(trained(hvd.DistributedOptimizer(Optimizers.SGD(0.05), shard_state=shard_state, **arguments), rank,
+                          run_eagerly=True) for shard_state in (True, False)), rtol=1e-5)
 
 
 def test_mixed_precision_scales_the_loss(rank: int) -> None:
@@ -149,8 +150,13 @@ def test_xla_compiles_it(rank: int) -> None:
                 trained(hvd.DistributedOptimizer(Optimizers.SGD(0.1)), rank, jit_compile=True), rtol=1e-5)
 
 
-def test_a_rank_has_its_part_of_the_state(rank: int, size: int) -> None:
-    model = trained(hvd.ShardedOptimizer(Optimizers.Adam(0.01)), rank)
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """One that Adam has trained, and that tests train on."""
+    return trained(hvd.ShardedOptimizer(Optimizers.Adam(0.01)), mpistrat.rank())
+
+
+def test_a_rank_has_its_part_of_the_state(model: Any, size: int) -> None:
     slots = {id(v): v for name in ("_momentums", "_velocities") for v in getattr(model.optimizer, name)}
     own, weights = sum(int(np.prod(v.shape)) for v in slots.values()), model.count_params()
     assert own <= 2 * weights / size + 2 * 60
@@ -158,12 +164,10 @@ def test_a_rank_has_its_part_of_the_state(rank: int, size: int) -> None:
     assert not set(slots) & {id(v) for v in model.optimizer.variables}
 
 
-def test_steps_go_through_a_reduce_scatter_and_a_gather(rank: int, on_submit: Callable) -> None:
-    model = trained(hvd.ShardedOptimizer(Optimizers.Adam(0.01)), rank)
-    seen: list[str] = []
-    on_submit(lambda entry: seen.append(entry.request.kind.name))
+def test_steps_go_through_a_reduce_scatter_and_a_gather(model: Any, rank: int, submitted: list[Entry]) -> None:
+    submitted.clear()
     fit(model, rank)
-    assert seen.count("REDUCESCATTER") == ROWS // 3
+    assert [entry.request.kind.name for entry in submitted].count("REDUCESCATTER") == ROWS // 3
 
 
 @both_ways
@@ -219,8 +223,8 @@ def test_training_goes_on_from_a_file_with_fewer_ranks(name: str, sets: list[Any
         assert_same(sharded, plain, 0.0 if name == "Adam" else 1e-4)
 
 
-def test_what_one_rank_has_loaded_is_broadcast(rank: int, shared_dir: str) -> None:
-    model = trained(hvd.ShardedOptimizer(Optimizers.Adam(0.01)), rank)
+def test_what_one_rank_has_loaded_is_broadcast(model: Any, rank: int, shared_dir: str) -> None:
+    model.optimizer.consolidate_state()
     if rank == 0:
         model.save_weights(f"{shared_dir}/model.weights.h5")
     mpistrat.barrier()
@@ -233,9 +237,8 @@ def test_what_one_rank_has_loaded_is_broadcast(rank: int, shared_dir: str) -> No
     assert_same(other, model)
 
 
-def test_callbacks_save_within_an_epoch_and_restore(rank: int, shared_dir: str) -> None:
+def test_callbacks_save_within_an_epoch_and_restore(model: Any, rank: int, shared_dir: str) -> None:
     within = keras.callbacks.ModelCheckpoint(f"{shared_dir}/{{batch}}.keras", save_freq=2)
-    model = trained(hvd.ShardedOptimizer(Optimizers.Adam(0.01)), rank)
     fit(model, rank, within, keras.callbacks.BackupAndRestore(f"{shared_dir}/backup", delete_checkpoint=False))
     saved = keras.models.load_model(f"{shared_dir}/4.keras")
     for a, b in zip([np.array(v) for v in saved.optimizer.variables], whole_state(model.optimizer), strict=True):
@@ -245,8 +248,7 @@ def test_callbacks_save_within_an_epoch_and_restore(rank: int, shared_dir: str) 
     assert_same(again, model)
 
 
-def test_a_rank_without_the_state_cannot_save_or_copy(rank: int, size: int, shared_dir: str) -> None:
-    model = trained(hvd.ShardedOptimizer(Optimizers.Adam(0.01)), rank)
+def test_a_rank_without_the_state_cannot_save_or_copy(model: Any, rank: int, size: int, shared_dir: str) -> None:
     x, y = rows_of(rank)
     model.train_on_batch(x, y)  # The state that fit has gathered is no longer the present one.
     for save in (lambda: model.save(f"{shared_dir}/{rank}.keras"), lambda: model.save(f"{shared_dir}/{rank}.h5"),
@@ -316,7 +318,7 @@ def test_what_cannot_be_sharded_is_an_error_on_every_rank(optimizer: Callable, a
         hvd.ShardedOptimizer(optimizer(), **arguments)
 
 
-@pytest.mark.parametrize("is_under_strategy", [False, True])
+@sample("is_under_strategy", [False, True])
 def test_swapped_averages_are_an_error_on_every_rank(is_under_strategy: bool, rank: int, size: int) -> None:
     optimizer = Optimizers.SGD(0.1, use_ema=True)
     strategy = MPIStrategy(variables="sharded") if is_under_strategy else None
@@ -336,7 +338,7 @@ def test_it_does_not_go_into_the_scope_of_a_strategy(size: int) -> None:
         fit(model, 0)
 
 
-@pytest.mark.parametrize("weight_decay", [None, 0.1])
+@sample("weight_decay", [None, 0.1])
 def test_fit_without_a_broadcast_is_an_error_on_every_rank(weight_decay: float | None, rank: int, size: int) -> None:
     """A step makes the weights equal, but of parts of each rank's. So it is in the second fit."""
     model = compiled_model(hvd.ShardedOptimizer(Optimizers.SGD(0.1, weight_decay=weight_decay)))

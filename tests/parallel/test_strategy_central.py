@@ -202,20 +202,6 @@ def fit(model: Any, epochs: int = 1, **arguments: Any) -> dict[str, list[float]]
 
 
 @pytest.mark.nightly
-def test_fit_evaluate_and_predict_give_the_bits_of_the_mirrored_mode(central: MPIStrategy,
-                                                                     mirrored: MPIStrategy) -> None:
-    x, y = global_data(61)
-    results = []
-    for strategy in (central, mirrored):
-        model = model_of(strategy, steps_per_execution=2)
-        history = fit(model, 2, validation_data=(x[:24], y[:24]))
-        results.append([*model.get_weights(), *history.values(), model.evaluate(x, y, verbose=0),
-                        model.predict(x, verbose=0)])
-    assert_close(results[0], results[1], 0)
-    assert_equal_on_all_ranks(results[0])
-
-
-@pytest.mark.nightly
 def test_averages_take_turns_with_the_weights(central: MPIStrategy, mirrored: MPIStrategy) -> None:
     def make() -> Any:
         return optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)

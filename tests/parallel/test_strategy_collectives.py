@@ -14,14 +14,9 @@ tf = pytest.importorskip("tensorflow")
 import mpistrat.tensorflow as hvd  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
-from .strategy_helpers import SUM, collectives_counted, eagerly, in_graph, per_rank  # noqa: E402
+from .strategy_helpers import collectives_counted, eagerly, in_graph, per_rank  # noqa: E402
 
 each_way = pytest.mark.parametrize("way", [eagerly, in_graph])
-
-
-@pytest.fixture(scope="module")
-def strategy() -> MPIStrategy:
-    return MPIStrategy()
 
 
 def replica() -> Any:
@@ -34,18 +29,6 @@ def test_what_it_is(strategy: MPIStrategy, rank: int, size: int) -> None:
     resolver = strategy.cluster_resolver
     assert (resolver.task_type, resolver.task_id) == ("worker", rank)
     assert {role: len(tasks) for role, tasks in resolver.cluster_spec().as_dict().items()} == {"worker": size}
-
-
-def test_a_strategy_may_be_made_twice(strategy: MPIStrategy, size: int) -> None:
-    other = MPIStrategy()
-    assert float(other.reduce("SUM", other.run(lambda: tf.constant(1.0)), axis=None)) == size
-
-
-@each_way
-def test_run_gives_each_replica_its_values(strategy: MPIStrategy, way: Callable, rank: int, size: int) -> None:
-    values = per_rank(strategy, lambda r: [r, 10])
-    result = way(lambda v: strategy.run(lambda x: x + replica().replica_id_in_sync_group, args=(v,)))(values)
-    np.testing.assert_array_equal(strategy.experimental_local_results(result)[0], [2 * rank, 10 + rank])
 
 
 @each_way
@@ -113,25 +96,6 @@ def test_values_that_cannot_be_joined_are_the_error_of_tensorflows_strategies(
         restart()
 
 
-@each_way
-def test_all_reduce_of_a_nested_structure(strategy: MPIStrategy, way: Callable, rank: int, size: int) -> None:
-    def step() -> Any:
-        return replica().all_reduce(SUM, {"a": tf.constant(rank + 1.0), "b": (tf.ones([2, 3]), tf.constant([rank]))})
-    result = way(lambda: strategy.run(step))()
-    assert float(result["a"]) == size * (size + 1) / 2
-    np.testing.assert_array_equal(result["b"][0], np.full([2, 3], size))
-    np.testing.assert_array_equal(result["b"][1], [sum(range(size))])
-
-
-@each_way
-def test_all_reduce_of_slices(strategy: MPIStrategy, way: Callable, rank: int, size: int) -> None:
-    def step() -> Any:
-        slices = tf.IndexedSlices(tf.fill([rank + 1, 2], 1.0), tf.range(rank + 1), tf.constant([size + 1, 2]))
-        return tf.convert_to_tensor(replica().all_reduce("SUM", slices))
-    result = way(lambda: strategy.run(step))()
-    np.testing.assert_array_equal(result[:, 0], [size - i for i in range(size)] + [0])
-
-
 def test_slices_may_be_made_of_tuples(strategy: MPIStrategy, size: int) -> None:
     keras = pytest.importorskip("keras")
     with strategy.scope():
@@ -139,19 +103,6 @@ def test_slices_may_be_made_of_tuples(strategy: MPIStrategy, size: int) -> None:
         optimizer.build([variable])
     strategy.run(lambda: optimizer.apply([tf.IndexedSlices([[2.0]], (1,), (3, 1))]))
     np.testing.assert_array_equal(variable.numpy(), [[1], [1 - size], [1]])
-
-
-@each_way
-@pytest.mark.parametrize("op", ["SUM", "MEAN"])
-def test_the_gradient_of_all_reduce(strategy: MPIStrategy, way: Callable, op: str, rank: int, size: int) -> None:
-    def step() -> Any:
-        x = tf.constant(2.0)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = replica().all_reduce(op, x * x) * (rank + 1)
-        return tape.gradient(y, x)
-    total = 4.0 * sum(r + 1 for r in range(size))
-    assert float(way(lambda: strategy.run(step))()) == pytest.approx(total if op == "SUM" else total / size)
 
 
 @each_way
@@ -168,36 +119,6 @@ def test_all_gather_and_its_gradient(strategy: MPIStrategy, way: Callable, rank:
     assert z.shape == (2 * size,)
     np.testing.assert_allclose(dx, np.full([rank + 1, 2], 2.0 * (rank + 1) * size))
     np.testing.assert_allclose(dz, np.full([2], float(size)))
-
-
-@each_way
-def test_merge_call(strategy: MPIStrategy, way: Callable, rank: int, size: int) -> None:
-    with strategy.scope():
-        variable = tf.Variable(1.0)
-
-    def merged(strategy: Any, value: Any) -> Any:
-        total = strategy.extended.reduce_to("SUM", value, destinations=variable)
-        strategy.extended.update(variable, lambda v, t: v.assign(t), args=(total,))
-        return total
-
-    way(lambda: strategy.run(lambda: replica().merge_call(merged, args=(tf.constant(rank + 1.0),))))()
-    assert variable.numpy() == size * (size + 1) / 2
-
-
-def test_collectives_in_branches_and_loops(strategy: MPIStrategy, rank: int, size: int) -> None:
-    @tf.function
-    def program(flag: Any) -> Any:
-        def step() -> Any:
-            total = tf.constant(0.0)
-            for i in tf.range(4):
-                if flag:
-                    total += replica().all_reduce("SUM", tf.cast(i, tf.float32))
-                else:
-                    total += tf.reduce_sum(replica().all_gather(tf.fill([rank + 1], 1.0), 0))
-            return total
-        return strategy.run(step)
-    assert float(program(tf.constant(True))) == 6 * size
-    assert float(program(tf.constant(False))) == 4 * sum(r + 1 for r in range(size))
 
 
 def test_autograph_converts_the_users_functions_and_none_of_mpistrat(strategy: MPIStrategy, size: int,
@@ -254,23 +175,9 @@ def test_the_gradient_through_a_nested_function_and_a_loop(strategy: MPIStrategy
     assert [float(v) for v in outer()] == [8.0, 8.0]
 
 
-def test_ranks_may_trace_a_different_number_of_times(strategy: MPIStrategy, rank: int, size: int) -> None:
-    @tf.function
-    def program(tag: int) -> Any:
-        return strategy.run(lambda: replica().all_reduce("SUM", tf.constant(1.0)))
-    for i in range(4):
-        assert float(program(i if rank == 0 else 0)) == size
-
-
 def test_different_shapes_are_an_error_on_every_rank(strategy: MPIStrategy, rank: int, size: int) -> None:
     with pytest.raises(mpistrat.MismatchError, match="the ranks disagree on shape"):
         strategy.run(lambda: replica().all_reduce("SUM", tf.zeros([2 + (rank == 0)])))
-
-
-def test_values_for_each_replica(strategy: MPIStrategy, rank: int, size: int) -> None:
-    value = strategy.experimental_distribute_values_from_function(
-        lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync))
-    assert strategy.experimental_local_results(value) == ((rank, size),)
 
 
 def test_options_that_are_no_options_are_refused() -> None:

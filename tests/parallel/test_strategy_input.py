@@ -19,11 +19,6 @@ from .strategy_helpers import collectives_counted  # noqa: E402
 Policy = tf.data.experimental.AutoShardPolicy
 
 
-@pytest.fixture(scope="module")
-def strategy() -> MPIStrategy:
-    return MPIStrategy()
-
-
 def with_policy(dataset: Any, policy: Any) -> Any:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = policy
@@ -50,13 +45,6 @@ def test_every_row_is_seen_once(strategy: MPIStrategy, policy: Any, rows: int) -
     assert not [name for name in names if "reduce" in name], "asked whether there is data, where that is known"
 
 
-def test_a_global_batch_holds_the_rows_of_one_batch_of_the_dataset(strategy: MPIStrategy, size: int) -> None:
-    dataset = tf.data.Dataset.range(24).batch(6)
-    batches = mpistrat.allgather_object(local_batches(strategy, strategy.experimental_distribute_dataset(dataset)))
-    for i in range(4):
-        assert sorted(row for rank in batches for row in rank[i]) == list(range(6 * i, 6 * i + 6))
-
-
 def text_files(shared_dir: str, lines: list[int]) -> list[str]:
     """Files of numbers, `lines[i]` of them in file i, written by every rank alike."""
     names, number = [], 0
@@ -68,14 +56,6 @@ def text_files(shared_dir: str, lines: list[int]) -> list[str]:
         number += count
     mpistrat.barrier()
     return names
-
-
-@pytest.mark.parametrize("policy", [Policy.AUTO, Policy.FILE])
-def test_files_of_different_lengths(strategy: MPIStrategy, policy: Any, size: int, shared_dir: str) -> None:
-    lines = [7 * (i + 1) for i in range(size)]
-    dataset = tf.data.TextLineDataset(text_files(shared_dir, lines)).map(tf.strings.to_number).batch(6)
-    batches = local_batches(strategy, strategy.experimental_distribute_dataset(with_policy(dataset, policy)))
-    assert all_rows(batches) == list(range(sum(lines)))
 
 
 def lines_of_one_file(shared_dir: str) -> Any:
@@ -165,13 +145,6 @@ def test_different_data_are_warned_of(strategy: MPIStrategy, case: str, rank: in
     assert len(said) == (rank == 0 and text != "")
     if said:
         assert re.search(text, said[0]) and "MPIStrategy shards a dataset itself" in said[0], said
-
-
-def test_an_unseeded_shuffle_is_the_same_on_all_ranks(rank: int) -> None:
-    tf.random.set_seed(rank)
-    strategy = MPIStrategy()
-    dataset = tf.data.Dataset.range(20).shuffle(20).batch(5)
-    assert all_rows(local_batches(strategy, strategy.experimental_distribute_dataset(dataset))) == list(range(20))
 
 
 def test_different_elements_are_an_error_on_every_rank(strategy: MPIStrategy, rank: int, size: int) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,31 +14,16 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
 import mpistrat.keras  # noqa: E402
+from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.core.request import Request  # noqa: E402
-from mpistrat.tensorflow import Compression, MPIStrategy, consistency  # noqa: E402
+from mpistrat.tensorflow import Compression, MPIStrategy  # noqa: E402
 from mpistrat.tensorflow.xla import context  # noqa: E402
 
-from ..programs.features.keras_models import Subclassed  # noqa: E402
 from ..programs.features.keras_steps import OwnStep  # noqa: E402
 from ..programs.features.keras_training import BATCH, COLUMNS, both, compiled, dense, fit_both, sequential, sgd  # noqa: E402
 from ..support.levels import sample  # noqa: E402
 from ..support.overwritten import LargestOfBatch  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def strategy() -> MPIStrategy:
-    return MPIStrategy()
-
-
-@sample("build", [sequential, lambda: keras.Sequential(dense()), Subclassed])
-def test_fit_evaluate_and_predict(strategy: MPIStrategy, build: Callable, rank: int) -> None:
-    model, reference = both(strategy, rank, lambda: compiled(build))
-    x, y = global_data(73)
-    fit_both(strategy, model, reference, rows=73, validation_data=(x[:40], y[:40]))
-    assert_close(model.evaluate(x, y, batch_size=BATCH, verbose=0),
-                 reference.evaluate(x, y, batch_size=BATCH, verbose=0), 1e-5)
-    assert_close([model.predict(x, batch_size=BATCH, verbose=0)], [reference.predict(x, verbose=0)], 1e-5)
 
 
 def test_a_step_of_fit_is_one_collective(strategy: MPIStrategy, rank: int) -> None:
@@ -53,18 +37,15 @@ def test_a_step_of_fit_is_one_collective(strategy: MPIStrategy, rank: int) -> No
     assert all("gradients" in name for name in steps)
 
 
-@pytest.fixture
-def sent(on_submit: Callable) -> list[Request]:
-    """The requests of this rank that reduce gradients."""
-    seen: list[Request] = []
-    on_submit(lambda entry: "strategy/gradients" in entry.request.name and seen.append(entry.request))
-    return seen
+def sent(submitted: list[Entry]) -> list[Request]:
+    """Those that reduce gradients."""
+    return [entry.request for entry in submitted if "strategy/gradients" in entry.request.name]
 
 
 @sample("clips", [{}, {"global_clipnorm": 0.5}], ids=str)
 @sample("name", ["fp16", "bf16"])
 def test_gradients_are_sent_compressed_and_the_share_of_rows_is_not(name: str, clips: dict, rank: int,
-                                                                    sent: list[Request]) -> None:
+                                                                    submitted: list[Entry]) -> None:
     model, reference = both(MPIStrategy(compression=getattr(Compression, name)), rank,
                             lambda: compiled(optimizer=lambda: sgd(**clips)))
     x, y = global_data(61)
@@ -73,21 +54,22 @@ def test_gradients_are_sent_compressed_and_the_share_of_rows_is_not(name: str, c
     assert_equal_on_all_ranks(model.get_weights())
     assert_close(model.get_weights(), reference.get_weights(), 1e-2)
     wire_dtype = {"fp16": "float16", "bf16": "bfloat16"}[name]
-    assert sorted(spec.dtype for spec in sent[0].tensors) == sorted([*[wire_dtype] * 4, "float32"])
+    assert sorted(spec.dtype for spec in sent(submitted)[0].tensors) == sorted([*[wire_dtype] * 4, "float32"])
 
 
 @pytest.mark.nightly
-def test_groups_of_gradients_are_a_collective_each(rank: int, sent: list[Request]) -> None:
+def test_groups_of_gradients_are_a_collective_each(rank: int, submitted: list[Entry]) -> None:
     strategy = MPIStrategy(groups=3)
     model, reference = both(strategy, rank)
     fit_both(strategy, model, reference, rows=61, epochs=1)
     steps = -(-61 // BATCH)
-    assert [len(request.tensors) for request in sent] == [2, 1, 2] * steps  # The last has the number of rows too.
+    # The last has the number of rows too.
+    assert [len(request.tensors) for request in sent(submitted)] == [2, 1, 2] * steps
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("is_dense", [True, False])
-def test_slices_are_sent_dense_if_wished(is_dense: bool, rank: int, sent: list[Request]) -> None:
+def test_slices_are_sent_dense_if_wished(is_dense: bool, rank: int, submitted: list[Entry]) -> None:
     def embedding() -> Any:
         return keras.Sequential([keras.Input((2,)), keras.layers.Embedding(20, 3), keras.layers.Flatten(),
                                  keras.layers.Dense(1)])
@@ -97,7 +79,7 @@ def test_slices_are_sent_dense_if_wished(is_dense: bool, rank: int, sent: list[R
     for each in (model, reference):
         each.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     assert_close(model.get_weights(), reference.get_weights(), 1e-5)
-    assert any("values" in request.name for request in sent) is not is_dense
+    assert any("values" in request.name for request in sent(submitted)) is not is_dense
 
 
 @pytest.mark.parametrize("argument", [{"compression": Compression.fp16}, {"groups": 2}, {"sparse_as_dense": True}],
@@ -114,12 +96,10 @@ def test_groups_are_a_number() -> None:
         MPIStrategy(groups=0)
 
 
+@pytest.mark.usefixtures("no_warning_yet")
 @pytest.mark.parametrize("is_same", [True, False])
 def test_the_same_data_on_all_ranks_are_warned_of(is_same: bool, strategy: MPIStrategy, rank: int,
-                                                  caplog: pytest.LogCaptureFixture,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consistency, "_has_warned", False)
-    monkeypatch.setattr(consistency, "_all", weakref.WeakSet())
+                                                  caplog: pytest.LogCaptureFixture) -> None:
     model, _ = both(strategy, rank)
     x, y = global_data(BATCH * 2)
     data = tf.data.Dataset.from_tensor_slices((x + (0 if is_same else rank), y)).batch(BATCH)
@@ -250,26 +230,6 @@ def test_a_model_without_a_call_trains(strategy: MPIStrategy, rank: int) -> None
     assert_equal_on_all_ranks(model.get_weights())
     assert_close(model.get_weights(), reference.get_weights(), 1e-5)
     assert_close(ours.history["error"], expected.history["error"], 1e-5)
-
-
-def test_a_class_of_keras_trainer_that_is_no_model_trains(strategy: MPIStrategy, rank: int) -> None:
-    """Keras' own tests have such classes."""
-    from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-
-    class Line(TensorFlowTrainer, keras.layers.Dense):
-        def __init__(self) -> None:
-            keras.layers.Dense.__init__(self, 1)
-            TensorFlowTrainer.__init__(self)
-
-    model, reference = both(strategy, rank, lambda: compiled(Line))
-    x, y = global_data(61)
-    with strategy.scope():
-        model.build(x.shape)
-    reference.build(x.shape)
-    reference.kernel.assign(model.kernel)
-    ours, expected = (m.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0) for m in (model, reference))
-    assert_close([model.kernel], [reference.kernel], 1e-5)
-    assert_close(ours.history["mae"], expected.history["mae"], 1e-5)
 
 
 def test_a_model_outside_of_the_scope_may_be_evaluated(strategy: MPIStrategy, rank: int) -> None:
@@ -433,8 +393,10 @@ def test_policy_off_trains_on_all_rows_of_every_rank(strategy: MPIStrategy, rank
 
 @pytest.mark.parametrize(("change", "place", "what"), [
     (lambda model: model.set_weights([w + 1 for w in model.get_weights()]), "", "weights, so they no longer train one"),
-    (lambda model: model.set_weights([w + 1 for w in model.get_weights()]), "on_train_batch_end", "weights"),
-    (lambda model: setattr(model.optimizer, "learning_rate", 0.5), "", "values of the learning_rate of SGD: 0.5 on "),
+    pytest.param(lambda model: model.set_weights([w + 1 for w in model.get_weights()]), "on_train_batch_end", "weights",
+                 marks=pytest.mark.nightly),
+    pytest.param(lambda model: setattr(model.optimizer, "learning_rate", 0.5), "",
+                 "values of the learning_rate of SGD: 0.5 on ", marks=pytest.mark.nightly),
     (lambda model: setattr(model.optimizer, "learning_rate", 0.5), "on_epoch_begin", "values of the learning_rate of"),
 ], ids=["weights", "weights within an epoch", "rate", "rate by a callback"])
 def test_what_one_rank_changes_is_an_error_on_every_rank(strategy: MPIStrategy, change: Callable, place: str, what: str,

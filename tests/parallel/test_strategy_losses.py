@@ -18,11 +18,6 @@ BATCH, TOKENS = 12, 6
 mse = keras.losses.MeanSquaredError
 
 
-@pytest.fixture(scope="module")
-def strategy() -> MPIStrategy:
-    return MPIStrategy()
-
-
 def sequences(rows: int, seed: int = 0) -> np.ndarray:
     """Tokens, of which 0 is none. In each batch the first rows are short and the last ones long."""
     x = np.random.default_rng(seed).integers(1, 9, size=(rows, TOKENS))
@@ -59,7 +54,7 @@ def three() -> Any:
 
 
 class OwnStep(keras.Model):
-    """Reports a masked loss by a Mean and as it is."""
+    """Reports a masked loss by Means, and the metrics of compile(), whose weights are tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,16 +63,18 @@ class OwnStep(keras.Model):
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True), weights)
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x, y, predicted, weights)
         self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        self.kept.update_state(loss)
-        return {"loss": loss, "kept": self.kept.result()}
+        for metric in self.metrics:
+            metric.update_state(*((loss,) if isinstance(metric, keras.metrics.Mean) else (y, predicted)))
+        return {metric.name: metric.result() for metric in self.metrics}
 
 
 def own_step() -> Any:
     inputs = keras.Input((TOKENS,), dtype="int32")
     tokens = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
-    return compiled(lambda: OwnStep(inputs, keras.layers.Dense(1)(tokens)), loss="mse", metrics=())
+    return compiled(lambda: OwnStep(inputs, keras.layers.Dense(1)(tokens)), loss="mse", metrics=["mae"])
 
 
 def targets(rows: int, *shape: int, seed: int = 3) -> np.ndarray:
@@ -120,7 +117,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
 }
 
 
-REPEATED = ("mask, eager", "mask and weights", "mask, mean by weights", "mean by weights, compiled")
+REPEATED = ("mask, eager", "mask, accumulated", "mask and weights", "two masks", "mask, mean by weights", "sum",
+            "mean by weights, compiled")
 
 
 @pytest.mark.parametrize("rows", [pytest.param(3 * BATCH, marks=pytest.mark.nightly), 2 * BATCH + 1])

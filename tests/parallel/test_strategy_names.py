@@ -11,13 +11,6 @@ import mpistrat.tensorflow as hvd  # noqa: E402
 from mpistrat.api import runtime  # noqa: E402
 
 
-def refusal(name: str, **options: Any) -> str:
-    """The text of the error, which every rank gets."""
-    with pytest.raises(ValueError) as caught:
-        hvd.strategy(name, **options)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", ["mirrored", "multi_worker_mirrored", "central_storage"])
 def test_a_synchronous_strategy_is_ours(name: str, size: int) -> None:
     strategy = hvd.strategy(name, random_per_rank=False)
@@ -27,23 +20,16 @@ def test_a_synchronous_strategy_is_ours(name: str, size: int) -> None:
     assert strategy.extended.slots.are_central == (name == "central_storage")
 
 
-def test_an_unknown_name_is_an_error_that_lists_the_names() -> None:
-    assert refusal("horovod") == (
-        "there is no strategy 'horovod'; the names are mirrored, multi_worker_mirrored, central_storage, "
-        "parameter_server, one_device, default, tpu.")
-
-
-def test_for_tpus_another_strategy_is_named() -> None:
-    assert "take tf.distribute.TPUStrategy" in refusal("tpu")
-
-
-@pytest.mark.parametrize("name", ["one_device", "default"])
-def test_a_strategy_for_one_rank_is_refused_on_several(name: str, size: int) -> None:
-    assert f"are for one rank; there are {size}" in refusal(name)
-
-
-def test_an_evaluator_has_no_strategy(size: int) -> None:
-    assert "an evaluator runs a program of its own" in refusal("parameter_server", jobs={"chief": 1, "evaluator": 1})
+@pytest.mark.parametrize("name, jobs, text", [
+    ("horovod", None, "there is no strategy 'horovod'; the names are mirrored, multi_worker_mirrored, central_storage, "
+     "parameter_server, one_device, default, tpu."),
+    ("tpu", None, "take tf.distribute.TPUStrategy"),
+    ("one_device", None, "are for one rank; there are 2"), ("default", None, "are for one rank; there are 2"),
+    ("parameter_server", {"chief": 1, "evaluator": 1}, "an evaluator runs a program of its own")])
+def test_other_names_are_refused_on_every_rank(name: str, jobs: Any, text: str, size: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        hvd.strategy(name, **{} if jobs is None else {"jobs": jobs})
+    assert text.replace("are 2", f"are {size}") in str(caught.value)
 
 
 # -- cross-device operations ------------------------------------------------------------------------------------------

@@ -14,9 +14,11 @@ import mpistrat
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
+from mpistrat.core.handle import Entry  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
+from ..support.levels import sample  # noqa: E402
 from .helpers import everywhere  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks  # noqa: E402
 from .test_sharded import CLOSE, EXACT, Direct, new_model, rows_of, whole_state  # noqa: E402
@@ -59,8 +61,8 @@ def trained(sharded: MPIStrategy) -> Any:
     return fit(model_of(sharded))
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [
-    ("SGD", 0), ("Adam", 0), ("EMA", 0), ("loss scale", 0),
+@sample(("name", "tolerance"), [
+    ("Adam", 0), ("SGD", 0), ("EMA", 0), ("loss scale", 0),
     pytest.param("several", 0, marks=needs_multi_optimizer), ("Adafactor", 1e-6),
     ("accumulation, clipped", 1e-5)])
 def test_a_loop_has_the_numbers_of_the_mirrored_mode(name: str, tolerance: float, sharded: MPIStrategy,
@@ -75,7 +77,7 @@ def test_a_loop_may_run_eagerly(sharded: MPIStrategy, mirrored: MPIStrategy) -> 
     assert_close(ours.values, expected.values, 0)
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("SGD", 0), ("accumulates", 1e-5)])
+@sample(("name", "tolerance"), [("accumulates", 1e-5), ("SGD", 0)])
 def test_fit_has_the_numbers_of_the_mirrored_mode(name: str, tolerance: float, sharded: MPIStrategy,
                                                   mirrored: MPIStrategy) -> None:
     models = [model_of(strategy) for strategy in (sharded, mirrored)]
@@ -108,7 +110,7 @@ def test_files_are_those_of_the_mirrored_mode_and_load_in_both(sharded: MPIStrat
     assert_close(state_of(interrupted), expected, 0)
 
 
-@pytest.mark.parametrize("is_built", [False, True])
+@sample("is_built", [False, True])
 def test_a_checkpoint_has_the_whole_state(is_built: bool, sharded: MPIStrategy, mirrored: MPIStrategy,
                                           shared_dir: str) -> None:
     loop = Loop(sharded, MAKERS["Adam"]).run(2)
@@ -130,15 +132,14 @@ def test_a_copy_is_sharded_in_the_scope(trained: Any, sharded: MPIStrategy) -> N
     assert_close(state_of(copied), state_of(trained), 0)
 
 
-def test_a_rank_has_its_part_of_the_state(trained: Any, size: int, on_submit: Callable) -> None:
+def test_a_rank_has_its_part_of_the_state(trained: Any, size: int, submitted: list[Entry]) -> None:
     slots = [v for name in ("_momentums", "_velocities") for v in getattr(trained.optimizer, name)]
     own, weights = sum(int(np.prod(v.shape)) for v in slots), trained.count_params()
     assert own <= 2 * weights / size + 2 * 60
     assert sum(everywhere(own)) == 2 * weights
-    seen: list[str] = []
-    on_submit(lambda entry: seen.append(entry.request.kind.name))
+    submitted.clear()
     fit(trained)
-    assert seen.count("REDUCESCATTER") == 3
+    assert [entry.request.kind.name for entry in submitted].count("REDUCESCATTER") == 3
 
 
 # -- what cannot be sharded -------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ keras = pytest.importorskip("keras")
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 from mpistrat.tensorflow.xla import ffi  # noqa: E402
 
-from ..programs.differential.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under  # noqa: E402
+from ..support.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under  # noqa: E402
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks  # noqa: E402
 from .test_sharded import new_model, rows_of, whole_state  # noqa: E402
 
@@ -73,7 +73,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("way", "leg"), [
-    ("fit", HOST_EACH), pytest.param("compiled fit", DEFAULT, marks=needs_xla),
+    pytest.param("fit", HOST_EACH, marks=pytest.mark.nightly),
+    pytest.param("compiled fit", DEFAULT, marks=[needs_xla, pytest.mark.nightly]),
     pytest.param("compiled loop", HOST_EACH, marks=needs_xla), (MIXED, HOST_EACH)])
 def test_the_numbers_are_those_of_the_mirrored_mode(way: str, leg: Leg, size: int) -> None:
     with under(TWO_HOSTS if size > 2 and leg is HOST_EACH else leg):

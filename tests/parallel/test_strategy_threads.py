@@ -1,5 +1,6 @@
 """Threads of one rank that use MPIStrategy: each meets the same one of the other ranks, in whichever order they run."""
 
+import functools
 import os
 import re
 import threading
@@ -22,11 +23,6 @@ from .strategy_helpers import SUM, per_rank  # noqa: E402
 
 LIMIT_S = 60
 ON_READ = tf.VariableSynchronization.ON_READ
-
-
-@pytest.fixture(scope="module")
-def strategy() -> MPIStrategy:
-    return MPIStrategy()
 
 
 def counter(strategy: MPIStrategy, value: float) -> Any:
@@ -108,13 +104,6 @@ def outcomes(rank: int, actions: dict[str | None, Callable[[], Any]], in_main: C
 
 
 # -- threads of the user ----------------------------------------------------------------------------------------------
-
-
-def test_a_thread_reads_while_the_main_thread_reads(strategy: MPIStrategy, rank: int, size: int) -> None:
-    ones, hundreds = counter(strategy, 1.0), counter(strategy, 100.0)
-    for _ in range(20):
-        got = outcomes(rank, {"Thread": ones.numpy}, in_main=hundreds.numpy)
-        assert got == [1.0 * size, 100.0 * size]
 
 
 def test_threads_with_names_read_in_any_order(strategy: MPIStrategy, rank: int, size: int) -> None:
@@ -199,59 +188,23 @@ def test_a_read_does_not_meet_what_another_rank_saves(strategy: MPIStrategy, ran
     assert saved(path, ones=0.0) == {"ones": 1.0 * size}
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["Checkpoint.save", "Checkpoint.write", "CheckpointManager"])
-def test_checkpoints_of_a_fit_hold_what_was_there_when_they_were_saved(
-        strategy: MPIStrategy, kind: str, rank: int, size: int, shared_dir: str, asynchronous: Any) -> None:
-    keras = pytest.importorskip("keras")
-    saves = 12
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"])
-    seen, kernel = counter(strategy, 0.0), model.layers[0].kernel
-    checkpoint = tf.train.Checkpoint(seen=seen, kernel=kernel, model=model)
-    manager = tf.train.CheckpointManager(checkpoint, shared_dir, max_to_keep=None)
-    expected: dict[str, dict[str, Any]] = {}
-
-    class Save(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            strategy.run(lambda: seen.assign_add(1.0 + rank))
-            prefix = os.path.join(shared_dir, f"at{batch}")
-            path = manager.save(options=asynchronous) if kind == "CheckpointManager" else \
-                checkpoint.save(prefix, asynchronous) if kind == "Checkpoint.save" else \
-                checkpoint.write(prefix, asynchronous)
-            expected[path] = {"seen": float(seen), "kernel": kernel.numpy()}
-            for metric in model.metrics:
-                metric.result()
-
-    x, y = np.random.default_rng(5).standard_normal((2, saves * 6, 5)).astype(np.float32)
-    model.fit(x, y[:, :1], batch_size=6, epochs=1, verbose=0, callbacks=[Save()])
-    checkpoint.sync()
-    assert len(expected) == saves
-    sum_of_ranks = sum(1.0 + r for r in range(size))
-    for step, (path, values) in enumerate(expected.items()):
-        found = saved(path, **values)
-        assert found["seen"] == values["seen"] == sum_of_ranks * (step + 1)
-        np.testing.assert_array_equal(found["kernel"], values["kernel"])
-    if kind == "CheckpointManager":
-        assert manager.checkpoints == list(expected) and manager.latest_checkpoint == list(expected)[-1]
-    if kind == "Checkpoint.save":
-        assert tf.train.latest_checkpoint(shared_dir) == list(expected)[-1]
-
-
-def test_two_checkpoints_are_written_at_the_same_time(strategy: MPIStrategy, size: int, shared_dir: str,
-                                                      asynchronous: Any) -> None:
-    count = counter(strategy, 0.0)
-    checkpoints = {"a": tf.train.Checkpoint(count=count), "b": tf.train.Checkpoint(count=count)}
+def test_several_checkpoints_are_written_at_the_same_time(strategy: MPIStrategy, size: int, shared_dir: str) -> None:
+    count, new_options = counter(strategy, 0.0), functools.partial(
+        tf.train.CheckpointOptions, experimental_enable_async_checkpoint=True)
+    first, second, third = (tf.train.Checkpoint(count=count) for _ in range(3))
+    manager = tf.train.CheckpointManager(third, f"{shared_dir}/managed", max_to_keep=None)
     expected = {}
-    for _ in range(5):
-        for name, checkpoint in checkpoints.items():
+    for number in range(4):
+        for save in (lambda: first.save(f"{shared_dir}/saved", new_options()),
+                     lambda number=number: second.write(f"{shared_dir}/written{number}", new_options()),
+                     lambda: manager.save(options=new_options())):
             strategy.run(lambda: count.assign_add(1.0))
-            expected[checkpoint.save(os.path.join(shared_dir, name), asynchronous)] = float(count)
-    for checkpoint in checkpoints.values():
+            expected[save()] = float(count)
+    for checkpoint in (first, second, third):
         checkpoint.sync()
-    assert list(expected.values()) == [1.0 * size * (i + 1) for i in range(10)]
+    assert list(expected.values()) == [1.0 * size * (i + 1) for i in range(12)]
     assert [saved(path, count=0.0)["count"] for path in expected] == list(expected.values())
+    assert manager.checkpoints == list(expected)[2::3] and manager.latest_checkpoint == list(expected)[-1]
 
 
 def test_what_goes_wrong_while_writing_is_an_error_of_the_next_save_on_every_rank(

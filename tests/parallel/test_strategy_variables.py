@@ -18,11 +18,6 @@ ON_READ = tf.VariableSynchronization.ON_READ
 Aggregation = tf.VariableAggregation
 
 
-@pytest.fixture(scope="module")
-def strategy() -> MPIStrategy:
-    return MPIStrategy()
-
-
 def make(strategy: MPIStrategy, value: Any, **arguments: Any) -> Any:
     with strategy.scope():
         return tf.Variable(value, **arguments)
@@ -54,33 +49,9 @@ def test_a_string_is_left_as_it_is(strategy: MPIStrategy, rank: int) -> None:
     assert make(strategy, "same").numpy() == b"same"
 
 
-def test_a_variable_may_be_made_in_a_function(strategy: MPIStrategy, rank: int, size: int) -> None:
-    made: list[Any] = []
-
-    @tf.function
-    def program() -> Any:
-        def step() -> Any:
-            if not made:
-                made.append(tf.Variable(tf.fill([2], rank + 3.0), aggregation=Aggregation.SUM))
-            return made[0].assign_add(tf.ones([2])).read_value()
-        return strategy.run(step)
-    np.testing.assert_array_equal(program(), [3.0 + size] * 2)
-
-
 def test_different_shapes_are_an_error_that_names_the_variable(strategy: MPIStrategy, rank: int, size: int) -> None:
     with pytest.raises(ValueError, match=r"mine.*disagree on shape|disagree on shape.*mine"):
         make(strategy, tf.zeros([2 + (rank == 0)]), name="mine")
-
-
-@each_way
-@pytest.mark.parametrize(("aggregation", "expected"), [
-    (Aggregation.SUM, lambda size: 10 + size * (size + 1) / 2), (Aggregation.MEAN, lambda size: 10 + (size + 1) / 2),
-    (Aggregation.ONLY_FIRST_REPLICA, lambda size: 11.0)])
-def test_assignment_in_a_replica_is_aggregated(strategy: MPIStrategy, way: Callable, aggregation: Any,
-                                               expected: Callable, rank: int, size: int) -> None:
-    variable = make(strategy, 10.0, aggregation=aggregation)
-    way(lambda: strategy.run(lambda: variable.assign_add(tf.constant(rank + 1.0))))()
-    assert variable.numpy() == expected(size)
 
 
 def test_a_python_number_is_aggregated_like_a_tensor(strategy: MPIStrategy, size: int) -> None:
@@ -120,22 +91,6 @@ def test_a_sum_keeps_its_value_when_it_is_assigned(strategy: MPIStrategy, size: 
         variable.assign(6.0)
     assert not names
     assert variable.numpy() == pytest.approx(6.0)
-
-
-@pytest.mark.parametrize("aggregation", [Aggregation.SUM, Aggregation.MEAN])
-def test_a_checkpoint_keeps_both_kinds(strategy: MPIStrategy, aggregation: Any, rank: int, size: int,
-                                       shared_dir: str) -> None:
-    mirrored = make(strategy, [1.0, 2.0])
-    on_read = make(strategy, 0.0, synchronization=ON_READ, aggregation=aggregation)
-    strategy.run(lambda: on_read.assign(rank + 1.0))
-    total = float(on_read.numpy())
-    checkpoint = tf.train.Checkpoint(a=mirrored, b=on_read)
-    path = checkpoint.write(f"{shared_dir}/rank{rank}")  # Reading `b` is collective, so all write.
-    mirrored.assign([0.0, 0.0])
-    on_read.assign(0.0)
-    checkpoint.read(path).assert_consumed()
-    np.testing.assert_array_equal(mirrored.numpy(), [1.0, 2.0])
-    assert on_read.numpy() == pytest.approx(total)
 
 
 def test_a_variable_made_outside_of_the_scope_cannot_be_updated(strategy: MPIStrategy) -> None:

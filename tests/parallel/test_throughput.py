@@ -70,16 +70,6 @@ def points(rows: int) -> tuple[np.ndarray, np.ndarray]:
     return x, x.sum(1, keepdims=True)
 
 
-def generated(rank: int) -> Any:
-    """The batches of a rank, of which Keras knows neither the number nor the sizes."""
-    def batches() -> Any:
-        x, y = points(rows_of_rank(rank))
-        for start in range(0, len(x), batch_of(rank)):
-            yield x[start:start + batch_of(rank)], y[start:start + batch_of(rank)]
-    signature = tuple(tf.TensorSpec((None, columns), tf.float32) for columns in (COLUMNS, 1))
-    return tf.data.Dataset.from_generator(batches, output_signature=signature).prefetch(2)
-
-
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Work]]:
     """The work of all ranks, each time that a speed is made of it."""
@@ -120,13 +110,6 @@ def test_fit_counts_all_rows_after_the_first_step(make: Callable, not_counted: i
         assert [work.rows for work in works] == [
             EPOCHS * rows_of_rank(r) - not_counted * batch_of(r) for r in range(size)]
         assert {work.steps for work in works} == {EPOCHS * STEPS - not_counted}
-
-
-def test_rows_of_a_generator_are_counted(rank: int, size: int, measured: list) -> None:
-    fit(new_model(), rank, generated(rank))
-    fit(new_model(), rank, generated(rank))
-    expected = [EPOCHS * rows_of_rank(r) - batch_of(r) for r in range(size)]
-    assert [[work.rows for work in works] for works in measured] == [expected] * (2 if size > 1 else 0)
 
 
 def test_a_silent_fit_measures_and_prints_nothing(rank: int, measured: list, capfd: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +157,7 @@ def scalars(directory: Path, tag: str) -> list[float]:
              if value.tag == tag]
 
 
-@pytest.mark.parametrize("is_in_scope", [False, True])
+@sample("is_in_scope", [False, True])
 def test_tensorboard_has_the_speed_of_a_strategy_too(is_in_scope: bool, tmp_path: Path) -> None:
     strategy = MPIStrategy()
     with strategy.scope():
@@ -200,7 +183,7 @@ def test_a_process_set_measures_its_own_ranks(rank: int, size: int, measured: li
         mpistrat.remove_process_set(process_set)
 
 
-@pytest.mark.parametrize("is_in_scope", [False, True])
+@sample("is_in_scope", [False, True])
 def test_a_fit_of_a_strategy_counts_the_rows_of_all_ranks(is_in_scope: bool, rank: int, size: int, measured: list,
                                                           capfd: pytest.CaptureFixture[str]) -> None:
     strategy, rows, batch = MPIStrategy(), 8 * size * STEPS - 1, 8 * size

@@ -16,10 +16,6 @@ def test_rank_and_size_are_those_of_mpi(rank: int, size: int) -> None:
     assert (rank, size) == (MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
 
 
-def test_every_rank_is_there_once(rank: int, size: int) -> None:
-    assert mpistrat.allgather_object(rank) == list(range(size))
-
-
 @pytest.mark.horovod("ranks")
 def test_all_ranks_are_on_one_host(rank: int, size: int) -> None:
     assert (mpistrat.local_rank(), mpistrat.local_size()) == (rank, size)
@@ -45,24 +41,6 @@ def test_the_host_has_one_name_that_all_ranks_know() -> None:
 
 def test_rank_0_is_the_chief_and_all_others_are_workers(rank: int) -> None:
     assert mpistrat.role() is (mpistrat.Role.CHIEF if rank == 0 else mpistrat.Role.WORKER)
-
-
-def test_roles_are_given_out_in_order(rank: int, size: int) -> None:
-    role = mpistrat.role({"chief": 1, "worker": size - 2, "evaluator": 1})
-    assert role is (mpistrat.Role.CHIEF if rank == 0 else
-                    mpistrat.Role.EVALUATOR if rank == size - 1 else mpistrat.Role.WORKER)
-
-
-def test_roles_that_do_not_add_up_are_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=rf"need {size + 1} ranks, but there are {size} \(mpirun -np {size + 1}\)"):
-        mpistrat.role({"chief": 1, "worker": size})
-
-
-def test_cluster_spec_is_the_content_of_tf_config(rank: int, size: int) -> None:
-    spec = mpistrat.cluster_spec([2222 + r for r in range(size)])
-    assert spec["cluster"] == {"chief": ["localhost:2222"],
-                               "worker": [f"localhost:{2222 + r}" for r in range(1, size)]}
-    assert spec["task"] == ({"type": "chief", "index": 0} if rank == 0 else {"type": "worker", "index": rank - 1})
 
 
 @pytest.mark.horovod("built")
@@ -129,21 +107,6 @@ def test_init_takes_a_communicator(rank: int, size: int) -> None:
         mpistrat.init()
         reverse.Free()
     assert mpistrat.rank() == rank and mpistrat.global_process_set.mpi_comm is None
-
-
-@pytest.mark.horovod("init-comm")
-def test_init_takes_a_list_of_ranks(rank: int, size: int) -> None:
-    # Two jobs side by side: rank 0 alone, and all others.
-    own = [0] if rank == 0 else list(range(1, size))
-    mpistrat.shutdown()
-    mpistrat.init(comm=own)
-    try:
-        assert mpistrat.size() == len(own)
-        assert mpistrat.allgather_object(rank) == own
-    finally:
-        mpistrat.shutdown()
-        mpistrat.init()
-    assert (mpistrat.rank(), mpistrat.size()) == (rank, size)
 
 
 def test_a_list_without_the_calling_rank_is_refused(rank: int, size: int) -> None:

@@ -11,7 +11,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras.fit.row_counts import RowCount, rows_of  # noqa: E402
+from mpistrat.keras.fit.row_counts import rows_of  # noqa: E402
 
 from ..support.levels import sample  # noqa: E402
 
@@ -80,13 +80,6 @@ def test_the_metrics_are_those_of_one_process_over_all_rows(rank: int, size: int
     assert_means(history, size, ALL)
 
 
-def test_without_weights_they_are_others(rank: int, size: int) -> None:
-    x, y = rows_of_rank(rank)
-    history = new_model().fit(x, y, batch_size=batch_of(rank), verbose=0, callbacks=[
-        hvd.callbacks.MetricAverageCallback()]).history
-    assert (history["mae"][0] == pytest.approx(expected(size)["mae"], rel=1e-3)) is (size == 1)
-
-
 def test_rows_of_a_dataset_without_a_known_length_are_counted(rank: int, size: int) -> None:
     def batches() -> Any:
         x, y = rows_of_rank(rank)
@@ -120,7 +113,7 @@ def test_what_a_callback_evaluates_does_not_count(rank: int, size: int) -> None:
     assert_means(history, size, ALL)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@sample("weighted", [False, True])
 def test_validation_on_one_rank_only_is_a_warning_and_the_epoch_goes_on(weighted: bool, rank: int, size: int,
                                                                         caplog: pytest.LogCaptureFixture) -> None:
     model, (x, y) = new_model(), rows_of_rank(rank)
@@ -173,9 +166,3 @@ def test_a_batch_of_scalars_has_no_rows() -> None:
     ids=["ragged", "sparse", "dictionary", "none", "scalar"])
 def test_the_rows_of_other_batches(batch: Any) -> None:
     assert int(rows_of((batch, tf.zeros(3)))) == 3
-
-
-def test_a_model_is_counted_once() -> None:
-    model = new_model(is_distributed=False)
-    assert RowCount.of(model, "train_step") is RowCount.of(model, "train_step")
-    assert RowCount.of(model, "train_step") is not RowCount.of(model, "test_step")

@@ -4,8 +4,10 @@ A script makes a model and an optimizer, and then goes through some stages: trai
 with callbacks and functions in functions; saving and loading; copies of models and optimizers; errors that it catches;
 threads, process sets and joins. All ranks must have the same bits of weights and of the optimizer's state after each
 stage, and nearly those of the same script in one process with the same global batches, where the script means the same.
-In some scripts a rank does alone what all have to do. They may end with an error of mpistrat, on all ranks. Some run in
-both ways, which must have the same bits on 2, 4, 8 ... ranks: there it is exact to divide by their number.
+In some scripts a rank does alone what all have to do. They may end with an error of mpistrat, on all ranks. The others
+run twice: in both ways, which must have the same bits on 2, 4, 8 ... ranks, where it is exact to divide by their
+number; or in another leg, with the same bits: over MPI, between made-up hosts, or without votes. The steps of some XLA
+compiles the second time; these are compared with one process only.
 
 usage: random_scripts.py SCRIPTS [FIRST [local]]
 
@@ -16,6 +18,7 @@ script has failed; goes on after one that fails.
 
 import contextlib
 import copy
+import hashlib
 import os
 import pickle
 import random
@@ -38,6 +41,9 @@ import mpistrat.keras
 import mpistrat.tensorflow as hvd
 from mpistrat.keras.nested_optimizers import states_in
 from mpistrat.keras.sharded.optimizer import whole_state
+from mpistrat.tensorflow.xla import ffi
+from tests.support.compiled import compiled_by_xla
+from tests.support.legs import HOST_EACH, MPI, NO_VOTES, TWO_HOSTS, Leg, under
 
 BATCH = 12  # rows of all ranks together; a number that 2, 3 and 4 divide
 COLUMNS, TOKENS, OUTPUTS = 6, 20, 2
@@ -46,6 +52,12 @@ LIMIT_S = 240.0
 HOROVOD, STRATEGY = "horovod", "strategy"
 MODELS = ("dense", "shared", "tokens", "unbuilt", "normalised", "sync", "own step")
 NOT_LIKE_ONE_PROCESS = ("batch norm", "dropout", "local")
+# The units of hidden layers. Kernels of up to 64 KiB are joined for the reduction; the second has more than 512 KiB of
+# them, from where large results are treated in a way of their own. The last fills more than a bucket between hosts.
+SIZES = ((8,), (120,) * 10, (8,), (512,) * 6)
+COMPILED = Leg("compiled")
+LEGS = (MPI, TWO_HOSTS, NO_VOTES, COMPILED)
+WITH_XLA = ("train", "save", "rate", "predict", "copy", "freeze")
 OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "sgd": lambda: keras.optimizers.SGD(0.05),
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
@@ -83,6 +95,8 @@ class Script:
     is_for_both: bool = False  # It runs through both doors, and draws what both have.
     is_local: bool = False  # Weights are averaged, and not gradients.
     is_sharded: bool = False  # The state of optimizers is divided among the ranks.
+    units: tuple[int, ...] = (8,)  # One of SIZES.
+    leg: Leg = MPI  # In which it runs the second time, if that is not through the other door.
 
     def by_local_sgd(self) -> "Script":
         """The script in which the ranks average weights."""
@@ -98,6 +112,12 @@ class Script:
     @property
     def is_like_one_process(self) -> bool:
         return self.model not in NOT_LIKE_ONE_PROCESS and not self.joins and not self.may_fail and not self.is_local
+
+    @property
+    def can_be_compiled(self) -> bool:
+        """Whether XLA can compile its steps and come near one process, so that this compares as much as a leg does."""
+        return set(self.stages) <= {*WITH_XLA} and self.is_like_one_process and not self.is_eager \
+            and not self.is_sharded and ffi.api() is not None
 
     @property
     def may_fail(self) -> bool:
@@ -132,9 +152,10 @@ def script_of(number: int) -> Script:
     return Script(number, door, loop, model, optimizer, tuple(stages),
                   is_horovods and model not in ("unbuilt", "local") and draw.randrange(2) == 0, joins,
                   is_horovods and draw.randrange(2) == 0, 1 if joins else draw.choice((1, 1, 2, 3)), is_for_both,
-                  # With draws of its own: a number is the script that it was before there were sharded ones.
+                  # With draws of their own: a number is the script that it was before there were these.
                   is_sharded=loop != "tape" and not joins and model != "local"
-                  and optimizer != "averages" and random.Random(f"sharded {number}").randrange(2) == 0)
+                  and optimizer != "averages" and random.Random(f"sharded {number}").randrange(2) == 0,
+                  units=random.Random(f"size {number}").choice(SIZES), leg=random.Random(f"leg {number}").choice(LEGS))
 
 
 class Interrupted(Exception):  # noqa: N818 - what a script raises to stop itself
@@ -299,9 +320,9 @@ class OwnStep(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-def model_of(kind: str, way: Alone) -> tuple[Any, list[Any]]:
+def model_of(script: Script, way: Alone) -> tuple[Any, list[Any]]:
     """A model, and its local layers."""
-    dense = keras.layers.Dense
+    kind, dense = script.model, keras.layers.Dense
     if kind == "unbuilt":
         return Unbuilt(), []
     x = inputs = keras.Input((COLUMNS,))
@@ -314,8 +335,9 @@ def model_of(kind: str, way: Alone) -> tuple[Any, list[Any]]:
     elif kind == "shared":
         layer = dense(COLUMNS, activation="tanh")
         x = layer(layer(x))
-    hidden = dense(8, activation="tanh")
-    x = hidden(x)
+    hidden = [dense(units, activation="tanh") for units in script.units]
+    for layer in hidden:
+        x = layer(x)
     if kind == "sync":
         x = way.normalization()(x)
     elif kind == "batch norm":
@@ -323,7 +345,7 @@ def model_of(kind: str, way: Alone) -> tuple[Any, list[Any]]:
     elif kind == "dropout":
         x = keras.layers.Dropout(0.3)(x)
     model = (OwnStep if kind == "own step" else keras.Model)(inputs, dense(OUTPUTS)(x))
-    return model, [hidden] if kind == "local" else []
+    return model, hidden[:1] if kind == "local" else []
 
 
 def set_weights(model: Any, values: Sequence[np.ndarray]) -> None:
@@ -373,7 +395,7 @@ class Run:
         keras.utils.clear_session()
         keras.utils.set_random_seed(script.number + (way.rank if script.seeds_differ else 0))
         with way.scope():
-            self.model, self.local = model_of(script.model, way)
+            self.model, self.local = model_of(script, way)
             self._new_optimizer()
         # Ranks with other seeds would shuffle and drop in other ways.
         keras.utils.set_random_seed(script.number)
@@ -708,7 +730,7 @@ class Run:
     def wrong_load(self, draw: random.Random) -> None:
         path = os.path.join(self.folder, "alone.weights.h5")
         if self.way.rank == 0:
-            other, _ = model_of(self.script.model, Alone())
+            other, _ = model_of(self.script, Alone())
             other(data_of(draw, 1, self.script.model)[0])
             other.save_weights(path)
             self.model.load_weights(path)
@@ -817,7 +839,7 @@ def states_of_one_process(script: Script) -> list[Sequence[np.ndarray]] | str:
 
 
 def outcome_of(script: Script, folder: str) -> str:
-    """Run a script on all ranks, through one door or both, and return how it has ended.
+    """Run a script on all ranks, twice where it ends well, and return how it has ended.
 
     Raises:
         AssertionError: That is not right.
@@ -825,30 +847,41 @@ def outcome_of(script: Script, folder: str) -> str:
     right = mpistrat.broadcast_object(states_of_one_process(script) if hvd.rank() == 0 else None, 0)
     assert not isinstance(right, str), f"one process: {right}"
     outcome, states = outcome_through_door(script, folder, right)
+    other, again = script, os.path.join(folder, "again")
+    os.mkdir(again)
     if script.is_for_both:
         other = script.through(STRATEGY if script.door == HOROVOD else HOROVOD)
-        os.mkdir(os.path.join(folder, "other"))
-        _, others = outcome_through_door(other, os.path.join(folder, "other"), right)
+        _, others = outcome_through_door(other, again, right)
         # In some graphs TensorFlow divides by a square root (RMSprop) as a product with rsqrt.
         is_exact = not hvd.size() & (hvd.size() - 1) and not (script.is_sharded and script.optimizer == "schedule")
-        outcome += f", and {differences(states, others, is_exact)} through the other door"
-    return outcome
+        return f"{outcome}, and {differences(states, others, is_exact)} through the other door"
+    if script.may_fail:
+        return outcome
+    leg = MPI if script.leg is COMPILED and not script.can_be_compiled else \
+        HOST_EACH if script.leg is TWO_HOSTS and hvd.size() == 2 else script.leg
+    with under(leg), compiled_by_xla() if leg is COMPILED else contextlib.nullcontext():
+        other_outcome, others = outcome_through_door(script, again, right)
+    return f"{outcome}, and {other_outcome if leg is COMPILED else differences(states, others, True)}: {leg.name}"
 
 
-def differences(states: Sequence[dict[str, np.ndarray]], others: Sequence[dict[str, np.ndarray]],
-                is_exact: bool) -> str:
+def digests_of(state: dict[str, np.ndarray]) -> dict[str, bytes]:
+    """What is equal for equal bits."""
+    return {name: hashlib.sha256(value.tobytes()).digest() for name, value in state.items()}
+
+
+def differences(states: Sequence[dict[str, bytes]], others: Sequence[dict[str, bytes]], is_exact: bool) -> str:
     """Which arrays differ after a stage, in a few words. Raises AssertionError if any does and `is_exact`."""
-    assert len(states) == len(others), "the doors have different stages"
+    assert len(states) == len(others), "there are different stages"
     different = [f"{name} after stage {place}" for place, (one, other) in enumerate(zip(states, others, strict=True))
-                 for (name, a), b in zip(one.items(), other.values(), strict=False) if a.tobytes() != b.tobytes()
+                 for (name, a), b in zip(one.items(), other.values(), strict=False) if a != b
                  and (len(one) == len(other) or not name.startswith("optimizer"))]  # It may be built in one only.
-    assert not different or not is_exact, f"the doors have different {different}"
+    assert not different or not is_exact, f"there are different {different}"
     return f"{len(different)} other arrays" if different else "the same"
 
 
 def outcome_through_door(script: Script, folder: str, right: Sequence[Sequence[np.ndarray]]
-                         ) -> tuple[str, list[dict[str, np.ndarray]]]:
-    """How a script has ended through its door, and the state after each stage, which is `right` in one process."""
+                         ) -> tuple[str, list[dict[str, bytes]]]:
+    """How a script has ended through its door, and digests of the state after each stage: `right` in one process."""
     way: Alone = Local() if script.is_local else Horovod() if script.door == HOROVOD \
         else Strategy(script.is_sharded)
     folder = mpistrat.broadcast_object(folder, 0)
@@ -866,7 +899,7 @@ def outcome_through_door(script: Script, folder: str, right: Sequence[Sequence[n
                 own = "end"
             else:
                 name, state = found
-                own = {key: value.tobytes() for key, value in state.items()}
+                own = digests_of(state)
         except Exception as error:
             if not script.may_fail:
                 traceback.print_exc()
@@ -889,7 +922,7 @@ def outcome_through_door(script: Script, folder: str, right: Sequence[Sequence[n
             largest = max(largest, worst(state, right[place], f"stage {place} ({name})"))
             assert largest[0] <= TOLERANCE, f"stage {place} ({name}): off by {largest}"
         place += 1
-        states.append(run.state())
+        states.append(digests_of(run.state()))
 
 
 def main() -> None:
@@ -904,13 +937,12 @@ def main() -> None:
         script, began = script_of(number), time.monotonic()
         script = script.by_local_sgd() if is_local else script
         hvd.init()
-        folder = tempfile.mkdtemp()
+        rank, folder = hvd.rank(), tempfile.mkdtemp()
         try:
             outcome = outcome_of(script, folder)
         except Exception as error:
             traceback.print_exc()
             outcome, failures = f"FAILED: {error}", failures + 1
-        rank = hvd.rank()
         if rank == 0 or outcome.startswith("FAILED"):
             print(f"rank {rank}: {script}: {outcome} ({time.monotonic() - began:.1f} s)", flush=True)
         mpistrat.shutdown()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ..support.jobs import ROOT, needs_mpirun, run_limited
+from ..support.levels import sample
 
 PAGE = (ROOT / "docs" / "transcript.md").read_text()
 README = (ROOT / "README.md").read_text()
@@ -36,7 +37,7 @@ def test_a_command_prints_what_the_page_shows(command: str, tmp_path: Path) -> N
 
 
 @needs_mpirun
-@pytest.mark.parametrize(("change", "shown"), MISTAKES, ids=[change.splitlines()[-1] for change, _ in MISTAKES])
+@sample(("change", "shown"), MISTAKES, ids=[change.splitlines()[-1] for change, _ in MISTAKES])
 def test_a_mistake_looks_as_the_page_shows(change: str, shown: str, tmp_path: Path) -> None:
     before, after = ("".join(line[1:] for line in change.splitlines(keepends=True) if line[0] in f" {sign}")
                      for sign in "-+")

@@ -1,9 +1,8 @@
-"""Some ranks are killed amid collectives, the others recover and go on: ranks_lost.py KIND VICTIMS DELAY [SECOND].
+"""Some ranks are killed amid collectives, the others recover and go on: ranks_lost.py KIND VICTIMS DELAY.
 
 KIND is one of the functions below, for those of TensorFlow also with "compiled_" before it: XLA compiles the step.
-VICTIMS are ranks with commas between, DELAY is in seconds. SECOND is, too: from the first loss to the second one, in
-the recovery. Under `mpirun --with-ft ulfm`. Each rank that is left prints its former rank, and the times in seconds
-from the kill to the error, and to the end of the next step.
+VICTIMS are ranks with commas between, DELAY is in seconds. Under `mpirun --with-ft ulfm`. Each rank that is left prints
+its former rank, and the times in seconds from the kill to the error, and to the end of the next step.
 """
 
 import os
@@ -228,7 +227,7 @@ def die() -> None:
 
 
 KIND, VICTIMS, DELAY_S = sys.argv[1], [int(rank) for rank in sys.argv[2].split(",")], float(sys.argv[3])
-SECOND_S = float(sys.argv[4]) if len(sys.argv) > 4 else 0.004
+SECOND_S = 0.004  # from the first loss to the second one, in the recovery
 IS_COMPILED = KIND.startswith("compiled_")
 mpistrat.init()
 RANK, SIZE = mpistrat.rank(), mpistrat.size()

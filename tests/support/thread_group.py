@@ -62,13 +62,6 @@ class ThreadData(LocalData):
         parts = [part[first:first + count] for part, first, count in zip(self._exchange(source), before, received)]
         np.concatenate(parts, out=target)
 
-    def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
-                      reduction: Reduction) -> None:
-        reduced = np.empty_like(source)
-        self.allreduce([source], [reduced], reduction)
-        first = sum(counts[:self._rank])
-        np.copyto(target, reduced[first:first + target.size])
-
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
         np.copyto(array, self._exchange(array)[root_rank])
 

@@ -1,19 +1,16 @@
-"""The arithmetic of a reduction."""
+"""The arithmetic of a reduction: what the results of few ranks in tests/parallel do not show."""
 
 import math
-import warnings
 
 import numpy as np
 import pytest
 
-from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale, combine, divided_before, scaled_copy
+from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale, combine, divided_before
 from mpistrat.core.request import ReduceOp
 
 SUM, MIN, MAX, PRODUCT = ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
-INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 HALVES = ["float16", "bfloat16"]
 FLOATS = ["float32", "float64", "longdouble"]
-COMPLEX = ["complex64", "complex128"]
 
 
 def dtype_named(name: str) -> np.dtype:
@@ -22,74 +19,9 @@ def dtype_named(name: str) -> np.dtype:
 
 
 def combined(parts: list[np.ndarray], op: ReduceOp, scale: Scale = IDENTITY) -> np.ndarray:
-    """The reduction in new memory."""
     target = np.full_like(parts[0], 1)
     combine(parts, op, target, scale)
     return target
-
-
-@pytest.mark.parametrize("name", INTEGERS + HALVES + FLOATS)
-@pytest.mark.parametrize(("op", "expected"), [(SUM, [9, 6, 4]), (MIN, [2, 0, 1]), (MAX, [4, 5, 2]),
-                                              (PRODUCT, [24, 0, 2])])
-def test_every_real_dtype_is_reduced_elementwise(name: str, op: ReduceOp, expected: list[int]) -> None:
-    parts = [np.array(values).astype(dtype_named(name)) for values in ([3, 1, 2], [2, 5, 1], [4, 0, 1])]
-    result = combined(parts, op)
-    assert result.dtype == parts[0].dtype
-    np.testing.assert_array_equal(result.astype(np.float64), expected)
-
-
-@pytest.mark.parametrize("name", COMPLEX)
-def test_complex_numbers_have_sums_and_products(name: str) -> None:
-    parts = [np.array([1 + 2j, 3]).astype(name), np.array([2 - 1j, 1j]).astype(name)]
-    np.testing.assert_array_equal(combined(parts, SUM), [3 + 1j, 3 + 1j])
-    np.testing.assert_array_equal(combined(parts, PRODUCT), [4 + 3j, 3j])
-
-
-@pytest.mark.parametrize(("op", "expected"), [(MIN, [False, False, True]), (MAX, [False, True, True]),
-                                              (PRODUCT, [False, False, True])])
-def test_min_and_product_of_bool_are_all_and_max_is_any(op: ReduceOp, expected: list[bool]) -> None:
-    result = combined([np.array([False, True, True]), np.array([False, False, True])], op)
-    assert result.dtype == bool
-    np.testing.assert_array_equal(result, expected)
-
-
-def test_floats_are_summed_in_the_order_of_the_ranks() -> None:
-    parts = [np.array([value], np.float32) for value in (1e8, 1, -1e8, 1)]
-    assert combined(parts, SUM) == 1
-    assert combined(parts[::-1], SUM) == 0
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 5, 16])
-def test_the_result_of_an_element_does_not_depend_on_its_neighbours(ranks: int) -> None:
-    source = np.random.default_rng(ranks)
-    parts = [source.standard_normal(1000).astype(np.float32) for _ in range(ranks)]
-    whole = combined(parts, SUM)
-    for piece in (slice(0, 1), slice(17, 18), slice(3, 500), slice(999, 1000)):
-        assert combined([part[piece] for part in parts], SUM).tobytes() == whole[piece].tobytes()
-
-
-@pytest.mark.parametrize(("name", "large"), [("float16", 2048), ("bfloat16", 256)])
-def test_halves_are_summed_in_float32_and_rounded_once(name: str, large: int) -> None:
-    parts = [np.array([value]).astype(dtype_named(name)) for value in (large, 1, 1)]
-    assert parts[0] + parts[1] == large  # Rounding after each addition would lose the ones.
-    assert float(combined(parts, SUM)[0]) == large + 2
-
-
-def test_a_sum_of_halves_may_overflow_on_the_way() -> None:
-    parts = [np.array([value], np.float16) for value in (60000, 60000, -60000)]
-    assert combined(parts, SUM) == 60000
-
-
-def test_a_sum_of_halves_that_is_too_large_is_infinite() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        assert combined([np.array([60000], np.float16)] * 2, SUM) == np.inf
-
-
-@pytest.mark.parametrize(("name", "values", "total"), [("int8", (100, 100), -56), ("uint8", (200, 100), 44),
-                                                       ("int64", (2**63 - 1, 1), -2**63)])
-def test_integers_wrap(name: str, values: tuple[int, int], total: int) -> None:
-    assert combined([np.array([value], name) for value in values], SUM) == total
 
 
 @pytest.mark.parametrize("name", HALVES + FLOATS)
@@ -99,20 +31,6 @@ def test_a_nan_of_any_rank_wins(name: str, op: ReduceOp, place: int) -> None:
     parts = [np.array([1.0]).astype(dtype_named(name)) for _ in range(3)]
     parts[place][0] = np.nan
     assert np.isnan(combined(parts, op).astype(np.float64)).all()
-
-
-@pytest.mark.parametrize("name", HALVES + FLOATS)
-def test_infinities_follow_ieee_754(name: str) -> None:
-    parts = [np.array(values).astype(dtype_named(name)) for values in ([np.inf, np.inf, 0], [1, -np.inf, -np.inf])]
-    with np.errstate(invalid="ignore"):
-        np.testing.assert_array_equal(combined(parts, SUM).astype(np.float64), [np.inf, np.nan, -np.inf])
-    np.testing.assert_array_equal(combined(parts, MAX).astype(np.float64), [np.inf, np.inf, 0])
-
-
-@pytest.mark.parametrize("name", ["int32", "float16", "float64", "bool"])
-def test_one_rank_gets_its_own_values(name: str) -> None:
-    values = np.array([0, 1, 1]).astype(name)
-    np.testing.assert_array_equal(combined([values], MAX), values)
 
 
 @pytest.mark.parametrize("name", ["float32", "float16"])
@@ -125,13 +43,6 @@ def test_the_target_may_be_one_of_the_parts(name: str, ranks: int, place: int) -
     np.testing.assert_array_equal(parts[place], expected)
     for rank in set(range(ranks)) - {place}:
         np.testing.assert_array_equal(parts[rank], others[rank])
-
-
-def test_the_parts_may_be_the_rows_of_one_array() -> None:
-    parts = np.arange(12.0).reshape(3, 4)
-    target = np.empty(4)
-    combine(list(parts), SUM, target, IDENTITY)
-    np.testing.assert_array_equal(target, parts.sum(0))
 
 
 @pytest.mark.parametrize("name", ["float16", "int32"])
@@ -149,11 +60,6 @@ def test_halves_are_scaled_before_they_are_rounded(name: str, ranks: int) -> Non
     np.testing.assert_array_equal(combined(parts, SUM, Scale(1.0, ranks)), np.asarray(exact).astype(dtype))
 
 
-def test_the_average_of_large_float16_does_not_overflow() -> None:
-    parts = [np.full(3, 60000, np.float16)] * 3
-    np.testing.assert_array_equal(combined(parts, SUM, Scale(1.0, 3)), parts[0])
-
-
 @pytest.mark.parametrize("name", ["int32", "float32", "complex64"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_is_reduced_is_scaled_once(name: str, ranks: int) -> None:
@@ -165,29 +71,9 @@ def test_what_is_reduced_is_scaled_once(name: str, ranks: int) -> None:
 
 
 def scaled(values: np.ndarray, scale: Scale) -> np.ndarray:
-    """The scaled values in new memory."""
     target = np.empty_like(values)
     scale.apply(values, target)
     return target
-
-
-@pytest.mark.parametrize(("factor", "divisor", "identity"), [(1.0, 1, True), (2.0, 1, False), (1.0, 2, False),
-                                                             (2.0, 2, False)])
-def test_only_times_one_by_one_is_the_identity(factor: float, divisor: int, identity: bool) -> None:
-    assert Scale(factor, divisor).is_identity == identity
-
-
-@pytest.mark.parametrize("ranks", [3, 7, 49, 98, 103])
-def test_an_integer_average_of_equal_values_is_that_value(ranks: int) -> None:
-    values = np.array([0, 1, -1, 1234567], np.int64)
-    np.testing.assert_array_equal(scaled(values * ranks, Scale(1.0, ranks)), values)
-
-
-@pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64])
-def test_an_integer_average_is_truncated_toward_zero(dtype: type) -> None:
-    result = scaled(np.array([-7, -4, -1, 1, 4, 7], dtype), Scale(1.0, 4))
-    np.testing.assert_array_equal(result, [-1, -1, 0, 0, 1, 1])
-    assert result.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
@@ -198,21 +84,11 @@ def test_small_integers_are_divided_by_more_ranks_than_they_can_count(dtype: typ
     np.testing.assert_array_equal(scaled(values, Scale(1.0, ranks)), [math.trunc(int(v) / ranks) for v in values])
 
 
-def test_large_integers_are_divided_exactly() -> None:
-    values = [2**62 + 2, -2**63, 2**63 - 1, 2**53 + 3]
-    np.testing.assert_array_equal(scaled(np.array(values, np.int64), Scale(1.0, 2)),
-                                  [2**61 + 1, -2**62, 2**62 - 1, 2**52 + 1])
-
-
-def test_uint64_is_divided_exactly_over_its_whole_range() -> None:
-    values = np.array([2**64 - 1, 2**63 + 3, 5, 0], np.uint64)
-    np.testing.assert_array_equal(scaled(values, Scale(1.0, 3)),
-                                  np.array([(2**64 - 1) // 3, (2**63 + 3) // 3, 1, 0], np.uint64))
-
-
-def test_integers_times_a_factor_are_truncated_toward_zero() -> None:
-    np.testing.assert_array_equal(scaled(np.array([-3, 3, 5], np.int32), Scale(0.5, 1)), [-1, 1, 2])
-    np.testing.assert_array_equal(scaled(np.array([-3, 3, 5], np.int32), Scale(2.0, 4)), [-1, 1, 2])
+@pytest.mark.parametrize(("dtype", "values", "divisor"), [
+    (np.int64, [2**62 + 2, -2**63, 2**63 - 1, 2**53 + 3], 2), (np.uint64, [2**64 - 1, 2**63 + 3, 5, 0], 3)])
+def test_large_integers_are_divided_exactly(dtype: type, values: list[int], divisor: int) -> None:
+    expected = [int(math.copysign(1, value)) * (abs(value) // divisor) for value in values]
+    np.testing.assert_array_equal(scaled(np.array(values, dtype), Scale(1.0, divisor)), np.array(expected, dtype))
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
@@ -251,11 +127,6 @@ def test_what_would_be_rounded_otherwise_is_not_divided_before(ranks: int, name:
     assert divided_before(reduction, dtype_named(name)) is reduction
 
 
-def test_nan_and_infinities_stay() -> None:
-    np.testing.assert_array_equal(scaled(np.array([np.nan, np.inf, -np.inf]), Scale(1.0, 2)),
-                                  [np.nan, np.inf, -np.inf])
-
-
 @pytest.mark.parametrize("name", ["int8", "int64", "uint64", "float16", "bfloat16", "float32", "complex64"])
 @pytest.mark.parametrize("scale", [Scale(), Scale(1.0, 3), Scale(0.5, 1)], ids=["identity", "average", "factor"])
 def test_scaling_may_be_done_in_place(name: str, scale: Scale) -> None:
@@ -263,11 +134,3 @@ def test_scaling_may_be_done_in_place(name: str, scale: Scale) -> None:
     expected = scaled(values, scale)
     scale.apply(values, values)
     np.testing.assert_array_equal(values, expected)
-
-
-@pytest.mark.parametrize("name", ["bool", "int32", "float16", "float64"])
-def test_a_copy_with_scale_1_is_a_copy(name: str) -> None:
-    values = np.array([0, 1, 1, 0]).astype(name)
-    target = np.empty_like(values)
-    scaled_copy(values, 1.0, target)
-    np.testing.assert_array_equal(target, values)

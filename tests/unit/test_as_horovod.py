@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.api import as_horovod as names
 from mpistrat.cli import as_horovod
 from mpistrat.cli.main import main
 from mpistrat.core.settings import take_horovods, taken_from_horovod
+from mpistrat.horovod import imports
 from mpistrat.process import error_text
 from mpistrat.process.launch_env import RUN_KERAS_2
 
-PLACE = Path(as_horovod.__file__).parent / "horovod_path"
+PLACE = Path(imports.__file__).parent / "path"
 PROGRAM = """
 import importlib, importlib.metadata, json, os
 import horovod, horovod.tensorflow as hvd, horovod.tensorflow.keras, horovod.keras.callbacks
@@ -54,7 +54,6 @@ print(json.dumps({
 
 
 def run_program(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own."""
     return subprocess.run([sys.executable, "-c", program], env={**os.environ, **environment}, text=True,
                           capture_output=True, timeout=200, check=False)
 
@@ -77,14 +76,13 @@ def test_what_a_program_finds_by_the_names_of_horovod() -> None:
 
 
 @pytest.mark.parametrize("keras_2", [False, True])
-def test_errors_of_old_words_name_the_option_that_is_for_them_unless_it_is_given(
-        keras_2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_old_words_name_the_option_unless_it_is_given(keras_2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(error_text, "ADVICE", dict(error_text.ADVICE))
     monkeypatch.delenv(RUN_KERAS_2, raising=False)
     if keras_2:
         monkeypatch.setenv(RUN_KERAS_2, "1")
-    names.install("horovod")
+    imports.install_horovod("horovod")
     errors = [TypeError("'list' object is not callable"), ValueError("Argument(s) not recognized: {'lr': 0.1}"),
               TypeError("Trainer.compile() got an unexpected keyword argument 'experimental_run_tf_function'.")]
     for error in errors:
@@ -165,9 +163,9 @@ def test_the_command_of_a_job_has_it(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_functions_of_its_util() -> None:
-    assert names.split_list(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]]
-    assert names.split_list([1], 2) == [[1]]
-    assert [n for n in range(9) if names.num_rank_is_power_2(n)] == [1, 2, 4, 8]
+    assert imports.split_list(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert imports.split_list([1], 2) == [[1]]
+    assert [n for n in range(9) if imports.num_rank_is_power_2(n)] == [1, 2, 4, 8]
 
 
 @pytest.mark.nightly

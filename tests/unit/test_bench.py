@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpistrat.cli.bench import command, measure, output
-from mpistrat.cli.bench.cases import CASES, OPERATIONS, Case
+from mpistrat.cli.bench.cases import CASES, Case
 from mpistrat.cli.bench.measure import Point, repeats_for
 from mpistrat.cli.bench.output import Output, Table
 from mpistrat.cli.bench.plot import binary_text, decimal_text, plot, ratio_text
@@ -21,7 +21,6 @@ from mpistrat.process import procfs
 
 
 def point(**changes: object) -> Point:
-    """A point of round figures."""
     values: dict = {"case": "1GB", "operation": "allreduce", "tensors": 1, "nbytes": 10**9, "ranks": 4,
                     "mpistrat_s": 0.5, "mpi_s": 1.0, "memcpy_s": 0.125, **changes}
     return Point(**values)
@@ -33,15 +32,6 @@ def point(**changes: object) -> Point:
 def test_the_cases_have_the_networks_numbers_of_parameters(name: str, tensors: int, parameters: int) -> None:
     assert len(CASES[name].shapes) == tensors
     assert CASES[name].nbytes == 4 * parameters
-
-
-def test_the_names_of_single_arrays_say_their_size() -> None:
-    units = {"KB": 2**10, "MB": 2**20}
-    for operation in OPERATIONS:
-        single = [name for name, case in CASES.items() if len(case.shapes) == 1 and case.operation == operation]
-        sizes = [name.removeprefix(f"{operation}-") for name in single]
-        assert sizes == ["1KB", "64KB", "1MB", "16MB", "64MB"]
-        assert [CASES[name].nbytes for name in single] == [int(size[:-2]) * units[size[-2:]] for size in sizes]
 
 
 @pytest.mark.parametrize(("ranks", "gigabytes_per_second"), [(1, 0), (2, 2), (4, 3), (1000, 3.996)])
@@ -63,8 +53,7 @@ def test_the_table_is_aligned_with_rows_that_come_one_by_one() -> None:
     assert rows[2].split()[-2:] == ["5.0x", "slower"]
 
 
-def test_busy_cores_are_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch,
-                                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_busy_cores_are_told_at_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 1000.0, 0.0))
     monkeypatch.setattr(command, "measure", lambda *of: pytest.fail("it was measured"))
     with pytest.raises(MpistratError):
@@ -125,9 +114,10 @@ def test_the_plot_joins_single_tensors_only_and_names_what_it_is_compared_with(t
     assert {"10 MB/s", "100 MB/s", "1 GB/s", "10 GB/s"} <= {label.get_text() for label in rates.get_yticklabels()}
 
 
-@pytest.mark.parametrize(("ratio", "text"), [(1 / 128, "1/128"), (0.5, "1/2"), (1, "1"), (16, "16")])
-def test_a_ratio_below_one_is_a_fraction(ratio: float, text: str) -> None:
-    assert ratio_text(ratio) == text
+def test_bytes_have_units_and_a_ratio_below_one_is_a_fraction() -> None:
+    assert [ratio_text(ratio) for ratio in (1 / 128, 0.5, 1, 16)] == ["1/128", "1/2", "1", "16"]
+    assert [binary_text(value) for value in (1, 1000, 2**16, 10**8)] == ["1 B", "1e+03 B", "64 KB", "95.4 MB"]
+    assert [decimal_text(value) for value in (1, 1000, 2**16, 10**8)] == ["1 B/s", "1 KB/s", "65.5 KB/s", "100 MB/s"]
 
 
 def test_the_plot_of_one_rank_has_no_ratio_to_mpi(tmp_path: Path) -> None:
@@ -137,14 +127,7 @@ def test_the_plot_of_one_rank_has_no_ratio_to_mpi(tmp_path: Path) -> None:
     assert len(axes.lines) == 2
 
 
-@pytest.mark.parametrize(("value", "binary", "decimal"), [
-    (1, "1 B", "1 B/s"), (1000, "1e+03 B", "1 KB/s"), (2**16, "64 KB", "65.5 KB/s"), (10**8, "95.4 MB", "100 MB/s")])
-def test_bytes_have_units(value: int, binary: str, decimal: str) -> None:
-    assert (binary_text(value), decimal_text(value)) == (binary, decimal)
-
-
-def test_a_row_is_printed_before_the_next_case_is_measured(monkeypatch: pytest.MonkeyPatch,
-                                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_is_printed_once_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
 
     def measured(name: str, *rest: object) -> Point:
@@ -166,11 +149,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_on_a_terminal_and_plain_text_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Let this process run in a terminal, without a launcher."""
     pytest.importorskip("rich")
-    monkeypatch.setattr("sys.stdout", Terminal())
+    monkeypatch.setattr("sys.stdout", found := Terminal())
     monkeypatch.setattr(output, "launcher_here", lambda environ: None)
     monkeypatch.setenv("TERM", "xterm")
+    return found
+
+
+def test_a_bar_on_a_terminal_and_plain_text_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_terminal(monkeypatch)
     assert Output(3, is_chief=True).bar is not None
     assert Output(3, is_chief=False).bar is None
     monkeypatch.setenv("TERM", "dumb")
@@ -181,11 +170,11 @@ def test_a_bar_on_a_terminal_and_plain_text_elsewhere(monkeypatch: pytest.Monkey
 
 
 def test_the_pty_of_a_rank_is_no_terminal_unless_its_launchers_output_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdout", Terminal())
+    on_terminal(monkeypatch)
     reader, writer = os.pipe()
-    device, terminal = os.openpty()
+    device, screen = os.openpty()
     try:
-        for stdout, expected in ((writer, False), (terminal, True)):
+        for stdout, expected in ((writer, False), (screen, True)):
             with subprocess.Popen(["sleep", "60"], stdout=stdout) as launcher:
                 process = procfs.find(launcher.pid)
                 monkeypatch.setattr(output, "launcher_here", lambda environ, found=process: found)
@@ -193,52 +182,33 @@ def test_the_pty_of_a_rank_is_no_terminal_unless_its_launchers_output_is_one(mon
                 launcher.kill()
         assert not output.has_terminal({"TERM": "xterm"})  # The launcher has ended.
     finally:
-        for descriptor in (reader, writer, device, terminal):
+        for descriptor in (reader, writer, device, screen):
             os.close(descriptor)
 
 
 def test_lines_stand_above_the_bar_and_the_cursor_is_never_left_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich")
-    screen = Terminal()
-    monkeypatch.setattr("sys.stdout", screen)
-    monkeypatch.setattr(output, "launcher_here", lambda environ: None)
-    monkeypatch.setenv("TERM", "xterm")
+    terminal = on_terminal(monkeypatch)
     with Output(2, is_chief=True) as bar:
         bar.begin("1KB: mpistrat")
-        assert "0/2" in screen.getvalue() and "1KB: mpistrat" in screen.getvalue()
-        assert screen.getvalue().rindex("\x1b[?25h") > screen.getvalue().rindex("\x1b[?25l")
+        assert "0/2" in terminal.getvalue() and "1KB: mpistrat" in terminal.getvalue()
+        assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")
         bar.line("[bold]a row[/bold] 1:2")  # neither marked up nor highlighted
-        assert "[bold]a row[/bold] 1:2\n" in screen.getvalue()
+        assert "[bold]a row[/bold] 1:2\n" in terminal.getvalue()
         bar.begin("1KB: memcpy")
-        assert "1/2" in screen.getvalue()
+        assert "1/2" in terminal.getvalue()
 
 
-@pytest.mark.parametrize(("argv", "text"), [
-    (["2KB"], "'2KB' is not a case; there are: 1KB, 64KB"), (["--repeats", "0"], "a number from 1 is needed")])
-def test_wrong_input_is_named(argv: list[str], text: str) -> None:
-    with pytest.raises(MpistratError, match=text):
-        command.main(argv)
-
-
-def test_a_missing_matplotlib_is_named_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.cli.bench.plot.find_spec", lambda name: None)
-    with pytest.raises(MpistratError, match=re.escape(pip_extra("bench"))):
-        command.main(["--plot", "figure.png"])
-
-
-def test_a_plot_needs_an_allreduce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.cli.bench.plot.find_spec", lambda name: object())
-    with pytest.raises(MpistratError, match="there is none among the cases"):
-        command.main(["alltoall-1KB", "--plot", "figure.png"])
-
-
-@pytest.mark.parametrize(("arguments", "text"), [
-    (["--plot", "figure.gif"], "figure.gif: the name must end with .png, .svg, .pdf"),
-    (["--plot", "/no/such/folder/figure.png"], "figure.png cannot be written: No such file or directory"),
-    (["--json", "."], r"\. cannot be written: Is a directory")])
-def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(
-        arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.cli.bench.plot.find_spec", lambda name: object())
+@pytest.mark.parametrize(("arguments", "has_matplotlib", "text"), [
+    (["2KB"], True, "'2KB' is not a case; there are: 1KB, 64KB"),
+    (["--repeats", "0"], True, "a number from 1 is needed"),
+    (["--plot", "figure.png"], False, re.escape(pip_extra("bench"))),
+    (["alltoall-1KB", "--plot", "figure.png"], True, "there is none among the cases"),
+    (["1KB", "--plot", "figure.gif"], True, "figure.gif: the name must end with .png, .svg, .pdf"),
+    (["1KB", "--plot", "/no/such/folder/figure.png"], True, "figure.png cannot be written: No such file or directory"),
+    (["1KB", "--json", "."], True, r"\. cannot be written: Is a directory")])
+def test_wrong_input_is_named_before_anything_is_measured(
+        arguments: list[str], has_matplotlib: bool, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.cli.bench.plot.find_spec", lambda name: object() if has_matplotlib else None)
     monkeypatch.setattr(command, "measure", lambda *of: pytest.fail("it was measured"))
     with pytest.raises(MpistratError, match=text):
-        command.main(["1KB", *arguments])
+        command.main(arguments)

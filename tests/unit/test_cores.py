@@ -31,7 +31,6 @@ def system(tmp_path: Path) -> Path:
 
 
 def shares(cpus: Sequence[int], size: int, system: Path, near: Sequence[frozenset[int]] = ()) -> list[set[int] | None]:
-    """What each rank takes."""
     return [share(frozenset(cpus), rank, size, near, system) for rank in range(size)]
 
 
@@ -40,22 +39,13 @@ def test_a_list_is_as_linux_writes_it() -> None:
     assert parse_list("\n") == set()
 
 
-def test_threads_of_a_core_stay_together_and_a_rank_in_a_socket(system: Path) -> None:
+@pytest.mark.parametrize(("cpus", "size", "expected"), [
+    (range(16), 2, [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]),
+    (range(16), 3, [{0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}]),  # All have as many, and the rest stays free.
+    ([1, 2, 5, 6], 2, [{1, 2}, {5, 6}]), ([0, 8, 1], 3, [None] * 3)])
+def test_a_rank_has_whole_cores_of_one_socket(cpus: Sequence[int], size: int, expected: list, system: Path) -> None:
     assert physical_cores(range(16), system) == [{cpu, cpu + 8} for cpu in range(8)]
-    assert shares(range(16), 2, system) == [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]
-    assert shares(range(16), 4, system)[1] == {2, 3, 10, 11}
-
-
-def test_all_ranks_have_as_many_cores_and_the_rest_stays_free(system: Path) -> None:
-    assert shares(range(16), 3, system) == [{0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}]
-
-
-def test_only_the_cpus_of_the_job_are_shared(system: Path) -> None:
-    assert shares([1, 2, 5, 6], 2, system) == [{1, 2}, {5, 6}]
-
-
-def test_fewer_cores_than_ranks_are_not_shared(system: Path) -> None:
-    assert shares([0, 8, 1], 3, system) == [None] * 3
+    assert shares(cpus, size, system) == expected
 
 
 def test_without_a_topology_each_cpu_is_a_core(tmp_path: Path) -> None:
@@ -85,8 +75,6 @@ def test_mpirun_says_the_place_among_the_ranks_of_the_host() -> None:
     assert local_rank({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}) is None
 
 
-# -- init() -----------------------------------------------------------------------------------------------------------
-
 TWO = Topology(1, ("a", "a", "b"))
 
 
@@ -99,8 +87,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     return found
 
 
-def test_ranks_of_a_host_that_nobody_has_bound_share_its_cores(taken: list[set[int]],
-                                                               caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_nobody_has_bound_share_the_cores(taken: list[set[int]], caplog: pytest.LogCaptureFixture) -> None:
     own_cores.bind(TWO, [[100, 101], [100, 101], [100, 101]], "all")
     assert taken == [{101}]
     assert "rank 1: runs on 1 CPUs of a, its share: 101" in caplog.text
@@ -117,8 +104,7 @@ def test_others_stay_as_they_are(cpus_of: list[list[int]], wanted: str, why: str
     assert why in caplog.text and (why or not caplog.text)
 
 
-def test_an_affinity_that_cannot_be_set_is_no_error(monkeypatch: pytest.MonkeyPatch,
-                                                    caplog: pytest.LogCaptureFixture) -> None:
+def test_an_affinity_that_is_refused_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(cpus: object) -> None:
         raise PermissionError("not permitted")
 
@@ -147,8 +133,7 @@ AFFINITY = "import os; print(sorted(os.sched_getaffinity(0)), 'numpy' in __impor
                                                 ({"_MPISTRAT_CORES": "report"}, True),
                                                 ({"_MPISTRAT_CORES": "1", "MPISTRAT_BIND": "gpu"}, False),
                                                 ({"_MPISTRAT_CORES": "1", "MPISTRAT_BIND": "Cores"}, True)])
-def test_a_rank_of_mpistrat_run_takes_its_share_before_anything_is_imported(env: dict[str, str],
-                                                                            is_shared: bool) -> None:
+def test_a_rank_of_mpistrat_run_takes_its_share_before_any_import(env: dict[str, str], is_shared: bool) -> None:
     from mpistrat.cli.startup import variables
     own = sorted(os.sched_getaffinity(0))
     environ = {"PATH": os.environ.get("PATH", os.defpath), "OMPI_COMM_WORLD_RANK": "1", **env,
@@ -163,8 +148,7 @@ def test_a_rank_of_mpistrat_run_takes_its_share_before_anything_is_imported(env:
 
 
 @pytest.mark.parametrize("error", [PermissionError("not permitted"), OSError(22, "Invalid argument")])
-def test_a_rank_of_mpistrat_run_that_may_not_be_bound_starts_as_it_is(error: OSError,
-                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_mpistrat_run_that_may_not_be_bound_starts(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def refuse(thread: int, cpus: object) -> None:

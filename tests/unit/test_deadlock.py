@@ -8,8 +8,8 @@ from mpistrat.core.settings import Settings
 from mpistrat.negotiation.messages import EndReason
 from mpistrat.negotiation.tree import depth_of
 
+from ..support.engines import ByHand, submit_barrier
 from .test_coordinator import ABORT_S, WARNING_S, Job, allreduce, coordinator
-from .test_engine import ByHand, submit_barrier
 
 DEADLOCK_S = 10.0
 A, B = allreduce("a"), allreduce("b")
@@ -18,18 +18,11 @@ A, B = allreduce("a"), allreduce("b")
 class QuietJob(Job):
     """Rank 0 has learned of nothing new for `quiet_s`."""
 
-    def __init__(self, size: int, deadlock_s: float | None = DEADLOCK_S):
+    def __init__(self, size: int):
         super().__init__(size)
-        self.nodes = [coordinator(rank, size, WARNING_S, ABORT_S, deadlock_s) for rank in range(size)]
+        self.nodes = [coordinator(rank, size, WARNING_S, ABORT_S, DEADLOCK_S) for rank in range(size)]
         # Each rank on the way to rank 0 keeps a request for 2.5 s, and looks every second.
         self.latest_s = DEADLOCK_S + 3.5 * (depth_of(size - 1) - 1)
-
-    def crossed(self, odd: int) -> None:
-        """All ranks submit A, but for one, which submits B; and these requests reach rank 0."""
-        self.submit_all(A, but=[odd])
-        self.submit(odd, B)
-        for step in range(4):
-            self.settle(step * DEADLOCK_S / 4)
 
     def is_deadlock(self, quiet_s: float) -> bool:
         """Whether rank 0 decides so."""
@@ -40,7 +33,9 @@ class QuietJob(Job):
 @pytest.mark.parametrize("size", [2, 3, 18, 40, 300])
 def test_ranks_that_all_wait_for_each_other_end(size: int) -> None:
     job = QuietJob(size)
-    job.crossed(odd=size - 1)
+    job.submit_all(A, but=[size - 1])
+    job.submit(size - 1, B)
+    job.settle(0.0, 2.5, 5.0, 7.5)  # These requests reach rank 0.
     assert not job.is_deadlock(job.latest_s - 0.1)
     _, decision = job.nodes[0].advance(job.now, job.latest_s)
     assert decision is not None and decision.end is EndReason.DEADLOCK
@@ -60,34 +55,26 @@ def test_one_rank_that_waits_for_nothing_is_enough_for_no_deadlock(size: int, od
     job.submit_all(A, but={odd, free})
     if odd != free:
         job.submit(odd, B)
-    for now in (0.0, 10.0, 20.0):
-        job.settle(now)
+    job.settle(0.0, 10.0, 20.0)
     assert not job.is_deadlock(59.0)
-    job.submit(free, allreduce("c"))
-    job.settle(30.0)
-    job.settle(40.0)
-    job.settle(50.0)
+    job.submit(free, allreduce("c")).settle(30.0, 40.0, 50.0)
     assert job.is_deadlock(job.latest_s)
 
 
 def test_what_is_complete_is_decided_on_first() -> None:
     job = QuietJob(2)
+    assert not job.is_deadlock(59.0)  # Nothing is waited for.
     job.submit_all(A)
     job.submit(0, B)
     assert not job.is_deadlock(0.0)
     assert not job.is_deadlock(59.0)
 
 
-def test_ranks_that_wait_for_nothing_are_no_deadlock() -> None:
-    assert not QuietJob(3).is_deadlock(59.0)
-
-
 def test_a_rank_that_has_joined_waits() -> None:
     job = QuietJob(3)
     job.submit(2, join_request())
     job.submit(0, A)
-    job.submit(1, B)
-    job.settle()
+    job.submit(1, B).settle()
     assert job.is_deadlock(job.latest_s)
 
 
@@ -100,15 +87,6 @@ def test_a_rank_that_has_ended_while_others_wait_for_each_other() -> None:
     job.settle()
     assert job.end()[0] is None
     assert job.is_deadlock(job.latest_s)
-
-
-def test_it_can_be_switched_off() -> None:
-    job = QuietJob(2, deadlock_s=None)
-    job.crossed(odd=1)
-    assert not job.is_deadlock(59.0)
-
-
-# -- with engines -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("settings", "is_found"), [
@@ -131,8 +109,7 @@ def test_what_any_rank_submits_begins_the_time_anew() -> None:
     submit_barrier(job.engines[1], "another")
     job.settle(4.0)
     submit_barrier(job.engines[0], "one more")
-    job.settle(4.5)
-    job.settle(9.4)
+    job.settle(4.5, 9.4)
     assert not any(handle.is_done for handle in handles)
     job.settle(9.5)
     assert all(handle.is_done for handle in handles)

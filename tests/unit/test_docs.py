@@ -12,7 +12,6 @@ import xml.etree.ElementTree
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -33,19 +32,10 @@ GAP = "…"
 
 
 def titled(page: Path) -> str:
-    """How a test calls a page."""
     return str(page.relative_to(ROOT))
 
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=titled)
-
-
-class Block(NamedTuple):
-    """A code block: its language, its text, and the line that it begins in."""
-
-    language: str
-    text: str
-    line: int
 
 
 @cache
@@ -53,11 +43,10 @@ def text_of(page: Path) -> str:
     return page.read_text()
 
 
-def blocks(page: Path, language: str) -> list[Block]:
-    """The code blocks of one language."""
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """The code blocks of one language: the line that each begins in, and its text."""
     text = text_of(page)
-    found = FENCED.finditer(text)
-    return [Block(block[2], textwrap.dedent(block[3]), text.count("\n", 0, block.start()) + 2) for block in found
+    return [(text.count("\n", 0, block.start()) + 2, textwrap.dedent(block[3])) for block in FENCED.finditer(text)
             if block[2] == language]
 
 
@@ -71,6 +60,14 @@ def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and MyST make them."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text_of(page)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@cache
+def extras() -> dict[str, str]:
+    """What each extra of the package requires."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return dict(config["options.extras_require"])
 
 
 def section(page: Path, mark: str) -> str:
@@ -100,15 +97,16 @@ each_page_of_today = pytest.mark.parametrize("page", [page for page in PAGES if 
 
 
 @each_page_of_today
-def test_files_that_are_named_exist(page: Path) -> None:
-    for path in re.findall(r"(?<![\w/.~-])((?:examples|hostfiles|tests|mpistrat|docs)/[\w./-]*\w)", text_of(page)):
+def test_files_modules_settings_and_extras_that_are_named_exist(page: Path) -> None:
+    text = text_of(page)
+    for path in re.findall(r"(?<![\w/.~-])((?:examples|hostfiles|tests|mpistrat|docs)/[\w./-]*\w)", text):
         assert (ROOT / path).exists(), path
-
-
-@each_page_of_today
-def test_modules_in_commands_exist(page: Path) -> None:
-    for module in re.findall(r"python -m ((?:tests|mpistrat)[\w.]*\w)", text_of(page)):
+    for module in re.findall(r"python -m ((?:tests|mpistrat)[\w.]*\w)", text):
         assert importlib.util.find_spec(module), module
+    known = {"MPISTRAT_X", *(name for name, _, _ in Settings.table())}
+    assert set(re.findall(r"\bMPISTRAT_[A-Z_]*[A-Z]\b", text)) <= known
+    groups = re.findall(r"(?:mpistrat|\.|\))\"?\[([a-z,]+)\]", text)
+    assert {extra for group in groups for extra in group.split(",")} <= set(extras())
 
 
 def test_each_example_has_a_row_in_the_table_of_examples() -> None:
@@ -117,20 +115,17 @@ def test_each_example_has_a_row_in_the_table_of_examples() -> None:
         assert f"](../examples/{example.name})" in table
 
 
-def test_the_pictures_of_results_are_those_of_the_tables() -> None:
+def test_the_pictures_of_results_and_of_states_are_those_of_the_tables() -> None:
     for path, draw in runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"].items():
         assert path.read_text() == draw(), "python docs/pictures.py"
+    module = runpy.run_path(str(ROOT / "docs" / "states.py"))
+    for name, picture in module["PICTURES"].items():
+        assert (module["IMAGES"] / name).read_text() == picture.svg(), "python docs/states.py"
 
 
 def test_the_page_of_private_names_is_that_of_the_sources() -> None:
     module = runpy.run_path(str(ROOT / "docs" / "private_names.py"))
     assert module["PAGE"].read_text() == module["page"](), "python docs/private_names.py"
-
-
-def test_the_pictures_of_states_are_those_of_the_tables() -> None:
-    module = runpy.run_path(str(ROOT / "docs" / "states.py"))
-    for name, picture in module["PICTURES"].items():
-        assert (module["IMAGES"] / name).read_text() == picture.svg(), "python docs/states.py"
 
 
 def test_each_picture_is_well_formed_and_shown() -> None:
@@ -165,17 +160,17 @@ def names_of_mpistrat(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 @each_page
 def test_python_blocks_compile_and_name_what_exists(page: Path) -> None:
-    for block in blocks(page, "python"):
-        compile(block.text, f"{titled(page)}:{block.line}", "exec")
-        for module, attributes in names_of_mpistrat(ast.parse(block.text)):
+    for line, text in blocks(page, "python"):
+        compile(text, f"{titled(page)}:{line}", "exec")
+        for module, attributes in names_of_mpistrat(ast.parse(text)):
             found = importlib.import_module(module)
             for attribute in attributes.split(".") if attributes else ():
-                assert hasattr(found, attribute), f"line {block.line}: {module}.{attributes}"
+                assert hasattr(found, attribute), f"line {line}: {module}.{attributes}"
                 found = getattr(found, attribute)
 
 
 def test_the_readme_has_a_whole_script_for_each_front_door() -> None:
-    scripts = [block.text for block in blocks(README, "python")]
+    scripts = [text for _, text in blocks(README, "python")]
     assert [text for text in scripts if "DistributedOptimizer(" in text and "hvd.init()" in text and ".fit(" in text]
     assert [text for text in scripts if "MPIStrategy()" in text and "strategy.scope()" in text and ".fit(" in text]
     for text in scripts:
@@ -190,19 +185,11 @@ def test_the_readme_has_a_whole_script_for_each_front_door() -> None:
 
 @each_page
 def test_bash_blocks_have_a_correct_syntax(page: Path) -> None:
-    for block in blocks(page, "bash"):
-        checked = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True, check=False)
-        assert checked.returncode == 0, f"line {block.line}: {checked.stderr}"
-        for command in re.findall(r"(?:^|[/ ])mpistrat ([a-z-]+)", block.text, re.MULTILINE):
-            assert command in COMMANDS, f"line {block.line}: mpistrat {command}"
-
-
-@each_page
-def test_the_extras_in_commands_exist(page: Path) -> None:
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    groups = re.findall(r"(?:mpistrat|\.|\))\"?\[([a-z,]+)\]", text_of(page))
-    assert {extra for group in groups for extra in group.split(",")} <= set(config["options.extras_require"])
+    for line, text in blocks(page, "bash"):
+        checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+        assert checked.returncode == 0, f"line {line}: {checked.stderr}"
+        for command in re.findall(r"(?:^|[/ ])mpistrat ([a-z-]+)", text, re.MULTILINE):
+            assert command in COMMANDS, f"line {line}: mpistrat {command}"
 
 
 def test_ci_runs_the_command_below_the_test_mark_and_builds_the_pages() -> None:
@@ -216,8 +203,6 @@ def test_ci_runs_the_command_below_the_test_mark_and_builds_the_pages() -> None:
 
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "limits.md"], ids=titled)
 def test_the_extra_for_tensorflow_allows_the_versions_that_were_run(page: Path) -> None:
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
     [(low_tf, low_keras, high_tf, high_keras)] = re.findall(
         r"([\d.]+) with Keras ([\d.]+) to ([\d.]+) with Keras ([\d.]+)", text_of(page))
 
@@ -225,7 +210,7 @@ def test_the_extra_for_tensorflow_allows_the_versions_that_were_run(page: Path) 
         major, minor = version.split(".")[:2]
         return f"{major}.{int(minor) + 1}"
 
-    assert config["options.extras_require"]["tensorflow"].split() == [
+    assert extras()["tensorflow"].split() == [
         f"tensorflow>={low_tf},<{after(high_tf)}", f"keras>={low_keras},<{after(high_keras)}"]
 
 
@@ -240,13 +225,6 @@ def test_the_settings_table_is_that_of_the_code() -> None:
     rows = [f"| `{name}` | {default} | {doc} |" for name, default, doc in Settings.table()]
     table = section(ROOT / "docs" / "settings.md", "settings")
     assert [line for line in table.splitlines() if line.startswith("| `")] == rows
-
-
-@each_page_of_today
-def test_settings_that_are_named_exist(page: Path) -> None:
-    known = {name for name, _, _ in Settings.table()}
-    named = re.findall(r"\bMPISTRAT_[A-Z_]*[A-Z]\b", text_of(page))
-    assert {name for name in named if name != "MPISTRAT_X"} <= known
 
 
 @cache
@@ -312,6 +290,7 @@ def directives(page: str) -> set[tuple[str, str]]:
 def test_the_api_reference_has_all_public_names(module: str) -> None:
     public, page = importlib.import_module(module), API_PAGES[module]
     own = {name for owner, name in directives(page) if owner == module}
+    assert own <= set(public.__all__), "not public"
     named = set(re.findall(r"`(\w+)`", text_of(ROOT / "docs" / "api" / page)))
     for name in public.__all__:
         assert name in own | named, f"{page} does not have {module}.{name}"
@@ -320,12 +299,6 @@ def test_the_api_reference_has_all_public_names(module: str) -> None:
             value = getattr(public, name)
             assert any((other, name) in directives(API_PAGES[other])
                        and getattr(importlib.import_module(other), name) is value for other in API_PAGES), name
-
-
-@pytest.mark.parametrize("module", API_PAGES)
-def test_the_api_reference_has_nothing_that_is_not_public(module: str) -> None:
-    own = {name for owner, name in directives(API_PAGES[module]) if owner == module}
-    assert own <= set(importlib.import_module(module).__all__)
 
 
 @pytest.mark.parametrize("alias", ["mpistrat.tensorflow.keras", "mpistrat.tensorflow.keras.callbacks"])

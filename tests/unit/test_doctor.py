@@ -107,8 +107,7 @@ def links_of(*rates: float) -> list[Link]:
     (Observed(1, [healthy(versions={"tensorflow": "none"})], result=RIGHT), "versions", FAILURE,
      "TensorFlow is not installed", pip_extra("tensorflow")),
 ])
-def test_one_thing_that_is_wrong_is_one_finding(observed: Observed, subject: str, severity: str, text: str,
-                                                fix: str) -> None:
+def test_one_wrong_thing_is_one_finding(observed: Observed, subject: str, severity: str, text: str, fix: str) -> None:
     found, = findings(observed)
     assert (found.subject, found.severity) == (subject, severity)
     assert text in found.text

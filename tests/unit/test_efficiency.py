@@ -118,8 +118,7 @@ def test_options_that_make_no_sense(capsys: Any, words: str, complaint: str) -> 
 
 
 @pytest.mark.parametrize(("load", "is_told"), [(0.5, False), (1e6, True)])
-def test_busy_cores_are_told_before_the_jobs(capsys: Any, monkeypatch: pytest.MonkeyPatch, load: float,
-                                             is_told: bool) -> None:
+def test_busy_cores_are_told_at_first(capsys: Any, monkeypatch: pytest.MonkeyPatch, load: float, is_told: bool) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, load, 0.0))
     options = argparse.Namespace(efficiency=9, np=2)
     monkeypatch.setattr("mpistrat.cli.elastic.is_asked_for", lambda _: False)
@@ -128,22 +127,20 @@ def test_busy_cores_are_told_before_the_jobs(capsys: Any, monkeypatch: pytest.Mo
             ) == is_told
 
 
-# -- the ways to train, in this process --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def timer(monkeypatch: pytest.MonkeyPatch, told: list[StepTimes]) -> StepTimer:
     """The timer of this process, for ten steps."""
     pytest.importorskip("tensorflow")
     import mpistrat
+    from mpistrat.tensorflow.bridge._private import AtomicFunction
     mpistrat.init()
+    monkeypatch.setattr(AtomicFunction, "call_flat", AtomicFunction.call_flat)  # It is replaced, and put back.
     made = StepTimer(10, 0)
     monkeypatch.setattr(step_timer, "_timer", made)
     return made
 
 
 def tape_step() -> Any:
-    """A step of a loop with a tape."""
     import tensorflow as tf
 
     from mpistrat.tensorflow import DistributedGradientTape
@@ -157,12 +154,8 @@ def tape_step() -> Any:
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
-def test_averagings_are_counted_where_there_is_no_fit(timer: StepTimer, told: list[StepTimes], in_graph: bool,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averagings_are_counted_where_there_is_no_fit(timer: StepTimer, told: list[StepTimes], in_graph: bool) -> None:
     import tensorflow as tf
-
-    from mpistrat.tensorflow.bridge._private import AtomicFunction
-    monkeypatch.setattr(AtomicFunction, "call_flat", AtomicFunction.call_flat)  # It is replaced, and put back.
     step = tf.function(tape_step()) if in_graph else tape_step()
     with pytest.raises(SystemExit):
         for _ in range(20):
@@ -170,12 +163,8 @@ def test_averagings_are_counted_where_there_is_no_fit(timer: StepTimer, told: li
     assert [(each.steps, each.rows, each.is_global) for each in told] == [(8, None, False)]
 
 
-def test_a_loop_inside_of_a_graph_ends_when_the_graph_does(timer: StepTimer, told: list[StepTimes],
-                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_inside_of_a_graph_ends_when_the_graph_does(timer: StepTimer, told: list[StepTimes]) -> None:
     import tensorflow as tf
-
-    from mpistrat.tensorflow.bridge._private import AtomicFunction
-    monkeypatch.setattr(AtomicFunction, "call_flat", AtomicFunction.call_flat)
     step = tape_step()
 
     @tf.function

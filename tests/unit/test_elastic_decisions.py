@@ -2,6 +2,7 @@
 
 import random
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -275,7 +276,7 @@ def fault(world: World, kind: str) -> None:
 @settings(max_examples=150, deadline=None)
 @given(count=st.integers(1, 8), slots=st.integers(1, 8), seed=st.integers(0, 10**6),
        faults=st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 30)), max_size=25))
-def test_every_job_ends_and_never_do_two_generations_commit(count: int, slots: int, seed: int,
+def test_every_job_ends_and_generations_commit_in_turn(count: int, slots: int, seed: int,
                                                             faults: list[tuple[str, int]]) -> None:
     limits = Limits(min_np=1, max_np=count * slots, timeout_s=60.0, cooldown_s=(5.0, 20.0))
     world = World(limits, {f"node{i}": SimulatedHost(f"node{i}") for i in range(count)}, slots, seed)
@@ -308,71 +309,51 @@ def test_a_job_without_faults_is_done_in_one_generation() -> None:
 # -- single decisions -------------------------------------------------------------------------------------------------
 
 
-def running(limits: Limits | None = None, hosts: dict[str, int] | None = None, saves: bool = True) -> Plan:
-    """A plan whose first generation runs, with two ranks on `a` unless `hosts` says otherwise."""
-    hosts = hosts or {"a": 2}
-    found = Plan(limits or Limits(max_np=2), 0.0, saves)
-    found.hosts_found(hosts, 0.0)
-    start, = found.tick(0.0)
-    assert isinstance(start, Start)
-    pid = 0
-    for host, slots in start.hosts:
-        for _ in range(slots):
-            found.hello(host, pid, 100 + pid, 1, is_connected=True)
-            pid += 1
+def starting(ranks: int = 2, own: Sequence[str] = ()) -> Plan:
+    """A plan whose first mpirun has begun, for ranks on `a`; no rank has been heard of."""
+    found = Plan(Limits(max_np=ranks), 0.0, own=own)
+    found.hosts_found({"a": ranks}, 0.0)
+    found.tick(0.0)
     return found
 
 
-def all_died(job: Plan, pids: dict[int, str], generation: int, now: float) -> None:
-    """The keepers tell that these processes have ended."""
-    for pid, host in pids.items():
-        job.died(host, pid, generation, now)
+def connect(job: Plan, generation: int, hosts: str) -> None:
+    """All ranks of a generation have left init(). `hosts` has a letter for each rank, and they are 100, 101, ..."""
+    for rank, host in enumerate(hosts):
+        job.hello(host, rank, 100 * generation + rank, generation, is_connected=True)
+
+
+def end(job: Plan, generation: int, hosts: str, now: float, code: int | None = None) -> None:
+    """The keepers tell how the ranks that `connect` has connected have ended. They have died if there is no code."""
+    for pid, host in enumerate(hosts, 100 * generation):
+        if code is None:
+            job.died(host, pid, generation, now)
+        else:
+            job.ended(host, pid, generation, code, "", now)
+
+
+def running(limits: Limits | None = None, hosts: dict[str, int] | None = None, saves: bool = True) -> Plan:
+    """A plan whose first generation runs, with two ranks on `a` unless `hosts` says otherwise."""
+    found = Plan(limits or Limits(max_np=2), 0.0, saves)
+    found.hosts_found(hosts or {"a": 2}, 0.0)
+    start, = found.tick(0.0)
+    assert isinstance(start, Start)
+    connect(found, 1, "".join(host * slots for host, slots in start.hosts))
+    return found
 
 
 def kinds(actions: list[Action]) -> list[type]:
     return [type(action) for action in actions]
 
 
-def test_exit_code_0_of_mpirun_is_not_success() -> None:
+def test_the_exit_codes_of_all_ranks_are_success_and_that_of_mpirun_is_not() -> None:
     job = running()
     job.died("a", 101, 1, 1.0)
     assert job.generation_over(1, 0, 1.5) == []
     assert job.tick(3.0) == [Start(2, 2, (("a", 2),))]
-
-
-def test_all_ranks_that_end_with_0_are_success_whatever_mpirun_says() -> None:
     job = running()
-    job.ended("a", 100, 1, 0, "", 1.0)
-    job.ended("a", 101, 1, 0, "", 1.0)
+    end(job, 1, "aa", 1.0, 0)
     assert job.generation_over(1, 143, 2.0) == [Done(0, "")]
-
-
-def test_three_generations_without_a_commit_end_the_job() -> None:
-    job = running()
-    now = 1.0
-    for generation in (1, 2):
-        job.generation_over(generation, 1, now)
-        now += 30.0
-        assert kinds(job.tick(now)) == [Start]
-    done, = job.generation_over(3, 7, now)
-    assert isinstance(done, Done) and done.code == 7 and "3 generations in a row" in done.why
-
-
-def test_a_commit_between_losses_lets_the_job_go_on_for_ever() -> None:
-    job = running()
-    all_died(job, {100: "a", 101: "a"}, 1, 0.5)
-    for generation in range(1, 50):
-        job.committed(CommitId(generation, 1), "")
-        assert job.generation_over(generation, 1, float(generation)) == []
-        assert kinds(job.tick(float(generation))) == [Start]
-
-
-def test_the_reset_limit_is_an_end_that_names_the_last_commit() -> None:
-    job = running(Limits(max_np=2, resets=0))
-    job.committed(CommitId(1, 12), "epoch 3")
-    done, = job.generation_over(1, 1, 1.0)
-    assert isinstance(done, Done) and "--reset-limit 0" in done.why
-    assert "commit 12 of generation 1 (epoch 3)" in done.why
 
 
 def test_too_few_hosts_are_waited_for_and_then_an_end() -> None:
@@ -390,7 +371,7 @@ def test_a_lost_host_is_left_out_for_longer_each_time() -> None:
     job.committed(CommitId(1, 1), "")
     job.generation_over(1, 0, 2.0)
     assert job.tick(2.0) == []  # The keeper of `a` has not told yet how its ranks have ended.
-    all_died(job, {100: "a", 101: "a"}, 1, 2.0)
+    end(job, 1, "aa", 2.0)
     assert job.tick(2.0) == [Start(2, 2, (("a", 2),))]
     job.hello("a", 0, 200, 2)
     assert job.answered(["b"], 10.9) == [] and job.asked(10.9) == {"a"}
@@ -426,26 +407,21 @@ def test_a_loss_that_is_not_mended_ends_the_generation() -> None:
     assert kinds(job.tick(20.0)) == [Stop]
 
 
-def test_sigterm_ends_the_job_at_the_next_commit_and_a_second_one_at_once() -> None:
+def test_sigterm_ends_the_job_at_the_next_commit() -> None:
     job = running()
     assert kinds(job.signalled("SIGTERM", 143, False, 1.0)) == [Say, Leave]
     job.committed(CommitId(1, 5), "")
-    job.ended("a", 100, 1, LEAVE_CODE, "", 2.0)
-    job.ended("a", 101, 1, LEAVE_CODE, "", 2.0)
+    end(job, 1, "aa", 2.0, LEAVE_CODE)
     done, = job.generation_over(1, 0, 2.0)
     assert done == Done(PREEMPTED_CODE, "SIGTERM has arrived. The job can go on later from commit 5 of generation 1")
-    job = running()
-    job.signalled("SIGTERM", 143, False, 1.0)
-    assert kinds(job.signalled("SIGTERM", 143, True, 1.1)) == [Stop]
-    assert job.generation_over(1, 1, 1.5) == [Done(143, "")]
+    assert kinds(running().signalled("SIGTERM", 143, True, 1.1)) == [Stop]
 
 
 def test_after_sigterm_a_rank_that_fails_gives_the_exit_code_and_a_job_that_saves_nothing_cannot_go_on() -> None:
     job = running(saves=False)
     job.signalled("SIGTERM", 143, False, 1.0)
     job.committed(CommitId(1, 5), "")
-    for pid in (100, 101):
-        job.ended("a", pid, 1, LEAVE_CODE, "", 2.0)
+    end(job, 1, "aa", 2.0, LEAVE_CODE)
     assert job.generation_over(1, 0, 2.0) == [Done(PREEMPTED_CODE, "SIGTERM has arrived")]
     job = running()
     job.signalled("SIGTERM", 143, False, 1.0)
@@ -457,13 +433,11 @@ def test_after_sigterm_a_rank_that_fails_gives_the_exit_code_and_a_job_that_save
                                    "it waits for hosts"])
 @pytest.mark.parametrize(("name", "code", "is_urgent", "wanted"), [
     ("SIGTERM", 143, False, PREEMPTED_CODE), ("SIGTERM", 143, True, 143), ("SIGINT", 130, True, 130)])
-def test_the_exit_code_after_a_signal_is_the_same_in_all_phases(phase: str, name: str, code: int, is_urgent: bool,
+def test_a_signal_has_one_exit_code_in_all_phases(phase: str, name: str, code: int, is_urgent: bool,
                                                                 wanted: int) -> None:
     job = running(Limits(max_np=4))
     if phase == "no rank is there yet":
-        job = Plan(Limits(max_np=4), 0.0)
-        job.hosts_found({"a": 2}, 0.0)
-        job.tick(0.0)
+        job = starting()
     elif phase == "it leaves":
         job.preempted("a", 1, "SIGUSR1", 0.5)
     elif phase != "it trains":
@@ -491,16 +465,13 @@ def test_a_signal_that_is_sent_to_the_process_and_to_its_group_is_one(monkeypatc
 def test_a_host_that_is_taken_away_leaves_at_a_commit() -> None:
     job = running(Limits(max_np=4), {"a": 2, "b": 2})
     assert kinds(job.preempted("b", 1, "SIGTERM", 1.0)) == [Say, Leave]
-    for host, pid in (("a", 100), ("a", 101), ("b", 102), ("b", 103)):
-        job.ended(host, pid, 1, LEAVE_CODE, "", 2.0)
+    end(job, 1, "aabb", 2.0, LEAVE_CODE)
     job.generation_over(1, 0, 2.0)
     assert job.tick(2.0) == [Start(2, 2, (("a", 2),))]
 
 
 def test_a_rank_that_ends_before_init_ends_the_generation() -> None:
-    job = Plan(Limits(max_np=2), 0.0)
-    job.hosts_found({"a": 2}, 0.0)
-    job.tick(0.0)
+    job = starting()
     job.hello("a", 0, 100, 1)
     job.missing(1, 1, 5.0)
     job.missing(1, 1, 6.5)  # It is told again and again.
@@ -515,18 +486,14 @@ def test_a_rank_that_ends_before_init_ends_the_generation() -> None:
 
 def test_a_process_that_has_ended_after_the_rank_was_heard_is_not_missing() -> None:
     """A shell around it, or the news came late."""
-    job = Plan(Limits(max_np=1), 0.0)
-    job.hosts_found({"a": 1}, 0.0)
-    job.tick(0.0)
+    job = starting(1)
     job.missing(1, 0, 5.0)
     job.hello("a", 0, 100, 1)
     assert job.tick(9.0) == [] and job.heard == {0}
 
 
 def test_a_loss_before_all_ranks_have_left_init_is_not_waited_for() -> None:
-    job = Plan(Limits(max_np=2), 0.0)
-    job.hosts_found({"a": 2}, 0.0)
-    job.tick(0.0)
+    job = starting()
     job.hello("a", 0, 100, 1)
     job.hello("a", 1, 101, 1)
     job.hello("a", 1, 101, 1, is_connected=True)
@@ -535,25 +502,25 @@ def test_a_loss_before_all_ranks_have_left_init_is_not_waited_for() -> None:
     assert job.tick(3.1) == [Stop(1, "a rank was lost before all had left init()")]
 
 
-@pytest.mark.parametrize("code", [0, PREEMPTED_CODE])
-def test_a_job_that_has_failed_for_good_has_no_exit_code_of_one_that_can_go_on(code: int) -> None:
+@pytest.mark.parametrize(("code", "wanted"), [(7, 7), (0, 1), (PREEMPTED_CODE, 1)])
+def test_a_job_that_has_failed_for_good_has_no_exit_code_of_one_that_can_go_on(code: int, wanted: int) -> None:
     job = running(Limits(max_np=2, resets=0))
+    job.committed(CommitId(1, 12), "epoch 3")
     done, = job.generation_over(1, code, 1.0)
-    assert isinstance(done, Done) and done.code == 1
+    assert isinstance(done, Done) and done.code == wanted and "--reset-limit 0" in done.why
+    assert "commit 12 of generation 1 (epoch 3)" in done.why
     job, now = running(), 1.0
     for generation in (1, 2):
         job.generation_over(generation, code, now)
         now += 30.0
-        job.tick(now)
+        assert kinds(job.tick(now)) == [Start]
     done, = job.generation_over(3, code, now)
-    assert isinstance(done, Done) and done.code == 1
+    assert isinstance(done, Done) and done.code == wanted and "3 generations in a row" in done.why
 
 
 def test_a_host_is_not_left_out_if_nothing_else_is_left_and_it_is_there() -> None:
     def after_a_loss(own: str, has_keeper: bool) -> list[Action]:
-        job = Plan(Limits(max_np=2), 0.0, own=[own])
-        job.hosts_found({"a": 2}, 0.0)
-        job.tick(0.0)
+        job = starting(own=[own])
         job.hello("a", 0, 100, 1, is_connected=True)
         job.committed(CommitId(1, 1), "")
         job.host_lost("a", "silent", 1.0)
@@ -573,7 +540,7 @@ def test_a_host_whose_keeper_is_gone_is_lost_if_no_other_comes_or_mpirun_ends() 
         job.committed(CommitId(1, 1), "")
         assert job.keeper_gone("b", "its keeper has ended", 1.0) == [] and job.tick(25.9) == []
         if ends:
-            all_died(job, {100: "a", 101: "a"}, 1, 25.9)
+            end(job, 1, "aa", 25.9)
             assert job.generation_over(1, 1, 25.9) == [Say("b is lost: its keeper has ended")]
             assert job.tick(25.9) == [Start(2, 2, (("a", 2),))]
         else:
@@ -596,12 +563,13 @@ def test_a_rank_that_was_lost_with_its_keeper_is_known_to_be_lost_when_the_other
     assert job.generation_over(1, 0, 9.5) == [Done(0, "")]
 
 
-def test_an_mpirun_that_does_not_end_after_a_success_is_ended_as_such() -> None:
+def test_an_mpirun_that_does_not_end_after_its_ranks_is_stopped_after_a_success_as_such() -> None:
     job = running()
-    for pid in (100, 101):
-        job.ended("a", pid, 1, 0, "", 1.0)
+    end(job, 1, "aa", 1.0, 0)
+    assert job.tick(15.9) == []
     stop, = job.tick(16.1)
     assert isinstance(stop, Stop) and stop.is_done
+    assert job.tick(18.0) == [] and job.generation_over(1, 1, 19.0) == [Done(0, "")]
     job = running()
     job.ended("a", 100, 1, 0, "", 1.0)
     job.ended("a", 101, 1, 3, "", 1.0)
@@ -634,6 +602,8 @@ def test_a_keeper_keeps_the_last_two_commits_in_two_files() -> None:
         assert told(keeper.written(1, 100, "", 0.1)) == [(None, "committed"), (1, "kept")]
         assert keeper.newest is not None and keeper.newest.id.number == number
     assert paths == ["0", "1", "0", "1"]
+    kept, = keeper.asked_to_write(1, CommitId(1, 3), True, 0.2)  # An old one is not taken for the newest.
+    assert kept.message["newest"]["number"] == 4
 
 
 def test_one_rank_at_a_time_writes() -> None:
@@ -647,14 +617,6 @@ def test_one_rank_at_a_time_writes() -> None:
     keeper.asked_to_write(2, CommitId(1, 8), True, 0.3)
     keeper.closed(1)  # It has died while it wrote.
     assert told(keeper.tick(0.4)) == [(2, "there")]
-
-
-def test_a_keeper_takes_no_old_commit_for_the_newest() -> None:
-    keeper = a_keeper()
-    keeper.asked_to_write(1, CommitId(1, 8), False, 0.1)
-    keeper.written(1, 100, "", 0.1)
-    kept, = keeper.asked_to_write(1, CommitId(1, 7), True, 0.2)
-    assert kept.message["newest"]["number"] == 8
 
 
 def test_a_keeper_takes_no_commit_after_a_silence_and_ends_the_ranks_before_the_supervisor_gives_it_up() -> None:
@@ -762,7 +724,7 @@ def test_a_host_that_is_lost_after_the_generation_has_ended_is_left_out() -> Non
     job.committed(CommitId(1, 3), "")
     assert job.generation_over(1, 255, 5.0, silent=["b"]) == []
     assert job.tick(5.5) == []
-    all_died(job, {100: "a", 101: "a"}, 1, 5.6)
+    end(job, 1, "aa", 5.6)
     assert job.tick(5.7) == []
     assert job.host_lost("b", "no sign of life", 6.0)
     assert job.tick(6.0) == [Start(2, 2, (("a", 2),))]
@@ -797,8 +759,7 @@ def test_a_generation_that_was_to_leave_is_followed_at_once_by_the_next() -> Non
     job = running(Limits(max_np=4), {"a": 1, "b": 1})
     assert job.hosts_found({"a": 1, "b": 1, "c": 1}, 1.0) == [] and job.asked(1.0) == {"a", "b", "c"}
     assert kinds(job.answered(["c"], 1.0)) == [Say, Leave]
-    for host, pid in (("a", 100), ("b", 101)):
-        job.ended(host, pid, 1, LEAVE_CODE, "", 90.0)  # The next commit was far.
+    end(job, 1, "ab", 90.0, LEAVE_CODE)  # The next commit was far.
     job.generation_over(1, 0, 90.0, silent=["b"])
     assert job.tick(90.0) == [Start(2, 3, (("a", 1), ("b", 1), ("c", 1)))]
 
@@ -812,8 +773,7 @@ def after_a_cut(limits: Limits, kept: str = "", own: str = "login") -> Plan:
     job = Plan(limits, 0.0, own=[own])
     job.hosts_found({"a": 2, "b": 2}, 0.0)
     job.tick(0.0)
-    for number in range(4):
-        job.hello("ab"[number // 2], number, 100 + number, 1, is_connected=True)
+    connect(job, 1, "aabb")
     for host in "ab":
         job.keeper_found(host)
     job.committed(CommitId(1, 9), "")
@@ -821,7 +781,7 @@ def after_a_cut(limits: Limits, kept: str = "", own: str = "login") -> Plan:
         if host not in kept:
             job.host_lost(host, "no sign of life", 10.0)
         else:
-            all_died(job, {pid: host for pid in (100, 101) if host == "a"}, 1, 10.0)
+            end(job, 1, "aa" if host == "a" else "", 10.0)
     assert job.generation_over(1, 255, 10.0) == []
     return job
 
@@ -846,20 +806,17 @@ def vain_starts(job: Plan, until: float, now: float = 10.0, seconds: float = 3.0
 
 @pytest.mark.parametrize("own", ["a", "login"])
 @pytest.mark.parametrize("cooldown_s", [(10.0, 20.0), (30.0, 600.0)])
-def test_a_healthy_generation_is_not_ended_for_a_host_that_does_not_answer(cooldown_s: tuple[float, float],
-                                                                           own: str) -> None:
+def test_a_healthy_generation_goes_on_without_a_host_that_is_silent(cooldown_s: tuple[float, float], own: str) -> None:
     job = after_a_cut(Limits(max_np=4, cooldown_s=cooldown_s), kept="a", own=own)
     assert job.tick(10.5) == [Start(2, 2, (("a", 2),))]
-    for number in range(2):
-        job.hello("a", number, 200 + number, 2, is_connected=True)
+    connect(job, 2, "aa")
     for second in range(11, 4000):
         job.committed(CommitId(2, second), "")
         # A host that is new, and cannot be reached either.
         assert job.tick(second) == [] == job.hosts_found({"a": 2, "b": 2, "c": 2}, second)
     assert job.asked(4000.0) == {"b", "c"}
     assert kinds(job.answered(["c"], 4000.0)) == [Say, Leave]
-    for number in range(2):
-        job.ended("a", 200 + number, 2, LEAVE_CODE, "", 4001.0)
+    end(job, 2, "aa", 4001.0, LEAVE_CODE)
     job.generation_over(2, 0, 4001.0)
     assert job.tick(4001.0) == [Start(3, 4, (("a", 2), ("c", 2)))]
     job.keeper_found("b")
@@ -868,8 +825,7 @@ def test_a_healthy_generation_is_not_ended_for_a_host_that_does_not_answer(coold
 
 @pytest.mark.parametrize(("kept", "min_np"), [("", 1), ("a", 4)])
 @pytest.mark.parametrize("seconds", [1.0, 30.0])
-def test_starts_that_start_nobody_are_no_failures_and_the_job_waits_for_its_hosts(kept: str, min_np: int,
-                                                                                  seconds: float) -> None:
+def test_starts_that_start_nobody_are_no_failures_and_the_job_waits(kept: str, min_np: int, seconds: float) -> None:
     """No reset, and no generation without a commit, counts; the hosts may be unreachable for long."""
     limits = Limits(min_np=min_np, max_np=4, resets=1)
     begun, done = vain_starts(after_a_cut(limits, kept), 1000.0, seconds=seconds)
@@ -921,20 +877,10 @@ def test_a_commit_counts_however_its_generation_ends() -> None:
         if generation % 2:  # It ends before a commit.
             assert job.generation_over(generation, 1, now) == []
         else:
-            for number in range(2):
-                job.hello("a", number, 1000 * generation + number, generation, is_connected=True)
+            connect(job, generation, "aa")
             job.committed(CommitId(generation, 1), "")
             job.preempted("a", generation, "SIGUSR1", now)
-            for number in range(2):
-                job.ended("a", 1000 * generation + number, generation, LEAVE_CODE, "", now)
+            end(job, generation, "aa", now, LEAVE_CODE)
             assert job.generation_over(generation, 0, now) == []
         now += 1000.0
         assert kinds(job.tick(now)) == [Start]
-
-
-def test_an_mpirun_that_does_not_end_after_its_ranks_is_stopped() -> None:
-    job = running()
-    job.ended("a", 100, 1, 0, "", 1.0)
-    job.ended("a", 101, 1, 0, "", 2.0)
-    assert job.tick(16.0) == [] and kinds(job.tick(17.1)) == [Stop] and job.tick(18.0) == []
-    assert job.generation_over(1, 1, 19.0) == [Done(0, "")]

@@ -17,45 +17,6 @@ from mpistrat.keras.callbacks import Elastic
 from mpistrat.keras.fit import elastic_fit, fit_callbacks
 
 
-@pytest.mark.parametrize(("every", "wanted"), [(2, [(0, 2), (1, 0), (1, 2), (2, 0)]),
-                                               (3, [(0, 3), (1, 0), (1, 3), (2, 0)]), (4, [(1, 0), (2, 0)])])
-def test_an_epoch_has_no_commit_after_its_last_batch_beside_that_at_its_end(every: int, wanted: list[object]) -> None:
-    assert fitted(every, batches=0)[0] == wanted
-
-
-@pytest.mark.parametrize(("batches", "steps", "logs"), [(0, 8, [True, True]), (3, 5, [True, True]),
-                                                        (4, 4, [False, True]), (9, 4, [False, True])])
-def test_batches_that_are_done_are_not_trained_and_have_no_logs(batches: int, steps: int, logs: list[bool]) -> None:
-    _, model, histories = fitted(every=2, batches=batches)
-    assert int(model.optimizer.iterations) == steps
-    assert ["mae" in each for each in histories] == logs
-    assert all("val_mae" in each for each in histories)
-
-
-@pytest.mark.parametrize(("batches", "each", "trained"), [
-    (6, 4, range(4, 10)), (8, 4, range(8, 10)), (3, 2, range(2, 10)), (3, 4, range(10)), (9, 5, range(5, 10)),
-    (7, 10, range(10))])
-def test_no_batch_is_left_out_if_an_execution_has_several(batches: int, each: int, trained: range) -> None:
-    model, callback = Counts(), Elastic()
-    callback.state = SimpleNamespace(epoch=0, batch=batches, past=[], commit=lambda: None,
-                                     find_place=lambda *of: None)  # type: ignore[assignment]
-    model.compile("sgd", "mse", steps_per_execution=each)
-    numbers = np.arange(10)
-    model.fit(numbers, numbers, batch_size=1, shuffle=False, verbose=0, callbacks=[callback])
-    assert list(np.flatnonzero(model.trained)) == list(trained)
-
-
-@pytest.mark.parametrize(("every", "each", "wanted"), [(4, 4, [(0, 4), (0, 8)]), (1, 5, [(0, 5)]), (5, 4, [(0, 8)])])
-def test_commits_are_between_executions(every: int, each: int, wanted: list[object]) -> None:
-    model, callback, commits = Counts(), Elastic(commit_every=every), []
-    state = SimpleNamespace(epoch=0, batch=0, past=[], commit=lambda: commits.append((state.epoch, state.batch)),
-                            find_place=lambda *of: None)
-    callback.state = state  # type: ignore[assignment]
-    model.compile("sgd", "mse", steps_per_execution=each)
-    model.fit(np.arange(10), np.arange(10), batch_size=1, verbose=0, callbacks=[callback])
-    assert commits == [*wanted, (1, 0)]
-
-
 class Counts(keras.Model):
     """Counts how often it has trained each of ten rows, which are their numbers."""
 
@@ -72,20 +33,45 @@ class Counts(keras.Model):
         return {"loss": tf.reduce_sum(self.trained)}
 
 
-def fitted(every: int, batches: int) -> tuple[list[tuple[int, int]], keras.Model, list[dict[str, float]]]:
-    """The commits, the model and the logs of a fit of two epochs of four batches, some of which are done."""
-    commits: list[tuple[int, int]] = []
-    steps: list[int | None] = []
+def elastic_of(batches: int, every: int) -> tuple[Elastic, SimpleNamespace]:
+    """The callback of a fit of which so many batches are done, and its state, which notes `commits` and `steps`."""
     callback = Elastic(commit_every=every)
-    state = SimpleNamespace(epoch=0, batch=batches, past=[], commit=lambda: commits.append((state.epoch, state.batch)),
-                            find_place=lambda *of: steps.append(of[0]))
+    state = SimpleNamespace(epoch=0, batch=batches, past=[], commits=[], steps=[])
+    state.commit = lambda: state.commits.append((state.epoch, state.batch))
+    state.find_place = lambda *of: state.steps.append(of[0])
     callback.state = state  # type: ignore[assignment]
+    return callback, state
+
+
+@pytest.mark.parametrize(("every", "batches", "commits", "logs"), [
+    (2, 0, [(0, 2), (1, 0), (1, 2), (2, 0)], [True, True]), (3, 0, [(0, 3), (1, 0), (1, 3), (2, 0)], [True, True]),
+    (4, 0, [(1, 0), (2, 0)], [True, True]), (4, 3, [(1, 0), (2, 0)], [True, True]),
+    (4, 4, [(1, 0), (2, 0)], [False, True]), (4, 9, [(1, 0), (2, 0)], [False, True])])
+def test_what_is_done_of_an_epoch_is_not_trained_and_has_no_logs_and_its_end_has_one_commit(
+        every: int, batches: int, commits: list[tuple[int, int]], logs: list[bool]) -> None:
+    callback, state = elastic_of(batches, every)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", metrics=["mae"])
     model.fit(np.ones((4, 1)), np.ones((4, 1)), batch_size=1, epochs=2, verbose=0, callbacks=[callback],
               validation_data=(np.ones((2, 1)), np.zeros((2, 1))))
-    assert steps == [4]
-    return commits, model, [logs for _, logs in state.past]
+    assert (state.commits, state.steps) == (commits, [4])
+    assert int(model.optimizer.iterations) == 8 - min(batches, 4)
+    assert ["mae" in each for _, each in state.past] == logs
+    assert all("val_mae" in each for _, each in state.past)
+
+
+@pytest.mark.parametrize(("batches", "every", "each", "trained", "commits"), [
+    (6, 100, 4, range(4, 10), []), (8, 100, 4, range(8, 10), []), (3, 100, 2, range(2, 10), []),
+    (3, 100, 4, range(10), []), (9, 100, 5, range(5, 10), []), (7, 100, 10, range(10), []),
+    (0, 4, 4, range(10), [(0, 4), (0, 8)]), (0, 1, 5, range(10), [(0, 5)]), (0, 5, 4, range(10), [(0, 8)])])
+def test_executions_of_several_batches_are_trained_whole_with_commits_between_them(
+        batches: int, every: int, each: int, trained: range, commits: list[tuple[int, int]]) -> None:
+    callback, state = elastic_of(batches, every)
+    model, numbers = Counts(), np.arange(10)
+    model.compile("sgd", "mse", steps_per_execution=each)
+    model.fit(numbers, numbers, batch_size=1, shuffle=False, verbose=0, callbacks=[callback])
+    assert list(np.flatnonzero(model.trained)) == list(trained)
+    assert state.commits == [*commits, (1, 0)]
 
 
 @pytest.mark.parametrize(("then", "now", "door", "found"), [

@@ -30,7 +30,7 @@ from mpistrat.cli.mpirun import LaunchCommand, Mpirun
 from mpistrat.cli.run import parse, plan
 from mpistrat.cli.supervisor import Interference, Outcome, launch
 from mpistrat.core.errors import ElasticError, EngineError, LaunchError
-from mpistrat.elastic import keeper_line, member, service
+from mpistrat.elastic import member, service
 from mpistrat.elastic.commits import CommitId, DamagedCommitError, Packed, load, read, save
 from mpistrat.elastic.job import ElasticJob, job_of
 from mpistrat.elastic.keeper import socket_name
@@ -150,19 +150,6 @@ class Own:
     __hash__ = None  # type: ignore[assignment]
 
 
-def same(found: Any, wanted: Any) -> bool:
-    """Whether two values are equal, with the types of all their parts."""
-    if type(found) is not type(wanted):
-        return False
-    if isinstance(wanted, np.ndarray):
-        return found.dtype == wanted.dtype and found.shape == wanted.shape and found.tobytes() == wanted.tobytes()
-    if isinstance(wanted, list | tuple):
-        return len(found) == len(wanted) and all(map(same, found, wanted))
-    if isinstance(wanted, dict):
-        return same(list(found.items()), list(wanted.items()))
-    return bool(found == wanted)
-
-
 PLAIN = {
     "numbers": [0, -1, 2**63, 2**64, -2**127, 10**400, True, None, 0.5, -0.0, float("inf"), 1 + 2j],
     "texts": ["", "ä", "\ud800", b"", b"\0\xff"],
@@ -176,9 +163,9 @@ PLAIN = {
 
 
 def test_what_is_plain_needs_no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.elastic.encoding.pickle", None)
+    monkeypatch.setattr("mpistrat.elastic.commits.pickle", None)
     found = read(memoryview(written(PLAIN)))
-    assert same(found, PLAIN)
+    assert repr(found) == repr(PLAIN)  # which names types and dtypes
     assert found["arrays"][1].flags.f_contiguous
 
 
@@ -204,47 +191,27 @@ def test_a_file_and_its_directory_are_this_users_alone(tmp_path: Path) -> None:
     assert_is_value(load(str(tmp_path / "link" / "commit")))
 
 
-def others_can_write_to_the_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.parent.chmod(0o1777)
+FOREIGN: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "others can write to the directory": lambda path, patch: path.parent.chmod(0o1777),
+    "others can write to the file": lambda path, patch: path.chmod(0o622),
+    "it is a link to a file": lambda path, patch: path.symlink_to(path.rename(path.with_name("elsewhere"))),
+    "another user owns it": lambda path, patch: patch.setattr(
+        os, "fstat", lambda file, found=os.fstat: SimpleNamespace(st_uid=found(file).st_uid + 1, st_mode=0o100600)),
+    "another user owns the directory": lambda path, patch: patch.setattr(
+        os, "geteuid", lambda found=os.geteuid: found() + 1)}
 
 
-def others_can_write_to_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.chmod(0o622)
-
-
-def it_is_a_link_to_a_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to(path.with_name("elsewhere"))
-
-
-def another_user_owns_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = os.fstat
-    monkeypatch.setattr(os, "fstat", lambda file: SimpleNamespace(st_uid=found(file).st_uid + 1, st_mode=0o100600))
-
-
-def another_user_owns_the_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: found + 1)
-
-
-@pytest.mark.parametrize("prepare", [
-    others_can_write_to_the_directory, others_can_write_to_the_file, it_is_a_link_to_a_file, another_user_owns_it,
-    another_user_owns_the_directory])
-def test_a_file_that_another_user_may_have_written_is_not_read(
-        prepare: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", FOREIGN)
+def test_a_file_of_another_user_is_not_read(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "saved" / "commit"
     save(Packed(Own(1)), str(path))
     monkeypatch.setattr("mpistrat.elastic.commits.read", lambda _: pytest.fail("it was read"))
-    prepare(path, monkeypatch)
+    FOREIGN[way](path, monkeypatch)
     with pytest.raises(OSError, match=r"belongs to user \d+|is open to others \(mode 1?\d{3}\)|Too many levels"):
         load(str(path))
-    if "directory" in prepare.__name__:
+    if "directory" in way:
         with pytest.raises(PermissionError):
             save(Packed(Own(1)), str(path))
-
-
-def test_later_commits_are_greater() -> None:
-    assert CommitId(1, 9) < CommitId(2, 1) < CommitId(2, 2)
 
 
 def test_the_job_travels_in_one_variable() -> None:
@@ -289,9 +256,9 @@ def keepers(tmp_path: Path) -> list[LineToKeeper]:
 def rank(keepers: list[LineToKeeper], monkeypatch: pytest.MonkeyPatch) -> Iterator[member.Member]:
     """A rank of an elastic job, which does nothing at its end."""
     found_keepers = iter(keepers)
-    monkeypatch.setattr(keeper_line, "line_to_keeper", lambda job: next(found_keepers))
-    monkeypatch.setattr(keeper_line, "keeper_process", lambda job: None)
-    monkeypatch.setattr(keeper_line.KeeperLine, "_watch", lambda self: None)
+    monkeypatch.setattr(member, "line_to_keeper", lambda job: next(found_keepers))
+    monkeypatch.setattr(member, "keeper_process", lambda job: None)
+    monkeypatch.setattr(member.KeeperLine, "_watch", lambda self: None)
     monkeypatch.setattr(member, "exit_code", argparse.Namespace(note=lambda: None, final=lambda: None))
     monkeypatch.setattr(member, "atexit", argparse.Namespace(register=lambda function: None))
     monkeypatch.setattr(member.Member, "_watch_for_preemption", lambda self: None)
@@ -301,8 +268,7 @@ def rank(keepers: list[LineToKeeper], monkeypatch: pytest.MonkeyPatch) -> Iterat
     found._pending.put(lambda: setattr(found, "_pending", SimpleQueue()))
 
 
-def test_a_commit_is_waited_for_also_when_a_preemption_is_told_as_it_begins(rank: member.Member,
-                                                                             tmp_path: Path) -> None:
+def test_a_commit_is_waited_for_when_a_preemption_is_told_as_it_begins(rank: member.Member, tmp_path: Path) -> None:
     is_told, is_idle = threading.Event(), threading.Event()
 
     class Pending(SimpleQueue[Callable[[], object]]):
@@ -335,17 +301,16 @@ def test_a_commit_that_cannot_be_written_is_an_error_of_the_next_one(rank: membe
     rank.finish()
 
 
-def test_an_answer_after_the_limit_is_not_taken_for_that_to_the_next_question(
-        rank: member.Member, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_answer_is_not_that_to_the_next_question(rank: member.Member, monkeypatch: pytest.MonkeyPatch) -> None:
     questions: list[dict[str, Any]] = []
     line = rank._keeper._line
     answer = line.send
-    monkeypatch.setattr(keeper_line, "_KEEPER_LIMIT_S", 0.05)
+    monkeypatch.setattr(member, "_KEEPER_LIMIT_S", 0.05)
     monkeypatch.setattr(line, "send", lambda **question: questions.append(question))
     rank.commit(1, dict, "", is_writer=True, is_saved=False)
     with pytest.raises(ElasticError, match="commit 1 cannot be written: the keeper of this host has not answered"):
         rank.finish()
-    monkeypatch.setattr(keeper_line, "_KEEPER_LIMIT_S", 10.0)
+    monkeypatch.setattr(member, "_KEEPER_LIMIT_S", 10.0)
     monkeypatch.setattr(line, "send", answer)
     answer(**questions[0])
     rank.commit(2, dict, "", is_writer=True, is_saved=False)
@@ -373,8 +338,7 @@ def test_another_keeper_gets_the_last_commit_from_the_ranks_that_hold_it(
     assert read(memoryview((tmp_path / "other").read_bytes())) == (CommitId(2, 7), {"epoch": 3})
 
 
-def test_another_keeper_is_told_how_a_rank_ends(keepers: list[LineToKeeper], rank: member.Member,
-                                                tmp_path: Path) -> None:
+def test_another_keeper_hears_how_a_rank_ends(keepers: list[LineToKeeper], rank: member.Member, tmp_path: Path) -> None:
     keepers.append(LineToKeeper(tmp_path / "other"))
     keepers[0]._ends_at = "ended"
     rank._say_end()
@@ -426,7 +390,7 @@ def test_a_generation_that_begins_without_the_newest_commit_says_so(
     assert held == ([] if kept is None else [kept])  # A commit of a file has the numbers of another job.
 
 
-def test_a_keeper_that_is_stopped_goes_on_when_a_rank_looks_for_it(tmp_path: Path) -> None:
+def test_a_stopped_keeper_goes_on_when_a_rank_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a real process, which listens under the keeper's name."""
     job = ElasticJob(tmp_path.name + str(os.getpid()), "ab" * 32, 1, ("127.0.0.1",), 9)
     listens = ("import socket, sys, threading; from mpistrat.process.line import Listening; s = socket.socket(1); "
@@ -436,11 +400,12 @@ def test_a_keeper_that_is_stopped_goes_on_when_a_rank_looks_for_it(tmp_path: Pat
                           stdout=subprocess.PIPE) as keeper:
         try:
             assert keeper.stdout is not None and keeper.stdout.readline() == b"listens\n"
+            monkeypatch.setattr("mpistrat.process.line._PROOF_LIMIT_S", 1.0)
             keeper.send_signal(signal.SIGSTOP)
-            found = keeper_line.keeper_process(job)
+            found = member.keeper_process(job)
             assert found is not None and found.pid == keeper.pid
             wait_until(found.is_stopped, 10)
-            keeper_line.line_to_keeper(job).close()
+            member.line_to_keeper(job).close()
             assert not found.is_stopped()
         finally:
             keeper.kill()
@@ -449,8 +414,7 @@ def test_a_keeper_that_is_stopped_goes_on_when_a_rank_looks_for_it(tmp_path: Pat
 # -- orders to end an mpirun ------------------------------------------------------------------------------------------
 
 
-def test_an_order_that_comes_before_the_mpirun_of_a_generation_ends_it_and_not_the_next_one(
-        capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_order_that_comes_before_its_mpirun_ends_it_and_not_the_next(capfd: pytest.CaptureFixture[str]) -> None:
     control = _Control()
     control.generation = 1
     control.stop(1, "SIGINT has arrived")  # Nothing waits for the signal yet.
@@ -461,8 +425,7 @@ def test_an_order_that_comes_before_the_mpirun_of_a_generation_ends_it_and_not_t
     assert launch(LaunchCommand(("true",)), os.environ, interference=control).code == 0
 
 
-def test_an_mpirun_that_is_ended_after_all_ranks_have_ended_well_is_no_failure(
-        capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_mpirun_that_is_ended_after_all_ranks_ended_well_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
     control = _Control()
     control.begin(1)
     control.stop(1, "all ranks have ended", is_done=True)
@@ -485,8 +448,7 @@ sys.exit(main.main(["run", "--elastic", "-np", "2", "true"]))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
-def test_a_signal_before_anything_has_started_ends_the_job_with_the_exit_code_of_later_ones(
-        number: signal.Signals, code: int) -> None:
+def test_a_signal_before_the_start_has_the_exit_code_of_later_ones(number: signal.Signals, code: int) -> None:
     with subprocess.Popen([sys.executable, "-c", EARLY], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
         try:
             assert job.stdout is not None and job.stdout.readline() == b"looks for mpirun\n"
@@ -577,8 +539,7 @@ def test_only_the_generation_that_ends_the_job_leaves_a_timeline(
     assert "generation 2 starts with 2 ranks on localhost:2. It begins anew, since there is no commit." in said[0]
 
 
-def test_a_hostfile_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostfile_is_read_again_but_for_a_bad_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, said = tmp_path / "hosts", []
     monkeypatch.setattr("mpistrat.cli.elastic._say", said.append)
     path.write_text("node1 slots=4\nnode2 slots=2\n")
@@ -591,13 +552,6 @@ def test_a_hostfile_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path,
     assert len(said) == 1 and "the hosts stay as they are" in said[0]
     path.unlink()
     assert find() is None and "No such file" in said[1]
-
-
-def test_a_program_for_hosts_that_no_shell_could_start_is_a_problem() -> None:
-    found = options("--elastic -np 2")
-    found.host_discovery_script = "find 'hosts"
-    find = HostFinder(found)
-    assert find() is None and find.problem == "No closing quotation"
 
 
 def test_a_host_that_is_up_answers_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,6 +590,8 @@ def test_a_program_names_the_hosts(tmp_path: Path) -> None:
     assert find() == {}
     path.write_text("#!/bin/sh\necho it is broken >&2; exit 7\n")
     assert find() is None and "exit code 7: it is broken" in find.problem
+    find = HostFinder(options(f"--max-np 8 --host-discovery-script {path}'"))
+    assert find() is None and find.problem == "No closing quotation"
 
 
 def test_slurm_says_how_many_tasks_each_node_has() -> None:

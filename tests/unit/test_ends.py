@@ -36,23 +36,6 @@ def test_a_rank_ends_even_if_mpi_abort_does_not_return() -> None:
     assert "in stuck" in done.stderr
 
 
-PROMPT = """
-import types
-from mpistrat.process import abort
-world = types.SimpleNamespace(Abort=lambda code: print("aborts with", code))
-abort.prepare(types.SimpleNamespace(COMM_WORLD=world), 3, "there")
-raise ValueError("typed")
-print("goes on")
-"""
-
-
-def test_an_error_at_the_prompt_of_interactive_python_does_not_end_the_job() -> None:
-    done = subprocess.run([sys.executable, "-i"], input=PROMPT, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (0, "goes on\n"), done
-    assert "ValueError: typed" in done.stderr
-    assert "ends the job" not in done.stderr
-
-
 def test_an_error_of_a_script_ends_the_job_even_if_a_prompt_would_follow(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(STUCK)
     done = subprocess.run([sys.executable, "-i", tmp_path / "script.py"], input="", capture_output=True, text=True,
@@ -67,11 +50,12 @@ from mpistrat.process import abort
 def aborted(code):
     sys.stdout.flush()
     os._exit(code)
+
 abort._wait_s = lambda *_: 0.0
 abort.prepare(types.SimpleNamespace(COMM_WORLD=types.SimpleNamespace(Abort=aborted)), 1, "there")
 """
 REPORTED = """[mpistrat] rank 1 on there fails with exit code 1:
-[mpistrat] rank 1 |   File "<string>", line 9, in <module>
+[mpistrat] rank 1 |   File "<string>", line 10, in <module>
 [mpistrat] rank 1 > ValueError: one
 [mpistrat] rank 1 > two
 """
@@ -82,19 +66,22 @@ def end(script: str, env: dict[str, str] | None = None) -> "subprocess.Completed
                           env={**os.environ, **(env or {})})
 
 
-def test_an_exception_is_printed_with_its_whole_message_last() -> None:
-    done = end("raise ValueError('one\\ntwo')")
-    assert done.returncode == 1
-    assert done.stderr.startswith("Traceback (most recent call last):\n")
-    assert done.stderr.endswith("\n[mpistrat] rank 1 on there ends the job: ValueError: one\ntwo\n")
+def test_an_error_at_the_prompt_of_interactive_python_does_not_end_the_job() -> None:
+    script = ENDS + "raise ValueError('typed')\nprint('goes on')\n"
+    done = subprocess.run([sys.executable, "-i"], input=script, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done
+    assert "ValueError: typed" in done.stderr
+    assert "ends the job" not in done.stderr
 
 
-@pytest.mark.parametrize("way", ["summary", "traceback"])
-def test_under_mpistrat_run_there_is_a_report_and_on_request_the_traceback(way: str) -> None:
-    done = end("raise ValueError('one\\ntwo')", {RUN_REPORTS: way})
+@pytest.mark.parametrize(("way", "last"), [
+    ("", "\n[mpistrat] rank 1 on there ends the job: ValueError: one\ntwo\n"), ("summary", REPORTED),
+    ("traceback", REPORTED)])
+def test_the_whole_message_comes_last_and_mpistrat_run_asks_for_tracebacks(way: str, last: str) -> None:
+    done = end("raise ValueError('one\\ntwo')", {RUN_REPORTS: way} if way else None)
     assert done.returncode == 1
-    assert done.stderr.endswith(REPORTED)
-    assert ("Traceback" in done.stderr) == (way == "traceback")
+    assert done.stderr.endswith(last)
+    assert done.stderr.startswith("Traceback (most recent call last):\n") == (way != "summary")
 
 
 @pytest.mark.parametrize("script", [
@@ -103,7 +90,7 @@ def test_under_mpistrat_run_there_is_a_report_and_on_request_the_traceback(way: 
 def test_what_the_script_has_put_in_place_gets_the_traceback_too(script: str) -> None:
     done = end(f"{script}\nraise ValueError('one\\ntwo')", {RUN_REPORTS: "summary"})
     assert "Traceback" in done.stdout
-    assert done.stderr == REPORTED.replace("line 9", f"line {10 + script.count(chr(10))}")
+    assert done.stderr == REPORTED.replace("line 10", f"line {11 + script.count(chr(10))}")
 
 
 @pytest.mark.parametrize("way", ["", "summary"])

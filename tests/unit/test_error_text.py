@@ -11,27 +11,6 @@ from mpistrat.core.errors import SettingsError, ShutdownError
 from mpistrat.process.error_text import ErrorText, describe, is_users, split_message
 
 # TensorFlow's texts, shortened in the number of frames only.
-PYTHON_FUNCTION = """Graph execution error:
-
-Detected at node cond/PyFuncStateless defined at (most recent call last):
-  File "/home/user/train.py", line 33, in <module>
-
-  File "/env/lib/python3.11/site-packages/keras/src/utils/traceback_utils.py", line 117, in error_handler
-
-ShutdownError: optimizer1: ranks [0] wait for ranks [1].
-Traceback (most recent call last):
-
-  File "/env/lib/python3.11/site-packages/tensorflow/python/ops/script_ops.py", line 267, in __call__
-    return func(device, token, args)
-           ^^^^^^^^^^^^^^^^^^^^^^^^^
-
-  File "/env/lib/python3.11/site-packages/mpistrat/core/handle.py", line 66, in wait
-    raise self._error
-
-mpistrat.core.errors.ShutdownError: optimizer1: ranks [0] wait for ranks [1].
-
-
-\t [[{{node cond/PyFuncStateless}}]] [Op:__inference_multi_step_on_iterator_431]"""
 # A report of a stall has lines of other ranks in it. TensorFlow has the text before its stack, and after it.
 STALL = """StallError: x: ranks [0] have waited 8 s for ranks [1].
 Rank 1 on vm is here, in the main thread:
@@ -105,7 +84,6 @@ def error_of(text: str, name: str = "InvalidArgumentError", module: str = "tenso
     (KeyboardInterrupt(), "KeyboardInterrupt"),
     (ShutdownError("text"), "mpistrat.core.errors.ShutdownError: text"),
     (SettingsError("first\nsecond"), "mpistrat.core.errors.SettingsError: first\nsecond"),
-    (error_of(PYTHON_FUNCTION), "mpistrat.core.errors.ShutdownError: optimizer1: ranks [0] wait for ranks [1]."),
     (error_of(STALLED), f"mpistrat.core.errors.{STALL}"),
     (error_of(USERS_FUNCTION), "ValueError: bad record\nin file 3"),
     (error_of(OPERATION), "tensorflow.errors.InvalidArgumentError: indices[0,0] = 99 is not in [0, 10)\n"
@@ -204,31 +182,22 @@ def test_without_a_frame_of_the_user_there_are_those_of_the_library(tmp_path: Pa
     assert raised(library, "import json; json.loads('x')").frames.count("File ") == 3
 
 
-def test_what_an_exception_was_raised_from_is_named(tmp_path: Path) -> None:
-    text = raised(tmp_path / "train.py", """
+@pytest.mark.parametrize(("last", "lines"), [
+    ("except ValueError:\n    open('/no/file')", [
+        "FileNotFoundError: [Errno 2] No such file or directory: '/no/file'", "(raised while handling ValueError: one)",
+        "(caused by KeyError: 'name')"]),
+    ("except ValueError as error:\n    raise RuntimeError('one\\ntwo') from error",  # Its cause has the same text.
+     ["RuntimeError: one", "two", "(caused by KeyError: 'name')"])])
+def test_what_an_exception_was_raised_from_is_named(last: str, lines: list[str], tmp_path: Path) -> None:
+    text = raised(tmp_path / "train.py", f"""
 try:
     try:
-        {}["name"]
+        {{}}["name"]
     except KeyError as error:
         raise ValueError("one\\ntwo") from error
-except ValueError:
-    open("/no/file")
+{last}
 """)
-    assert text.message.splitlines() == ["FileNotFoundError: [Errno 2] No such file or directory: '/no/file'",
-                                         "(raised while handling ValueError: one)", "(caused by KeyError: 'name')"]
-
-
-def test_a_cause_with_the_same_text_is_left_out(tmp_path: Path) -> None:
-    text = raised(tmp_path / "train.py", """
-try:
-    try:
-        {}["name"]
-    except KeyError as error:
-        raise ValueError("one") from error
-except ValueError as error:
-    raise RuntimeError("one") from error
-""")
-    assert text.message.splitlines() == ["RuntimeError: one", "(caused by KeyError: 'name')"]
+    assert text.message.splitlines() == lines
 
 
 def test_an_error_in_the_syntax_is_shown_as_python_does(tmp_path: Path) -> None:

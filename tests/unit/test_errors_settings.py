@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 
 import pytest
 
@@ -35,10 +36,6 @@ def test_a_mismatch_is_not_the_end_of_the_engine() -> None:
     assert not issubclass(errors.MismatchError, errors.EngineError)
 
 
-def test_without_variables_the_defaults_hold() -> None:
-    assert Settings.from_env({"PATH": "/bin", "HOME": "/"}) == Settings()
-
-
 @pytest.mark.parametrize(("name", "text", "field", "value"), [
     ("FUSION_THRESHOLD", "0", "fusion_bytes", 0),
     ("FUSION_THRESHOLD", " 65536 ", "fusion_bytes", 65536),
@@ -47,6 +44,9 @@ def test_without_variables_the_defaults_hold() -> None:
     ("STALL_SHUTDOWN_TIME_SECONDS", "0", "stall_abort_s", 0.0),
     ("STALL_SHUTDOWN_TIME_SECONDS", "1e3", "stall_abort_s", 1000.0),
     ("CPU_OPERATIONS", "MPI", "cpu_operations", "mpi"),
+    *(("STALL_CHECK_DISABLE", text, "stall_check_disable", text in "1 true") for text in ("1", "true", "0", "False")),
+    ("CHUNK_BYTES", "0", "chunk_bytes", 0), ("CHUNK_BYTES", "4096", "chunk_bytes", 4096),
+    ("TIMELINE", "~/t.json", "timeline", os.path.expanduser("~/t.json")),
     ("LOG_LEVEL", "Debug", "log_level", "debug"), ("DISABLE", "XLA, fast_path,xla", "disable", "fast_path,xla")])
 def test_a_variable_sets_its_field(name: str, text: str, field: str, value: object) -> None:
     settings = read(**{name: text})
@@ -55,47 +55,34 @@ def test_a_variable_sets_its_field(name: str, text: str, field: str, value: obje
     assert dataclasses.replace(settings, **{field: getattr(Settings(), field)}) == Settings()
 
 
+def test_a_log_level_is_one_of_the_logging_module() -> None:
+    for text in ("debug", "info", "warning", "error"):
+        assert read(LOG_LEVEL=text).logging_level == getattr(logging, text.upper())
+
+
 def test_hosts_are_probed_five_times_within_the_limit_and_no_more_than_once_a_second() -> None:
     assert [read(LOST_AFTER_S=text).probe_s for text in ("2", "5", "60")] == [1.0, 1.0, 12.0]
 
 
-@pytest.mark.parametrize(("text", "value"), [("0", False), ("1", True), ("true", True), ("False", False)])
-def test_a_switch_is_0_or_1(text: str, value: bool) -> None:
-    assert read(STALL_CHECK_DISABLE=text).stall_check_disable is value
-
-
-@pytest.mark.parametrize("text", ["", "2", "-1", "yes", "no"])
-def test_a_switch_is_nothing_but_0_or_1(text: str) -> None:
-    with pytest.raises(errors.SettingsError, match=r"MPISTRAT_STALL_CHECK_DISABLE='.*': expected 0 or 1\."):
-        read(STALL_CHECK_DISABLE=text)
-
-
-@pytest.mark.parametrize("text", ["", "1.5", "1e6", "nan", "64MB", "0x10"])
-def test_a_whole_number_is_asked_for_where_one_is_needed(text: str) -> None:
-    with pytest.raises(errors.SettingsError, match=r"MPISTRAT_FUSION_THRESHOLD='.*': expected a whole number\."):
-        read(FUSION_THRESHOLD=text)
-
-
-def test_a_number_is_asked_for_where_one_is_needed() -> None:
-    with pytest.raises(errors.SettingsError, match=r"MPISTRAT_STALL_CHECK_TIME_SECONDS='1 min': expected a number\."):
-        read(STALL_CHECK_TIME_SECONDS="1 min")
-
-
-@pytest.mark.parametrize(("name", "text"), [
-    ("FUSION_THRESHOLD", "-1"), ("FUSION_THRESHOLD", str(2**40 + 1)), ("FUSION_THRESHOLD", "1" + 400 * "0"),
-    ("CACHE_CAPACITY", "-1"), ("CACHE_CAPACITY", str(2**24 + 1)),
-    ("STALL_CHECK_TIME_SECONDS", "0"), ("STALL_CHECK_TIME_SECONDS", "1e8"), ("STALL_CHECK_TIME_SECONDS", "inf"),
-    ("STALL_CHECK_TIME_SECONDS", "nan"), ("STALL_SHUTDOWN_TIME_SECONDS", "-1")])
-def test_a_value_out_of_range_is_an_error_that_names_the_range(name: str, text: str) -> None:
-    with pytest.raises(errors.SettingsError, match=rf"^MPISTRAT_{name}='{text}': expected a value from .+ to .+\.$"):
-        read(**{name: text})
-
-
-@pytest.mark.parametrize(("name", "choices"), [("CPU_OPERATIONS", "auto, shared_memory, mpi"),
-                                               ("LOG_LEVEL", "debug, info, warning, error")])
-def test_an_unknown_choice_is_an_error_that_lists_the_known_ones(name: str, choices: str) -> None:
-    with pytest.raises(errors.SettingsError, match=rf"MPISTRAT_{name}='best': expected one of {choices}\."):
-        read(**{name: "best"})
+@pytest.mark.parametrize(("name", "texts", "expected"), [
+    ("STALL_CHECK_DISABLE", ["", "2", "-1", "yes", "no"], "0 or 1"),
+    ("FUSION_THRESHOLD", ["", "1.5", "1e6", "nan", "64MB", "0x10"], "a whole number"),
+    ("FUSION_THRESHOLD", ["-1", str(2**40 + 1), "1" + 400 * "0"], "a value from 0 to 1.09951e+12"),
+    ("CACHE_CAPACITY", ["-1", str(2**24 + 1)], "a value from 0 to 1.67772e+07"),
+    ("STALL_CHECK_TIME_SECONDS", ["1 min"], "a number"),
+    ("STALL_CHECK_TIME_SECONDS", ["0", "1e8", "inf", "nan"], "a value from 0.1 to 1e+07"),
+    ("STALL_SHUTDOWN_TIME_SECONDS", ["-1"], "a value from 0 to 1e+07"),
+    ("CPU_OPERATIONS", ["best"], "one of auto, shared_memory, mpi"),
+    ("GPU_OPERATIONS", ["hierarchical", "mpi"], "one of auto, nccl, staged, host"),  # They were there once.
+    ("LOG_LEVEL", ["best"], "one of debug, info, warning, error"),
+    *(("DISABLE", [text], "none, or some of fast_path, fixed_input, shadow, small_buckets, stream_order, xla, "
+       f"separated by commas. Unknown: '{word}'")
+      for text, word in (("xla,votes", "votes"), ("none,xla", "none"), ("", "")))])
+def test_a_wrong_value_is_an_error_that_says_what_is_expected(name: str, texts: list[str], expected: str) -> None:
+    for text in texts:
+        with pytest.raises(errors.SettingsError) as caught:
+            read(**{name: text})
+        assert str(caught.value) == f"MPISTRAT_{name}='{text}': expected {expected}."
 
 
 def test_fast_ways_are_used_unless_the_list_names_them() -> None:
@@ -103,30 +90,16 @@ def test_fast_ways_are_used_unless_the_list_names_them() -> None:
         assert [read(DISABLE=text).uses("fast_path"), read(DISABLE=text).uses("xla")] == used
 
 
-@pytest.mark.parametrize(("text", "unknown"), [("xla,votes", "'votes'"), ("none,xla", "'none'"), ("", "''")])
-def test_a_word_that_is_no_fast_way_is_an_error_that_lists_them(text: str, unknown: str) -> None:
-    with pytest.raises(errors.SettingsError, match=f"^MPISTRAT_DISABLE='{text}': expected none, or some of fast_path, "
-                                                   r"fixed_input, shadow, small_buckets, stream_order, xla, "
-                                                   rf"separated by commas\. Unknown: {unknown}\.$"):
-        read(DISABLE=text)
-
-
-@pytest.mark.parametrize("name", ["hierarchical", "mpi"])
-def test_a_way_for_gpu_tensors_that_was_removed_is_an_error_that_lists_the_others(name: str) -> None:
-    with pytest.raises(errors.SettingsError, match=rf"^MPISTRAT_GPU_OPERATIONS='{name}': expected one of auto, nccl, "
-                                                   r"staged, host\.$"):
-        read(GPU_OPERATIONS=name)
-
-
 @pytest.mark.parametrize(("name", "near"), [
-    ("FUSION_TRESHOLD", "MPISTRAT_FUSION_THRESHOLD"),
-    ("TIMELINE_DIR", "MPISTRAT_TIMELINE or MPISTRAT_TIMELINE_STEPS or MPISTRAT_TIMELINE_MARK_CYCLES"),
-    ("STALL_CHECK", "MPISTRAT_STALL_CHECK_DISABLE or MPISTRAT_STALL_CHECK_TIME_SECONDS")])
+    ("FUSION_TRESHOLD", "Did you mean MPISTRAT_FUSION_THRESHOLD?"),
+    ("TIMELINE_DIR", "Did you mean MPISTRAT_TIMELINE or MPISTRAT_TIMELINE_STEPS or MPISTRAT_TIMELINE_MARK_CYCLES?"),
+    ("STALL_CHECK", "Did you mean MPISTRAT_STALL_CHECK_DISABLE or MPISTRAT_STALL_CHECK_TIME_SECONDS?"),
+    ("FOO", "The page Settings of the documentation (docs/settings.md) has all of them.")])
 def test_an_unknown_name_is_an_error_with_the_names_that_are_like_it(name: str, near: str) -> None:
     with pytest.raises(errors.SettingsError) as caught:
         read(**{name: "1"})
-    assert str(caught.value) == (f"MPISTRAT_{name} is not a setting of mpistrat. Did you mean {near}? If it is of "
-                                 f"another program: unset MPISTRAT_{name}.")
+    assert str(caught.value) == (f"MPISTRAT_{name} is not a setting of mpistrat. {near} If it is of another program: "
+                                 f"unset MPISTRAT_{name}.")
 
 
 @pytest.mark.parametrize("name", [
@@ -139,19 +112,6 @@ def test_names_that_modules_and_kubernetes_set_are_of_other_programs(name: str) 
 
 def test_no_setting_is_called_as_a_variable_of_other_programs() -> None:
     assert not [name for name, *_ in Settings.table() if _OF_OTHERS.fullmatch(name.removeprefix("MPISTRAT_"))]
-
-
-def test_a_tilde_in_the_path_of_a_setting_is_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert read(TIMELINE="~/t.json").timeline == "/home/me/t.json"
-
-
-def test_a_name_like_no_other_gets_no_suggestion() -> None:
-    with pytest.raises(errors.SettingsError) as caught:
-        read(FOO="1")
-    assert str(caught.value) == ("MPISTRAT_FOO is not a setting of mpistrat. The page Settings of the documentation "
-                                 "(docs/settings.md) has all of them. If it is of another program: unset "
-                                 "MPISTRAT_FOO.")
 
 
 def test_all_problems_are_named_at_once() -> None:
@@ -172,44 +132,20 @@ def test_a_stall_may_abort_when_it_is_reported_or_never(warning: str, abort: str
     assert (settings.stall_warning_s, settings.stall_abort_s) == (float(warning), float(abort))
 
 
-def test_settings_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Settings().fusion_bytes = 1  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(("text", "level"), [("debug", logging.DEBUG), ("info", logging.INFO),
-                                             ("warning", logging.WARNING), ("error", logging.ERROR)])
-def test_a_log_level_is_one_of_the_logging_module(text: str, level: int) -> None:
-    assert read(LOG_LEVEL=text).logging_level == level
-
-
 @pytest.mark.horovod("mpirun")
 def test_a_horovod_name_with_a_twin_is_told_the_twin() -> None:
-    assert horovod_warning({"HOROVOD_FUSION_THRESHOLD": "1", "PATH": ""}) == [
-        "HOROVOD_FUSION_THRESHOLD is not read; use MPISTRAT_FUSION_THRESHOLD."]
+    assert horovod_warning({"HOROVOD_FUSION_THRESHOLD": "1", "PATH": "", "HOROVOD_CYCLE_TIME": "1",
+                            "MPISTRAT_LOG_LEVEL": "info"}) == [
+        "HOROVOD_CYCLE_TIME is not read and has no counterpart. HOROVOD_FUSION_THRESHOLD is not read; use "
+        "MPISTRAT_FUSION_THRESHOLD."]
 
 
-def test_a_horovod_name_without_a_twin_is_told_so() -> None:
-    assert horovod_warning({"HOROVOD_CYCLE_TIME": "1"}) == ["HOROVOD_CYCLE_TIME is not read and has no counterpart."]
-
-
-def test_without_horovod_names_nothing_is_said() -> None:
-    assert horovod_warning({"MPISTRAT_LOG_LEVEL": "info"}) == []
-
-
-def test_equal_settings_do_not_differ() -> None:
+def test_each_differing_setting_is_named_with_values_and_ranks() -> None:
+    other = Settings(fusion_bytes=0, log_level="debug")
     assert differing([Settings()] * 3) == []
-
-
-def test_a_differing_setting_is_named_with_values_and_ranks() -> None:
-    other = Settings(fusion_bytes=0)
     assert differing([Settings(), other, Settings(), other]) == [
-        "MPISTRAT_FUSION_THRESHOLD: the ranks disagree: 134217728 on ranks [0, 2]; 0 on ranks [1, 3]."]
-
-
-def test_each_differing_setting_gets_a_sentence() -> None:
-    sentences = differing([Settings(log_level="info"), Settings(cache_capacity=0)])
-    assert [sentence.split(":")[0] for sentence in sentences] == ["MPISTRAT_CACHE_CAPACITY", "MPISTRAT_LOG_LEVEL"]
+        "MPISTRAT_FUSION_THRESHOLD: the ranks disagree: 134217728 on ranks [0, 2]; 0 on ranks [1, 3].",
+        "MPISTRAT_LOG_LEVEL: the ranks disagree: warning on ranks [0, 2]; debug on ranks [1, 3]."]
 
 
 def test_the_table_has_a_row_with_a_sentence_for_every_setting() -> None:
@@ -234,7 +170,3 @@ def test_the_bytes_of_a_chunk_are_a_power_of_two(text: str, next_one: int) -> No
     with pytest.raises(errors.SettingsError, match=f"MPISTRAT_CHUNK_BYTES={text}: expected 0 or a power of two, at "
                                                    f"least 4096; the next one is {next_one}."):
         read(CHUNK_BYTES=text)
-
-
-def test_the_bytes_of_a_chunk_may_be_chosen() -> None:
-    assert [read(CHUNK_BYTES=text).chunk_bytes for text in ("0", "4096", "1048576")] == [0, 4096, 2**20]

@@ -1,10 +1,11 @@
 """Votes: the agreement, what a rank votes for, and engines on threads that agree by votes or fall back to messages."""
 
+import contextlib
 import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,20 +13,17 @@ import pytest
 
 from mpistrat.core.errors import EngineError, MismatchError, ShutdownError, StallError
 from mpistrat.core.handle import Entry, Handle
-from mpistrat.core.interfaces import DataPlane, Outcome
+from mpistrat.core.interfaces import Outcome
 from mpistrat.core.request import Average, ScaledOp, Sum, allreduce_request, barrier_request, specs_of
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.engine.engine import Engine
 from mpistrat.negotiation.fast_path import FastPath
 from mpistrat.transport.shm.agreement import SharedMemoryAgreement
-from mpistrat.transport.shm.data import SharedMemoryData
-from tests.support.thread_group import ThreadControl, ThreadGroup
+from tests.support.thread_group import ThreadGroup
 
-from ..support.engines import make_engine
+from ..support.engines import LONG_S, ByHand, on_all, run, running
 from ..support.shared_memory_of_threads import shared_memory_planes
-
-LONG_S = 30.0  # only a failing test waits for so long
 
 
 def agreements(size: int) -> list[SharedMemoryAgreement]:
@@ -36,22 +34,15 @@ def agreements(size: int) -> list[SharedMemoryAgreement]:
 # -- the agreement ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("votes, expected", [((5, 5, 5), True), ((5, 5, 6), False), ((5, 0, 5), False),
-                                             ((0, 0, 0), False), ((2**61 - 1,) * 3, True)])
-def test_all_ranks_must_vote_for_the_same(votes: tuple[int, ...], expected: bool) -> None:
+@pytest.mark.parametrize("votes, ready, expected", [
+    ((5, 5, 5), (True, True, True), Outcome.ALL_READY), ((5, 5, 5), (True, False, True), Outcome.AGREED),
+    ((2**61 - 1,) * 3, (False, False, False), Outcome.AGREED), ((5, 5, 6), (True, True, True), Outcome.REFUSED),
+    ((5, 0, 5), (False, False, False), Outcome.REFUSED), ((0, 0, 0), (True, True, True), Outcome.REFUSED)])
+def test_all_ranks_must_vote_for_the_same_and_hear_whether_all_are_ready(
+        votes: tuple[int, ...], ready: tuple[bool, ...], expected: Outcome) -> None:
     ranks = agreements(3)
-    for agreement, vote in zip(ranks, votes, strict=True):
+    for agreement, vote, is_ready in zip(ranks, votes, ready, strict=True):
         assert agreement.outcome() is None
-        agreement.vote(vote)
-    assert [agreement.outcome() for agreement in ranks] == [expected] * 3
-
-
-@pytest.mark.parametrize("vote, ready, expected", [
-    (5, (True, True, True), Outcome.ALL_READY), (5, (True, False, True), Outcome.AGREED),
-    (5, (False, False, False), Outcome.AGREED), (0, (True, True, True), Outcome.REFUSED)])
-def test_all_ranks_hear_whether_all_are_ready(vote: int, ready: tuple[bool, ...], expected: Outcome) -> None:
-    ranks = agreements(3)
-    for agreement, is_ready in zip(ranks, ready, strict=True):
         agreement.vote(vote, is_ready)
     assert [agreement.outcome() for agreement in ranks] == [expected] * 3
 
@@ -149,14 +140,21 @@ def test_what_all_propose_is_agreed_on_and_the_vote_goes_on() -> None:
     assert first.is_open and second.is_open
 
 
-def test_different_proposals_come_back_and_end_the_vote() -> None:
+@pytest.mark.parametrize("theirs", [entry("b"), None], ids=["another", "against"])
+def test_a_vote_for_another_operation_or_against_comes_back_and_ends_the_vote(theirs: Entry | None) -> None:
     first, second = voters()
-    ours, theirs = entry("a"), entry("b")
+    ours = entry("a")
     first.vote(ours, False, 0.0)
-    second.vote(theirs, False, 0.0)
+    if theirs is None:
+        second.decline(0.0)
+        second.decline(0.0)
+    else:
+        second.vote(theirs, False, 0.0)
     assert first.settle() == (ours, Outcome.REFUSED)
     assert second.settle() == (theirs, Outcome.REFUSED)
     assert not first.is_open and not second.is_open
+    first.decline(0.0)
+    assert not first.has_voted  # No vote has been called.
 
 
 def test_the_log_has_the_begin_and_the_end_of_votes_with_the_rank(caplog: pytest.LogCaptureFixture) -> None:
@@ -183,22 +181,6 @@ def test_the_log_has_the_place_of_a_rank_in_the_tree(caplog: pytest.LogCaptureFi
     assert caplog.messages == [
         f"rank {rank} of 3: negotiates with parent {parent} and children {children} of the tree; votes are on"
         for rank, parent, children in ((0, None, [1, 2]), (1, 0, []), (2, 0, []))]
-
-
-def test_a_rank_that_votes_against_ends_the_vote() -> None:
-    first, second = voters()
-    ours = entry("a")
-    first.vote(ours, False, 0.0)
-    second.decline(0.0)
-    second.decline(0.0)
-    assert second.settle() == (None, Outcome.REFUSED)
-    assert first.settle() == (ours, Outcome.REFUSED)
-
-
-def test_nobody_votes_against_before_a_vote_is_called() -> None:
-    first = FastPath(agreements(2)[0], Topology(0, ("here", "here")), None, None)
-    first.decline(0.0)
-    assert not first.has_voted
 
 
 def test_a_vote_that_is_not_answered_is_to_be_ended_once() -> None:
@@ -291,110 +273,32 @@ def test_without_stall_checks_nothing_is_reported(caplog: pytest.LogCaptureFixtu
 # -- engines ----------------------------------------------------------------------------------------------------------
 
 
-class CountingControl(ThreadControl):
-    """Counts the messages sent."""
-
-    def __init__(self, group: ThreadGroup, rank: int):
-        super().__init__(group, rank)
-        self.sent = 0
-
-    def send(self, rank: int, message: bytes) -> None:
-        self.sent += 1
-        super().send(rank, message)
-
-
-class Job:
-    """Engines of `size` ranks that are threads of this process; `data(group)` are their data planes."""
-
-    def __init__(self, size: int, settings: Settings | None = None, start: bool = True,
-                 data: Callable[[ThreadGroup], Sequence[DataPlane]] | None = None):
-        self.group = ThreadGroup(size, timeout_s=LONG_S)
-        self.controls = [CountingControl(self.group, rank) for rank in range(size)]
-        planes = data(self.group) if data else [self.group.data(rank) for rank in range(size)]
-        self.engines = [make_engine(rank, size, self.controls[rank], planes[rank], settings,
-                               agreement=self.group.agreement(rank)) for rank in range(size)]
-        for engine in self.engines if start else ():
-            engine.start()
-
-    def on_all(self, work) -> list:  # type: ignore[no-untyped-def]
-        """What `work(rank, engine)` returns on each rank, in threads."""
-        with ThreadPoolExecutor(len(self.engines)) as threads:
-            return list(threads.map(work, range(len(self.engines)), self.engines))
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    made = Job(3)
-    yield made
-    made.on_all(lambda rank, engine: engine.end())
-
-
-def reduce(engine: Engine, name: str, *arrays: np.ndarray, limit_s: float = LONG_S) -> Handle:
-    return engine.run(allreduce_request(name, specs_of(arrays), ScaledOp(Sum)), arrays, limit_s)
-
-
-def test_what_ranks_wait_for_alike_takes_no_message_after_the_first() -> None:
-    job = Job(3, start=False)  # A background thread might just be looking for messages when a caller wants to drive.
-
+def test_what_ranks_wait_for_alike_takes_no_message_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int, engine: Engine) -> list[float]:
-        return [float(reduce(engine, f"{i % 3}", np.array(float(i + rank)), np.ones(5)).wait(LONG_S)[0])
+        return [float(run(engine, f"{i % 3}", np.array(float(i + rank)), np.ones(5)).wait(LONG_S)[0])
                 for i in range(30)]
-    assert job.on_all(work) == [[3.0 * i + 3 for i in range(30)]] * 3
-    assert [control.sent for control in job.controls] == [2, 1, 1]
+
+    sent: list[int] = []
+    # A background thread might just be looking for messages when a caller wants to drive.
+    with running(3, start=False) as engines:
+        for rank, engine in enumerate(engines):
+            control = engine.controller.control
+            monkeypatch.setattr(control, "send", lambda *message, rank=rank, send=control.send: (
+                sent.append(rank), send(*message)))
+        assert on_all(engines, work) == [[3.0 * i + 3 for i in range(30)]] * 3
+        assert sorted(sent) == [0, 0, 1, 2]
 
 
-def test_what_one_rank_submits_without_waiting_is_agreed_on_by_messages(job: Job) -> None:
-    def work(rank: int, engine: Engine) -> list[float]:
-        results = []
-        for i in range(20):
-            array = np.array(float(i))
-            handle = engine.submit(allreduce_request("a", specs_of([array]), ScaledOp(Sum)), [array]) if rank == 1 \
-                else reduce(engine, "a", array)
-            results.append(float(handle.wait(LONG_S)[0]))
-        return results
-    assert job.on_all(work) == [[3.0 * i for i in range(20)]] * 3
-    assert job.controls[1].sent >= 20
+@contextlib.contextmanager
+def sharing_memory(size: int, start: bool = True) -> Iterator[list[Engine]]:
+    """As `running`, with data planes over shared memory."""
+    group = ThreadGroup(size, LONG_S)
+    planes = shared_memory_planes(list(range(size)), [4096], [group.data(rank) for rank in range(size)], LONG_S)
+    with running(size, planes=planes, group=group, start=start) as engines:
+        yield engines
 
 
-def test_the_set_of_operations_may_change_on_one_rank_first(job: Job) -> None:
-    def work(rank: int, engine: Engine) -> list[float]:
-        results = []
-        for step in range(30):
-            extra = []
-            if step >= 10 and rank != 0:
-                extra.append(engine.submit(barrier_request("b"), []))
-            results.append(float(reduce(engine, "a", np.array(float(step))).wait(LONG_S)[0]))
-            if step >= 10 and rank == 0:
-                extra.append(engine.run(barrier_request("b"), []))
-            for handle in extra:
-                handle.wait(LONG_S)
-        return results
-    assert job.on_all(work) == [[3.0 * step for step in range(30)]] * 3
-
-
-def test_a_tensor_that_becomes_another_on_one_rank_is_an_error_on_all_and_no_more(job: Job) -> None:
-    def work(rank: int, engine: Engine) -> list[object]:
-        results: list[object] = []
-        for step in range(12):
-            rows = 2 if step % 4 == 3 and rank == 2 else 3
-            handle = reduce(engine, "a", np.ones(rows))
-            try:
-                results.append(float(handle.wait(LONG_S)[0][0]))
-            except MismatchError as error:
-                results.append("shape" in str(error))
-        return results
-    assert job.on_all(work) == [[3.0, 3.0, 3.0, True] * 3] * 3
-
-
-def shared_memory(group: ThreadGroup) -> list[SharedMemoryData]:
-    others = [group.data(rank) for rank in range(group.size)]
-    return shared_memory_planes(list(range(group.size)), [4096], others, LONG_S)
-
-
-@pytest.mark.parametrize("data", [None, shared_memory])
-def test_ranks_may_wait_in_another_order_in_other_threads(data: Callable | None) -> None:
-    job = Job(3, data=data)
-
+def test_ranks_may_wait_in_another_order_in_other_threads() -> None:
     def work(rank: int, engine: Engine) -> list[list[float]]:
         def one(thread: int) -> list[float]:
             chance, results = random.Random(f"{rank} {thread}"), []
@@ -408,13 +312,12 @@ def test_ranks_may_wait_in_another_order_in_other_threads(data: Callable | None)
             return results
         with ThreadPoolExecutor(3) as threads:
             return list(threads.map(one, range(3)))
-    assert job.on_all(work) == [[[3.0 * (i + thread) for i in range(40)] for thread in range(3)]] * 3
-    job.on_all(lambda rank, engine: engine.end())
+
+    with sharing_memory(3) as engines:
+        assert on_all(engines, work) == [[[3.0 * (i + thread) for i in range(40)] for thread in range(3)]] * 3
 
 
 def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> None:
-    job = Job(3, data=shared_memory)
-
     def work(rank: int, engine: Engine) -> list[object]:
         results: list[object] = []
         for step in range(60):
@@ -424,11 +327,11 @@ def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> N
             if step % 7 == 6 and rank == 1:
                 extra = engine.submit(allreduce_request("b", specs_of([np.ones(5)]), ScaledOp(Sum)), [np.ones(5)])
             try:
-                results.append(float(reduce(engine, "a", np.full(rows, float(step + rank))).wait(LONG_S)[0][-1]))
+                results.append(float(run(engine, "a", np.full(rows, float(step + rank))).wait(LONG_S)[0][-1]))
             except MismatchError:
                 results.append("mismatch")
             if step % 7 == 6:
-                handle = extra if rank == 1 else reduce(engine, "b", np.ones(5))
+                handle = extra if rank == 1 else run(engine, "b", np.ones(5))
                 results.append(float(handle.wait(LONG_S)[0][0]))
         return results
     expected: list[object] = []
@@ -436,13 +339,14 @@ def test_what_was_packed_while_a_rank_waited_is_reduced_only_if_all_agree() -> N
         expected.append("mismatch" if step % 10 == 9 else 3.0 * step + 3)
         if step % 7 == 6:
             expected.append(3.0)
-    assert job.on_all(work) == [expected] * 3
-    job.on_all(lambda rank, engine: engine.end())
+    with sharing_memory(3) as engines:
+        assert on_all(engines, work) == [expected] * 3
 
 
 @pytest.mark.parametrize("all_ready", [True, False])
 def test_what_was_prepared_is_executed_whether_all_ranks_know_of_it_or_not(all_ready: bool) -> None:
-    executors = [engine.controller.executor for engine in Job(2, start=False, data=shared_memory).engines]
+    with sharing_memory(2, start=False) as engines:
+        executors = [engine.controller.executor for engine in engines]
     entries = [Entry(allreduce_request("a", specs_of([array]), ScaledOp(Sum)), [array], Handle("a"))
                for array in (np.full(9, 1.0), np.full(9, 2.0))]
     assert all(executor.prepare(entry) for executor, entry in zip(executors, entries, strict=True))
@@ -457,7 +361,8 @@ def test_what_was_prepared_is_executed_whether_all_ranks_know_of_it_or_not(all_r
 
 
 def test_an_operation_that_was_ready_and_is_no_longer_is_an_error() -> None:
-    executor = Job(2, start=False, data=shared_memory).engines[0].controller.executor
+    with sharing_memory(2, start=False) as engines:
+        executor = engines[0].controller.executor
     array = np.ones(9)
     requests = [allreduce_request(name, specs_of([array]), ScaledOp(Sum)) for name in "ab"]
     entry, other = (Entry(request, [array], Handle(request.name)) for request in requests)
@@ -467,53 +372,41 @@ def test_an_operation_that_was_ready_and_is_no_longer_is_an_error() -> None:
         executor.execute([entry], all_ready=True)
 
 
-def open_vote(job: Job) -> None:
+def open_vote(engines: Sequence[Engine]) -> None:
     """Let all ranks wait for an operation, after which they vote for the next."""
-    job.on_all(lambda rank, engine: reduce(engine, "first", np.ones(1)))
-    assert all(engine.controller._fast_path.is_open for engine in job.engines)
+    on_all(engines, lambda rank, engine: run(engine, "first", np.ones(1)))
+    assert all(engine.controller._fast_path.is_open for engine in engines)
 
 
-def test_a_rank_that_never_comes_is_reported_by_the_first(caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(2, Settings(stall_warning_s=0.2, stall_abort_s=0.4))
-    open_vote(job)
-    with caplog.at_level(logging.WARNING), pytest.raises(StallError, match=r"a: ranks \[1\] have waited"):
-        reduce(job.engines[1], "a", np.ones(1)).wait(LONG_S)
-    job.on_all(lambda rank, engine: engine.end())
+def test_a_rank_that_never_comes_is_reported_by_the_first() -> None:
+    with running(2, Settings(stall_warning_s=0.2, stall_abort_s=0.4)) as engines:
+        open_vote(engines)
+        with pytest.raises(StallError, match=r"a: ranks \[1\] have waited"):
+            run(engines[1], "a", np.ones(1)).wait(LONG_S)
 
 
 def test_a_rank_that_has_ended_is_named_to_one_that_votes() -> None:
-    job = Job(2)
-    open_vote(job)
-    job.engines[1].announce_end()
-    with pytest.raises(ShutdownError, match=r"ranks \[0\] wait for ranks \[1\].*\(after 1 operations\)"):
-        reduce(job.engines[0], "a", np.ones(1)).wait(LONG_S)
-    job.on_all(lambda rank, engine: engine.end())
+    with running(2) as engines:
+        open_vote(engines)
+        engines[1].announce_end()
+        with pytest.raises(ShutdownError, match=r"ranks \[0\] wait for ranks \[1\].*\(after 1 operations\)"):
+            run(engines[0], "a", np.ones(1)).wait(LONG_S)
 
 
 def test_a_vote_that_stands_when_its_rank_fails_keeps_nobody_waiting() -> None:
-    job = Job(2)
-    open_vote(job)
-    pending = reduce(job.engines[0], "a", np.ones(1), limit_s=0.0)
-    job.engines[0].abandon("ranks [1] have died")
-    with pytest.raises(EngineError, match="have died"):
-        pending.wait(LONG_S)
+    with running(2) as engines:
+        open_vote(engines)
+        pending = run(engines[0], "a", np.ones(1), limit_s=0.0)
+        for engine in engines:
+            engine.abandon("ranks [1] have died")
+        with pytest.raises(EngineError, match="have died"):
+            pending.wait(LONG_S)
 
 
-def test_ranks_may_end_while_a_vote_is_open(job: Job) -> None:
-    open_vote(job)
-
-
-class Steps:
-    """Engines without a thread, all in this one: they run cycles when `step` is called."""
-
-    def __init__(self, size: int):
-        self.group = ThreadGroup(size, timeout_s=LONG_S)
-        self.engines = [make_engine(rank, size, self.group.control(rank), self.group.data(rank), Settings(),
-                               agreement=self.group.agreement(rank)) for rank in range(size)]
-        self.controllers = [engine.controller for engine in self.engines]
+class Steps(ByHand):
+    """Engines without a thread, which run cycles when `step` is called."""
 
     def put(self, rank: int, name: str, is_awaited: bool) -> Handle:
-        """Submit a barrier."""
         handle = Handle(name)
         self.controllers[rank].queue.put(Entry(barrier_request(name), [], handle, is_awaited))
         return handle
@@ -525,11 +418,9 @@ class Steps:
                 self.controllers[rank].run_cycle()
 
     def is_open(self) -> list[bool]:
-        """Whether each rank thinks that a vote is open."""
         return [c._fast_path.is_open for c in self.controllers]
 
     def open_vote(self) -> None:
-        """As the function."""
         for rank in range(len(self.controllers)):
             self.put(rank, "first", is_awaited=True)
         self.step()
@@ -658,8 +549,7 @@ def test_a_stall_of_one_rank_is_a_stall_on_all(stalled: int) -> None:
     assert [type(c.life.error) for c in ranks.controllers] == [StallError] * 3
 
 
-def test_a_number_that_a_child_has_learned_is_known_to_a_parent_that_still_waits_for_the_vote(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_that_still_waits_for_the_vote_knows_its_childs_number(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Steps(18)  # rank 17 reports to rank 1
 
     def put(name: str, is_awaited: bool = False) -> list[Handle]:

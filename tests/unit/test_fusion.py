@@ -10,8 +10,6 @@ from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.memory import ALIGNMENT, FusionBuffer
 from mpistrat.core.request import ReduceOp, Request, ScaledOp, Sum, allreduce_request, specs_of
 
-# -- buckets ----------------------------------------------------------------------------------------------------------
-
 
 def test_gradients_are_grouped_from_the_last_on_and_a_large_one_is_alone() -> None:
     assert buckets_from_last([4, 4, 9, 1, 1], limit=8) == [[4, 3], [2], [1, 0]]
@@ -20,48 +18,21 @@ def test_gradients_are_grouped_from_the_last_on_and_a_large_one_is_alone() -> No
     assert buckets_from_last([4, 4, 9], 8, first_limit=2) == [[2], [1, 0]]
 
 
-def test_nothing_makes_no_bucket() -> None:
-    assert plan_buckets([], 100) == []
-
-
-def test_members_of_one_key_share_a_bucket_up_to_the_limit() -> None:
-    assert plan_buckets([("f", 4)] * 5, 8) == [[0, 1], [2, 3], [4]]
-
-
-def test_a_bucket_may_be_exactly_full() -> None:
-    assert plan_buckets([("f", 4), ("f", 4)], 8) == [[0, 1]]
-    assert plan_buckets([("f", 4), ("f", 4)], 7) == [[0], [1]]
-
-
-def test_different_keys_never_share_a_bucket() -> None:
-    assert plan_buckets([("f", 1), ("h", 1)], 100) == [[0], [1]]
-
-
-def test_interleaved_keys_are_fused_by_looking_ahead() -> None:
-    assert plan_buckets([("f", 4), ("h", 2), ("f", 4), ("h", 2)], 16) == [[0, 2], [1, 3]]
-
-
-def test_a_smaller_member_is_taken_past_one_that_does_not_fit() -> None:
-    assert plan_buckets([("f", 2), ("f", 7), ("f", 6)], 9) == [[0, 1], [2]]
-    assert plan_buckets([("f", 2), ("f", 6), ("f", 1)], 7) == [[0], [1, 2]]
-    assert plan_buckets([("f", 1), ("f", 7), ("f", 1)], 8) == [[0, 1], [2]]
-    assert plan_buckets([("f", 3), ("f", 6), ("f", 1)], 9) == [[0, 1], [2]]
-    assert plan_buckets([("f", 3), ("h", 3), ("f", 4), ("f", 3)], 9) == [[0, 2], [1], [3]]
-
-
-def test_looking_ahead_ends_when_taken_and_skipped_exceed_the_limit() -> None:
-    members = [("f", 4), ("h", 8), ("f", 4)]
-    assert plan_buckets(members, 12) == [[0, 2], [1]]
-    assert plan_buckets(members, 11) == [[0], [1], [2]]
-
-
-def test_a_huge_member_has_a_bucket_of_its_own() -> None:
-    assert plan_buckets([("f", 1), ("f", 1000), ("f", 1)], 10) == [[0], [1], [2]]
-    assert plan_buckets([("f", 1000)], 10) == [[0]]
-
-
-def test_with_limit_0_nothing_is_fused() -> None:
-    assert plan_buckets([("f", 4)] * 4, 0) == [[0], [1], [2], [3]]
+@pytest.mark.parametrize(("members", "limit", "plan"), [
+    ([("f", 4)] * 5, 8, [[0, 1], [2, 3], [4]]), ([("f", 4), ("f", 4)], 7, [[0], [1]]),
+    ([("f", 4)] * 4, 0, [[0], [1], [2], [3]]),
+    # A large one is alone.
+    ([("f", 1), ("f", 1000), ("f", 1)], 10, [[0], [1], [2]]),
+    # Keys never share a bucket.
+    ([("f", 4), ("h", 2), ("f", 4), ("h", 2)], 16, [[0, 2], [1, 3]]),
+    # A smaller member is taken past one that does not fit.
+    ([("f", 2), ("f", 7), ("f", 6)], 9, [[0, 1], [2]]), ([("f", 2), ("f", 6), ("f", 1)], 7, [[0], [1, 2]]),
+    ([("f", 1), ("f", 7), ("f", 1)], 8, [[0, 1], [2]]), ([("f", 3), ("f", 6), ("f", 1)], 9, [[0, 1], [2]]),
+    ([("f", 3), ("h", 3), ("f", 4), ("f", 3)], 9, [[0, 2], [1], [3]]),
+    # Looking ahead ends when what is taken and what is skipped exceed the limit.
+    ([("f", 4), ("h", 8), ("f", 4)], 12, [[0, 2], [1]]), ([("f", 4), ("h", 8), ("f", 4)], 11, [[0], [1], [2]])])
+def test_members_of_one_key_share_buckets(members: list[tuple[str, int]], limit: int, plan: list[list[int]]) -> None:
+    assert plan_buckets(members, limit) == plan
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -76,9 +47,6 @@ def test_any_plan_covers_all_members_once_within_key_and_limit(seed: int) -> Non
         assert bucket == sorted(bucket)
         assert len({members[index][0] for index in bucket}) == 1
         assert len(bucket) == 1 or sum(members[index][1] for index in bucket) <= limit
-
-
-# -- buffers ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_buffer_is_the_same_memory_until_it_must_grow() -> None:
@@ -96,9 +64,6 @@ def test_a_buffer_is_aligned(elements: int) -> None:
     view = FusionBuffer().view(elements, np.dtype(np.float64))
     assert view.shape == (elements,)
     assert not elements or view.ctypes.data % ALIGNMENT == 0
-
-
-# -- BucketPlans: what is reduced as one, and how ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("op", "reduced_by", "divisor"), [(ReduceOp.AVERAGE, ReduceOp.SUM, 4),

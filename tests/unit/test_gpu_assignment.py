@@ -74,7 +74,6 @@ PINNED = [("visible", "GPU:0"), ("growth", "GPU:0", True), ("growth", "GPU:1", T
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module, with two GPUs that no rank uses, in a job of one rank."""
     found = pytest.importorskip("mpistrat.tensorflow.pin_gpu", exc_type=ImportError)
     monkeypatch.setattr(found, "_pinned", None)
     monkeypatch.setattr(found.tf, "config", Config())
@@ -194,33 +193,21 @@ def test_old_scripts_may_choose_after_init() -> None:
     assert done.stdout.splitlines() == ["1 True", "1 True", "1", "0,1 True", "1 False"], done.stderr
 
 
-# -- too late ---------------------------------------------------------------------------------------------------------
+# -- by a strategy ----------------------------------------------------------------------------------------------------
 
 
-def test_too_late_a_call_says_so(module: Any) -> None:
-    module.tf.config.error = "Visible devices cannot be modified after being initialized."
-    with pytest.raises(mpistrat.InvalidRequestError, match=r"comes too late: .* Call it right after init\(\)"):
-        module.pin_gpu()
-
-
-def test_a_strategy_pins_its_gpu(module: Any) -> None:
+@pytest.mark.parametrize(("attribute", "value", "calls", "said"), [
+    ("error", "", PINNED, ""),
+    ("visible", ["GPU:1"], [], ""),  # Logical GPU 0 is physical GPU 1.
+    ("error", "Visible devices cannot be modified after being initialized.", [],
+     "may take memory on all of its GPUs: pin_gpu() comes too late")], ids=["pinned", "chosen", "too late"])
+def test_a_strategy_pins_its_gpu_unless_the_process_has_chosen_one_or_uses_them(
+        attribute: str, value: Any, calls: list[Any], said: str, module: Any, caplog: pytest.LogCaptureFixture) -> None:
     strategy = pytest.importorskip("mpistrat.strategy.mpi_strategy", exc_type=ImportError)
+    setattr(module.tf.config, attribute, value)
     assert strategy._default_device() == "/device:GPU:0"
-    assert module.tf.config.calls == PINNED
-
-
-def test_a_strategy_leaves_what_the_process_has_chosen(module: Any) -> None:
-    strategy = pytest.importorskip("mpistrat.strategy.mpi_strategy", exc_type=ImportError)
-    module.tf.config.visible = ["GPU:1"]
-    assert strategy._default_device() == "/device:GPU:0", "logical GPU 0 is physical GPU 1"
-    assert module.tf.config.calls == []
-
-
-def test_a_strategy_that_is_made_too_late_for_pinning_warns(module: Any, caplog: pytest.LogCaptureFixture) -> None:
-    strategy = pytest.importorskip("mpistrat.strategy.mpi_strategy", exc_type=ImportError)
-    module.tf.config.error = "Visible devices cannot be modified after being initialized."
-    assert strategy._default_device() == "/device:GPU:0"
-    assert "may take memory on all of its GPUs: pin_gpu() comes too late" in caplog.text
+    assert module.tf.config.calls == calls
+    assert said in caplog.text
 
 
 def test_it_needs_init() -> None:

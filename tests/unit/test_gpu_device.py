@@ -4,6 +4,8 @@ import ast
 import ctypes
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,11 +13,17 @@ from mpistrat.core.errors import EngineError
 from mpistrat.gpu.copy.kernel import source
 from mpistrat.gpu.copy.plan import PIECE, PIECES_PER_LAUNCH, CopyJob, copy_tables
 
-nccl = pytest.importorskip("cupy.cuda.nccl", reason="cupy is not installed")
+cupy = pytest.importorskip("cupy", reason="cupy is not installed")
+
+from cupy.cuda import compiler, nccl  # noqa: E402
+
+from mpistrat.gpu import device, driver  # noqa: E402
+from mpistrat.gpu.copy.compiler import compiled, find_nvrtc  # noqa: E402
+from mpistrat.gpu.device import Device  # noqa: E402
+from mpistrat.gpu.nccl import library  # noqa: E402
 
 
 def test_the_id_of_a_communicator_is_what_this_cupy_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.gpu.device import Device
     made = []
     monkeypatch.setattr(nccl, "get_unique_id", lambda: b"x" * 128)
     monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: made.append(arguments))
@@ -24,13 +32,8 @@ def test_the_id_of_a_communicator_is_what_this_cupy_takes(monkeypatch: pytest.Mo
 
 
 def test_an_error_of_nccl_has_its_text_the_call_and_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.gpu.nccl import library
-
-    class Failing:
-        def check_async_error(self) -> None:
-            raise nccl.NcclError(6)
-
-    monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: Failing())
+    failing = SimpleNamespace(check_async_error=Mock(side_effect=nccl.NcclError(6)))
+    monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: failing)
     monkeypatch.setattr(library, "last_error", lambda: "socketProgress: Connection closed by remote peer")
     with pytest.raises(EngineError) as raised:
         library.Communicator(2, b"", 1).check_async_error()
@@ -42,7 +45,6 @@ def test_an_error_of_nccl_has_its_text_the_call_and_the_rank(monkeypatch: pytest
 @pytest.mark.parametrize("number, name", [(7, "ncclInProgress"), (8, "ncclTimeout")])
 def test_a_result_that_cupy_cannot_name_has_its_name_from_nccl(number: int, name: str,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.gpu.nccl import library
     monkeypatch.setattr(library, "last_error", lambda: "")
     with pytest.raises(EngineError, match=rf"NCCL has failed \(allReduce on rank 1\): {name}"), \
             library.explained("allReduce on rank 1"):
@@ -50,23 +52,19 @@ def test_a_result_that_cupy_cannot_name_has_its_name_from_nccl(number: int, name
 
 
 def test_a_key_error_that_is_none_of_nccls_stays_one() -> None:
-    from mpistrat.gpu.nccl import library
     with pytest.raises(KeyError), library.explained("a group"):
         raise KeyError("tensor")
 
 
-def test_a_communicator_is_aborted_once_and_not_used_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.gpu.device import Device
-    calls = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    made: list[Any] = []
+    monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: SimpleNamespace(
+        comm=77, allReduce=lambda: made.append("allReduce"), abort=lambda: made.append("abort")))
+    return made
 
-    class Recording:
-        def abort(self) -> None:
-            calls.append("abort")
 
-        def allReduce(self) -> None:  # noqa: N802
-            calls.append("allReduce")
-
-    monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: Recording())
+def test_a_communicator_is_aborted_once_and_not_used_after_it(calls: list[Any]) -> None:
     communicator = Device.communicator(2, b"", 1)
     communicator.allReduce()
     communicator.abort()
@@ -76,33 +74,18 @@ def test_a_communicator_is_aborted_once_and_not_used_after_it(monkeypatch: pytes
     assert calls == ["allReduce", "abort"]
 
 
-def test_a_communicator_is_revoked_where_nccl_can_and_not_used_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.gpu.nccl import library
-    revoked = []
-
-    def comm_revoke(comm: int, flags: int) -> int:
-        revoked.append((comm, flags))
-        return 0
-
-    class Recording:
-        comm = 77
-
-        def allReduce(self) -> None:  # noqa: N802
-            revoked.append("allReduce")
-
-        def abort(self) -> None:
-            revoked.append("abort")
-
-    monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: Recording())
+def test_a_communicator_is_revoked_where_nccl_can_and_not_used_after_it(calls: list[Any],
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library.ctypes, "CDLL", lambda name: object())  # as before ncclCommRevoke
     communicator = library.Communicator(2, b"", 1)
     assert not communicator.revoke()
-    monkeypatch.setattr(library.ctypes, "CDLL", lambda name: SimpleNamespace(ncclCommRevoke=comm_revoke))
+    revoke = Mock(side_effect=lambda *of: calls.append(of) or 0)
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda name: SimpleNamespace(ncclCommRevoke=revoke))
     assert communicator.revoke() and not communicator.revoke()
     with pytest.raises(EngineError, match="was aborted before allReduce on rank 1"):
         communicator.allReduce()
     communicator.abort()
-    assert revoked == [(77, 0), "abort"]
+    assert calls == [(77, 0), "abort"]
 
 
 def test_this_nccl_has_what_revokes() -> None:
@@ -114,9 +97,6 @@ def test_this_nccl_has_what_revokes() -> None:
 @pytest.fixture
 def architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of an H100, in place of asking a GPU. Skips without NVRTC."""
-    from cupy.cuda import compiler
-
-    from mpistrat.gpu.copy.compiler import find_nvrtc
     monkeypatch.setattr(compiler, "_get_arch_for_options_for_nvrtc", lambda arch=None: ("-arch=sm_90", "cubin"))
     try:
         find_nvrtc()
@@ -126,20 +106,16 @@ def architecture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("architecture")
 def test_cupy_makes_machine_code_of_the_kernel() -> None:
-    from mpistrat.gpu.copy.compiler import compiled
     assert compiled(source(CopyJob("float32", "bfloat16", 0.5))).startswith(b"\x7fELF")
 
 
 @pytest.mark.usefixtures("architecture")
 def test_code_that_is_refused_is_an_error_with_the_compilers_words() -> None:
-    from mpistrat.gpu.copy.compiler import compiled
     with pytest.raises(EngineError, match=r"(?s)a kernel cannot be compiled: .*error"):
         compiled("this is no C++")
 
 
 def test_the_table_is_passed_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.gpu import driver
-    from mpistrat.gpu.device import Device
     device, launches = object.__new__(Device), []
     device._module = lambda job: {"batched_copy": SimpleNamespace(ptr=11), "guard": SimpleNamespace(ptr=12)}
     monkeypatch.setattr(driver, "launch", lambda *arguments: launches.append(arguments))
@@ -154,15 +130,7 @@ def test_the_table_is_passed_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
         assert passed.raw[:table.nbytes] == table.tobytes()
 
 
-def test_a_priority_is_given_where_this_cupy_takes_one() -> None:
-    import cupy
-
-    from mpistrat.gpu.device import _has_priorities
-    assert _has_priorities() == ("priority=" in cupy.cuda.Stream.__init__.__doc__)
-
-
 def test_no_module_of_the_path_for_gpu_tensors_lets_the_host_wait_for_a_stream_or_the_device() -> None:
-    from mpistrat.gpu import device
     package = Path(device.__file__).parent.parent
     names = {node.attr for folder in ("gpu", "engine", "tensorflow") for path in (package / folder).rglob("*.py")
              for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
@@ -170,9 +138,6 @@ def test_no_module_of_the_path_for_gpu_tensors_lets_the_host_wait_for_a_stream_o
 
 
 def test_a_device_selects_its_gpu_once_in_a_thread_and_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    import cupy
-
-    from mpistrat.gpu import device, driver
     contexts, selected = [0], []
 
     def select(number: int) -> None:

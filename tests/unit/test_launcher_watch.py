@@ -10,7 +10,7 @@ import pytest
 from mpistrat.process import procfs
 from mpistrat.process.launch_env import identity
 from mpistrat.process.launcher_watch import launcher_among, launcher_here, workers_of
-from mpistrat.process.procfs import Process, descendants, parse_stat
+from mpistrat.process.procfs import Process, parse_stat
 
 RANK_1 = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-7@1"}
 HYDRA_1 = {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_FD": "9"}
@@ -22,42 +22,19 @@ def process(pid: int, parent: int = 1, group: int = 0) -> Process:
     return Process(pid, 100 + pid, parent, group or pid)
 
 
-def launcher(own: Mapping[str, str], *environs: Mapping[str, str] | None) -> int | None:
-    """The position of the launcher among the ancestors; 1 is the parent."""
+@pytest.mark.parametrize(("own", "environs", "position"), [
+    *((own, [{"PATH": "/bin"}, {}], 1) for own in (RANK_1, HYDRA_1, SRUN_1)),
+    # Shells and profilers between the launcher and the rank are passed over.
+    *((own, [{**own, "SHLVL": "2"}, own, {"PATH": "/bin"}, {}], 3) for own in (RANK_1, HYDRA_1, SRUN_1)),
+    (SRUN_1, [SRUN_1, None, {}], 2),  # of another user
+    ({**BATCH_SCRIPT, **RANK_1}, [BATCH_SCRIPT, BATCH_SCRIPT], 1),  # mpirun in a batch script of Slurm
+    ({**SRUN_1, **RANK_1}, [SRUN_1, None], 1),  # a daemon that srun has started
+    ({**RANK_1, "PMIX_NAMESPACE": "prterun-a-9@1"}, [RANK_1, RANK_1, {}], 1),  # mpirun that a rank has started
+    (RANK_1, [], None), (RANK_1, [RANK_1], None)])  # out of sight
+def test_the_launcher_is_the_first_ancestor_that_is_not_of_the_rank(
+        own: Mapping[str, str], environs: list[Mapping[str, str] | None], position: int | None) -> None:
     found = launcher_among(identity(own), [(process(number), environ) for number, environ in enumerate(environs, 1)])
-    return None if found is None else found.pid
-
-
-@pytest.mark.parametrize("own", [RANK_1, HYDRA_1, SRUN_1])
-def test_the_launcher_is_the_parent_if_nothing_is_between(own: Mapping[str, str]) -> None:
-    assert launcher(own, {"PATH": "/bin"}, {}) == 1
-
-
-@pytest.mark.parametrize("own", [RANK_1, HYDRA_1, SRUN_1])
-def test_shells_and_profilers_between_the_launcher_and_the_rank_are_passed_over(own: Mapping[str, str]) -> None:
-    assert launcher(own, {**own, "SHLVL": "2"}, own, {"PATH": "/bin"}, {}) == 3
-
-
-def test_a_launcher_of_another_user_is_one() -> None:
-    assert launcher(SRUN_1, SRUN_1, None, {}) == 2
-
-
-def test_mpirun_in_a_batch_script_of_slurm_is_the_launcher_of_its_ranks() -> None:
-    assert launcher({**BATCH_SCRIPT, **RANK_1}, BATCH_SCRIPT, BATCH_SCRIPT) == 1
-
-
-def test_a_daemon_that_srun_has_started_is_the_launcher_of_its_ranks() -> None:
-    assert launcher({**SRUN_1, **RANK_1}, SRUN_1, None) == 1
-
-
-def test_mpirun_that_a_rank_has_started_is_the_launcher_of_its_own_ranks() -> None:
-    inner = {**RANK_1, "PMIX_NAMESPACE": "prterun-a-9@1"}
-    assert launcher(inner, RANK_1, RANK_1, {}) == 1
-
-
-def test_a_rank_whose_launcher_is_out_of_sight_has_none() -> None:
-    assert launcher(RANK_1) is None
-    assert launcher(RANK_1, RANK_1) is None
+    assert (None if found is None else found.pid) == position
 
 
 @pytest.mark.parametrize("environ", [{}, {"PATH": "/bin"}, BATCH_SCRIPT])
@@ -84,14 +61,9 @@ def test_the_ancestors_of_a_process_are_found_and_its_launcher_among_them() -> N
 
 
 def test_what_a_rank_has_started_ends_with_it_unless_it_has_left_its_group() -> None:
-    found = [process(10, 1, 10), process(11, 10, 10), process(12, 11, 10), process(13, 10, 13), process(14, 1, 10),
-             process(15, 13, 10)]
-    assert [each.pid for each in workers_of(10, 10, found)] == [11, 12, 15]
-
-
-def test_descendants() -> None:
-    found = [process(5, 4), process(4, 3), process(3, 2), process(9, 2), process(8, 7)]
-    assert sorted(each.pid for each in descendants(2, found)) == [3, 4, 5, 9]
+    found = [process(15, 13, 10), process(14, 1, 10), process(13, 10, 13), process(12, 11, 10), process(11, 10, 10),
+             process(10, 1, 10)]
+    assert sorted(each.pid for each in workers_of(10, 10, found)) == [11, 12, 15]
 
 
 STAT = "{} ({}) {} 41 42 43 0 -1 4194304 81 0 0 0 0 0 0 0 20 0 1 0 7777 2764800 235 18446744073709551615\n"
@@ -110,7 +82,6 @@ def test_a_zombie_counts_as_ended(state: str) -> None:
 def test_a_process_is_alive_until_it_ends_even_if_it_is_then_a_zombie() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     found = procfs.find(child.pid)
-    assert found is not None
     assert found.parent == os.getpid()
     assert found.is_alive()
     assert found in procfs.running()
@@ -121,6 +92,5 @@ def test_a_process_is_alive_until_it_ends_even_if_it_is_then_a_zombie() -> None:
 
 def test_the_environment_of_a_process() -> None:
     environ = procfs.environment_of(os.getpid())
-    assert environ is not None
     assert "PATH" in environ
     assert procfs.environment_of(2**22 + 1) is None

@@ -55,7 +55,7 @@ def test_a_rank_reads_what_its_launcher_has_set(launcher: Launcher) -> None:
 @each_started
 def test_a_launcher_is_identified_and_gets_ranks_and_hosts(launcher: Launcher) -> None:
     found, version = parse_version(VERSIONS[launcher.name])
-    assert found is launcher and version
+    assert found is launcher and version and f" {version}" in VERSIONS[launcher.name]
     line = compose(Job(3, ("python", "train.py"), parse_list("a:2,b:2")), Mpirun("mpirun", launcher, version),
                    Machine(4), {})
     assert shlex.join(line.argv) == LINES[launcher.name]

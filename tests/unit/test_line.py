@@ -20,7 +20,6 @@ Address = tuple[str, int]
 
 @pytest.fixture
 def listening() -> "Iterator[tuple[tuple[str, int], bytes, SimpleQueue[Line]]]":
-    """Where a process listens, its secret, and the lines that it has accepted."""
     secret, lines = secrets.token_bytes(32), SimpleQueue[Line]()
     listener = socket.create_server(("127.0.0.1", 0))
     listening = Listening(listener, secret, lines.put)
@@ -67,15 +66,6 @@ def test_after_a_connection_that_cannot_be_accepted_others_can(code: int) -> Non
     connect([listener.getsockname()], b"secret", LIMIT_S)
     assert lines.get(timeout=LIMIT_S)
     listening.close()
-
-
-def test_a_line_that_is_closed_by_the_reader_says_so_to_who_sends(listening) -> None:
-    address, secret, lines = listening
-    line = connect([address], secret, 5.0)
-    lines.get(timeout=5).close()
-    ended = threading.Event()
-    line.read(lambda _, message: ended.set() if message is None else None)
-    assert ended.wait(5)
 
 
 def closed_by_the_listener(stranger: socket.socket) -> bool:
@@ -150,14 +140,13 @@ def test_a_message_that_is_no_object_is_the_end_of_the_line(listening, text: byt
 
 
 def test_who_listens_no_more_refuses() -> None:
-    address, secret = ("127.0.0.1", 0), b"secret"
-    listener = socket.create_server(address)
-    address = listener.getsockname()[:2]
-    listening = Listening(listener, secret, lambda line: None)
+    listener = socket.create_server(("127.0.0.1", 0))
+    address: Address = listener.getsockname()[:2]
+    listening = Listening(listener, b"secret", lambda line: None)
     listening.close()
     listening.close()
     with pytest.raises(OSError, match="refused"):
-        connect([address], secret, LIMIT_S)
+        connect([address], b"secret", LIMIT_S)
 
 
 def test_a_process_that_was_forked_does_not_keep_a_line_open(listening) -> None:

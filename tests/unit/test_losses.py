@@ -8,10 +8,10 @@ import pickle
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -137,29 +137,18 @@ def test_an_error_that_is_a_sign_of_a_loss_becomes_the_loss() -> None:
 
 @pytest.fixture
 def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that sleeps."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+    with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
-
-
-def process_of(child: "subprocess.Popen[bytes]") -> Process:
-    """The process, as /proc shows it."""
-    found = procfs.find(child.pid)
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("code", [0, errno.ENOSYS, errno.EPERM], ids=["pidfd", "old kernel", "container"])
 def test_the_end_of_a_process_is_noticed(sleeper: "subprocess.Popen[bytes]", code: int,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_pidfd(pid: int) -> int:
-        raise OSError(code, "there is none")
-
     if code:
-        monkeypatch.setattr(os, "pidfd_open", no_pidfd)
+        monkeypatch.setattr(os, "pidfd_open", Mock(side_effect=OSError(code, "there is none")))
     ended: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-    watch = Neighbours({3: process_of(sleeper)}, [3], ended.put)
+    watch = Neighbours({3: procfs.find(sleeper.pid)}, [3], ended.put)
     sleeper.send_signal(signal.SIGSTOP)  # A process that is stopped has not ended.
     with pytest.raises(queue.Empty):
         ended.get(timeout=0.2)
@@ -174,7 +163,7 @@ def test_a_process_that_is_stopped_is_told_of_until_it_goes_on(sleeper: "subproc
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "_STOP_LOOK_S", 0.05)
     told: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
-    watch = Neighbours({3: process_of(sleeper)}, [3], lambda _: None, beside=3,
+    watch = Neighbours({3: procfs.find(sleeper.pid)}, [3], lambda _: None, beside=3,
                        when_stopped=lambda *stop: told.put(stop))
     with pytest.raises(queue.Empty):
         told.get(timeout=0.2)
@@ -199,7 +188,7 @@ def test_each_rank_of_a_host_is_looked_at_by_one_other() -> None:
 @pytest.mark.parametrize(("limit_s", "is_killed"), [(0.0, False), (8.0, True)])
 def test_a_rank_that_is_stopped_is_reported_and_killed_if_the_settings_say_so(
         sleeper: "subprocess.Popen[bytes]", caplog: pytest.LogCaptureFixture, limit_s: float, is_killed: bool) -> None:
-    losses = Losses(Topology(0, ("here",) * 2), processes={1: process_of(sleeper)}, stopped_limit_s=limit_s)
+    losses = Losses(Topology(0, ("here",) * 2), processes={1: procfs.find(sleeper.pid)}, stopped_limit_s=limit_s)
     losses.stop()
     for seconds in range(1, 10):
         losses._note_stopped(1, float(seconds))
@@ -213,7 +202,7 @@ def test_a_rank_that_is_stopped_is_reported_and_killed_if_the_settings_say_so(
 
 
 def test_a_process_of_another_container_is_not_watched(sleeper: "subprocess.Popen[bytes]") -> None:
-    found = process_of(sleeper)
+    found = procfs.find(sleeper.pid)
     ended: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
     elsewhere = Process(found.pid, found.started + 1, found.parent, found.group)
     watch = Neighbours({3: elsewhere}, [3], ended.put)

@@ -9,19 +9,11 @@ import numpy as np
 import pytest
 
 from mpistrat.core import memory
-from mpistrat.core.memory import ALIGNMENT, ResultPool, aligned_empty, block_size
+from mpistrat.core.memory import ALIGNMENT, ResultPool, block_size
 from mpistrat.core.tuning import RESULT_LOOKS
 
 F32, F64, U8 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.uint8)
 SOME_TURNS = 200  # more than a size may be idle
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 1000])
-def test_fresh_memory_is_aligned(nbytes: int) -> None:
-    memory = aligned_empty(nbytes)
-    assert memory.shape == (nbytes,)
-    assert memory.dtype == U8
-    assert not nbytes or memory.ctypes.data % ALIGNMENT == 0
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0,), (4, 0, 2), (1000,)])
@@ -31,20 +23,6 @@ def test_an_array_is_aligned_contiguous_and_writable(shape: tuple[int, ...], dty
     assert (array.shape, array.dtype) == (shape, dtype)
     assert not array.size or array.ctypes.data % ALIGNMENT == 0
     assert array.flags.c_contiguous and array.flags.writeable
-
-
-def test_memory_in_use_is_not_handed_out_again() -> None:
-    pool = ResultPool()
-    held = [pool.take((8,), F32) for _ in range(5)]
-    for value, array in enumerate(held):
-        array.fill(value)
-    assert [set(array) for array in held] == [{0.0}, {1.0}, {2.0}, {3.0}, {4.0}]
-
-
-def test_memory_that_nobody_uses_is_handed_out_again() -> None:
-    pool = ResultPool()
-    addresses = {pool.take((8,), F32).ctypes.data for _ in range(10)}
-    assert len(addresses) == 1
 
 
 def test_hundreds_of_arrays_of_a_size_need_no_more_memory_in_later_rounds() -> None:
@@ -123,45 +101,23 @@ def test_a_size_that_is_used_in_every_turn_keeps_its_memory() -> None:
         pool.end_round()
 
 
-def test_memory_that_is_idle_for_many_turns_is_released() -> None:
+def test_memory_outlives_idle_turns_while_it_is_in_use_and_is_released_after_many_more() -> None:
     pool = ResultPool()
-    block = weakref.ref(pool.take((8,), F32).base)
+    held = pool.take((8,), F32)
+    held.fill(1)
+    block = weakref.ref(held.base)
+    for _ in range(SOME_TURNS):
+        pool.end_round()
+    pool.take((8,), F32).fill(2)
+    assert set(held) == {1.0}
+    del held
     pool.end_round()
+    gc.collect()
     assert block() is not None
     for _ in range(SOME_TURNS):
         pool.end_round()
     gc.collect()
     assert block() is None
-
-
-def test_memory_in_use_outlives_idle_turns() -> None:
-    pool = ResultPool()
-    held = pool.take((8,), F32)
-    held.fill(1)
-    for _ in range(SOME_TURNS):
-        pool.end_round()
-    pool.take((8,), F32).fill(2)
-    assert set(held) == {1.0}
-
-
-def test_memory_that_was_in_use_during_idle_turns_is_released_later() -> None:
-    pool = ResultPool()
-    held = pool.take((8,), F32)
-    block = weakref.ref(held.base)
-    for _ in range(SOME_TURNS):
-        pool.end_round()
-    del held
-    for _ in range(SOME_TURNS):
-        pool.end_round()
-    assert block() is None
-
-
-def test_arrays_outlive_the_pool() -> None:
-    pool = ResultPool()
-    array = pool.take((8,), F32)
-    array.fill(3)
-    del pool
-    assert set(array) == {3.0}
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 64, 65, 1000, 4096, 10**6, 2**30, 2**30 + 1, 3 * 2**31 + 5])

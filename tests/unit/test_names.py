@@ -127,7 +127,6 @@ def test_a_thread_that_makes_optimizers_gives_them_its_name() -> None:
 
 
 def name_in(action: Callable[[], str] = lambda: names.eager("reduce"), **arguments: Any) -> str:
-    """What `action` returns in a new thread."""
     found: list[str] = []
 
     def evaluate() -> None:
@@ -147,13 +146,10 @@ def test_the_numbers_that_python_gives_are_left_out(name: str, kind: str) -> Non
     assert names.kind_of(name) == kind
 
 
-def test_the_main_thread_has_the_plain_names() -> None:
-    assert names.eager("reduce") == "reduce"
-
-
 def test_a_thread_has_the_name_that_it_was_given_or_that_of_its_function() -> None:
     assert name_in(name="evaluation") == "evaluation/reduce"
     assert name_in() == name_in() == "Thread (evaluate)/reduce"
+    assert names.eager("reduce") == "reduce"
 
 
 def test_a_name_space_takes_the_place_of_the_threads_own() -> None:

@@ -1,9 +1,11 @@
 """cupy that is not installed, or cannot be imported, is a reason in words; so is NVRTC that is nowhere."""
 
+import re
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +19,6 @@ from mpistrat.gpu import nvrtc
 
 @pytest.fixture
 def cupy_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of a cupy that a test writes."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("cupy", "cupyx")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "mpistrat.gpu.device", raising=False)
@@ -53,17 +54,12 @@ def test_what_is_built_can_be_asked_where_cupy_ends_in_any_error(cupy_says: Path
 @pytest.mark.parametrize("cuda, extra", [(12, "gpu"), (13, "gpu13")])
 def test_nvrtc_that_is_nowhere_is_an_error_with_the_command_that_installs_it(
         cuda: int, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_found(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    def not_installed(name: str) -> None:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(nvrtc.ctypes, "CDLL", not_found)
-    monkeypatch.setattr(nvrtc.metadata, "distribution", not_installed)
-    with pytest.raises(OSError) as raised:
+    load = Mock(side_effect=OSError("cannot open shared object file"))
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", load)
+    monkeypatch.setattr(nvrtc.metadata, "distribution", Mock(side_effect=metadata.PackageNotFoundError))
+    with pytest.raises(OSError, match=re.escape(f"cannot open shared object file ({pip_extra(extra)})")):
         nvrtc.load_nvrtc(cuda)
-    assert str(raised.value) == f"libnvrtc.so.{cuda}: cannot open shared object file ({pip_extra(extra)})"
+    load.assert_any_call(f"libnvrtc.so.{cuda}")
 
 
 def test_tensorflows_tensors_on_a_gpu_belong_to_its_own_functions() -> None:

@@ -32,7 +32,6 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """The rows of the table; of the last column the first code."""
     table = PAGE[PAGE.index("<!-- keras3 -->"):PAGE.index("<!-- /keras3 -->")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()
              if line.startswith("| `")]
@@ -42,7 +41,6 @@ def rows() -> list[Row]:
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    """The names that the lines use."""
     import mpistrat.keras as hvd
     hvd.init()
     hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))  # From then on fit and compile know mpistrat.
@@ -94,13 +92,6 @@ def test_the_old_line_does_what_the_table_says_and_the_new_one_works(row: Row, s
     exec(row.new, script)
     if row.new == "optimizer.learning_rate = 0.01":
         assert rate_of(script["optimizer"]) == np.float32(0.01)
-
-
-def test_the_table_has_rows_for_what_horovods_examples_use() -> None:
-    old = " ".join(row.old for row in rows())
-    for word in ("experimental_run_tf_function", "variables()", "ConfigProto", "set_session", "lr=", "fit_generator",
-                 ".h5", ".ref()", "legacy"):
-        assert word in old
 
 
 # -- optimizers of Keras 2 and of TensorFlow 1 ------------------------------------------------------------------------

@@ -61,12 +61,10 @@ REPORT_LINES = "".join(REPORT.lines()).encode()
 
 
 def fed(output: Output, data: bytes, now: float = 0.0) -> bytes:
-    """What is shown of data at once."""
     return output.feed(data, now) + output.due(now)
 
 
 def shown(data: bytes, **options: int) -> bytes:
-    """What is shown of data in the end."""
     output = Output(**options)
     return fed(output, data) + output.end()
 

@@ -15,20 +15,15 @@ def held() -> ReservedPort:
 
 
 def bind(port: int, reuse_port: bool) -> socket.socket:
-    """A socket as a server's, on all IPv4 addresses."""
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
     server.bind(("", port))
     return server
 
 
-def test_another_program_cannot_take_the_port(held: ReservedPort) -> None:
-    with pytest.raises(OSError) as caught:
-        bind(held.number, reuse_port=False)
-    assert caught.value.errno == errno.EADDRINUSE
-
-
 def test_a_server_that_shares_it_takes_the_port_while_it_is_held(held: ReservedPort) -> None:
+    with pytest.raises(ConnectionRefusedError):  # Nothing listens until then.
+        socket.create_connection(("127.0.0.1", held.number), 1)
     with bind(held.number, reuse_port=True) as server:
         server.listen()
         with socket.create_connection(("127.0.0.1", held.number), 1):
@@ -36,17 +31,15 @@ def test_a_server_that_shares_it_takes_the_port_while_it_is_held(held: ReservedP
             server.accept()[0].close()
 
 
-def test_nothing_listens_until_then(held: ReservedPort) -> None:
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", held.number), 1)
-
-
 def test_held_ports_are_all_different() -> None:
     held = [ReservedPort() for _ in range(100)]
     assert len({port.number for port in held}) == 100
 
 
-def test_a_closed_port_is_free_again_and_may_be_closed_twice(held: ReservedPort) -> None:
+def test_another_program_cannot_take_the_port_until_it_is_closed(held: ReservedPort) -> None:
+    with pytest.raises(OSError) as caught:
+        bind(held.number, reuse_port=False)
+    assert caught.value.errno == errno.EADDRINUSE
     held.close()
     held.close()
     bind(held.number, reuse_port=False).close()

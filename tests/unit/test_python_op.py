@@ -212,18 +212,3 @@ def test_a_function_lives_until_an_asynchronous_execution_is_over() -> None:
     finally:
         go_on.set()
         tf.config.experimental.set_synchronous_execution(True)
-
-
-def test_functions_and_graphs_that_nothing_can_run_are_freed() -> None:
-    watched, graphs = _Watched(), []
-    for step in range(20):
-        @traced
-        def program(x: Any, step: float = float(step)) -> Any:
-            seen, = host_call(lambda y: [y + np.float32(1)], [x * step], [tf.float32], stateful=True)
-            return watched.double(seen)
-
-        program(X)
-        graphs.append(weakref.ref(program.get_concrete_function(tf.TensorSpec([3])).graph))
-    del program
-    assert watched.alive() == 0
-    assert [graph() for graph in graphs] == [None] * 20

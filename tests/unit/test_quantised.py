@@ -15,7 +15,6 @@ COUNTS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, BLOCK * QUANTISED_BATCH_BLO
 
 
 def there_and_back(values: np.ndarray, errors: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """What is read, and the bytes."""
     codec, wire, read = Codec(), np.empty(wire_bytes(values.size), np.uint8), np.empty(values.size, np.float32)
     codec.encode(values, errors, wire)
     codec.decode(wire, read)

@@ -1,19 +1,16 @@
 """The addresses of ranks, from the connections that they made."""
 
-from mpistrat.cluster.rendezvous import Link, addresses_of
+import pytest
+
+from mpistrat.cluster.cluster import Link, addresses_of
 from mpistrat.core.topology import Topology
 
 
-def test_ranks_of_one_host_need_no_addresses() -> None:
-    links = [Link(), Link("127.0.0.1", "127.0.0.1")]
-    assert addresses_of(Topology(1, ("a", "a")), links) == ("a", "a")
-
-
-def test_a_rank_of_another_host_has_the_address_that_it_came_from() -> None:
-    links = [Link(), Link("10.0.0.2", "10.0.0.1"), Link("10.0.0.3", "10.0.0.1")]
-    assert addresses_of(Topology(0, ("a", "b", "c")), links) == ("10.0.0.1", "10.0.0.2", "10.0.0.3")
-
-
-def test_the_chiefs_host_has_the_address_where_others_reached_it() -> None:
-    links = [Link(), Link("172.17.0.1", "172.17.0.1"), Link("10.0.0.2", "10.0.0.1")]
-    assert addresses_of(Topology(0, ("a", "a", "b")), links) == ("10.0.0.1", "10.0.0.1", "10.0.0.2")
+@pytest.mark.parametrize(("hosts", "links", "addresses"), [
+    ("aa", [Link(), Link("127.0.0.1", "127.0.0.1")], ("a", "a")),
+    ("abc", [Link(), Link("10.0.0.2", "10.0.0.1"), Link("10.0.0.3", "10.0.0.1")], ("10.0.0.1", "10.0.0.2", "10.0.0.3")),
+    ("aab", [Link(), Link("172.17.0.1", "172.17.0.1"), Link("10.0.0.2", "10.0.0.1")],
+     ("10.0.0.1", "10.0.0.1", "10.0.0.2"))], ids=["one host", "several", "several ranks of the chief's host"])
+def test_ranks_of_several_hosts_have_the_addresses_of_their_connections(
+        hosts: str, links: list[Link], addresses: tuple[str, ...]) -> None:
+    assert addresses_of(Topology(0, tuple(hosts)), links) == addresses

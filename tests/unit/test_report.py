@@ -22,7 +22,6 @@ def lines_of(*reports: Report) -> list[bytes]:
 
 
 def read(lines: list[bytes]) -> tuple[list[Report], list[bytes | None]]:
-    """The reports in the lines, and what the reader returned for each line."""
     reader = ReportReader()
     returned = [reader.take(line) for line in lines]
     return reader.reports, returned
@@ -38,18 +37,9 @@ def test_a_report_can_be_read_by_a_person() -> None:
 """
 
 
-def test_what_is_written_is_read() -> None:
-    assert read(lines_of(ONE, OTHER)) == ([ONE, OTHER], [b""] * 8)
-
-
 def test_the_lines_of_two_ranks_may_mix() -> None:
     first, second = lines_of(ONE), lines_of(OTHER)
-    assert read([first[0], second[0], first[1], second[1], *first[2:]])[0] == [ONE, OTHER]
-
-
-def test_a_rank_may_fail_twice() -> None:
-    again = Report(1, "node1", 1, ErrorText("", "KeyError: 'x'"))
-    assert read(lines_of(ONE, again))[0] == [ONE, again]
+    assert read([first[0], second[0], first[1], second[1], *first[2:]]) == ([ONE, OTHER], [b""] * 8)
 
 
 @pytest.mark.parametrize("before", [b"[1,0]<stderr>: ", b"[1] ", b"a line that has no end yet "])

@@ -5,6 +5,7 @@ import pickle
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -72,10 +73,7 @@ def test_a_directory_that_another_user_may_have_made_is_not_read(
 
 
 def test_a_function_that_cannot_be_pickled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(obj: object) -> bytes:
-        raise pickle.PicklingError("no lambdas")
-
-    monkeypatch.setattr(function, "dumps", refuse)
+    monkeypatch.setattr(function, "dumps", Mock(side_effect=pickle.PicklingError("no lambdas")))
     with pytest.raises(LaunchError, match=r"cannot send .* to the ranks: no lambdas\. pip install cloudpickle"):
         mpistrat.run(lambda: None)
 

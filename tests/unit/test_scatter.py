@@ -1,5 +1,7 @@
 """Keras' optimizers add rows of slices that repeat in one order."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -71,16 +73,11 @@ def test_rows_are_summed_before_they_are_added_where_that_has_no_order(monkeypat
     np.testing.assert_allclose(variable.numpy(), 1 + tf.convert_to_tensor(slices).numpy(), rtol=1e-6)
 
 
-def test_slices_may_have_no_row() -> None:
+@pytest.mark.parametrize(("slices", "expected"), [
+    (([[1.0, 2.0], [3.0, 4.0]], (2, 0), SHAPE), [[-2, -3], [1, 1], [0, -1]]),
+    ((np.zeros((0, 2), np.float32), np.zeros(0, np.int64), np.array(SHAPE)), np.ones(SHAPE))], ids=["lists", "no row"])
+def test_slices_may_be_made_of_tuples_and_lists_and_have_no_row(slices: Any, expected: Any) -> None:
     patches.apply()
     variable = keras.Variable(np.ones(SHAPE, "float32"))
-    keras.optimizers.SGD().assign_add(variable, tf.IndexedSlices(
-        tf.zeros([0, 2]), tf.zeros([0], tf.int64), tf.constant(SHAPE, tf.int64)))
-    np.testing.assert_array_equal(variable.numpy(), np.ones(SHAPE))
-
-
-def test_slices_may_be_made_of_tuples_and_lists() -> None:
-    patches.apply()
-    variable = keras.Variable(np.ones(SHAPE, "float32"))
-    keras.optimizers.SGD().assign_sub(variable, tf.IndexedSlices([[1.0, 2.0], [3.0, 4.0]], (2, 0), SHAPE))
-    np.testing.assert_array_equal(variable.numpy(), [[-2, -3], [1, 1], [0, -1]])
+    keras.optimizers.SGD().assign_sub(variable, tf.IndexedSlices(*slices))
+    np.testing.assert_array_equal(variable.numpy(), expected)

@@ -15,7 +15,6 @@ from mpistrat.core.topology import Topology
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes this process one rank of several."""
     def become(rank: int, size: int) -> None:
         group = SimpleNamespace(topology=Topology(rank, ("host",) * size))
         monkeypatch.setattr(process_sets.global_process_set, "_group", group)
@@ -24,7 +23,6 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def on_each_rank(place: Any) -> Any:
-    """Calls shard() as each of `size` ranks does."""
     def call(size: int, *data: Any, **options: Any) -> list[Any]:
         results = []
         for rank in range(size):
@@ -64,11 +62,6 @@ def test_the_ranks_of_a_process_set_share_the_rows(place: Any) -> None:
         mpistrat.shard([1, 2, 3], process_set=[0, 1])
 
 
-def test_ranks_take_turns(on_each_rank: Any) -> None:
-    assert on_each_rank(3, list(range(8))) == [[0, 3], [1, 4], [2, 5]]
-    assert on_each_rank(3, list(range(8)), uneven="pad") == [[0, 3, 6], [1, 4, 7], [2, 5, 0]]
-
-
 def test_a_numpy_array_is_not_copied(on_each_rank: Any) -> None:
     x = np.zeros((10, 3, 2))
     assert all(np.shares_memory(part, x) and part.shape == (3, 3, 2) for part in on_each_rank(3, x))
@@ -105,15 +98,6 @@ def test_pandas_is_sliced_by_position(on_each_rank: Any) -> None:
     frame = Positional(list(range(5)))
     assert [part.values for part in on_each_rank(2, frame)] == [[0, 2], [1, 3]]
     assert [part.values for part in on_each_rank(2, frame, uneven="pad")] == [[0, 2, 4], [1, 3, 0]]
-
-
-def test_pandas(on_each_rank: Any) -> None:
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame({"a": range(5)}, index=[4.0, 3.0, 2.0, 1.0, 0.0])
-    for uneven in ("drop", "pad"):
-        parts = on_each_rank(2, frame, frame["a"], uneven=uneven)
-        assert [part["a"].tolist() for part, _ in parts] == [series.tolist() for _, series in parts] == (
-            [[0, 2], [1, 3]] if uneven == "drop" else [[0, 2, 4], [1, 3, 0]])
 
 
 @pytest.mark.parametrize("library", ["torch", "jax.numpy", "cupy"])
@@ -159,17 +143,13 @@ def test_what_has_no_rows_is_an_error_that_names_it(data: tuple[Any, ...], messa
         mpistrat.shard(*data)
 
 
-@pytest.mark.parametrize("uneven", ["drop", "pad"])
-def test_fewer_rows_than_ranks_are_an_error(uneven: str, place: Any) -> None:
+@pytest.mark.parametrize(("uneven", "text"), [
+    ("drop", "2 rows are too few for 3 ranks"), ("pad", "2 rows are too few for 3 ranks"),
+    ("repeat", r'uneven is "drop" or "pad"\. Received: \'repeat\'')])
+def test_fewer_rows_than_ranks_and_another_value_of_uneven_are_errors(uneven: str, text: str, place: Any) -> None:
     place(2, 3)
-    with pytest.raises(mpistrat.InvalidRequestError, match="2 rows are too few for 3 ranks"):
+    with pytest.raises(mpistrat.InvalidRequestError, match=text):
         mpistrat.shard(np.arange(2), uneven=uneven)
-
-
-def test_another_value_of_uneven_is_an_error(place: Any) -> None:
-    place(0, 2)
-    with pytest.raises(mpistrat.InvalidRequestError, match=r'uneven is "drop" or "pad"\. Received: \'repeat\''):
-        mpistrat.shard(np.arange(2), uneven="repeat")
 
 
 def test_it_needs_init() -> None:
@@ -215,39 +195,14 @@ def test_the_elements_of_a_dataset_are_dealt_out(rows: int, known: bool, tf: Any
         assert not known or {int(part.cardinality()) for part in parts} == {len(expected[0])}
 
 
-def test_a_generator_with_nested_elements_of_different_shapes(tf: Any, on_each_rank: Any) -> None:
-    def elements() -> Iterator[Any]:
-        for number in range(5):
-            yield number, {"text": str(number), "values": [1.0] * number}
-
-    signature = (tf.TensorSpec([], tf.int32), {"text": tf.TensorSpec([], tf.string),
-                                               "values": tf.TensorSpec([None], tf.float32)})
-    dataset = tf.data.Dataset.from_generator(elements, output_signature=signature)
-    for uneven, expected in {"drop": [[0, 2], [1, 3]], "pad": [[0, 2, 4], [1, 3, 0]]}.items():
-        for part, numbers in zip(on_each_rank(2, dataset, uneven=uneven), expected, strict=True):
-            assert part.element_spec == dataset.element_spec
-            found = list(part)
-            assert [int(number) for number, _ in found] == numbers
-            assert [others["text"].numpy() for _, others in found] == [str(number).encode() for number in numbers]
-            assert [len(others["values"]) for _, others in found] == numbers
-
-
-@pytest.mark.parametrize("kind", ["ragged", "sparse", "one in a tuple", "dict"])
+@pytest.mark.parametrize("kind", ["ragged", "sparse", "one in a tuple", "dict", "nested"])
 @pytest.mark.parametrize("uneven", ["drop", "pad"])
 def test_elements_of_every_kind_can_be_grouped(kind: str, uneven: str, tf: Any, on_each_rank: Any) -> None:
-    def ragged(row: Any) -> Any:
-        return tf.RaggedTensor.from_row_lengths(tf.range(row), [row])
-
-    def sparse(row: Any) -> Any:
-        return tf.sparse.from_dense(tf.one_hot(row, 8))
-
-    def one_in_a_tuple(row: Any) -> Any:
-        return (row,)
-
-    def a_dict(row: Any) -> Any:
-        return {"row": row}
-
-    make = {"ragged": ragged, "sparse": sparse, "one in a tuple": one_in_a_tuple, "dict": a_dict}[kind]
+    make = {"ragged": lambda row: tf.RaggedTensor.from_row_lengths(tf.range(row), [row]),
+            "sparse": lambda row: tf.sparse.from_dense(tf.one_hot(row, 8)),
+            "one in a tuple": lambda row: (row,),
+            "dict": lambda row: {"row": row},
+            "nested": lambda row: (row, {"text": tf.strings.as_string(row), "values": tf.ones([row])})}[kind]
     everything = [str(element) for element in tf.data.Dataset.range(5).map(make)]
     dataset = tf.data.Dataset.range(5).filter(lambda row: True).map(make)
     for part, own in zip(on_each_rank(2, dataset, uneven=uneven), on_each_rank(2, everything, uneven=uneven)):
@@ -295,8 +250,3 @@ def test_none_among_elements_of_unknown_number_is_an_error(tf: Any, place: Any) 
     assert [int(row) for row, _ in mpistrat.shard(dataset)] == [0, 2]
     with pytest.raises(mpistrat.InvalidRequestError, match=r"contain None .*assert_cardinality\(n\)"):
         mpistrat.shard(dataset.filter(lambda row, nothing: True))
-
-
-def test_every_module_has_it(tf: Any) -> None:
-    keras, tensorflow = pytest.importorskip("mpistrat.keras"), pytest.importorskip("mpistrat.tensorflow")
-    assert keras.shard is tensorflow.shard is mpistrat.shard

@@ -15,7 +15,6 @@ FAIL = 'for last; do host=$previous; previous=$last; done; [ "$host" = a ] || {{
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """An environment with a PATH of one directory, for `put`."""
     return {"PATH": str(tmp_path)}
 
 

@@ -27,7 +27,6 @@ def wait_here(reached: threading.Event, end: threading.Event) -> None:
 
 @contextmanager
 def waiting(name: str) -> Iterator[None]:
-    """A thread that waits in `wait_here`."""
     reached, end = threading.Event(), threading.Event()
     thread = threading.Thread(target=wait_here, args=(reached, end), name=name)
     thread.start()

@@ -18,9 +18,6 @@ def test_a_wait_for_other_hosts_may_be_for_the_network() -> None:
     assert describe_wait(Topology(1, HOSTS), [2, 3, 4], 15.0) == (
         "rank 1 on a has waited 15 s for ranks [2, 3] on b, [4] on c. Either the network between the hosts a and b, c "
         f"is down or loses what is sent; or the engine of one of these ranks does not run: {ENGINE}.")
-
-
-def test_hosts_that_are_not_waited_for_are_not_blamed() -> None:
     assert "between the hosts c and b is down" in describe_wait(Topology(4, HOSTS), [3], 15.0)
 
 

@@ -16,7 +16,6 @@ def report(rank: int, steps: int | None, waiting: float, cores: float = 1.0, del
 
 
 def found(intervals: Iterable[Mapping[int, Mapping[str, Any]]]) -> list[Straggler]:
-    """All that a watch names, for the reports of these intervals."""
     watch = StragglerWatch()
     return [each for interval in intervals if (each := watch.add(interval)) is not None]
 

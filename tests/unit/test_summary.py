@@ -105,7 +105,6 @@ def test_the_signal_that_the_user_has_sent_to_all_ranks_is_no_news() -> None:
     assert summarize(139, [], [Words(b"text", Ending(0, "a", signal=11))], interrupted_by=15)[0] == b"text"
 
 
-
 def test_a_job_that_has_succeeded_loses_nothing() -> None:
     assert summarize(0, [], [], without_init=1) == (b"", [])
     assert summarize(0, [report(0, "x")], [words(Ending(0, code=1))]) == (

@@ -10,16 +10,12 @@ from mpistrat.keras.fit.row_counts import UNKNOWN
 from mpistrat.keras.fit.throughput import Speed, Work, line_of, speed_of
 
 
-def test_the_rows_of_all_ranks_are_divided_by_the_time_of_the_slowest() -> None:
-    assert speed_of([Work(300, 10, 2.0), Work(100, 5, 1.0)]) == Speed("rows", 200.0)
-
-
-def test_a_step_is_one_of_all_ranks_where_some_rank_does_not_know_its_rows() -> None:
-    assert speed_of([Work(300, 10, 2.0), Work(UNKNOWN, 12, 4.0)]) == Speed("steps", 3.0)
-
-
-def test_a_rank_without_steps_has_no_rows_and_knows_it() -> None:
-    assert speed_of([Work(300, 10, 2.0), Work(0, 0, 0.0)]) == Speed("rows", 150.0)
+@pytest.mark.parametrize("works, speed", [
+    ([Work(300, 10, 2.0), Work(100, 5, 1.0)], Speed("rows", 200.0)),
+    ([Work(300, 10, 2.0), Work(UNKNOWN, 12, 4.0)], Speed("steps", 3.0)),  # A step is one of all ranks.
+    ([Work(300, 10, 2.0), Work(0, 0, 0.0)], Speed("rows", 150.0))], ids=["rows", "unknown rows", "no steps"])
+def test_the_rows_of_all_ranks_are_divided_by_the_time_of_the_slowest(works: list[Work], speed: Speed) -> None:
+    assert speed_of(works) == speed
 
 
 @pytest.mark.parametrize("work", [Work(0, 0, 0.0), Work(0, 0, 1.0), Work(UNKNOWN, 0, 0.0)])

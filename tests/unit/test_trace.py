@@ -3,10 +3,10 @@
 import json
 import os
 import platform
-import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,13 +18,12 @@ from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.engine.controller import Controller
 from mpistrat.engine.executor import Executor
-from mpistrat.trace import clocks, status
+from mpistrat.trace import status
 from mpistrat.trace.clocks import Offset
 from mpistrat.trace.records import NO_STEP, Record
-from mpistrat.trace.ring import Operation, OperationRing, Traced
+from mpistrat.trace.ring import Operation, OperationRing
 from mpistrat.trace.spans import length, union
 from mpistrat.trace.totals import StepCounter, Totals, line_of
-from mpistrat.trace.tracer import Tracer
 from tests.support.thread_group import ThreadGroup
 
 
@@ -151,10 +150,6 @@ def test_a_step_ends_when_a_gradient_comes_again() -> None:
     assert counter.steps == 3
 
 
-def test_the_clock_of_this_process_is_known() -> None:
-    assert clocks.identity() == clocks.identity() != ""
-
-
 def test_an_offset_is_that_of_the_shortest_message() -> None:
     offset = Offset(1000, now=0, is_shared=False)
     # One way took 100 and the other one 700, and then both 10.
@@ -194,11 +189,9 @@ def test_a_status_file_is_replaced_whole_and_only_its_user_may_read_it(tmp_path:
 
 
 def test_a_status_file_that_cannot_be_removed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
     file = status.StatusFile(1, {"XDG_RUNTIME_DIR": str(tmp_path)})
     file.write([])
-    monkeypatch.setattr(Path, "unlink", fails)
+    monkeypatch.setattr(Path, "unlink", Mock(side_effect=OSError(30, "Read-only file system")))
     file.remove()
     assert file.path.exists()
 
@@ -241,26 +234,6 @@ def test_messages_of_the_trace_go_from_rank_0_to_all_and_from_the_others_to_rank
         for rank in ranks:
             assert not rank.controller.run_cycle()  # Not news, which would reset the clock of a deadlock.
     assert [rank.received for rank in ranks] == [[b"up"], [b"down"], [b"down"]]
-
-
-def test_a_tracer_writes_what_the_engine_does_until_it_is_stopped(tmp_path: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.trace.tracer._INTERVAL_S", 0.01)
-    written = threading.Event()
-    original = status.StatusFile.write
-    monkeypatch.setattr(status.StatusFile, "write", lambda self, ranks: (original(self, ranks), written.set()))
-    tracer = Tracer(Topology(0, ("here",)), {}, {"XDG_RUNTIME_DIR": str(tmp_path)})
-    ring = OperationRing(4)
-    ring.add(entry("x", np.ones(4)), 0, 0, 0)
-    tracer.start(lambda: {0: Traced(ring, 1, "local", lambda: [])}, lambda: None)
-    assert written.wait(10)
-    path, = tmp_path.rglob("*.json")
-    rank, = json.loads(path.read_text())["ranks"]
-    assert (rank["rank"], rank["host"], rank["operations"], rank["bytes"], rank["steps"]) == (0, "here", 1, 32, None)
-    assert rank["rss_bytes"] > 0 and rank["outstanding"] == []
-    tracer.stop()
-    tracer.stop()
-    assert not path.exists()
 
 
 def test_totals_have_the_intervals_with_collectives_but_the_first() -> None:

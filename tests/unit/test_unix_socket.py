@@ -23,7 +23,6 @@ LONG_S = 30.0  # only a failing test waits for so long
 
 @pytest.fixture
 def make_channels() -> Iterator[Callable[[int], list[UnixSocketChannel]]]:
-    """Makes the channels of several ranks."""
     opened: list[UnixSocketChannel] = []
 
     def make(ranks: int) -> list[UnixSocketChannel]:
@@ -39,7 +38,6 @@ Make = Callable[[int], list[UnixSocketChannel]]
 
 
 def fill(sender: UnixSocketChannel, receiver: int, message: bytes = b"x") -> int:
-    """Send until no more goes in, and say how many were sent; the last one waits."""
     for count in range(1, 100_000):
         sender.send(receiver, message)
         if sender.is_sending:
@@ -48,28 +46,12 @@ def fill(sender: UnixSocketChannel, receiver: int, message: bytes = b"x") -> int
 
 
 def receive_all(receiver: UnixSocketChannel, *senders: UnixSocketChannel) -> list[tuple[int, bytes]]:
-    """Everything that the senders have sent."""
     messages = receiver.receive()
     while any(sender.is_sending for sender in senders):
         for sender in senders:
             sender.flush()
         messages += receiver.receive()
     return messages + receiver.receive()
-
-
-def test_messages_arrive_in_order_with_their_sender(make_channels: Make) -> None:
-    first, second = make_channels(2)
-    sent = [f"{number}".encode() for number in range(5)]
-    for message in sent:
-        first.send(1, message)
-    assert second.receive() == [(0, message) for message in sent]
-    assert second.receive() == []
-
-
-def test_a_rank_may_write_to_itself(make_channels: Make) -> None:
-    channel, = make_channels(1)
-    channel.send(0, b"me")
-    assert channel.receive() == [(0, b"me")]
 
 
 @pytest.mark.parametrize("size", [0, 1, 32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, 64 * 1024, 1_000_000])
@@ -129,46 +111,26 @@ def test_a_wait_without_a_message_ends_in_time(make_channels: Make) -> None:
     assert not channel.wait(0.001, spin_s=LONG_S)
 
 
-@pytest.mark.parametrize("spin_s", [0.0, 1e-4, LONG_S])
-def test_a_message_ends_a_wait_asleep_or_awake(make_channels: Make, spin_s: float) -> None:
-    first, second = make_channels(2)
-    threading.Thread(target=lambda: first.send(1, b"come")).start()
-    assert second.wait(LONG_S, spin_s)
-    assert second.receive() == [(0, b"come")]
-
-
-@pytest.mark.parametrize("limit", [0, 10**6], ids=["poll", "select"])
-def test_a_message_ends_a_wait(make_channels: Make, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("limit", "spin_s"), [(0, 0.0), (10**6, 0.0), (10**6, 1e-4), (10**6, LONG_S)],
+                         ids=["poll", "select", "spin and sleep", "spin"])
+@pytest.mark.parametrize("messages", [[(0, b"come")], []], ids=["message", "wake"])
+def test_a_message_and_a_wake_end_a_wait(make_channels: Make, messages: list[tuple[int, bytes]], limit: int,
+                                         spin_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     # A descriptor above the limit of select() is waited for in another way.
     monkeypatch.setattr(unix_socket, "_SELECT_LIMIT", limit)
     first, second = make_channels(2)
-    threading.Thread(target=lambda: first.send(1, b"come")).start()
-    assert second.wait(LONG_S)
-    assert second.receive() == [(0, b"come")]
+    threading.Thread(target=(lambda: first.send(1, b"come")) if messages else second.wake).start()
+    assert second.wait(LONG_S, spin_s)
+    assert second.receive() == messages
 
 
-@pytest.mark.parametrize("limit", [0, 10**6], ids=["poll", "select"])
-def test_a_wake_ends_a_wait(make_channels: Make, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix_socket, "_SELECT_LIMIT", limit)
+@pytest.mark.parametrize("wakes", [1, 1000])
+def test_wakes_before_the_wait_end_one_wait_and_are_no_messages(make_channels: Make, wakes: int) -> None:
     channel, = make_channels(1)
-    threading.Thread(target=channel.wake).start()
-    assert channel.wait(LONG_S)
-
-
-def test_a_wake_before_the_wait_is_not_lost_and_is_no_message(make_channels: Make) -> None:
-    channel, = make_channels(1)
-    channel.wake()
-    assert channel.wait(LONG_S)
-    assert channel.receive() == []
-    assert not channel.wait(0)
-
-
-def test_many_wakes_end_one_wait(make_channels: Make) -> None:
-    channel, = make_channels(1)
-    for _ in range(1000):
+    for _ in range(wakes):
         channel.wake()
     assert channel.wait(LONG_S)
-    channel.receive()
+    assert channel.receive() == []
     assert not channel.wait(0)
 
 
@@ -181,35 +143,16 @@ def test_many_wakes_leave_room_for_messages(make_channels: Make) -> None:
     assert fill(first, 1) >= room - 1
 
 
-def test_every_wake_after_a_receive_counts(make_channels: Make) -> None:
-    channel, = make_channels(1)
-    for _ in range(5):
-        channel.wake()
-        assert channel.wait(LONG_S)
-        channel.receive()
-
-
-def test_a_wake_while_the_queue_is_full_is_not_the_last_one(make_channels: Make) -> None:
-    first, second = make_channels(2)
-    fill(first, 1)
-    second.wake()
-    assert second.wait(LONG_S)
-    receive_all(second, first)
-    second.receive()
-    second.wake()
-    assert second.wait(LONG_S)
-
-
-def test_a_wake_is_not_lost_while_others_have_yet_to_read(make_channels: Make) -> None:
+@pytest.mark.parametrize(("waker", "nbytes"), [(1, 1), (0, 30_000)], ids=["the reader", "the writer"])
+def test_a_wake_while_a_queue_is_full_is_not_the_last_one(make_channels: Make, waker: int, nbytes: int) -> None:
     # What a rank has sent and nobody has read takes room among the rank's own buffers.
-    first, second = make_channels(2)
-    fill(first, 1, b"x" * 30_000)
-    first.wake()
-    assert first.wait(0)
-    first.receive()
-    receive_all(second, first)
-    first.wake()
-    assert first.wait(LONG_S)
+    channels = make_channels(2)
+    fill(channels[0], 1, b"x" * nbytes)
+    for _ in range(2):
+        channels[waker].wake()
+        assert channels[waker].wait(LONG_S)
+        channels[waker].receive()
+        receive_all(channels[1], channels[0])
 
 
 def test_no_wake_is_lost_among_threads(make_channels: Make) -> None:
@@ -234,40 +177,12 @@ def test_no_wake_is_lost_among_threads(make_channels: Make) -> None:
         thread.join(LONG_S)
 
 
-def test_what_is_sent_to_a_closed_receiver_is_dropped(make_channels: Make) -> None:
-    first, second, third = make_channels(3)
-    second.close()
-    first.send(1, b"lost")
-    first.send(2, b"kept")
-    assert not first.is_sending
-    assert third.receive() == [(0, b"kept")]
-
-
 def test_what_waits_for_a_receiver_that_closes_is_dropped(make_channels: Make) -> None:
     first, second = make_channels(2)
     fill(first, 1)
     second.close()
     first.flush()
     assert not first.is_sending
-
-
-def test_a_channel_may_be_closed_twice(make_channels: Make) -> None:
-    channel, = make_channels(1)
-    channel.close()
-    channel.close()
-
-
-def test_no_descriptor_is_left_open() -> None:
-    before = os.listdir("/proc/self/fd")
-    for channel in shared_memory_of_threads.channels_of(range(5)):
-        channel.close()
-    assert os.listdir("/proc/self/fd") == before
-
-
-def test_a_channel_has_no_name(make_channels: Make) -> None:
-    for channel in make_channels(3):
-        for end in (channel._socket, *channel._outboxes.values()):
-            assert end.getsockname() in ("", b"", None)
 
 
 @pytest.mark.parametrize("part", [b"", b"\0", b"\1", b"\2\2", b"\0\0\0\0", b"\3" + bytes(9), b"\0\7\0\0\0x"],

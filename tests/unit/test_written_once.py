@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -59,12 +60,10 @@ def new_model() -> Any:
 
 def test_an_error_of_the_cleaning_up_does_not_hide_that_of_keras(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(number: int, text: str) -> None:
-        raise OSError(number, text)
-    model = new_model()
-    monkeypatch.setattr(os, "replace", lambda *_: fails(28, "No space left on device"))
+    model, fails = new_model(), Mock(side_effect=OSError(30, "Read-only"))
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
     monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors=False: (
-        ignore_errors or ".saving-" not in str(path) or fails(30, "Read-only")))
+        ignore_errors or ".saving-" not in str(path) or fails()))
     with pytest.raises(OSError, match="No space left"):
         model.save(tmp_path / "model.keras")
 
@@ -76,11 +75,8 @@ def test_a_save_that_fails_in_the_middle_leaves_the_file_of_before(name: str, tm
     save = model.save_weights if "weights" in name else model.save
     save(tmp_path / name)
     before = (tmp_path / name).read_bytes()
-
-    def dies(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(keras.layers.Dense, "get_config" if name == "model.h5" else "save_own_variables", dies)
+    monkeypatch.setattr(keras.layers.Dense, "get_config" if name == "model.h5" else "save_own_variables",
+                        Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path / name)
     assert (tmp_path / name).read_bytes() == before

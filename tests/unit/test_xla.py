@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-import mpistrat
-
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
@@ -44,7 +42,6 @@ def sgd() -> Any:
 
 
 def compiled(*arguments: Any, model: Any = None, **options: Any) -> bool:
-    """Whether Keras would compile the model's step by XLA."""
     model = model or model_of()
     model.compile(*arguments, **options)
     return bool(model.jit_compile)
@@ -130,15 +127,3 @@ def test_load_model_turns_xla_off(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         loaded = hvd.load_model(tmp_path / "model.keras")
     assert distributed_in(loaded.optimizer) and not loaded.jit_compile
     assert "without XLA" in caplog.text
-
-
-def test_compile_is_replaced_once() -> None:
-    sgd()
-    replaced = keras.Model.compile
-    sgd()
-    assert keras.Model.compile is replaced
-
-
-def test_it_needs_no_init() -> None:
-    mpistrat.shutdown()  # An earlier test may have left it initialised.
-    assert not compiled(sgd(), "mse")

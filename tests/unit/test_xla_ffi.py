@@ -16,6 +16,7 @@ from mpistrat.tensorflow.xla import custom_call, ffi  # noqa: E402
 
 HEADER = os.path.join(tf.sysconfig.get_include(), "xla/ffi/api/c_api.h")
 needs_ffi = pytest.mark.skipif(ffi.api() is None, reason="this TensorFlow does not export XLA's FFI")
+needs_header = pytest.mark.skipif(ffi.api() is None or not os.path.exists(HEADER), reason="no FFI, or no headers of it")
 
 # The names of the structures in the header, and of those fields that have another name there.
 STRUCTURES = {
@@ -32,16 +33,13 @@ RENAMED = {"major_version": "major", "minor_version": "minor", "api_version": "v
 
 
 def fields_in_header(structure: str) -> list[str]:
-    """The names of the fields of a structure, in order."""
     with open(HEADER) as file:
         text = re.sub(r"//.*", "", file.read())
     body = re.search(rf"struct {structure} {{(.*?)}}", text, re.DOTALL)
-    assert body is not None
     return re.findall(r"(\w+)\s*;", body[1])
 
 
-@needs_ffi
-@pytest.mark.skipif(not os.path.exists(HEADER), reason="TensorFlow came without headers")
+@needs_header
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_the_fields_are_those_of_the_header(name: str) -> None:
     own = [field[0] for field in STRUCTURES[name]._fields_]
@@ -51,8 +49,7 @@ def test_the_fields_are_those_of_the_header(name: str) -> None:
     assert len(theirs) - len(own) == (1 if name == "XLA_FFI_Metadata" else 0)  # A state, which our handler has not.
 
 
-@needs_ffi
-@pytest.mark.skipif(not os.path.exists(HEADER), reason="TensorFlow came without headers")
+@needs_header
 def test_the_functions_are_those_of_the_header_in_order() -> None:
     with open(HEADER) as file:
         names = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\(XLA_FFI_(\w+)\)", file.read())

@@ -7,9 +7,7 @@ import socket
 from math import ceil
 from pathlib import Path
 
-import mpistrat
-
-from ...api import runtime
+from ...api import common, ops, runtime
 from ...core.errors import LaunchError
 from ..arguments import Parser, counted, positive_int
 from ..inventory import busy_cores
@@ -42,49 +40,49 @@ def main(argv: list[str]) -> int:
             raise LaunchError(f"--plot {options.plot}: the name must end with {', '.join(_PICTURES)}.")
         if all(CASES[name].operation != "allreduce" for name in options.cases):
             raise LaunchError("--plot draws all-reduces, and there is none among the cases.")
-    mpistrat.init()
+    common.init()
     _require_writable(*filter(None, (options.json, options.plot)))
     for sentence in _disturbances():
         print(f"mpistrat bench: {sentence}. The times below say little (ps aux --sort=-%cpu | head)", flush=True)
     if (tracer := runtime.current().tracer) is not None:
         tracer.is_line_due = False  # Its figures are those of the cases together.
     _measure(options)
-    mpistrat.shutdown()
+    common.shutdown()
     return 0
 
 
 def _disturbances() -> list[str]:
     """On rank 0, for each host whose cores are wanted by other processes, a sentence; elsewhere []. Collective."""
-    busy = "" if mpistrat.local_rank() else busy_cores(os.getloadavg()[1], this_machine(os.environ).cores)
-    sentences = mpistrat.allgather_object(f"on {socket.gethostname()} {busy}" if busy else "")
-    return list(filter(None, sentences)) if mpistrat.rank() == 0 else []
+    busy = "" if common.local_rank() else busy_cores(os.getloadavg()[1], this_machine(os.environ).cores)
+    sentences = ops.allgather_object(f"on {socket.gethostname()} {busy}" if busy else "")
+    return list(filter(None, sentences)) if common.rank() == 0 else []
 
 
 def _require_writable(*paths: str) -> None:
     """Raise LaunchError if rank 0 cannot write a file, before the measurement and not after it. Collective."""
     problem = ""
-    for path in paths if mpistrat.rank() == 0 else ():
+    for path in paths if common.rank() == 0 else ():
         try:
             with open(path, "ab"):
                 pass
         except OSError as error:
             problem = f"{path} cannot be written: {error.strerror}."
-    problem = mpistrat.broadcast_object(problem, 0)
+    problem = ops.broadcast_object(problem, 0)
     if problem:
-        mpistrat.shutdown()
+        common.shutdown()
         raise LaunchError(problem)
 
 
 def _measure(options: argparse.Namespace) -> None:
     comm = None
-    if mpistrat.size() > 1:
+    if common.size() > 1:
         from mpi4py import MPI
         comm = MPI.COMM_WORLD.Dup()
     cases = {name: CASES[name] for name in options.cases}
-    where = f"{counted(mpistrat.size(), 'rank')} on {counted(len(mpistrat.hosts()), 'host')}"
+    where = f"{counted(common.size(), 'rank')} on {counted(len(common.hosts()), 'host')}"
     points = []
     steps = sum(len(measurements(case, comm)) for case in cases.values())
-    with Output(steps, is_chief=mpistrat.rank() == 0) as out:
+    with Output(steps, is_chief=common.rank() == 0) as out:
         table = Table(cases)
         out.line(f"{where}, {runtime.current().data_name}. {steps} measurements"
                  + ("" if options.repeats else f", most of them within {LIMIT_S:g} s, so at most about "
@@ -94,7 +92,7 @@ def _measure(options: argparse.Namespace) -> None:
             out.line(table.row(points[-1]))
     if comm is not None:
         comm.Free()
-    if mpistrat.rank() != 0:
+    if common.rank() != 0:
         return
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import mpistrat
-
+from ...api import common, ops
 from ...core.rows import rows_of_ranks
 from .cases import OPERATIONS, Case
 
@@ -81,7 +80,7 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
         repeats: Number of repetitions; the default depends on the bytes.
         begin: Called before each of `measurements`, with its name and that of the case. Nothing is measured meanwhile.
     """
-    nbytes, size, rank = case.nbytes, mpistrat.size(), mpistrat.rank()
+    nbytes, size, rank = case.nbytes, common.size(), common.rank()
     arrays = [np.full(shape, rank, np.float32) for shape in case.shapes]
     # Not zeros: the kernel maps all pages of those to one page, which stays in the cache.
     flat, result = np.ones(nbytes // 4, np.float32), np.empty(nbytes // 4, np.float32)
@@ -89,9 +88,9 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
     splits, received = np.array(counts, np.int32), np.empty(counts[rank] * size, np.float32)
     wire = f"bench.{name}"
     actions: dict[str, Callable[[], object]] = {
-        "allreduce": lambda: mpistrat.grouped_allreduce(arrays, name=wire, op=mpistrat.Sum),
-        "reducescatter": lambda: mpistrat.reducescatter(arrays[0], name=wire, op=mpistrat.Sum),
-        "alltoall": lambda: mpistrat.alltoall(arrays[0], splits, name=wire),
+        "allreduce": lambda: ops.grouped_allreduce(arrays, name=wire, op=common.Sum),
+        "reducescatter": lambda: ops.reducescatter(arrays[0], name=wire, op=common.Sum),
+        "alltoall": lambda: ops.alltoall(arrays[0], splits, name=wire),
         "memcpy": lambda: np.copyto(result, flat)}
     if comm is not None:
         actions |= {
@@ -122,8 +121,8 @@ def _seconds(action: Callable[[], object], count: int) -> list[float]:
     """Return the seconds of each of `count` calls on the slowest rank. Collective."""
     seconds = []
     for _ in range(count):
-        mpistrat.barrier()
+        ops.barrier()
         began = time.perf_counter()
         action()
         seconds.append(time.perf_counter() - began)
-    return list(mpistrat.allreduce(np.array(seconds), name="bench.seconds", op=mpistrat.Max).tolist())
+    return list(ops.allreduce(np.array(seconds), name="bench.seconds", op=common.Max).tolist())

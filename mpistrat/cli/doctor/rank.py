@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-import mpistrat
-
-from ...api import availability, runtime
+from ...api import availability, common, ops, runtime
 from ...core.errors import MpistratError
 from ...process.launch_env import launched_rank
 from ..findings import say
@@ -87,8 +85,8 @@ def _allreduce() -> int:
 
     Raises MpistratError: init() or the all-reduce has failed.
     """
-    mpistrat.init()
-    rank, size = mpistrat.rank(), mpistrat.size()
+    common.init()
+    rank, size = common.rank(), common.size()
     array = np.arange(_COUNT, dtype=np.float32) + rank
     # All terms are small integers, so the sum is exact in float32.
     right = size * np.arange(_COUNT, dtype=np.float32) + size * (size - 1) / 2
@@ -96,20 +94,20 @@ def _allreduce() -> int:
     is_right = True
     for _ in range(_WARM_UP_ROUNDS + _ROUNDS):
         began = time.perf_counter()
-        result = mpistrat.allreduce(array, op=mpistrat.Sum, name="doctor")
+        result = ops.allreduce(array, op=common.Sum, name="doctor")
         seconds.append(time.perf_counter() - began)
         is_right = is_right and bool(np.array_equal(result, right))
     # Large ones, after which the ranks have chosen the bytes of a chunk. With several hosts they choose nothing.
     large = np.ones(_LARGE_BYTES // size // 4, np.float32)
-    for _ in range(_LARGE_ROUNDS if len(mpistrat.hosts()) == 1 else 0):
-        is_right = is_right and bool((mpistrat.allreduce(large, op=mpistrat.Sum, name="doctor.large") == size).all())
-    is_right_everywhere = all(mpistrat.allgather_object(is_right))
+    for _ in range(_LARGE_ROUNDS if len(common.hosts()) == 1 else 0):
+        is_right = is_right and bool((ops.allreduce(large, op=common.Sum, name="doctor.large") == size).all())
+    is_right_everywhere = all(ops.allgather_object(is_right))
     if rank == 0:
         choices = runtime.group_of("doctor", 0).traced.choices()
-        say("allreduce", right=is_right_everywhere, hosts=mpistrat.hosts(), bytes=array.nbytes,
+        say("allreduce", right=is_right_everywhere, hosts=common.hosts(), bytes=array.nbytes,
             seconds=statistics.median(seconds[_WARM_UP_ROUNDS:]), choices=choices)
     is_right_on_gpus = _allreduce_on_gpus()
-    mpistrat.shutdown()
+    common.shutdown()
     return 0 if is_right_everywhere and is_right_on_gpus else 1
 
 
@@ -118,20 +116,20 @@ def _allreduce_on_gpus() -> bool:
 
     Three times: the first two are also done on the CPU, and compared.
     """
-    if not all(mpistrat.allgather_object(mpistrat.gpu_available())):
+    if not all(ops.allgather_object(common.gpu_available())):
         return True
     import cupy
-    rank, size = mpistrat.rank(), mpistrat.size()
-    with cupy.cuda.Device(mpistrat.local_rank() % cupy.cuda.runtime.getDeviceCount()):
+    rank, size = common.rank(), common.size()
+    with cupy.cuda.Device(common.local_rank() % cupy.cuda.runtime.getDeviceCount()):
         arrays = [cupy.arange(count, dtype=cupy.float32) + rank for count in (_COUNT, 3)]
         is_right = True
         for _ in range(3):
-            results = mpistrat.grouped_allreduce(arrays, op=mpistrat.Sum, name="doctor.gpu")
+            results = ops.grouped_allreduce(arrays, op=common.Sum, name="doctor.gpu")
             is_right = is_right and all(bool((result == size * cupy.arange(len(result)) + size * (size - 1) / 2).all())
                                         for result in results)
     found = runtime.group_of("doctor", 0).engine.controller.executor.device.findings
     say("gpu", rank=rank, right=is_right, findings=list(found))
-    return all(mpistrat.allgather_object(is_right))
+    return all(ops.allgather_object(is_right))
 
 
 if __name__ == "__main__":

@@ -154,7 +154,13 @@ def metrics_or_logs(original: Function, self: keras.Model, logs: object) -> obje
     tracker = self._loss_tracker
     if tracker is not None and not float(tracker.count):  # The user's step does not update Keras' own "loss".
         metrics.pop(tracker.name, None)
-    return {name: metrics.get(name, log) for name, log in logs.items()}
+
+    def of_all_ranks(name: str, log: object) -> object:
+        # Those of compile() are one log with a name for each, where the step returns all `self.metrics` by name.
+        return {each: of_all_ranks(each, value) for each, value in log.items()} if isinstance(log, dict) \
+            else metrics.get(name, log)
+
+    return {name: of_all_ranks(name, log) for name, log in logs.items()}
 
 
 # -- input ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import tensorflow as tf
 import mpistrat.tensorflow as hvd
 
 WIDTH = 3
-WHOLE = 6.0  # The mean of so many times a whole number is whole on up to three ranks.
+WHOLE = 12.0  # The mean of so many times a whole number is whole on up to four ranks.
 DTYPES = ("float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
 NESTS = ("branch", "loop", "parallel", "call", "call twice")
 Pullback = Callable[[np.ndarray], np.ndarray]

@@ -75,8 +75,7 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         raise LaunchError(f"np must be a number of ranks, at least 1. Received: {ranks!r}")
     if not callable(func):
         raise LaunchError(f"func must be a function. Received: {func!r}")
-    # The launcher is above this package.
-    from ..cli.function import run_function
+    from ..cli.function import run_function  # Only here: `import mpistrat` loads no launcher.
     launch_options = {
         "-H": hosts, "--hostfile": hostfile, "--network-interface": network_interface or network_interfaces,
         "--ssh-port": ssh_port, "--ssh-identity-file": ssh_identity_file, "--mpi-args": mpi_args,

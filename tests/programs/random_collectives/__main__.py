@@ -1,4 +1,4 @@
-"""Run random programs as tests/programs/random_graphs/__init__.py says."""
+"""Run random programs as tests/programs/random_collectives/__init__.py says."""
 
 import importlib
 import os
@@ -17,13 +17,16 @@ tf.get_logger().setLevel("ERROR")  # It warns of functions that are traced often
 
 import mpistrat.tensorflow as hvd  # noqa: E402 - the pool is made on first use
 from tests.support import tensorflow_stand_in  # noqa: E402
+from tests.support.pretended_hosts import pretend_hosts  # noqa: E402
 
 # In some programs a rank waits for others that have ended.
 os.environ.setdefault("MPISTRAT_STALL_CHECK_TIME_SECONDS", "10")
 os.environ.setdefault("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "30")
+if "hosts" in options:
+    pretend_hosts(2)
 hvd.init()
 rank = hvd.rank()
-run = importlib.import_module(f"tests.programs.random_graphs.{way}").run
+run = importlib.import_module(f"tests.programs.random_collectives.{way}").run
 with pytest.MonkeyPatch.context() as patch:
     if "gpu" in options:
         tensorflow_stand_in.install(rank, patch.setattr)

@@ -4,6 +4,9 @@ One rank may have traced the functions before, in another thread, trace the oute
 another model. In some programs two threads run a program each, and in some each rank makes another number of steps and
 then joins. In some a step ends in an error, on one rank or on all, at any place of the graph, and the script catches
 it. Then the results are right, or all ranks get an error.
+
+With "eager" only the functions inside of a program are graphs. Between these it has collectives on arrays (arrays.py),
+and no step ends in an error: an eager collective waits for ranks that have left out theirs.
 """
 
 import random
@@ -23,6 +26,7 @@ import mpistrat
 import mpistrat.keras
 import mpistrat.tensorflow as hvd
 
+from .arrays import Calls
 from .pieces import WHOLE, WIDTH, Graphs, Piece, World, drawn, every, rows, small
 
 FAULTS = ("fault", "fault aside")  # with what follows behind it, or beside it
@@ -50,18 +54,19 @@ class Program:
     alone: int
     fails: int
     failing: tuple[int, ...]
+    is_eager: bool
 
 
-def drawn_program(choose: random.Random, size: int) -> Program:
-    kind = choose.choice(["main"] * 5 + ["names"] * 3 + ["own", "refused"])
+def drawn_program(choose: random.Random, size: int, is_eager: bool) -> Program:
+    kind = choose.choice(["main"] * 5 + ["names"] * 3 + ["own", "refused"] * (not is_eager))
     joins = kind == "main" and choose.random() < 0.2
-    fails = choose.choice([-1, 0, 1, 2]) if kind != "refused" else -1
+    fails = choose.choice([-1, 0, 1, 2]) if kind != "refused" and not is_eager else -1
     failing = (choose.randrange(size),) if choose.random() < 0.3 else tuple(range(size))
     kinds = OWN if kind == "own" else (*KINDS, *(() if joins else NOT_WITH_JOIN))
-    kinds += FAULTS * (1 + len(kinds) // 8) if fails >= 0 else ()
+    kinds += FAULTS * (1 + len(kinds) // 8) if fails >= 0 else ("arrays",) * len(kinds) if is_eager else ()
     steps = tuple(choose.randint(0, 4) for _ in range(size)) if joins else (4,) * size
     return Program(tuple(drawn(choose, kinds, 2) for _ in range(1 if kind == "main" else 2)), kind, steps,
-                   choose.randint(-1, size - 1), fails, failing)
+                   choose.randint(-1, size - 1), fails, failing, is_eager)
 
 
 class Part(Graphs):
@@ -72,9 +77,11 @@ class Part(Graphs):
         self.whole, self._thread, self._members, self._sets = program.threads[thread], thread, members, sets
         # Optimizers are made in the same order on all ranks, also on one that traces inner functions first.
         self._made = {piece: self._optimizer() for piece in every(self.whole) if piece.kind == "optimizer"}
+        self._calls = {piece: Calls(piece.number, members, program.steps, has_anonymous=program.kind == "main")
+                       for piece in every(self.whole) if piece.kind == "arrays"}
+        self.number, self._own = 0, random.Random(f"{self.rank} {self.whole}")
         self.fails = tf.Variable(False)
 
-        @tf.function(autograph=False)
         def step(x: tf.Tensor, salt: int) -> tf.Tensor:
             y = self.graph(self.whole, x)
             if program.kind != "own":
@@ -82,13 +89,17 @@ class Part(Graphs):
             with tf.control_dependencies([tf.debugging.assert_equal(self.fails & (y[0] < 1e9), False)]):
                 return tf.identity(y)
 
-        self.step = step
-        if program.alone == self.rank:
+        self.step = step if program.is_eager else tf.function(step, autograph=False)
+        if program.alone == self.rank and not program.is_eager:
             for piece in self.whole:
                 if piece.kind in CALLS:
                     self._functions[piece] = self.function(piece)
                     self._functions[piece].get_concrete_function(tf.TensorSpec([WIDTH]))
-            step.get_concrete_function(tf.TensorSpec([WIDTH]), 0)
+            self.step.get_concrete_function(tf.TensorSpec([WIDTH]), 0)
+
+    def function(self, piece: Piece) -> Callable[[tf.Tensor], tf.Tensor]:
+        has_arrays = any(inner.kind == "arrays" for inner in every(piece.inner))
+        return (lambda x: self.graph(piece.inner, x)) if has_arrays else super().function(piece)
 
     @staticmethod
     def _optimizer() -> tuple[Any, Any]:
@@ -134,6 +145,9 @@ class Part(Graphs):
         return tf.add_n([x, *aside])
 
     def graph_of(self, piece: Piece, x: tf.Tensor) -> tf.Tensor:
+        if piece.kind == "arrays":
+            self._calls[piece].run(self.number, self._sets, self._own)
+            return x
         if piece.kind == "tape":
             weights = tf.ones_like(x)
             with tf.GradientTape() as tape:
@@ -246,6 +260,7 @@ class Rank:
             is_failing = number == program.fails and bool({*program.failing} & {*ranks})
             fails = is_failing and self.rank in program.failing
             part.fails.assign(fails)
+            part.number = number
             try:
                 got = part.step(tf.constant(given[mine]), number if program.alone == self.rank else 0)
             except (tf.errors.OpError, mpistrat.MpistratError) as error:
@@ -276,7 +291,7 @@ def run(number: int, options: frozenset[str]) -> None:
     """Run the program of that number on all ranks; ends the job if it is wrong."""
     size = hvd.size()
     members = [tuple(range(size)), tuple(range(size - 1)), tuple(range(1, size)), (0, size - 1)]
-    program = drawn_program(random.Random(number), size)
+    program = drawn_program(random.Random(number), size, "eager" in options)
     own = Rank(list(dict.fromkeys(members)))
     try:
         own.run(program)
