@@ -115,20 +115,17 @@ def test_each_example_has_a_row_in_the_table_of_examples() -> None:
         assert f"](../examples/{example.name})" in table
 
 
-def test_the_pictures_of_results_are_those_of_the_tables() -> None:
+def test_the_pictures_of_results_and_of_states_are_those_of_the_tables() -> None:
     for path, draw in runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"].items():
         assert path.read_text() == draw(), "python docs/pictures.py"
+    module = runpy.run_path(str(ROOT / "docs" / "states.py"))
+    for name, picture in module["PICTURES"].items():
+        assert (module["IMAGES"] / name).read_text() == picture.svg(), "python docs/states.py"
 
 
 def test_the_page_of_private_names_is_that_of_the_sources() -> None:
     module = runpy.run_path(str(ROOT / "docs" / "private_names.py"))
     assert module["PAGE"].read_text() == module["page"](), "python docs/private_names.py"
-
-
-def test_the_pictures_of_states_are_those_of_the_tables() -> None:
-    module = runpy.run_path(str(ROOT / "docs" / "states.py"))
-    for name, picture in module["PICTURES"].items():
-        assert (module["IMAGES"] / name).read_text() == picture.svg(), "python docs/states.py"
 
 
 def test_each_picture_is_well_formed_and_shown() -> None:
