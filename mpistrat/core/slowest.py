@@ -44,10 +44,7 @@ def slowest(waiting: Sequence[float]) -> tuple[int, float] | None:
 
 
 def shares_of(waits: Sequence[Waits], names: Sequence[str]) -> str:
-    """The end of a sentence on how long collectives took, and which rank was the slowest; "" if some rank is unknown.
-
-    `waits` and `names` are those of each rank.
-    """
+    """The end of a sentence on how long the ranks' collectives took, and who was the slowest; "" if one is unknown."""
     if not all(each.seconds for each in waits):
         return ""
     share = fmean((each.waiting + each.moving) / each.seconds for each in waits)

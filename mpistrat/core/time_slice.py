@@ -1,7 +1,6 @@
-"""The time slice of a thread that moves data among threads that compute.
+"""The time slice of a thread that moves data among threads that compute, from Linux 6.12 on (sched(7), EEVDF).
 
-From Linux 6.12 on, a thread may ask for its slice (sched(7), EEVDF). With a short one it gets a processor soon after it
-wakes, and has it for as large a share of the time as before. That needs no privileges.
+With a short slice it gets a processor soon after it wakes, for as large a share of the time. That needs no privileges.
 """
 
 import ctypes
@@ -11,20 +10,13 @@ import struct
 
 from .tuning import ENGINE_TIME_SLICE_NS
 
-# The number of sched_setattr, for which glibc has a function from 2.41 on only.
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-# struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period
-_ATTRIBUTES = struct.Struct("=IIQiIQQQ")
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # The number of the call, which glibc has from 2.41 on.
 
 
-def shorten_time_slice() -> bool:
-    """Ask for a short time slice for the calling thread. Returns whether the kernel has taken it; an older one has too.
-
-    A thread of another policy than that of the system's default keeps what it has.
-    """
+def shorten_time_slice() -> None:
+    """Ask for a short time slice for the calling thread, if it has the default policy. An older kernel ignores it."""
     number = _SCHED_SETATTR.get(platform.machine())
-    if platform.system() != "Linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        return False
-    attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_OTHER, 0, os.getpriority(os.PRIO_PROCESS, 0), 0,
-                                  ENGINE_TIME_SLICE_NS, 0, 0)
-    return ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0
+    if platform.system() == "Linux" and number and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        # struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period
+        ctypes.CDLL(None).syscall(number, 0, struct.pack("=IIQiIQQQ", 48, os.SCHED_OTHER, 0, os.getpriority(
+            os.PRIO_PROCESS, 0), 0, ENGINE_TIME_SLICE_NS, 0, 0), 0)
