@@ -380,7 +380,7 @@ class LocalSGD(PeriodicAveraging):
 
     Give it to the callbacks of all ranks. The ranks also synchronise at the end of each epoch, before the validation,
     before a callback saves the model within an epoch, and in a commit of an elastic job. So validation, files
-    and comparisons see the average, with the same bits on all ranks. Running statistics, and moving averages of the
+    and comparisons have the average, with the same bits on all ranks. Running statistics, and moving averages of the
     weights (use_ema), are averaged with the weights.
     Gradients that are accumulated, and loss scales, are each rank's own. In a loop of your own:
 
