@@ -379,10 +379,10 @@ class LocalSGD(PeriodicAveraging):
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.LocalSGD(every=16)])
 
     Give it to the callbacks of all ranks. The ranks also synchronise at the end of each epoch, before the validation,
-    before a callback saves the model within an epoch, and in a commit of an elastic job. So validation, files and
-    comparisons have the average, with the same bits on all ranks. Running statistics, and moving averages of the
-    weights (use_ema), are averaged with the weights. Gradients that are accumulated, and loss scales, are each rank's
-    own. In a loop of your own:
+    before a callback saves the model within an epoch, and in a commit of an elastic job. So validation, files
+    and comparisons have the average, with the same bits on all ranks. Running statistics, and moving averages of the
+    weights (use_ema), are averaged with the weights.
+    Gradients that are accumulated, and loss scales, are each rank's own. In a loop of your own:
 
         local = hvd.callbacks.LocalSGD(every=16)
         hvd.broadcast_variables(model.weights, root_rank=0)
