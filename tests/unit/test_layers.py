@@ -62,7 +62,7 @@ ROOMS: dict[str, set[str]] = {
     "tensorflow.async_op": {"tensorflow.bridge", "tensorflow.sessions", "tensorflow.xla"},
     "tensorflow.bridge": {"tensorflow", "tensorflow.async_op", "tensorflow.sessions", "tensorflow.xla"},
     "tensorflow.sessions": {"tensorflow", "tensorflow.async_op", "tensorflow.bridge", "tensorflow.xla"},
-    "tensorflow.xla": {"tensorflow", "tensorflow.bridge"},
+    "tensorflow.xla": {"tensorflow.bridge"},
     "transport.hierarchical": {"transport.mpi", "transport.shm"},
     "transport.mpi": {"transport.shm"}, "transport.shm": {"transport"},
 }
