@@ -55,7 +55,7 @@ def main() -> int:
     failed = 0
     for options in ([], ["--elastic", "--min-np", "1"]):
         began = time.time()
-        environ = {**os.environ, "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "10",
+        environ = {**os.environ, "MPISTRAT_STALL_CHECK_TIME_SECONDS": "5", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "10",
                    **({"MPISTRAT_GPU_OPERATIONS": "staged"} if IS_STAND_IN else {})}
         command = [sys.executable, "-m", "mpistrat", "run", *options, "-np", "2", "--", sys.executable, "-m",
                    "tests.gpu.killed", "--rank", *(["--stand-in"] if IS_STAND_IN else [])]
