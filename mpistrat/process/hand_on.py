@@ -24,6 +24,8 @@ from . import report
 from .launchers import launcher_of
 
 _TOGETHER_S = 3.0  # Between SIGCONT and SIGURG of a Ctrl-C. SIGCONT alone comes from a terminal (Ctrl-Z, fg).
+# The kernel may give the two to two threads (wants_signal in kernel/signal.c), of which either may run first.
+_SWAPPED_S = 0.2
 
 # Whether Ctrl-C has come to all ranks, so that one of them that ends by it need not end the others.
 is_interrupted = False
@@ -49,6 +51,8 @@ def begin(rank: int, environ: MutableMapping[str, str], interrupt: Callable[[], 
         global is_interrupted
         # mpirun signals the process group. A forked process loads data for the rank, which ends it.
         if os.getpid() == process:
+            if time.monotonic() - continued_at >= _TOGETHER_S:
+                time.sleep(_SWAPPED_S)  # `note` runs meanwhile, or behind it.
             is_interrupted = time.monotonic() - continued_at < _TOGETHER_S
             if is_interrupted:
                 interrupt()

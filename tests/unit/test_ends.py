@@ -123,13 +123,12 @@ time.sleep(60)
 
 
 TERMINATED = r"""
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from mpistrat.process import hand_on
 signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"saves\n"))
 hand_on.begin(3, os.environ, lambda: os.write(1, b"interrupted\n"))
 child = os.fork()
-for name in sys.argv[1:]:
-    os.kill(os.getpid(), getattr(signal, name))
+threading.Thread(target=lambda: [os.kill(os.getpid(), getattr(signal, name)) for name in sys.argv[1:]]).start()
 time.sleep(0.1)
 if not child:
     os._exit(0)
@@ -140,9 +139,10 @@ print(os.waitpid(child, 0)[1])
 @pytest.mark.parametrize(("way", "names", "printed", "told"), [
     ({RUN_REPORTS: "summary"}, ["SIGURG"], "saves\n0\n", "[mpistrat] rank 3 hands SIGTERM on\n"),
     ({RUN_REPORTS: "summary"}, ["SIGCONT", "SIGURG"], "interrupted\n0\n", "[mpistrat] rank 3 hands SIGTERM on\n"),
+    ({RUN_REPORTS: "summary"}, ["SIGURG", "SIGCONT"], "interrupted\n0\n", "[mpistrat] rank 3 hands SIGTERM on\n"),
     ({RUN_REPORTS: "summary"}, ["SIGCONT"], "0\n", "[mpistrat] rank 3 hands SIGTERM on\n"),
     ({}, ["SIGCONT", "SIGURG"], "0\n", "")])
-def test_a_rank_of_mpistrat_run_takes_sigurg_for_sigterm_and_behind_sigcont_for_ctrl_c(
+def test_a_rank_of_mpistrat_run_takes_sigurg_for_sigterm_and_with_sigcont_for_ctrl_c(
         way: dict[str, str], names: list[str], printed: str, told: str) -> None:
     done = subprocess.run([sys.executable, "-c", TERMINATED, *names], capture_output=True, text=True, timeout=100,
                           env={**os.environ, **way})
