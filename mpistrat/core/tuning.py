@@ -75,11 +75,6 @@ MOST_SKIPPED_VOTES = 64
 # A sleep and a wake-up take a third of it; 64 KB on 2 ranks: 20 to 40 us less than without.
 ENGINE_SPIN_S = 300e-6
 
-# Nanoseconds of the time slice of its thread, where the kernel gives one; Linux takes 0.1 to 100 ms.
-# Two hosts of one rank on two cores that multiply matrices, 1 Gbit/s, 40 MB: 240 and 261 ms of a step are exposed, and
-# 369 and 391 with the kernel's own slice.
-ENGINE_TIME_SLICE_NS = 100_000
-
 # Seconds between two looks of an idle engine at its messages.
 # Not measured: 20 looks a second; a rank that waits takes 0.04 % of a core in one host.
 ENGINE_IDLE_POLL_S = 0.05

@@ -33,7 +33,6 @@ from ..core.errors import DuplicateNameError, EngineError
 from ..core.handle import Entry, Handle, Origin
 from ..core.protocols import Array
 from ..core.request import Request
-from ..core.time_slice import shorten_time_slice
 from ..core.tuning import ENGINE_IDLE_POLL_S, FAILED_EXECUTION_S
 from ..negotiation.joined import JOIN
 from .controller import BrokenOffError, Controller
@@ -237,7 +236,6 @@ class Engine:
     def _run(self) -> None:
         thread = threading.get_ident()
         handles.drivers.add(thread)
-        shorten_time_slice()  # TensorFlow's threads compute on all cores meanwhile.
         try:
             while not self._life.ended.is_set():
                 # One rank gets no messages, but its GPU may have memory to give back.

@@ -1,13 +1,10 @@
 """The engine: by hand, round by round, and with threads as ranks."""
 
-import ctypes
 import dataclasses
 import dis
 import itertools
 import math
-import platform
 import signal
-import struct
 import sys
 import threading
 import time
@@ -35,7 +32,6 @@ from mpistrat.core.request import (
     specs_of,
 )
 from mpistrat.core.settings import Settings
-from mpistrat.core.tuning import ENGINE_TIME_SLICE_NS
 from mpistrat.engine.controller import SHUT_DOWN_TEXT
 from mpistrat.engine.engine import Engine
 from mpistrat.engine.queue import TensorQueue
@@ -229,25 +225,6 @@ def test_an_abandoned_engine_waits_for_nobody() -> None:
     assert pending.is_done
 
 
-def time_slice_ns(thread: int = 0) -> int:
-    """Of a thread by its native id, or of the calling one; 0 where Linux, before 6.12, does not say."""
-    attributes = ctypes.create_string_buffer(struct.calcsize("=IIQiIQQQ"))
-    number = {"x86_64": 315, "aarch64": 275}.get(platform.machine())  # sched_getattr
-    if sys.platform != "linux" or number is None or ctypes.CDLL(None).syscall(number, thread, attributes, 48, 0):
-        return 0
-    return struct.unpack("=IIQiIQQQ", attributes.raw)[5]
-
-
-@pytest.mark.skipif(time_slice_ns() == 0, reason="needs Linux 6.12 or later")
-def test_the_thread_gets_a_processor_soon_while_other_threads_compute() -> None:
-    group, before = ThreadGroup(1), time_slice_ns()
-    engine = make_engine(0, 1, group.control(0), group.data(0))
-    engine.start()
-    submit_barrier(engine, "a").wait()
-    assert engine._thread is not None and engine._thread.native_id
-    assert time_slice_ns(engine._thread.native_id) == ENGINE_TIME_SLICE_NS
-    assert time_slice_ns() == before
-    engine.end()
 
 
 def test_the_end_waits_for_the_thread_also_when_the_engine_has_ended_before() -> None:
