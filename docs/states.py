@@ -102,7 +102,7 @@ GENERATION = Picture(
     (Arrow("waits", "rl", "starts", "enough slots:\nStart", dy=-22),
      Arrow("starts", "rl", "runs", "all ranks have\nleft init()", dy=-22),
      Arrow("runs", "du", "leaves", "room for more, a host\ngoes, SIGTERM: Leave", dx=-50, dy=-30, shift=-30),
-     Arrow("runs", "du", "has a loss", "the keeper\ntells", dx=-38, dy=12),
+     Arrow("runs", "du", "has a loss", "the agent\ntells", dx=-38, dy=12),
      Arrow("has a loss", "ud", "runs", "mended", dx=26, dy=4, shift=40),
      Arrow("has a loss", "du", "stopped", "a host, or not mended\nin time: Stop", dx=-70, dy=4),
      Arrow("starts", "dr", "over", "a rank has ended\nbefore init()", dx=-60, dy=-24),

@@ -19,8 +19,7 @@ if sys.argv[1:2] == ["run"] and "mpistrat" in (os.path.basename(sys.argv[0]), *s
             signal.signal(number, lambda number, frame: os._exit(128 + number))
 
 from .api import common, missing_names
-from .api.common import *  # noqa: F403
-from .api.ops import (
+from .api.array_ops import (
     AsyncResult,
     allgather,
     allgather_async,
@@ -38,6 +37,7 @@ from .api.ops import (
     reducescatter,
     reducescatter_async,
 )
+from .api.common import *  # noqa: F403
 from .core.errors import (
     ClusterError,
     CollectiveError,

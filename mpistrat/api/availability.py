@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..core.errors import MpistratError
 from ..core.install import pip_extra
-from ..transport.mpi import library
+from ..transport.mpi import mpi_library
 from .interop.own_gpu import why_no_cupy
 
 
@@ -37,7 +37,7 @@ def _row(name: str, problem: str, purpose: str = "") -> Row:
 
 def _why_no_mpi() -> str:
     try:
-        library.require_thread_level(library.load_mpi())
+        mpi_library.require_thread_level(mpi_library.load_mpi())
     except MpistratError as error:
         return str(error)
     return ""

@@ -26,7 +26,7 @@ from ..transport.unix_socket import UnixSocketChannel
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from ..transport.mpi.data import MpiData
+    from ..transport.mpi.mpi_data import MpiData
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ class Backends:
     agreement: AgreementRound | None = None  # Agreement rounds for the fast path; None if the fast path is off.
     feedback: ErrorFeedback | None = None  # What is rounded off between hosts; None for one rank.
 
-    def surrender(self) -> list[Any]:
+    def revoke(self) -> list[Any]:
         """Give up all resources: ranks are lost. Local; after the engine has ended. Returns as DataPlane's method."""
-        return [*self.data.surrender(), *(self.agreement.surrender() if self.agreement is not None else []),
-                *self.control.surrender()]
+        return [*self.data.revoke(), *(self.agreement.revoke() if self.agreement is not None else []),
+                *self.control.revoke()]
 
     def close(self) -> None:
         """Release all resources. Collective; after the engine has ended."""
@@ -92,7 +92,7 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
     memory, or if each host has one rank, unless MPISTRAT_DISABLE=fast_path.
     """
     from ..transport.mpi.control import MpiControl
-    from ..transport.mpi.data import MpiData
+    from ..transport.mpi.mpi_data import MpiData
     from ..transport.mpi.peer_wait import PeerWait
     rank, local_ranks = topology.rank, topology.local_ranks
     link, sockets = _connect_host(comm, topology, interruption)
@@ -115,7 +115,7 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
 def _build_for_one_host(setup: _Setup) -> _Parts | None:
     """All ranks share the memory of one host. None if they cannot. Collective."""
     from ..transport.shm.agreement import SharedMemoryAgreement
-    from ..transport.shm.data import SharedMemoryData
+    from ..transport.shm.shm_data import SharedMemoryData
     local_ranks, settings = setup.topology.local_ranks, setup.settings
     edges, count = edges_among(local_ranks), len(local_ranks)
     chunks = (settings.chunk_bytes,) if settings.chunk_bytes else SharedMemoryData.chunks_for(count)
@@ -138,8 +138,8 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
 
     With MPISTRAT_CPU_OPERATIONS=mpi, where each host has one rank: the fast path and messages, and arrays over MPI.
     """
-    from ..transport.hierarchical.agreement import HierarchicalAgreement
     from ..transport.hierarchical.allreduce import HierarchicalData, cross_comm
+    from ..transport.hierarchical.hosts_agreement import HierarchicalAgreement
     from ..transport.hierarchical.leader_exchange import leader_exchange
     from ..transport.hierarchical.piggyback import Piggyback
     from ..transport.mpi.peer_wait import PeerWait

@@ -11,7 +11,7 @@ from ..core import forked
 from ..core.errors import MissingDependencyError
 from ..core.roles import Role, assign_roles
 from ..core.roles import cluster_spec as _cluster_spec
-from ..transport.mpi import library
+from ..transport.mpi import mpi_library
 from . import runtime
 from .interop.own_gpu import why_no_cupy
 from .process_sets import ProcessSet
@@ -122,7 +122,7 @@ def mpi_threads_supported() -> bool:
     """Return whether several threads may call the MPI library at once (THREAD_MULTIPLE). Loads the library."""
     runtime.current()
     try:
-        mpi = library.load_mpi()
+        mpi = mpi_library.load_mpi()
     except MissingDependencyError:
         return False
     return bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)

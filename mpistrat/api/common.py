@@ -4,6 +4,7 @@ Imported by these three only.
 """
 
 from ..core.request import Adasum, Average, Max, Min, Product, Sum
+from .array_ops import allgather_object, broadcast_object
 from .basics import (
     add_process_set,
     ccl_built,
@@ -31,7 +32,6 @@ from .basics import (
     start_timeline,
     stop_timeline,
 )
-from .ops import allgather_object, broadcast_object
 from .process_sets import ProcessSet, global_process_set
 from .runtime import init, is_initialized, shutdown
 from .sharding import shard

@@ -28,10 +28,10 @@ from ..engine.engine import Engine
 from ..engine.executor import Executor
 from ..engine.not_finite import FiniteWatch
 from ..gpu.arrays import GpuTensors
-from ..gpu.executor import GpuExecutor
+from ..gpu.gpu_executor import GpuExecutor
 from ..process import stacks
 from ..process.procfs import Process
-from ..trace.ring import OperationRing, Traced
+from ..trace.record_ring import OperationRing, Traced
 from .backends import Backends
 
 if TYPE_CHECKING:
@@ -142,9 +142,9 @@ class Group:
         together, = self.engine.run(allgather_request(f"{name}.payloads", specs_of([own])), [own]).wait()
         return [together[end - size:end].tobytes() for end, size in zip(np.cumsum(sizes), sizes, strict=True)], of_ranks
 
-    def surrender(self) -> list[Any]:
+    def revoke(self) -> list[Any]:
         """Give up all resources: ranks are lost. Local; after the engine has ended. Returns as DataPlane's method."""
-        return [*self._backends.surrender(), *([] if self.comm is None else [self.comm])]
+        return [*self._backends.revoke(), *([] if self.comm is None else [self.comm])]
 
     def free(self) -> None:
         """Free all resources. Collective; after the engine has ended without an error."""

@@ -17,12 +17,12 @@ from ..core.errors import RanksLostError, RecoveryError, ShutdownError, StallErr
 from ..core.settings import Settings
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
-from ..elastic.job import job_of
+from ..elastic.elastic_job import job_of
 from ..engine.engine import Engine
 from ..process import abort
 from ..trace.tracer import Tracer
-from ..transport.mpi import library
-from .elastic.losses import Losses
+from ..transport.mpi import mpi_library
+from .elastic.lost_ranks import Losses
 from .group import Group
 from .registry import Registry
 
@@ -138,7 +138,7 @@ class Job:
         from ..transport.mpi.peer_wait import never_free
         limit_s = self.settings.limit_s
         try:
-            if library.wait_for_all(comm, limit_s, self.losses.interruption.check):
+            if mpi_library.wait_for_all(comm, limit_s, self.losses.interruption.check):
                 return True
         except Exception:  # Of MPI, or RanksLostError.
             if not self.losses.is_tolerant:
@@ -170,7 +170,7 @@ class Job:
         for group in self._groups():
             group.engine.await_interrupted(_LEAVE_S)
 
-    def surrender(self, limit_s: float) -> list[Any]:
+    def revoke(self, limit_s: float) -> list[Any]:
         """End the engines and give up all resources but `comm`, after the loss of ranks. Local.
 
         Returns:
@@ -183,12 +183,12 @@ class Job:
         self.losses.stop()
         assert self.losses.interruption.error is not None
         self.losses.interruption.error.__traceback__ = None  # Its frames refer to memory that is to be freed.
-        surrendered: list[Any] = []
+        revoked: list[Any] = []
         for group in self._groups():
             if not group.engine.await_interrupted(limit_s):
                 raise RecoveryError(f"the engine of rank {self.topology.rank} does not end after the loss of ranks.")
-            surrendered += group.surrender()
-        return [each for each in surrendered if each is not self.comm]
+            revoked += group.revoke()
+        return [each for each in revoked if each is not self.comm]
 
     def abandon(self, reason: str) -> None:
         """End on this rank only, because other ranks have died. Local. `reason` names them."""
@@ -196,14 +196,14 @@ class Job:
         self._stop_tracer()
         self.losses.stop()
         if self.comm is not None:
-            library.finalize_without_barrier(library.load_mpi())
+            mpi_library.finalize_without_barrier(mpi_library.load_mpi())
         for group in self._groups():
             group.engine.abandon(reason)
 
-    def disown(self, error: Exception) -> None:
+    def disable_after_fork(self, error: Exception) -> None:
         """In a forked process: make collectives raise `error`."""
         for group in self._groups():
-            group.engine.disown(error)
+            group.engine.disable_after_fork(error)
 
     def _groups(self) -> list[Group]:
         """The groups that this rank is in. Ascending by id, so that all ranks close them in the same order."""

@@ -18,7 +18,7 @@ from ..core.errors import InvalidRequestError, MpistratError
 from ..core.interruption import Interruption
 from ..core.settings import Settings
 from ..core.topology import describe_by_rank, rank_list, ranks_by_value
-from ..transport.mpi import library
+from ..transport.mpi import mpi_library
 from .backends import backends_alone, backends_over
 from .group import Group
 from .process_sets import ProcessSet, global_process_set, resolved
@@ -151,7 +151,7 @@ class Registry:
         comm = process_set.mpi_comm
         if comm is None or self._world.comm is None:
             return tuple(process_set.ranks or ())
-        ranks = library.ranks_in(comm, self._world.comm)
+        ranks = mpi_library.ranks_in(comm, self._world.comm)
         if any(rank < 0 for rank in ranks):
             raise InvalidRequestError("the communicator of a process set has processes that are not in the job.")
         return tuple(sorted(ranks))
@@ -170,7 +170,7 @@ class Registry:
                 raise InvalidRequestError(f"a process set with the same ranks {list(ranks)} is registered already"
                                           + (f", as set {taken[ranks]}." if ranks in taken else "."))
             if len(ranks) > 1:
-                library.require_several_threads(library.load_mpi())
+                mpi_library.require_several_threads(mpi_library.load_mpi())
 
     def _connect_all(self, sets: Sequence[Ranks]) -> list[Group | None]:
         """This rank's groups for sets, None for those that it is not in. Collective over all ranks of the job.
@@ -205,7 +205,7 @@ class Registry:
         if len(ranks) == 1:
             return Group(self._settings, topology, backends_alone(self._settings), None, self._interruption)
         assert world is not None  # Several ranks have been connected over MPI.
-        comm = library.subset(world, ranks)
+        comm = mpi_library.subset(world, ranks)
         backends = backends_over(comm, topology, self._settings, self._interruption)
         return Group(self._settings, topology, backends, comm, self._interruption)
 

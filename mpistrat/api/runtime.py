@@ -32,10 +32,10 @@ from ..process.launcher_watch import LauncherWatch, launcher_here
 from ..process.procfs import Process
 from ..trace import clocks
 from ..trace.tracer import Tracer
-from ..transport.mpi import library
+from ..transport.mpi import mpi_library
 from . import handshake, own_cores
 from .backends import Backends, backends_alone, backends_over
-from .elastic.losses import Losses
+from .elastic.lost_ranks import Losses
 from .group import Group
 from .interrupt import interrupt
 from .job import Job, log_step
@@ -53,15 +53,15 @@ _watch: LauncherWatch | None = None
 _lock = threading.RLock()  # A signal handler may call shutdown() while this thread waits in it.
 
 
-def _disown_in_child() -> None:
+def _disable_after_fork() -> None:
     """In a forked process: make collectives an error. The getters keep working, since they only read fields."""
     global _lock
     _lock = threading.RLock()  # In the parent, a thread that does not exist here may have held the lock.
     if _runtime is not None:
-        _runtime.disown(forked.error())
+        _runtime.disable_after_fork(forked.error())
 
 
-os.register_at_fork(after_in_child=_disown_in_child)
+os.register_at_fork(after_in_child=_disable_after_fork)
 
 
 def current() -> Job:
@@ -136,8 +136,8 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
             membership.join(os.environ)
             if find_spec("nvtx") is not None:
                 annotations.add(import_module("nvtx").annotate)
-            if library.is_left_to_init():
-                library.load_mpi()
+            if mpi_library.is_left_to_init():
+                mpi_library.load_mpi()
             mpi = sys.modules.get("mpi4py.MPI")
             if comm is None and size == 1 and (mpi is None or mpi.COMM_WORLD.Get_size() == 1):
                 runtime = _init_alone()
@@ -236,14 +236,14 @@ def _init_alone() -> Job:
 
 def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Job:
     """Start a job over MPI. Collective."""
-    mpi = library.load_mpi()
+    mpi = mpi_library.load_mpi()
     # From here on the other ranks wait for this one, so an error on this rank must end the job.
     from ..transport.mpi import ulfm
     abort.prepare(mpi, mpi.COMM_WORLD.Get_rank(), platform.node(),
                   ulfm.skip_finalize if ulfm.is_fault_tolerant() else None)
     abort.tell_last = _tell_last
-    base = library.communicator(mpi, comm, launched, launcher)
-    library.wait_for_all(base)
+    base = mpi_library.communicator(mpi, comm, launched, launcher)
+    mpi_library.wait_for_all(base)
     # Without `comm` no other job shares this host, whose ranks are not known.
     return connected(base.Dup(), binds=comm is None)
 
@@ -257,7 +257,7 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> J
         hosts: As for handshake.exchange_info.
     """
     rank = own.Get_rank()
-    infos = handshake.exchange_info(library.load_mpi(), own, hosts)
+    infos = handshake.exchange_info(mpi_library.load_mpi(), own, hosts)
     problem = handshake.problems(infos)
     if problem:
         raise SettingsError(problem)
@@ -278,7 +278,7 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> J
                  if peer != rank and (process := infos[peer].process) is not None}
     losses = Losses(topology, own, processes, settings[rank].stopped_limit_s)
     if len(topology.hosts) > 1:
-        losses.interruption.progress = library.load_mpi().COMM_SELF.Iprobe
+        losses.interruption.progress = mpi_library.load_mpi().COMM_SELF.Iprobe
     try:
         losses.watch_hosts(settings[rank].probe_s, settings[rank].lost_after_s)
         backends = backends_over(own, topology, own_settings, losses.interruption)

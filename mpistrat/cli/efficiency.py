@@ -14,7 +14,7 @@ from ..core.errors import LaunchError
 from ..core.slowest import Waits, figure, shares_of
 from ..process.launch_env import RUN_STEPS
 from ..process.step_timer import LEAST_STEPS, StepTimes
-from . import elastic
+from . import elastic_run
 from .arguments import counted
 from .inventory import busy_cores
 from .mpirun import this_machine
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace, launched: Callable[[int, Mapping[str, str]]
                           "number: the first two are not timed")
     if ranks is None or ranks < 2:
         raise LaunchError("--efficiency compares one rank with several: say how many with -np")
-    if elastic.is_asked_for(options):
+    if elastic_run.is_asked_for(options):
         raise LaunchError("--efficiency and --elastic do not go together: leave out one of them")
     if busy := busy_cores(os.getloadavg()[1], this_machine(os.environ).cores):
         print(f"mpistrat run: on this host {busy}. They change both figures (ps aux --sort=-%cpu | head)",

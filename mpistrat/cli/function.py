@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..api.ops import dumps
+from ..api.array_ops import dumps
 from ..core.errors import LaunchError, RunError
 from ..core.forked import RANK_PROCESS
 from ..core.install import pip

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..api import ops, runtime
-from ..api.ops import dumps
+from ..api import array_ops, runtime
+from ..api.array_ops import dumps
 from ..core.errors import CollectiveError, LaunchError, MpistratError
 from ..core.ownership import foreign
 from .function import CALL, STARTED, RankResult, file_of, write
@@ -30,20 +30,20 @@ def main(directory: Path) -> None:
     runtime.init()
     rank = runtime.current().topology.rank
     sees = is_seen(directory)
-    everybody: list[bool] = ops.allgather_object(sees, "run.sees")
+    everybody: list[bool] = array_ops.allgather_object(sees, "run.sees")
     if not any(everybody):
         raise LaunchError(f"run(): no rank sees the directory {directory} of the host that has called it. Give that "
                           "host a rank, or set TMPDIR to a directory that all hosts share.")
     reader = everybody.index(True)
-    path, call = pickle.loads(ops.broadcast_object((directory / CALL).read_bytes() if rank == reader else b"", reader,
-                                                   "run.call"))
+    written = (directory / CALL).read_bytes() if rank == reader else b""
+    path, call = pickle.loads(array_ops.broadcast_object(written, reader, "run.call"))
     sys.path += [entry for entry in path if entry not in sys.path]
     if rank == reader:
         write(directory / STARTED, b"")
     outcome = _outcome(call, (directory / file_of(rank)) if sees else None)
     if not all(everybody):
         runtime.init()  # The function may have called shutdown().
-        for other, found in enumerate(ops.allgather_object(None if sees else outcome, "run.results")):
+        for other, found in enumerate(array_ops.allgather_object(None if sees else outcome, "run.results")):
             if found is not None and rank == reader:
                 write(directory / file_of(other), pickle.dumps(found))
 

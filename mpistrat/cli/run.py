@@ -12,10 +12,10 @@ from ..core.errors import LaunchError
 from ..core.install import numbers
 from ..process.launch_env import RUN_CORES, launched_size
 from ..process.launchers import STARTED
-from . import as_horovod, efficiency, elastic, horovodrun
+from . import as_horovod, efficiency, elastic_run, horovodrun
 from .arguments import AUTO, Parser, add_launch_options, mpirun_options, read_hosts, seconds, split_arguments
 from .automatic import automatic
-from .doctor import command as doctor
+from .doctor import doctor_command as doctor
 from .inventory import has_nvidia_driver
 from .mpirun import (
     Job,
@@ -100,8 +100,8 @@ def main(argv: list[str]) -> int:
             plan(argparse.Namespace(**{**vars(options), "np": ranks}), passed, command, os.environ), options, more))
     if options.np is None:
         options.np = options.max_np
-    if elastic.is_asked_for(options) and not options.dry_run:
-        return elastic.run(options, lambda wanted, mpirun, tolerant, *how: launched(
+    if elastic_run.is_asked_for(options) and not options.dry_run:
+        return elastic_run.run(options, lambda wanted, mpirun, tolerant, *how: launched(
             plan(wanted, (*tolerant, *passed), command, os.environ, mpirun), wanted, *how))
     planned = plan(options, passed, command, os.environ)
     if options.dry_run:
@@ -198,7 +198,7 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     # A command that is printed is run without `mpistrat run`, which would read the lines that ranks start.
     are_read = not options.dry_run and not _goes_elsewhere(passed)
     others = hosts_by_ssh(hosts, machine, passed, environ) if are_read else []
-    is_announced = are_read and (bool(others) or elastic.is_asked_for(options))
+    is_announced = are_read and (bool(others) or elastic_run.is_asked_for(options))
     job = Job(options.np, command, hosts, options.oversubscribe, passed)
     own = None if options.dry_run or any(option.lstrip("-") == "stdin" for option in passed) else own_stdin()
     # The rest is for mpirun: a terminal, and what rank 0 reads on another host.
@@ -257,7 +257,7 @@ def _parser() -> Parser:
     parser.add_argument("--grace-period", type=seconds, metavar="S", help="seconds in which ranks may save, after "
                         "they have got SIGTERM or Ctrl-C, until they are ended "
                         f"(default {_GRACE_S:g}; not for --elastic)")
-    elastic.add_options(parser)
+    elastic_run.add_options(parser)
     as_horovod.add_option(parser)
     horovodrun.add_options(parser)
     parser.add_argument("--efficiency", type=int, metavar="N", help="run the first N steps of the script on one rank "

@@ -1,7 +1,7 @@
 """The ranks as a TensorFlow cluster: each has a role, an address, and a port that is reserved for its server.
 
-A formed cluster needs neither the engine nor MPI: each rank has a line to the chief, on which both sides notice the end
-of the other (process/peers.py). `form` makes it; any thread may use it.
+A formed cluster needs neither the engine nor MPI: each rank has a connection to the chief, on which both sides notice
+the end of the other (process/peers.py). `form` makes it; any thread may use it.
 """
 
 import atexit
@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..api import runtime
+from ..api.array_ops import allgather_object
 from ..api.job import Job
-from ..api.ops import allgather_object
 from ..core import forked
 from ..core.errors import ClusterError, InvalidRequestError, RankDiedError
 from ..core.roles import Role, assign_roles, cluster_spec
@@ -264,11 +264,11 @@ def _connect(topology: Topology, offers: Sequence[Offer], peers: Peers) -> Link:
         addresses = [*elsewhere(chief.addresses), host]
     assert chief.invitation is not None  # Otherwise _raise_together has raised.
     try:
-        line = peers.connect(dataclasses.replace(chief.invitation, addresses=addresses), 0, _CONNECT_LIMIT_S)
+        connection = peers.connect(dataclasses.replace(chief.invitation, addresses=addresses), 0, _CONNECT_LIMIT_S)
     except OSError as error:
         return Link(problem=f"{topology.host} cannot reach {host}, where the chief is ({error}). Is there a "
                             "firewall between them?")
-    return Link(line.own[0], line.peer[0])
+    return Link(connection.own[0], connection.peer[0])
 
 
 def _raise_together(problems: Sequence[str]) -> None:

@@ -10,7 +10,7 @@
     │   └── DuplicateNameError                 a collective of this name is in flight on this rank
     ├── LaunchError             (ValueError)   the command line cannot be turned into an mpirun line
     ├── RunError                (RuntimeError) a function that run() has called on other processes has failed
-    ├── ElasticError            (RuntimeError) an elastic job cannot keep a commit, or has no keeper on a host
+    ├── ElasticError            (RuntimeError) an elastic job cannot keep a commit, or has no agent on a host
     ├── RecoveryError           (RuntimeError) the ranks that are left after a loss cannot go on in their processes
     └── CollectiveError         (RuntimeError) the same on every rank that takes part
         ├── MismatchError       (ValueError)   the ranks disagree about a tensor, or train differently
@@ -67,7 +67,7 @@ class RunError(MpistratError, RuntimeError):
 
 
 class ElasticError(MpistratError, RuntimeError):
-    """A rank of an elastic job has no keeper, or a commit cannot be written or read."""
+    """A rank of an elastic job has no agent, or a commit cannot be written or read."""
 
 
 class RecoveryError(MpistratError, RuntimeError):

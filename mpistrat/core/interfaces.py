@@ -105,7 +105,7 @@ class DataPlane(ABC):
         """
         return
 
-    def surrender(self) -> list[Any]:
+    def revoke(self) -> list[Any]:
         """Give up all resources in the place of `close`, which needs all ranks: some are lost. Local.
 
         Returns:
@@ -225,7 +225,7 @@ class ControlPlane(ABC):
     def wake(self) -> None:
         """Make a wait in progress, or the next one, return at once. Any thread may call it. Never blocks."""
 
-    def surrender(self) -> list[Any]:
+    def revoke(self) -> list[Any]:
         """See DataPlane."""
         return []
 
@@ -289,7 +289,7 @@ class AgreementRound(ABC):
     def missing(self) -> list[int]:
         """The ranks that have not voted in this round, and possibly more, where this rank cannot know."""
 
-    def surrender(self) -> list[Any]:
+    def revoke(self) -> list[Any]:
         """See DataPlane."""
         return []
 

@@ -89,9 +89,9 @@ RECORDED_OPERATIONS = 4096
 
 # How many of its last operations a rank tells `mpistrat run` when a rank fails; the fewest; and those of all ranks.
 # A line of 3800 bytes has about 100. Not measured with many ranks: mpirun forwards 700 KB of all of them.
-TOLD_OPERATIONS = 256
-TOLD_OPERATIONS_LEAST = 32
-TOLD_OPERATIONS_OF_ALL = 16384
+REPORTED_OPERATIONS = 256
+REPORTED_OPERATIONS_LEAST = 32
+REPORTED_OPERATIONS_OF_ALL = 16384
 
 # Seconds for which an execution of a graph that ends in an error waits until what it has submitted is complete, before
 # the engines end. Not measured: the other ranks come to the same collective, if a little later.

@@ -1,11 +1,11 @@
-"""Jobs that survive the loss of ranks and hosts: a supervisor outside of MPI, and a keeper on each host.
+"""Jobs that survive the loss of ranks and hosts: a supervisor outside of MPI, and an agent on each host.
 
 `mpistrat run --elastic` is the supervisor. It starts a *generation*: one mpirun with its ranks. When a generation ends
 before the training is done, the next one starts with the hosts that are left. What the ranks have committed outlives
-them in the memory of a *keeper*, one process per host that does not use MPI.
+them in the memory of a *agent*, one process per host that does not use MPI.
 
-`plan` (with `hosts` and `generation`) and `keeper_state` decide; time and messages are their arguments. `service`,
-`keeper` and `member` are thin shells around them, with sockets and processes: of the supervisor, of a keeper, and of a
+`plan` (with `hosts` and `generation`) and `agent_state` decide; time and messages are their arguments. `service`,
+`agent` and `member` are thin shells around them, with sockets and processes: of the supervisor, of an agent, and of a
 rank.
 """
 

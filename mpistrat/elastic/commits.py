@@ -1,6 +1,6 @@
 """A commit as bytes: a header with a checksum, a value (`encode`), and the arrays that the value refers to.
 
-The same bytes are kept in memory by the keepers and in files by the chief. Arrays are written without a copy in
+The same bytes are kept in memory by the agents and in files by the chief. Arrays are written without a copy in
 between, at multiples of 64 bytes. A value may have pickles of the script's own objects, so a file is read only if no
 other user can have written it. Local; any thread may call the functions.
 """

@@ -1,4 +1,4 @@
-"""A rank of an elastic job: its line to the keeper of its host, the commits that it hands over, and its end.
+"""A rank of an elastic job: its connection to the agent of its host, the commits that it hands over, and its end.
 
 `membership` makes it, before MPI is initialised. One thread writes commits, so training goes on meanwhile.
 """
@@ -25,59 +25,59 @@ from typing import IO, Any, NoReturn
 from ..core import signal_handlers
 from ..core.errors import ElasticError
 from ..process import exit_code, procfs
+from ..process.connection import Connection, Message, connect
 from ..process.launcher_watch import end_now, launcher_here
-from ..process.line import Line, Message, connect
 from . import commits
+from .agent import socket_name
 from .commits import CommitId, DamagedCommitError, Packed
-from .job import LEAVE_CODE, ElasticJob
-from .keeper import socket_name
+from .elastic_job import LEAVE_CODE, ElasticJob
 
-# -- the connection to the keeper --------------------------------------------------------------------------------------
-# The rank starts a keeper if there is none, and lets one go on that is stopped.
+# -- the connection to the agent --------------------------------------------------------------------------------------
+# The rank starts an agent if there is none, and lets one go on that is stopped.
 
 logger = logging.getLogger(__name__)
 
-_KEEPER_LIMIT_S = 20.0  # for a keeper to start, and to answer
-_KEEPER_POLL_S = 0.02  # while it starts, which takes some tenths of a second
+_AGENT_LIMIT_S = 20.0  # for an agent to start, and to answer
+_AGENT_POLL_S = 0.02  # while it starts, which takes some tenths of a second
 _LOOK_S = 0.5  # between two looks whether it is stopped
-# After so many looks a keeper that is stopped is let go on, and killed: the supervisor gives it up after 6 s.
+# After so many looks an agent that is stopped is let go on, and killed: the supervisor gives it up after 6 s.
 _LOOKS_TO_CONTINUE, _LOOKS_TO_KILL = 3, 6
 
 
-class KeeperLostError(ElasticError):
-    """The keeper of this host has ended."""
+class AgentLostError(ElasticError):
+    """The agent of this host has ended."""
 
 
-class KeeperLine:
-    """Asks the keeper of this host. Any thread may ask; each answer is that to its question.
+class AgentConnection:
+    """Asks the agent of this host. Any thread may ask; each answer is that to its question.
 
     Args:
         take: Called with a message that is no answer.
-        when_lost: Called when the keeper has ended. Both are called in a thread of this object.
+        when_lost: Called when the agent has ended. Both are called in a thread of this object.
 
     Raises:
-        ElasticError: There is no keeper, and none can be started.
+        ElasticError: There is no agent, and none can be started.
     """
 
     def __init__(self, job: ElasticJob, take: Callable[[Message], None], when_lost: Callable[[], None]):
         self._job, self._take, self._when_lost = job, take, when_lost
-        self._replies: SimpleQueue[tuple[Line, Message | None]] = SimpleQueue()
+        self._replies: SimpleQueue[tuple[Connection, Message | None]] = SimpleQueue()
         self._asking = threading.Lock()
         self._unanswered, self._lost = 0, -1
-        self._number = 0  # of the line
+        self._number = 0  # of the connection
         self._connect()
-        threading.Thread(target=self._watch, name="mpistrat-keeper-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name="mpistrat-agent-watch", daemon=True).start()
 
     def _connect(self) -> None:
-        line = line_to_keeper(self._job)
-        self._keeper = keeper_process(self._job)
+        connection = connect_to_agent(self._job)
+        self._agent = agent_process(self._job)
         with self._asking:
-            self._line, self._unanswered = line, 0
+            self._connection, self._unanswered = connection, 0
             self._number += 1
-        line.read(self._take_next)
+        connection.read(self._take_next)
 
     def connect_again(self) -> bool:
-        """Connect to another keeper if this one is lost. Returns whether it was. One thread calls it.
+        """Connect to another agent if this one is lost. Returns whether it was. One thread calls it.
 
         Raises ElasticError: There is no other, and none can be started.
         """
@@ -86,87 +86,87 @@ class KeeperLine:
         self._connect()
         return True
 
-    def _take_next(self, line: Line, message: Message | None) -> None:
+    def _take_next(self, connection: Connection, message: Message | None) -> None:
         if message is None:
             self._lost = self._number
-            self._replies.put((line, None))
+            self._replies.put((connection, None))
             self._when_lost()
         elif message["kind"] == "leave":
             self._take(message)
         else:
-            self._replies.put((line, message))
+            self._replies.put((connection, message))
 
     def tell(self, **message: object) -> bool:
-        """Send a message that has no answer. Returns whether the keeper is there."""
-        return self._line.send(**message)
+        """Send a message that has no answer. Returns whether the agent is there."""
+        return self._connection.send(**message)
 
     def ask(self, **message: object) -> Message:
         """Send a message and wait for the answer.
 
         Raises:
-            KeeperLostError: The keeper has ended.
+            AgentLostError: The agent has ended.
             ElasticError: It has not answered in time.
         """
         with self._asking:
-            line = self._line
+            connection = self._connection
             self._unanswered += 1
-            line.send(**message)
+            connection.send(**message)
             while self._lost != self._number:
                 try:
-                    source, reply = self._replies.get(timeout=_KEEPER_LIMIT_S)
+                    source, reply = self._replies.get(timeout=_AGENT_LIMIT_S)
                 except Empty:
                     raise ElasticError(
-                        f"the keeper of this host has not answered within {_KEEPER_LIMIT_S:g} s") from None
-                if source is not line or reply is None:
+                        f"the agent of this host has not answered within {_AGENT_LIMIT_S:g} s") from None
+                if source is not connection or reply is None:
                     continue
                 self._unanswered -= 1  # Answers come in the order of the questions, those after the limit too.
                 if not self._unanswered:
                     return reply
-            raise KeeperLostError("the keeper of this host has ended")
+            raise AgentLostError("the agent of this host has ended")
 
     def _watch(self) -> None:
-        """Let a keeper go on that is stopped. Nothing else is, then: it would be if a batch system had stopped all."""
+        """Let an agent go on that is stopped. Nothing else is, then: it would be if a batch system had stopped all."""
         looks = 0
         while True:
             time.sleep(_LOOK_S)
-            keeper = self._keeper
-            looks = looks + 1 if keeper is not None and keeper.is_stopped() else 0
-            if keeper is not None and looks in (_LOOKS_TO_CONTINUE, _LOOKS_TO_KILL):
-                _let_go_on(keeper, is_killed=looks == _LOOKS_TO_KILL)
+            agent = self._agent
+            looks = looks + 1 if agent is not None and agent.is_stopped() else 0
+            if agent is not None and looks in (_LOOKS_TO_CONTINUE, _LOOKS_TO_KILL):
+                _let_go_on(agent, is_killed=looks == _LOOKS_TO_KILL)
 
 
-def line_to_keeper(job: ElasticJob) -> Line:
-    """Connect to the keeper of this host, and start it if it is not there. Raises ElasticError: It does not start."""
-    until = time.monotonic() + _KEEPER_LIMIT_S
+def connect_to_agent(job: ElasticJob) -> Connection:
+    """Connect to the agent of this host, and start it if it is not there. Raises ElasticError: It does not start."""
+    until = time.monotonic() + _AGENT_LIMIT_S
     try:
-        return connect([socket_name(job)], job.key, _KEEPER_LIMIT_S)
+        return connect([socket_name(job)], job.key, _AGENT_LIMIT_S)
     except OSError:
         pass  # This rank is the first one.
-    stopped = keeper_process(job)
+    stopped = agent_process(job)
     if stopped is not None and stopped.is_stopped():
         _let_go_on(stopped)
     with tempfile.TemporaryFile() as errors:
-        keeper = _start_keeper(job, errors)
+        agent = _start_agent(job, errors)
         while True:
             try:
-                return connect([socket_name(job)], job.key, _KEEPER_LIMIT_S)
+                return connect([socket_name(job)], job.key, _AGENT_LIMIT_S)
             except OSError as error:
-                code = keeper.poll()
+                code = agent.poll()
                 if code or time.monotonic() > until:
                     errors.seek(0)
                     said = errors.read().decode(errors="replace").strip().rpartition("\n")[2] or error
-                    raise ElasticError(f"the keeper of this host does not start: {said}. It must reach the host of "
+                    raise ElasticError(f"the agent of this host does not start: {said}. It must reach the host of "
                                        f"`mpistrat run` ({', '.join(job.hosts)}) on port {job.port}.") from None
-                time.sleep(_KEEPER_POLL_S)
+                time.sleep(_AGENT_POLL_S)
 
 
-def keeper_process(job: ElasticJob) -> procfs.Process | None:
-    """The process of the keeper of this host, which may be stopped.
+def agent_process(job: ElasticJob) -> procfs.Process | None:
+    """The process of the agent of this host, which may be stopped.
 
     None if there is none, or it is in another container, or another user listens there.
     """
     with socket.socket(socket.AF_UNIX) as asking:
-        asking.setblocking(False)  # It would wait if as many wait already as the keeper has places for.
+        asking.setblocking(False)  # It would wait if as many wait already as the agent has places for.
         try:
             asking.connect("\0" + socket_name(job))
             pid, user, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -177,7 +177,7 @@ def keeper_process(job: ElasticJob) -> procfs.Process | None:
 
 def _let_go_on(process: procfs.Process, is_killed: bool = False) -> None:
     how = "is killed, and another one takes its place" if is_killed else "goes on"
-    logger.warning("mpistrat: the keeper of this host (process %d) was stopped, by a signal or a debugger. It %s: "
+    logger.warning("mpistrat: the agent of this host (process %d) was stopped, by a signal or a debugger. It %s: "
                    "without it no commit can be kept.", process.pid, how)
     try:
         os.kill(process.pid, signal.SIGKILL if is_killed else signal.SIGCONT)
@@ -185,24 +185,24 @@ def _let_go_on(process: procfs.Process, is_killed: bool = False) -> None:
         pass  # It has just ended.
 
 
-def _start_keeper(job: ElasticJob, errors: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """Start a keeper that outlives this process and its launcher. Its environment has nothing of the launcher."""
+def _start_agent(job: ElasticJob, errors: IO[bytes]) -> "subprocess.Popen[bytes]":
+    """Start an agent that outlives this process and its launcher. Its environment has nothing of the launcher."""
     kept = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME", "LANG")
     environ = {name: os.environ[name] for name in kept if name in os.environ}
     environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    keeper = subprocess.Popen([sys.executable, "-m", "mpistrat.elastic.keeper"], stdin=subprocess.PIPE,
+    agent = subprocess.Popen([sys.executable, "-m", "mpistrat.elastic.agent"], stdin=subprocess.PIPE,
                               stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, env=environ)
     # Most of them end at once, since another rank has started one before.
-    threading.Thread(target=keeper.wait, name="mpistrat-keeper-end", daemon=True).start()
-    assert keeper.stdin is not None
-    with keeper.stdin as config:
+    threading.Thread(target=agent.wait, name="mpistrat-agent-end", daemon=True).start()
+    assert agent.stdin is not None
+    with agent.stdin as config:
         config.write(job.to_text().encode())
-    return keeper
+    return agent
 
 
 # -- the member --------------------------------------------------------------------------------------------------------
 
-_END_S, _END_POLL_S = 10.0, 0.05  # for another keeper to hear how this rank ends, if its keeper has just ended
+_END_S, _END_POLL_S = 10.0, 0.05  # for another agent to hear how this rank ends, if its agent has just ended
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Member:
         # why_leave: Why this generation ends at the next commit; "" if it goes on.
         self.job, self.why_leave = job, ""
         self._rank, self._size, self._is_connected = rank, 0, False  # The size is told after a loss only.
-        self._held: Commit | None = None  # the last one, for another keeper
+        self._held: Commit | None = None  # the last one, for another agent
         self._pending: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._is_written = threading.Event()  # The last commit, or the attempt to write it, is over.
         self._is_written.set()
@@ -235,27 +235,27 @@ class Member:
         self._has_said_end, self._leaves = False, ""
         launcher = launcher_here(os.environ)
         self._launcher = 0 if launcher is None else launcher.pid
-        self._has_keeper = threading.Event()
-        self._keeper = KeeperLine(job, self._take, self._lose_keeper)
+        self._has_agent = threading.Event()
+        self._agent = AgentConnection(job, self._take, self._lose_agent)
         self._welcome = self._hello()
         exit_code.note()
         atexit.register(self._say_end)
         self._watch_for_preemption()
         threading.Thread(target=self._work, name="mpistrat-commits", daemon=True).start()
 
-    # -- news of the keeper --------------------------------------------------------------------------------------------
+    # -- news of the agent --------------------------------------------------------------------------------------------
 
     def _take(self, message: Message) -> None:
         self.why_leave = message["why"]
 
     def _hello(self) -> Message:
-        welcome = self._keeper.ask(kind="hello", rank=self._rank, pid=os.getpid(), generation=self.job.generation,
+        welcome = self._agent.ask(kind="hello", rank=self._rank, pid=os.getpid(), generation=self.job.generation,
                                    launcher=self._launcher, connected=self._is_connected)
-        self._has_keeper.set()
+        self._has_agent.set()
         return welcome
 
-    def _lose_keeper(self) -> None:
-        self._has_keeper.clear()
+    def _lose_agent(self) -> None:
+        self._has_agent.clear()
         self._pending.put(self._join_again)
 
     def connected(self) -> None:
@@ -263,32 +263,32 @@ class Member:
         self._is_connected = True
         try:
             self._hello()
-        except KeeperLostError:
+        except AgentLostError:
             pass  # Another one is told.
 
     def _join_again(self) -> None:
-        """Start another keeper, or find the one that another rank has started, and hand over what this rank holds."""
+        """Start another agent, or find the one that another rank has started, and hand over what this rank holds."""
         if self._has_said_end:
             return
         try:
-            if not self._keeper.connect_again():
+            if not self._agent.connect_again():
                 return
-            logger.info("a new keeper replaces the keeper of this host, which has ended")
+            logger.info("a new agent replaces the agent of this host, which has ended")
             self._welcome = self._hello()
             if self._size:
                 self.rename(self._rank, self._size)
             if self._held is not None:
                 self._hand_over(self._held, is_copy=True)
-        except KeeperLostError:
+        except AgentLostError:
             pass  # This is called again.
         except ElasticError as error:
-            end_now(f"the keeper of this host has ended, and there is no other: {error}", LEAVE_CODE)
+            end_now(f"the agent of this host has ended, and there is no other: {error}", LEAVE_CODE)
 
     # -- commits -------------------------------------------------------------------------------------------------------
 
     @property
     def newest(self) -> CommitId | None:
-        """The commit that the keeper of this host had when this rank started, or has got from this rank since."""
+        """The commit that the agent of this host had when this rank started, or has got from this rank since."""
         found = self._welcome["newest"]
         return None if found is None else CommitId(found["generation"], found["number"])
 
@@ -328,10 +328,10 @@ class Member:
             self._held = commit
 
     def hold(self, commit: CommitId, snapshot: Callable[[], Any], step: str, is_writer: bool) -> None:
-        """Hold a commit that this rank has restored, for a keeper that does not have it. Local; returns at once.
+        """Hold a commit that this rank has restored, for an agent that does not have it. Local; returns at once.
 
         Args:
-            commit: Which one. A keeper of this job has it.
+            commit: Which one. An agent of this job has it.
             snapshot, step, is_writer: As for `commit`.
         """
         self._held = held = Commit(commit, snapshot, step)
@@ -351,7 +351,7 @@ class Member:
             try:
                 task()
             except Exception as error:  # The thread has more to do. `_write` keeps its own.
-                logger.warning("the last commit could not be handed to the keeper of this host again: %s", error)
+                logger.warning("the last commit could not be handed to the agent of this host again: %s", error)
 
     def _write(self, commit: Commit, is_writer: bool, is_saved: bool) -> None:
         number = commit.id.number
@@ -380,10 +380,10 @@ class Member:
         return newest if newest.number else None
 
     def _hand_over(self, commit: Commit, packed: Packed | None = None, is_copy: bool = False) -> None:
-        """Have the keeper keep a commit; `is_copy`: if it has no newer one."""
+        """Have the agent keep a commit; `is_copy`: if it has no newer one."""
         while True:
             try:
-                answer = self._keeper.ask(kind="commit", commit=[commit.id.generation, commit.id.number],
+                answer = self._agent.ask(kind="commit", commit=[commit.id.generation, commit.id.number],
                                           is_copy=is_copy)
                 if answer["kind"] == "there":
                     packed = packed or commit.packed()
@@ -391,10 +391,10 @@ class Member:
                         file.truncate(packed.nbytes)
                         with mmap.mmap(file.fileno(), packed.nbytes) as memory, memoryview(memory) as view:
                             packed.write(view)
-                    answer = self._keeper.ask(kind="written", nbytes=packed.nbytes, step=commit.step)
+                    answer = self._agent.ask(kind="written", nbytes=packed.nbytes, step=commit.step)
                 self._welcome = answer
                 return
-            except (KeeperLostError, FileNotFoundError):  # The file goes with the keeper.
+            except (AgentLostError, FileNotFoundError):  # The file goes with the agent.
                 if self._has_said_end:
                     return
                 self._join_again()
@@ -421,7 +421,7 @@ class Member:
     def rename(self, rank: int, size: int) -> None:
         """Say that the ranks that are left have numbered themselves anew. Local."""
         self._rank, self._size = rank, size
-        self._keeper.tell(kind="renamed", rank=rank, size=size)
+        self._agent.tell(kind="renamed", rank=rank, size=size)
 
     def _watch_for_preemption(self) -> None:
         """Let SIGUSR1 (Slurm's --signal) say that this host leaves the job at the next commit.
@@ -429,7 +429,7 @@ class Member:
         SIGTERM ends the process as always: mpirun sends it to the ranks of a job that it ends.
         """
         def preempted(number: int, frame: FrameType | None) -> None:
-            self._pending.put(lambda: bool(self._keeper.tell(kind="preempted", generation=self.job.generation,
+            self._pending.put(lambda: bool(self._agent.tell(kind="preempted", generation=self.job.generation,
                                                              why="SIGUSR1")))
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
@@ -443,7 +443,7 @@ class Member:
         code, why = (LEAVE_CODE, self._leaves) if self._leaves else \
             ended or ((1, "an exception") if hasattr(sys, "last_value") else (0, ""))
         until = time.monotonic() + _END_S
-        while not (self._has_keeper.is_set() and self._keeper.tell(kind="ended", code=code, why=why)):
+        while not (self._has_agent.is_set() and self._agent.tell(kind="ended", code=code, why=why)):
             if time.monotonic() > until:
                 break
             time.sleep(_END_POLL_S)
@@ -461,5 +461,5 @@ class Member:
     def leave_now(self, why: str) -> NoReturn:
         """End this process at once, since it cannot go on and the next generation can. Local."""
         self._has_said_end = True
-        self._keeper.tell(kind="ended", code=LEAVE_CODE, why=why)
+        self._agent.tell(kind="ended", code=LEAVE_CODE, why=why)
         end_now(why, LEAVE_CODE)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..process.launch_env import launched_rank
-from .job import job_of
+from .elastic_job import job_of
 
 if TYPE_CHECKING:
     from .member import Member
@@ -16,14 +16,14 @@ _member: "Member | None" = None
 
 
 def current() -> "Member | None":
-    """The connection of this rank to its keeper; None in a job without --elastic, and before init()."""
+    """The connection of this rank to its agent; None in a job without --elastic, and before init()."""
     return _member
 
 
 def join(environ: Mapping[str, str]) -> None:
-    """Connect to the keeper of this host, and start a keeper if there is none. Local. Further calls change nothing.
+    """Connect to the agent of this host, and start an agent if there is none. Local. Further calls change nothing.
 
-    Raises ElasticError: There is no keeper, and none can be started.
+    Raises ElasticError: There is no agent, and none can be started.
     """
     global _member
     job = job_of(environ)

@@ -1,7 +1,7 @@
-"""The supervisor's thread: it serves the keepers, looks for hosts, and drives the Plan.
+"""The supervisor's thread: it serves the agents, looks for hosts, and drives the Plan.
 
 The main thread of `mpistrat run --elastic` runs one mpirun after the other, as this thread says (`next_order`). What
-the keepers say arrives over one TCP port of this host, to which all hosts of the job connect: keepers over ssh would
+the agents say arrives over one TCP port of this host, to which all hosts of the job connect: agents over ssh would
 need a second way to authenticate, and a port that batch systems close as often.
 """
 
@@ -19,16 +19,16 @@ from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 from ..process import procfs
-from ..process.line import Line, Listening, Message
+from ..process.connection import Connection, Listening, Message
+from .agent_state import BEAT_S, HOST_LOST_AFTER_S, SILENT_S, STAY_S
 from .commits import CommitId
-from .job import ElasticJob
-from .keeper_state import BEAT_S, HOST_LOST_AFTER_S, SILENT_S, STAY_S
+from .elastic_job import ElasticJob
 from .orders import Action, Done, Leave, Limits, Say, Start, Stop
-from .plan import Plan
+from .supervisor_plan import Plan
 
 logger = logging.getLogger(__name__)
 _DISCOVERY_S = 1.0  # between two looks for hosts
-_END_S = 3.0  # for the keepers to end
+_END_S = 3.0  # for the agents to end
 # Where a host that is up answers a connection, or refuses it: at a port where nothing listens, and at that of ssh,
 # since firewalls may drop what goes elsewhere.
 _PORTS, _ANSWERS, _ANSWER_LIMIT_S = (9, 22), (0, errno.ECONNREFUSED), 1.0
@@ -40,7 +40,7 @@ class Service:
     Args:
         hosts: Those that there are at first.
         find_hosts: Returns the hosts and the number of ranks for each, or None if they cannot be found now.
-        addresses: Names and addresses of this host, for the keepers.
+        addresses: Names and addresses of this host, for the agents.
         say: Prints a sentence.
         stop: Ends the mpirun of a generation. Called with its number, why, and whether all its ranks have ended well.
         reached: Those of the hosts that answer, whose names have no address here, as aliases of ssh have none.
@@ -60,11 +60,11 @@ class Service:
         self._addresses = tuple(addresses)
         self._name, self._secret = secrets.token_hex(8), secrets.token_hex(32)
         self._orders: SimpleQueue[Start | Done] = SimpleQueue()
-        self._events: SimpleQueue[tuple[Line | None, Message | None]] = SimpleQueue()
-        self._keepers: dict[Line, str] = {}
-        self._heard: dict[Line, float] = {}
-        self._names: dict[Line, str] = {}  # of the keepers' hosts, as they call themselves
-        # The processes that mpirun has started, and of which no keeper has told yet: by host, as it calls itself, rank
+        self._events: SimpleQueue[tuple[Connection | None, Message | None]] = SimpleQueue()
+        self._agents: dict[Connection, str] = {}
+        self._heard: dict[Connection, float] = {}
+        self._names: dict[Connection, str] = {}  # of the agents' hosts, as they call themselves
+        # The processes that mpirun has started, and of which no agent has told yet: by host, as it calls itself, rank
         # and process number.
         self._awaited: dict[str, dict[int, int]] = {}
         self._hosts: dict[str, set[str]] = {}  # the listed hosts, with their addresses
@@ -73,7 +73,7 @@ class Service:
         listener = socket.create_server(("127.0.0.1" if is_here else "", 0), backlog=1024)
         self._port = listener.getsockname()[1]
         self._listening = Listening(listener, bytes.fromhex(self._secret),
-                                    lambda line: line.read(lambda *event: self._events.put(event)))
+                                    lambda connection: connection.read(lambda *event: self._events.put(event)))
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrat-elastic", daemon=True)
         self._thread.start()
@@ -112,7 +112,7 @@ class Service:
         self._put(kind="signal", name=name, code=code, is_urgent=is_urgent)
 
     def close(self) -> None:
-        """End the keepers, and wait until they have ended."""
+        """End the agents, and wait until they have ended."""
         self._is_closed.set()
         self._put(kind="close")
         self._thread.join(_END_S + 1.0)
@@ -147,14 +147,14 @@ class Service:
         while True:
             now = time.monotonic()
             if now > beat_at + SILENT_S:
-                # This process was stopped, and has not listened. Messages of keepers may wait, with ends of ranks.
+                # This process was stopped, and has not listened. Messages of agents may wait, with ends of ranks.
                 self._heard = dict.fromkeys(self._heard, now)
             if now >= beat_at:
                 beat_at = now + BEAT_S
-                for line in list(self._keepers):
-                    if now - self._heard[line] > HOST_LOST_AFTER_S:
-                        self._do(self._without(line, self._plan.host_lost,
-                                               f"no sign of life for {now - self._heard[line]:.1f} s", now))
+                for connection in list(self._agents):
+                    if now - self._heard[connection] > HOST_LOST_AFTER_S:
+                        self._do(self._without(connection, self._plan.host_lost,
+                                               f"no sign of life for {now - self._heard[connection]:.1f} s", now))
                 for rank, pid in self._awaited.get(socket.gethostname(), {}).items():
                     if procfs.find(pid) is None:
                         self._plan.missing(self._plan.generation, rank, now)
@@ -165,16 +165,16 @@ class Service:
             except Empty:
                 continue
             if source is None and message is not None and message["kind"] == "close":
-                self._end_keepers()
+                self._end_agents()
                 return
             try:
                 self._do(self._decide(source, message, time.monotonic()))
-            except (KeyError, TypeError) as error:  # A keeper of another version.
-                logger.warning("a message of a keeper is not understood: %r (%s)", message, error)
+            except (KeyError, TypeError) as error:  # An agent of another version.
+                logger.warning("a message of an agent is not understood: %r (%s)", message, error)
 
-    def _decide(self, line: Line | None, message: Message | None, now: float) -> list[Action]:
+    def _decide(self, connection: Connection | None, message: Message | None, now: float) -> list[Action]:
         plan = self._plan
-        if line is None:
+        if connection is None:
             assert message is not None
             if message["kind"] == "hosts":
                 self._hosts = message["addresses"]
@@ -183,7 +183,7 @@ class Service:
                 return plan.answered(message["hosts"], now)
             if message["kind"] == "over":
                 self._awaited = {}
-                silent = [host for line, host in self._keepers.items() if now - self._heard[line] > SILENT_S]
+                silent = [host for connection, host in self._agents.items() if now - self._heard[connection] > SILENT_S]
                 return plan.generation_over(message["generation"], message["code"], now, message["has_started"], silent)
             if message["kind"] == "started":
                 self._await(message["generation"], message["processes"])
@@ -192,23 +192,25 @@ class Service:
                 return []
             return plan.signalled(message["name"], message["code"], message["is_urgent"], now)
         if message is None:
-            return self._without(line, plan.keeper_gone, "its keeper has ended, or the connection to it is broken", now)
-        self._heard[line] = now
+            return self._without(connection, plan.agent_gone,
+                                 "its agent has ended, or the connection to it is broken", now)
+        self._heard[connection] = now
         kind = message["kind"]
-        if kind == "keeper":
-            self._keepers[line] = self._listed(message["host"], line.peer[0])
-            self._names[line] = message["host"]
-            logger.info("a keeper runs on %s (process %d)", message["host"], message["pid"])
+        if kind == "agent":
+            self._agents[connection] = self._listed(message["host"], connection.peer[0])
+            self._names[connection] = message["host"]
+            logger.info("an agent runs on %s (process %d)", message["host"], message["pid"])
             if plan.leaving is not None:
-                line.send(kind="leave", generation=plan.leaving.generation, why=plan.leaving.why)
-            plan.keeper_found(self._keepers[line])
+                connection.send(kind="leave", generation=plan.leaving.generation, why=plan.leaving.why)
+            plan.agent_found(self._agents[connection])
             return []
-        host = self._keepers.get(line)
+        host = self._agents.get(connection)
         if host is None:
             return []
         if kind == "beat":
-            awaited = self._awaited.get(self._names[line], {})
-            line.send(kind="beat", generation=plan.generation, sent=message["sent"], awaited=list(awaited.items()))
+            awaited = self._awaited.get(self._names[connection], {})
+            connection.send(kind="beat", generation=plan.generation, sent=message["sent"],
+                            awaited=list(awaited.items()))
             return []
         if kind == "cut off":
             return [Say(f"{host}: the ranks were ended, since {message['why']}. Its commits are kept")]
@@ -242,32 +244,32 @@ class Service:
             if rank not in self._plan.heard:
                 self._awaited.setdefault(host, {})[rank] = pid
 
-    def _without(self, line: Line, lost: Callable[[str, str, float], list[Action]], why: str, now: float
+    def _without(self, connection: Connection, lost: Callable[[str, str, float], list[Action]], why: str, now: float
                  ) -> list[Action]:
-        """A line of a keeper is no more. The keeper may have another one."""
-        host = self._keepers.pop(line, None)
-        self._names.pop(line, None)
-        line.close()
-        return [] if host is None or host in self._keepers.values() else lost(host, why, now)
+        """A connection of an agent is no more. The agent may have another one."""
+        host = self._agents.pop(connection, None)
+        self._names.pop(connection, None)
+        connection.close()
+        return [] if host is None or host in self._agents.values() else lost(host, why, now)
 
     def _do(self, actions: Iterable[Action]) -> None:
         for action in actions:
             if isinstance(action, Say):
                 self._say(action.text)
             elif isinstance(action, Leave):
-                for line in self._keepers:
-                    line.send(kind="leave", generation=action.generation, why=action.why)
+                for connection in self._agents:
+                    connection.send(kind="leave", generation=action.generation, why=action.why)
             elif isinstance(action, Stop):
                 self._stop(action.generation, action.why, action.is_done)
             else:
                 self._orders.put(action)
 
-    def _end_keepers(self) -> None:
+    def _end_agents(self) -> None:
         self._listening.close()
-        for line in self._keepers:
-            line.send(kind="end", why="the job is over")
+        for connection in self._agents:
+            connection.send(kind="end", why="the job is over")
         until = time.monotonic() + _END_S
-        left = set(self._keepers)
+        left = set(self._agents)
         while left and time.monotonic() < until:
             try:
                 source, message = self._events.get(timeout=0.1)
@@ -277,7 +279,7 @@ class Service:
                 left.discard(source)
 
     def _listed(self, host: str, peer: str) -> str:
-        """The name under which a keeper's host is listed."""
+        """The name under which an agent's host is listed."""
         names = list(self._hosts)
         short = host.partition(".")[0]
         for name, addresses in self._hosts.items():

@@ -227,9 +227,9 @@ class Engine:
         if thread is not threading.current_thread():
             thread.join(_LAST_CYCLE_S)
 
-    def disown(self, error: Exception) -> None:
+    def disable_after_fork(self, error: Exception) -> None:
         """In a forked process, which has no background thread: refuse all submissions with `error`. Local."""
-        self._queue.disown(error)
+        self._queue.disable_after_fork(error)
 
     # -- the thread that drives ---------------------------------------------------------------------------------------
 

@@ -180,7 +180,7 @@ class TensorQueue:
         """Refuse later entries with `error`. Any thread may call it; takes no lock. `close` follows."""
         self._closed_by = self._closed_by or error
 
-    def disown(self, error: Exception) -> None:
+    def disable_after_fork(self, error: Exception) -> None:
         """In a forked process: refuse all entries with `error`. What is in flight belongs to the parent process."""
         self._lock = threading.Lock()  # A thread that exists only in the parent process may hold the old one.
         self._closed_by = error

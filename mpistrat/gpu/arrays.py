@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .copy.plan import CopyJob
-from .nccl.types import NcclCommunicator
+from .copy.copy_plan import CopyJob
+from .nccl.nccl_types import NcclCommunicator
 
 _ITEMSIZE = attrgetter("itemsize")
 

@@ -19,10 +19,10 @@ from ..core.settings import Settings
 from ..core.topology import Topology, rank_list
 from ..core.tuning import GPU_FUSION_PADDING_BYTES, GPU_LEAST_FUSION_BYTES
 from .arrays import GpuArray, GpuDevice
-from .copy.plan import CopyJob
+from .copy.copy_plan import CopyJob
 from .nccl.claims import claim, release
 from .nccl.communicators import Exchange, make_communicators
-from .nccl.data import NcclData
+from .nccl.nccl_data import NcclData
 from .nccl.stream import BUFFERS
 
 T = TypeVar("T")

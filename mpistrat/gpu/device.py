@@ -24,9 +24,9 @@ from ..core.tuning import COPY_BLOCK_THREADS
 from . import driver
 from .arrays import GpuArray, GpuEvent, GpuStream, RecordedStream
 from .copy.compiler import compiled
-from .copy.kernel import GUARD, NAME, source, variant
-from .copy.plan import PIECE, PIECES_PER_LAUNCH, CopyJob
-from .nccl import library
+from .copy.copy_kernel import GUARD, NAME, source, variant
+from .copy.copy_plan import PIECE, PIECES_PER_LAUNCH, CopyJob
+from .nccl import nccl_library
 
 # Beyond the range of any GPU, which is 0 to -5. cudaStreamCreateWithPriority then takes the end of the range.
 _URGENT = -100
@@ -195,10 +195,10 @@ class Device:
 
     # -- NCCL, here so that a stand-in for a device has it, too -------------------------------------------------------
 
-    nccl_version = staticmethod(library.version)
-    unique_id = staticmethod(library.unique_id)
-    communicator = staticmethod(library.Communicator)
-    nccl_group = staticmethod(library.group)
+    nccl_version = staticmethod(nccl_library.version)
+    unique_id = staticmethod(nccl_library.unique_id)
+    communicator = staticmethod(nccl_library.Communicator)
+    nccl_group = staticmethod(nccl_library.group)
 
 
 @cache

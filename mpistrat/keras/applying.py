@@ -11,9 +11,9 @@ import tensorflow as tf
 from ..core.errors import InvalidRequestError, MissingDependencyError
 from ..tensorflow.overwritten import places_of
 from ..tensorflow.types import OptionalGradient
-from ._private import trained_by
 from .clone import original_class
 from .optimizer_state import OptimizerState
+from .private_names import trained_by
 
 # Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")

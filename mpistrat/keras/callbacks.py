@@ -17,7 +17,6 @@ from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.kerases import build, is_of_keras, variables_of, velocities_of
 from ..tensorflow.ops import broadcast_
 from ..tensorflow.types import Variable
-from ._private import Callback, CalledByKeras2, Logs, all_layers, weights_of
 from .alone import Alone, uncounted
 from .fit.elastic_fit import Elastic
 from .fit.metric_means import MetricMeans
@@ -27,6 +26,7 @@ from .fit.throughput import Throughput
 from .fit.training import is_under_strategy, name_in_fit, optimizers_of
 from .local_sgd import DiLoCo, LocalSGD
 from .nested_optimizers import parts_of, states_in
+from .private_names import Callback, CalledByKeras2, Logs, all_layers, weights_of
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", "Elastic",
            "LearningRateScheduleCallback", "LearningRateWarmupCallback", "LocalSGD", "MetricAverageCallback",

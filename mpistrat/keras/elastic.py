@@ -19,7 +19,7 @@ from ..api import missing_names
 from ..api.elastic.sampler import ElasticSampler
 from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, run
 from ..tensorflow.elastic import Averaging, TensorFlowKerasState
-from ._private import Callback, Logs
+from .private_names import Callback, Logs
 
 __all__ = ["CommitStateCallback", "ElasticSampler", "HostsUpdatedInterrupt", "KerasState", "UpdateBatchStateCallback",
            "UpdateEpochStateCallback", "run"]

@@ -11,8 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
-from ..api import ops as array_ops
-from ..api import runtime
+from ..api import array_ops, runtime
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import InvalidRequestError, MismatchError
 from ..core.request import Average, ScaledOp
@@ -27,7 +26,6 @@ from ..tensorflow.list_ops import reduce_tensors
 from ..tensorflow.names import eager
 from ..tensorflow.types import Variable
 from . import patches
-from ._private import Logs, non_trainable_variables
 from .fit.running_statistics import average_statistics
 from .fit.training import (
     LOCAL_SGD,
@@ -40,6 +38,7 @@ from .fit.training import (
     training_of,
 )
 from .nested_optimizers import distributed_in, parts_of
+from .private_names import Logs, non_trainable_variables
 
 # -- the scope: where gradients are averaged in every step, while weights are averaged over all ranks ------------------
 

@@ -27,14 +27,14 @@ from ..tensorflow.gradients import (
 from ..tensorflow.kerases import accumulated_passes, is_built, is_keras2, is_optimizer, steps_of
 from ..tensorflow.types import Variable
 from . import patches, scatter, whole_files, xla  # noqa: F401  # They register what they replace.
-from ._private import serialise_as, trained_by
 from .applying import Applying, require_hooks
 from .clone import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class, sharing
 from .fit import fit_callbacks  # noqa: F401
 from .nested_optimizers import distributed_in, parts_of, passes_on
 from .optimizer_state import Arguments, OptimizerState
 from .patches import Function, replaces
-from .sharded.optimizer import Sharded, require_shardable, whole_state
+from .private_names import serialise_as, trained_by
+from .sharded.sharded_optimizer import Sharded, require_shardable, whole_state
 
 _classes: dict[tuple[type, tuple[type, ...]], type] = {}
 

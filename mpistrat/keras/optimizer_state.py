@@ -10,7 +10,7 @@ from ..core.request import ReduceOp
 from ..tensorflow import names
 from ..tensorflow.gradients import GradientOptions, GradientReducer
 from .sharded.parts import Parts
-from .sharded.state import WholeState
+from .sharded.shard_state import WholeState
 
 
 @dataclass

@@ -17,7 +17,7 @@ from ..core.errors import InvalidRequestError
 from ..core.request import Sum
 from ..tensorflow.ops import allreduce
 from ..tensorflow.types import Tensor
-from ._private import serialise_as
+from .private_names import serialise_as
 
 
 class SyncBatchNormalization(keras.layers.BatchNormalization):

@@ -17,10 +17,10 @@ from keras.callbacks import BackupAndRestore
 from ..core.errors import ShutdownError
 from ..process.launch_env import launched_rank
 from ..tensorflow import files
-from ._private import legacy_h5_format, saving_lib
 from .fit.running_statistics import average_statistics
 from .fit.training import StrategyTraining, is_under_strategy
 from .patches import Function, replaces
+from .private_names import legacy_h5_format, saving_lib
 
 _ENDINGS = (".keras", ".h5", ".hdf5")
 

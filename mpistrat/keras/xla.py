@@ -11,11 +11,11 @@ import keras
 
 from ..api import runtime
 from ..tensorflow.xla.context import why_not
-from ._private import BaseTrainer
 from .fit.training import is_under_strategy
 from .keras2_arguments import bound
 from .nested_optimizers import distributed_in
 from .patches import Function, replaces
+from .private_names import BaseTrainer
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from ..core.tuning import LONGEST_CYCLE_S
 from .joined import problem_without
 from .messages import Announcement, Decision, EndReason
 from .pending import Pending
-from .reports import describe_ended, describe_mismatch, describe_mismatch_in_graph
 from .stall_watch import AnswerWatch, StallWatch
 from .subtree import Subtree
+from .tensor_reports import describe_ended, describe_mismatch, describe_mismatch_in_graph
 
 # -- rank 0 ------------------------------------------------------------------------------------------------------------
 # A decision has the requests that all ranks execute next, in order, the errors of requests on which the ranks disagree,

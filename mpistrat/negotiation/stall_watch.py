@@ -18,8 +18,8 @@ from ..core.tuning import (
     STALL_SHORTEST_POLL_S,
     STALL_WARNING_LOOKS,
 )
-from .reports import describe_deadlock, describe_places, describe_stall
 from .subtree import Subtree
+from .tensor_reports import describe_deadlock, describe_places, describe_stall
 from .tree import depth_of
 
 _MOST_ASKED = 4  # ranks; a report on more would be too long to read

@@ -1,15 +1,15 @@
-"""Which processes at the other end of a line have left or died, and which are on a host that is lost.
+"""Which processes at the other end of a connection have left or died, and which are on a host that is lost.
 
-One rank, the centre, listens; each other one has a line to it, and both ends watch. Three ends are told apart:
+One rank, the centre, listens; each other one has a connection to it, and both ends watch. Three ends are told apart:
 
 - A peer that *leaves* says so, with the ranks whose death it knows.
-- A peer that *dies* does not. The kernel closes the line of a process that ends, however it ends. So waiting costs no
-  processor time, needs no limit, and does not depend on MPI, whose collectives cannot complete without it.
+- A peer that *dies* does not. The kernel closes the connection of a process that ends, however it ends. So waiting
+  costs no processor time, needs no limit, and does not depend on MPI, whose collectives cannot complete without it.
 - A *host is lost* if it is down, or the link to it is cut: its kernel does not answer the probes of this one. Kernels
   answer whatever the processes do: one that is stopped, or holds the interpreter's lock, is not lost.
 
-The job watches other hosts with it (api/elastic/losses.py), clusters with parameter servers watch all ranks
-(cluster/cluster.py). Keepers of elastic jobs send signs of life besides, since one that is stopped keeps no commit.
+The job watches other hosts with it (api/elastic/lost_ranks.py), clusters with parameter servers watch all ranks
+(cluster/cluster.py). Agents of elastic jobs send signs of life besides, since one that is stopped keeps no commit.
 """
 
 import enum
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-from .line import Line, Listening, connect
+from .connection import Connection, Listening, connect
 
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 
@@ -44,18 +44,18 @@ class Invitation:
 
 
 class Peers:
-    """The lines of one rank, until `stop` is called.
+    """The connections of one rank, until `stop` is called.
 
     `probes`: Seconds between two probes, at least 1, and seconds without an answer after which a host is lost; None:
-    those of a line.
+    those of a connection.
     """
 
     def __init__(self, rank: int, probes: tuple[float, float] | None = None):
         self._rank, self._probes = rank, probes
         # Ranks that have died, or whose host is lost, as far as this rank, or a peer that has left, knows.
         self.died: set[int] = set()
-        self._lines: dict[Line, int] = {}  # of peers that have not ended
-        self._left: list[Line] = []  # of peers that have left, and still want to know when this rank leaves
+        self._connections: dict[Connection, int] = {}  # of peers that have not ended
+        self._left: list[Connection] = []  # of peers that have left, and still want to know when this rank leaves
         self._ends: dict[int, End] = {}
         self._missing: set[int] = set()
         self._changed = threading.Condition()  # guards all of these
@@ -65,7 +65,7 @@ class Peers:
         self._thread: threading.Thread | None = None
 
     def listen(self, ranks: Sequence[int], addresses: Sequence[str], is_local: bool = False) -> Invitation:
-        """On the centre: expect lines of these ranks. Local.
+        """On the centre: expect connections of these ranks. Local.
 
         Args:
             ranks: The others.
@@ -83,7 +83,7 @@ class Peers:
         return invitation
 
     def await_all(self, limit_s: float) -> None:
-        """On the centre: wait until the lines of all ranks are there.
+        """On the centre: wait until the connections of all ranks are there.
 
         Raises OSError: None of those that are missing has arrived for `limit_s`.
         """
@@ -92,15 +92,16 @@ class Peers:
                 if not self._changed.wait_for(lambda: len(self._missing) < missing, limit_s):
                     raise OSError(f"no connection of ranks {sorted(self._missing)} has arrived here")
 
-    def connect(self, invitation: Invitation, rank: int, limit_s: float) -> Line:
-        """On another rank: connect to rank `rank`, and return the line, whose reader this object is.
+    def connect(self, invitation: Invitation, rank: int, limit_s: float) -> Connection:
+        """On another rank: connect to rank `rank`, and return the connection, whose reader this object is.
 
         Raises OSError: It cannot be reached within `limit_s`; with a problem for each address.
         """
-        line = connect([(address, invitation.port) for address in invitation.addresses], invitation.secret, limit_s)
-        line.send(rank=self._rank)
-        self._watch(line, rank)
-        return line
+        addresses = [(address, invitation.port) for address in invitation.addresses]
+        connection = connect(addresses, invitation.secret, limit_s)
+        connection.send(rank=self._rank)
+        self._watch(connection, rank)
+        return connection
 
     def watch(self, when_ended: Callable[[int, End], None] = lambda *_: None) -> None:
         """Notice the ends of peers from now on.
@@ -120,11 +121,11 @@ class Peers:
         """Tell all peers that this rank leaves, with the ranks that have died. The ends of peers are still noticed."""
         with self._changed:
             self._take_ends()  # A death just before is told, too.
-            for line in (*self._lines, *self._left):
-                line.send(died=sorted(self.died))
+            for connection in (*self._connections, *self._left):
+                connection.send(died=sorted(self.died))
 
     def stop(self) -> None:
-        """Close all lines; `when_ended` is not called afterwards. May be called twice, and in `when_ended`."""
+        """Close all connections; `when_ended` is not called afterwards. May be called twice, and in `when_ended`."""
         with self._changed:
             self._stopped.set()
             self._wake.close()  # The thread sees the end of this socket.
@@ -133,42 +134,42 @@ class Peers:
         # The thread may have ended already, or was never there.
         if self._listening is not None:
             self._listening.close()
-        for line in (*self._lines, *self._left):
-            line.close()
+        for connection in (*self._connections, *self._left):
+            connection.close()
         self._woken.close()
 
-    def _greet(self, line: Line) -> None:
+    def _greet(self, connection: Connection) -> None:
         try:
-            rank = line.receive()["rank"]
+            rank = connection.receive()["rank"]
         except OSError:
             return  # It has ended already, and is missed.
-        self._watch(line, rank)
+        self._watch(connection, rank)
         with self._changed:
             self._missing.discard(rank)
             if not self._missing and self._listening is not None:
                 self._listening.close()
             self._changed.notify_all()
 
-    def _watch(self, line: Line, rank: int) -> None:
+    def _watch(self, connection: Connection, rank: int) -> None:
         if self._probes is not None:
-            line.probe(*self._probes)
+            connection.probe(*self._probes)
         with self._changed:
             if self._stopped.is_set():
-                line.close()
+                connection.close()
                 return
-            self._lines[line] = rank
+            self._connections[connection] = rank
             self._wake.send(b"\0")
 
     def _run(self, when_ended: Callable[[int, End], None]) -> None:
-        lines: list[Line] = []
+        connections: list[Connection] = []
         while not self._stopped.is_set():
-            wait([self._woken, *lines])  # type: ignore[list-item]  # that have fileno()
+            wait([self._woken, *connections])  # type: ignore[list-item]  # that have fileno()
             with self._changed:
                 if self._stopped.is_set():
                     return
                 if wait([self._woken], 0):
                     self._woken.recv(1 << 10)
-                new, lines = self._take_ends(), list(self._lines)
+                new, connections = self._take_ends(), list(self._connections)
             for rank, end in new:
                 if not self._stopped.is_set():
                     when_ended(rank, end)
@@ -176,14 +177,14 @@ class Peers:
     def _take_ends(self) -> list[tuple[int, End]]:
         """Read the last messages of peers that have ended. Returns the peers."""
         found = []
-        for line in self._lines.keys() & wait(self._lines, 0):  # type: ignore[arg-type]
-            rank = self._lines.pop(line)
+        for connection in self._connections.keys() & wait(self._connections, 0):  # type: ignore[arg-type]
+            rank = self._connections.pop(connection)
             try:
-                self.died.update(line.receive()["died"])
-                self._left.append(line)
+                self.died.update(connection.receive()["died"])
+                self._left.append(connection)
                 end = End.LEFT
             except OSError as error:
-                line.close()
+                connection.close()
                 self.died.add(rank)
                 end = End.HOST_LOST if error.errno in _SILENT else End.DIED
             self._ends[rank] = end

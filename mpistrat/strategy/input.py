@@ -22,8 +22,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.input_lib import InputWorkers
 from tensorflow.python.distribute.input_util import get_distributed_dataset, get_distributed_datasets_from_function
 
-from ..api import ops as array_ops
-from ..api import runtime
+from ..api import array_ops, runtime
 from ..core.errors import InvalidRequestError
 from ..core.topology import Topology, describe_by_rank
 from ..tensorflow import names

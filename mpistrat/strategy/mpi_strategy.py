@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from ..api import basics, runtime
-from ..api import ops as array_ops
+from ..api import array_ops, basics, runtime
 from ..core.errors import InvalidRequestError, MismatchError
 from ..core.topology import describe_by_rank
 from ..tensorflow import names

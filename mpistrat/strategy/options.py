@@ -12,8 +12,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from ..api import basics, runtime
-from ..api import ops as array_ops
+from ..api import array_ops, basics, runtime
 from ..core.errors import InvalidRequestError
 from ..tensorflow import names
 

@@ -9,8 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.context import context, global_seed
 
-from ..api import ops as array_ops
-from ..api import runtime
+from ..api import array_ops, runtime
 from ..tensorflow import names
 
 _VERSION = random.getstate()[0]  # of the state of a generator of Python, the same on all ranks

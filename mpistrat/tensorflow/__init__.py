@@ -23,8 +23,8 @@ from ..api.common import *  # noqa: F403
 from ..core import annotations as _annotations
 from ..process.garbage import freeze_libraries as _freeze_libraries
 from . import elastic, iterator_ends  # noqa: F401  (the second acts by its import)
-from .bridge._private import autograph_config as _autograph
-from .bridge._private import is_profiled as _is_profiled
+from .bridge.private_names import autograph_config as _autograph
+from .bridge.private_names import is_profiled as _is_profiled
 from .compression import Compression
 from .gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from .objects import allgather_object as allgather_object  # type: ignore[assignment]
@@ -47,8 +47,8 @@ from .query_ops import local_rank_op, local_size_op, process_set_included_op, ra
 from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
 from .sessions.broadcast import BroadcastGlobalVariablesHook, broadcast_global_variables
 from .sessions.graph import session_graph as _session_graph
-from .sessions.optimizer import DistributedOptimizer as _OfSessions
-from .sessions.optimizer import for_sessions_too as _for_sessions_too
+from .sessions.session_optimizer import DistributedOptimizer as _OfSessions
+from .sessions.session_optimizer import for_sessions_too as _for_sessions_too
 
 if TYPE_CHECKING:  # For __getattr__ below, type checkers would take Any.
     from ..cluster.resolver import MPIClusterResolver

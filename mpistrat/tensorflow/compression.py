@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..api import ops, runtime
+from ..api import array_ops, runtime
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError
 from ..core.quantised import INT8
@@ -120,7 +120,7 @@ class Compression(metaclass=_Choices):
             restored.
         """
         feedback = resolved(process_set).group("error_feedback").feedback
-        return {name: ops.allreduce(own, op=Sum, name=f"error feedback of {name}", process_set=process_set)
+        return {name: array_ops.allreduce(own, op=Sum, name=f"error feedback of {name}", process_set=process_set)
                 for name, own in (feedback.own() if feedback is not None else {}).items()}
 
     @staticmethod

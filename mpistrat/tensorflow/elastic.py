@@ -19,8 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from ..api import missing_names, runtime
-from ..api import ops as array_ops
+from ..api import array_ops, missing_names, runtime
 from ..api.elastic.sampler import ElasticSampler
 from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, Snapshot, run
 from ..core.errors import ElasticError
@@ -106,7 +105,7 @@ class TensorFlowState(ObjectState):
         super()._take(snapshot)
 
     def _restore_errors(self, errors: dict[str, np.ndarray] | None) -> None:
-        # Copies: a keeper's memory may get another commit.
+        # Copies: an agent's memory may get another commit.
         self._errors = errors if errors is None else {name: np.array(each) for name, each in errors.items()}
         if self._errors is not None and runtime.is_initialized():
             Compression.restore_error_feedback(self._errors)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from ..api import ops as array_ops
+from ..api import array_ops
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import MismatchError
 from ..core.request import Max, Min

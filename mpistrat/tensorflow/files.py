@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from ..api import ops as array_ops
-from ..api import runtime
+from ..api import array_ops, runtime
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import CollectiveError, ShutdownError
 from . import names

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..api import ops as array_ops
+from ..api import array_ops
 from ..api.process_sets import ProcessSet, global_process_set
 
 T = TypeVar("T")

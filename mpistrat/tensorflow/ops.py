@@ -14,8 +14,7 @@ from functools import partial
 
 import tensorflow as tf
 
-from ..api import ops as array_ops
-from ..api import runtime
+from ..api import array_ops, runtime
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import MpistratError
 from ..core.request import Adasum, Average, ReduceOp, ScaledOp, join_request, scaled_op

@@ -11,7 +11,7 @@ from ..api.waits import waits_between
 from ..core.errors import InvalidRequestError
 from ..process import step_timer
 from ..process.step_timer import StepTimer
-from .bridge._private import AtomicFunction
+from .bridge.private_names import AtomicFunction
 from .sessions.graph import session_graph
 from .xla.context import is_compiled
 

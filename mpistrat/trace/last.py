@@ -18,11 +18,11 @@ from pathlib import Path
 
 from ..core.ownership import own_directory
 from ..core.topology import Topology, rank_list
-from ..core.tuning import TOLD_OPERATIONS, TOLD_OPERATIONS_LEAST, TOLD_OPERATIONS_OF_ALL
+from ..core.tuning import REPORTED_OPERATIONS, REPORTED_OPERATIONS_LEAST, REPORTED_OPERATIONS_OF_ALL
+from .chrome_trace import TraceFile
 from .clocks import Offset
-from .files import TraceFile
+from .record_ring import Operation, Traced
 from .records import Record, from_message, record_of, to_messages, unfinished
-from .ring import Operation, Traced
 from .timeline import Timeline
 
 FAILURES = Path(".mpistrat")
@@ -31,7 +31,7 @@ _LINE_BYTES = 3800  # With the rank in front it is less than what a rank writes 
 _Kept = tuple[Operation, int, str, int]  # what `record_of` takes after the rank
 
 
-class Teller:
+class LastReport:
     """Keeps the last operations of this rank, and tells them. The tracer calls it.
 
     Args:
@@ -42,10 +42,11 @@ class Teller:
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], tell: Callable[[list[str]], None]):
         self._topology, self._offsets, self._tell = topology, offsets, tell
         self._last: deque[_Kept] = deque(
-            maxlen=max(TOLD_OPERATIONS_LEAST, min(TOLD_OPERATIONS, TOLD_OPERATIONS_OF_ALL // topology.size)))
+            maxlen=max(REPORTED_OPERATIONS_LEAST,
+                       min(REPORTED_OPERATIONS, REPORTED_OPERATIONS_OF_ALL // topology.size)))
         self._in_flight: list[_Kept] = []
         self.has_failed = False  # A rank has failed.
-        self.has_told = threading.Event()  # Set when the lines were told.
+        self.is_reported = threading.Event()  # Set when the lines were told.
 
     def keep(self, operation: Operation, traced: Traced, step: int) -> None:
         """An operation is complete. In the order in which they were."""
@@ -61,7 +62,7 @@ class Teller:
 
     def tell(self) -> None:
         """Tell the last operations, if a rank has failed, and they were not told. One thread at a time calls it."""
-        if not self.has_failed or self.has_told.is_set():
+        if not self.has_failed or self.is_reported.is_set():
             return
         topology, now = self._topology, time.monotonic_ns()
         known = range(topology.size) if topology.rank == 0 else (topology.rank,)
@@ -69,7 +70,7 @@ class Teller:
         records = [record_of(topology.rank, *each) for each in (*self._last, *self._in_flight)]
         self._tell(LastOperations(topology.rank, topology.size, topology.host,
                                   {rank: offset for rank, offset in offsets.items() if offset}, records).lines())
-        self.has_told.set()
+        self.is_reported.set()
 
 
 @dataclass(frozen=True)

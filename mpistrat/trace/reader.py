@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .ring import Operation, Traced
+from .record_ring import Operation, Traced
 from .totals import StepCounter
 
 

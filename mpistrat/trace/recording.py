@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 
 from ..core.topology import Topology
+from .chrome_trace import TraceFile
 from .clocks import Offset
-from .files import TraceFile
 from .reader import Read
 from .records import NO_STEP, Record, from_message, record_of, to_messages
 from .timeline import Timeline, Window

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..core.handle import Entry
 from ..core.request import CollectiveType
-from .ring import Operation
+from .record_ring import Operation
 
 _MESSAGE_BYTES = 3000
 _MOST_CHARACTERS = 200  # of a name

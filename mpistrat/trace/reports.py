@@ -15,7 +15,7 @@ from ..core.handle import Entry
 from ..core.slowest import Waits
 from ..core.topology import Topology
 from .reader import Reader
-from .ring import Operation
+from .record_ring import Operation
 from .spans import Span
 from .status import StatusFile, outstanding, rss_bytes, waits
 from .stragglers import ProcessorUse, StragglerWatch

@@ -19,7 +19,7 @@ from typing import Any
 from ..core.handle import Entry
 from ..core.ownership import own_directory
 from ..core.slowest import Waits
-from .ring import Operation
+from .record_ring import Operation
 from .spans import Span, hidden, length, union
 from .totals import StepCounter, is_of_gradients
 

@@ -1,6 +1,6 @@
 """The timeline of a job, which rank 0 writes: the operations of all ranks in one file, on the clock of rank 0.
 
-Each rank is a group. Its first lane has the reductions, and other lanes have the operations, each from its submission
+Each rank is a group. Its first track has the reductions, and other tracks have the operations, each from its submission
 to its result, with Horovod's phases: NEGOTIATE_ALLREDUCE until all ranks have submitted it, QUEUE until its reduction
 begins, and the reduction itself, as SHM_ALLREDUCE. Copies into and out of the fusion buffer are not shown: they are
 parts of the reduction, chunk by chunk. One more group shows, for each operation, which rank came last.
@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .files import OPERATION, PLACE, Part, TraceFile, Values
+from .chrome_trace import OPERATION, PLACE, Part, TraceFile, Values
 from .records import NO_STEP, Record, arrival_of
 
 Window = tuple[int, int]
 
 _LABELS = {"shared_memory": "SHM", "local": "LOCAL", "mpi": "MPI", "hierarchical": "HIERARCHICAL"}
-_REDUCTIONS, _OPERATIONS = "reductions", "operations"  # the names of lanes
+_REDUCTIONS, _OPERATIONS = "reductions", "operations"  # the names of tracks
 _KEPT = 10_000  # operations of which some ranks have sent nothing yet
 
 
@@ -31,8 +31,8 @@ class Timeline:
     def __init__(self, file: TraceFile, hosts: Sequence[str], mark_cycles: bool):
         self._file, self._mark_cycles = file, mark_cycles
         self._names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)] + ["the rank that came last"]
-        # Of the lanes of each group: the name of each, and from when on it is free.
-        self._lanes: dict[int, list[tuple[str, int]]] = {}
+        # Of the tracks of each group: the name of each, and from when on it is free.
+        self._tracks: dict[int, list[tuple[str, int]]] = {}
         self._submitted: dict[tuple[int, int], list[Record]] = {}
         self._order: deque[tuple[int, int]] = deque()
         self._steps: dict[int, int] = {}
@@ -74,8 +74,9 @@ class Timeline:
             self._now = record.delivered
         reduction = f"{label(record)}_{record.kind.upper()}"
         if record.number == record.bucket and record.is_complete:
-            lane = self._lane(rank, _REDUCTIONS, record.began, record.ended)
-            self._file.span(rank, lane, "reduction", (reduction, record.began, record.ended), {"bucket": record.bucket})
+            track = self._track(rank, _REDUCTIONS, record.began, record.ended)
+            self._file.span(rank, track, "reduction", (reduction, record.began, record.ended),
+                            {"bucket": record.bucket})
         if record.step not in (NO_STEP, self._steps.get(rank)):
             self._steps[rank] = record.step
             self._file.mark(rank, 0, f"STEP {record.step}", begin)
@@ -87,19 +88,19 @@ class Timeline:
         values = {**record._asdict(), "submitted": int(record.submitted > 0), "agreed": record.agreed - begin,
                   "began": record.began - begin, "ended": record.ended - begin, "delivered": record.delivered - begin}
         del values["name"]
-        self._file.span(rank, self._lane(rank, _OPERATIONS, begin, record.delivered), OPERATION,
+        self._file.span(rank, self._track(rank, _OPERATIONS, begin, record.delivered), OPERATION,
                         (record.name, begin, record.delivered), values, [part for part in parts if part[2] > part[1]])
 
-    def _lane(self, group: int, name: str, begin: int, end: int) -> int:
-        """The first lane of the group with this name that is free from `begin` on. It is taken until `end`."""
-        lanes = self._lanes.setdefault(group, [])
-        for lane, (its_name, free) in enumerate(lanes):
+    def _track(self, group: int, name: str, begin: int, end: int) -> int:
+        """The first track of the group with this name that is free from `begin` on. It is taken until `end`."""
+        tracks = self._tracks.setdefault(group, [])
+        for track, (its_name, free) in enumerate(tracks):
             if its_name == name and free <= begin:
-                lanes[lane] = name, end
-                return lane
-        self._file.lane(group, self._names[group], len(lanes), name)
-        lanes.append((name, end))
-        return len(lanes) - 1
+                tracks[track] = name, end
+                return track
+        self._file.track(group, self._names[group], len(tracks), name)
+        tracks.append((name, end))
+        return len(tracks) - 1
 
     def _compare(self, record: Record) -> None:
         """Write which rank came last, once all ranks have sent their record of an operation."""
@@ -118,7 +119,7 @@ class Timeline:
         if arrival is not None:
             first, last, rank = arrival
             group = len(self._names) - 1
-            self._file.span(group, self._lane(group, _OPERATIONS, first, last), "last", (f"rank {rank}", first, last),
+            self._file.span(group, self._track(group, _OPERATIONS, first, last), "last", (f"rank {rank}", first, last),
                             {"operation": record.name, "late_us": (last - first) // 1000})
 
 

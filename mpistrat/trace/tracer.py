@@ -19,11 +19,11 @@ from ..core.interfaces import Observer
 from ..core.topology import Topology
 from . import recording
 from .clocks import Offset
-from .last import Teller
+from .last import LastReport
 from .reader import Reader
+from .record_ring import Operation, Traced
 from .recording import Recording
 from .reports import Reports, status_file
-from .ring import Operation, Traced
 from .timeline import Window
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Tracer(Observer):
         self.reader = Reader()  # Counts what it has read.
         self.reports = Reports(topology, place, status_file(topology, environ))  # What rank 0 knows of all ranks.
         self._recording = Recording(topology, offsets, self._send, self.outgoing)
-        self._teller = None if tell is None else Teller(topology, offsets, tell)
+        self._last_report = None if tell is None else LastReport(topology, offsets, tell)
         self._recent: list[Operation] = []  # since the last report
         self._asked = (0, 0)  # When rank 0 has sent the latest message about clocks, and when it arrived.
 
@@ -101,8 +101,8 @@ class Tracer(Observer):
     # -- when a rank fails --------------------------------------------------------------------------------------------
 
     def fail(self) -> None:
-        if self._teller is not None:
-            self._teller.fail(self._traced().values(), self.reader.steps.steps - 1)
+        if self._last_report is not None:
+            self._last_report.fail(self._traced().values(), self.reader.steps.steps - 1)
             self._called.set()
 
     def fail_all(self, limit_s: float) -> bool:
@@ -110,17 +110,17 @@ class Tracer(Observer):
 
         Returns when this rank has told its own, or after `limit_s`: whether anybody reads them.
         """
-        if self._teller is None or self._thread is None:
+        if self._last_report is None or self._thread is None:
             return False
         self._send(_FAILURE)
         self.fail()
-        self._teller.has_told.wait(limit_s)
+        self._last_report.is_reported.wait(limit_s)
         return True
 
     def tell_last(self) -> None:
         """Tell the last operations if a rank has failed, once. In the thread of this object, or after `stop`."""
-        if self._teller is not None:
-            self._teller.tell()
+        if self._last_report is not None:
+            self._last_report.tell()
 
     @property
     def line(self) -> str:
@@ -161,7 +161,7 @@ class Tracer(Observer):
     def receive(self, message: bytes) -> None:
         kind, body, now = message[:1], message[1:], time.monotonic_ns()
         if kind == _FAILURE:
-            if self._topology.rank == 0 and self._teller is not None and not self._teller.has_failed:
+            if self._topology.rank == 0 and self._last_report is not None and not self._last_report.has_failed:
                 self._send(_FAILURE)
             self.fail()
         elif kind == _CLOCK and self._topology.rank:
@@ -236,9 +236,9 @@ class Tracer(Observer):
         """Read what the engines have recorded, for the report, the timeline and the last operations."""
         new, lost = self.reader.read(self._traced())
         self._recent += [each.operation for each in new]
-        if self._teller is not None:
+        if self._last_report is not None:
             for each in new:
-                self._teller.keep(*each)
+                self._last_report.keep(*each)
         self._recording.take(new, lost, self.reader.steps.steps)
 
     def _send(self, message: bytes) -> None:

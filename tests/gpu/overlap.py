@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mpistrat.keras as hvd
-from mpistrat.gpu.executor import GpuExecutor
+from mpistrat.gpu.gpu_executor import GpuExecutor
 from mpistrat.gpu.nccl.stream import NcclStream
 from mpistrat.tensorflow.bridge import buckets
 from tests.gpu.price import IS_STAND_IN, training

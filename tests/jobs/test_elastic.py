@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mpistrat.elastic.keeper_state import HOST_LOST_AFTER_S
+from mpistrat.elastic.agent_state import HOST_LOST_AFTER_S
 
 from ..support.jobs import Finished, needs_mpirun, run_limited
 from ..support.levels import sample
@@ -138,31 +138,31 @@ def test_a_rank_that_ends_before_init_is_reported_and_the_next_generation_starts
 
 
 def processes_of(supervisor: psutil.Process) -> tuple[list[psutil.Process], list[psutil.Process]]:
-    """All processes of the job, and those of them that are keepers. A rank has started these."""
+    """All processes of the job, and those of them that are agents. A rank has started these."""
     children = supervisor.children(recursive=True)
-    keepers = [process for process in children if "mpistrat.elastic.keeper" in process.cmdline()]
-    return [supervisor, *children], keepers
+    agents = [process for process in children if "mpistrat.elastic.agent" in process.cmdline()]
+    return [supervisor, *children], agents
 
 
 @pytest.mark.nightly
-def test_no_commit_is_lost_with_a_keeper_or_when_all_processes_are_stopped_for_a_while(tmp_path: Path) -> None:
+def test_no_commit_is_lost_with_a_agent_or_when_all_processes_are_stopped_for_a_while(tmp_path: Path) -> None:
     log, acted = tmp_path / "log", []
 
     def act(printed: str) -> None:
         supervisor = supervisor_of(str(log))
         if supervisor is None or not log.exists() or "step 2" not in log.read_text():
             return
-        everything, keepers = processes_of(supervisor)
+        everything, agents = processes_of(supervisor)
         if not acted:
-            keepers[0].kill()
-            acted.append(keepers[0].pid)
-        elif len(acted) == 1 and keepers and keepers[0].pid != acted[0]:
+            agents[0].kill()
+            acted.append(agents[0].pid)
+        elif len(acted) == 1 and agents and agents[0].pid != acted[0]:
             for process in everything:
                 process.suspend()
             time.sleep(HOST_LOST_AFTER_S + 2)
             for process in everything:
                 process.resume()
-            acted.append(keepers[0].pid)
+            acted.append(agents[0].pid)
 
     job = elastic("-np", "2", script=["--pause", "0.3", "--log", str(log)], watch=act)
     assert_whole(job, ranks=2, generation=1, most_twice=0)
@@ -188,19 +188,19 @@ def test_training_goes_on_from_the_last_commit_after_the_supervisor_was_stopped(
 
 
 @pytest.mark.nightly
-def test_the_ranks_and_the_keeper_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
-    log, keepers = tmp_path / "log", []
+def test_the_ranks_and_the_agent_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    log, agents = tmp_path / "log", []
 
     def kill_supervisor(printed: str) -> None:
         supervisor = supervisor_of(str(log))
         if log.exists() and supervisor is not None:
-            keepers.extend(processes_of(supervisor)[1])
+            agents.extend(processes_of(supervisor)[1])
             supervisor.kill()
 
     job = elastic("-np", "2", script=["--pause", "0.3", "--log", str(log)], watch=kill_supervisor)
     assert job.code == -signal.SIGKILL and job.left == (), job.output
-    assert keepers, job.output
-    assert not psutil.wait_procs(keepers, timeout=10)[1]
+    assert agents, job.output
+    assert not psutil.wait_procs(agents, timeout=10)[1]
 
 
 @pytest.mark.nightly
@@ -215,7 +215,7 @@ def test_a_supervisor_that_was_stopped_learns_what_the_ranks_have_done_meanwhile
             time.sleep(HOST_LOST_AFTER_S + 1)
             supervisor.resume()
 
-    # The ranks are done before the keeper would end them, which has heard nothing either, unless the machine is busy.
+    # The ranks are done before the agent would end them, which has heard nothing either, unless the machine is busy.
     job = elastic("-np", "2", script=["--pause", "0.05", "--log", str(log)], watch=stop_supervisor)
     assert_whole(job, ranks=2, generation=2 if "generation 2 starts" in job.output else 1, most_twice=0)
     assert stopped and "is lost" not in job.output and "has died" not in job.output

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.api import ops as array_ops
+from mpistrat.api import array_ops
 from mpistrat.core.request import Request
 from mpistrat.engine.engine import Engine
 

@@ -22,8 +22,8 @@ import mpistrat
 from mpistrat.api import runtime
 from mpistrat.api.interop import libraries, own_gpu
 from mpistrat.core.errors import EngineError
-from mpistrat.gpu import executor
-from mpistrat.gpu.copy.plan import CopyJob
+from mpistrat.gpu import gpu_executor
+from mpistrat.gpu.copy.copy_plan import CopyJob
 from tests.support import copy_model, gpu_stand_in
 from tests.support.dtypes import dtype_of
 
@@ -469,7 +469,7 @@ def test_ranks_whose_streams_wait_and_ranks_that_wait_on_the_host_meet(
     monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
     monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
     if rank == 0:
-        monkeypatch.setattr(executor, "check_waiting", fail)
+        monkeypatch.setattr(gpu_executor, "check_waiting", fail)
     mpistrat.shutdown()
     mpistrat.init()
     with caplog.at_level(logging.WARNING):

@@ -15,9 +15,9 @@ from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
 from mpistrat.core.tuning import EAGER_MESSAGE_BYTES, PIGGYBACK_MOST_HOSTS
 from mpistrat.transport.hierarchical import leader_exchange
-from mpistrat.transport.hierarchical.agreement import HierarchicalAgreement
+from mpistrat.transport.hierarchical.hosts_agreement import HierarchicalAgreement
 from mpistrat.transport.hierarchical.piggyback import Piggyback
-from mpistrat.transport.mpi.data import MpiData
+from mpistrat.transport.mpi.mpi_data import MpiData
 from mpistrat.transport.shm.segment import ASLEEP, HostMemory
 
 from ..support.planes import waits

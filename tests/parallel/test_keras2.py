@@ -262,7 +262,7 @@ class Towers(keras.Model):
 
 @pytest.mark.parametrize("door", ["optimizer", "strategy"])
 def test_a_model_inside_may_get_its_weights_from_the_first_batch(door: str, rank: int, size: int) -> None:
-    from mpistrat.keras._private import weights_of
+    from mpistrat.keras.private_names import weights_of
     from mpistrat.tensorflow import MPIStrategy
     keras.utils.set_random_seed(rank)
     if door == "optimizer":

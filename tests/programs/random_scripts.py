@@ -40,7 +40,7 @@ import mpistrat
 import mpistrat.keras
 import mpistrat.tensorflow as hvd
 from mpistrat.keras.nested_optimizers import states_in
-from mpistrat.keras.sharded.optimizer import whole_state
+from mpistrat.keras.sharded.sharded_optimizer import whole_state
 from mpistrat.tensorflow.xla import ffi
 from tests.support.compiled import compiled_by_xla
 from tests.support.legs import HOST_EACH, MPI, NO_VOTES, TWO_HOSTS, Leg, under

@@ -141,8 +141,8 @@ def main() -> None:
         well = [seconds for is_well, seconds, _ in results if is_well]
         print(f"| {fault} | {tries} | {len(well)} | {statistics.median(well):.2f}, {max(well):.2f} | 0 | "
               f"{max(again for *_, again in results)} |", flush=True)
-    left = subprocess.run(["pgrep", "-fc", "mpistrat.elastic.keeper"], capture_output=True, text=True, check=False)
-    print(f"keepers that are left: {left.stdout.strip()}; files in /dev/shm: {len(os.listdir('/dev/shm'))}")
+    left = subprocess.run(["pgrep", "-fc", "mpistrat.elastic.agent"], capture_output=True, text=True, check=False)
+    print(f"agents that are left: {left.stdout.strip()}; files in /dev/shm: {len(os.listdir('/dev/shm'))}")
 
 
 if __name__ == "__main__":

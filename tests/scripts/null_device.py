@@ -24,7 +24,7 @@ import numpy as np
 import mpistrat
 from mpistrat.api.interop import libraries, own_gpu
 from mpistrat.cli.bench.cases import resnet50
-from mpistrat.gpu import executor
+from mpistrat.gpu import gpu_executor
 from mpistrat.gpu.arrays import GpuArray
 
 SHAPES = [tuple(shape) for shape in resnet50()]
@@ -246,7 +246,7 @@ def main() -> None:
     make: Any = Device
     own_gpu.make_device = lambda number: make()
     libraries.KINDS["__main__"] = libraries.Cupy()
-    executor.check_waiting = lambda device, buffer: None
+    gpu_executor.check_waiting = lambda device, buffer: None
     os.environ["MPISTRAT_DISABLE"] = "shadow"  # There are no numbers.
     mpistrat.init()
     print(f"load {os.getloadavg()[0]:.0f}")

@@ -3,7 +3,7 @@
 from mpi4py import MPI
 
 from mpistrat.core.topology import Topology
-from mpistrat.transport.mpi.data import MpiData
+from mpistrat.transport.mpi.mpi_data import MpiData
 from mpistrat.transport.mpi.peer_wait import PeerWait
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from mpistrat.core.interfaces import DataPlane
 from mpistrat.transport.memfd import HostFile
-from mpistrat.transport.shm.data import SharedMemoryData
 from mpistrat.transport.shm.segment import HostMemory
+from mpistrat.transport.shm.shm_data import SharedMemoryData
 from mpistrat.transport.unix_socket import ChannelSockets, UnixSocketChannel
 
 

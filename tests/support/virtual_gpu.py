@@ -18,7 +18,7 @@ from mpistrat.core.request import DEVICE_GPU, ScaledOp, Sum, allreduce_request, 
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.gpu.arrays import Allocated, BucketList, GpuArray, GpuTensors
-from mpistrat.gpu.executor import GpuExecutor
+from mpistrat.gpu.gpu_executor import GpuExecutor
 from tests.support.thread_group import ThreadGroup
 
 FLOAT32 = np.dtype(np.float32)

@@ -15,7 +15,7 @@ from mpistrat.api.availability import Row
 from mpistrat.cli import inventory, startup
 from mpistrat.cli.arguments import split_arguments
 from mpistrat.cli.automatic import automatic
-from mpistrat.cli.doctor import command as doctor
+from mpistrat.cli.doctor import doctor_command as doctor
 from mpistrat.cli.findings import MARK
 from mpistrat.cli.inventory import backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
 from mpistrat.cli.main import COMMANDS, main
@@ -584,6 +584,6 @@ def test_what_has_no_meaning_here_is_an_error(fake, capsys, words, text):
 
 @pytest.mark.horovod("check-build")
 def test_check_build_is_doctor(monkeypatch, capsys):
-    monkeypatch.setattr("mpistrat.cli.doctor.command.main", lambda argv: print("checked", argv) or 0)
+    monkeypatch.setattr("mpistrat.cli.doctor.doctor_command.main", lambda argv: print("checked", argv) or 0)
     assert main(["run", "-cb"]) == main(["run", "--check-build"]) == 0
     assert capsys.readouterr().out == "checked []\n" * 2

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from mpistrat.cli.doctor import facts, links
-from mpistrat.cli.doctor.command import _measured, observed_of
+from mpistrat.cli.doctor.doctor_command import _measured, observed_of
 from mpistrat.cli.doctor.facts import Facts
 from mpistrat.cli.doctor.judge import FAILURE, WARNING, MpiFacts, Observed, findings
 from mpistrat.cli.doctor.links import Link, NoAnswerError, first_ranks, pairs, wait

@@ -134,7 +134,7 @@ def test_options_that_make_no_sense(capsys: Any, words: str, complaint: str) -> 
 def test_busy_cores_are_told_at_first(capsys: Any, monkeypatch: pytest.MonkeyPatch, load: float, is_told: bool) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, load, 0.0))
     options = argparse.Namespace(efficiency=9, np=2)
-    monkeypatch.setattr("mpistrat.cli.elastic.is_asked_for", lambda _: False)
+    monkeypatch.setattr("mpistrat.cli.elastic_run.is_asked_for", lambda _: False)
     assert run(options, lambda *_: Outcome(7, "")) == 7
     assert ("other processes want its cores: in the last five minutes 1000000.0 on" in capsys.readouterr().err
             ) == is_told
@@ -145,7 +145,7 @@ def timer(monkeypatch: pytest.MonkeyPatch, told: list[StepTimes]) -> StepTimer:
     """The timer of this process, for ten steps."""
     pytest.importorskip("tensorflow")
     import mpistrat
-    from mpistrat.tensorflow.bridge._private import AtomicFunction
+    from mpistrat.tensorflow.bridge.private_names import AtomicFunction
     mpistrat.init()
     monkeypatch.setattr(AtomicFunction, "call_flat", AtomicFunction.call_flat)  # It is replaced, and put back.
     made = StepTimer(10, 0)

@@ -1,4 +1,4 @@
-"""The supervisor's Plan and the keepers' KeeperState, driven by random faults in a simulation without processes."""
+"""The supervisor's Plan and the agents' AgentState, driven by random faults in a simulation without processes."""
 
 import random
 import signal
@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat.cli import elastic
-from mpistrat.elastic import keeper_state
+from mpistrat.cli import elastic_run
+from mpistrat.elastic import agent_state
+from mpistrat.elastic.agent_state import HOST_LOST_AFTER_S, STAY_S, AgentState
 from mpistrat.elastic.commits import CommitId
-from mpistrat.elastic.job import LEAVE_CODE
-from mpistrat.elastic.keeper_state import HOST_LOST_AFTER_S, STAY_S, KeeperState
+from mpistrat.elastic.elastic_job import LEAVE_CODE
 from mpistrat.elastic.orders import Action, Done, Leave, Limits, Say, Start, Stop
-from mpistrat.elastic.plan import PREEMPTED_CODE, Plan
+from mpistrat.elastic.supervisor_plan import PREEMPTED_CODE, Plan
 
 STEP_S = 0.25
 STEPS_OF_JOB = 300  # committed steps after which the ranks end
@@ -24,7 +24,7 @@ STEPS_OF_JOB = 300  # committed steps after which the ranks end
 
 @dataclass
 class SimulatedRank:
-    """A rank of the simulation. Its process number is its line to the keeper."""
+    """A rank of the simulation. Its process number is its line to the agent."""
 
     host: str
     rank: int
@@ -35,14 +35,14 @@ class SimulatedRank:
 
 @dataclass
 class SimulatedHost:
-    """A host with its keeper. `link` is whether messages to and from the supervisor arrive."""
+    """A host with its agent. `link` is whether messages to and from the supervisor arrive."""
 
     name: str
-    keeper: KeeperState | None = None
+    agent: AgentState | None = None
     is_up: bool = True
     link: bool = True
-    heard: float = float("inf")  # by the supervisor; infinite: it has no line to the keeper
-    has_line: bool = False  # as the keeper sees it
+    heard: float = float("inf")  # by the supervisor; infinite: it has no line to the agent
+    has_line: bool = False  # as the agent sees it
     unsent: list[dict] = field(default_factory=list)
 
 
@@ -83,7 +83,7 @@ class World:
                 self.start(action)
             elif isinstance(action, Leave):
                 for host in self.reachable():
-                    self.keep(host, host.keeper.leave(action.generation, action.why))
+                    self.keep(host, host.agent.leave(action.generation, action.why))
             elif isinstance(action, Stop):
                 self.end_mpirun(kills=True)
             elif isinstance(action, Done):
@@ -91,7 +91,7 @@ class World:
                 self.done = action
 
     def reachable(self) -> list[SimulatedHost]:
-        return [host for host in self.hosts.values() if host.is_up and host.link and host.keeper is not None]
+        return [host for host in self.hosts.values() if host.is_up and host.link and host.agent is not None]
 
     def start(self, action: Start) -> None:
         self.sizes[action.generation] = action.ranks
@@ -100,37 +100,37 @@ class World:
             host = self.hosts[name]
             for _ in range(slots):
                 if host.is_up and host.link:
-                    if host.keeper is None:
-                        host.keeper, host.unsent = KeeperState(self.now), []
+                    if host.agent is None:
+                        host.agent, host.unsent = AgentState(self.now), []
                     if not host.has_line:
                         self.connect(host)
                     self.ranks[self.next_pid] = SimulatedRank(name, number, self.next_pid, action.generation)
-                    self.keep(host, host.keeper.hello(self.next_pid, number, self.next_pid, action.generation,
+                    self.keep(host, host.agent.hello(self.next_pid, number, self.next_pid, action.generation,
                                                       is_connected=True))
                     self.next_pid += 1
                     self.reached += 1
                 number += 1
 
     def connect(self, host: SimulatedHost) -> None:
-        """The keeper of a host connects to the supervisor."""
+        """The agent of a host connects to the supervisor."""
         host.has_line, host.heard, unsent, host.unsent = True, self.now, host.unsent, []
-        self.plan.keeper_found(host.name)
+        self.plan.agent_found(host.name)
         for message in unsent:
             self.tell_supervisor(host.name, message)
-        self.keep(host, host.keeper.connected())
-        self.keep(host, host.keeper.beat(self.plan.generation, self.now, self.now))
+        self.keep(host, host.agent.connected())
+        self.keep(host, host.agent.beat(self.plan.generation, self.now, self.now))
 
-    def keep(self, host: SimulatedHost, actions: list[keeper_state.Action]) -> None:
+    def keep(self, host: SimulatedHost, actions: list[agent_state.Action]) -> None:
         for action in actions:
-            if isinstance(action, keeper_state.Kill):
+            if isinstance(action, agent_state.Kill):
                 self.die(action.pid)
-            elif isinstance(action, keeper_state.End):
-                host.keeper = None
-            elif isinstance(action, keeper_state.Connect):
+            elif isinstance(action, agent_state.End):
+                host.agent = None
+            elif isinstance(action, agent_state.Connect):
                 host.has_line = False
                 if host.link and host.heard < float("inf"):
                     host.heard = float("inf")
-                    self.supervise(self.plan.keeper_gone(host.name, "its line is closed", self.now))
+                    self.supervise(self.plan.agent_gone(host.name, "its line is closed", self.now))
             elif action.to is None:
                 if host.has_line:
                     if host.link and host.heard < float("inf"):
@@ -140,10 +140,10 @@ class World:
             elif action.message["kind"] == "leave" and action.to in self.ranks:
                 self.ranks[action.to].must_leave = True
             elif action.message["kind"] == "there":
-                self.keep(host, host.keeper.written(action.to, 100, "", self.now))
+                self.keep(host, host.agent.written(action.to, 100, "", self.now))
             elif action.message["kind"] == "kept":
-                assert host.keeper.newest is not None
-                self.commits.append(host.keeper.newest.id)
+                assert host.agent.newest is not None
+                self.commits.append(host.agent.newest.id)
 
     def tell_supervisor(self, host: str, message: dict) -> None:
         kind, pid, generation = message["kind"], message.get("pid"), message.get("generation")
@@ -160,8 +160,8 @@ class World:
         rank = self.ranks.pop(pid, None)
         if rank is not None:
             host = self.hosts[rank.host]
-            if host.keeper is not None:
-                self.keep(host, host.keeper.closed(pid))
+            if host.agent is not None:
+                self.keep(host, host.agent.closed(pid))
 
     def end_mpirun(self, kills: bool) -> None:
         """mpirun ends, and its ranks with it, where its daemons can be reached."""
@@ -181,16 +181,16 @@ class World:
         self.now += STEP_S
         self.supervise(self.plan.hosts_found(dict.fromkeys(self.listed, self.slots), self.now))
         for host in self.hosts.values():
-            if host.keeper is not None and host.link and not (host.has_line and host.heard < float("inf")):
+            if host.agent is not None and host.link and not (host.has_line and host.heard < float("inf")):
                 self.connect(host)
-            elif host.keeper is not None and host.link:
+            elif host.agent is not None and host.link:
                 host.heard = self.now
-                self.keep(host, host.keeper.beat(self.plan.generation, self.now, self.now))
+                self.keep(host, host.agent.beat(self.plan.generation, self.now, self.now))
             elif self.now - host.heard > HOST_LOST_AFTER_S:
                 self.supervise(self.plan.host_lost(host.name, "silent", self.now))
                 host.heard = float("inf")
-            if host.keeper is not None:
-                self.keep(host, host.keeper.tick(self.now))
+            if host.agent is not None:
+                self.keep(host, host.agent.tick(self.now))
         self.supervise(self.plan.tick(self.now))
         asked = self.plan.asked(self.now)
         self.supervise(self.plan.answered([name for name in asked if self.hosts[name].is_up and self.hosts[name].link],
@@ -217,20 +217,20 @@ class World:
             self.steps += 1
             for rank in {each.host: each for each in reversed(members)}.values():  # the first of each host
                 host = self.hosts[rank.host]
-                if host.keeper is not None:
-                    self.keep(host, host.keeper.asked_to_write(rank.pid, CommitId(rank.generation, self.steps), False,
+                if host.agent is not None:
+                    self.keep(host, host.agent.asked_to_write(rank.pid, CommitId(rank.generation, self.steps), False,
                                                                self.now))
             if leaves or self.steps >= STEPS_OF_JOB:
                 for rank in members:
                     host = self.hosts[rank.host]
-                    if host.keeper is not None:
-                        self.keep(host, host.keeper.ended(rank.pid, LEAVE_CODE if leaves else 0, ""))
+                    if host.agent is not None:
+                        self.keep(host, host.agent.ended(rank.pid, LEAVE_CODE if leaves else 0, ""))
                     self.ranks.pop(rank.pid, None)
                 if generation == self.mpirun:
                     self.end_mpirun(kills=False)
 
 
-FAULTS = ("kill a rank", "kill a host", "kill a keeper", "cut a link", "mend a link", "start a host", "drop a host",
+FAULTS = ("kill a rank", "kill a host", "kill an agent", "cut a link", "mend a link", "start a host", "drop a host",
           "list a host", "nothing", "SIGTERM")
 
 
@@ -241,23 +241,23 @@ def fault(world: World, kind: str) -> None:
     if kind == "kill a rank" and world.ranks:
         world.die(world.random.choice(sorted(world.ranks)))
     elif kind == "kill a host" and host.is_up:
-        host.is_up, host.keeper, host.heard, host.has_line = False, None, float("inf"), False
+        host.is_up, host.agent, host.heard, host.has_line = False, None, float("inf"), False
         for pid in [pid for pid, rank in world.ranks.items() if rank.host == name]:
             del world.ranks[pid]
-        world.supervise(world.plan.keeper_gone(name, "its connection is broken", world.now))
-    elif kind == "kill a keeper" and host.keeper is not None and host.link:
+        world.supervise(world.plan.agent_gone(name, "its connection is broken", world.now))
+    elif kind == "kill an agent" and host.agent is not None and host.link:
         # Its ranks start another one, and hand over what they hold.
-        held = host.keeper.newest
+        held = host.agent.newest
         ranks = [rank for rank in world.ranks.values() if rank.host == name]
-        host.keeper, host.heard, host.has_line, host.unsent = None, float("inf"), False, []
-        world.supervise(world.plan.keeper_gone(name, "its connection is broken", world.now))
+        host.agent, host.heard, host.has_line, host.unsent = None, float("inf"), False, []
+        world.supervise(world.plan.agent_gone(name, "its connection is broken", world.now))
         if ranks:
-            host.keeper = KeeperState(world.now)
+            host.agent = AgentState(world.now)
             world.connect(host)
             for rank in ranks:
-                world.keep(host, host.keeper.hello(rank.pid, rank.rank, rank.pid, rank.generation, is_connected=True))
+                world.keep(host, host.agent.hello(rank.pid, rank.rank, rank.pid, rank.generation, is_connected=True))
                 if held is not None and rank.pid in world.ranks:
-                    world.keep(host, host.keeper.asked_to_write(rank.pid, held.id, True, world.now))
+                    world.keep(host, host.agent.asked_to_write(rank.pid, held.id, True, world.now))
     elif kind == "cut a link":
         host.link = False
     elif kind == "mend a link":
@@ -291,7 +291,7 @@ def test_every_job_ends_and_generations_commit_in_turn(count: int, slots: int, s
         if world.done is None:
             world.advance()
     assert world.done is not None, "the job has no end"
-    # Commits of a generation come before all commits of later ones. That a keeper gets one again is none.
+    # Commits of a generation come before all commits of later ones. That an agent gets one again is none.
     generations = [commit.generation for place, commit in enumerate(world.commits)
                    if commit not in world.commits[:place]]
     assert generations == sorted(generations), "an old generation has committed beside a new one"
@@ -324,7 +324,7 @@ def connect(job: Plan, generation: int, hosts: str) -> None:
 
 
 def end(job: Plan, generation: int, hosts: str, now: float, code: int | None = None) -> None:
-    """The keepers tell how the ranks that `connect` has connected have ended. They have died if there is no code."""
+    """The agents tell how the ranks that `connect` has connected have ended. They have died if there is no code."""
     for pid, host in enumerate(hosts, 100 * generation):
         if code is None:
             job.died(host, pid, generation, now)
@@ -370,7 +370,7 @@ def test_a_lost_host_is_left_out_for_longer_each_time() -> None:
     assert kinds(job.host_lost("b", "silent", 1.0)) == [Say, Stop]
     job.committed(CommitId(1, 1), "")
     job.generation_over(1, 0, 2.0)
-    assert job.tick(2.0) == []  # The keeper of `a` has not told yet how its ranks have ended.
+    assert job.tick(2.0) == []  # The agent of `a` has not told yet how its ranks have ended.
     end(job, 1, "aa", 2.0)
     assert job.tick(2.0) == [Start(2, 2, (("a", 2),))]
     job.hello("a", 0, 200, 2)
@@ -453,9 +453,9 @@ def test_a_signal_has_one_exit_code_in_all_phases(phase: str, name: str, code: i
 
 def test_a_signal_that_is_sent_to_the_process_and_to_its_group_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     took, now = [], [5.0]
-    control = elastic._Control()
+    control = elastic_run._Control()
     control.service = SimpleNamespace(signalled=lambda *of: took.append(of))  # type: ignore[assignment]
-    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(elastic_run, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for later, is_taken in ((0.0, True), (0.01, True), (1.0, False)):
         now[0] += later
         assert control.takes(signal.SIGTERM) is is_taken
@@ -519,44 +519,44 @@ def test_a_job_that_has_failed_for_good_has_no_exit_code_of_one_that_can_go_on(c
 
 
 def test_a_host_is_not_left_out_if_nothing_else_is_left_and_it_is_there() -> None:
-    def after_a_loss(own: str, has_keeper: bool) -> list[Action]:
+    def after_a_loss(own: str, has_agent: bool) -> list[Action]:
         job = starting(own=[own])
         job.hello("a", 0, 100, 1, is_connected=True)
         job.committed(CommitId(1, 1), "")
         job.host_lost("a", "silent", 1.0)
         job.generation_over(1, 1, 2.0)
-        if has_keeper:
-            job.keeper_found("a")
+        if has_agent:
+            job.agent_found("a")
         return job.tick(2.0)
 
-    assert kinds(after_a_loss(own="a", has_keeper=False)) == [Start]
-    assert kinds(after_a_loss(own="b", has_keeper=True)) == [Start]
-    assert kinds(after_a_loss(own="b", has_keeper=False)) == [Say]  # It waits for hosts.
+    assert kinds(after_a_loss(own="a", has_agent=False)) == [Start]
+    assert kinds(after_a_loss(own="b", has_agent=True)) == [Start]
+    assert kinds(after_a_loss(own="b", has_agent=False)) == [Say]  # It waits for hosts.
 
 
-def test_a_host_whose_keeper_is_gone_is_lost_if_no_other_comes_or_mpirun_ends() -> None:
+def test_a_host_whose_agent_is_gone_is_lost_if_no_other_comes_or_mpirun_ends() -> None:
     for ends in (False, True):
         job = running(Limits(max_np=4), {"a": 2, "b": 2})
         job.committed(CommitId(1, 1), "")
-        assert job.keeper_gone("b", "its keeper has ended", 1.0) == [] and job.tick(25.9) == []
+        assert job.agent_gone("b", "its agent has ended", 1.0) == [] and job.tick(25.9) == []
         if ends:
             end(job, 1, "aa", 25.9)
-            assert job.generation_over(1, 1, 25.9) == [Say("b is lost: its keeper has ended")]
+            assert job.generation_over(1, 1, 25.9) == [Say("b is lost: its agent has ended")]
             assert job.tick(25.9) == [Start(2, 2, (("a", 2),))]
         else:
             assert kinds(job.tick(26.0)) == [Say, Stop]
     job = running(Limits(max_np=4), {"a": 2, "b": 2})
-    job.keeper_gone("b", "its keeper has ended", 1.0)
-    job.keeper_found("b")
+    job.agent_gone("b", "its agent has ended", 1.0)
+    job.agent_found("b")
     assert job.tick(30.0) == []
-    job.keeper_gone("b", "its keeper has ended", 30.0)
+    job.agent_gone("b", "its agent has ended", 30.0)
     assert job.host_lost("a", "silent", 30.1)[0] == Say("a is lost: silent") and job.tick(30.2) == []
 
 
-def test_a_rank_that_was_lost_with_its_keeper_is_known_to_be_lost_when_the_others_go_on() -> None:
+def test_a_rank_that_was_lost_with_its_agent_is_known_to_be_lost_when_the_others_go_on() -> None:
     job = running()
-    job.keeper_gone("a", "its keeper has ended", 1.0)
-    job.keeper_found("a")
+    job.agent_gone("a", "its agent has ended", 1.0)
+    job.agent_found("a")
     job.hello("a", 0, 100, 1, is_connected=True)
     assert job.renamed("a", 100, 1, 0, 1, 1.5) == [Say("generation 1 goes on with 1 rank")]
     job.ended("a", 100, 1, 0, "", 9.0)
@@ -577,129 +577,129 @@ def test_an_mpirun_that_does_not_end_after_its_ranks_is_stopped_after_a_success_
     assert isinstance(stop, Stop) and not stop.is_done
 
 
-# -- keepers ----------------------------------------------------------------------------------------------------------
+# -- agents ----------------------------------------------------------------------------------------------------------
 
 
-def a_keeper(rank: int = 0) -> KeeperState:
-    """A keeper that the supervisor has just answered, with a rank on line 1."""
-    keeper = KeeperState(0.0)
-    keeper.beat(1, 0.0, 0.0)
-    keeper.hello(1, rank, 4711, 1, launcher=4000, is_connected=True)
-    return keeper
+def a_agent(rank: int = 0) -> AgentState:
+    """An agent that the supervisor has just answered, with a rank on line 1."""
+    agent = AgentState(0.0)
+    agent.beat(1, 0.0, 0.0)
+    agent.hello(1, rank, 4711, 1, launcher=4000, is_connected=True)
+    return agent
 
 
-def told(actions: list[keeper_state.Action]) -> list[tuple[object, str]]:
+def told(actions: list[agent_state.Action]) -> list[tuple[object, str]]:
     """To whom what kind of message is sent."""
-    return [(action.to, action.message["kind"]) for action in actions if isinstance(action, keeper_state.Tell)]
+    return [(action.to, action.message["kind"]) for action in actions if isinstance(action, agent_state.Tell)]
 
 
-def test_a_keeper_keeps_the_last_two_commits_in_two_files() -> None:
-    keeper, paths = a_keeper(), []
+def test_a_agent_keeps_the_last_two_commits_in_two_files() -> None:
+    agent, paths = a_agent(), []
     for number in range(1, 5):
-        there, = keeper.asked_to_write(1, CommitId(1, number), False, 0.1)
+        there, = agent.asked_to_write(1, CommitId(1, number), False, 0.1)
         paths.append(there.message["path"])
-        assert keeper.newest is None or there.message["path"] != str(keeper.newest.index)
-        assert told(keeper.written(1, 100, "", 0.1)) == [(None, "committed"), (1, "kept")]
-        assert keeper.newest is not None and keeper.newest.id.number == number
+        assert agent.newest is None or there.message["path"] != str(agent.newest.index)
+        assert told(agent.written(1, 100, "", 0.1)) == [(None, "committed"), (1, "kept")]
+        assert agent.newest is not None and agent.newest.id.number == number
     assert paths == ["0", "1", "0", "1"]
-    kept, = keeper.asked_to_write(1, CommitId(1, 3), True, 0.2)  # An old one is not taken for the newest.
+    kept, = agent.asked_to_write(1, CommitId(1, 3), True, 0.2)  # An old one is not taken for the newest.
     assert kept.message["newest"]["number"] == 4
 
 
 def test_one_rank_at_a_time_writes() -> None:
-    keeper = a_keeper()
-    keeper.hello(2, 1, 4712, 1)
-    assert told(keeper.asked_to_write(1, CommitId(1, 7), True, 0.1)) == [(1, "there")]
-    assert keeper.asked_to_write(2, CommitId(1, 7), True, 0.1) == []
+    agent = a_agent()
+    agent.hello(2, 1, 4712, 1)
+    assert told(agent.asked_to_write(1, CommitId(1, 7), True, 0.1)) == [(1, "there")]
+    assert agent.asked_to_write(2, CommitId(1, 7), True, 0.1) == []
     # The second one has the same commit, which is there by now.
-    assert told(keeper.written(1, 100, "", 0.2)) == [(None, "committed"), (1, "kept"), (2, "kept")]
-    keeper.asked_to_write(1, CommitId(1, 8), False, 0.3)
-    keeper.asked_to_write(2, CommitId(1, 8), True, 0.3)
-    keeper.closed(1)  # It has died while it wrote.
-    assert told(keeper.tick(0.4)) == [(2, "there")]
+    assert told(agent.written(1, 100, "", 0.2)) == [(None, "committed"), (1, "kept"), (2, "kept")]
+    agent.asked_to_write(1, CommitId(1, 8), False, 0.3)
+    agent.asked_to_write(2, CommitId(1, 8), True, 0.3)
+    agent.closed(1)  # It has died while it wrote.
+    assert told(agent.tick(0.4)) == [(2, "there")]
 
 
-def test_a_keeper_takes_no_commit_after_a_silence_and_ends_the_ranks_before_the_supervisor_gives_it_up() -> None:
-    keeper = a_keeper()
-    assert keeper_state.COMMIT_LIMIT_S < keeper_state.LOST_AFTER_S < HOST_LOST_AFTER_S
-    assert [keeper.tick(0.25 * beat) for beat in range(17)] == [[]] * 17
-    assert keeper.asked_to_write(1, CommitId(1, 1), False, keeper_state.COMMIT_LIMIT_S + 0.1) == []
-    *beats, last = (keeper.tick(0.25 * beat) for beat in range(17, 22))
+def test_a_agent_takes_no_commit_after_a_silence_and_ends_the_ranks_before_the_supervisor_gives_it_up() -> None:
+    agent = a_agent()
+    assert agent_state.COMMIT_LIMIT_S < agent_state.LOST_AFTER_S < HOST_LOST_AFTER_S
+    assert [agent.tick(0.25 * beat) for beat in range(17)] == [[]] * 17
+    assert agent.asked_to_write(1, CommitId(1, 1), False, agent_state.COMMIT_LIMIT_S + 0.1) == []
+    *beats, last = (agent.tick(0.25 * beat) for beat in range(17, 22))
     assert beats == [[]] * 4
-    assert last[:3] == [keeper_state.Kill(4711), keeper_state.Kill(4000), keeper_state.Connect()]
-    assert told(last) == [(None, "cut off")] and keeper.newest is None
-    keeper = a_keeper()
-    keeper.ended(1, 0, "")
-    assert [told(keeper.tick(0.25 * beat)) for beat in range(22)] == [[]] * 22
+    assert last[:3] == [agent_state.Kill(4711), agent_state.Kill(4000), agent_state.Connect()]
+    assert told(last) == [(None, "cut off")] and agent.newest is None
+    agent = a_agent()
+    agent.ended(1, 0, "")
+    assert [told(agent.tick(0.25 * beat)) for beat in range(22)] == [[]] * 22
 
 
 def test_a_commit_waits_for_the_supervisor_and_an_old_answer_says_nothing() -> None:
-    keeper = a_keeper()
-    keeper.asked_to_write(1, CommitId(1, 1), False, 4.1)
-    assert keeper.beat(1, 0.0, 4.2) == []  # It was on its way for long.
-    assert told(keeper.beat(1, 4.2, 4.3)) == [(1, "there")]
-    assert told(keeper.written(1, 100, "", 8.1)) == [(None, "committed"), (1, "kept")]
-    keeper.asked_to_write(1, CommitId(1, 2), False, 8.1)
-    assert keeper.written(1, 100, "", 8.3) == []
-    assert told(keeper.beat(1, 8.3, 8.4)) == [(None, "committed"), (1, "kept")]
+    agent = a_agent()
+    agent.asked_to_write(1, CommitId(1, 1), False, 4.1)
+    assert agent.beat(1, 0.0, 4.2) == []  # It was on its way for long.
+    assert told(agent.beat(1, 4.2, 4.3)) == [(1, "there")]
+    assert told(agent.written(1, 100, "", 8.1)) == [(None, "committed"), (1, "kept")]
+    agent.asked_to_write(1, CommitId(1, 2), False, 8.1)
+    assert agent.written(1, 100, "", 8.3) == []
+    assert told(agent.beat(1, 8.3, 8.4)) == [(None, "committed"), (1, "kept")]
 
 
-def test_a_keeper_that_was_stopped_itself_waits_for_an_answer_before_it_ends_ranks() -> None:
-    keeper = a_keeper()
-    keeper.tick(0.5)
-    assert keeper.tick(12.5) == []  # All processes were stopped, and go on.
-    assert keeper.beat(1, 0.5, 12.5) == [] and keeper.asked_to_write(1, CommitId(1, 1), False, 12.5) == []
-    assert told(keeper.beat(1, 12.6, 12.7)) == [(1, "there")]
-    assert keeper.tick(14.0) == [] and keeper.tick(15.4) == [] and keeper.tick(16.8) == []
-    keeper = a_keeper()
-    keeper.tick(12.5)  # It alone was stopped, and the supervisor has gone on without it.
-    assert keeper.beat(2, 12.6, 12.7) == [keeper_state.Kill(4711)]
-    keeper = a_keeper()
-    keeper.tick(12.5)  # The supervisor is out of reach.
-    assert keeper.tick(13.9) == [] and keeper_state.Connect() in keeper.tick(14.6)
+def test_a_agent_that_was_stopped_itself_waits_for_an_answer_before_it_ends_ranks() -> None:
+    agent = a_agent()
+    agent.tick(0.5)
+    assert agent.tick(12.5) == []  # All processes were stopped, and go on.
+    assert agent.beat(1, 0.5, 12.5) == [] and agent.asked_to_write(1, CommitId(1, 1), False, 12.5) == []
+    assert told(agent.beat(1, 12.6, 12.7)) == [(1, "there")]
+    assert agent.tick(14.0) == [] and agent.tick(15.4) == [] and agent.tick(16.8) == []
+    agent = a_agent()
+    agent.tick(12.5)  # It alone was stopped, and the supervisor has gone on without it.
+    assert agent.beat(2, 12.6, 12.7) == [agent_state.Kill(4711)]
+    agent = a_agent()
+    agent.tick(12.5)  # The supervisor is out of reach.
+    assert agent.tick(13.9) == [] and agent_state.Connect() in agent.tick(14.6)
 
 
-def test_a_keeper_that_is_cut_off_stays_with_its_commits_and_not_for_ever() -> None:
-    keeper = a_keeper()
-    keeper.asked_to_write(1, CommitId(1, 1), False, 0.1)
-    keeper.written(1, 100, "", 0.1)
+def test_a_agent_that_is_cut_off_stays_with_its_commits_and_not_for_ever() -> None:
+    agent = a_agent()
+    agent.asked_to_write(1, CommitId(1, 1), False, 0.1)
+    agent.written(1, 100, "", 0.1)
     for beat in range(1, 30):
-        keeper.tick(0.25 * beat)
-    keeper.closed(1)
-    assert keeper.hello(2, 0, 4712, 1) == [keeper_state.Kill(4712)]  # of the generation that was ended
-    keeper.beat(2, 20.0, 20.0)
-    welcome = keeper.hello(3, 0, 4713, 2)[0]
+        agent.tick(0.25 * beat)
+    agent.closed(1)
+    assert agent.hello(2, 0, 4712, 1) == [agent_state.Kill(4712)]  # of the generation that was ended
+    agent.beat(2, 20.0, 20.0)
+    welcome = agent.hello(3, 0, 4713, 2)[0]
     assert welcome.message["newest"]["number"] == 1
     now = 20.0
     while now < 20.0 + STAY_S:
         now += 0.5
-        assert not any(isinstance(action, keeper_state.End) for action in keeper.tick(now))
-    assert any(keeper_state.End in kinds(keeper.tick(now + beat)) for beat in range(10))
+        assert not any(isinstance(action, agent_state.End) for action in agent.tick(now))
+    assert any(agent_state.End in kinds(agent.tick(now + beat)) for beat in range(10))
 
 
-def test_a_keeper_that_connects_again_names_its_ranks_and_keeps_no_commit_until_it_is_answered() -> None:
-    keeper = a_keeper()
-    assert keeper.disconnected() == [keeper_state.Connect()]
-    assert keeper.asked_to_write(1, CommitId(1, 1), False, 0.1) == []
-    assert told(keeper.connected()) == [(None, "hello")]
-    assert told(keeper.beat(1, 0.2, 0.2)) == [(1, "there")]
+def test_a_agent_that_connects_again_names_its_ranks_and_keeps_no_commit_until_it_is_answered() -> None:
+    agent = a_agent()
+    assert agent.disconnected() == [agent_state.Connect()]
+    assert agent.asked_to_write(1, CommitId(1, 1), False, 0.1) == []
+    assert told(agent.connected()) == [(None, "hello")]
+    assert told(agent.beat(1, 0.2, 0.2)) == [(1, "there")]
 
 
 def test_a_new_generation_ends_the_ranks_of_the_one_before() -> None:
-    keeper = a_keeper()
-    assert keeper.beat(2, 1.0, 1.0) == [keeper_state.Kill(4711)]
-    assert told(keeper.asked_to_write(1, CommitId(1, 1), False, 1.0)) == [(1, "kept")] and keeper.newest is None
-    assert keeper.hello(2, 0, 4712, 1) == [keeper_state.Kill(4712)]
+    agent = a_agent()
+    assert agent.beat(2, 1.0, 1.0) == [agent_state.Kill(4711)]
+    assert told(agent.asked_to_write(1, CommitId(1, 1), False, 1.0)) == [(1, "kept")] and agent.newest is None
+    assert agent.hello(2, 0, 4712, 1) == [agent_state.Kill(4712)]
 
 
 def test_a_rank_that_starts_after_the_news_hears_that_it_is_to_leave() -> None:
-    keeper = KeeperState(0.0)
-    keeper.beat(1, 0.0, 0.0)
-    keeper.leave(1, "a host comes")
-    assert [kind for to, kind in told(keeper.hello(1, 0, 4711, 1)) if to == 1] == ["welcome", "leave"]
-    keeper = KeeperState(0.0)
-    keeper.leave(1, "a host comes")  # It has just connected.
-    assert [kind for to, kind in told(keeper.hello(1, 0, 4711, 1)) if to == 1] == ["welcome", "leave"]
+    agent = AgentState(0.0)
+    agent.beat(1, 0.0, 0.0)
+    agent.leave(1, "a host comes")
+    assert [kind for to, kind in told(agent.hello(1, 0, 4711, 1)) if to == 1] == ["welcome", "leave"]
+    agent = AgentState(0.0)
+    agent.leave(1, "a host comes")  # It has just connected.
+    assert [kind for to, kind in told(agent.hello(1, 0, 4711, 1)) if to == 1] == ["welcome", "leave"]
 
 
 def test_ranks_that_the_supervisor_cannot_reach_stop_before_others_go_on() -> None:
@@ -719,8 +719,8 @@ def test_ranks_that_the_supervisor_cannot_reach_stop_before_others_go_on() -> No
 
 def test_a_host_that_is_lost_after_the_generation_has_ended_is_left_out() -> None:
     job = running(Limits(max_np=4), {"a": 2, "b": 2})
-    job.keeper_found("a")
-    job.keeper_found("b")
+    job.agent_found("a")
+    job.agent_found("b")
     job.committed(CommitId(1, 3), "")
     assert job.generation_over(1, 255, 5.0, silent=["b"]) == []
     assert job.tick(5.5) == []
@@ -736,12 +736,12 @@ def test_mpirun_may_end_before_the_loss_of_a_host_is_known() -> None:
     job.died("a", 100, 1, 5.0)  # with its mpirun, which has lost a daemon
     job.generation_over(1, 1, 5.0)
     job.died("a", 101, 1, 5.1)
-    assert job.tick(5.1) == []  # No keeper has told how the ranks of `b` have ended.
+    assert job.tick(5.1) == []  # No agent has told how the ranks of `b` have ended.
     assert kinds(job.host_lost("b", "its connection is broken", 5.2)) == [Say]
     assert job.tick(5.2) == [Start(2, 2, (("a", 2),))]
 
 
-def test_a_keeper_that_does_not_tell_how_its_ranks_have_ended_is_not_waited_for() -> None:
+def test_a_agent_that_does_not_tell_how_its_ranks_have_ended_is_not_waited_for() -> None:
     job = running()
     job.committed(CommitId(1, 3), "")
     job.generation_over(1, 1, 5.0)
@@ -775,7 +775,7 @@ def after_a_cut(limits: Limits, kept: str = "", own: str = "login") -> Plan:
     job.tick(0.0)
     connect(job, 1, "aabb")
     for host in "ab":
-        job.keeper_found(host)
+        job.agent_found(host)
     job.committed(CommitId(1, 9), "")
     for host in "ab":
         if host not in kept:
@@ -819,7 +819,7 @@ def test_a_healthy_generation_goes_on_without_a_host_that_is_silent(cooldown_s: 
     end(job, 2, "aa", 4001.0, LEAVE_CODE)
     job.generation_over(2, 0, 4001.0)
     assert job.tick(4001.0) == [Start(3, 4, (("a", 2), ("c", 2)))]
-    job.keeper_found("b")
+    job.agent_found("b")
     assert job.tick(4002.0) == []  # There is no place for it.
 
 
@@ -834,7 +834,7 @@ def test_starts_that_start_nobody_are_no_failures_and_the_job_waits(kept: str, m
     job = after_a_cut(limits, kept)
     assert vain_starts(job, 440.0, seconds=seconds)[1] is None
     for host in "ab":
-        job.keeper_found(host)  # The link is mended.
+        job.agent_found(host)  # The link is mended.
     start, = job.tick(440.5)
     assert isinstance(start, Start) and start.ranks == 4
 
@@ -842,17 +842,17 @@ def test_starts_that_start_nobody_are_no_failures_and_the_job_waits(kept: str, m
 def test_a_host_where_nothing_starts_is_left_out_and_the_others_go_on() -> None:
     for answering in ([], ["a"]):
         job = after_a_cut(Limits(max_np=4), kept="" if answering else "a")
-        job.keeper_found("b")
+        job.agent_found("b")
         job.answered(answering, 41.0)
         assert job.tick(41.0) == [Start(2, 4, (("a", 2), ("b", 2)))]
-        job.keeper_gone("b", "its connection is broken", 42.0)
+        job.agent_gone("b", "its connection is broken", 42.0)
         job.answered(answering, 70.0)
         assert kinds(job.generation_over(2, 1, 71.0, has_started=False)) == [Say]
         assert job.tick(71.5) == [Start(3, 2, (("a", 2),))]
 
 
 def test_a_lost_host_that_answers_is_not_left_out_if_the_others_are_too_few() -> None:
-    """It has been started anew, say, and has no keeper."""
+    """It has been started anew, say, and has no agent."""
     job = after_a_cut(Limits(min_np=4, max_np=4), kept="a")
     assert kinds(job.tick(11.0)) == [Say] and job.asked(11.0) == {"b"}
     assert job.answered(["b"], 20.0) == [] and job.tick(20.5) == [Start(2, 4, (("a", 2), ("b", 2)))]

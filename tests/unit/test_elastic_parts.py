@@ -24,16 +24,16 @@ import pytest
 import mpistrat
 from mpistrat.api import runtime
 from mpistrat.api.elastic import state as states
-from mpistrat.cli import elastic
-from mpistrat.cli.elastic import HostFinder, _Control, is_asked_for, limits_of, slurm_counts, tolerant_options
+from mpistrat.cli import elastic_run
+from mpistrat.cli.elastic_run import HostFinder, _Control, is_asked_for, limits_of, slurm_counts, tolerant_options
 from mpistrat.cli.mpirun import LaunchCommand, Mpirun
 from mpistrat.cli.run import parse, plan
 from mpistrat.cli.supervisor import Interference, Outcome, launch
 from mpistrat.core.errors import ElasticError, EngineError, LaunchError
 from mpistrat.elastic import member, service
+from mpistrat.elastic.agent import socket_name
 from mpistrat.elastic.commits import CommitId, DamagedCommitError, Packed, load, read, save
-from mpistrat.elastic.job import ElasticJob, job_of
-from mpistrat.elastic.keeper import socket_name
+from mpistrat.elastic.elastic_job import ElasticJob, job_of
 from mpistrat.elastic.orders import Limits
 from mpistrat.elastic.service import addresses_towards
 from mpistrat.process.launchers import MPICH, OPEN_MPI
@@ -114,13 +114,13 @@ def test_one_job_at_a_time_saves_its_commits_in_a_directory(tmp_path: Path) -> N
             asked = options(f"-np 2 --elastic-checkpoint {directory}")
             with pytest.raises(LaunchError, match=rf"another job saves its commits there \(process {other.pid} on "
                                                   r"\S+\)\. Wait until it has ended, or name another directory"):
-                elastic.run(asked, lambda *_: pytest.fail("it was started"))
+                elastic_run.run(asked, lambda *_: pytest.fail("it was started"))
         finally:
             other.kill()
     save(Packed(VALUE), str(directory / "commit.mpistrat"))
     (directory / "commit.mpistrat.4711.tmp").write_bytes(b"mpistrat commit")
     for _ in range(2):  # The first job gives the lock back.
-        with elastic._directory(asked) as found:
+        with elastic_run._directory(asked) as found:
             assert found == str(directory)
             assert sorted(each.name for each in directory.iterdir()) == ["commit.mpistrat", "lock"]
 
@@ -132,8 +132,8 @@ def test_a_directory_without_locks_is_used_and_that_is_said(tmp_path: Path, monk
 
     said: list[str] = []
     monkeypatch.setattr("fcntl.flock", no_lock)
-    monkeypatch.setattr(elastic, "_say", said.append)
-    with elastic._directory(options(f"-np 2 --elastic-checkpoint {tmp_path / 'saved'}")) as found:
+    monkeypatch.setattr(elastic_run, "_say", said.append)
+    with elastic_run._directory(options(f"-np 2 --elastic-checkpoint {tmp_path / 'saved'}")) as found:
         assert found == str(tmp_path / "saved")
     assert [each.endswith("would not be noticed (Function not implemented)") for each in said] == [True]
 
@@ -223,8 +223,8 @@ def test_the_job_travels_in_one_variable() -> None:
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 
-class LineToKeeper:
-    """Answers as a keeper that has one memory file. It ends when it gets a message of the kind `ends_at`."""
+class LineToAgent:
+    """Answers as an agent that has one memory file. It ends when it gets a message of the kind `ends_at`."""
 
     def __init__(self, path: Path, ends_at: str = ""):
         self._path, self._ends_at = path, ends_at
@@ -247,18 +247,18 @@ class LineToKeeper:
 
 
 @pytest.fixture
-def keepers(tmp_path: Path) -> list[LineToKeeper]:
-    """The keepers that the rank finds one after the other. The first one has the file `tmp_path / "memory"`."""
-    return [LineToKeeper(tmp_path / "memory")]
+def agents(tmp_path: Path) -> list[LineToAgent]:
+    """The agents that the rank finds one after the other. The first one has the file `tmp_path / "memory"`."""
+    return [LineToAgent(tmp_path / "memory")]
 
 
 @pytest.fixture
-def rank(keepers: list[LineToKeeper], monkeypatch: pytest.MonkeyPatch) -> Iterator[member.Member]:
+def rank(agents: list[LineToAgent], monkeypatch: pytest.MonkeyPatch) -> Iterator[member.Member]:
     """A rank of an elastic job, which does nothing at its end."""
-    found_keepers = iter(keepers)
-    monkeypatch.setattr(member, "line_to_keeper", lambda job: next(found_keepers))
-    monkeypatch.setattr(member, "keeper_process", lambda job: None)
-    monkeypatch.setattr(member.KeeperLine, "_watch", lambda self: None)
+    found_agents = iter(agents)
+    monkeypatch.setattr(member, "connect_to_agent", lambda job: next(found_agents))
+    monkeypatch.setattr(member, "agent_process", lambda job: None)
+    monkeypatch.setattr(member.AgentConnection, "_watch", lambda self: None)
     monkeypatch.setattr(member, "exit_code", argparse.Namespace(note=lambda: None, final=lambda: None))
     monkeypatch.setattr(member, "atexit", argparse.Namespace(register=lambda function: None))
     monkeypatch.setattr(member.Member, "_watch_for_preemption", lambda self: None)
@@ -303,14 +303,14 @@ def test_a_commit_that_cannot_be_written_is_an_error_of_the_next_one(rank: membe
 
 def test_a_late_answer_is_not_that_to_the_next_question(rank: member.Member, monkeypatch: pytest.MonkeyPatch) -> None:
     questions: list[dict[str, Any]] = []
-    line = rank._keeper._line
+    line = rank._agent._connection
     answer = line.send
-    monkeypatch.setattr(member, "_KEEPER_LIMIT_S", 0.05)
+    monkeypatch.setattr(member, "_AGENT_LIMIT_S", 0.05)
     monkeypatch.setattr(line, "send", lambda **question: questions.append(question))
     rank.commit(1, dict, "", is_writer=True, is_saved=False)
-    with pytest.raises(ElasticError, match="commit 1 cannot be written: the keeper of this host has not answered"):
+    with pytest.raises(ElasticError, match="commit 1 cannot be written: the agent of this host has not answered"):
         rank.finish()
-    monkeypatch.setattr(member, "_KEEPER_LIMIT_S", 10.0)
+    monkeypatch.setattr(member, "_AGENT_LIMIT_S", 10.0)
     monkeypatch.setattr(line, "send", answer)
     answer(**questions[0])
     rank.commit(2, dict, "", is_writer=True, is_saved=False)
@@ -318,42 +318,42 @@ def test_a_late_answer_is_not_that_to_the_next_question(rank: member.Member, mon
     assert rank._welcome["kind"] == "kept"
 
 
-def kinds(keeper: LineToKeeper) -> list[str]:
-    return [message["kind"] for message in keeper.got]
+def kinds(agent: LineToAgent) -> list[str]:
+    return [message["kind"] for message in agent.got]
 
 
 @pytest.mark.parametrize("is_writer", [True, False])
-def test_another_keeper_gets_the_last_commit_from_the_ranks_that_hold_it(
-        keepers: list[LineToKeeper], rank: member.Member, tmp_path: Path, is_writer: bool) -> None:
-    keepers.append(LineToKeeper(tmp_path / "other"))
+def test_another_agent_gets_the_last_commit_from_the_ranks_that_hold_it(
+        agents: list[LineToAgent], rank: member.Member, tmp_path: Path, is_writer: bool) -> None:
+    agents.append(LineToAgent(tmp_path / "other"))
     rank.connected()
     rank.rename(0, 2)
     rank.commit(7, lambda: {"epoch": 3}, "epoch 3", is_writer=is_writer, is_saved=False)
     rank.finish()
-    keepers[0]._take(keepers[0], None)
-    wait_until(lambda: "written" in kinds(keepers[1]), 10)
-    assert kinds(keepers[1]) == ["hello", "renamed", "commit", "written"]
-    assert keepers[1].got[0]["connected"] and keepers[1].got[1]["size"] == 2
-    assert keepers[1].got[2]["commit"] == [2, 7] and keepers[1].got[2]["is_copy"]
+    agents[0]._take(agents[0], None)
+    wait_until(lambda: "written" in kinds(agents[1]), 10)
+    assert kinds(agents[1]) == ["hello", "renamed", "commit", "written"]
+    assert agents[1].got[0]["connected"] and agents[1].got[1]["size"] == 2
+    assert agents[1].got[2]["commit"] == [2, 7] and agents[1].got[2]["is_copy"]
     assert read(memoryview((tmp_path / "other").read_bytes())) == (CommitId(2, 7), {"epoch": 3})
 
 
-def test_another_keeper_hears_how_a_rank_ends(keepers: list[LineToKeeper], rank: member.Member, tmp_path: Path) -> None:
-    keepers.append(LineToKeeper(tmp_path / "other"))
-    keepers[0]._ends_at = "ended"
+def test_another_agent_hears_how_a_rank_ends(agents: list[LineToAgent], rank: member.Member, tmp_path: Path) -> None:
+    agents.append(LineToAgent(tmp_path / "other"))
+    agents[0]._ends_at = "ended"
     rank._say_end()
-    assert kinds(keepers[1]) == ["hello", "ended"]
+    assert kinds(agents[1]) == ["hello", "ended"]
 
 
 @pytest.mark.parametrize("ends_at", ["commit", "written"])
-def test_a_commit_that_is_under_way_when_the_keeper_ends_goes_to_another_one(
-        keepers: list[LineToKeeper], rank: member.Member, tmp_path: Path, ends_at: str) -> None:
-    keepers.append(LineToKeeper(tmp_path / "other"))
+def test_a_commit_that_is_under_way_when_the_agent_ends_goes_to_another_one(
+        agents: list[LineToAgent], rank: member.Member, tmp_path: Path, ends_at: str) -> None:
+    agents.append(LineToAgent(tmp_path / "other"))
     rank.hold(CommitId(1, 5), dict, "", is_writer=False)
-    keepers[0]._ends_at = ends_at
+    agents[0]._ends_at = ends_at
     rank.commit(1, lambda: {"epoch": 4}, "", is_writer=True, is_saved=False)
     rank.finish()
-    assert [message["commit"] for message in keepers[1].got if message["kind"] == "commit"] == [[1, 5], [2, 1]]
+    assert [message["commit"] for message in agents[1].got if message["kind"] == "commit"] == [[1, 5], [2, 1]]
     assert read(memoryview((tmp_path / "other").read_bytes())) == (CommitId(2, 1), {"epoch": 4})
 
 
@@ -379,8 +379,8 @@ def test_a_generation_that_begins_without_the_newest_commit_says_so(
     topology = argparse.Namespace(rank=0, local_rank=0)
     monkeypatch.setattr(states.membership, "current", lambda: own)
     monkeypatch.setattr(states.runtime, "current", lambda: argparse.Namespace(topology=topology))
-    monkeypatch.setattr(states.ops, "allgather_object", lambda found, name: [found])
-    monkeypatch.setattr(states.ops, "broadcast_object", lambda found, root, name: found)
+    monkeypatch.setattr(states.array_ops, "allgather_object", lambda found, name: [found])
+    monkeypatch.setattr(states.array_ops, "broadcast_object", lambda found, root, name: found)
     found = states.ObjectState(epoch=0)
     with caplog.at_level(logging.WARNING):
         found.sync()
@@ -390,25 +390,26 @@ def test_a_generation_that_begins_without_the_newest_commit_says_so(
     assert held == ([] if kept is None else [kept])  # A commit of a file has the numbers of another job.
 
 
-def test_a_stopped_keeper_goes_on_when_a_rank_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a real process, which listens under the keeper's name."""
+def test_a_stopped_agent_goes_on_when_a_rank_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a real process, which listens under the agent's name."""
     job = ElasticJob(tmp_path.name + str(os.getpid()), "ab" * 32, 1, ("127.0.0.1",), 9)
-    listens = ("import socket, sys, threading; from mpistrat.process.line import Listening; s = socket.socket(1); "
-               "s.bind(chr(0) + sys.argv[1]); s.listen(); Listening(s, bytes.fromhex(sys.argv[2]), print); "
+    listens = ("import socket, sys, threading; from mpistrat.process.connection import Listening; "
+               "s = socket.socket(1); s.bind(chr(0) + sys.argv[1]); s.listen(); "
+               "Listening(s, bytes.fromhex(sys.argv[2]), print); "
                "print('listens', flush=True); threading.Event().wait()")
     with subprocess.Popen([sys.executable, "-c", listens, socket_name(job), job.secret],
-                          stdout=subprocess.PIPE) as keeper:
+                          stdout=subprocess.PIPE) as agent:
         try:
-            assert keeper.stdout is not None and keeper.stdout.readline() == b"listens\n"
-            monkeypatch.setattr("mpistrat.process.line._PROOF_LIMIT_S", 1.0)
-            keeper.send_signal(signal.SIGSTOP)
-            found = member.keeper_process(job)
-            assert found is not None and found.pid == keeper.pid
+            assert agent.stdout is not None and agent.stdout.readline() == b"listens\n"
+            monkeypatch.setattr("mpistrat.process.connection._PROOF_LIMIT_S", 1.0)
+            agent.send_signal(signal.SIGSTOP)
+            found = member.agent_process(job)
+            assert found is not None and found.pid == agent.pid
             wait_until(found.is_stopped, 10)
-            member.line_to_keeper(job).close()
+            member.connect_to_agent(job).close()
             assert not found.is_stopped()
         finally:
-            keeper.kill()
+            agent.kill()
 
 
 # -- orders to end an mpirun ------------------------------------------------------------------------------------------
@@ -441,8 +442,8 @@ def test_a_generation_does_not_ask_again_which_mpirun_there_is() -> None:
 
 EARLY = """
 import pathlib, sys
-from mpistrat.cli import elastic, main
-elastic.identify = lambda path: (print("looks for mpirun", flush=True), __import__("time").sleep(60))
+from mpistrat.cli import elastic_run, main
+elastic_run.identify = lambda path: (print("looks for mpirun", flush=True), __import__("time").sleep(60))
 sys.exit(main.main(["run", "--elastic", "-np", "2", "true"]))
 """
 
@@ -519,10 +520,10 @@ def test_fault_tolerance_is_asked_for_where_it_works(version: str, hosts: int, f
 def test_only_the_generation_that_ends_the_job_leaves_a_timeline(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(elastic, "find_mpirun", lambda *_: "mpirun")
-    monkeypatch.setattr(elastic, "identify", lambda _: Mpirun("mpirun", OPEN_MPI, "5.0.11"))
+    monkeypatch.setattr(elastic_run, "find_mpirun", lambda *_: "mpirun")
+    monkeypatch.setattr(elastic_run, "identify", lambda _: Mpirun("mpirun", OPEN_MPI, "5.0.11"))
     for name in ("_TELL_S", "_FIRST_BACKOFF_S"):
-        monkeypatch.setattr(f"mpistrat.elastic.plan.{name}", 0.0)
+        monkeypatch.setattr(f"mpistrat.elastic.supervisor_plan.{name}", 0.0)
     monkeypatch.setattr(last, "save", lambda told: f"saved {told}")
     generations = []
 
@@ -532,7 +533,7 @@ def test_only_the_generation_that_ends_the_job_leaves_a_timeline(
         assert interference.keep_last([interference.subject]) == ""
         return Outcome(3, "")
 
-    assert elastic.run(options("--elastic -np 2 --reset-limit 1"), fails) == 3
+    assert elastic_run.run(options("--elastic -np 2 --reset-limit 1"), fails) == 3
     assert generations == ["generation 1", "generation 2"]
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if "saved" in line] == ["mpistrat run: saved ['generation 2']"]
@@ -541,7 +542,7 @@ def test_only_the_generation_that_ends_the_job_leaves_a_timeline(
 
 def test_a_hostfile_is_read_again_but_for_a_bad_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, said = tmp_path / "hosts", []
-    monkeypatch.setattr("mpistrat.cli.elastic._say", said.append)
+    monkeypatch.setattr("mpistrat.cli.elastic_run._say", said.append)
     path.write_text("node1 slots=4\nnode2 slots=2\n")
     find = HostFinder(options(f"--elastic -np 6 --hostfile {path}"))
     assert find() == {"node1": 4, "node2": 2}
@@ -607,7 +608,7 @@ def test_a_commit_waits_for_the_gpu_before_the_ranks_agree_on_it(monkeypatch: py
     own = SimpleNamespace(number=0, why_leave="", is_saved=lambda *of, **also: False, connected=lambda: None,
                           commit=lambda *of: order.append("handed over"))
     monkeypatch.setattr(states.membership, "current", lambda: own)
-    monkeypatch.setattr(states.ops, "allgather_object", lambda value, name: order.append("agreed") or [value])
+    monkeypatch.setattr(states.array_ops, "allgather_object", lambda value, name: order.append("agreed") or [value])
     mpistrat.init()
     state = states.ObjectState(epoch=1)
     with monkeypatch.context() as waits:

@@ -13,7 +13,7 @@ import pytest
 from mpistrat.process import abort
 from mpistrat.process.error_text import ErrorText
 from mpistrat.process.launch_env import RUN_REPORTS
-from mpistrat.transport.mpi.library import finalize_without_barrier
+from mpistrat.transport.mpi.mpi_library import finalize_without_barrier
 
 STUCK = """
 import sys, time, types

@@ -13,7 +13,7 @@ from mpistrat.core.interfaces import Observer
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.gpu.connect import connect, exchange_over
-from mpistrat.gpu.executor import GpuExecutor
+from mpistrat.gpu.gpu_executor import GpuExecutor
 from mpistrat.gpu.nccl.claims import set_cuda_variables
 from mpistrat.gpu.nccl.communicators import make_communicators
 from tests.support.gpu_stand_in import Device

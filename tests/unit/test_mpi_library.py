@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from mpistrat.transport.mpi import library
+from mpistrat.transport.mpi import mpi_library
 
 
 class Group:
@@ -32,6 +32,6 @@ def communicator(size: int) -> Any:
 
 
 def test_groups_are_freed() -> None:
-    assert library.ranks_in(communicator(3), communicator(2)) == [0, 1, -1]
-    assert library.subset(communicator(3), [0, 2]) == 2
+    assert mpi_library.ranks_in(communicator(3), communicator(2)) == [0, 1, -1]
+    assert mpi_library.subset(communicator(3), [0, 2]) == 2
     assert not_freed == []

@@ -10,9 +10,9 @@ from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
 from mpistrat.core.errors import EngineError
 from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
-from mpistrat.gpu.copy.plan import CopyJob
-from mpistrat.gpu.nccl.data import NcclData
-from mpistrat.gpu.nccl.types import (
+from mpistrat.gpu.copy.copy_plan import CopyJob
+from mpistrat.gpu.nccl.nccl_data import NcclData
+from mpistrat.gpu.nccl.nccl_types import (
     AVERAGE,
     AVERAGES_FROM,
     BFLOAT16,

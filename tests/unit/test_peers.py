@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from mpistrat.process.line import Line
+from mpistrat.process.connection import Connection
 from mpistrat.process.peers import End, Peers
 
 LIMIT_S = 10.0
@@ -24,7 +24,7 @@ class Star:
         self.ended: queue.SimpleQueue[tuple[int, End]] = queue.SimpleQueue()
         self.centre, self.others = Peers(0), {rank: Peers(rank) for rank in (1, 2)}
         self.invitation = self.centre.listen([1, 2], HERE, is_local=True)
-        self.lines = {rank: other.connect(self.invitation, 0, LIMIT_S) for rank, other in self.others.items()}
+        self.connections = {rank: other.connect(self.invitation, 0, LIMIT_S) for rank, other in self.others.items()}
         self.centre.await_all(LIMIT_S)
         self.centre.watch(lambda rank, end: self.ended.put((rank, end)))
         for other in self.others.values():
@@ -78,7 +78,7 @@ def test_the_death_of_the_centre_is_noticed(star: Star) -> None:
 
 def test_a_host_that_does_not_answer_is_lost(star: Star, monkeypatch: pytest.MonkeyPatch) -> None:
     # The kernel's answer to probes that are not answered, which is that of a read; hosts in namespaces prove the rest.
-    monkeypatch.setattr(Line, "receive", Mock(side_effect=OSError(errno.ETIMEDOUT, "Connection timed out")))
+    monkeypatch.setattr(Connection, "receive", Mock(side_effect=OSError(errno.ETIMEDOUT, "Connection timed out")))
     star.others[2].stop()
     assert star.ended.get(timeout=LIMIT_S) == (2, End.HOST_LOST)
     assert star.centre.died == {2}

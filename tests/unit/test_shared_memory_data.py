@@ -11,7 +11,7 @@ from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
 from mpistrat.core.errors import EngineError, StallError
 from mpistrat.core.interfaces import DataPlane
 from mpistrat.core.request import ReduceOp
-from mpistrat.transport.shm.data import SharedMemoryData
+from mpistrat.transport.shm.shm_data import SharedMemoryData
 from tests.support.thread_group import ThreadGroup
 
 from ..support.shared_memory_of_threads import shared_memory_planes

@@ -16,7 +16,7 @@ tf = pytest.importorskip("tensorflow")
 
 
 def test_tensorflow_has_the_private_names() -> None:
-    private = importlib.import_module("mpistrat.tensorflow.bridge._private")
+    private = importlib.import_module("mpistrat.tensorflow.bridge.private_names")
     assert all(hasattr(private, name) for name in private.__all__)
 
 

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
+from mpistrat.cli.stderr.job_summary import summarize
 from mpistrat.cli.stderr.mpirun_lines import Ending, Words
-from mpistrat.cli.stderr.summary import summarize
 from mpistrat.process.error_text import ErrorText
 from mpistrat.process.launchers import MPICH, OPEN_MPI
 from mpistrat.process.report import Report
@@ -81,7 +81,7 @@ def test_a_crash_of_mpirun_is_explained() -> None:
     assert summarize(137, [], [], died_of=9)[1] == [
         f"{END} 137: mpirun itself was killed, signal 9 (SIGKILL): by a user (kill -9), or by the kernel for lack of "
         "memory (see dmesg)"]
-    assert "(SIGKILL): by the keeper of this host, by a user" in summarize(137, [], [], died_of=9,
+    assert "(SIGKILL): by the agent of this host, by a user" in summarize(137, [], [], died_of=9,
                                                                            subject="generation 1")[1][0]
     # A script in the place of mpirun ends as a shell would.
     assert "mpirun ended as by signal 11 (SIGSEGV), and named no rank" in summarize(139, [], [])[1][0]

@@ -28,12 +28,12 @@ from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.request import ScaledOp, Sum, allreduce_request, specs_of
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
-from mpistrat.trace import files, last, records
+from mpistrat.trace import chrome_trace, last, records
 from mpistrat.trace.analysis import Unfinished, analyse
+from mpistrat.trace.chrome_trace import TraceFile
 from mpistrat.trace.clocks import Offset
-from mpistrat.trace.files import TraceFile
+from mpistrat.trace.record_ring import OperationRing, Traced
 from mpistrat.trace.records import NO_STEP, Record
-from mpistrat.trace.ring import OperationRing, Traced
 from mpistrat.trace.timeline import Timeline, records_in
 from mpistrat.trace.tracer import Tracer
 
@@ -65,7 +65,7 @@ def written(path: Path, some: list[Record], mark_cycles: bool = False) -> Path:
 
 def test_a_file_has_what_was_written(tmp_path: Path) -> None:
     path = written(tmp_path / "f.json", [*JOB, record(1, 2, submitted=0) ._replace(submitted=0, step=NO_STEP)])
-    spans, is_cut = files.spans_in(str(path))
+    spans, is_cut = chrome_trace.spans_in(str(path))
     assert not is_cut
     assert records_in(spans) == [*JOB, record(1, 2)._replace(submitted=0, step=NO_STEP)]
 
@@ -109,7 +109,7 @@ def test_a_file_can_be_read_wherever_it_is_cut(tmp_path: Path) -> None:
     counts = []
     for size in (*range(len(data) // 2, len(data) - 1, 7), len(data) - 1):
         cut.write_bytes(data[:size])
-        spans, is_cut = files.spans_in(str(cut))
+        spans, is_cut = chrome_trace.spans_in(str(cut))
         assert records_in(spans) == JOB[:len(spans)]
         counts.append(len(spans))
         assert is_cut
@@ -125,7 +125,7 @@ def test_the_json_is_valid_after_each_write(tmp_path: Path, monkeypatch: pytest.
         assert isinstance(json.loads(path.read_text()), list)
         return done
 
-    monkeypatch.setattr(files.os, "pwrite", checked)
+    monkeypatch.setattr(chrome_trace.os, "pwrite", checked)
     written(path, [record(number=number) for number in range(100)])
     assert len(sizes) > 5 and max(sizes) < 5000
 
@@ -142,10 +142,10 @@ def test_a_disk_that_fills_up_leaves_what_was_written(tmp_path: Path, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         return pwrite(file, data, offset)
 
-    monkeypatch.setattr(files.os, "pwrite", full)
+    monkeypatch.setattr(chrome_trace.os, "pwrite", full)
     with pytest.raises(OSError, match="No space"):
         timeline.add(JOB[2:])
-    spans, is_cut = files.spans_in(str(tmp_path / "f.json"))
+    spans, is_cut = chrome_trace.spans_in(str(tmp_path / "f.json"))
     assert (records_in(spans), is_cut) == (JOB[:2], False)
 
 
@@ -154,7 +154,7 @@ is_full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
 
 def test_a_disk_that_is_full_at_the_start_leaves_nothing_and_the_error_names_the_file(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.os, "pwrite", is_full)
+    monkeypatch.setattr(chrome_trace.os, "pwrite", is_full)
     opened = set(os.listdir("/proc/self/fd"))
     path = tmp_path / "f.json"
     with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
@@ -282,7 +282,7 @@ def test_a_field_of_another_type_is_a_sentence_too(field: str, value: Any, tmp_p
 def test_chromes_format_may_begin_with_an_empty_line_and_may_be_in_an_object(before: str, tmp_path: Path) -> None:
     path = written(tmp_path / "f.json", JOB)
     path.write_text(before + path.read_text() + "}" * before.count("{"))
-    spans, is_cut = files.spans_in(str(path))
+    spans, is_cut = chrome_trace.spans_in(str(path))
     assert (records_in(spans), is_cut) == (JOB, False)
 
 
@@ -317,7 +317,7 @@ def test_the_page_has_scales_and_says_who_waited_longest_and_where_the_late_rank
     longest = longest_wait(JOB)
     late = max((each for each in JOB if each.number == longest.number), key=lambda each: each.submitted).rank
     place = 'at "train.py", line 9, in slow: time.sleep(0.05)'
-    file = files.TraceFile(str(tmp_path / "f.json"))
+    file = chrome_trace.TraceFile(str(tmp_path / "f.json"))
     timeline = Timeline(file, ["node1"] * 2, mark_cycles=False)
     timeline.add_places({0: "elsewhere", late: place}, longest.submitted)
     timeline.add(JOB)
@@ -390,7 +390,7 @@ def job(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> An
 
 
 def steps_in(path: Path) -> list[tuple[int, int]]:
-    return sorted((each.rank, each.step) for each in records_in(files.spans_in(str(path))[0]))
+    return sorted((each.rank, each.step) for each in records_in(chrome_trace.spans_in(str(path))[0]))
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -425,7 +425,7 @@ def test_times_are_on_the_clock_of_rank_0(tmp_path: Path) -> None:
     message, = records.to_messages([record(1, submitted=7)])
     tracer.receive(b"R" + message)
     tracer.close()
-    found, = records_in(files.spans_in(str(tmp_path / "f.json"))[0])
+    found, = records_in(chrome_trace.spans_in(str(tmp_path / "f.json"))[0])
     assert found == record(1, submitted=2, agreed=5, ended=7)
 
 
@@ -503,7 +503,7 @@ def test_a_second_part_of_a_job_has_a_file_of_its_own(tmp_path: Path, monkeypatc
         mpistrat.init()
         mpistrat.allreduce(np.ones(size))
         mpistrat.shutdown()
-    found = {path.name: records_in(files.spans_in(str(path))[0])[0].nbytes for path in tmp_path.iterdir()}
+    found = {path.name: records_in(chrome_trace.spans_in(str(path))[0])[0].nbytes for path in tmp_path.iterdir()}
     assert found == {"f.json": 16, "f.1.json": 24}
 
 
@@ -620,7 +620,7 @@ def test_what_ranks_tell_is_one_file_on_the_clock_of_rank_0(tmp_path: Path, monk
     path, = tmp_path.glob(".mpistrat/*.json")
     assert sentence == f"the last operations of ranks [0, 2]: mpistrat timeline .mpistrat/{path.name}"
     assert (tmp_path / ".mpistrat" / ".gitignore").read_text() == "*\n"
-    found = records_in(files.spans_in(str(path))[0])
+    found = records_in(chrome_trace.spans_in(str(path))[0])
     assert len(found) == 501
     assert min(each.submitted for each in found if each.rank == 2 and each.submitted) == (
         min(each.submitted for each in many if each.submitted) - 5 * MS)

@@ -21,8 +21,8 @@ from mpistrat.engine.controller import Controller
 from mpistrat.engine.executor import Executor
 from mpistrat.trace import status
 from mpistrat.trace.clocks import Offset
+from mpistrat.trace.record_ring import Operation, OperationRing
 from mpistrat.trace.records import NO_STEP, Record
-from mpistrat.trace.ring import Operation, OperationRing
 from mpistrat.trace.spans import length, union
 from mpistrat.trace.totals import StepCounter, Totals, line_of
 from tests.support.thread_group import ThreadGroup

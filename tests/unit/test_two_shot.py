@@ -15,8 +15,8 @@ from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
 from mpistrat.transport.memfd import HostFile
 from mpistrat.transport.shm.chunk_choice import ChunkChoice
-from mpistrat.transport.shm.data import SharedMemoryData
 from mpistrat.transport.shm.segment import HostMemory
+from mpistrat.transport.shm.shm_data import SharedMemoryData
 from tests.support.thread_group import ThreadGroup
 
 from ..support.shared_memory_of_threads import host_files, shared_memory_planes

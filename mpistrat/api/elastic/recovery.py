@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...core import forked
 from ...core.errors import RecoveryError
 from ...core.handle import require_no_driver
-from ...transport.mpi import library
+from ...transport.mpi import mpi_library
 from .. import runtime
 from ..job import Job
 
@@ -91,7 +91,7 @@ class _Attempt:
             known = len(self._former.losses.lost)
             time.sleep(_QUIET_S)
         ulfm.report_failed(base, [each.rank for each in self._former.losses.lost], to_all=False)
-        ulfm.discard(self._former.surrender(self._deadline - time.monotonic()), _DISCARD_S)
+        ulfm.discard(self._former.revoke(self._deadline - time.monotonic()), _DISCARD_S)
         comm = base
         while True:
             self.stage = "has waited for the other ranks to agree on who is left"
@@ -106,7 +106,7 @@ class _Attempt:
                 return made
             if made is not None:
                 made.losses.lose(())
-                ulfm.discard(made.surrender(self._deadline - time.monotonic()), _DISCARD_S)
+                ulfm.discard(made.revoke(self._deadline - time.monotonic()), _DISCARD_S)
             if problem is not None and not self._is_lost_by_now(comm):
                 raise problem
             logger.debug("rank %d: ranks were lost during the recovery, which begins again", self._former.topology.rank)
@@ -115,7 +115,7 @@ class _Attempt:
         """The new Job over `comm`, as far as it was made, and why it is not complete. Collective."""
         made = None
         try:
-            former_ranks = library.ranks_in(comm, base)
+            former_ranks = mpi_library.ranks_in(comm, base)
             new_ranks = {former: rank for rank, former in enumerate(former_ranks)}
             # A communicator that is made while a rank ends may crash Open MPI, so this makes as few as it can.
             hosts = [self._former.topology.host_of[rank] for rank in former_ranks]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import ops, runtime
+from .. import array_ops, runtime
 
 
 class ElasticSampler:
@@ -70,7 +70,7 @@ class ElasticSampler:
 
     def sync(self, root_rank: int = 0) -> None:
         """Take the epoch of the root, and all rows that any rank has processed in that epoch. Collective."""
-        states = ops.allgather_object(self.state_dict(), name="elastic.sampler")
+        states = array_ops.allgather_object(self.state_dict(), name="elastic.sampler")
         self.load_state_dict(self.together([states[root_rank], *states]))
 
     @staticmethod

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ...core.errors import CollectiveError, ElasticError, RecoveryError
 from ...elastic import membership
 from ...elastic.commits import CommitId, DamagedCommitError
-from .. import ops, runtime
+from .. import array_ops, runtime
 from . import recovery
 from .sampler import ElasticSampler
 
@@ -67,7 +67,7 @@ class ObjectState:
     def commit(self) -> None:
         """Keep a copy of the state, to which restore() returns.
 
-        Local, except in an elastic job: there it is collective, and the copy goes to the keepers of all hosts while the
+        Local, except in an elastic job: there it is collective, and the copy goes to the agents of all hosts while the
         script goes on.
 
         Raises:
@@ -85,7 +85,8 @@ class ObjectState:
         try:
             # All ranks do so before they agree. A rank that is lost later cannot be missing in what is committed.
             runtime.current().await_gpu()
-            said = ops.allgather_object((own.number, own.why_leave, self._saved["samplers"]), name="elastic.commit")
+            said = array_ops.allgather_object((own.number, own.why_leave, self._saved["samplers"]),
+                                              name="elastic.commit")
             number = max(number for number, _, _ in said) + 1
             if self._compare(number):
                 self.save()
@@ -161,7 +162,7 @@ class ObjectState:
         """Make the objects of all ranks those of `root`. Collective."""
         own = self._values_but_samplers()
         values = self._broadcast_object(own) if self._broadcast_object is not None else \
-            ops.broadcast_object(own, root, name="elastic.state")
+            array_ops.broadcast_object(own, root, name="elastic.state")
         self._names = [*values, *(name for name in self._names if name not in own)]
         self._set(values)
 
@@ -176,18 +177,18 @@ class ObjectState:
 
         Returns:
             That rank; 0 if there is no commit; None if all ranks have returned to it. And the commit, if it is of this
-            job's keepers.
+            job's agents.
         """
         rank = runtime.current().topology.rank
         found: CommitId | None = CommitId(own.job.generation, self._number)
         snapshot: Snapshot | None = None
         if not self._number:
             found, snapshot = self._kept(own)
-        ids = ops.allgather_object(found, name="elastic.newest")
+        ids = array_ops.allgather_object(found, name="elastic.newest")
         is_kept = any(each is not None for each in ids)
         if not is_kept:
             found, snapshot = own.saved() or (None, None)
-            ids = ops.allgather_object(found, name="elastic.saved")
+            ids = array_ops.allgather_object(found, name="elastic.saved")
         newest = max((each for each in ids if each is not None), default=None)
         known = own.newest_of_job
         if rank == 0 and known is not None and newest != known and (newest is None or not is_kept or newest < known):
@@ -207,7 +208,7 @@ class ObjectState:
         return None if is_everywhere else root, newest if is_kept else None
 
     def _kept(self, own: "Member") -> tuple[CommitId | None, Snapshot | None]:
-        """The newest commit in the keeper of this host."""
+        """The newest commit in the agent of this host."""
         if own.newest is None:
             return None, None
         try:

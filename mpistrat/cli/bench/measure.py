@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...api import common, ops
+from ...api import array_ops, common
 from ...core.rows import rows_of_ranks
 from .cases import OPERATIONS, Case
 
@@ -93,9 +93,9 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
     splits, received = np.array(counts, np.int32), np.empty(counts[rank] * size, np.float32)
     wire = f"bench.{name}"
     begin_collective: Callable[[], Any] = {
-        "allreduce": lambda: ops.grouped_allreduce_async(arrays, name=wire, op=common.Sum),
-        "reducescatter": lambda: ops.reducescatter_async(arrays[0], name=wire, op=common.Sum),
-        "alltoall": lambda: ops.alltoall_async(arrays[0], splits, name=wire)}[case.operation]
+        "allreduce": lambda: array_ops.grouped_allreduce_async(arrays, name=wire, op=common.Sum),
+        "reducescatter": lambda: array_ops.reducescatter_async(arrays[0], name=wire, op=common.Sum),
+        "alltoall": lambda: array_ops.alltoall_async(arrays[0], splits, name=wire)}[case.operation]
     factor, product, products = np.ones((_WIDTH, _WIDTH), np.float32), np.empty((_WIDTH, _WIDTH), np.float32), 1
 
     def compute() -> None:
@@ -144,8 +144,8 @@ def _seconds(action: Callable[[], object], count: int) -> list[float]:
     """Return the seconds of each of `count` calls on the slowest rank. Collective."""
     seconds = []
     for _ in range(count):
-        ops.barrier()
+        array_ops.barrier()
         began = time.perf_counter()
         action()
         seconds.append(time.perf_counter() - began)
-    return list(ops.allreduce(np.array(seconds), name="bench.seconds", op=common.Max).tolist())
+    return list(array_ops.allreduce(np.array(seconds), name="bench.seconds", op=common.Max).tolist())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...api import availability, common, ops, runtime
+from ...api import array_ops, availability, common, runtime
 from ...core.errors import MpistratError
 from ...process.launch_env import launched_rank
 from ..findings import say
@@ -94,14 +94,14 @@ def _allreduce() -> int:
     is_right = True
     for _ in range(_WARM_UP_ROUNDS + _ROUNDS):
         began = time.perf_counter()
-        result = ops.allreduce(array, op=common.Sum, name="doctor")
+        result = array_ops.allreduce(array, op=common.Sum, name="doctor")
         seconds.append(time.perf_counter() - began)
         is_right = is_right and bool(np.array_equal(result, right))
     # Large ones, after which the ranks have chosen the bytes of a chunk. With several hosts they choose nothing.
     large = np.ones(_LARGE_BYTES // size // 4, np.float32)
     for _ in range(_LARGE_ROUNDS if len(common.hosts()) == 1 else 0):
-        is_right = is_right and bool((ops.allreduce(large, op=common.Sum, name="doctor.large") == size).all())
-    is_right_everywhere = all(ops.allgather_object(is_right))
+        is_right = is_right and bool((array_ops.allreduce(large, op=common.Sum, name="doctor.large") == size).all())
+    is_right_everywhere = all(array_ops.allgather_object(is_right))
     if rank == 0:
         choices = runtime.group_of("doctor", 0).traced.choices()
         say("allreduce", right=is_right_everywhere, hosts=common.hosts(), bytes=array.nbytes,
@@ -116,7 +116,7 @@ def _allreduce_on_gpus() -> bool:
 
     Three times: the first two are also done on the CPU, and compared.
     """
-    if not all(ops.allgather_object(common.gpu_available())):
+    if not all(array_ops.allgather_object(common.gpu_available())):
         return True
     import cupy
     rank, size = common.rank(), common.size()
@@ -124,12 +124,12 @@ def _allreduce_on_gpus() -> bool:
         arrays = [cupy.arange(count, dtype=cupy.float32) + rank for count in (_COUNT, 3)]
         is_right = True
         for _ in range(3):
-            results = ops.grouped_allreduce(arrays, op=common.Sum, name="doctor.gpu")
+            results = array_ops.grouped_allreduce(arrays, op=common.Sum, name="doctor.gpu")
             is_right = is_right and all(bool((result == size * cupy.arange(len(result)) + size * (size - 1) / 2).all())
                                         for result in results)
     found = runtime.group_of("doctor", 0).engine.controller.executor.device.findings
     say("gpu", rank=rank, right=is_right, findings=list(found))
-    return all(ops.allgather_object(is_right))
+    return all(array_ops.allgather_object(is_right))
 
 
 if __name__ == "__main__":

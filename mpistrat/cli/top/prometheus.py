@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import LaunchError, MissingDependencyError
 from ...core.install import pip_extra
-from .status import JobStatus
+from .status_files import JobStatus
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

@@ -9,7 +9,7 @@ from rich.text import Text
 from ...core.slowest import Waits, behind, figure
 from ...core.topology import rank_list
 from ..arguments import counted
-from .summary import Summary
+from .rates import Summary
 
 _MOST_RANKS = 64  # More than that do not fit on a screen: the first ones, and what is said of all, are shown.
 

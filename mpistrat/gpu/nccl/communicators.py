@@ -18,7 +18,7 @@ from ...core.request import ReduceOp
 from ...core.tuning import NCCL_CONNECT_FIRST_SLEEP_S, NCCL_CONNECT_LONGEST_SLEEP_S, WATCHDOG_REVOKE_S
 from ..arrays import GpuDevice
 from ..watchdog import within
-from .types import OPERATIONS, UINT8, NcclCommunicator
+from .nccl_types import OPERATIONS, UINT8, NcclCommunicator
 
 logger = logging.getLogger(__name__)
 

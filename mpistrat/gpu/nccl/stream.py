@@ -11,8 +11,8 @@ import numpy as np
 
 from ...core.arithmetic import Scale
 from ..arrays import GpuArray, GpuDevice, GpuEvent, GpuStream
-from ..copy.plan import CopyJob, FusedCopies
-from .types import DTYPES, UINT8, NcclCommunicator, NcclReduction, WireFormat
+from ..copy.copy_plan import CopyJob, FusedCopies
+from .nccl_types import DTYPES, UINT8, NcclCommunicator, NcclReduction, WireFormat
 
 BUFFERS = 2  # More would have no effect: one bucket is packed while one other is reduced.
 

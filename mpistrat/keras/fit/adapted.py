@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ...core.topology import describe_by_rank
 from ...tensorflow.kerases import is_of_keras
-from .._private import all_layers
+from ..private_names import all_layers
 from .rates import are_equal
 
 _LOOKUPS = ("StringLookup", "IntegerLookup")

@@ -12,10 +12,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from ...api import ops, runtime
+from ...api import array_ops, runtime
 from ...api.elastic.state import Snapshot, keep_going
 from ...tensorflow.elastic import Averaging, TensorFlowKerasState
-from .._private import Callback, Logs
+from ..private_names import Callback, Logs
 from .training import in_fit, is_under_strategy
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class FitState(TensorFlowKerasState):
 
     def find_place(self, steps: int | None, is_under_strategy: bool) -> None:
         """Let `batch` be the same share of an epoch that has `steps` batches on this rank. Collective."""
-        each: list[int | None] = ops.allgather_object(steps, name="elastic.steps")
+        each: list[int | None] = array_ops.allgather_object(steps, name="elastic.steps")
         known = [count for count in each if count is not None]
         steps = max(known) if len(known) == len(each) else None
         if steps is not None and self.steps is not None:

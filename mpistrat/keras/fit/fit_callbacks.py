@@ -18,8 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ...api import ops as array_ops
-from ...api import runtime
+from ...api import array_ops, runtime
 from ...api.process_sets import global_process_set
 from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
 from ...api.waits import waits_between
@@ -31,10 +30,10 @@ from ...tensorflow.kerases import is_keras2, is_of_keras
 from ...tensorflow.names import eager
 from ...tensorflow.same_data import some_rows
 from .. import xla
-from .._private import Callback, Logs, TensorFlowTrainer
 from ..callbacks import BroadcastGlobalVariablesCallback
 from ..keras2_arguments import bound
 from ..patches import Function, replaces
+from ..private_names import Callback, Logs, TensorFlowTrainer
 from .adapted import layers_of_inputs
 from .elastic_fit import Elastic, run_fit
 from .fit_checks import ChecksWithinEpochs, FitChecks

@@ -17,8 +17,7 @@ from typing import Any
 
 import keras
 
-from ...api import ops as array_ops
-from ...api import runtime
+from ...api import array_ops, runtime
 from ...core.errors import CollectiveError, MismatchError
 from ...core.topology import rank_list
 from ...tensorflow.consistency import describe_weights, differing, digests_of_weights, warn_of_equal_data
@@ -27,8 +26,8 @@ from ...tensorflow.gradients import label_of
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.kerases import is_of_keras
 from ...tensorflow.types import Variable
-from .._private import Callback, Logs, all_layers, weights_of
 from ..callbacks import BroadcastGlobalVariablesCallback
+from ..private_names import Callback, Logs, all_layers, weights_of
 from .adapted import Adapted, adapted_in, problem_of_adapted
 from .fit_states import (
     COLLECTIVE,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ...core.topology import describe_by_rank, rank_list
 from ...tensorflow.kerases import KERASES, is_of_keras, package_of
-from .._private import Callback
 from ..callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
+from ..private_names import Callback
 from .adapted import Adapted
 from .rates import different_rate
 from .running_statistics import SaveSchedule

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 
-from ...api import ops as array_ops
+from ...api import array_ops
 from ...tensorflow.ops import broadcast_
-from .._private import Callback, Logs
 from ..callbacks import LearningRateScheduleCallback
+from ..private_names import Callback, Logs
 from .training import Training
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ...api import ops as array_ops
+from ...api import array_ops
 from ...api.process_sets import ProcessSet
 from ...core.topology import describe_by_rank, rank_list
-from .._private import Callback, Logs
+from ..private_names import Callback, Logs
 from .row_counts import UNKNOWN
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from ...tensorflow.gradients import label_of
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.kerases import aggregation_of, is_of_keras
 from ...tensorflow.list_ops import number_of
-from .._private import Callback, Logs, non_trainable_variables
+from ..private_names import Callback, Logs, non_trainable_variables
 from .training import Training
 
 

@@ -10,12 +10,11 @@ from dataclasses import astuple, dataclass, field
 
 import numpy as np
 
-from ...api import ops as array_ops
-from ...api import runtime
+from ...api import array_ops, runtime
 from ...api.process_sets import ProcessSet, global_process_set, resolved
 from ...api.waits import waits_between
 from ...core.slowest import Waits, figure, shares_of, total
-from .._private import Callback, Logs
+from ..private_names import Callback, Logs
 from .row_counts import UNKNOWN, RowCount
 from .training import name_in_fit
 

@@ -26,8 +26,8 @@ from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.kerases import accumulated_passes, calls_of, is_keras2, slots_of, steps_of, variables_of
 from ...tensorflow.names import eager
 from ...tensorflow.types import Variable
-from .._private import non_trainable_variables, trained_by, weights_of
 from ..nested_optimizers import distributed_in, optimizers_in, parts_of, states_in
+from ..private_names import non_trainable_variables, trained_by, weights_of
 
 LOCAL_SGD = "local_sgd"  # Names the collectives of all ranks that train apart, by names.eager.
 

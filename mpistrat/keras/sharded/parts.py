@@ -31,7 +31,7 @@ from ...tensorflow.gradients import GradientOptions, GradientReducer, label_of, 
 from ...tensorflow.list_ops import gather_list, reduce_slices
 from ...tensorflow.types import OptionalGradient, Tensor, Variable
 from ...tensorflow.xla import context as xla
-from .plan import Part, Planned, plan_of
+from .shard_plan import Part, Planned, plan_of
 
 
 class _Noting(list):

@@ -21,7 +21,7 @@ if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 10):
 
 from ...keras import patches
 from ...keras.patches import PATCHES, undo
-from . import callbacks, losses, optimizer, saving, step_state, trainer  # noqa: F401
+from . import adopted_callbacks, losses, optimizer, saving, step_state, trainer  # noqa: F401
 
 __all__ = ["PATCHES", "apply", "undo"]
 

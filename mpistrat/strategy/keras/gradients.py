@@ -16,8 +16,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from ...api import ops as array_ops
-from ...api import runtime
+from ...api import array_ops, runtime
 from ...core.errors import MismatchError
 from ...core.request import Sum
 from ...keras.fit.rates import rates_of, require_equal_rates

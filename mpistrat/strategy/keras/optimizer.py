@@ -22,7 +22,7 @@ from ...keras.optimizer import class_with
 from ...keras.optimizer_state import OptimizerState
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
-from ...keras.sharded.optimizer import Sharded, require_update_step
+from ...keras.sharded.sharded_optimizer import Sharded, require_update_step
 from ...tensorflow import files
 from ...tensorflow.overwritten import places_of
 from ...tensorflow.types import OptionalGradient

@@ -3,9 +3,9 @@
 
 import keras
 
-from ...keras._private import saving_lib
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
+from ...keras.private_names import saving_lib
 from ...tensorflow import files
 from ..mpi_strategy import MPIStrategy
 

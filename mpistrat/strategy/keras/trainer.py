@@ -16,18 +16,17 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
-from ...api import ops as array_ops
-from ...api import runtime
+from ...api import array_ops, runtime
 from ...core.request import Max
-from ...keras._private import BaseTrainer, all_layers
-from ...keras._private import TensorFlowTrainer as Trainer
-from ...keras._private import trainer as keras_trainer
 from ...keras.fit.row_counts import rows_of
 from ...keras.fit.running_statistics import average_statistics, running_statistics
 from ...keras.fit.training import StrategyTraining, in_fit, step_values_of
 from ...keras.nested_optimizers import distributed_in, parts_of
 from ...keras.patches import Function
 from ...keras.patches import replaces_for_strategy as replaces
+from ...keras.private_names import BaseTrainer, all_layers
+from ...keras.private_names import TensorFlowTrainer as Trainer
+from ...keras.private_names import trainer as keras_trainer
 from ...keras.sync_batch_norm import SyncBatchNormalization
 from ...process.error_text import is_users
 from ...tensorflow import names

@@ -23,8 +23,8 @@ import tensorflow as tf
 
 from ...core.errors import EngineError
 from ...core.memory import ALIGNMENT
-from ..bridge._private import apply_op, context, eager_mode, execute_eagerly, set_node_attribute
 from ..bridge.calls import SITE_ATTRIBUTE
+from ..bridge.private_names import apply_op, context, eager_mode, execute_eagerly, set_node_attribute
 from ..bridge.python_op import keep_in_graph, keep_thread_state
 from ..bridge.sync_execution import SynchronousExecution
 from ..bridge.targets import Targets

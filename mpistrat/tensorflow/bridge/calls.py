@@ -28,7 +28,7 @@ from ...core.errors import InvalidRequestError, NotInitializedError, RanksLostEr
 from ...core.handle import Origin
 from ...process.error_text import is_users
 from .. import names
-from ._private import AtomicFunction
+from .private_names import AtomicFunction
 from .tf_errors import as_tf_error
 
 

@@ -17,8 +17,8 @@ import tensorflow as tf
 from ..types import OptionalGradient
 from ..xla import context as xla
 from . import execution_ids
-from ._private import could_possibly_record, record_operation, set_node_attribute
 from .execution_ids import Execution
+from .private_names import could_possibly_record, record_operation, set_node_attribute
 from .program_order import captured_in_function, enclosing_function
 
 _REGISTERED = "MpistratCollective"

@@ -10,7 +10,7 @@ from ...api import runtime
 from ...api.interop.own_gpu import this_ranks_gpu, why_no_cupy
 from ...api.job import Job
 from ...core.errors import InvalidRequestError
-from ._private import context
+from .private_names import context
 
 if TYPE_CHECKING:
     from ...gpu.device import Device  # It needs cupy.

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from ..sessions.graph import session_graph
 from ..types import Arrays
-from ._private import EagerFunc, insert_function
+from .private_names import EagerFunc, insert_function
 from .sync_execution import is_asynchronous
 
 # By graph object, and not as an attribute of it: when a ConcreteFunction is deleted, TensorFlow removes all attributes

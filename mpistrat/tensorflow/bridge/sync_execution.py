@@ -4,7 +4,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
-from ._private import context, pywrap_tfe
+from .private_names import context, pywrap_tfe
 
 
 class SynchronousExecution:

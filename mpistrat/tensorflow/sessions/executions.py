@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from ...core.errors import InvalidRequestError
-from ..bridge._private import WHILE_GRAPHS, at_each_call
+from ..bridge.private_names import WHILE_GRAPHS, at_each_call
 from ..bridge.program_order import captured_in_function, enclosing_function
 from .graph import session_graph
 

@@ -15,8 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from ..async_op.kernel import NAME
-from ..bridge._private import BaseSession
 from ..bridge.calls import CallSite, observed_call, sites_among
+from ..bridge.private_names import BaseSession
 
 Sites = tuple[CallSite, ...]
 

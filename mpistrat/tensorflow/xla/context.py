@@ -7,8 +7,8 @@ import tensorflow as tf
 from ...api import runtime
 from ...api.interop.own_gpu import go_by_host
 from ...core.errors import InvalidRequestError
-from ..bridge._private import in_xla_context, is_compiled_by_xla
 from ..bridge.gpu_device import has_gpu, why_no_gpu
+from ..bridge.private_names import in_xla_context, is_compiled_by_xla
 from ..bridge.program_order import HOST, enclosing_function
 from . import ffi
 

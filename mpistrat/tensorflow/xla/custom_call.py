@@ -10,9 +10,9 @@ from typing import Protocol
 import tensorflow as tf
 
 from ...core.errors import EngineError
-from ..bridge._private import set_node_attribute, stop_recording, xla_call_module
 from ..bridge.calls import SITE_ATTRIBUTE
 from ..bridge.gpu_device import has_gpu
+from ..bridge.private_names import set_node_attribute, stop_recording, xla_call_module
 from ..bridge.python_op import keep_in_graph, keep_thread_state
 from ..bridge.targets import Targets
 from ..bridge.tf_errors import described

@@ -25,10 +25,10 @@ from ...core.tuning import (
 )
 from ..mpi.eager import exchange
 from ..mpi.peer_wait import PeerWait
-from ..mpi.quantised import QuantisedExchange
-from ..shm.data import ReduceScatter
+from ..mpi.quantised_data import QuantisedExchange
 from ..shm.layout import Chunk
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
+from ..shm.shm_data import ReduceScatter
 from ..shm.two_shot import Chunked, Stage, TwoShotData, TwoShotReduce
 from .piggyback import Piggyback
 
@@ -217,9 +217,9 @@ class HierarchicalData(TwoShotData):
         self._wait.complete(self._underway.pop(work.first + k)[0])
         work.reduce(k)
 
-    def surrender(self) -> list[Any]:
+    def revoke(self) -> list[Any]:
         requests = [request for of_chunk, _ in self._underway.values() for request in of_chunk]
-        return [self._cross, *requests, *self._wait.unfinished, *super().surrender()]
+        return [self._cross, *requests, *self._wait.unfinished, *super().revoke()]
 
     def close(self) -> None:
         if self._cross != MPI.COMM_NULL:

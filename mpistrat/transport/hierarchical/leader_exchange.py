@@ -45,7 +45,7 @@ class LeaderExchange(ABC):
     def poll(self) -> Outcome | None:
         """The outcome over all hosts, once all votes have arrived; None before. Does not wait."""
 
-    def surrender(self) -> list[Any]:
+    def revoke(self) -> list[Any]:
         """See DataPlane."""
         return [self._hosts, *self._sending, *self._receiving]
 

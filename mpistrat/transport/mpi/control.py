@@ -124,7 +124,7 @@ class MpiControl(ControlPlane):
     def wake(self) -> None:
         self._channel.wake()
 
-    def surrender(self) -> list[Any]:
+    def revoke(self) -> list[Any]:
         self._channel.close()
         return [self._comm, *(request for _, request, _ in self._sending), *self._wait.unfinished]
 

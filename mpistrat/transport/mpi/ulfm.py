@@ -15,7 +15,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from .library import OPEN_MPI_FINALIZED, open_mpi_variable, ranks_in
+from .mpi_library import OPEN_MPI_FINALIZED, open_mpi_variable, ranks_in
 from .peer_wait import never_free
 
 logger = logging.getLogger(__name__)
@@ -116,12 +116,12 @@ def have_all(comm: MPI.Intracomm, is_well: bool) -> bool:
         return False
 
 
-def discard(surrendered: Iterable[Any], limit_s: float) -> None:
+def discard(revoked: Iterable[Any], limit_s: float) -> None:
     """Free communicators some of whose ranks are lost, and end the requests on them. Local.
 
     The memory of requests that MPI has not ended within `limit_s` is never freed, since MPI may still use it.
     """
-    things = list(surrendered)
+    things = list(revoked)
     comms = [each for each in things if isinstance(each, MPI.Comm) and each != MPI.COMM_NULL]
     for comm in comms:
         comm.Revoke()

@@ -320,8 +320,8 @@ class TwoShotData(DataPlane):
     def abandon(self, is_stalled: bool) -> None:
         self.memory.abandon(is_stalled)
 
-    def surrender(self) -> list[Any]:
-        return self._others.surrender()
+    def revoke(self) -> list[Any]:
+        return self._others.revoke()
 
     def close(self) -> None:
         self._others.close()

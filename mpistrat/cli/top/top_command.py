@@ -16,8 +16,8 @@ from ...core.install import pip_extra
 from ...trace.status import status_directory
 from ..arguments import Parser, positive_seconds
 from . import prometheus
-from .status import Found, JobStatus, read
-from .summary import Summary, summarize
+from .rates import Summary, summarize
+from .status_files import Found, JobStatus, read
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from ...core.slowest import LEAST_COST, slowest
 from ...trace.stragglers import cause_of
-from .status import SILENT_S, JobStatus, RankStatus
+from .status_files import SILENT_S, JobStatus, RankStatus
 
 STALLED_S = 5.0
 

@@ -141,7 +141,7 @@ class MpiData(DataPlane):
     def _complete(self, request: MPI.Request, nbytes: int) -> None:
         self._wait.complete([request], nbytes)
 
-    def surrender(self) -> list[Any]:
+    def revoke(self) -> list[Any]:
         return [self._comm, *self._wait.unfinished]
 
     def close(self) -> None:

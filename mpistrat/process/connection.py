@@ -1,11 +1,11 @@
-"""A line: JSON messages between two processes of a job, over TCP or over a Unix socket of Linux' abstract namespace.
+"""JSON messages between two processes of a job, over TCP or over a Unix socket of Linux' abstract namespace.
 
 Both ends prove that they know the secret of the job, so other users, who can connect to either, are rejected
 (challenge and response with HMAC, RFC 2104). Messages are not encrypted: they say who is where, who has ended and what
 was committed, and hold no data of the training.
 
-The kernel closes a line when its process ends, however it ends, and wakes a thread that waits for a message. Keep-alive
-probes detect a host that is down.
+The kernel closes a connection when its process ends, however it ends, and wakes a thread that waits for a message.
+Keep-alive probes detect a host that is down.
 """
 
 import hmac
@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Stream
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -32,42 +32,42 @@ _AGAIN_S = 0.1  # until the next try to accept a connection, after one has faile
 _MOST_STRANGERS = 64  # connections that have not proved anything yet
 _PROBE_S, _SILENT_S = 10.0, 60.0  # between two keep-alive probes, and until a host counts as down
 
-_open: "weakref.WeakSet[Line]" = weakref.WeakSet()
+_open: "weakref.WeakSet[Connection]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the lines in a forked process: the kernel ends one only when all processes have closed it."""
-    for line in _open:
-        line._connection.close()
+    """Close the connections in a forked process: the kernel ends one only when all processes have closed it."""
+    for connection in _open:
+        connection._stream.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-class Line:
-    """One end of a line. Any thread may send; one thread reads.
+class Connection:
+    """One end of a connection. Any thread may send; one thread reads.
 
     Args:
-        connection: Both ends of it have proved that they know the secret.
+        stream: Both ends of it have proved that they know the secret.
         own: The address of this end: IP address and port, or of a Unix socket its name.
         peer: That of the other end.
     """
 
-    def __init__(self, connection: "Connection[bytes, bytes]", own: Address, peer: Address):
-        self._connection, self.own, self.peer = connection, own, peer
+    def __init__(self, stream: "Stream[bytes, bytes]", own: Address, peer: Address):
+        self._stream, self.own, self.peer = stream, own, peer
         self._lock = threading.Lock()
         _open.add(self)
         if isinstance(own, tuple):
             self.probe(_PROBE_S, _SILENT_S)
 
     def probe(self, every_s: float, limit_s: float) -> None:
-        """Have the kernel probe the other end while nothing arrives, and end the line after `limit_s` without answer.
+        """Have the kernel probe the other end while nothing arrives, and close after `limit_s` without an answer.
 
         Args:
             every_s: At least 1 s.
             limit_s: Also for what was sent and not received.
         """
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as shared:
+        with socket.socket(fileno=os.dup(self._stream.fileno())) as shared:
             shared.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
                 shared.setsockopt(socket.IPPROTO_TCP, option, max(1, round(every_s)))
@@ -75,28 +75,28 @@ class Line:
 
     def fileno(self) -> int:
         """The descriptor, for `multiprocessing.connection.wait`."""
-        return self._connection.fileno()
+        return self._stream.fileno()
 
     def send(self, **message: object) -> bool:
-        """Send a message. Returns whether the line is still open."""
+        """Send a message. Returns whether the connection is still open."""
         try:
             with self._lock:
-                self._connection.send_bytes(json.dumps(message).encode())
+                self._stream.send_bytes(json.dumps(message).encode())
             return True
         except OSError:
-            return False  # The reader of this line notices too, and says so.
+            return False  # The reader of this connection notices too, and says so.
 
     def poll(self, limit_s: float | None) -> bool:
-        """Whether a message, or the end of the line, is there within `limit_s`."""
-        return self._connection.poll(limit_s)
+        """Whether a message, or the end of the connection, is there within `limit_s`."""
+        return self._stream.poll(limit_s)
 
     def receive(self) -> Message:
         """Wait for a message and return it.
 
-        Raises OSError: The other end has closed the line, or has ended, or its host is down.
+        Raises OSError: The other end has closed the connection, or has ended, or its host is down.
         """
         try:
-            found = json.loads(self._connection.recv_bytes(_MOST_BYTES))
+            found = json.loads(self._stream.recv_bytes(_MOST_BYTES))
         except EOFError:
             raise OSError("the other end has closed the connection") from None
         except ValueError as error:
@@ -105,8 +105,8 @@ class Line:
             raise OSError(f"the other end has sent an unknown message: {found}")
         return found
 
-    def read(self, take: Callable[["Line", Message | None], None]) -> None:
-        """Call `take` with this line and each message, and with None after the last one, in a thread of its own."""
+    def read(self, take: Callable[["Connection", Message | None], None]) -> None:
+        """Call `take` with this object and each message, and with None after the last message, in a thread."""
         def run() -> None:
             while True:
                 try:
@@ -115,16 +115,16 @@ class Line:
                     break
                 take(self, message)
             take(self, None)
-        threading.Thread(target=run, name="mpistrat-line", daemon=True).start()
+        threading.Thread(target=run, name="mpistrat-connection", daemon=True).start()
 
     def close(self) -> None:
         """Close this end, so that a thread that reads here, and the other end, notice. May be called twice."""
-        if not self._connection.closed:
-            _shut_down(self._connection)  # close() alone would not wake a thread that reads.
+        if not self._stream.closed:
+            _shut_down(self._stream)  # close() alone would not wake a thread that reads.
 
 
-def connect(addresses: Iterable[Address], secret: bytes, limit_s: float) -> Line:
-    """Return a line to the process that listens at one of `addresses`: (host, port), or an abstract name.
+def connect(addresses: Iterable[Address], secret: bytes, limit_s: float) -> Connection:
+    """Return a connection to the process that listens at one of `addresses`: (host, port), or an abstract name.
 
     Raises OSError: None of them answers within `limit_s`, or the process there does not know the secret. Its cause is
     the error of the last address; None if there is no address.
@@ -142,13 +142,13 @@ def connect(addresses: Iterable[Address], secret: bytes, limit_s: float) -> Line
                 connected.connect("\0" + address)
             own, peer = connected.getsockname(), connected.getpeername()
             connected.settimeout(None)
-            connection = Connection(connected.detach())
-            challenge = _received(connection)
+            stream = Stream(connected.detach())
+            challenge = _received(stream)
             nonce = os.urandom(_NONCE_BYTES)
-            connection.send_bytes(_proof(secret, b"connects", challenge) + nonce)
-            if not hmac.compare_digest(_received(connection), _proof(secret, b"listens", nonce)):
+            stream.send_bytes(_proof(secret, b"connects", challenge) + nonce)
+            if not hmac.compare_digest(_received(stream), _proof(secret, b"listens", nonce)):
                 raise OSError("the process that listens there does not know the secret of the job")
-            return Line(connection, own, peer)
+            return Connection(stream, own, peer)
         except OSError as error:
             problems.append(f"{name}: {error}")
             cause = error
@@ -156,17 +156,17 @@ def connect(addresses: Iterable[Address], secret: bytes, limit_s: float) -> Line
 
 
 class Listening:
-    """Accepts lines, each in a thread until the other end has proved that it knows the secret.
+    """Accepts connections, each in a thread until the other end has proved that it knows the secret.
 
     Args:
         listener: A socket that listens. `close` closes it.
         secret: Of the job.
-        greet: Called with each new line, in a thread of its own.
+        greet: Called with each new connection, in a thread of its own.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, greet: Callable[[Line], None]):
+    def __init__(self, listener: socket.socket, secret: bytes, greet: Callable[[Connection], None]):
         self._listener, self._secret, self._greet = listener, secret, greet
-        self._strangers: dict[Connection[bytes, bytes], None] = {}  # in the order of arrival
+        self._strangers: dict[Stream[bytes, bytes], None] = {}  # in the order of arrival
         self._is_closed = False
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name="mpistrat-listener", daemon=True).start()
@@ -183,37 +183,37 @@ class Listening:
                 time.sleep(_AGAIN_S)
                 continue
             connected.settimeout(None)
-            own, connection = connected.getsockname(), Connection(connected.detach())
+            own, stream = connected.getsockname(), Stream(connected.detach())
             with self._lock:
                 if len(self._strangers) == _MOST_STRANGERS:
                     oldest = next(iter(self._strangers))
                     del self._strangers[oldest]
                     _shut_down(oldest)
-                self._strangers[connection] = None
-            threading.Thread(target=self._prove, args=(connection, own, peer), name="mpistrat-line",
+                self._strangers[stream] = None
+            threading.Thread(target=self._prove, args=(stream, own, peer), name="mpistrat-connection",
                              daemon=True).start()
 
-    def _prove(self, connection: "Connection[bytes, bytes]", own: Address, peer: Address) -> None:
+    def _prove(self, stream: "Stream[bytes, bytes]", own: Address, peer: Address) -> None:
         try:
             challenge = os.urandom(_NONCE_BYTES)
-            connection.send_bytes(challenge)
-            answer = _received(connection)
+            stream.send_bytes(challenge)
+            answer = _received(stream)
             proof, nonce = answer[:-_NONCE_BYTES], answer[-_NONCE_BYTES:]
             if not hmac.compare_digest(proof, _proof(self._secret, b"connects", challenge)):
                 raise OSError("it does not know the secret of the job")
-            connection.send_bytes(_proof(self._secret, b"listens", nonce))
+            stream.send_bytes(_proof(self._secret, b"listens", nonce))
         except OSError as error:
             logger.debug("a connection was rejected: %s", error)
             with self._lock:  # Not while it is shut down as the oldest one.
-                self._strangers.pop(connection, None)
-                connection.close()
+                self._strangers.pop(stream, None)
+                stream.close()
             return
         with self._lock:
-            self._strangers.pop(connection, None)
-        self._greet(Line(connection, own, peer))
+            self._strangers.pop(stream, None)
+        self._greet(Connection(stream, own, peer))
 
     def close(self) -> None:
-        """Accept no more. Lines stay open. May be called twice."""
+        """Accept no more. Connections stay open. May be called twice."""
         self._is_closed = True
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # close() alone would not wake the thread that accepts.
@@ -222,19 +222,19 @@ class Listening:
         self._listener.close()
 
 
-def _shut_down(connection: "Connection[bytes, bytes]") -> None:
-    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
+def _shut_down(stream: "Stream[bytes, bytes]") -> None:
+    with socket.socket(fileno=os.dup(stream.fileno())) as shared:
         try:
             shared.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # The other end has closed it.
 
 
-def _received(connection: "Connection[bytes, bytes]") -> bytes:
-    if not connection.poll(_PROOF_LIMIT_S):
+def _received(stream: "Stream[bytes, bytes]") -> bytes:
+    if not stream.poll(_PROOF_LIMIT_S):
         raise OSError(f"no answer within {_PROOF_LIMIT_S:g} s")
     try:
-        return connection.recv_bytes(4 * _NONCE_BYTES)
+        return stream.recv_bytes(4 * _NONCE_BYTES)
     except EOFError:
         raise OSError("the other end has closed the connection, as one with another secret does") from None
 

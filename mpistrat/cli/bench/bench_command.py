@@ -7,15 +7,15 @@ import socket
 from math import ceil
 from pathlib import Path
 
-from ...api import common, ops, runtime
+from ...api import array_ops, common, runtime
 from ...core.errors import LaunchError
 from ..arguments import Parser, counted, positive_int
 from ..inventory import busy_cores
 from ..mpirun import this_machine
 from .cases import CASES
 from .measure import LIMIT_S, measure, measurements
-from .output import Output, Table
 from .plot import plot, require_matplotlib
+from .table import Output, Table
 
 _EPILOG = """\
 Run it on ranks: mpistrat run -np 2 -- mpistrat bench
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 def _disturbances() -> list[str]:
     """On rank 0, for each host whose cores are wanted by other processes, a sentence; elsewhere []. Collective."""
     busy = "" if common.local_rank() else busy_cores(os.getloadavg()[1], this_machine(os.environ).cores)
-    sentences = ops.allgather_object(f"on {socket.gethostname()} {busy}" if busy else "")
+    sentences = array_ops.allgather_object(f"on {socket.gethostname()} {busy}" if busy else "")
     return list(filter(None, sentences)) if common.rank() == 0 else []
 
 
@@ -69,7 +69,7 @@ def _require_writable(*paths: str) -> None:
                 pass
         except OSError as error:
             problem = f"{path} cannot be written: {error.strerror}."
-    problem = ops.broadcast_object(problem, 0)
+    problem = array_ops.broadcast_object(problem, 0)
     if problem:
         common.shutdown()
         raise LaunchError(problem)

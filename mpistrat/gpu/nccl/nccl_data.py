@@ -15,9 +15,9 @@ from ...core.errors import EngineError
 from ...core.request import ReduceOp
 from ..arrays import GpuArray, GpuDevice, GpuEvent
 from ..backend import GpuBackend, Reducer
-from ..copy.plan import ALIGNMENT, FusedCopies, fused_offsets
+from ..copy.copy_plan import ALIGNMENT, FusedCopies, fused_offsets
+from .nccl_types import NcclCommunicator, NcclReduction, WireFormat, nccl_reduction, wire_format
 from .stream import NcclStream
-from .types import NcclCommunicator, NcclReduction, WireFormat, nccl_reduction, wire_format
 
 
 class NcclData(GpuBackend):

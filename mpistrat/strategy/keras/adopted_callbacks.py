@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras.callbacks import CallbackList
 
-from ...api import ops as array_ops
+from ...api import array_ops
 from ...keras.fit.fit_callbacks import users_callbacks
 from ...keras.fit.fit_states import reads_logs
 from ...keras.fit.training import StrategyTraining, step_values_of

@@ -6,7 +6,7 @@ Called by device.py.
 from dataclasses import dataclass
 
 from ...core.tuning import COPY_BLOCK_ELEMENTS
-from .plan import ALIGNMENT, PIECES_PER_LAUNCH, CopyJob
+from .copy_plan import ALIGNMENT, PIECES_PER_LAUNCH, CopyJob
 
 NAME, GUARD = "batched_copy", "guard"
 

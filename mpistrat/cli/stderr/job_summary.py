@@ -71,8 +71,8 @@ def _reason(code: int, endings: Sequence[Ending], interrupted_by: int | None, di
     if interrupted_by is not None:
         return f": it was ended by {'Ctrl-C' if interrupted_by == signal.SIGINT else _signal(interrupted_by)}"
     if died_of == signal.SIGKILL:
-        by_keeper = "" if subject == JOB else "by the keeper of this host, "
-        return f": mpirun itself was killed, {_signal(died_of)}: {by_keeper}{_SIGNAL_HINTS[signal.SIGKILL]}"
+        by_agent = "" if subject == JOB else "by the agent of this host, "
+        return f": mpirun itself was killed, {_signal(died_of)}: {by_agent}{_SIGNAL_HINTS[signal.SIGKILL]}"
     if died_of is not None:
         return f": mpirun itself crashed, {_signal(died_of)}. Were there more ranks than this machine can start (-np)?"
     if endings:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ..core.topology import rank_list
 from .commits import CommitId
-from .job import LEAVE_CODE
+from .elastic_job import LEAVE_CODE
 from .orders import Action, Done, Leave, Limits, Say, Start, Stop
 
 # -- the hosts ---------------------------------------------------------------------------------------------------------
@@ -23,7 +23,7 @@ ANSWER_S = 5.0  # How long an answer of a host holds.
 class Hosts:
     """Hosts, by name.
 
-    A host is *reached* if its keeper is connected, or if it is the supervisor's own. It is *there* if it is reached, or
+    A host is *reached* if its agent is connected, or if it is the supervisor's own. It is *there* if it is reached, or
     has just answered a probe. Ranks start on a host that is lost, or new in a job that runs, only if it is there.
 
     Args:
@@ -34,11 +34,11 @@ class Hosts:
     def __init__(self, cooldown_s: tuple[float, float], own: Collection[str] = ()):
         self._cooldown_s, self._own = cooldown_s, own
         self._cooled: dict[str, tuple[float, int]] = {}  # until when a host is left out, and how often it was
-        self._gone: dict[str, tuple[float, str]] = {}  # whose keeper is gone: since when, and why
+        self._gone: dict[str, tuple[float, str]] = {}  # whose agent is gone: since when, and why
         self._answered: dict[str, float] = {}  # when a host has answered last
         self._trusted: set[str] = set()  # where ranks may start unasked
         self._vain: set[str] = set()  # that have answered, and nothing has started there
-        self._kept: set[str] = set()  # Those with a keeper.
+        self._kept: set[str] = set()  # Those with an agent.
         self.slots: dict[str, int] = {}  # The number of ranks for each host that discovery has found.
 
     def found(self, slots: dict[str, int], is_first: bool) -> None:
@@ -95,18 +95,18 @@ class Hosts:
         self._trusted.discard(host)
         return seconds
 
-    def keeper_found(self, host: str) -> None:
+    def agent_found(self, host: str) -> None:
         self._kept.add(host)
         self._trusted.add(host)
         self._gone.pop(host, None)
 
-    def keeper_gone(self, host: str, why: str, since: float) -> None:
-        """The connection to the keeper of a host is closed."""
+    def agent_gone(self, host: str, why: str, since: float) -> None:
+        """The connection to the agent of a host is closed."""
         self._kept.discard(host)
         self._gone[host] = min(since, self._gone.get(host, (since, ""))[0]), why
 
     def lost(self, patience_s: float, now: float) -> dict[str, str]:
-        """Those whose keeper has been gone for `patience_s`, and why. They are not returned again."""
+        """Those whose agent has been gone for `patience_s`, and why. They are not returned again."""
         found = {host: why for host, (since, why) in self._gone.items() if now - since >= patience_s}
         for host in found:
             del self._gone[host]
@@ -119,7 +119,7 @@ class Hosts:
 
 @dataclass
 class Process:
-    """A rank's process, as its keeper has announced it."""
+    """A rank's process, as its agent has announced it."""
 
     rank: int
     host: str
@@ -171,7 +171,7 @@ class Generation:
         return bool(self.leaves and self.processes) and all(state in ("left", "done") for state in self.states)
 
     def hello(self, host: str, rank: int, pid: int, is_connected: bool) -> None:
-        """A rank is there: for the first time, or again, since it has left init() or found another keeper."""
+        """A rank is there: for the first time, or again, since it has left init() or found another agent."""
         if (host, pid) not in self.processes:
             self.heard.add(rank)
             self.missing.pop(rank, None)
@@ -204,7 +204,7 @@ class Generation:
         if sum(each.is_renamed for each in alive) == size:
             self.lost_at = math.inf
             for each in alive:
-                if not each.is_renamed:  # Its keeper was lost with it, and nobody else tells.
+                if not each.is_renamed:  # Its agent was lost with it, and nobody else tells.
                     each.state = "died"
                 each.is_renamed = False
         return is_first
@@ -215,12 +215,12 @@ class Generation:
 # Generations in a row that end without a new commit. The next ones would end in the same way.
 _MOST_FRUITLESS = 3
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 30.0
-# After a failure: how long a keeper that has been silent for a moment may take to be heard again, or to be given up.
+# After a failure: how long an agent that has been silent for a moment may take to be heard again, or to be given up.
 VERDICT_S = 5.0
-# While a generation runs: how long its ranks may take to start another keeper in the place of one that has ended. They
+# While a generation runs: how long its ranks may take to start another agent in the place of one that has ended. They
 # end after 20 s without.
 RETURN_LIMIT_S = 25.0
-# After a failure: how long a keeper may take to tell how its ranks have ended. mpirun may end, because a host is lost,
+# After a failure: how long an agent may take to tell how its ranks have ended. mpirun may end, because a host is lost,
 # before the supervisor knows of the loss.
 _TELL_S = 1.0
 # A loss that the ranks have not mended by then is not one that they can mend.
@@ -257,7 +257,7 @@ class Plan:
         self._is_done = False
         self._step = ""  # of the newest commit
         # generation: The number of the newest generation; 0 before the first one.
-        # newest: The newest commit that a keeper has kept.
+        # newest: The newest commit that an agent has kept.
         self.generation, self.newest = 0, CommitId(0, 0)
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class Plan:
 
     @property
     def leaving(self) -> Leave | None:
-        """What the ranks of the generation that runs were told, for a keeper that has not heard it."""
+        """What the ranks of the generation that runs were told, for an agent that has not heard it."""
         running = self._running
         return Leave(running.number, running.leaves) if running is not None and running.leaves else None
 
@@ -315,24 +315,24 @@ class Plan:
         self._hosts.answered(hosts, now)
         return self._grow(now)
 
-    def keeper_found(self, host: str) -> None:
-        self._hosts.keeper_found(host)
+    def agent_found(self, host: str) -> None:
+        self._hosts.agent_found(host)
 
-    def keeper_gone(self, host: str, why: str, now: float) -> list[Action]:
-        """The connection to the keeper of a host is closed.
+    def agent_gone(self, host: str, why: str, now: float) -> list[Action]:
+        """The connection to the agent of a host is closed.
 
         While the generation runs it may connect again, or its ranks start another one.
         """
-        self._hosts.keeper_gone(host, why, now)
+        self._hosts.agent_gone(host, why, now)
         return [] if self._running is not None else self._lose_hosts(0.0, now)
 
     def host_lost(self, host: str, why: str, now: float) -> list[Action]:
-        """The keeper of a host is silent."""
-        self._hosts.keeper_gone(host, why, -math.inf)
+        """The agent of a host is silent."""
+        self._hosts.agent_gone(host, why, -math.inf)
         return self._lose_hosts(RETURN_LIMIT_S, now)
 
     def _lose_hosts(self, patience_s: float, now: float) -> list[Action]:
-        """Give up the hosts whose keepers have been gone for so long."""
+        """Give up the hosts whose agents have been gone for so long."""
         actions: list[Action] = []
         for host, why in self._hosts.lost(patience_s, now).items():
             running = self._running
@@ -355,7 +355,7 @@ class Plan:
         running.is_stopped = True
         return [Stop(running.number, why, running.is_done)]
 
-    # -- what ranks say, through their keepers -------------------------------------------------------------------------
+    # -- what ranks say, through their agents -------------------------------------------------------------------------
 
     def _process(self, host: str, pid: int, generation: int) -> tuple[Generation, Process] | None:
         """A process that has not ended, of the generation that runs."""
@@ -383,7 +383,7 @@ class Plan:
             self._running.hello(host, rank, pid, is_connected)
 
     def committed(self, commit: CommitId, step: str) -> None:
-        """A keeper has kept a commit."""
+        """An agent has kept a commit."""
         if self._running is not None and self._running.number == commit.generation:
             self._running.has_committed = True
         if commit >= self.newest:
@@ -454,7 +454,7 @@ class Plan:
             code: mpirun's exit code, for people.
             has_started: Whether processes have started on all hosts. If not, those that were not reached are left out
                 for a while, and the generation counts neither as a failure nor as a loss.
-            silent: The hosts whose keepers have not been heard for longer than usual, but are not given up yet.
+            silent: The hosts whose agents have not been heard for longer than usual, but are not given up yet.
         """
         running = self._running
         if running is None or self._is_done:

@@ -1,4 +1,4 @@
-"""Lines between processes of a job: messages, ends, and who is rejected."""
+"""Connections between processes of a job: messages, ends, and who is rejected."""
 
 import errno
 import os
@@ -6,49 +6,50 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection as Stream
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
-from mpistrat.process import line as line_module
-from mpistrat.process.line import Line, Listening, Message, connect
+from mpistrat.process import connection as connection_module
+from mpistrat.process.connection import Connection, Listening, Message, connect
 
 LIMIT_S = 10.0
 Address = tuple[str, int]
 
 
 @pytest.fixture
-def listening() -> "Iterator[tuple[tuple[str, int], bytes, SimpleQueue[Line]]]":
-    secret, lines = secrets.token_bytes(32), SimpleQueue[Line]()
+def listening() -> "Iterator[tuple[tuple[str, int], bytes, SimpleQueue[Connection]]]":
+    secret, connections = secrets.token_bytes(32), SimpleQueue[Connection]()
     listener = socket.create_server(("127.0.0.1", 0))
-    listening = Listening(listener, secret, lines.put)
-    yield listener.getsockname()[:2], secret, lines
+    listening = Listening(listener, secret, connections.put)
+    yield listener.getsockname()[:2], secret, connections
     listening.close()
 
 
 def test_messages_arrive_in_order_and_the_end_is_noticed(listening) -> None:
-    address, secret, lines = listening
-    line = connect([("127.0.0.1", 1), address], secret, 5.0)
-    other, taken = lines.get(timeout=5), SimpleQueue[Message | None]()
+    address, secret, connections = listening
+    connection = connect([("127.0.0.1", 1), address], secret, 5.0)
+    other, taken = connections.get(timeout=5), SimpleQueue[Message | None]()
     other.read(lambda _, message: taken.put(message))
     for number in range(100):
-        assert line.send(kind="count", number=number)
+        assert connection.send(kind="count", number=number)
     assert [taken.get(timeout=5)["number"] for _ in range(100)] == list(range(100))
-    line.close()
-    line.close()
+    connection.close()
+    connection.close()
     assert taken.get(timeout=5) is None
 
 
 def test_who_does_not_know_the_secret_gets_no_line(listening) -> None:
-    address, secret, lines = listening
+    address, secret, connections = listening
     with pytest.raises(OSError, match=r"127\.0\.0\.1"):
         connect([address], b"another secret", 5.0)
     with socket.create_connection(address) as stranger:
         stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" * 100)
         connect([address], secret, 5.0).send(kind="hello")
-    assert lines.get(timeout=5).receive() == {"kind": "hello"}
-    assert lines.empty()
+    assert connections.get(timeout=5).receive() == {"kind": "hello"}
+    assert connections.empty()
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ECONNABORTED])
@@ -61,10 +62,10 @@ def test_after_a_connection_that_cannot_be_accepted_others_can(code: int) -> Non
                 raise problems.pop()
             return super().accept()
 
-    listener, lines = Listener(fileno=socket.create_server(("127.0.0.1", 0)).detach()), SimpleQueue[Line]()
-    listening = Listening(listener, b"secret", lines.put)
+    listener, connections = Listener(fileno=socket.create_server(("127.0.0.1", 0)).detach()), SimpleQueue[Connection]()
+    listening = Listening(listener, b"secret", connections.put)
     connect([listener.getsockname()], b"secret", LIMIT_S)
-    assert lines.get(timeout=LIMIT_S)
+    assert connections.get(timeout=LIMIT_S)
     listening.close()
 
 
@@ -83,26 +84,26 @@ def closed_by_the_listener(stranger: socket.socket) -> bool:
 def test_strangers_that_say_nothing_more_hold_up_nobody(listening, said: bytes,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     # More than may wait at once; all of them come before the rank. Only a failing test waits for so long.
-    monkeypatch.setattr(line_module, "_PROOF_LIMIT_S", 3600.0)
-    monkeypatch.setattr(line_module, "_MOST_STRANGERS", 5)
-    address, secret, lines = listening
+    monkeypatch.setattr(connection_module, "_PROOF_LIMIT_S", 3600.0)
+    monkeypatch.setattr(connection_module, "_MOST_STRANGERS", 5)
+    address, secret, connections = listening
     strangers = [socket.create_connection(address) for _ in range(12)]
     for stranger in strangers:
         stranger.sendall(said)
     connect([address], secret, LIMIT_S).send(kind="hello")
-    assert lines.get(timeout=LIMIT_S).receive() == {"kind": "hello"}
+    assert connections.get(timeout=LIMIT_S).receive() == {"kind": "hello"}
     assert all(closed_by_the_listener(stranger) for stranger in strangers[:7])
 
 
 def test_a_stranger_has_only_so_long(listening, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_module, "_PROOF_LIMIT_S", 0.05)
+    monkeypatch.setattr(connection_module, "_PROOF_LIMIT_S", 0.05)
     assert closed_by_the_listener(socket.create_connection(listening[0]))
 
 
 def test_a_process_that_listens_without_the_secret_is_not_believed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         address: Address = impostor.getsockname()[:2]
-        Listening(impostor, b"another secret", lambda line: None)
+        Listening(impostor, b"another secret", lambda connection: None)
         with pytest.raises(OSError, match=rf"^127\.0\.0\.1:{address[1]}: the other end has closed the connection"):
             connect([address], b"secret", LIMIT_S)
 
@@ -110,7 +111,7 @@ def test_a_process_that_listens_without_the_secret_is_not_believed() -> None:
 def test_the_proof_of_the_listening_side_is_checked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         def accept() -> None:
-            connection = line_module.Connection(impostor.accept()[0].detach())
+            connection = Stream(impostor.accept()[0].detach())
             connection.send_bytes(bytes(32))
             connection.recv_bytes()
             connection.send_bytes(bytes(32))
@@ -123,8 +124,8 @@ def test_the_proof_of_the_listening_side_is_checked() -> None:
 
 def test_the_first_address_that_works_is_taken(listening) -> None:
     address, secret, _ = listening
-    line = connect([("no such name", 1), address], secret, LIMIT_S)
-    assert (line.peer[0], line.own[0]) == ("127.0.0.1", "127.0.0.1")
+    connection = connect([("no such name", 1), address], secret, LIMIT_S)
+    assert (connection.peer[0], connection.own[0]) == ("127.0.0.1", "127.0.0.1")
     with pytest.raises(OSError, match=r"^127\.0\.0\.1:1: .*refused; no such name:1: "):
         connect([("127.0.0.1", 1), ("no such name", 1)], secret, LIMIT_S)
     with pytest.raises(OSError, match="it has no address"):
@@ -133,16 +134,16 @@ def test_the_first_address_that_works_is_taken(listening) -> None:
 
 @pytest.mark.parametrize("text", [b"[1", b"[]", b"7", b"\xff"])
 def test_a_message_that_is_no_object_is_the_end_of_the_line(listening, text: bytes) -> None:
-    address, secret, lines = listening
-    connect([address], secret, LIMIT_S)._connection.send_bytes(text)
+    address, secret, connections = listening
+    connect([address], secret, LIMIT_S)._stream.send_bytes(text)
     with pytest.raises(OSError, match="the other end has sent an unknown message"):
-        lines.get(timeout=LIMIT_S).receive()
+        connections.get(timeout=LIMIT_S).receive()
 
 
 def test_who_listens_no_more_refuses() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     address: Address = listener.getsockname()[:2]
-    listening = Listening(listener, b"secret", lambda line: None)
+    listening = Listening(listener, b"secret", lambda connection: None)
     listening.close()
     listening.close()
     with pytest.raises(OSError, match="refused"):
@@ -150,9 +151,9 @@ def test_who_listens_no_more_refuses() -> None:
 
 
 def test_a_process_that_was_forked_does_not_keep_a_line_open(listening) -> None:
-    address, secret, lines = listening
-    line = connect([address], secret, LIMIT_S)
-    other = lines.get(timeout=LIMIT_S)
+    address, secret, connections = listening
+    connection = connect([address], secret, LIMIT_S)
+    other = connections.get(timeout=LIMIT_S)
     waits, goes_on = os.pipe()
     child = os.fork()
     if child == 0:
@@ -161,7 +162,7 @@ def test_a_process_that_was_forked_does_not_keep_a_line_open(listening) -> None:
         os._exit(0)
     os.close(waits)
     try:
-        line._connection.close()  # as the end of this process would
+        connection._stream.close()  # as the end of this process would
         with pytest.raises(OSError, match="closed the connection"):
             other.receive()
     finally:

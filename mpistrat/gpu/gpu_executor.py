@@ -27,7 +27,7 @@ from .arrays import BucketList, GpuDevice, GpuEvent, RecordedStream
 from .backend import GpuBackend, Reducer, await_on_host, last_of_streams
 from .connect import connect, exchange_over
 from .nccl.claims import release
-from .nccl.data import NcclData
+from .nccl.nccl_data import NcclData
 from .proof import Kind, Proof, check_waiting
 from .staged import StagedData
 from .watchdog import Watchdog, within

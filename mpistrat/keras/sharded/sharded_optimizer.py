@@ -18,12 +18,12 @@ from ...tensorflow.elastic import divided_states
 from ...tensorflow.kerases import is_keras2, steps_of
 from ...tensorflow.overwritten import places_of
 from ...tensorflow.types import OptionalGradient, Tensor, Variable
-from .._private import legacy_h5_format
 from ..clone import original_class
 from ..nested_optimizers import passes_on, states_in
 from ..patches import Function, replaces
+from ..private_names import legacy_h5_format
 from .parts import Parts
-from .state import WholeState
+from .shard_state import WholeState
 
 # They compute each element of a variable from the same element of the gradient and of the state alone.
 _ELEMENT_WISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")

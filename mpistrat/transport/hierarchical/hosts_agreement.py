@@ -70,8 +70,8 @@ class HierarchicalAgreement(SharedMemoryAgreement):
     def missing(self) -> list[int]:
         return super().missing() or self._elsewhere
 
-    def surrender(self) -> list[Any]:
-        return [] if self._hosts is None else self._hosts.surrender()
+    def revoke(self) -> list[Any]:
+        return [] if self._hosts is None else self._hosts.revoke()
 
     def close(self) -> None:
         if self._hosts is not None:

@@ -1,4 +1,4 @@
-"""What the supervisor tells the ranks and the keepers about the job, in one environment variable. Pure."""
+"""What the supervisor tells the ranks and the agents about the job, in one environment variable. Pure."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ LEAVE_CODE = 75  # EX_TEMPFAIL of sysexits.h: a rank ends so that the supervisor
 class ElasticJob:
     """An elastic job, as its processes know it."""
 
-    name: str  # Random; the name of the job's keepers.
+    name: str  # Random; the name of the job's agents.
     secret: str  # Of the job; only the user who runs it can read the environment of its processes.
     generation: int  # The number of this generation, from 1.
     hosts: tuple[str, ...]  # Names and addresses of the supervisor's host.
@@ -22,7 +22,7 @@ class ElasticJob:
     checkpoint_every: int = 0  # Commits between two of these.
     # Generation and number of the newest commit when the generation starts; (0, 0) for none.
     newest: tuple[int, int] = (0, 0)
-    stay_s: float = 0.0  # How long a keeper that cannot reach the supervisor's host stays.
+    stay_s: float = 0.0  # How long an agent that cannot reach the supervisor's host stays.
 
     def to_text(self) -> str:
         """The job as JSON."""

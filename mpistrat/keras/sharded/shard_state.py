@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ...api import ops as array_ops
+from ...api import array_ops
 from ...core.errors import InvalidRequestError
 from ...tensorflow import files
 from ...tensorflow.list_ops import broadcast_list, gather_list

@@ -1,6 +1,6 @@
 """The files of a timeline, in Chrome's trace format, which https://ui.perfetto.dev reads. Readable at every moment.
 
-A file has groups of lanes. The spans of a lane do not overlap, but a span may have parts.
+A file has groups of tracks. The spans of a track do not overlap, but a span may have parts.
 """
 
 import contextlib
@@ -67,23 +67,23 @@ class TraceFile:
                 os.unlink(path)
             raise OSError(error.errno, error.strerror, path) from None
 
-    def lane(self, group: int, group_name: str, lane: int, name: str) -> None:
-        """Name a lane, before its first span."""
+    def track(self, group: int, group_name: str, track: int, name: str) -> None:
+        """Name a track, before its first span."""
         for kind, values in (("process_name", {"name": group_name}), ("process_sort_index", {"sort_index": group}),
-                             ("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": lane})):
-            self._add({"name": kind, "ph": "M", "pid": group, "tid": lane, "args": values})
+                             ("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track})):
+            self._add({"name": kind, "ph": "M", "pid": group, "tid": track, "args": values})
 
-    def span(self, group: int, lane: int, category: str, part: Part, values: Values,
+    def span(self, group: int, track: int, category: str, part: Part, values: Values,
              parts: Iterable[Part] = ()) -> None:
         """Add a span with its parts, which are in order."""
         for name, begin, end in (part, *parts):
-            self._add({"name": name, "cat": category, "ph": "X", "pid": group, "tid": lane, "ts": begin / 1000,
+            self._add({"name": name, "cat": category, "ph": "X", "pid": group, "tid": track, "ts": begin / 1000,
                        "dur": (end - begin) / 1000, "args": values})
             category, values = "phase", {}
 
-    def mark(self, group: int, lane: int, name: str, at: int, category: str = "") -> None:
+    def mark(self, group: int, track: int, name: str, at: int, category: str = "") -> None:
         """Add a moment."""
-        self._add({"name": name, "cat": category, "ph": "i", "s": "t", "pid": group, "tid": lane, "ts": at / 1000})
+        self._add({"name": name, "cat": category, "ph": "i", "s": "t", "pid": group, "tid": track, "ts": at / 1000})
 
     def _add(self, event: dict[str, Any]) -> None:
         self._events.append(json.dumps(event, separators=(",", ":")).encode())

@@ -12,7 +12,7 @@ from typing import Any
 from cupy.cuda import nccl
 
 from ...core.errors import EngineError
-from .types import RESULTS
+from .nccl_types import RESULTS
 
 
 def version() -> int:

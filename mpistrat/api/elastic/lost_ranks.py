@@ -22,7 +22,7 @@ from ...process.error_text import ErrorText
 from ...process.neighbours import Neighbours
 from ...process.peers import End, Invitation, Peers
 from ...process.procfs import Process
-from ...transport.mpi import library
+from ...transport.mpi import mpi_library
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -140,7 +140,7 @@ class Losses:
             self._report_failed([each.rank for each in lost])
         elif self.is_tolerant:
             # Both sides of a cut link would go on otherwise, each as a job of its own.
-            rank = library.load_mpi().COMM_WORLD.Get_rank()
+            rank = mpi_library.load_mpi().COMM_WORLD.Get_rank()
             abort.end_alone(rank, self._topology.host, ErrorText("", _text(lost)), 1)
         elif not self._stopped.is_set():
             self._end_now(lost)
@@ -186,7 +186,7 @@ class Losses:
             self._end_now(lost)
 
     def _end_now(self, lost: Sequence[LostRank]) -> None:
-        mpi = library.load_mpi()
+        mpi = mpi_library.load_mpi()
         abort.end_job(mpi, mpi.COMM_WORLD.Get_rank(), self._topology.host, ErrorText("", _text(lost)))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.errors import LaunchError
 from ...trace.analysis import analyse
-from ...trace.files import places_in, spans_in
+from ...trace.chrome_trace import places_in, spans_in
 from ...trace.timeline import records_in
 from ..arguments import Parser
 from ..main import EXIT_WRONG_INPUT

@@ -1,10 +1,10 @@
-"""A keeper: a process that keeps the commits of a job in the memory of one host. `python -m mpistrat.elastic.keeper`
+"""An agent: a process that keeps the commits of a job in the memory of one host. `python -m mpistrat.elastic.agent`
 
-The first rank of a host that finds no keeper starts one, with the job on its stdin. The keeper runs in a session of
+The first rank of a host that finds no agent starts one, with the job on its stdin. The agent runs in a session of
 its own and without MPI, so it outlives ranks, and the daemon that started them. It ends when its supervisor has ended:
-then nothing listens any more at that address. If the supervisor is only out of reach, or stopped, the keeper connects
+then nothing listens any more at that address. If the supervisor is only out of reach, or stopped, the agent connects
 again and again, for minutes. The commits are in anonymous memory (memfd), which ranks of the same user open through
-/proc; the kernel frees it with the keeper.
+/proc; the kernel frees it with the agent.
 """
 
 import contextlib
@@ -20,37 +20,39 @@ from queue import Empty, SimpleQueue
 from typing import cast
 
 from ..process import procfs
-from ..process.line import Address, Line, Listening, Message, connect
+from ..process.connection import Address, Connection, Listening, Message, connect
+from .agent_state import BEAT_S, Action, AgentState, Connect, End, Kill, Tell
 from .commits import CommitId
-from .job import ElasticJob
-from .keeper_state import BEAT_S, Action, Connect, End, KeeperState, Kill, Tell
+from .elastic_job import ElasticJob
 
 logger = logging.getLogger(__name__)
 _CONNECT_LIMIT_S = 10.0
 _AGAIN_S = 0.5  # between two tries to connect again
 _SEGMENTS = "/dev/shm/sm_segment.", "/dev/shm/mpich_shm_"
-_Event = tuple[Line | None, Message | None]
+_Event = tuple[Connection | None, Message | None]
 
 
 def socket_name(job: ElasticJob) -> str:
-    """The abstract name under which the keeper of a host listens. Network namespaces have names of their own."""
-    return f"mpistrat-keeper-{job.name}"
+    """The abstract name under which the agent of a host listens. Network namespaces have names of their own."""
+    return f"mpistrat-agent-{job.name}"
 
 
-class Keeper:
-    """The process around a KeeperState. `listener`: Bound to `socket_name`."""
+class Agent:
+    """The process around a AgentState. `listener`: Bound to `socket_name`."""
 
     def __init__(self, job: ElasticJob, listener: socket.socket):
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._memory = [os.memfd_create(f"mpistrat commit {index}") for index in range(2)]
         self._job, self._is_ending = job, False
         self._segments: set[str] = set()  # of MPI's shared memory
-        self._unsent: list[Message] = []  # while there is no line to the supervisor
-        self._listening = Listening(listener, job.key, lambda line: line.read(lambda *event: self._events.put(event)))
-        self._supervisor: Line | None = connect([(host, job.port) for host in job.hosts], job.key, _CONNECT_LIMIT_S)
+        self._unsent: list[Message] = []  # while there is no connection to the supervisor
+        self._listening = Listening(
+            listener, job.key, lambda connection: connection.read(lambda *event: self._events.put(event)))
+        self._supervisor: Connection | None = connect(
+            [(host, job.port) for host in job.hosts], job.key, _CONNECT_LIMIT_S)
         self._address: Address = cast("tuple[str, int]", self._supervisor.peer)[:2]
         first, second = (f"/proc/{os.getpid()}/fd/{memory}" for memory in self._memory)
-        self._state = KeeperState(time.monotonic(), (first, second), job.stay_s)
+        self._state = AgentState(time.monotonic(), (first, second), job.stay_s)
         self._greet(self._supervisor)
 
     def run(self) -> None:
@@ -71,21 +73,21 @@ class Keeper:
             actions = self._state.tick(time.monotonic())
             if event is not None:
                 actions += self._decide(*event)
-            else:  # A process that a rank has forked keeps the line of the rank open.
-                actions += [action for line, pid in self._state.processes.items() if procfs.find(pid) is None
-                            for action in self._state.closed(line)]
+            else:  # A process that a rank has forked keeps the connection of the rank open.
+                actions += [action for connection, pid in self._state.processes.items() if procfs.find(pid) is None
+                            for action in self._state.closed(connection)]
             for action in actions:
                 self._act(action)
 
-    def _greet(self, line: Line) -> None:
-        """Make this the line to the supervisor."""
-        self._supervisor = line
-        line.send(kind="keeper", host=socket.gethostname(), pid=os.getpid())
+    def _greet(self, connection: Connection) -> None:
+        """Make this the connection to the supervisor."""
+        self._supervisor = connection
+        connection.send(kind="agent", host=socket.gethostname(), pid=os.getpid())
         unsent, self._unsent = self._unsent, []
         for message in unsent:
-            line.send(**message)
-        line.send(kind="beat", sent=time.monotonic())
-        line.read(self._take_from_supervisor)
+            connection.send(**message)
+        connection.send(kind="beat", sent=time.monotonic())
+        connection.read(self._take_from_supervisor)
 
     def _connect_again(self) -> None:
         """In a thread of its own: an address may not answer for seconds."""
@@ -100,38 +102,38 @@ class Keeper:
                     return
             time.sleep(_AGAIN_S)
 
-    def _take_from_supervisor(self, line: Line, message: Message | None) -> None:
+    def _take_from_supervisor(self, connection: Connection, message: Message | None) -> None:
         if message is None:
-            self._events.put((line, {"kind": "disconnected"}))
+            self._events.put((connection, {"kind": "disconnected"}))
         else:
             self._events.put((None, message))
 
-    def _decide(self, line: Line | None, message: Message | None) -> list[Action]:
+    def _decide(self, connection: Connection | None, message: Message | None) -> list[Action]:
         state, now = self._state, time.monotonic()
         if message is None:
-            return state.closed(line)
+            return state.closed(connection)
         kind = message["kind"]
-        if line is None:
+        if connection is None:
             return self._decide_of_supervisor(message, now)
         if kind == "connected":
-            self._greet(line)
+            self._greet(connection)
             return state.connected()
-        if kind == "disconnected":  # An earlier line has been replaced.
-            return state.disconnected() if line is self._supervisor else []
+        if kind == "disconnected":  # An earlier connection has been replaced.
+            return state.disconnected() if connection is self._supervisor else []
         if kind == "hello":
             if message["connected"]:
                 self._note_segments(message["pid"])
-            return state.hello(line, message["rank"], message["pid"], message["generation"], message["launcher"],
+            return state.hello(connection, message["rank"], message["pid"], message["generation"], message["launcher"],
                                message["connected"])
         if kind == "commit":
-            return state.asked_to_write(line, CommitId(*message["commit"]), message["is_copy"], now)
+            return state.asked_to_write(connection, CommitId(*message["commit"]), message["is_copy"], now)
         if kind == "written":
-            return state.written(line, message["nbytes"], message["step"], now)
+            return state.written(connection, message["nbytes"], message["step"], now)
         if kind == "renamed":
-            return state.renamed(line, message["rank"], message["size"])
+            return state.renamed(connection, message["rank"], message["size"])
         if kind == "preempted":
             return [Tell(None, message)]
-        return state.ended(line, message["code"], message["why"])
+        return state.ended(connection, message["code"], message["why"])
 
     def _decide_of_supervisor(self, message: Message, now: float) -> list[Action]:
         if message["kind"] == "leave":
@@ -146,7 +148,7 @@ class Keeper:
     def _act(self, action: Action) -> None:
         if isinstance(action, Tell):
             if action.to is not None:
-                cast("Line", action.to).send(**action.message)
+                cast("Connection", action.to).send(**action.message)
             elif self._supervisor is None or not self._supervisor.send(**action.message):
                 self._unsent.append(action.message)
         elif isinstance(action, Kill):
@@ -155,13 +157,13 @@ class Keeper:
             except ProcessLookupError:
                 pass  # It has just ended.
         elif isinstance(action, Connect):
-            line, self._supervisor = self._supervisor, None
-            if line is not None:
-                line.close()
+            connection, self._supervisor = self._supervisor, None
+            if connection is not None:
+                connection.close()
                 threading.Thread(target=self._connect_again, name="mpistrat-connect", daemon=True).start()
         else:
             assert isinstance(action, End)
-            logger.info("the keeper ends: %s", action.why)
+            logger.info("the agent ends: %s", action.why)
             self._is_ending = True
             self._listening.close()
             for path in self._segments:
@@ -171,14 +173,14 @@ class Keeper:
     def _note_segments(self, pid: int) -> None:
         """Note the files of shared memory that MPI has made. It leaves those of ranks that were killed."""
         try:
-            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return  # It has just ended.
-        self._segments |= {path for line in lines if (path := line.rpartition(" ")[2]).startswith(_SEGMENTS)}
+        self._segments |= {path for entry in maps if (path := entry.rpartition(" ")[2]).startswith(_SEGMENTS)}
 
 
 def main() -> int:
-    """Read the job from stdin and serve it. Returns at once if this host has a keeper already."""
+    """Read the job from stdin and serve it. Returns at once if this host has an agent already."""
     job = ElasticJob.from_text(sys.stdin.read())
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -188,7 +190,7 @@ def main() -> int:
     listener.listen(1024)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # Launchers send these to processes of the job. The supervisor ends it.
-    Keeper(job, listener).run()
+    Agent(job, listener).run()
     return 0
 
 

@@ -1,6 +1,6 @@
-"""What a keeper decides: which commits it keeps, which ranks end, and when it ends itself. Pure: no I/O, no clock.
+"""What an agent decides: which commits it keeps, which ranks end, and when it ends itself. Pure: no I/O, no clock.
 
-A keeper belongs to one job on one host. It keeps the last two commits, tells the supervisor how the ranks of its host
+An agent belongs to one job on one host. It keeps the last two commits, tells the supervisor how the ranks of its host
 end, and ends them if it is cut off from the supervisor. So of two parts of a job that a broken link has separated, only
 the part that the supervisor reaches goes on: the other one makes no commit after `COMMIT_LIMIT_S` without the
 supervisor, and has ended after `LOST_AFTER_S`, before the supervisor starts a new generation elsewhere.
@@ -9,7 +9,7 @@ Both times begin when the heartbeat was *sent* that the supervisor has answered 
 long, or was read late since this process was stopped, says nothing about the supervisor now. So a commit that arrives
 meanwhile waits for an answer.
 
-A keeper that is cut off stays, with its commits, for a generation that starts later: as long as the supervisor waits
+An agent that is cut off stays, with its commits, for a generation that starts later: as long as the supervisor waits
 for hosts. An old commit does no harm, since the supervisor knows the newest one.
 """
 
@@ -26,12 +26,12 @@ COMMIT_LIMIT_S = 4.0
 HOST_LOST_AFTER_S = 6.0
 SILENT_S = 3 * BEAT_S  # A process that has done nothing for so long was stopped; one that is silent may be lost.
 BACK_S = 2.0  # for the first answer after this process was stopped
-STAY_S = 300.0  # A keeper that is cut off stays at least for so long.
+STAY_S = 300.0  # An agent that is cut off stays at least for so long.
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A commit in the memory of a keeper."""
+    """A commit in the memory of an agent."""
 
     id: CommitId  # Which one.
     index: int  # The number of the memory file, 0 or 1.
@@ -40,7 +40,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Tell:
-    """Send `message` on the line of a rank of this host, or to the supervisor (`to` is None)."""
+    """Send `message` on the connection of a rank of this host, or to the supervisor (`to` is None)."""
 
     to: Hashable | None
     message: dict[str, Any] = field(hash=False)
@@ -55,12 +55,12 @@ class Kill:
 
 @dataclass(frozen=True)
 class Connect:
-    """Close the line to the supervisor, if it is open, and connect anew."""
+    """Close the connection to the supervisor, if it is open, and connect anew."""
 
 
 @dataclass(frozen=True)
 class End:
-    """End the keeper, after the ranks of its host."""
+    """End the agent, after the ranks of its host."""
 
     why: str
 
@@ -86,7 +86,7 @@ class _Rank:
 class _Write:
     """A commit that a rank wants to write, writes, or has written (`nbytes` is not None)."""
 
-    line: Hashable
+    connection: Hashable
     id: CommitId
     is_copy: bool
     has_file: bool = False
@@ -94,8 +94,8 @@ class _Write:
     step: str = ""
 
 
-class KeeperState:
-    """Decisions of one keeper. Each method returns the actions to take, in order. A rank is known by its line.
+class AgentState:
+    """Decisions of one agent. Each method returns the actions to take, in order. A rank is known by its connection.
 
     Args:
         now: The time, in seconds from any origin, as in all methods.
@@ -105,12 +105,12 @@ class KeeperState:
 
     def __init__(self, now: float, paths: tuple[str, str] = ("0", "1"), stay_s: float = STAY_S):
         self._paths, self._stay_s = paths, stay_s
-        self._heard = -math.inf  # when the heartbeat was sent that was answered last; not after the line was closed
+        self._heard = -math.inf  # when the heartbeat was sent that was answered last, on this connection
         self._cut_off_at, self._ticked = now + LOST_AFTER_S, now
         self._is_cut_off, self._cut_off_generation = False, 0
         self.generation = 0  # the newest that the supervisor or a rank has named
         self._leave: dict[str, Any] | None = None
-        self._ranks: dict[Hashable, _Rank] = {}  # by line
+        self._ranks: dict[Hashable, _Rank] = {}  # by connection
         self._slots: list[Slot] = []  # the newest last
         self._writes: list[_Write] = []  # The first one may have the free memory file.
         self._is_ending = False
@@ -121,8 +121,8 @@ class KeeperState:
 
     @property
     def processes(self) -> dict[Hashable, int]:
-        """The ranks' process numbers, by line."""
-        return {line: rank.pid for line, rank in self._ranks.items()}
+        """The ranks' process numbers, by connection."""
+        return {connection: rank.pid for connection, rank in self._ranks.items()}
 
     @property
     def in_init(self) -> list[int]:
@@ -131,19 +131,19 @@ class KeeperState:
 
     # -- messages of ranks ---------------------------------------------------------------------------------------------
 
-    def hello(self, line: Hashable, rank: int, pid: int, generation: int, launcher: int = 0,
+    def hello(self, connection: Hashable, rank: int, pid: int, generation: int, launcher: int = 0,
               is_connected: bool = False) -> list[Action]:
-        """A rank of this host is in init(), has left it (`is_connected`), or has lost the keeper before this one.
+        """A rank of this host is in init(), has left it (`is_connected`), or has lost the agent before this one.
 
         `launcher` is the process that launched it, if known.
         """
         if self._is_ending or generation < self.generation or generation <= self._cut_off_generation:
             return [Kill(pid)]
         actions = self._newer(generation)
-        known = self._ranks[line] = _Rank(rank, pid, generation, launcher, is_connected)
-        actions += [Tell(line, {"kind": "welcome", **self._newest()}), known.hello()]
+        known = self._ranks[connection] = _Rank(rank, pid, generation, launcher, is_connected)
+        actions += [Tell(connection, {"kind": "welcome", **self._newest()}), known.hello()]
         if self._leave is not None:
-            actions.append(Tell(line, self._leave))
+            actions.append(Tell(connection, self._leave))
         return actions
 
     def _newest(self) -> dict[str, Any]:
@@ -153,18 +153,18 @@ class KeeperState:
                 {"generation": newest.id.generation, "number": newest.id.number, "path": self._paths[newest.index],
                  "nbytes": newest.nbytes}}
 
-    def asked_to_write(self, line: Hashable, commit: CommitId, is_copy: bool, now: float) -> list[Action]:
+    def asked_to_write(self, connection: Hashable, commit: CommitId, is_copy: bool, now: float) -> list[Action]:
         """A rank has a commit to write. It gets the memory file that does not have the newest one.
 
-        `is_copy`: Whether it was committed before, so that the keeper may have it.
+        `is_copy`: Whether it was committed before, so that the agent may have it.
         """
-        if line in self._ranks and not self._is_ending:
-            self._writes.append(_Write(line, commit, is_copy))
+        if connection in self._ranks and not self._is_ending:
+            self._writes.append(_Write(connection, commit, is_copy))
         return self._serve(now)
 
-    def written(self, line: Hashable, nbytes: int, step: str, now: float) -> list[Action]:
+    def written(self, connection: Hashable, nbytes: int, step: str, now: float) -> list[Action]:
         """A rank has written its commit into the file. `step` says where it is, for people."""
-        if self._writes and self._writes[0].line == line and self._writes[0].has_file:
+        if self._writes and self._writes[0].connection == connection and self._writes[0].has_file:
             self._writes[0].nbytes, self._writes[0].step = nbytes, step
         return self._serve(now)
 
@@ -175,43 +175,43 @@ class KeeperState:
             write, newest = self._writes[0], self.newest
             is_known = write.is_copy and newest is not None and write.id <= newest.id
             free = 1 - newest.index if newest is not None else 0
-            if self._ranks[write.line].generation != self.generation:
+            if self._ranks[write.connection].generation != self.generation:
                 pass  # This rank is being killed.
             elif not write.has_file and not is_known:
                 write.has_file = True
-                return [*actions, Tell(write.line, {"kind": "there", "path": self._paths[free]})]
+                return [*actions, Tell(write.connection, {"kind": "there", "path": self._paths[free]})]
             elif write.has_file and write.nbytes is None:
                 return actions
             elif write.nbytes is not None:
                 self._slots = [*self._slots[-1:], Slot(write.id, free, write.nbytes)]
                 actions.append(Tell(None, {"kind": "committed", "commit": [write.id.generation, write.id.number],
                                            "step": write.step}))
-            actions.append(Tell(write.line, {"kind": "kept", **self._newest()}))
+            actions.append(Tell(write.connection, {"kind": "kept", **self._newest()}))
             del self._writes[0]
         return actions
 
-    def renamed(self, line: Hashable, rank: int, size: int) -> list[Action]:
+    def renamed(self, connection: Hashable, rank: int, size: int) -> list[Action]:
         """After a loss, the ranks that are left have numbered themselves anew."""
-        known = self._ranks.get(line)
+        known = self._ranks.get(connection)
         if known is None:
             return []
         known.rank = rank
         return [Tell(None, {"kind": "renamed", "rank": rank, "size": size, "pid": known.pid,
                             "generation": known.generation})]
 
-    def ended(self, line: Hashable, code: int, why: str) -> list[Action]:
+    def ended(self, connection: Hashable, code: int, why: str) -> list[Action]:
         """A rank says that it ends with this exit code."""
-        rank = self._ranks.get(line)
+        rank = self._ranks.get(connection)
         if rank is None or rank.has_ended:
             return []
         rank.has_ended = True
         return [Tell(None, {"kind": "ended", "pid": rank.pid, "generation": rank.generation, "code": code,
                             "why": why})]
 
-    def closed(self, line: Hashable) -> list[Action]:
-        """The line of a rank is closed: its process has ended."""
-        rank = self._ranks.pop(line, None)
-        self._writes = [write for write in self._writes if write.line != line]
+    def closed(self, connection: Hashable) -> list[Action]:
+        """The connection of a rank is closed: its process has ended."""
+        rank = self._ranks.pop(connection, None)
+        self._writes = [write for write in self._writes if write.connection != connection]
         if rank is None or rank.has_ended:
             return []
         return [Tell(None, {"kind": "died", "pid": rank.pid, "generation": rank.generation})]
@@ -228,12 +228,12 @@ class KeeperState:
         return [*actions, *self._serve(now)]
 
     def disconnected(self) -> list[Action]:
-        """The line of the supervisor is closed."""
+        """The connection of the supervisor is closed."""
         self._heard = -math.inf
         return [] if self._is_ending else [Connect()]
 
     def connected(self) -> list[Action]:
-        """There is a new line to the supervisor, which may not know these ranks."""
+        """There is a new connection to the supervisor, which may not know these ranks."""
         return [rank.hello() for rank in self._ranks.values()]
 
     def leave(self, generation: int, why: str) -> list[Action]:
@@ -242,7 +242,7 @@ class KeeperState:
             return []
         actions = self._newer(generation)
         self._leave = {"kind": "leave", "why": why}
-        return [*actions, *(Tell(line, self._leave) for line in self._ranks)]
+        return [*actions, *(Tell(connection, self._leave) for connection in self._ranks)]
 
     def end(self, why: str) -> list[Action]:
         """The job is over."""
