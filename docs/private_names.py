@@ -14,18 +14,13 @@ _PRIVATE = ("tensorflow.python", "tensorflow.core", "tensorflow.compiler", "kera
 _HEAD = """# Private names
 
 mpistrat uses names of TensorFlow and Keras that are not public, and replaces functions of Keras. So it refuses versions
-that it was not run with, and says which it needs. Attributes that begin with `_` are used in the modules `_private`,
-and beside them. This page is the output of `python docs/private_names.py`.
+that it was not run with, and says which it needs. Attributes that begin with `_` are used in `private_names.py` of
+`keras/` and `tensorflow/bridge/`, and beside them. This page is the output of `python docs/private_names.py`.
 
-In another version
-
-- a name may be gone: `import mpistrat.tensorflow` or `mpistrat.keras` fails with an ImportError that has the name;
-- a replaced function may be gone: it is not replaced, and what the last table says happens;
-- a replaced function may have other code: the replacement serves on, and may be needless or wrong.
-  `tests/unit/test_strategy_private.py` looks for the line of Keras behind each replacement, and
-  [Replace a function of Keras](contributing.md#replace-a-function-of-keras) says what to do then.
-
-Each night `.ci/matrix --packages keras-nightly` runs the tests of training with Keras' next version.
+If another version lacks a name, `import mpistrat.keras` fails with an ImportError that has the name. A function that is
+gone is not replaced, with the consequence in the last table. If a replaced function has other code,
+`tests/unit/test_strategy_private.py` says so, and [Replace a function of Keras](contributing.md#replace-a-function-of-keras)
+what to do. Each night `.ci/matrix --packages keras-nightly` runs the tests of training with Keras' next version.
 """
 
 

@@ -153,7 +153,7 @@ def test_wrong_sets_are_errors_on_all_ranks_and_change_nothing(rank: int, size: 
         with pytest.raises(ValueError, match=text):
             mpistrat.add_process_set(wrong)
     for wrong in ([0, 0], ["0"], [0.5], [True], "01", 1.0, [-1]):
-        with pytest.raises(ValueError, match="different ranks"):
+        with pytest.raises(ValueError, match="distinct ranks"):
             mpistrat.ProcessSet(wrong)
     added = mpistrat.add_process_set([0])
     with pytest.raises(ValueError, match=f"as set {added.process_set_id}"):

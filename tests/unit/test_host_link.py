@@ -370,7 +370,7 @@ while True:
     line.close()
     if tries == 100:
         print("under way", flush=True)
-print(f"tried {tries > 100}")
+print(f"tried {tries >= 100}")
 """
 
 
