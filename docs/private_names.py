@@ -18,9 +18,9 @@ that it was not run with, and says which it needs. Attributes that begin with `_
 `keras/` and `tensorflow/bridge/`, and beside them. This page is the output of `python docs/private_names.py`.
 
 If another version lacks a name, `import mpistrat.keras` fails with an ImportError that has the name. A function that is
-gone is not replaced, with the consequence in the last table. If a replaced function has other code,
-`tests/unit/test_strategy_private.py` says so, and [Replace a function of Keras](contributing.md#replace-a-function-of-keras)
-what to do. Each night `.ci/matrix --packages keras-nightly` runs the tests of training with Keras' next version.
+gone is not replaced, with the consequence in the last table. If a replaced function has other code, a test fails, and
+[Replace a function of Keras](contributing.md#replace-a-function-of-keras) says what to do. Each night
+`.ci/matrix --packages keras-nightly` runs the tests of training with Keras' next version.
 """
 
 
