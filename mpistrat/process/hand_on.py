@@ -47,13 +47,16 @@ def begin(rank: int, environ: MutableMapping[str, str], interrupt: Callable[[], 
         nonlocal continued_at
         continued_at = time.monotonic()
 
+    def is_ctrl_c() -> bool:
+        return time.monotonic() - continued_at < _TOGETHER_S
+
     def handle(number: int, frame: FrameType | None) -> None:
         global is_interrupted
         # mpirun signals the process group. A forked process loads data for the rank, which ends it.
         if os.getpid() == process:
-            if time.monotonic() - continued_at >= _TOGETHER_S:
+            if not is_ctrl_c():
                 time.sleep(_SWAPPED_S)  # `note` runs meanwhile, or behind it.
-            is_interrupted = time.monotonic() - continued_at < _TOGETHER_S
+            is_interrupted = is_ctrl_c()
             if is_interrupted:
                 interrupt()
             else:
