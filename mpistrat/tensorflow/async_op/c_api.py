@@ -64,10 +64,6 @@ _UNLOCKED: dict[str, tuple[Any, tuple[Any, ...]]] = {
 _LIBSTDCPP = "_ZN10tensorflow6Device12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpKernelContextESt8functionIFvvEE"
 
 
-class _Tensor(c_void_p):
-    """A TF_Tensor. Not converted to an integer, as a c_void_p that a function returns is."""
-
-
 class CApi:
     """The functions, by their names. Raises OSError or AttributeError if the library has not all of them."""
 
@@ -77,12 +73,6 @@ class CApi:
                 function = getattr(loaded, name)
                 function.restype, function.argtypes = result, arguments
                 setattr(self, name, function)
-        # For hundreds of tensors in a step: a call without types of arguments takes two thirds of the time. Pointers
-        # are objects of ctypes then. The second one releases Python's lock, as above.
-        self.get_input = ctypes.PyDLL(path)["TF_GetInput"]
-        self.get_input.restype = None
-        self.forward_or_allocate = loaded["TF_ForwardInputOrAllocateOutput"]
-        self.forward_or_allocate.restype = _Tensor
         self.is_of_libstdcpp = hasattr(loaded, _LIBSTDCPP)
 
     def __getattr__(self, name: str) -> Any:  # For mypy: all of them are set above.

@@ -14,7 +14,7 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Sequence
-from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import c_int, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -106,34 +106,28 @@ class Call:
             known: The shapes that are known before, each in place of a question to TensorFlow.
             allocates: Whether to allocate the outputs. Otherwise there are no addresses of outputs.
         """
-        own, context, status = self._api, c_void_p(self._context), c_void_p(self._status.pointer)
-        get, data, delete, make = own.get_input, own.TF_TensorData, own.TF_DeleteTensor, own.forward_or_allocate
-        found, instead_of, forwarded = c_void_p(), (c_int * 1)(), c_int(-1)
-        to_found, to_forwarded = byref(found), byref(forwarded)
+        own, context, status = self._api, self._context, self._status.pointer
+        get, data, delete, make = (own.TF_GetInput, own.TF_TensorData, own.TF_DeleteTensor,
+                                   own.TF_ForwardInputOrAllocateOutput)
+        found, instead_of = c_void_p(), (c_int * 1)()
         sources, shapes, targets = [], [], []
-        for i, dims in enumerate(known, first):
-            if dims is None:
-                get(context, i, to_found, status)
+        for i, dims in enumerate(known):
+            instead_of[0] = first + i
+            get(context, first + i, found, status)
+            if not found:
                 self._status.check()
+            if dims is None:
                 dims = Dims(tuple([own.TF_Dim(found, j) for j in range(own.TF_NumDims(found))]))
-                delete(found)  # The reference; with a second one, the output would not get the memory.
+            sources.append(data(found) or 0)
+            delete(found)  # The reference; with a second one, the output would not get the memory.
+            found.value = None
             shapes.append(dims.shape)
             if allocates:
-                instead_of[0] = i
-                made = make(context, instead_of, 1, i - first, dims.values, dims.rank, to_forwarded, status)
+                made = make(context, instead_of, 1, i, dims.values, dims.rank, None, status)
                 if not made:
                     self._status.check()
                 targets.append(data(made) or 0)
                 delete(made)
-                if forwarded.value == i:  # The output has the memory of the input.
-                    sources.append(targets[-1])
-                    continue
-            found.value = None
-            get(context, i, to_found, status)
-            if not found:
-                self._status.check()
-            sources.append(data(found) or 0)
-            delete(found)
         self._status.check()
         return sources, shapes, targets
 
