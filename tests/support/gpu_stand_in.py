@@ -7,6 +7,7 @@ shows that what is enqueued is the right work, waits for what it must wait for, 
 import itertools
 import random
 import threading
+import time
 import weakref
 import zlib
 from collections import deque
@@ -116,6 +117,7 @@ class Device:
         self._all_memory: list[np.ndarray] = []  # Never freed, so that what is used too long is poison and no crash.
         self._user = self.stream()
         self._transfers: list[Transfer] | None = None  # of the group of NCCL's calls that is open
+        self._ran_at, self._runs_alone = 0.0, False
 
     def current(self) -> Any:
         return nullcontext()
@@ -151,11 +153,18 @@ class Device:
     def run_a_little(self) -> None:
         """Go on with some streams, as far as each can."""
         with self._lock:
+            self._ran_at = time.monotonic()
             for stream in self._random.sample(self._streams, len(self._streams)):
                 for _ in range(self._random.randrange(1, 4)):
                     if not stream.work or not stream.work[0]():
                         break
                     stream.work.popleft()
+
+    def run_alone(self) -> None:
+        """From now on, go on also when nobody has asked for 20 ms: other ranks wait for this one's collectives."""
+        if not self._runs_alone:
+            self._runs_alone = True
+            threading.Thread(target=_run_alone, args=(weakref.ref(self),), daemon=True).start()
 
     def synchronize(self, stream: Stream | None = None) -> None:
         """Go on until a stream, by default the user's, has done its work."""
@@ -271,6 +280,15 @@ class Device:
         return next(stream for stream in self._streams if stream.ptr == ptr)
 
 
+def _run_alone(device: "weakref.ref[Device]") -> None:
+    from mpi4py import MPI
+    while (alive := device()) is not None and not MPI.Is_finalized():
+        if time.monotonic() - alive._ran_at > 0.02:
+            alive.run_a_little()
+        del alive
+        time.sleep(0.005)
+
+
 @dataclass
 class Transfer:
     """`count` elements on their way to or from another rank."""
@@ -319,6 +337,7 @@ class Communicator:
     def meet(self, unique_id: tuple[int, ...]) -> Any:
         """MPI's communicator of those who know the same id. All ranks make communicators at the same time."""
         from mpi4py import MPI
+        self._device.run_alone()
         return MPI.COMM_WORLD.Split(zlib.crc32(bytes(unique_id)) >> 1, self._rank)
 
     def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:  # noqa: N802
