@@ -1,7 +1,7 @@
 """The private names of TensorFlow and Keras that mpistrat uses: `python docs/private_names.py` writes private-names.md.
 
 It reads the sources: what is imported of private modules, and the functions that `replaces` registers
-(mpistrat/keras/patches.py).
+(mpistrat/keras/bridge/patches.py).
 """
 
 import ast

@@ -13,7 +13,7 @@ from ..core.roles import Role, assign_roles
 from ..core.roles import cluster_spec as _cluster_spec
 from ..transport.mpi import mpi_library
 from . import runtime
-from .interop.own_gpu import why_no_cupy
+from .own_gpu import why_no_cupy
 from .process_sets import ProcessSet
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 All ranks of the job are one group. Each process set is another one, a job inside the job: its ranks have numbers of
 their own, from 0. Groups share nothing but the processes, and their GPUs. So two sets that overlap may run their
 collectives in any order, and sets without a common rank do not wait for each other. Only NCCL needs one order for all
-that runs on a GPU: of sets that overlap, the first one with a collective on GPU tensors uses it (gpu.nccl.claims).
+that runs on a GPU: of sets that overlap, the first one with a collective on GPU tensors uses it (gpu.nccl_claims).
 """
 
 import hashlib

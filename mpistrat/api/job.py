@@ -22,8 +22,8 @@ from ..engine.engine import Engine
 from ..process import abort
 from ..trace.tracer import Tracer
 from ..transport.mpi import mpi_library
-from .elastic.lost_ranks import Losses
 from .group import Group
+from .lost_ranks import Losses
 from .registry import Registry
 
 if TYPE_CHECKING:

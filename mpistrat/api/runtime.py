@@ -24,7 +24,7 @@ from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
 from ..elastic import membership
-from ..gpu.nccl.claims import set_cuda_variables
+from ..gpu.nccl_claims import set_cuda_variables
 from ..process import abort, exit_code, hand_on, report, stacks
 from ..process.child_guard import require_own_place
 from ..process.launch_env import launched_rank, launched_size
@@ -35,10 +35,10 @@ from ..trace.tracer import Tracer
 from ..transport.mpi import mpi_library
 from . import handshake, own_cores
 from .backends import Backends, backends_alone, backends_over
-from .elastic.lost_ranks import Losses
 from .group import Group
 from .interrupt import interrupt
 from .job import Job, log_step
+from .lost_ranks import Losses
 from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
 
 if TYPE_CHECKING:

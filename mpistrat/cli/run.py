@@ -15,8 +15,8 @@ from ..process.launchers import STARTED
 from . import as_horovod, efficiency, elastic_run, horovodrun
 from .arguments import AUTO, Parser, add_launch_options, mpirun_options, read_hosts, seconds, split_arguments
 from .automatic import automatic
-from .doctor import doctor_command as doctor
 from .inventory import has_nvidia_driver
+from .main import main as mpistrat_command
 from .mpirun import (
     Job,
     LaunchCommand,
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
     """
     options, passed, command = parse(argv)
     if options.check_build:
-        return doctor.main([])
+        return mpistrat_command(["doctor"])
     command = with_text(command, sys.stdin)
     if options.as_horovod is not None:
         print(f"mpistrat run: {as_horovod.first_line()}", file=sys.stderr)

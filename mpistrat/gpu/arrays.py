@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .copy.copy_plan import CopyJob
-from .nccl.nccl_types import NcclCommunicator
+from .nccl_types import NcclCommunicator
 
 _ITEMSIZE = attrgetter("itemsize")
 

@@ -19,11 +19,11 @@ from ..core.settings import Settings
 from ..core.topology import Topology, rank_list
 from ..core.tuning import GPU_FUSION_PADDING_BYTES, GPU_LEAST_FUSION_BYTES
 from .arrays import GpuArray, GpuDevice
+from .communicators import Exchange, make_communicators
 from .copy.copy_plan import CopyJob
-from .nccl.claims import claim, release
-from .nccl.communicators import Exchange, make_communicators
-from .nccl.nccl_data import NcclData
-from .nccl.stream import BUFFERS
+from .nccl_claims import claim, release
+from .nccl_data import NcclData
+from .nccl_stream import BUFFERS
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ def connect(device: GpuDevice, topology: Topology, exchange: Exchange, host: Dat
         exchange: An exchange among these ranks.
         host: The data plane for CPU tensors of these ranks, which also reduces staged tensors.
         settings: The same on all ranks.
-        owner: What uses the result. It releases its claim to NCCL (see nccl.claims) when it closes that.
+        owner: What uses the result. It releases its claim to NCCL (see nccl_claims) when it closes that.
 
     Returns:
         The NCCL backend, or None if all tensors are staged; and the fusion threshold in bytes.

@@ -1,8 +1,8 @@
 """This rank's GPU: memory, streams, copies and tensors of other libraries, by cupy.
 
-This module and the two that it imports (copy/compiler.py, nccl/library.py) are the only ones that call cupy. It
+This module and the two that it imports (copy/compiler.py, nccl_library.py) are the only ones that call cupy. It
 implements the Protocols of `arrays` and `nccl.types`, so all other modules run with a stand-in in tests. Importing it
-fails where cupy is missing; api.interop.own_gpu.make_device names the remedy. Any thread may use a Device.
+fails where cupy is missing; api.own_gpu.make_device names the remedy. Any thread may use a Device.
 """
 
 import math
@@ -21,12 +21,11 @@ import numpy as np
 
 from ..core.memory import rounded_up
 from ..core.tuning import COPY_BLOCK_THREADS
-from . import driver
+from . import driver, nccl_library
 from .arrays import GpuArray, GpuEvent, GpuStream, RecordedStream
 from .copy.compiler import compiled
 from .copy.copy_kernel import GUARD, NAME, source, variant
 from .copy.copy_plan import PIECE, PIECES_PER_LAUNCH, CopyJob
-from .nccl import nccl_library
 
 # Beyond the range of any GPU, which is 0 to -5. cudaStreamCreateWithPriority then takes the end of the range.
 _URGENT = -100

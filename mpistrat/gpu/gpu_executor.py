@@ -26,8 +26,8 @@ from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS, WAT
 from .arrays import BucketList, GpuDevice, GpuEvent, RecordedStream
 from .backend import GpuBackend, Reducer, await_on_host, last_of_streams
 from .connect import connect, exchange_over
-from .nccl.claims import release
-from .nccl.nccl_data import NcclData
+from .nccl_claims import release
+from .nccl_data import NcclData
 from .proof import Kind, Proof, check_waiting
 from .staged import StagedData
 from .watchdog import Watchdog, within

@@ -22,9 +22,9 @@ from ..core.request import ReduceOp
 from ..core.topology import Topology
 from .arrays import GpuArray, GpuDevice, GpuEvent
 from .backend import await_on_host
+from .communicators import Exchange
 from .copy.copy_plan import fused_offsets
-from .nccl.communicators import Exchange
-from .nccl.nccl_data import NcclData
+from .nccl_data import NcclData
 from .staged import StagedData
 
 LIMIT_S = 10.0  # for what a GPU does in milliseconds

@@ -18,7 +18,7 @@ from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ran
 from ..core.topology import Topology
 from .arrays import Allocated, GpuArray, GpuEvent, GpuTensors
 from .backend import GpuBackend
-from .nccl.communicators import Exchange
+from .communicators import Exchange
 
 _COMPLETE = Handle("complete")  # Without results.
 _COMPLETE.complete([])

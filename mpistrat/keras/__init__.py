@@ -33,9 +33,9 @@ from ..tensorflow.ops import barrier, broadcast_variables
 from ..tensorflow.pin_gpu import init as init  # these three in place of those of api.common
 from ..tensorflow.sessions.broadcast import broadcast_global_variables
 from . import callbacks, elastic
-from . import patches as _patches
-from .ops import allgather, allreduce, broadcast, load_model, reducescatter
-from .optimizer import DistributedOptimizer, PartialDistributedOptimizer, ShardedOptimizer
+from .bridge import patches as _patches
+from .optimizers.ops import allgather, allreduce, broadcast, load_model, reducescatter
+from .optimizers.optimizer import DistributedOptimizer, PartialDistributedOptimizer, ShardedOptimizer
 
 if _is_keras2_in_use():
     from .keras2.sync_batch_norm import SyncBatchNormalization

@@ -11,8 +11,8 @@ import keras
 from ..api import runtime
 from ..api.process_sets import ProcessSet
 from ..tensorflow.kerases import KERASES, package_of
-from .fit.training import in_fit, training_of
-from .nested_optimizers import parts_of
+from .bridge.nested_optimizers import parts_of
+from .bridge.training import in_fit, training_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,21 +12,21 @@ import tensorflow as tf
 
 from ..api import missing_names, runtime
 from ..api.process_sets import ProcessSet, global_process_set, resolved
+from ..tensorflow.bridge.types import Variable
 from ..tensorflow.consistency import FirstSteps
 from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.kerases import build, is_of_keras, variables_of, velocities_of
 from ..tensorflow.ops import broadcast_
-from ..tensorflow.types import Variable
 from .alone import Alone, uncounted
-from .fit.elastic_fit import Elastic
-from .fit.metric_means import MetricMeans
-from .fit.rates import number
-from .fit.row_counts import UNKNOWN, RowCount
-from .fit.throughput import Throughput
-from .fit.training import is_under_strategy, name_in_fit, optimizers_of
+from .bridge.elastic_fit import Elastic
+from .bridge.metric_means import MetricMeans
+from .bridge.nested_optimizers import parts_of, states_in
+from .bridge.private_names import Callback, CalledByKeras2, Logs, all_layers, weights_of
+from .bridge.rates import number
+from .bridge.row_counts import UNKNOWN, RowCount
+from .bridge.throughput import Throughput
+from .bridge.training import is_under_strategy, name_in_fit, optimizers_of
 from .local_sgd import DiLoCo, LocalSGD
-from .nested_optimizers import parts_of, states_in
-from .private_names import Callback, CalledByKeras2, Logs, all_layers, weights_of
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", "Elastic",
            "LearningRateScheduleCallback", "LearningRateWarmupCallback", "LocalSGD", "MetricAverageCallback",

@@ -22,8 +22,8 @@ from keras.optimizers import Optimizer
 from ..api import runtime
 from ..tensorflow.kerases import is_optimizer
 from . import xla
-from .nested_optimizers import distributed_in, parts_of, passes_on
-from .patches import PATCHES, Function, replaces
+from .bridge.nested_optimizers import distributed_in, parts_of, passes_on
+from .bridge.patches import PATCHES, Function, replaces
 
 # The constructor's arguments that may be schedules, functions or optimizers, and the attributes that have them.
 _OBJECTS = {"learning_rate": "_learning_rate", "inner_optimizer": "inner_optimizer", "optimizer_map": "_optimizer_map"}

@@ -19,7 +19,7 @@ from ..api import missing_names
 from ..api.elastic.sampler import ElasticSampler
 from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, run
 from ..tensorflow.elastic import Averaging, TensorFlowKerasState
-from .private_names import Callback, Logs
+from .bridge.private_names import Callback, Logs
 
 __all__ = ["CommitStateCallback", "ElasticSampler", "HostsUpdatedInterrupt", "KerasState", "UpdateBatchStateCallback",
            "UpdateEpochStateCallback", "run"]

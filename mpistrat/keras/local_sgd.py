@@ -15,19 +15,21 @@ from ..api import array_ops, runtime
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import InvalidRequestError, MismatchError
 from ..core.request import Average, ScaledOp
-from ..tensorflow.bridge.buckets import reduce_list
-from ..tensorflow.bridge.reduce_spec import ReduceSpec
+from ..tensorflow.bridge.names import eager
+from ..tensorflow.bridge.types import Variable
 from ..tensorflow.compression import Compression, Compressor, require_compression
 from ..tensorflow.equal_weights import require_equal_weights
 from ..tensorflow.gradients import label_of
+from ..tensorflow.graph.buckets import reduce_list
+from ..tensorflow.graph.reduce_spec import ReduceSpec
 from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.kerases import is_keras2, steps_of
 from ..tensorflow.list_ops import reduce_tensors
-from ..tensorflow.names import eager
-from ..tensorflow.types import Variable
-from . import patches
-from .fit.running_statistics import average_statistics
-from .fit.training import (
+from .bridge import patches
+from .bridge.nested_optimizers import distributed_in, parts_of
+from .bridge.private_names import Logs, non_trainable_variables
+from .bridge.running_statistics import average_statistics
+from .bridge.training import (
     LOCAL_SGD,
     Training,
     TrainsApart,
@@ -37,8 +39,6 @@ from .fit.training import (
     problem_of_settings,
     training_of,
 )
-from .nested_optimizers import distributed_in, parts_of
-from .private_names import Logs, non_trainable_variables
 
 # -- the scope: where gradients are averaged in every step, while weights are averaged over all ranks ------------------
 

@@ -15,9 +15,9 @@ from keras import ops
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError
 from ..core.request import Sum
+from ..tensorflow.bridge.types import Tensor
 from ..tensorflow.ops import allreduce
-from ..tensorflow.types import Tensor
-from .private_names import serialise_as
+from .bridge.private_names import serialise_as
 
 
 class SyncBatchNormalization(keras.layers.BatchNormalization):

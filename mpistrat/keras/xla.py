@@ -11,11 +11,11 @@ import keras
 
 from ..api import runtime
 from ..tensorflow.xla.context import why_not
-from .fit.training import is_under_strategy
-from .keras2_arguments import bound
-from .nested_optimizers import distributed_in
-from .patches import Function, replaces
-from .private_names import BaseTrainer
+from .bridge.keras2_arguments import bound
+from .bridge.nested_optimizers import distributed_in
+from .bridge.patches import Function, replaces
+from .bridge.private_names import BaseTrainer
+from .bridge.training import is_under_strategy
 
 logger = logging.getLogger(__name__)
 

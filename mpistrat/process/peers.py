@@ -8,7 +8,7 @@ One rank, the centre, listens; each other one has a connection to it, and both e
 - A *host is lost* if it is down, or the link to it is cut: its kernel does not answer the probes of this one. Kernels
   answer whatever the processes do: one that is stopped, or holds the interpreter's lock, is not lost.
 
-The job watches other hosts with it (api/elastic/lost_ranks.py), clusters with parameter servers watch all ranks
+The job watches other hosts with it (api/lost_ranks.py), clusters with parameter servers watch all ranks
 (cluster/cluster.py). Agents of elastic jobs send signs of life besides, since one that is stopped keeps no commit.
 """
 

@@ -22,7 +22,8 @@ import tensorflow as tf
 from tensorflow.python.saved_model import save as saved_models
 
 from ..core.errors import InvalidRequestError, ShutdownError
-from ..tensorflow import files, names
+from ..tensorflow import files
+from ..tensorflow.bridge import names
 from ..tensorflow.elastic import divided_states
 from ..tensorflow.kerases import is_optimizer
 from .variables import RankMirroredVariable, RankSyncOnReadVariable

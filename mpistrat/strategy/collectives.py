@@ -13,11 +13,11 @@ from ..api import runtime
 from ..core.errors import InvalidRequestError, MismatchError
 from ..core.request import Average, ReduceOp, ScaledOp, Sum
 from ..tensorflow import files
+from ..tensorflow.bridge.names import made
 from ..tensorflow.bridge.program_order import complete_in_order
-from ..tensorflow.bridge.reduce_spec import ReduceSpec
+from ..tensorflow.bridge.types import Reducible, Tensor, TensorLike
+from ..tensorflow.graph.reduce_spec import ReduceSpec
 from ..tensorflow.list_ops import as_tensor, broadcast_list, gather_list, reduce_tensors
-from ..tensorflow.names import made
-from ..tensorflow.types import Reducible, Tensor, TensorLike
 from ..tensorflow.xla.context import device_here
 
 T = TypeVar("T")

@@ -24,8 +24,8 @@ from tensorflow.python.distribute.values import DistributedVariable
 
 from ..api import runtime
 from ..core.topology import Topology
+from ..tensorflow.bridge.types import Structure, Tensor, TensorLike
 from ..tensorflow.gradients import GradientOptions
-from ..tensorflow.types import Structure, Tensor, TensorLike
 from . import collectives, input
 from .checkpoints import with_values_of
 from .options import CommunicationOptions, apply_timeout

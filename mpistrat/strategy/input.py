@@ -25,7 +25,7 @@ from tensorflow.python.distribute.input_util import get_distributed_dataset, get
 from ..api import array_ops, runtime
 from ..core.errors import InvalidRequestError
 from ..core.topology import Topology, describe_by_rank
-from ..tensorflow import names
+from ..tensorflow.bridge import names
 from ..tensorflow.same_data import ADVICE, difference, sources_of
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ import tensorflow as tf
 from ..api import array_ops, basics, runtime
 from ..core.errors import InvalidRequestError, MismatchError
 from ..core.topology import describe_by_rank
-from ..tensorflow import names
+from ..tensorflow.bridge import names
+from ..tensorflow.bridge.types import Structure, TensorLike
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.gradients import GradientGroups, GradientOptions
 from ..tensorflow.pin_gpu import pin_by_default
-from ..tensorflow.types import Structure, TensorLike
 from . import checkpoints
 from .extended import RankExtended
 from .options import CommunicationOptions, agreed

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ..api import array_ops, basics, runtime
 from ..core.errors import InvalidRequestError
-from ..tensorflow import names
+from ..tensorflow.bridge import names
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.eager.context import context, global_seed
 
 from ..api import array_ops, runtime
-from ..tensorflow import names
+from ..tensorflow.bridge import names
 
 _VERSION = random.getstate()[0]  # of the state of a generator of Python, the same on all ranks
 

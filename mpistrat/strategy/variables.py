@@ -12,7 +12,7 @@ from tensorflow.python.distribute.distribute_utils import create_mirrored_variab
 from tensorflow.python.distribute.values import DistributedVariable, MirroredVariable, SyncOnReadVariable
 
 from ..tensorflow import files
-from ..tensorflow.types import TensorLike
+from ..tensorflow.bridge.types import TensorLike
 from . import collectives
 
 # The value of a variable, or a function that returns it.

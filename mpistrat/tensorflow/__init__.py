@@ -25,6 +25,7 @@ from ..process.garbage import freeze_libraries as _freeze_libraries
 from . import elastic, iterator_ends  # noqa: F401  (the second acts by its import)
 from .bridge.private_names import autograph_config as _autograph
 from .bridge.private_names import is_profiled as _is_profiled
+from .bridge.session_graph import session_graph as _session_graph
 from .compression import Compression
 from .gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from .objects import allgather_object as allgather_object  # type: ignore[assignment]
@@ -46,7 +47,6 @@ from .pin_gpu import pin_gpu
 from .query_ops import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
 from .sessions.broadcast import BroadcastGlobalVariablesHook, broadcast_global_variables
-from .sessions.graph import session_graph as _session_graph
 from .sessions.session_optimizer import DistributedOptimizer as _OfSessions
 from .sessions.session_optimizer import for_sessions_too as _for_sessions_too
 

@@ -33,11 +33,11 @@ from ..core.handle import Handle
 from ..core.request import allgather_request, specs_of
 from ..core.stalls import MOST_LISTED
 from ..core.topology import rank_list
-from .bridge.cpu import to_array
-from .bridge.submission import Observer
+from .async_op.submission import Observer
 from .bridge.sync_execution import SynchronousExecution
+from .bridge.types import Variable
 from .digests import DIGEST_BYTES, digest_of
-from .types import Variable
+from .graph.cpu import to_array
 
 logger = logging.getLogger(__name__)
 

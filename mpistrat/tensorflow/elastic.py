@@ -25,14 +25,14 @@ from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, Snapshot, ru
 from ..core.errors import ElasticError
 from ..core.request import Average, Max, ReduceOp, ScaledOp
 from .accumulators import accumulators_among
-from .bridge.buckets import reduce_list
-from .bridge.reduce_spec import ReduceSpec
+from .bridge.types import TensorLike, Variable
 from .compression import Compression
 from .equal_weights import require_equal_weights
 from .gradients import is_local_of_any
+from .graph.buckets import reduce_list
+from .graph.reduce_spec import ReduceSpec
 from .kerases import build, variables_of
 from .ops import broadcast_variables
-from .types import TensorLike, Variable
 
 __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]
 

@@ -16,12 +16,12 @@ from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import MismatchError
 from ..core.request import Max, Min
 from ..core.topology import describe_by_rank
-from .bridge.cpu import to_array
 from .bridge.sync_execution import SynchronousExecution
+from .bridge.types import Variable
 from .consistency import describe_differing, differing
 from .digests import digest_of
 from .gradients import label_of
-from .types import Variable
+from .graph.cpu import to_array
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 from ..api import array_ops, runtime
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import CollectiveError, ShutdownError
-from . import names
+from .bridge import names
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ import tensorflow as tf
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import MissingDependencyError
 from ..core.request import Average, ReduceOp
+from .bridge.types import Structure, Variable
 from .compression import Compression, Compressor
 from .gradients import GradientGroups, GradientOptions, GradientReducer, Groups, Layer, register_local_layers
-from .types import Structure, Variable
 
 
 class _DistributedGradientTape(tf.GradientTape):
@@ -50,7 +50,7 @@ def _adapt_keras(is_imported: bool) -> None:
     """Have the optimizers of Keras add repeated rows of slices in one order, if the program uses it. Local."""
     if is_imported:
         with contextlib.suppress(MissingDependencyError):  # Keras 2, or Keras with another backend
-            import_module("mpistrat.keras.patches").apply()
+            import_module("mpistrat.keras.bridge.patches").apply()
 
 
 def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",  # noqa: N802

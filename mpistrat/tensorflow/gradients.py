@@ -12,21 +12,22 @@ import tensorflow as tf
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, Max, ReduceOp, ScaledOp, Sum, resolve_op
-from . import consistency, names
-from .bridge.cpu import to_array
+from . import consistency
+from .async_op.submission import Observer
+from .bridge import names
 from .bridge.program_order import HOST
-from .bridge.reduce_spec import ReduceSpec
-from .bridge.submission import Observer
+from .bridge.session_graph import session_graph
 from .bridge.tf_errors import as_tf_error
+from .bridge.types import OptionalGradient, Tensor, Variable
 from .compression import Compression, Compressor, require_compression
 from .consistency import FirstSteps
+from .graph.cpu import to_array
+from .graph.reduce_spec import ReduceSpec
 from .identity_set import IdentitySet
 from .list_ops import all_true, number_of, place_in, reduce_dense, reduce_tensors
 from .overwritten import places_of, with_largest
-from .sessions.graph import session_graph
-from .sessions.weights import ReadingObserver, SessionWeights
+from .session_weights import ReadingObserver, SessionWeights
 from .timed_steps import count_step
-from .types import OptionalGradient, Tensor, Variable
 from .xla import context as xla
 
 Groups = int | list[list[Variable]] | None

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from .bridge.types import Variable
 from .identity_set import IdentitySet
-from .types import Variable
 
 KERASES = ("keras", "tf_keras")  # The packages. tf.keras is one of them.
 

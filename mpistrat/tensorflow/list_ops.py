@@ -18,15 +18,15 @@ from ..core.errors import InvalidRequestError, MpistratError
 from ..core.request import Average, Min, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
 from ..core.topology import Topology
 from .async_op import call_site
-from .bridge import cpu
-from .bridge.buckets import reduce_list
-from .bridge.differentiable import Gradient, with_gradient
-from .bridge.reduce_spec import ReduceSpec
-from .bridge.submission import Observer
+from .async_op.submission import Observer
+from .bridge.names import of_gradient
 from .bridge.tf_errors import as_tf_error
+from .bridge.types import Reducible, Tensor
 from .compression import Compressed, Compression, Compressor
-from .names import of_gradient
-from .types import Reducible, Tensor
+from .graph import cpu
+from .graph.buckets import reduce_list
+from .graph.differentiable import Gradient, with_gradient
+from .graph.reduce_spec import ReduceSpec
 from .xla import context as xla
 
 

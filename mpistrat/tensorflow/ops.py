@@ -19,16 +19,16 @@ from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import MpistratError
 from ..core.request import Adasum, Average, ReduceOp, ScaledOp, join_request, scaled_op
 from ..core.tuning import JOINED_TENSOR_BYTES
-from .bridge import cpu
-from .bridge.differentiable import Gradient, with_gradient
+from .bridge.names import given, made, of_gradient
 from .bridge.program_order import enclosing_function
-from .bridge.reduce_spec import ReduceSpec
+from .bridge.session_graph import session_graph
 from .bridge.tf_errors import as_tf_error
+from .bridge.types import Reducible, Tensor, Variable
 from .compression import Compression, Compressor
+from .graph import cpu
+from .graph.differentiable import Gradient, with_gradient
+from .graph.reduce_spec import ReduceSpec
 from .list_ops import as_tensor, broadcast_list, gather, number_of, reduce_dense, reduce_tensors, topology_of
-from .names import given, made, of_gradient
-from .sessions.graph import session_graph
-from .types import Reducible, Tensor, Variable
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from .types import OptionalGradient, Variable
+from .bridge.types import OptionalGradient, Variable
 
 
 def places_of(variables: Sequence[Variable]) -> list[int]:

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from ..api import runtime
 from ..core.errors import InvalidRequestError, MpistratError
-from .bridge import cpu
 from .bridge.tf_errors import as_tf_error
+from .graph import cpu
 
 # What process_set_included_op returns in place of 0 and 1; Horovod's numbers.
 _NOT_INITIALIZED = -1

@@ -22,14 +22,14 @@ from ..core.request import (
     specs_of,
 )
 from ..core.rows import even_splits, no_int32_splits, rows_of_ranks
-from .bridge import cpu
-from .bridge.differentiable import Gradient, with_gradient
+from .bridge.names import of_gradient
 from .bridge.tf_errors import as_tf_error
+from .bridge.types import OptionalGradient, Reducible, Tensor
 from .compression import Compressed, Compression, Compressor
+from .graph import cpu
+from .graph.differentiable import Gradient, with_gradient
 from .list_ops import as_tensor, gather, number_of, place_in, topology_of
-from .names import of_gradient
 from .ops import name_of
-from .types import OptionalGradient, Reducible, Tensor
 from .xla import context as xla
 
 

@@ -67,7 +67,7 @@ def steps_of(kind: str) -> None:
 def arrays() -> Callable[[], object]:
     """A step that averages cupy arrays."""
     if "--stand-in" in sys.argv:
-        from mpistrat.api.interop import libraries, own_gpu
+        from mpistrat.api import libraries, own_gpu
         from tests.support.gpu_stand_in import Device
         stand_in: Any = Device()
         own_gpu.make_device = lambda number: stand_in

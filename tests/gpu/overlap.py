@@ -12,8 +12,8 @@ from typing import Any
 
 import mpistrat.keras as hvd
 from mpistrat.gpu.gpu_executor import GpuExecutor
-from mpistrat.gpu.nccl.stream import NcclStream
-from mpistrat.tensorflow.bridge import buckets
+from mpistrat.gpu.nccl_stream import NcclStream
+from mpistrat.tensorflow.graph import buckets
 from tests.gpu.price import IS_STAND_IN, training
 
 TIMES_MS = (0.3,) if IS_STAND_IN else (0.3, 1.0, 5.0, 20.0)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.api.interop import libraries, own_gpu
+from mpistrat.api import libraries, own_gpu
 from tests.gpu.memory import DTYPES, can_test
 from tests.support.dtypes import dtype_of
 

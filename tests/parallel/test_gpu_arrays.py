@@ -19,8 +19,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat
-from mpistrat.api import runtime
-from mpistrat.api.interop import libraries, own_gpu
+from mpistrat.api import libraries, own_gpu, runtime
 from mpistrat.core.errors import EngineError
 from mpistrat.gpu import gpu_executor
 from mpistrat.gpu.copy.copy_plan import CopyJob

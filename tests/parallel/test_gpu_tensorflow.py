@@ -11,12 +11,12 @@ import mpistrat
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from mpistrat.api.interop import own_gpu  # noqa: E402
+from mpistrat.api import own_gpu  # noqa: E402
 from mpistrat.engine.engine import Engine  # noqa: E402
 from mpistrat.gpu import staged  # noqa: E402
 from mpistrat.tensorflow.async_op import call_site  # noqa: E402
-from mpistrat.tensorflow.bridge import buckets  # noqa: E402
-from mpistrat.tensorflow.xla import collective, context, ffi  # noqa: E402
+from mpistrat.tensorflow.graph import buckets, xla_collective  # noqa: E402
+from mpistrat.tensorflow.xla import context, ffi  # noqa: E402
 
 from .helpers import assert_equal_on_all_ranks  # noqa: E402
 from .test_xla_collectives import COLLECTIVES, every_collective, numbers  # noqa: E402
@@ -394,10 +394,10 @@ def test_fit_of_a_compiled_model(xla: None, hvd: Any, rank: int) -> None:
 
 def test_buckets_of_a_compiled_list_are_all_started_before_one_is_awaited(xla: None, hvd: Any, rank: int,
                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, submit, await_all = [], Engine.submit, collective._Awaiting.execute
+    calls, submit, await_all = [], Engine.submit, xla_collective._Awaiting.execute
     monkeypatch.setattr(buckets, "GPU_BUCKET_BYTES", 64)
     monkeypatch.setattr(Engine, "submit", lambda *of: (calls.append("start"), submit(*of))[1])
-    monkeypatch.setattr(collective._Awaiting, "execute", lambda *of: (calls.append("await"), await_all(*of))[1])
+    monkeypatch.setattr(xla_collective._Awaiting, "execute", lambda *of: (calls.append("await"), await_all(*of))[1])
 
     def step(x: tf.Tensor) -> list[tf.Tensor]:
         def body(i: tf.Tensor, y: tf.Tensor) -> tuple:

@@ -136,7 +136,7 @@ def test_local_variables_keep_their_own_gradient_and_state(rank: int, size: int)
         shared, own = tf.Variable([1.0]), tf.Variable([1.0])
         optimizer.register_local_var(own)
         optimizer.apply_gradients([(tf.constant([float(rank)]), shared), (tf.constant([float(1 + rank)]), own)])
-        from mpistrat.keras.fit.training import _local_slots
+        from mpistrat.keras.bridge.training import _local_slots
         slots = _local_slots(optimizer, optimizer._mpistrat.reducer)
         assert len(slots) == 2
         moments = sorted(float(slot.numpy().item()) for slot in slots)
@@ -262,7 +262,7 @@ class Towers(keras.Model):
 
 @pytest.mark.parametrize("door", ["optimizer", "strategy"])
 def test_a_model_inside_may_get_its_weights_from_the_first_batch(door: str, rank: int, size: int) -> None:
-    from mpistrat.keras.private_names import weights_of
+    from mpistrat.keras.bridge.private_names import weights_of
     from mpistrat.tensorflow import MPIStrategy
     keras.utils.set_random_seed(rank)
     if door == "optimizer":

@@ -17,10 +17,10 @@ hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.api import runtime  # noqa: E402
 from mpistrat.api.elastic.state import ObjectState  # noqa: E402
-from mpistrat.keras.fit import throughput  # noqa: E402
+from mpistrat.keras.bridge import throughput  # noqa: E402
+from mpistrat.keras.bridge.throughput import Work  # noqa: E402
+from mpistrat.keras.bridge.training import step_values_of  # noqa: E402
 from mpistrat.keras.fit.fit_callbacks import TimedSteps  # noqa: E402
-from mpistrat.keras.fit.throughput import Work  # noqa: E402
-from mpistrat.keras.fit.training import step_values_of  # noqa: E402
 from mpistrat.process.step_timer import StepTimer  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 from mpistrat.trace.stragglers import StragglerWatch  # noqa: E402

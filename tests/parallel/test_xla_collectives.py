@@ -20,7 +20,7 @@ import mpistrat.tensorflow as hvd  # noqa: E402
 from mpistrat.api import runtime  # noqa: E402
 from mpistrat.core import signal_handlers  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-from mpistrat.tensorflow.xla import collective as compiled_collective  # noqa: E402
+from mpistrat.tensorflow.graph import xla_collective  # noqa: E402
 from mpistrat.tensorflow.xla import context, custom_call, ffi  # noqa: E402
 
 from ..support.levels import sample  # noqa: E402
@@ -129,14 +129,14 @@ def test_collectives_that_do_not_depend_on_each_other_run_in_program_order(
         monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
     """Also where XLA computes in several threads, and in branches, loops and inner functions."""
     names: list[str] = []
-    execute = compiled_collective._CompiledCallSite.execute
+    execute = xla_collective._CompiledCallSite.execute
 
     def noting(self: Any, call: Any) -> None:
         names.append(self.name.rsplit("/", 1)[-1])
         time.sleep(0.001 * ((len(names) + rank) % 3))
         execute(self, call)
 
-    monkeypatch.setattr(compiled_collective._CompiledCallSite, "execute", noting)
+    monkeypatch.setattr(xla_collective._CompiledCallSite, "execute", noting)
 
     def total(x: Any, name: str) -> Any:
         return hvd.allreduce(x, op=hvd.Sum, name=name)
@@ -270,7 +270,7 @@ def test_keras_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_exception_in_the_handler_is_the_error_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     function = by_xla(lambda x: hvd.allreduce(x))
-    monkeypatch.setattr(compiled_collective._CompiledCallSite, "execute", lambda self, call: 1 // 0)
+    monkeypatch.setattr(xla_collective._CompiledCallSite, "execute", lambda self, call: 1 // 0)
     with pytest.raises(tf.errors.UnknownError, match="ZeroDivisionError: integer division or modulo by zero"):
         function(tf.ones([2]))
 

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.api.interop import libraries, own_gpu
+from mpistrat.api import libraries, own_gpu
 from mpistrat.cli.bench.cases import bert_base, resnet50
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.backend import await_on_host
 from mpistrat.gpu.copy.copy_plan import CopyJob, block_count, copy_tables, fused_offsets
-from mpistrat.gpu.nccl.nccl_types import FLOAT32
+from mpistrat.gpu.nccl_types import FLOAT32
 
 LIMIT_S = 60.0
 

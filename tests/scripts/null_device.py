@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.api.interop import libraries, own_gpu
+from mpistrat.api import libraries, own_gpu
 from mpistrat.cli.bench.cases import resnet50
 from mpistrat.gpu import gpu_executor
 from mpistrat.gpu.arrays import GpuArray
@@ -199,7 +199,7 @@ def tensors() -> None:
 
     import mpistrat.tensorflow as hvd
     from mpistrat.tensorflow.async_op import call_site, streams
-    from mpistrat.tensorflow.bridge import buckets
+    from mpistrat.tensorflow.graph import buckets
     from mpistrat.tensorflow.xla import context
 
     patches: list[tuple[Any, str, Any]] = [

@@ -18,7 +18,7 @@ import tensorflow as tf
 import mpistrat
 import mpistrat.keras
 import mpistrat.tensorflow as hvd
-from mpistrat.tensorflow.bridge import cpu
+from mpistrat.tensorflow.graph import cpu
 
 PACKAGE = str(Path(mpistrat.__file__).parent)
 RUNS = 20

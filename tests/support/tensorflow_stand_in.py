@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from mpistrat.api.interop import own_gpu
+from mpistrat.api import own_gpu
 from mpistrat.tensorflow.async_op import call_site, streams
 from mpistrat.tensorflow.xla import context, gpu_memory
 from tests.support import gpu_stand_in

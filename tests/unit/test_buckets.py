@@ -9,7 +9,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 from mpistrat.core.settings import Settings
-from mpistrat.tensorflow.bridge import buckets
+from mpistrat.tensorflow.graph import buckets
 
 MIB = 2**20
 

@@ -18,8 +18,8 @@ from mpistrat.tensorflow.bridge.completion import (  # noqa: E402
     awaited,
     execution_of,
 )
-from mpistrat.tensorflow.bridge.cpu import scalars  # noqa: E402
 from mpistrat.tensorflow.bridge.python_op import host_call  # noqa: E402
+from mpistrat.tensorflow.graph.cpu import scalars  # noqa: E402
 
 LONG_S = 60
 

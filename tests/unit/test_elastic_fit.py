@@ -13,8 +13,9 @@ import tensorflow as tf
 import mpistrat
 import mpistrat.keras as keras_api
 import mpistrat.tensorflow.elastic as elastic
+from mpistrat.keras.bridge import elastic_fit
 from mpistrat.keras.callbacks import Elastic
-from mpistrat.keras.fit import elastic_fit, fit_callbacks
+from mpistrat.keras.fit import fit_callbacks
 
 
 class Counts(keras.Model):

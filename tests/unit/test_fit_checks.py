@@ -9,6 +9,10 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
+from mpistrat.keras.bridge.metric_means import shared_names  # noqa: E402
+from mpistrat.keras.bridge.rates import rates_of  # noqa: E402
+from mpistrat.keras.bridge.running_statistics import SaveSchedule  # noqa: E402
+from mpistrat.keras.bridge.training import DistributedTraining, training_of  # noqa: E402
 from mpistrat.keras.fit.fit_callbacks import digest_of_rows  # noqa: E402
 from mpistrat.keras.fit.fit_states import (  # noqa: E402
     Begin,
@@ -21,10 +25,6 @@ from mpistrat.keras.fit.fit_states import (  # noqa: E402
     readers,
     setters,
 )
-from mpistrat.keras.fit.metric_means import shared_names  # noqa: E402
-from mpistrat.keras.fit.rates import rates_of  # noqa: E402
-from mpistrat.keras.fit.running_statistics import SaveSchedule  # noqa: E402
-from mpistrat.keras.fit.training import DistributedTraining, training_of  # noqa: E402
 from mpistrat.tensorflow.digests import digest_of  # noqa: E402
 
 BEGIN = Begin(steps=8, epochs=3, weights=4, collective=(), readers=(), averages_statistics=True)

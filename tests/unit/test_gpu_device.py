@@ -17,10 +17,13 @@ cupy = pytest.importorskip("cupy", reason="cupy is not installed")
 
 from cupy.cuda import compiler, nccl  # noqa: E402
 
-from mpistrat.gpu import device, driver  # noqa: E402
+from mpistrat.gpu import (  # noqa: E402
+    device,
+    driver,
+    nccl_library,
+)
 from mpistrat.gpu.copy.compiler import compiled, find_nvrtc  # noqa: E402
 from mpistrat.gpu.device import Device  # noqa: E402
-from mpistrat.gpu.nccl import nccl_library  # noqa: E402
 
 
 def test_the_id_of_a_communicator_is_what_this_cupy_takes(monkeypatch: pytest.MonkeyPatch) -> None:

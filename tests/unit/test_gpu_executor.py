@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from mpistrat.api.interop.libraries import Cupy
+from mpistrat.api.libraries import Cupy
 from mpistrat.core.errors import EngineError
 from mpistrat.core.handle import Handle
 from mpistrat.core.install import pip_extra
@@ -32,7 +32,7 @@ from mpistrat.gpu import gpu_executor, proof
 from mpistrat.gpu.arrays import BucketList, GpuArray, GpuTensors
 from mpistrat.gpu.connect import SHARES_GPUS, GpuInfo, connect, fusion_buffers, why_not_nccl
 from mpistrat.gpu.gpu_executor import GpuExecutor
-from mpistrat.gpu.nccl.nccl_types import FLOAT16, FLOAT64, UINT8
+from mpistrat.gpu.nccl_types import FLOAT16, FLOAT64, UINT8
 from mpistrat.gpu.proof import RefutedError, UnprovenError, check_waiting
 from mpistrat.gpu.watchdog import Watchdog
 from mpistrat.gpu.work import Batch

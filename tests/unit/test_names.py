@@ -11,7 +11,7 @@ from mpistrat.core.errors import InvalidRequestError
 
 tf = pytest.importorskip("tensorflow")
 
-from mpistrat.tensorflow import names  # noqa: E402
+from mpistrat.tensorflow.bridge import names  # noqa: E402
 
 # -- functions --------------------------------------------------------------------------------------------------------
 

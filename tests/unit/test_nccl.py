@@ -11,8 +11,8 @@ from mpistrat.core.errors import EngineError
 from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.copy.copy_plan import CopyJob
-from mpistrat.gpu.nccl.nccl_data import NcclData
-from mpistrat.gpu.nccl.nccl_types import (
+from mpistrat.gpu.nccl_data import NcclData
+from mpistrat.gpu.nccl_types import (
     AVERAGE,
     AVERAGES_FROM,
     BFLOAT16,

@@ -10,11 +10,11 @@ from unittest.mock import Mock
 import pytest
 
 import mpistrat
+from mpistrat.api import own_gpu, tensors
 from mpistrat.api.availability import _why_no_nccl
-from mpistrat.api.interop import own_gpu, tensors
 from mpistrat.core.errors import InvalidRequestError, MissingDependencyError
 from mpistrat.core.install import pip_extra
-from mpistrat.gpu import nvrtc
+from mpistrat.gpu.copy import nvrtc
 
 
 @pytest.fixture

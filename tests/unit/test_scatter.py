@@ -9,7 +9,8 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras import patches, scatter  # noqa: E402
+from mpistrat.keras.bridge import patches  # noqa: E402
+from mpistrat.keras.optimizers import scatter  # noqa: E402
 
 SHAPE, REPEATS = (3, 2), 5
 OPTIMIZERS = {

@@ -6,7 +6,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from mpistrat.core.memory import ALIGNMENT, aligned_empty  # noqa: E402
-from mpistrat.tensorflow.bridge.cpu import to_array, to_tensor  # noqa: E402
+from mpistrat.tensorflow.graph.cpu import to_array, to_tensor  # noqa: E402
 
 
 @pytest.mark.parametrize("offset", [0, 4, 16])

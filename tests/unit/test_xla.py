@@ -15,7 +15,7 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.keras import xla  # noqa: E402
-from mpistrat.keras.nested_optimizers import distributed_in  # noqa: E402
+from mpistrat.keras.bridge.nested_optimizers import distributed_in  # noqa: E402
 from mpistrat.tensorflow.xla import context, ffi  # noqa: E402
 
 

@@ -19,7 +19,8 @@ from mpistrat.core import signal_handlers  # noqa: E402
 from mpistrat.core.errors import EngineError, MismatchError  # noqa: E402
 from mpistrat.core.handle import Handle  # noqa: E402
 from mpistrat.tensorflow.bridge.tf_errors import described  # noqa: E402
-from mpistrat.tensorflow.xla import collective, custom_call, ffi  # noqa: E402
+from mpistrat.tensorflow.graph import xla_collective  # noqa: E402
+from mpistrat.tensorflow.xla import custom_call, ffi  # noqa: E402
 
 HEADER = os.path.join(tf.sysconfig.get_include(), "xla/ffi/api/c_api.h")
 needs_ffi = pytest.mark.skipif(ffi.api() is None, reason="this TensorFlow does not export XLA's FFI")
@@ -163,12 +164,12 @@ def test_what_signal_handlers_raise_comes_when_the_collective_no_longer_writes_t
     monkeypatch.setattr(signal_handlers, "_next_look_at", math.inf)  # There is a handler, and that is known.
     monkeypatch.setattr(signal_handlers, "_found", True)
     engine = SimpleNamespace(break_off=broken_off.append)
-    monkeypatch.setattr(collective.runtime, "group_of", lambda *_: SimpleNamespace(engine=engine))
+    monkeypatch.setattr(xla_collective.runtime, "group_of", lambda *_: SimpleNamespace(engine=engine))
     before, main = signal.signal(signal.SIGUSR1, handler), threading.get_ident()
     thread = threading.Thread(target=interrupt_twice_and_complete)
     try:
         thread.start()
-        collective._await(site, handle)
+        xla_collective._await(site, handle)
     finally:
         thread.join()
         signal.signal(signal.SIGUSR1, before)

@@ -7,7 +7,7 @@ import cupy
 from cupy.cuda import compiler
 
 from ...core.errors import EngineError
-from ..nvrtc import load_nvrtc
+from .nvrtc import load_nvrtc
 
 # A float below the normal ones stays what it is.
 OPTIONS = ("-std=c++17", "-ftz=false")

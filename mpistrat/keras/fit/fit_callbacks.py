@@ -26,24 +26,24 @@ from ...core.errors import InvalidRequestError, MismatchError
 from ...elastic import membership
 from ...process import step_timer
 from ...process.step_timer import StepTimer
+from ...tensorflow.bridge.names import eager
 from ...tensorflow.kerases import is_keras2, is_of_keras
-from ...tensorflow.names import eager
 from ...tensorflow.same_data import some_rows
 from .. import xla
+from ..bridge.adapted import layers_of_inputs
+from ..bridge.elastic_fit import Elastic, run_fit
+from ..bridge.keras2_arguments import bound
+from ..bridge.metric_means import AverageMetrics
+from ..bridge.patches import Function, replaces
+from ..bridge.private_names import Callback, Logs, TensorFlowTrainer
+from ..bridge.row_counts import RowCount
+from ..bridge.running_statistics import AverageStatistics
+from ..bridge.throughput import FitThroughput
+from ..bridge.training import LOCAL_SGD, Training, in_fit, training_of, trains_apart
 from ..callbacks import BroadcastGlobalVariablesCallback
-from ..keras2_arguments import bound
-from ..patches import Function, replaces
-from ..private_names import Callback, Logs, TensorFlowTrainer
-from .adapted import layers_of_inputs
-from .elastic_fit import Elastic, run_fit
 from .fit_checks import ChecksWithinEpochs, FitChecks
 from .fit_states import Begin, is_users, problem_at_begin
 from .join_epochs import JoinEpochs
-from .metric_means import AverageMetrics
-from .row_counts import RowCount
-from .running_statistics import AverageStatistics
-from .throughput import FitThroughput
-from .training import LOCAL_SGD, Training, in_fit, training_of, trains_apart
 from .written_once import written_once
 
 logger = logging.getLogger(__name__)

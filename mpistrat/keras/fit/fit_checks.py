@@ -20,15 +20,19 @@ import keras
 from ...api import array_ops, runtime
 from ...core.errors import CollectiveError, MismatchError
 from ...core.topology import rank_list
+from ...tensorflow.bridge.types import Variable
 from ...tensorflow.consistency import describe_weights, differing, digests_of_weights, warn_of_equal_data
 from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.gradients import label_of
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.kerases import is_of_keras
-from ...tensorflow.types import Variable
+from ..bridge.adapted import Adapted, adapted_in, problem_of_adapted
+from ..bridge.metric_means import AverageMetrics
+from ..bridge.private_names import Callback, Logs, all_layers, weights_of
+from ..bridge.rates import rates_of, require_equal_rates
+from ..bridge.running_statistics import AverageStatistics, schedules_of
+from ..bridge.training import StrategyTraining, Training
 from ..callbacks import BroadcastGlobalVariablesCallback
-from ..private_names import Callback, Logs, all_layers, weights_of
-from .adapted import Adapted, adapted_in, problem_of_adapted
 from .fit_states import (
     COLLECTIVE,
     Begin,
@@ -46,10 +50,6 @@ from .fit_states import (
     setters_on_some,
 )
 from .join_epochs import use_longest_epoch
-from .metric_means import AverageMetrics
-from .rates import rates_of, require_equal_rates
-from .running_statistics import AverageStatistics, schedules_of
-from .training import StrategyTraining, Training
 from .written_once import assign_roles, entry_of, require_backups
 
 logger = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from ...core.topology import describe_by_rank, rank_list
 from ...tensorflow.kerases import KERASES, is_of_keras, package_of
+from ..bridge.adapted import Adapted
+from ..bridge.private_names import Callback
+from ..bridge.rates import different_rate
+from ..bridge.running_statistics import SaveSchedule
+from ..bridge.training import problem_of_settings
 from ..callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
-from ..private_names import Callback
-from .adapted import Adapted
-from .rates import different_rate
-from .running_statistics import SaveSchedule
-from .training import problem_of_settings
 from .written_once import Entry
 
 # They communicate, so all ranks must have them.

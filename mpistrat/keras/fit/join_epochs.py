@@ -11,9 +11,9 @@ import numpy as np
 
 from ...api import array_ops
 from ...tensorflow.ops import broadcast_
+from ..bridge.private_names import Callback, Logs
+from ..bridge.training import Training
 from ..callbacks import LearningRateScheduleCallback
-from ..private_names import Callback, Logs
-from .training import Training
 
 
 class JoinEpochs(Callback):

@@ -24,9 +24,9 @@ from ...core.errors import MismatchError
 from ...core.topology import rank_list
 from ...tensorflow import files
 from ...tensorflow.kerases import KERASES, build, is_keras2, is_of_keras, package_of, variables_of
+from ..bridge.private_names import Callback
+from ..bridge.training import Training, optimizers_of
 from ..callbacks import broadcast_state
-from ..private_names import Callback
-from .training import Training, optimizers_of
 
 # The classes, and the attribute that has the path of the files.
 _BACKUP = "BackupAndRestore"

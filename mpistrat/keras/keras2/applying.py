@@ -10,9 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from ...core.errors import InvalidRequestError
-from ...tensorflow.types import OptionalGradient
-from ..nested_optimizers import passes_on
-from ..optimizer_state import OptimizerState
+from ...tensorflow.bridge.types import OptionalGradient
+from ..bridge.nested_optimizers import passes_on
+from ..sharded.optimizer_state import OptimizerState
 from . import fit  # noqa: F401  # It registers what it replaces.
 
 Pairs = list[tuple[OptionalGradient, tf.Variable]]

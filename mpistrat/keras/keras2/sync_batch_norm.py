@@ -7,7 +7,7 @@ import tensorflow as tf
 import tf_keras
 
 from ...api.process_sets import ProcessSet, global_process_set
-from ..private_names import serialise_as
+from ..bridge.private_names import serialise_as
 from ..sync_batch_norm import checked, moments_of_all_ranks, with_axes
 
 

@@ -19,17 +19,17 @@ import tensorflow as tf
 from ...core.errors import InvalidRequestError
 from ...core.request import Request, reducescatter_request, specs_of
 from ...core.tuning import SUBMIT_WAIT_BYTES
-from ...tensorflow import names
 from ...tensorflow.async_op import call_site
-from ...tensorflow.bridge import cpu
-from ...tensorflow.bridge.buckets import limits_of, submission_order
+from ...tensorflow.async_op.submission import Submitted
+from ...tensorflow.bridge import names
 from ...tensorflow.bridge.program_order import HOST
-from ...tensorflow.bridge.reduce_spec import ReduceSpec
-from ...tensorflow.bridge.submission import Submitted
+from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
 from ...tensorflow.compression import Compressed, Compression
 from ...tensorflow.gradients import GradientOptions, GradientReducer, label_of, observed_eagerly, reduce_gradients
+from ...tensorflow.graph import cpu
+from ...tensorflow.graph.buckets import limits_of, submission_order
+from ...tensorflow.graph.reduce_spec import ReduceSpec
 from ...tensorflow.list_ops import gather_list, reduce_slices
-from ...tensorflow.types import OptionalGradient, Tensor, Variable
 from ...tensorflow.xla import context as xla
 from .shard_plan import Part, Planned, plan_of
 

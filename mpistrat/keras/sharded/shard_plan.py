@@ -100,7 +100,7 @@ def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, places: Seque
         is_split: Whether a variable may be divided: each rank has an equal part of each large one, and of the small
             ones together. False: each is of one rank, the largest first to the rank that has the fewest bytes so far.
         places: Those of the variables to divide, in rising order; None: all.
-        bucket_bytes, first_bytes, small_bytes: As in tensorflow/bridge/buckets.py.
+        bucket_bytes, first_bytes, small_bytes: As in tensorflow/graph/buckets.py.
         owner: The rank that has all of them, whole ones; None: each rank has some.
     """
     places = range(len(tensors)) if places is None else places

@@ -15,8 +15,8 @@ import tensorflow as tf
 from ...api import array_ops
 from ...core.errors import InvalidRequestError
 from ...tensorflow import files
+from ...tensorflow.bridge.types import TensorLike
 from ...tensorflow.list_ops import broadcast_list, gather_list
-from ...tensorflow.types import TensorLike
 from .parts import Parts
 
 # The collectives of a state have so many elements at most, so that a rank that does not keep it needs little memory.

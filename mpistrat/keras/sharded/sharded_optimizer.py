@@ -2,7 +2,7 @@
 
 It is before the mix-in that averages gradients, and the optimizer's class. Keras' own `apply` of that class gets the
 parts as its variables, with their gradients: weight decay, averages of weights and accumulation are those of Keras.
-Norms are those of the whole gradients. keras/optimizer.py makes the class.
+Norms are those of the whole gradients. keras/optimizers/optimizer.py makes the class.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,14 +14,14 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from ...core.errors import InvalidRequestError
+from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
 from ...tensorflow.elastic import divided_states
 from ...tensorflow.kerases import is_keras2, steps_of
 from ...tensorflow.overwritten import places_of
-from ...tensorflow.types import OptionalGradient, Tensor, Variable
+from ..bridge.nested_optimizers import passes_on, states_in
+from ..bridge.patches import Function, replaces
+from ..bridge.private_names import legacy_h5_format
 from ..clone import original_class
-from ..nested_optimizers import passes_on, states_in
-from ..patches import Function, replaces
-from ..private_names import legacy_h5_format
 from .parts import Parts
 from .shard_state import WholeState
 

@@ -19,8 +19,8 @@ if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 10):
     raise MissingDependencyError(f"MPIStrategy needs Keras 3.10 or later, and this is {keras.__version__} "
                                  f"({pip('keras>=3.10')}).")
 
-from ...keras import patches
-from ...keras.patches import PATCHES, undo
+from ...keras.bridge import patches
+from ...keras.bridge.patches import PATCHES, undo
 from . import adopted_callbacks, losses, optimizer, saving, step_state, trainer  # noqa: F401
 
 __all__ = ["PATCHES", "apply", "undo"]

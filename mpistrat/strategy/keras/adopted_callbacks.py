@@ -8,13 +8,13 @@ import keras
 from keras.callbacks import CallbackList
 
 from ...api import array_ops
+from ...keras.bridge.keras2_arguments import bound
+from ...keras.bridge.patches import Function
+from ...keras.bridge.patches import replaces_for_strategy as replaces
+from ...keras.bridge.training import StrategyTraining, step_values_of
 from ...keras.fit.fit_callbacks import users_callbacks
 from ...keras.fit.fit_states import reads_logs
-from ...keras.fit.training import StrategyTraining, step_values_of
 from ...keras.fit.written_once import assign_roles, entry_of, written_once
-from ...keras.keras2_arguments import bound
-from ...keras.patches import Function
-from ...keras.patches import replaces_for_strategy as replaces
 from .step_state import strategy_of
 from .trainer import Trainer, average
 

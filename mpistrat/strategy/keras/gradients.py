@@ -19,15 +19,15 @@ from keras.optimizers import Optimizer
 from ...api import array_ops, runtime
 from ...core.errors import MismatchError
 from ...core.request import Sum
-from ...keras.fit.rates import rates_of, require_equal_rates
-from ...keras.fit.training import StrategyTraining
-from ...keras.nested_optimizers import parts_of
-from ...tensorflow.bridge.reduce_spec import ReduceSpec
+from ...keras.bridge.nested_optimizers import parts_of
+from ...keras.bridge.rates import rates_of, require_equal_rates
+from ...keras.bridge.training import StrategyTraining
+from ...tensorflow.bridge.names import OptimizerName, eager
+from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
 from ...tensorflow.consistency import FirstSteps
 from ...tensorflow.equal_weights import require_equal_weights
 from ...tensorflow.gradients import GradientOptions, GradientReducer, reduce_gradients
-from ...tensorflow.names import OptimizerName, eager
-from ...tensorflow.types import OptionalGradient, Tensor, Variable
+from ...tensorflow.graph.reduce_spec import ReduceSpec
 from ..mpi_strategy import MPIStrategy
 from . import step_state
 

@@ -8,9 +8,9 @@ from tf_keras.src.engine import compile_utils, training
 from tf_keras.src.utils import tf_utils
 
 from ...core.request import Average, Sum
-from ...keras.patches import Function
-from ...keras.patches import replaces_for_strategy as replaces
-from ...tensorflow.types import Structure
+from ...keras.bridge.patches import Function
+from ...keras.bridge.patches import replaces_for_strategy as replaces
+from ...tensorflow.bridge.types import Structure
 from .. import collectives
 from ..mpi_strategy import MPIStrategy
 from .step_state import strategy_here

@@ -16,11 +16,11 @@ import keras
 import tensorflow as tf
 
 from ...api import runtime
-from ...keras.patches import Function
-from ...keras.patches import replaces_for_strategy as replaces
-from ...keras.private_names import BaseTrainer
-from ...keras.private_names import trainer as keras_trainer
-from ...tensorflow.types import TensorLike
+from ...keras.bridge.patches import Function
+from ...keras.bridge.patches import replaces_for_strategy as replaces
+from ...keras.bridge.private_names import BaseTrainer
+from ...keras.bridge.private_names import trainer as keras_trainer
+from ...tensorflow.bridge.types import TensorLike
 from . import step_state
 from .step_state import state, strategy_here
 

@@ -15,17 +15,17 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from ...core.errors import InvalidRequestError
-from ...keras.applying import Applying
+from ...keras.bridge.nested_optimizers import passes_on
+from ...keras.bridge.patches import Function
+from ...keras.bridge.patches import replaces_for_strategy as replaces
 from ...keras.clone import original_class
-from ...keras.nested_optimizers import passes_on
-from ...keras.optimizer import class_with
-from ...keras.optimizer_state import OptimizerState
-from ...keras.patches import Function
-from ...keras.patches import replaces_for_strategy as replaces
+from ...keras.optimizers.applying import Applying
+from ...keras.optimizers.optimizer import class_with
+from ...keras.sharded.optimizer_state import OptimizerState
 from ...keras.sharded.sharded_optimizer import Sharded, require_update_step
 from ...tensorflow import files
+from ...tensorflow.bridge.types import OptionalGradient
 from ...tensorflow.overwritten import places_of
-from ...tensorflow.types import OptionalGradient
 from ..mpi_strategy import MPIStrategy
 from . import step_state
 from .gradients import RowReducer, compare_in_loop, scaled

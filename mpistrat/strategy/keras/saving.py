@@ -1,11 +1,11 @@
-"""Saving under MPIStrategy, but for what all models have in keras/whole_files.py. Called by Keras."""
+"""Saving under MPIStrategy, but for what all models have in keras/optimizers/whole_files.py. Called by Keras."""
 
 
 import keras
 
-from ...keras.patches import Function
-from ...keras.patches import replaces_for_strategy as replaces
-from ...keras.private_names import saving_lib
+from ...keras.bridge.patches import Function
+from ...keras.bridge.patches import replaces_for_strategy as replaces
+from ...keras.bridge.private_names import saving_lib
 from ...tensorflow import files
 from ..mpi_strategy import MPIStrategy
 

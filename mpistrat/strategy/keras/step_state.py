@@ -15,10 +15,10 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
-from ...keras.fit.row_counts import LocalScalar, rows_of
-from ...tensorflow.bridge.differentiable import loss_weighted
+from ...keras.bridge.row_counts import LocalScalar, rows_of
 from ...tensorflow.bridge.program_order import captured_in_function
 from ...tensorflow.gradients import GradientReducer
+from ...tensorflow.graph.differentiable import loss_weighted
 from .. import collectives
 from ..mpi_strategy import MPIStrategy
 

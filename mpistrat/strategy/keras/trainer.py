@@ -18,20 +18,20 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from ...api import array_ops, runtime
 from ...core.request import Max
-from ...keras.fit.row_counts import rows_of
-from ...keras.fit.running_statistics import average_statistics, running_statistics
-from ...keras.fit.training import StrategyTraining, in_fit, step_values_of
-from ...keras.nested_optimizers import distributed_in, parts_of
-from ...keras.patches import Function
-from ...keras.patches import replaces_for_strategy as replaces
-from ...keras.private_names import BaseTrainer, all_layers
-from ...keras.private_names import TensorFlowTrainer as Trainer
-from ...keras.private_names import trainer as keras_trainer
+from ...keras.bridge.nested_optimizers import distributed_in, parts_of
+from ...keras.bridge.patches import Function
+from ...keras.bridge.patches import replaces_for_strategy as replaces
+from ...keras.bridge.private_names import BaseTrainer, all_layers
+from ...keras.bridge.private_names import TensorFlowTrainer as Trainer
+from ...keras.bridge.private_names import trainer as keras_trainer
+from ...keras.bridge.row_counts import rows_of
+from ...keras.bridge.running_statistics import average_statistics, running_statistics
+from ...keras.bridge.training import StrategyTraining, in_fit, step_values_of
 from ...keras.sync_batch_norm import SyncBatchNormalization
 from ...process.error_text import is_users
-from ...tensorflow import names
+from ...tensorflow.bridge import names
+from ...tensorflow.bridge.types import Structure, TensorLike
 from ...tensorflow.identity_set import IdentitySet
-from ...tensorflow.types import Structure, TensorLike
 from ...tensorflow.xla import context as xla
 from ..input import rows_in_order, takes_from_generator
 from ..mpi_strategy import MPIStrategy

@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop.own_gpu import go_by_host, host_copies_of
+from ...api.own_gpu import go_by_host, host_copies_of
 from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...gpu.arrays import Allocated, BucketList, GpuTensors
@@ -32,15 +32,14 @@ from ..bridge import execution_ids, gpu_device
 from ..bridge.execution_ids import Execution
 from ..bridge.gpu_device import device_at
 from ..bridge.program_order import after_completed, anonymous_variable, capture_in_order, in_gradient
-from ..bridge.submission import CollectiveCallSite, MakeRequest, Observer
+from ..bridge.session_graph import session_graph
 from ..bridge.tf_errors import described
-from ..sessions import runs
-from ..sessions.executions import Executions
-from ..sessions.graph import session_graph
-from ..sessions.node import number_of_execution
 from ..xla import context as xla
-from . import kernel, streams
+from . import kernel, session_runs, streams
 from .kernel import Memory
+from .session_executions import Executions
+from .session_node import number_of_execution
+from .submission import CollectiveCallSite, MakeRequest, Observer
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
         outputs = kernel.node(site, tensors, past, orders, int(counts))
     site.belongs_to(outputs[0].op)
     if in_session is not None:
-        runs.watch()
+        session_runs.watch()
     if counts:
         execution.number = outputs.pop()
         execution.number.set_shape([])
@@ -142,7 +141,7 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
         process_set: The id of the process set, which `make_request` sets too.
 
     Raises:
-        As `api.interop.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
+        As `api.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
     """
     def lent(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
         with tf.init_scope():  # The thread that drives the engine may be tracing a function.

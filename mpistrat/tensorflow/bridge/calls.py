@@ -27,7 +27,7 @@ from ...api import runtime
 from ...core.errors import InvalidRequestError, NotInitializedError, RanksLostError
 from ...core.handle import Origin
 from ...process.error_text import is_users
-from .. import names
+from . import names
 from .private_names import AtomicFunction
 from .tf_errors import as_tf_error
 

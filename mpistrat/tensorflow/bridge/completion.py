@@ -25,8 +25,8 @@ import tensorflow as tf
 from ...core.handle import Handle
 from ...core.memory import ALIGNMENT, aligned_empty
 from ...core.tuning import COMPLETION_QUEUES_MADE, COMPLETION_QUEUES_WRITTEN
-from ..types import Arrays
 from .sync_execution import SynchronousExecution
+from .types import Arrays
 
 # A ticket: the numbers of the execution and of the queue in one integer; the number of elements to read from the queue
 # (one, or none if the collective was complete when the ticket was made); and the queue's handle.

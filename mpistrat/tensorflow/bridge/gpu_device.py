@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.interop.own_gpu import this_ranks_gpu, why_no_cupy
 from ...api.job import Job
+from ...api.own_gpu import this_ranks_gpu, why_no_cupy
 from ...core.errors import InvalidRequestError
 from .private_names import context
 
@@ -20,7 +20,7 @@ _problems: "WeakKeyDictionary[Job, str]" = WeakKeyDictionary()
 
 
 def device_at(where: str) -> "Device":
-    """This rank's GPU, by TensorFlow's name of it. Raises as `api.interop.own_gpu.this_ranks_gpu`."""
+    """This rank's GPU, by TensorFlow's name of it. Raises as `api.own_gpu.this_ranks_gpu`."""
     return this_ranks_gpu(cuda_number(where))
 
 

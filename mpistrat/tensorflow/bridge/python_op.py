@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from ..sessions.graph import session_graph
-from ..types import Arrays
 from .private_names import EagerFunc, insert_function
+from .session_graph import session_graph
 from .sync_execution import is_asynchronous
+from .types import Arrays
 
 # By graph object, and not as an attribute of it: when a ConcreteFunction is deleted, TensorFlow removes all attributes
 # of its graph, even if other functions still call it.

@@ -1,4 +1,1 @@
-"""Graphs that a session of tf.compat.v1 runs: one asynchronous node for each collective, and Horovod's names for them.
-
-`graph` says what is such a graph, `node` makes the nodes, and `runs` sees the calls of Session.run.
-"""
+"""What Horovod offers for graphs that a session of tf.compat.v1 runs: its optimizer, and its hook that broadcasts."""

@@ -3,8 +3,8 @@
 import tensorflow as tf
 
 from ...api.process_sets import ProcessSet, global_process_set
+from ..bridge.session_graph import session_graph
 from ..ops import broadcast_variables
-from .graph import session_graph
 
 _TEXT = ("{name} is for the graph of a session of tf.compat.v1, whose variables it finds. Call broadcast_variables("
          "variables, root_rank) after the variables have been created, or pass callbacks."

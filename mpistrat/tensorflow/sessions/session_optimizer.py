@@ -12,12 +12,12 @@ import tensorflow as tf
 from ...api.process_sets import ProcessSet, global_process_set, resolved
 from ...core.errors import InvalidRequestError
 from ...core.request import Adasum, Average, ReduceOp, ScaledOp, resolve_op
-from .. import names
-from ..bridge.reduce_spec import ReduceSpec
+from ..bridge import names
+from ..bridge.types import OptionalGradient, Variable
 from ..compression import Compression, Compressor
 from ..gradients import GradientGroups, GradientOptions, GradientReducer, Groups, label_of
+from ..graph.reduce_spec import ReduceSpec
 from ..list_ops import reduce_tensors, with_unique_rows
-from ..types import OptionalGradient, Variable
 
 v1 = tf.compat.v1
 _Pairs = list[tuple[OptionalGradient, Variable]]

@@ -1,1 +1,0 @@
-"""Tensors of other libraries, and the GPU of this rank."""

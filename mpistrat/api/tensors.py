@@ -1,0 +1,141 @@
+"""Tensors of other libraries: read through DLPack; results are tensors of the same library as the input.
+
+`tensors_of` converts a caller's values for the engine. libraries.py has what libraries do in different ways, own_gpu.py
+which GPU a rank uses. Any thread may call the functions of this module.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from ..core.errors import InvalidRequestError
+from ..core.protocols import Array
+from ..core.request import DEVICE_CPU, DEVICE_GPU
+from ..gpu.arrays import Allocated, GpuTensors, RecordedStream
+from .libraries import Library, TensorLike, library_of
+from .own_gpu import go_by_host, host_copies_of, this_ranks_gpu
+
+T = TypeVar("T")
+
+Restore = Callable[[list[Any]], list[Any]]
+
+
+class Tensors(NamedTuple):
+    """The tensors of a request in the form that the engine takes, and the way back to the caller's libraries."""
+
+    arrays: Sequence[Array]  # numpy arrays, or GpuTensors.
+    restore: Restore  # Converts the engine's results to tensors of the libraries of the inputs.
+
+
+def tensors_of(name: str, values: Sequence[TensorLike]) -> Tensors:
+    """Convert the tensors, numbers or sequences of one request for the engine. Local.
+
+    Raises:
+        InvalidRequestError: A value is not an array, its library cannot export it, it is on a GPU other than that of
+            this rank's earlier tensors, or only some of the values are on a GPU. `name` is that of the request.
+        MissingDependencyError: A value is on a GPU, and cupy is not installed.
+    """
+    kinds = set(map(type, values))
+    if kinds == {np.ndarray}:  # The usual case, in which a small collective is mostly these calls.
+        return Tensors(list(map(_native, cast("Sequence[np.ndarray]", values))), list)
+    if len(kinds) == 1:
+        library = library_of(values[0])
+        gpus = _gpus_of(library, values)
+        if len(gpus) == 1:
+            number, = gpus
+            return _on_host([library] * len(values), values) if number is None else _on_gpu(library, values, number)
+    libraries = list(map(library_of, values))
+    numbers = [_gpus_of(library, [value]).pop() for library, value in zip(libraries, values, strict=True)]
+    if not any(number is not None for number in numbers):
+        return _on_host(libraries, values)
+    parts = [_on_host([library], [value]) if number is None else _on_gpu(library, [value], number)
+             for library, value, number in zip(libraries, values, numbers, strict=True)]
+    places = [DEVICE_GPU if isinstance(part.arrays, GpuTensors) else DEVICE_CPU for part in parts]
+    if len(set(places)) > 1:
+        raise InvalidRequestError(f"{name}: a group must be on the CPU or on the GPU as a whole. Received: {places}")
+    return _joined(parts, places[0])
+
+
+def _joined(parts: Sequence[Tensors], place: str) -> Tensors:
+    """The tensors of parts with one tensor each, which are all in the same place."""
+    def restore(results: list[Any]) -> list[Any]:
+        return [part.restore([result])[0] for part, result in zip(parts, results, strict=True)]
+
+    if place == DEVICE_CPU:
+        return Tensors([part.arrays[0] for part in parts], restore)
+    tensors = [cast("GpuTensors", part.arrays) for part in parts]
+
+    def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
+        made = [each.allocate([shape]) for each, shape in zip(tensors, shapes, strict=True)]
+        late = {each.stream.ptr: each.stream for each in made if each.stream is not None}
+        for stream in list(late.values())[1:]:
+            first.device.wait(made[0].stream or stream, first.device.record(stream))
+        return Allocated([each.addresses[0] for each in made], [each.results[0] for each in made], made[0].stream)
+
+    def restore_all(results: list[Any]) -> list[Any]:
+        for each in tensors:
+            each.ends = together.ends
+        return restore(results)
+
+    first = tensors[0]
+    readers = [each.readers for each in tensors]
+    together = GpuTensors(first.device, [each.addresses[0] for each in tensors], [each.shapes[0] for each in tensors],
+                          [each.dtypes[0] for each in tensors], tensors, _distinct([each.streams for each in tensors]),
+                          None if None in readers else _distinct(cast("Any", readers)), allocate)
+    return Tensors(together, restore_all)
+
+
+def _distinct(lists: Sequence[Sequence[RecordedStream]]) -> list[RecordedStream]:
+    return list({stream.ptr: stream for streams in lists for stream in streams}.values())
+
+
+def _gpus_of(library: Library, values: Sequence[TensorLike]) -> set[int | None]:
+    return _convert(values[0], lambda: library.gpus_of(values))
+
+
+def _on_gpu(library: Library, values: Sequence[TensorLike], number: int) -> Tensors:
+    """Tensors of one library on the GPU with this number."""
+    if library.gpu_problem:
+        raise InvalidRequestError(library.gpu_problem)
+    device = this_ranks_gpu(number)
+    with device.current():
+        tensors = _convert(values[0], lambda: library.on_gpu(values, device))
+    if go_by_host():
+        tensors.prepare(keeps_shapes=False)
+        copies = host_copies_of(device)
+        return Tensors(copies.fetched(tensors), lambda made: list(map(library.of, copies.returned(made, tensors))))
+
+    def restore(results: list[Any]) -> list[Any]:
+        if tensors.ends:
+            tensors.follow(device.current_stream())
+        return list(map(library.of, results))
+
+    return Tensors(tensors, restore)
+
+
+def _on_host(libraries: Sequence[Library], values: Sequence[TensorLike]) -> Tensors:
+    arrays = [_native(_convert(value, partial(library.to_numpy, value)))
+              for library, value in zip(libraries, values, strict=True)]
+    return Tensors(arrays, lambda results: [library.of(result)
+                                            for library, result in zip(libraries, results, strict=True)])
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    """The array in C order and the byte order of this machine."""
+    array = np.asarray(array, order="C")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _convert(value: TensorLike, conversion: Callable[[], T]) -> T:
+    """Return `conversion()`; its errors become InvalidRequestErrors that name the type of `value`."""
+    try:
+        return conversion()
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic):
+            text = f"cannot read {type(value).__name__} through DLPack: {error}"
+            if "bfloat16" in str(getattr(value, "dtype", "")):
+                text = f"{text.rstrip('.')}. numpy and cupy have no bfloat16: cast it, for example to float32."
+            raise InvalidRequestError(text) from error
+        raise InvalidRequestError(f"not an array: {error}") from error

@@ -1,1 +1,0 @@
-"""All-reduces by NCCL, through cupy."""

@@ -1,0 +1,63 @@
+"""What keeps the kernels of several communicators on a GPU from waiting for each other for ever.
+
+An NCCL kernel waits on the GPU for the same kernel on the other ranks. If something keeps a kernel of another
+communicator from its start meanwhile, ranks that started the two in different orders wait for each other for ever:
+https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html. So environment variables let the
+kernels of one group of ranks run beside each other, and one group at a time uses NCCL on a GPU: ranks that are in two
+process sets may start the collectives of these in different orders, because each set has its own engine. A set whose
+ranks are in another one that uses NCCL does without. A set of one rank waits for nobody, and makes no claim. Any
+thread may call the functions.
+"""
+
+import threading
+from collections.abc import MutableMapping
+from weakref import WeakKeyDictionary, ref
+
+from .arrays import GpuDevice
+
+_owners: "WeakKeyDictionary[GpuDevice, ref[object]]" = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def claim(device: GpuDevice, owner: object) -> bool:
+    """Note that `owner` uses NCCL on this rank's GPU, unless another one does. Returns whether it may.
+
+    The claim ends by `release`, or with the owner.
+    """
+    with _lock:
+        holder = _owners.get(device)
+        other = None if holder is None else holder()
+        if other is None:
+            _owners[device] = ref(owner)
+        return other is None or other is owner
+
+
+def release(device: GpuDevice, owner: object) -> None:
+    """End the owner's claim, if it has one."""
+    with _lock:
+        holder = _owners.get(device)
+        if holder is not None and holder() is owner:
+            del _owners[device]
+
+
+def set_cuda_variables(environ: MutableMapping[str, str], nccl_streams: int) -> None:
+    """Set the environment variables that the user has not set.
+
+    CUDA, NCCL and TensorFlow read them once, when the first of their functions is called.
+
+    Args:
+        environ: The environment of this process.
+        nccl_streams: The number of communicators of a group of ranks.
+    """
+    # Streams beyond this number share a queue, in which a kernel waits for the one before. CUDA's default is 8, and
+    # TensorFlow alone has four.
+    environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # A kernel that is loaded when it is first launched may wait for all that run.
+    environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    # TensorFlow adds rows of a GPU that repeat (the gradient of an Embedding) by atomic additions, in another order on
+    # each rank. With this it sorts them first: UseDeterministicSegmentReductions in
+    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/kernels/segment_reduction_ops_gpu.cu.h
+    environ.setdefault("TF_USE_DETERMINISTIC_SEGMENT_REDUCTIONS", "1")
+    if nccl_streams > 1:
+        # The engine launches in the same order on all ranks, and NCCL then keeps the GPU to this order.
+        environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")

@@ -1,0 +1,172 @@
+"""The state of layers that learn from data by adapt(): vocabularies, boundaries, means and variances.
+
+Ranks that adapt on their own rows have other vocabularies, so a word has another number on each rank. Called by what
+mpistrat adds to fit; local. The decision is a function of the states of all ranks.
+"""
+
+import functools
+import hashlib
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ...core.topology import describe_by_rank
+from ...tensorflow.kerases import is_of_keras
+from .private_names import all_layers
+from .rates import are_equal
+
+_LOOKUPS = ("StringLookup", "IntegerLookup")
+# Classes of layers, and attributes with what they have learned. The broadcast callback makes the second equal.
+_FIXED = ((("Discretization",), "bin_boundaries"), (_LOOKUPS, "idf_weights"))
+_VARIABLE = ((("Normalization",), "mean"), (("Normalization",), "variance"))
+_DEPTH = 4  # of functions that call functions
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The state that a layer has learned."""
+
+    label: str  # What users call the layer
+    table: bytes = b""  # A digest of its lookup tables; b"" without any
+    fixed: tuple[float, ...] = ()  # Two numbers that depend on all boundaries and weights of words; () without any
+    variable: tuple[float, ...] = ()  # The same for means and variances
+    is_new: bool = False  # The layer has learned nothing yet
+    is_broadcast: bool = False  # A BroadcastGlobalVariablesCallback makes its means and variances equal
+
+    def differs_from(self, other: "Adapted") -> str:
+        """The kind of state that differs by more than rounding; "" if none does."""
+        return "vocabulary" if self.table != other.table \
+            else "boundaries or weights" if not _are_close(self.fixed, other.fixed) \
+            else _STATISTICS if not _are_close(self.variable, other.variable) else ""
+
+
+_STATISTICS = "mean and variance"
+# How to copy what a layer of rank 0 has learned.
+_COPY = {
+    "vocabulary": "layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary(), 0))",
+    "boundaries or weights": "layer.bin_boundaries = hvd.broadcast_object(layer.bin_boundaries, 0), or set_vocabulary "
+                             "with the vocabulary and the weights of rank 0",
+    _STATISTICS: "hvd.broadcast_variables(layer.variables, 0); layer.finalize_state()",
+}
+
+
+def problem_of_adapted(of_ranks: Sequence[Sequence[Adapted]]) -> tuple[str, bool]:
+    """Which layer has learned different things on the ranks, with the way out; and whether training may go on.
+
+    ("", True) if all are equal, or the ranks have different numbers of such layers.
+    """
+    warning = ""
+    if len(set(map(len, of_ranks))) > 1:
+        return "", True
+    for states in zip(*of_ranks, strict=True):
+        kinds = [states[0].differs_from(state) for state in states]
+        kind = next(filter(None, kinds), "")
+        if not kind or (kind == _STATISTICS and states[0].is_broadcast and sum(not s.is_new for s in states) < 2):
+            continue
+        groups = list(dict.fromkeys((s.table, s.fixed, s.variable) for s in states))
+        numbers = [f"{groups.index((s.table, s.fixed, s.variable)) + 1}" for s in states]
+        text = (f"the layer {states[0].label} has another {kind} on each of these ranks: "
+                f"{describe_by_rank(numbers, '{ranks}')}. Call its adapt on all rows, before hvd.shard; or on rank 0 "
+                f"only, and then on all ranks: {_COPY[kind]}.")
+        if kind != _STATISTICS or not states[0].is_broadcast:
+            return text, False
+        warning = warning or f"{text} BroadcastGlobalVariablesCallback takes that of its root, of the root's rows only."
+    return warning, True
+
+
+def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tuple[Adapted, ...]:
+    """The states of layers, in this order, and of those in them. `is_broadcast`: a callback makes the variables equal.
+
+    A TextVectorization stands for the StringLookup in it.
+    """
+    found: list[Adapted] = []
+    inside: set[int] = set()
+    for layer in layers:
+        if hasattr(layer, "adapt") and id(layer) not in inside:
+            parts = [part for each in (layer, *getattr(layer, "preprocessors", {}).values())  # of a FeatureSpace
+                     for part in (each, *all_layers(each))]
+            inside.update(map(id, parts))
+            table = b"".join(_digest_of_table(part.lookup_table) for part in parts
+                             if is_of_keras(part, *_LOOKUPS) and hasattr(part, "lookup_table"))
+            fixed, variable = (_arrays(parts, attributes) for attributes in (_FIXED, _VARIABLE))
+            is_new = not any(table) and all(not np.any(array - array.flat[0]) and array.flat[0] in (0.0, 1.0)
+                                            for array in [*fixed, *variable])
+            found.append(Adapted(f"{layer.name} ({type(layer).__name__})", table, _numbers(fixed), _numbers(variable),
+                                 is_new, is_broadcast))
+    return tuple(found)
+
+
+def layers_of_inputs(inputs: object) -> list[keras.layers.Layer]:
+    """The layers that the functions of tf.data pipelines refer to, and those in them. `inputs` are x and y of fit."""
+    found: dict[int, keras.layers.Layer] = {}
+    for value in tf.nest.flatten(inputs):
+        for function in _functions_of(value):
+            for layer in _layers_in(function, _DEPTH):
+                for each in (layer, *all_layers(layer)):
+                    found.setdefault(id(each), each)
+    return list(found.values())
+
+
+def _functions_of(dataset: object) -> Iterator[object]:
+    """The functions that a tf.data pipeline calls; for other objects, none."""
+    if isinstance(dataset, tf.data.Dataset):
+        for wrapper in dataset._functions():
+            yield getattr(wrapper, "_func", None)
+        for inside in dataset._inputs():
+            yield from _functions_of(inside)
+
+
+def _layers_in(value: object, depth: int) -> Iterator[keras.layers.Layer]:
+    if is_of_keras(value, "Layer"):
+        yield value
+    elif depth:
+        for each in _referenced(value):
+            yield from _layers_in(each, depth - 1)
+
+
+def _referenced(value: object) -> Iterable[object]:
+    """What a function, a method or a container refers to."""
+    if isinstance(value, types.FunctionType):
+        # A cell without a value equals a new one.
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        return [*cells, *(value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, *vars(value.__self__).values()] if hasattr(value.__self__, "__dict__") else []
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _arrays(parts: Iterable[keras.layers.Layer], attributes: Iterable[tuple[tuple[str, ...], str]]) -> list[np.ndarray]:
+    values = [getattr(part, name, None) for part in parts for names, name in attributes if is_of_keras(part, *names)]
+    return [array for array in (np.asarray(value, np.float64) for value in values if value is not None) if array.size]
+
+
+def _numbers(arrays: list[np.ndarray]) -> tuple[float, ...]:
+    """A projection of all values to a fixed direction, and their length."""
+    if not arrays:
+        return ()
+    values = np.concatenate([array.reshape(-1) for array in arrays])
+    direction = np.random.default_rng(0).standard_normal(values.size)
+    return float(direction @ values), float(np.linalg.norm(values))
+
+
+def _are_close(numbers: tuple[float, ...], others: tuple[float, ...]) -> bool:
+    """Whether two results of _numbers are equal. The length is the scale of the projection."""
+    return len(numbers) == len(others) and (not numbers or (
+        are_equal(numbers[1], others[1]) and are_equal(numbers[0] + numbers[1], others[0] + numbers[1])))
+
+
+def _digest_of_table(table: tf.lookup.StaticHashTable) -> bytes:
+    """Eight bytes that depend on the entries, in any order; zeros for a table that has none."""
+    if not int(table.size()):
+        return bytes(8)
+    pair = [each if each.dtype == tf.string else tf.strings.as_string(each) for each in table.export()]
+    hashes = tf.strings.to_hash_bucket_fast(tf.strings.join(pair, "\0"), 2**62)
+    return hashlib.blake2b(tf.reduce_sum(hashes).numpy().tobytes(), digest_size=8).digest()

@@ -1,0 +1,204 @@
+"""The callback Elastic: in an elastic job, fit goes on in its epoch and batch after the loss of ranks or hosts.
+
+A script of the next generation calls fit as the one before did. Elastic, which fit has among its callbacks, finds the
+newest commit, so that fit begins in that epoch. The batches of this epoch that are done are read, but not trained.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from ...api import array_ops, runtime
+from ...api.elastic.state import Snapshot, keep_going
+from ...tensorflow.elastic import Averaging, TensorFlowKerasState
+from .private_names import Callback, Logs
+from .training import in_fit, is_under_strategy
+
+logger = logging.getLogger(__name__)
+
+_fits = 0  # How often this process has called fit with Elastic, in the job.
+
+
+class Elastic(Callback):
+    """Commits weights, optimizer, epoch and batch, so that fit survives the loss of ranks and hosts. Collective.
+
+    For jobs of `mpistrat run --elastic`; in other jobs it does nothing. Pass it to fit on all ranks, as the last
+    callback. The model must have its weights, by an Input layer or by `build`. After a loss fit goes on with the next
+    batch of the epoch, in the order of the dataset; a dataset that is shuffled anew in each epoch has a new order. The
+    logs of this epoch are those of the batches after the commit.
+
+    With a distributed optimizer each rank trains the rows that its script has chosen. New processes choose anew. If an
+    epoch has another number of batches then, fit goes on at the same share of it, rounded down, so the rows of up to
+    one batch are trained twice (up to k with steps_per_execution=k). If Keras cannot tell the number, as with a
+    generator, an epoch is taken to have fewer batches the more ranks there are. Ranks that go on in the same processes
+    keep theirs, and the rows of a lost rank are left out. With `MPIStrategy`, or with `hvd.elastic.ElasticSampler` in a
+    loop of your own, the ranks that are left train them.
+
+    Args:
+        commit_every: Batches between two commits, rounded up to whole executions. Each epoch also ends with a commit.
+
+    Raises:
+        ValueError: `commit_every` is below 1.
+    """
+
+    def __init__(self, commit_every: int = 100):
+        super().__init__()
+        if commit_every < 1:
+            raise ValueError(f"commit_every must be at least 1. Received: {commit_every}")
+        self.commit_every = commit_every
+        self.state: FitState | None = None
+        self._remaining = commit_every
+        self._train_function: Callable[[Iterator[Any]], Any] | None = None  # while batches are read only
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        if self.state is not None:
+            self.state.find_place(self.params["steps"], is_under_strategy(self.model))
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._remaining = self.commit_every
+        if self.state is not None and self.state.batch:
+            self._skip(self.state.batch)
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if self.state is None:
+            return
+        each = self.model.steps_per_execution
+        done = (batch // each + 1) * each  # `batch` is the last one of the execution, the first before Keras 3.9.
+        if done <= self.state.batch:
+            return
+        self.state.batch = done
+        self._remaining -= each
+        # After the last batch the commit at the end of the epoch serves: one before it would leave an epoch that begins
+        # anew without a batch, and so without a loss for callbacks. The last execution may have fewer batches.
+        if self._remaining <= 0 and (self.params["steps"] is None or done < self.params["steps"]):
+            self._remaining = self.commit_every
+            self.state.commit()
+
+    def on_test_begin(self, logs: Logs = None) -> None:
+        self.train_again()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self.train_again()
+        if self.state is not None:
+            numbers = {name: np.asarray(value, np.float64) for name, value in (logs or {}).items()}
+            self.state.past = [*self.state.past, (epoch, {
+                name: number if number.ndim else float(number) for name, number in numbers.items()})]
+            self.state.epoch, self.state.batch = epoch + 1, 0
+            self.state.commit()
+
+    def _skip(self, batches: int) -> None:
+        """Let the next `batches` batches be read only, which have no logs.
+
+        An execution of several batches (steps_per_execution) is read or trained as a whole: rounded down, so that no
+        batch is left out. Those before the place in it are trained twice.
+        """
+        self._train_function, each = self.model.train_function, self.model.steps_per_execution
+        left = batches // each * each
+
+        def read_first(iterator: Iterator[Any]) -> Any:
+            nonlocal left
+            if left <= 0:
+                self.train_again()
+                return self.model.train_function(iterator)
+            for _ in range(each):
+                next(iterator)
+            left -= each
+            return {}
+
+        self.model.train_function = read_first
+        self._tell(is_reading=True)
+        # If no batch is left, Keras still asks for the metrics, which the first trained batch of a process makes.
+        self.model.get_metrics_result = dict
+
+    def train_again(self) -> None:
+        """End the reading of batches: train the next batches."""
+        if self._train_function is not None:
+            self.model.train_function, self._train_function = self._train_function, None
+            del self.model.get_metrics_result
+            self._tell(is_reading=False)
+
+    def _tell(self, is_reading: bool) -> None:
+        if self.model in in_fit:
+            in_fit[self.model].is_reading = is_reading
+
+
+class FitState(TensorFlowKerasState):
+    """Where a fit is.
+
+    Attributes:
+        fit: Which call of fit of the script it is.
+        epoch, batch: The epoch, and how many of its batches are done.
+        size: Among how many ranks the rows were divided then.
+        steps: How many batches an epoch had then, on the rank with the most; None: Keras could not tell.
+        past: The epochs that are done, and their logs.
+        done_in: A later fit of which the newest commit is; 0 if there is none.
+    """
+
+    batch: int
+    size: int
+    steps: int | None
+
+    def __init__(self, model: keras.Model, fit: int, epoch: int, averaging: Averaging | None = None):
+        # This process, which outlives the loss of other ranks, keeps the rows that are its own now.
+        self._own_size = _size()
+        super().__init__(model, averaging=averaging, fit=fit, epoch=epoch, batch=0, size=self._own_size, past=[],
+                         done_in=0, steps=None)
+
+    def find_place(self, steps: int | None, is_under_strategy: bool) -> None:
+        """Let `batch` be the same share of an epoch that has `steps` batches on this rank. Collective."""
+        each: list[int | None] = array_ops.allgather_object(steps, name="elastic.steps")
+        known = [count for count in each if count is not None]
+        steps = max(known) if len(known) == len(each) else None
+        if steps is not None and self.steps is not None:
+            self.batch = self.batch * steps // self.steps
+        elif not is_under_strategy:
+            self.batch = self.batch * self.size // self._own_size
+        self.steps, self.size = steps, self._own_size
+
+    def _take(self, snapshot: Snapshot) -> None:
+        if snapshot["values"]["fit"] > self.fit:
+            self.done_in = snapshot["values"]["fit"]
+        elif snapshot["values"]["fit"] == self.fit:
+            super()._take(snapshot)
+
+
+def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, initial_epoch: int,
+            averaging: Averaging | None = None) -> Any:
+    """Call `fit` with the epoch in which it begins, again and again until it ends. Collective. In an elastic job only.
+    """
+    global _fits
+    _fits += 1
+    with model.distribute_strategy.scope() if model.distribute_strategy is not None else contextlib.nullcontext():
+        state = FitState(model, _fits, initial_epoch, averaging)
+
+    def train() -> Any:
+        if state.done_in:
+            logger.info("fit %d of this script is skipped: the newest commit is one of fit %d", _fits, state.done_in)
+            return keras.callbacks.History()
+        callback.state = state
+        try:
+            return _with_past(state.past, fit(state.epoch))
+        finally:
+            callback.train_again()
+
+    try:
+        return keep_going(state, train)
+    finally:
+        callback.state = None
+
+
+def _with_past(past: list[tuple[int, dict[str, float]]], history: keras.callbacks.History) -> keras.callbacks.History:
+    """A History also of the epochs that earlier generations have done."""
+    for epoch, logs in reversed([each for each in past if each[0] not in history.epoch]):
+        history.epoch.insert(0, epoch)
+        for name, value in logs.items():
+            history.history.setdefault(name, []).insert(0, value)
+    return history
+
+
+def _size() -> int:
+    return runtime.current().topology.size

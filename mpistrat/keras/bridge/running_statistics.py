@@ -1,0 +1,154 @@
+"""State that layers update from each rank's own rows, such as the running statistics of BatchNormalization.
+
+When an epoch ends, and before the model is saved within an epoch, all ranks get the same: of floating-point numbers the
+mean, as for moving averages; of int32 and int64, which count, the largest. A variable that was made with
+aggregation="sum" gets what all ranks have added to it; under a strategy assign_add does so at once. The sums of
+gradients that wait for an update get their mean, which does not change the update: a file that one rank writes then has
+the gradients of all.
+
+Called by what mpistrat adds to fit, and under a strategy; averaging is collective.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import keras
+import tensorflow as tf
+
+from ...core.request import Average, Max, ReduceOp, ScaledOp, Sum
+from ...tensorflow.gradients import label_of
+from ...tensorflow.graph.buckets import reduce_list
+from ...tensorflow.graph.reduce_spec import ReduceSpec
+from ...tensorflow.identity_set import IdentitySet
+from ...tensorflow.kerases import aggregation_of, is_of_keras
+from ...tensorflow.list_ops import number_of
+from .private_names import Callback, Logs, non_trainable_variables
+from .training import Training
+
+
+def running_statistics(model: keras.Model) -> list[keras.Variable]:
+    """The running statistics of all layers, those of a frozen layer included."""
+    return [v for v in _state(model) if tf.as_dtype(v.dtype).is_floating and not _is_aggregated(v)]
+
+
+def counters(model: keras.Model) -> list[keras.Variable]:
+    """The state of all layers that counts. The random state of a layer, which is each rank's own, is uint32."""
+    return [v for v in _state(model) if v.dtype in ("int32", "int64") and not _is_aggregated(v)]
+
+
+def _state(model: keras.Model) -> list[keras.Variable]:
+    return list(IdentitySet(non_trainable_variables(model)))
+
+
+def _is_aggregated(variable: keras.Variable) -> bool:
+    return aggregation_of(variable) in ("sum", "only_first_replica")
+
+
+def average_statistics(training: Training) -> None:
+    """Set running statistics and sums of gradients on all ranks to their mean, counters to the largest. Collective.
+
+    Variables that are local to each rank stay as they are.
+    """
+    model = training.model
+    for op, variables in ((Average, [*running_statistics(model), *training.accumulators]),
+                          (Max, [*counters(model), *training.counters])):
+        shared = training.shared(variables)
+        for variable, value in zip(shared, _reduced(training, op, shared), strict=True):
+            variable.assign(value)
+
+
+def _reduced(training: Training, op: ReduceOp, variables: list[keras.Variable],
+             before: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+    """The values of variables, less those before, reduced over the ranks. Collective."""
+    tensors = [training.value_of(v) for v in variables]
+    tensors = [t - b for t, b in zip(tensors, before, strict=True)] if before else tensors
+    name = f"{training.name}/statistics"
+    return reduce_list(tensors, ReduceSpec(f"{name}/{op.name}", ScaledOp(op), [label_of(v) for v in variables],
+                                           process_set=number_of(training.process_set, name)))
+
+
+@dataclass(frozen=True)
+class SaveSchedule:
+    """The state of a ModelCheckpoint's count, which goes on from epoch to epoch, and from fit to fit."""
+
+    save_freq: int  # Batches between two saves
+    seen: int = 0  # Batches since the last save
+    last: int | None = None  # The number of the last batch in its epoch; None before the first
+
+    def after(self, batch: int) -> "SaveSchedule":
+        """The state after this batch. A step of several batches has the number of its last batch, as in Keras."""
+        seen = self.seen + (batch + 1 if self.last is None or batch <= self.last else batch - self.last)
+        return replace(self, seen=0 if seen >= self.save_freq else seen, last=batch)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the model is saved after the last batch."""
+        return self.last is not None and self.seen == 0
+
+
+_schedules: WeakKeyDictionary[Callback, SaveSchedule] = WeakKeyDictionary()
+
+
+def schedules_of(callbacks: Sequence[Callback]) -> tuple[SaveSchedule, ...]:
+    """The schedules of those callbacks that save the model within an epoch."""
+    return tuple(_schedules.setdefault(callback, SaveSchedule(callback.save_freq)) for callback in callbacks
+                 if is_of_keras(callback, "ModelCheckpoint", "BackupAndRestore")
+                 and callback.save_freq and callback.save_freq != "epoch")
+
+
+class AverageStatistics(Callback):
+    """Makes the state of layers, except local variables, equal when an epoch ends. Collective; fit adds it.
+
+    So it does before a callback of any rank saves the model within an epoch, and it gathers the state of sharded
+    optimizers. It comes before callbacks that save the model. Validation in fit comes before it, with each rank's own
+    statistics.
+
+    Args:
+        training: That of the model.
+        callbacks: The callbacks of fit on this rank.
+    """
+
+    def __init__(self, training: Training, callbacks: Sequence[Callback]):
+        super().__init__()
+        self._training, self._callbacks = training, callbacks
+        # Those of the callbacks of all ranks that save within an epoch. FitChecks sets them.
+        self.schedules: list[SaveSchedule] = []
+        self._summed: dict[int, tf.Tensor] = {}  # the value that all ranks had last, by the variable's id
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        for state in self._training.divided_states:
+            state.forget()
+        # Not when training begins: variables may be broadcast then.
+        for variable in self._sums():
+            self._summed.setdefault(id(variable), tf.convert_to_tensor(variable))
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        for callback in self._callbacks:
+            if callback in _schedules:
+                _schedules[callback] = _schedules[callback].after(batch)
+        self.schedules = [schedule.after(batch) for schedule in self.schedules]
+        if any(schedule.saves for schedule in self.schedules):
+            self._average()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._average()
+
+    def _sums(self) -> list[keras.Variable]:
+        """The variables that get what all ranks have added to them. Under a strategy assign_add does it at once."""
+        return [] if self._training.is_under_strategy else [
+            variable for variable in _state(self.model) if aggregation_of(variable) == "sum"]
+
+    def _average(self) -> None:
+        self._training.synchronise()
+        self._training.consolidate()
+        if not self._training.averages_statistics:
+            return
+        average_statistics(self._training)
+        variables = self._training.shared(self._sums())
+        # A variable that the first step has made began at zero.
+        before = [self._summed.get(id(v), tf.zeros(v.shape, v.dtype)) for v in variables]
+        for variable, value, increment in zip(variables, before, _reduced(self._training, Sum, variables, before),
+                                              strict=True):
+            variable.assign(value + increment)
+            self._summed[id(variable)] = value + increment

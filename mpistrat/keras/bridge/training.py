@@ -1,0 +1,353 @@
+"""Training: who trains a model in fit, by which names, and what the ranks have in common. Both doors have one, and
+callbacks may have one of their own (TrainsApart).
+
+Called by what mpistrat adds to fit, in the thread of fit; local.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+import tensorflow as tf
+from keras.optimizers import Optimizer
+
+from ...api.process_sets import ProcessSet, global_process_set
+from ...core.errors import InvalidRequestError
+from ...core.topology import describe_by_rank
+from ...tensorflow.accumulators import accumulators_of
+from ...tensorflow.bridge.names import eager
+from ...tensorflow.bridge.types import Variable
+from ...tensorflow.consistency import FirstSteps
+from ...tensorflow.elastic import Averaging
+from ...tensorflow.equal_weights import CAUSES
+from ...tensorflow.gradients import GradientReducer
+from ...tensorflow.identity_set import IdentitySet
+from ...tensorflow.kerases import accumulated_passes, calls_of, is_keras2, slots_of, steps_of, variables_of
+from .nested_optimizers import distributed_in, optimizers_in, parts_of, states_in
+from .private_names import non_trainable_variables, trained_by, weights_of
+
+LOCAL_SGD = "local_sgd"  # Names the collectives of all ranks that train apart, by names.eager.
+
+
+class Training:
+    """The training of a model by several ranks, of which it has one while it fits. Each door has a subclass."""
+
+    name: str  # Begins the names of collectives
+    process_set: ProcessSet  # The ranks that take part
+    averages_statistics = True  # Whether fit averages the running statistics
+    # Whether a strategy has the ranks train: it shards the data, so all ranks have the same, and reduces metrics.
+    is_under_strategy = False
+    joins = False  # Whether ranks with fewer steps join at the end of each epoch
+    accumulates = False  # Whether gradients are accumulated
+    is_reading = False  # Whether batches are read only
+    shards_state = False  # Whether the state of optimizers is divided among the ranks, once they are built
+    causes = CAUSES  # The usual causes of different weights, and the way out
+    settings = ""  # How the ranks average their weights, in words; "" if they have the same ones in every step
+
+    def __init__(self, model: keras.Model):
+        self.model = model
+
+    @property
+    def parts(self) -> list[Optimizer]:
+        """The optimizers, those in them and those around them, in the same order on all ranks."""
+        return list(IdentitySet(part for optimizer in optimizers_of(self.model) for part in parts_of(optimizer)))
+
+    @property
+    def first_steps(self) -> list[FirstSteps]:
+        """The checks of the first reductions."""
+        states = (vars(part).get("_mpistrat") for part in self.parts)
+        return [own.reducer.checks for own in states if own is not None and own.reducer_or_none is not None]
+
+    @property
+    def divided_states(self) -> list[Any]:
+        """The WholeStates of optimizers whose state is divided among the ranks."""
+        return states_in(self.parts)
+
+    @property
+    def leaves_weights_uncompared(self) -> bool:
+        """Whether first reductions are to come that cannot compare the weights."""
+        return False
+
+    @property
+    def has_local(self) -> bool:
+        """Whether variables are local to each rank."""
+        return False
+
+    @property
+    def accumulators(self) -> list[keras.Variable]:
+        return [variable for optimizer in self.parts for variable in accumulators_of(optimizer)]
+
+    @property
+    def counters(self) -> list[keras.Variable]:
+        """Variables of the optimizers that count, each rank for itself."""
+        return []
+
+    @property
+    def calls(self) -> int:
+        """The steps of this rank. Those that may join have it."""
+        raise NotImplementedError
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The state that a rank which has joined gets besides the weights. Likewise."""
+        raise NotImplementedError
+
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether the ranks have the same weights now."""
+        return True
+
+    def synchronise(self) -> None:
+        """Give all ranks the same weights, if each trains its own. Collective."""
+
+    def shared(self, variables: Sequence[Variable]) -> list[Variable]:
+        """Those of the variables that all ranks have, with the same values in a right program."""
+        raise NotImplementedError
+
+    def compared(self) -> list[Variable]:
+        """The shared weights and state of the optimizers."""
+        own = IdentitySet(non_trainable_variables(self.model))
+        return [v for v in self.shared(list(IdentitySet([*weights_of(self.model), *compared_in(self.parts)])))
+                if v not in own]
+
+    def consolidate(self, place: int = 0) -> None:
+        """Gather the state of sharded optimizers on a rank, where the model may be saved. Collective."""
+        for state in self.divided_states:
+            state.consolidate(to=self.process_set.group("fit").topology.job_ranks[place])
+
+    def value_of(self, variable: keras.Variable) -> tf.Tensor:
+        """This rank's value of a variable, eager."""
+        return tf.convert_to_tensor(variable)
+
+    def known_values(self) -> AbstractContextManager[None]:
+        """A context in which one rank can read the model without the others. Collective."""
+        return nullcontext()
+
+
+class DistributedTraining(Training):
+    """Training with distributed optimizers of one process set.
+
+    Args:
+        optimizers: At least one. The first, which is the same on all ranks, gives the name and the process set. Those
+            of other process sets are left out: fit neither checks them nor averages statistics for them.
+        wholes: The optimizers of the model that these are, or are in.
+    """
+
+    def __init__(self, model: keras.Model, optimizers: Sequence[Optimizer], wholes: Sequence[Optimizer]):
+        super().__init__(model)
+        first: GradientReducer = optimizers[0]._mpistrat.reducer
+        self.name, self.process_set = first.name, first.process_set
+        number = self.process_set.process_set_id
+        self._optimizers = [o for o in optimizers if o._mpistrat.reducer.process_set.process_set_id == number]
+        self._elsewhere = [o for o in optimizers if o not in IdentitySet(self._optimizers)]
+        self._wholes = wholes
+        self.reducers: list[GradientReducer] = [o._mpistrat.reducer for o in self._optimizers]  # One for each optimizer
+        self.averages_statistics = all(o._mpistrat.arguments.average_statistics for o in self._optimizers)
+        self.joins = any(o._mpistrat.arguments.uneven == "join" for o in self._optimizers)
+        self.accumulates = any(map(accumulated_passes, self._optimizers))
+        self.shards_state = any(o._mpistrat.arguments.shard_state for o in self._optimizers)
+
+    @property
+    def first_steps(self) -> list[FirstSteps]:
+        return [reducer.checks for reducer in self.reducers if reducer.checks is not None]
+
+    @property
+    def leaves_weights_uncompared(self) -> bool:
+        """As with weight decay. A step of sharded optimizers makes weights equal that were not, in any fit."""
+        return any(reducer.checks_weights and reducer.checks is not None and (
+            self.shards_state or (reducer.changes_early and not reducer.checks.is_done)) for reducer in self.reducers)
+
+    @property
+    def has_local(self) -> bool:
+        return any(reducer.has_local for reducer in self.reducers)
+
+    @property
+    def parts(self) -> list[Optimizer]:
+        return list(IdentitySet(part for optimizer in self._optimizers for whole in self._wholes
+                                if optimizer in IdentitySet(parts_of(whole)) for part in parts_of(whole)))
+
+    @property
+    def calls(self) -> int:
+        """How often this rank has called `apply`. The public `iterations` is less, if gradients are accumulated."""
+        return sum(map(calls_of, self._optimizers))
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        return [variable for optimizer in self._optimizers for variable in variables_of(optimizer)]
+
+    @property
+    def accumulators(self) -> list[keras.Variable]:
+        return [variable for optimizer in self._optimizers for variable in accumulators_of(optimizer)]
+
+    def shared(self, variables: Sequence[Variable]) -> list[Variable]:
+        """Those of the variables that are neither local to each rank nor trained in another process set.
+
+        An optimizer's state of a local variable is local.
+        """
+        local = IdentitySet(slot for optimizer, reducer in zip(self._optimizers, self.reducers, strict=True)
+                            for slot in _local_slots(optimizer, reducer))
+        elsewhere = IdentitySet(v for optimizer in self._elsewhere for part in parts_of(optimizer)
+                                for v in trained_by(part))
+        return [v for v in variables if v not in local and v not in elsewhere
+                and not any(reducer.is_local(v) for reducer in self.reducers)]
+
+
+class StrategyTraining(Training):
+    """Training under an MPIStrategy, in which all ranks take part."""
+
+    is_under_strategy = True
+    causes = ("weights that were loaded or assigned on some ranks only (call load_weights, load_model and set_weights "
+              "on all ranks), and a callback or a learning rate on some ranks only.")
+
+    def __init__(self, model: keras.Model):
+        super().__init__(model)
+        self.name, self.process_set = eager("strategy"), global_process_set
+        self.accumulates = any(map(accumulated_passes, self.parts))
+        self.usual_rows = 1  # The rows of this rank's part of the first batch, once they are known
+        self.has_begun = False  # Whether the ranks have exchanged them
+        self._extended = model.distribute_strategy.extended
+        self.shards_state = self._extended.slots.are_sharded
+
+    def begin(self, usual_rows: int, reads_logs: bool) -> None:
+        """Take what the ranks have exchanged: the rows of a full batch on each rank, and whether a rank reads logs."""
+        self.has_begun = True
+        step_values_of(self.model).train_rows, step_values_of(self.model).reads_logs = max(1, usual_rows), reads_logs
+
+    def shared(self, variables: Sequence[Variable]) -> list[Variable]:
+        return [v for v in variables if self._extended.is_everywhere(getattr(v, "value", v))]
+
+    def value_of(self, variable: keras.Variable) -> tf.Tensor:
+        return self._extended.local(variable.value)
+
+    def known_values(self) -> AbstractContextManager[None]:
+        return self._extended.known_values(self.model)
+
+
+class TrainsApart(keras.callbacks.Callback, Averaging):
+    """A callback of fit with which each rank trains weights of its own, and the ranks synchronise them now and then.
+
+    Its string has the arguments that all ranks must agree on.
+    """
+
+    def training(self, model: keras.Model) -> Training:
+        """Train this model from now on. Local. Raises InvalidRequestError: It cannot be trained so."""
+        raise NotImplementedError
+
+
+def trains_apart(callbacks: Iterable[keras.callbacks.Callback]) -> TrainsApart | None:
+    """The one among the callbacks of fit; None: there is none. Raises InvalidRequestError if there are several."""
+    found = [callback for callback in callbacks if isinstance(callback, TrainsApart)]
+    if len(found) > 1:
+        raise InvalidRequestError(f"fit has {' and '.join(type(each).__name__ for each in found)} among its callbacks. "
+                                  "Each averages the weights in its own way: keep one of them.")
+    return found[0] if found else None
+
+
+def problem_of_settings(of_ranks: Sequence[str]) -> str:
+    """The sentence on ranks that average in different ways; "" if none. Each is the string of a TrainsApart."""
+    if len(set(of_ranks)) == 1:
+        return ""
+    found = describe_by_rank([each or "none" for each in of_ranks])
+    return (f"the ranks average their weights in different ways: {found}. Give all ranks the same callback, "
+            "with the same arguments.")
+
+
+@dataclass
+class StepValues:
+    """What the steps of a model under a strategy depend on, equal on all ranks."""
+
+    # The rows of a full batch on each rank.
+    train_rows: int = 1
+    test_rows: int = 1
+    reads_logs: bool = True  # Whether a callback reads the logs of each batch, which are reduced over the ranks then
+
+
+_step_values: "WeakKeyDictionary[keras.Model, StepValues]" = WeakKeyDictionary()
+
+
+def step_values_of(model: keras.Model) -> StepValues:
+    """The values of a model. They are no attribute of it, which Keras would track."""
+    return _step_values.setdefault(model, StepValues())
+
+
+# The trainings of the models that fit now.
+in_fit: "WeakKeyDictionary[keras.Model, Training]" = WeakKeyDictionary()
+
+
+def training_of(model: keras.Model) -> Training | None:
+    """The training of a model, if several ranks are to train it together: by a strategy, or by distributed optimizers.
+
+    These are those of `compile`, then those in attributes of the model. None for a model of Keras 2 under a strategy,
+    which needs no more than what TensorFlow asks of a strategy.
+    """
+    if is_under_strategy(model):
+        return None if is_keras2(model) else StrategyTraining(model)
+    wholes = optimizers_of(model)
+    found = _by_place(distributed_in(getattr(model, "optimizer", None))) \
+        | _by_place(distributed for optimizer in wholes for distributed in distributed_in(optimizer))
+    return DistributedTraining(model, list(found.values()), wholes) if found else None
+
+
+def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> str:
+    """The name of a callback's collective: that of the optimizers of fit, if their ranks take part, else the thread's.
+
+    Raises:
+        InvalidRequestError: As names.eager.
+    """
+    training, number = training_of(model), process_set.process_set_id
+    if isinstance(training, DistributedTraining) and training.process_set.process_set_id == number:
+        return f"{training.name}/{operation}"
+    return eager(operation, number or 0)
+
+
+def is_under_strategy(model: keras.Model) -> bool:
+    """Whether a model was made in the scope of an MPIStrategy, which has the ranks train it together."""
+    # The public attribute is the strategy of the caller's scope for a model that was made outside of one.
+    return getattr(getattr(model, "_distribute_strategy", None), "is_mpi_strategy", False)
+
+
+def optimizers_of(model: keras.Model) -> list[Optimizer]:
+    """The optimizer of `compile`, then those in public attributes of a model, or in lists, tuples or dicts of these."""
+    public = [value for name, value in vars(model).items() if not name.startswith("_")]
+    return list(IdentitySet(optimizers_in([getattr(model, "optimizer", None), *public])))
+
+
+def compared_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
+    """The state of optimizers that is the same on all ranks in a right program, but for that of local variables.
+
+    Sums of gradients are of each rank's rows. The counter of steps counts one more on a rank that finds the end of its
+    data by an error: it does not depend on the data, and TensorFlow runs it before the step fails.
+    """
+    optimizers = list(optimizers)
+    own = IdentitySet(variable for optimizer in optimizers
+                      for variable in (*accumulators_of(optimizer), steps_of(optimizer)))
+    return [variable for optimizer in optimizers for variable in variables_of(optimizer) if variable not in own]
+
+
+def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:
+    """The variables of an optimizer that belong to local variables of its reducer.
+
+    Their names begin with the path of the variable that is trained.
+    """
+    if not reducer.has_local:
+        return []
+    if is_keras2(optimizer):
+        return [slot for weight in trained_by(optimizer) if reducer.is_local(weight)
+                for part in parts_of(optimizer) for slot in slots_of(part, weight)]
+    prefixes = {f"{v.path.replace('/', '_')}_": reducer.is_local(v)
+                for part in parts_of(optimizer) for v in trained_by(part)}
+    slots = []
+    for slot in optimizer.variables:
+        fitting = [prefix for prefix in prefixes if slot.name.replace("/", "_").startswith(prefix)]
+        if fitting and prefixes[max(fitting, key=len)]:
+            slots.append(slot)
+    return slots
+
+
+def _by_place(optimizers: Iterable[Any]) -> dict[int, Any]:
+    """Distributed optimizers in the order in which they were made: that of attributes may differ among the ranks."""
+    found = {o._mpistrat.reducer.optimizer.place: o for o in optimizers}
+    return dict(sorted(found.items()))

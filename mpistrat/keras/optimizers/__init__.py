@@ -1,0 +1,1 @@
+"""DistributedOptimizer and DistributedModel: the classes of optimizers, and the functions that go with them."""

@@ -1,0 +1,84 @@
+"""The collectives with Horovod's signatures for Keras scripts, and load_model.
+
+Each collective passes its arguments on to mpistrat.tensorflow, whose argument order differs. For users; exported by
+mpistrat.keras.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ...core.request import Average, ReduceOp
+from ...tensorflow import ops, scatter_ops
+from ...tensorflow.bridge.types import Reducible, Tensor
+from ...tensorflow.compression import Compression, Compressor
+from ...tensorflow.kerases import accumulated_passes, is_keras2_in_use
+from ..bridge.nested_optimizers import distributed_in
+from ..clone import replace_optimizer
+from .optimizer import DistributedOptimizer
+
+logger = logging.getLogger(__name__)
+
+
+def allreduce(value: Reducible, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
+              postscale_factor: float = 1.0, op: ReduceOp | None = None,
+              compression: type[Compressor] = Compression.none) -> Tensor:
+    """As mpistrat.tensorflow.allreduce."""
+    return ops.allreduce(value, average=average, op=op, name=name, prescale_factor=prescale_factor,
+                         postscale_factor=postscale_factor, compression=compression)
+
+
+def allgather(value: Reducible, name: str | None = None) -> tf.Tensor:
+    """As mpistrat.tensorflow.allgather."""
+    return ops.allgather(value, name=name)
+
+
+def broadcast(value: Reducible, root_rank: int, name: str | None = None) -> tf.Tensor:
+    """As mpistrat.tensorflow.broadcast."""
+    return ops.broadcast(value, root_rank, name=name)
+
+
+def reducescatter(value: Reducible, name: str | None = None, op: ReduceOp = Average) -> tf.Tensor:
+    """As mpistrat.tensorflow.reducescatter."""
+    return scatter_ops.reducescatter(value, op=op, name=name)
+
+
+def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[keras.optimizers.Optimizer]] | None = None,
+               custom_objects: Mapping[str, object] | None = None, compression: type[Compressor] = Compression.none,
+               legacy_opts: bool = False, average_aggregated_gradients: bool | None = None,
+               **arguments: Any) -> keras.Model:
+    """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer. Local.
+
+    The model is one of Keras 3, or of Keras 2 where tf.keras is Keras 2 (tf_keras, with TF_USE_LEGACY_KERAS=1).
+
+    Args:
+        filepath: As for keras.models.load_model.
+        custom_optimizers: The user's optimizer classes that the file refers to.
+        custom_objects: As for keras.models.load_model.
+        compression: One of Compression.
+        legacy_opts: Accepted for compatibility with Horovod, ignored. A file of Keras 2 says which optimizer it has.
+        average_aggregated_gradients: If the optimizer accumulates gradients, whether an update takes their mean, as in
+            Keras, or their sum, as in a DistributedOptimizer with backward_passes_per_step. The file does not have
+            this choice. None: their mean, with a warning.
+        arguments: Further arguments of DistributedOptimizer, such as `uneven` or `process_set`, which the file lacks.
+    """
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
+    its_keras = tf.keras if is_keras2_in_use() else keras
+    with its_keras.saving.custom_object_scope(objects):
+        model = its_keras.models.load_model(filepath)
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is None or distributed_in(optimizer):
+            return model
+        replace_optimizer(model, DistributedOptimizer(optimizer, compression=compression, **arguments))
+    steps = accumulated_passes(optimizer)
+    if steps and average_aggregated_gradients is None:
+        logger.warning("the optimizer of %s accumulates the gradients of %d passes, and the file does not say whether "
+                       "an update takes their mean or their sum. It takes the mean now. Give load_model "
+                       "average_aggregated_gradients=True for the mean, or False for the sum.", filepath, steps)
+    elif steps and not average_aggregated_gradients:
+        model.optimizer._mpistrat.arguments.factor = float(steps)
+    return model

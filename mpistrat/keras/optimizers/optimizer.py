@@ -1,0 +1,355 @@
+"""DistributedOptimizer: a Keras optimizer of the same class that averages its gradients over the ranks.
+
+For users; wrapping is local, and applying gradients is collective.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsIndex
+
+import tensorflow as tf
+from keras.optimizers import LossScaleOptimizer, Optimizer
+
+from ...api.process_sets import ProcessSet, global_process_set, resolved
+from ...core.errors import InvalidRequestError
+from ...core.request import Average, ReduceOp, Sum
+from ...tensorflow.accumulators import is_accumulator
+from ...tensorflow.bridge import names
+from ...tensorflow.bridge.types import Variable
+from ...tensorflow.compression import Compression, Compressor
+from ...tensorflow.gradients import (
+    GradientGroups,
+    GradientOptions,
+    GradientReducer,
+    Groups,
+    Layer,
+    register_local_layers,
+)
+from ...tensorflow.kerases import accumulated_passes, is_built, is_keras2, is_optimizer, steps_of
+from .. import xla  # noqa: F401  # They register what they replace.
+from ..bridge import patches  # They register what they replace.
+from ..bridge.nested_optimizers import distributed_in, parts_of, passes_on
+from ..bridge.patches import Function, replaces
+from ..bridge.private_names import serialise_as, trained_by
+from ..clone import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class, sharing
+from ..fit import fit_callbacks  # noqa: F401
+from ..sharded.optimizer_state import Arguments, OptimizerState
+from ..sharded.sharded_optimizer import Sharded, require_shardable, whole_state
+from . import scatter, whole_files  # noqa: F401  # They register what they replace.
+from .applying import Applying, require_hooks
+
+_classes: dict[tuple[type, tuple[type, ...]], type] = {}
+
+
+class _Distributed:
+    """The first base of a class of distributed optimizers. The second one has the methods that reduce gradients."""
+
+    is_distributed = True
+
+    @functools.cached_property
+    def _mpistrat(self) -> OptimizerState:
+        # _distribute sets it in vars(): by plain assignment Keras would track what is in it.
+        return OptimizerState(type(self).__name__)
+
+    def get_config(self) -> dict[str, Any]:
+        """As the original class' get_config. In this process an optimizer that is made of it is distributed too."""
+        return marked(super().get_config(), self._mpistrat_again(is_in_process=True))  # type: ignore[misc]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], **arguments: object) -> Optimizer:
+        """Return an optimizer with the arguments of the distributed optimizer that `config` comes from.
+
+        Raises:
+            InvalidRequestError: It comes from a file or from another optimizer, and does not say how gradients are
+                averaged.
+        """
+        if again_of(config) is None:
+            raise InvalidRequestError(
+                "a configuration of a file, or of another optimizer, does not say how gradients are averaged. "
+                "Distribute the optimizer that it is for: "
+                f"hvd.DistributedOptimizer(keras.optimizers.{cls.__name__}.from_config(config)).")
+        return original_class(cls).from_config(config, **arguments)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """What pickle and copy call: the copy is distributed too."""
+        how: Any = super().__reduce_ex__(protocol)
+        return distributed_when_loaded(self, how)
+
+    def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> Again:
+        """A function that distributes a copy of this optimizer as this one is.
+
+        Args:
+            is_in_process: The copy stays in this process; pickle cannot copy a process set.
+            is_whole: The copy is not of another optimizer, which has this one and others in it.
+        """
+        its = self._mpistrat.arguments
+        is_known = is_whole and its is not None and (is_in_process or its.process_set is None) \
+            and not self._mpistrat.reducer.has_local and not its.options.groups.has_lists
+        return functools.partial(_distribute_copy, its if is_known else None)
+
+    def register_local_var(self, variable: Variable) -> None:
+        """Exclude this variable's gradients from the averaging."""
+        self._mpistrat.reducer.register_local(variable)
+
+
+def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa: N802
+                         device_dense: str = "", device_sparse: str = "",
+                         compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
+                         gradient_predivide_factor: float = 1.0, op: ReduceOp = Average,
+                         backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
+                         num_groups: int = 0, groups: Groups = None,
+                         process_set: ProcessSet = global_process_set,
+                         scale_local_gradients: bool = True, average_statistics: bool = True,
+                         uneven: str = "error", use_locking: bool = False, check_weights: bool = True,
+                         shard_state: bool = False) -> Optimizer:
+    """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
+
+    The class of the new optimizer is a subclass of the same name. It compiles, saves and loads like the original, and a
+    saved model loads where mpistrat is not installed. Clipping applies to the averaged gradient. A variable that its
+    gradient overwrites (Keras' overwrite_with_gradient, as float8 has it) gets the largest value of all ranks. All
+    ranks must create their optimizers in the same order; those that are gone before the first of them averages do not
+    count. Model.compile takes jit_compile="auto", its default, as False where XLA cannot compile collectives. Local;
+    `apply` is collective.
+
+    Args:
+        optimizer: Any Keras optimizer, also a LossScaleOptimizer, built or not. It is not changed. One of Keras 2
+            (tf_keras) that is built has its variables in common with the new one.
+        name: The name of the new optimizer; the default is the old one's.
+        device_dense: Accepted for compatibility with Horovod, ignored.
+        device_sparse: Likewise.
+        compression: One of Compression.
+        sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
+        gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
+            N / factor after it. Average only.
+        op: Average or Sum.
+        backward_passes_per_step: k > 1 sums k gradients before they are averaged and applied, with Keras' gradient
+            accumulation.
+        average_aggregated_gradients: Divide that sum by k.
+        num_groups: Deprecated form of `groups`.
+        groups: Which gradients are reduced together, all by default: a number of groups of about as many gradients; or
+            lists of variables, whose gradients are a group each, and those of all other variables one more.
+        process_set: The ranks that take part. On other ranks the optimizer works as the original.
+        scale_local_gradients: Whether gradients that are excluded by `register_local_var` are divided by N.
+        average_statistics: At the end of each epoch fit sets the running statistics of layers such as
+            BatchNormalization to their mean over the ranks, and also before a ModelCheckpoint saves within an epoch.
+            False: each rank keeps its own, as in Horovod.
+        uneven: What fit does if the ranks have different numbers of batches. "error": an error when it begins, if Keras
+            knows the numbers. "join": ranks without batches wait at the end of each epoch, gradients are averaged over
+            the others, and then all ranks get the weights and the optimizer's state of the last one. Gradients that a
+            rank has accumulated for an update that it does not make are dropped. All ranks must pass the same value.
+        use_locking: Accepted for compatibility with Horovod, ignored. It is for optimizers of TensorFlow 1.
+        check_weights: Whether the first reductions check that the ranks train the same weights. False: each rank adapts
+            the weights on purpose before it takes the gradient, as in MAML.
+        shard_state: Divide the state among the ranks, as ShardedOptimizer says.
+
+    Raises:
+        ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range; or the
+            state of the optimizer cannot be divided.
+        MissingDependencyError: Gradients are accumulated, and this version of Keras lacks the hooks that average them;
+            `apply` raises it too.
+    """
+    process_set = resolved(process_set)
+    _check(optimizer, op, backward_passes_per_step)
+    if uneven not in ("error", "join"):
+        raise InvalidRequestError(f"uneven must be 'error' or 'join'. Received: {uneven!r}")
+    changes: dict[str, object] = {} if name is None else {"name": name}
+    if not is_keras2(optimizer):
+        if backward_passes_per_step > 1:
+            changes["gradient_accumulation_steps"] = backward_passes_per_step
+        if backward_passes_per_step > 1 or optimizer.gradient_accumulation_steps:
+            require_hooks(type(optimizer))
+    factor = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
+    if shard_state:
+        require_shardable(optimizer, uneven)
+    own_name = names.OptimizerName(process_set.process_set_id or 0)
+    options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
+    its = Arguments(own_name, factor, options, op, gradient_predivide_factor,
+                    None if process_set is global_process_set else process_set, scale_local_gradients,
+                    average_statistics, uneven, check_weights, shard_state, backward_passes_per_step)
+    return _distribute(optimizer, its, its.name, changes, backward_passes_per_step)
+
+
+def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # noqa: N802
+    """Return a DistributedOptimizer whose state and update are divided among the ranks (ZeRO-1, arXiv 1910.02054).
+
+    A step reduce-scatters the gradients, updates this rank's parts of the weights, and gathers the weights of all
+    ranks. A rank has 1/N of the state (for Adam twice the weights), a copy of its parts of the weights, and 1/N of the
+    work of the update. Optimizers that compute each element by itself (SGD, Adam, AdamW, Nadam, Adamax, Adadelta,
+    Adagrad, RMSprop, Ftrl, Lion) divide variables; Lamb, Muon and optimizers of the user have whole
+    variables, whose gradients are all-reduced. On one host SGD and Adam give the bits of a DistributedOptimizer,
+    in steps that XLA does not compile. Gradients that are accumulated are reduced in every pass, and each rank
+    accumulates its part.
+
+    `optimizer.variables` has what all ranks have: the counter and the learning rate. Files are those of the original,
+    and load with any number of ranks. fit gathers the whole state on rank 0 at the end of each epoch; elsewhere call
+    `optimizer.consolidate_state(to=0)` on all ranks before rank 0 saves. A rank without the state that saves or copies
+    gets an error. Load a file on all ranks, or on rank 0 before a fit with BroadcastGlobalVariablesCallback.
+    Local; `apply` is collective.
+
+    Args:
+        optimizer: Any Keras 3 optimizer without inner optimizers. It is not changed.
+        arguments: Further arguments, as for DistributedOptimizer.
+
+    Raises:
+        ValueError: As DistributedOptimizer; or the state cannot be divided: the optimizer passes gradients on
+            (LossScaleOptimizer, MultiOptimizer) or has no update_step, or uneven="join".
+    """
+    return DistributedOptimizer(optimizer, shard_state=True, **arguments)
+
+
+def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa: N802
+                                device_dense: str = "", device_sparse: str = "",
+                                compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
+                                gradient_predivide_factor: float = 1.0, op: ReduceOp = Average,
+                                backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
+                                groups: Groups = None, process_set: ProcessSet = global_process_set,
+                                local_layers: Layer | Sequence[Layer] | None = None,
+                                scale_local_gradients: bool = True, uneven: str = "error",
+                                average_statistics: bool = True, check_weights: bool = True) -> Optimizer:
+    """As DistributedOptimizer, but some layers are each rank's own: fit averages neither gradients nor statistics.
+
+    Pass the weights of these layers to BroadcastGlobalVariablesCallback(local_variables=...) too, if each rank is to
+    start with its own.
+
+    Args:
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense: As for DistributedOptimizer.
+        gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients: Likewise.
+        groups, process_set, scale_local_gradients, uneven, average_statistics, check_weights: Likewise.
+        local_layers: A Keras layer or a list of layers, which have their weights.
+
+    Raises:
+        ValueError: As DistributedOptimizer, or `local_layers` is something else, or has no weights yet.
+    """
+    distributed = DistributedOptimizer(
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
+        backward_passes_per_step, average_aggregated_gradients, groups=groups, process_set=process_set,
+        scale_local_gradients=scale_local_gradients, average_statistics=average_statistics, uneven=uneven,
+        check_weights=check_weights)
+    register_local_layers(local_layers, distributed.register_local_var)
+    return distributed
+
+
+def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName, changes: Mapping[str, object],
+                passes: int) -> Optimizer:
+    """A distributed optimizer with the configuration of `optimizer`, with `changes` in it, and its state.
+
+    `its` are valid arguments, and `passes` is how many times as many passes as in the original are accumulated.
+    """
+    process_set = resolved(its.process_set)
+    reducer = GradientReducer(name, its.options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
+                              process_set)
+    distributed = _copy_or_share(optimizer, changes, its.shard_state)
+    reducer.checks_weights = its.check_weights
+    reducer.changes_early = any(
+        # A MultiOptimizer that chooses by a function has no parts yet.
+        getattr(part, "weight_decay", 0) or getattr(part, "optimizers", None) == [] for part in parts_of(distributed))
+    vars(distributed)["_mpistrat"] = OptimizerState(type(distributed).__name__, reducer, its)
+    if is_keras2(optimizer):
+        vars(distributed).update(gradient_accumulation_steps=its.passes, _accumulated_gradients=[])
+    _take_over(distributed, optimizer, passes)
+    keep_marks(original_class(type(optimizer)))
+    patches.apply()
+    return distributed
+
+
+def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
+    """Distribute a copy of an optimizer as the original; without arguments so that training is an error.
+
+    The ranks make the copies that they train in the same order.
+    """
+    if its is not None:
+        process_set = resolved(its.process_set)
+        copy = _distribute(optimizer, its, names.OptimizerName(process_set.process_set_id or 0, its.name), {}, 1)
+    else:
+        copy = _copy_or_share(optimizer, {})
+        _take_over(copy, optimizer, 1)
+    copy._mpistrat.is_copy = True
+    return copy
+
+
+def _copy_or_share(optimizer: Optimizer, changes: Mapping[str, object], is_sharded: bool = False) -> Optimizer:
+    """A distributed optimizer with the configuration of `optimizer`. One of Keras 2 that has its variables gives them.
+
+    It does not keep the weights that it has them for, so no other one can be made.
+    """
+    make = sharing if is_keras2(optimizer) and is_built(optimizer) else copy_of
+    return make(optimizer, _distributed_class(type(optimizer), is_sharded), changes)
+
+
+def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
+    """Copy the state of `old` to `new`: slots that were loaded, and the iterations where there are no slots yet."""
+    if is_keras2(old):
+        if steps_of(new) is not steps_of(old):
+            steps_of(new).assign(steps_of(old))
+        return
+    if old.built:
+        new.build(trained_by(old))
+    with whole_state(new, is_read=False):
+        variables = [v for v in new.variables if passes == 1 or not is_accumulator(v.name)]
+        for variable, value in zip(variables, old.variables, strict=True):
+            variable.assign(value)
+    if passes > 1:
+        new._iterations.assign(old._iterations * passes)  # With accumulation Keras counts the passes.
+
+
+def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
+    if not is_optimizer(optimizer):
+        raise InvalidRequestError("DistributedOptimizer takes a Keras optimizer, for example "
+                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{_advice(optimizer)}")
+    # A script that distributes a copy that Keras has made does not know that the copy is distributed already.
+    if distributed_in(optimizer) and not (isinstance(optimizer, _Distributed) and optimizer._mpistrat.is_copy):
+        raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice.")
+    if op not in (Average, Sum):
+        raise InvalidRequestError("op currently only supports Average and Sum. Received: "
+                                  f"{getattr(op, 'name', op)}")
+    if passes < 1:
+        raise InvalidRequestError(f"backward_passes_per_step must be at least 1. Received: {passes}")
+    if passes > 1 and passes_on(optimizer):
+        advice = ". Keras 2 accumulates no gradients there." if is_keras2(optimizer) \
+            else ". Give gradient_accumulation_steps to the optimizer in it."
+        raise InvalidRequestError(f"backward_passes_per_step does not work with {type(optimizer).__name__}{advice}")
+    if passes > 1 and accumulated_passes(optimizer):
+        raise InvalidRequestError("give either backward_passes_per_step here or gradient_accumulation_steps to the "
+                                  "optimizer.")
+
+
+def _advice(optimizer: object) -> str:
+    """The end of a sentence: what to write in place of an optimizer of TensorFlow 1; "" for others."""
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if issubclass(cls, tf.compat.v1.train.Optimizer):
+        return (", which is an optimizer of TensorFlow 1: take one of keras.optimizers for a Keras model, or average "
+                "its gradients with mpistrat.tensorflow.DistributedGradientTape.")
+    return ""
+
+
+def _distributed_class(original: type[Optimizer], is_sharded: bool = False) -> type[Optimizer]:
+    """The distributed subclass of the class of an optimizer or of a copy."""
+    original = original_class(original)
+    return class_with((*((Sharded,) if is_sharded else ()), _Distributed, _applying(original)), original)
+
+
+def class_with(mix_ins: tuple[type, ...], original: type[Optimizer]) -> type[Optimizer]:
+    """The subclass of a class of optimizers with these bases before it. There is one for each class and bases."""
+    if (original, mix_ins) not in _classes:
+        body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
+        _classes[original, mix_ins] = type(original.__name__, (*mix_ins, original), body)
+        serialise_as(_classes[original, mix_ins], original)
+    return _classes[original, mix_ins]
+
+
+def _applying(original: type[Optimizer]) -> type:
+    """The base of a distributed class that has the methods which reduce gradients."""
+    if not is_keras2(original):
+        return Applying
+    from ..keras2.applying import applying_of  # It imports tf_keras.
+    return applying_of(original)
+
+
+# Under mixed_float16 compile() wraps every optimizer in a LossScaleOptimizer.
+@replaces(LossScaleOptimizer, "check_finite",
+          "a rank with an overflow would skip the step, and the others would wait for its gradients", "isfinite(g)")
+def check_finite(original: Function, self: LossScaleOptimizer, grads: list[tf.Tensor]) -> tf.Tensor:
+    """Keras checks the gradients of this rank only, before they are reduced."""
+    finite = original(self, grads)
+    states = [part._mpistrat for part in parts_of(self.inner_optimizer) if hasattr(part, "_mpistrat")]
+    return states[0].reducer.all_true(finite, "finite") if states else finite

@@ -1,0 +1,90 @@
+"""Keras' functions that save a model leave a whole file, or the one that was there before; so does BackupAndRestore.
+
+They write to a directory of their own beside the file, and rename it at the end. So a process that dies while it saves
+destroys nothing, and ranks that save to one path at the same time leave a whole file too. Local, but for a model of a
+strategy: all ranks save it, one writes, and all wait for it (tensorflow/files.py).
+"""
+
+import contextlib
+import inspect
+import os
+import shutil
+from collections.abc import Callable
+
+import keras
+from keras.callbacks import BackupAndRestore
+
+from ...core.errors import ShutdownError
+from ...process.launch_env import launched_rank
+from ...tensorflow import files
+from ..bridge.patches import Function, replaces
+from ..bridge.private_names import legacy_h5_format, saving_lib
+from ..bridge.running_statistics import average_statistics
+from ..bridge.training import StrategyTraining, is_under_strategy
+
+_ENDINGS = (".keras", ".h5", ".hdf5")
+
+
+@replaces(keras.Model, "export", "all ranks would write to one file at the same time", "export_saved_model")
+def export(original: Function, model: keras.Model, filepath: object, *args: object, **kwargs: object) -> object:
+    return _by_all_ranks(model, filepath, lambda: original(model, filepath, *args, **kwargs))
+
+
+@replaces(saving_lib, "save_model", "a process that dies while it saves would destroy the file",
+          "_save_model_to_fileobj(")
+@replaces(saving_lib, "save_weights_only", "likewise", "H5IOStore(filepath")
+@replaces(legacy_h5_format, "save_model_to_hdf5", "likewise", 'h5py.File(filepath, mode="w")')
+def save(original: Function, model: object, filepath: object, *args: object, **kwargs: object) -> object:
+    return _by_all_ranks(model, filepath, lambda: _save_whole(original, model, filepath, *args, **kwargs))
+
+
+def _by_all_ranks(model: object, filepath: object, write: Callable[[], object]) -> object:
+    """Write a model; one of a strategy on one rank, while the others wait. Collective for such a model."""
+    is_alone = files.is_alone() or hasattr(filepath, "write")
+    if is_alone or not isinstance(model, keras.Model) or not is_under_strategy(model):
+        return write()
+    training = StrategyTraining(model)
+    # If the other ranks have ended, this rank saves its own statistics; files.exchange_status says why.
+    with contextlib.suppress(ShutdownError):
+        average_statistics(training)
+    with training.known_values():
+        files.write_once(str(filepath), write, training.consolidate if training.divided_states else None)
+    return None
+
+
+def _save_whole(original: Function, model: object, filepath: object, *args: object, **kwargs: object) -> object:
+    call = inspect.signature(original).bind(model, filepath, *args, **kwargs)
+    # A link stays, and its target gets the model.
+    path = os.path.realpath(filepath) if isinstance(filepath, str | os.PathLike) else ""
+    directory, name = os.path.split(path)
+    is_one_file = name.endswith(_ENDINGS) and call.arguments.get("max_shard_size") is None
+    if not is_one_file or not os.path.isdir(directory) or not os.access(directory, os.W_OK):
+        return original(model, filepath, *args, **kwargs)
+    # Not a file beside the others: programs look for the newest file with this ending. The name is the same in the
+    # next job, so that a process that dies leaves no more than one of them.
+    own = os.path.join(directory, f".{name}.saving-{launched_rank(os.environ)}")
+    os.makedirs(own, exist_ok=True)
+    try:
+        result = original(model, os.path.join(own, name), *args, **kwargs)
+        os.replace(os.path.join(own, name), path)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)  # An error of this would hide that of Keras.
+    return result
+
+
+@replaces(BackupAndRestore, "_save_model", "likewise, the file with the epoch", "json.dumps(training_metadata)")
+def save_backup(original: Function, self: BackupAndRestore) -> None:
+    path = getattr(self, "_training_metadata_path", None)  # Keras 3.0 saves the weights alone.
+    if path is None or "://" in str(self.backup_dir):
+        return original(self)
+    part = self._training_metadata_path = f"{path}.saving"
+    if os.path.exists(path):
+        shutil.copyfile(path, part)  # With double_checkpoint Keras keeps a copy of the file before it writes.
+    try:
+        original(self)
+        os.replace(part, path)
+    finally:
+        self._training_metadata_path = path
+        with contextlib.suppress(OSError):  # It is not there, or Keras' error says what is wrong.
+            os.remove(part)
+    return None

@@ -1,0 +1,118 @@
+"""A collective in the graph of a session: one asynchronous operation, on the CPU here, whose kernel is Python.
+
+The way of functions (graph/cpu.py) cannot be used: a session has its own devices and resources, and finds neither the
+token nor the queues, and a graph that is no function cannot capture what is eager. The operation needs none of them. It
+blocks no thread until other ranks are ready, and it allocates its results when it knows their sizes.
+
+Ranks match the collectives by their names alone. A session runs any part of a graph, so a chain in program order would
+run collectives that nobody has asked for. A name is numbered as the graph is built, and has the name of the tensor, as
+Horovod's have. So ranks that build other collectives, or other graphs before them, wait for each other, and are told
+so. What one run executes several times has more in its name, see executions.py.
+"""
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from ...core.errors import InvalidRequestError
+from ...core.handle import Handle
+from ..bridge import execution_ids, names
+from ..bridge.tf_errors import described
+from ..xla import context as xla
+from . import kernel, session_runs
+from .session_executions import Executions, call_number
+from .submission import CollectiveCallSite, MakeRequest, Observer
+
+_HOST = "CPU:0"
+
+
+def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
+        process_set: int = 0, observer: Observer | None = None) -> list[tf.Tensor]:
+    """Make the node of one collective in a graph of a session, and return its results. Collective when it runs.
+
+    Args:
+        name, make_request, tensors, shapes, process_set, observer: As in bridge.cpu.run.
+
+    Raises:
+        InvalidRequestError: XLA compiles the function that contains it, or TensorFlow has no such operation.
+    """
+    if xla.is_compiled():
+        raise InvalidRequestError(f"{name}: XLA cannot compile a collective in a graph of a session. Leave jit_compile "
+                                  "out of the function.")
+    reason = kernel.why_not()
+    if reason:
+        raise InvalidRequestError(f"{name}: a session cannot run collectives: {reason}. Put the step into a "
+                                  "tf.function.")
+    if names.is_made(name):
+        name = f"{name} of {tensors[0].op.name}" if tensors else name
+    past = number_of_execution()
+    site = _SessionCallSite(name, process_set, make_request, tensors, observer, 1 + len(past))
+    with tf.device(_HOST):
+        results = kernel.node(site, tensors, past)
+    for result, shape in zip(results, shapes, strict=True):
+        result.set_shape(shape)
+    site.belongs_to(results[0].op)
+    session_runs.watch()
+    return results
+
+
+def number_of_execution() -> list[tf.Tensor]:
+    """What the node of a collective has as its first input in a function: the number of the call.
+
+    The gradient of a function has that of the call that it is the gradient of.
+    """
+    execution = execution_ids.current.get()
+    if execution is not None and execution.is_past:
+        return [execution.number]
+    number = call_number()
+    if execution is not None and execution.number is None:
+        execution.number = number
+    return [] if number is None else [number]
+
+
+class _SessionCallSite(CollectiveCallSite):
+    """The target of the node of one collective."""
+
+    def __init__(self, name: str, process_set: int, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
+                 observer: Observer | None, first: int):
+        super().__init__(name, process_set, make_request, None, observer, Executions())
+        self._first = first
+        self._dims = [kernel.Dims(tuple(tensor.shape)) if tensor.shape.is_fully_defined() else None
+                      for tensor in tensors]
+        self._dtypes = [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
+        self._kinds = [tensor.dtype.as_datatype_enum for tensor in tensors]
+
+    def compute(self, call: kernel.Call) -> None:
+        addresses, shapes, _ = call.exchange(self._first, self._dims, allocates=False)
+        arrays = list(map(_view, addresses, shapes, self._dtypes))
+        its = self.session_submission(arrays, call)
+        handle = its.group.engine.submit(its.request, its.arrays, self.origin)
+        handle.when_done(_end, (self, call, handle))
+
+    def end(self, call: kernel.Call, handle: Handle) -> None:
+        """Give the results to TensorFlow, or the error."""
+        try:
+            for place, (result, kind) in enumerate(zip(handle.wait(), self._kinds, strict=True)):
+                call.give(place, result, kind)
+        except Exception as error:
+            call.fail(*described(error))
+        else:
+            call.complete()
+
+
+def _end(ended: Sequence[tuple[_SessionCallSite, kernel.Call, Handle]]) -> None:
+    """The handles are done: so are the calls. Called by the engine's thread."""
+    for site, call, handle in ended:
+        site.end(call, handle)
+
+
+def _view(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """The memory of a tensor as an array, without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return np.empty(shape, dtype)
+    memory = memoryview((ctypes.c_uint8 * nbytes).from_address(address))
+    return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)

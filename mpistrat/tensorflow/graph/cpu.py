@@ -1,0 +1,189 @@
+"""Collectives on tensors on the CPU, eager and in tf.function.
+
+Eagerly the engine gets the tensor's memory without a copy, and the calling thread waits. In a graph a collective
+becomes three nodes, none of which blocks a TensorFlow thread until other ranks are ready:
+
+1. *submit*, a callback that gives the engine views of the tensors and returns a ticket. It is stateful, because
+   TensorFlow prunes stateless nodes. Submits run in program order, see program_order.py.
+2. *await*, the dequeue of a queue that the engine writes to on completion (completion.py). It is an asynchronous
+   kernel: even with one inter-op thread, and a different order on every rank, it does not block the nodes that other
+   ranks wait for.
+3. *fetch*, a callback that returns the results without a copy, or raises. It is stateless. TensorFlow would order a
+   stateful one before the submit of the next collective, and a loop of collectives would then wait for each in turn.
+
+After the last submit of a list, or of a graph, there is nothing left to submit. So that callback may wait itself, for
+ten milliseconds at most. A small list is usually complete by then. The callback returns its results, the await reads
+nothing from the queue, and the fetch passes the results on. (A switch of threads costs as much as reducing a megabyte;
+a branch around the other two nodes takes 7 us more than they do.)
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import numpy as np
+import tensorflow as tf
+
+from ...api import runtime
+from ...core.errors import MpistratError
+from ...core.memory import ALIGNMENT
+from ...core.tuning import SUBMIT_WAIT_S
+from ..async_op import call_site, session_node
+from ..async_op.submission import CollectiveCallSite, MakeRequest, Observer
+from ..bridge import execution_ids
+from ..bridge.completion import COMPLETIONS, TICKET, awaited, execution_of
+from ..bridge.execution_ids import Execution
+from ..bridge.program_order import in_order
+from ..bridge.python_op import host_call
+from ..bridge.session_graph import session_graph
+from ..bridge.tf_errors import as_tf_error
+from ..bridge.types import Arrays
+from ..xla import context as xla
+from . import xla_collective
+
+
+class Wait(Enum):
+    """Whether the submit of a collective in a graph waits for the result."""
+
+    NEVER = 0
+    IF_LAST = 1  # If it is the last collective of its graph, which is known only when the graph runs.
+    ALWAYS = 2
+
+
+class _CollectiveCounter:
+    """The number of collectives in a graph so far."""
+
+    count = 0
+
+
+_counters: "weakref.WeakKeyDictionary[tf.Graph, _CollectiveCounter]" = weakref.WeakKeyDictionary()
+
+
+def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
+        process_set: int = 0, wait: Wait = Wait.NEVER, observer: Observer | None = None,
+        times_rows: int = 1) -> list[tf.Tensor]:
+    """Run one collective on `tensors` and return as many results, of the same dtypes. Collective.
+
+    Args:
+        name: Identifies the collective on all ranks.
+        make_request: Called with the arrays: eagerly at once, in a graph when it runs with new shapes.
+        tensors: At least one.
+        shapes: The static shape of each result, as far as it is known.
+        process_set: The id of the process set, which `make_request` sets too.
+        wait: In a graph, whether the submit waits for the result.
+        observer: In a graph, called before the submit.
+        times_rows: In a graph that XLA compiles, where shapes must be known: how many times as many rows as its tensor
+            each result has. 0: `shapes` says how many.
+
+    Raises:
+        Eagerly, errors of mpistrat.core.errors, which are also instances of the class of tf.errors that Horovod raises.
+        In a graph, TensorFlow's own exception with the same text.
+    """
+    if tf.executing_eagerly():
+        return _run_eagerly(make_request, tensors, shapes, process_set)
+    if session_graph() is not None:
+        return session_node.run(name, make_request, tensors, shapes, process_set, observer)
+    if xla.is_compiled():
+        return xla_collective.run(name, make_request, tensors, shapes, process_set, observer, times_rows)
+    dtypes = [t.dtype for t in tensors]
+    counter = _counters.setdefault(tf.compat.v1.get_default_graph(), _CollectiveCounter())
+    execution = execution_ids.current.get() or Execution()
+    site = _CpuCallSite(name, process_set, make_request, dtypes, counter, wait, execution, observer)
+    past = [execution.number] if execution.is_past else []
+    COMPLETIONS.prepare()
+
+    with tf.device("CPU:0"):
+        returned = in_order(lambda: host_call(
+            site.submit, [*tensors, *past], TICKET if wait is Wait.NEVER else [*TICKET, *dtypes], stateful=True))
+        ticket, ready = scalars(returned[:len(TICKET)]), returned[len(TICKET):]
+        with tf.control_dependencies([awaited(ticket)]):
+            results = host_call(site.fetch, [ticket[0], *ready], dtypes, stateful=False)
+        for result, shape in zip(results, shapes, strict=True):
+            result.set_shape(shape)
+        if execution.number is None:
+            execution.number = execution_of(ticket)
+    site.belongs_to(ticket[0].op)
+    return results
+
+
+def scalars(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Set the static shape of tensors to that of a scalar, and return them."""
+    for tensor in tensors:
+        tensor.set_shape([])
+    return tensors
+
+
+def read_in_graph(read: Callable[[], Sequence[int]], count: int) -> list[tf.Tensor]:
+    """Call `read` when the graph runs, and return its results as int32 scalars. Local."""
+    if xla.is_compiled():
+        return xla_collective.read_in_graph(read, count)
+
+    def call() -> Arrays:
+        return [np.array(value, np.int32) for value in read()]
+
+    with tf.device("CPU:0"):
+        # Stateful, since TensorFlow would compute a stateless node without inputs once, when it optimises the graph.
+        return scalars(host_call(call, [], [tf.int32] * count, stateful=True))
+
+
+def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor],
+                 shapes: Sequence[tf.TensorShape], process_set: int) -> list[tf.Tensor]:
+    try:
+        if call_site.are_on_gpu(tensors, process_set):
+            keeps_shapes = all(shape.is_fully_defined() for shape in shapes)
+            return call_site.run_eagerly(make_request, tensors, keeps_shapes, process_set)
+        arrays = [to_array(tensor) for tensor in tensors]
+        request = make_request(arrays)
+        group = runtime.group_of(request.name, request.process_set)
+        results = group.engine.run(request, arrays).wait()
+    except MpistratError as error:
+        raise as_tf_error(error) from error
+    return [to_tensor(result) for result in results]
+
+
+class _CpuCallSite(CollectiveCallSite):
+    """The callbacks of one collective in a graph."""
+
+    def __init__(self, name: str, process_set: int, make_request: MakeRequest, dtypes: Sequence[tf.DType],
+                 counter: _CollectiveCounter, wait: Wait, execution: Execution, observer: Observer | None):
+        super().__init__(name, process_set, make_request, execution, observer)
+        self._counter, self._wait = counter, wait
+        counter.count += 1
+        self._position = counter.count
+        self._nothing = [] if wait is Wait.NEVER else [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
+
+    def submit(self, *inputs: np.ndarray) -> Arrays:
+        """Submit the collective; return a ticket for the result.
+
+        A node that may wait also returns the results, if they are there, or empty arrays in their place.
+        """
+        its = self.host_submission(inputs)
+        if self._wait is Wait.ALWAYS or (self._wait is Wait.IF_LAST and self._position == self._counter.count):
+            handle = its.group.engine.run(its.request, its.arrays, SUBMIT_WAIT_S, self.origin)
+            if handle.is_done:
+                return [*COMPLETIONS.done_ticket(its.number), *handle.wait()]
+        else:
+            handle = its.group.engine.submit(its.request, its.arrays, self.origin)
+        return [*COMPLETIONS.ticket_for(handle, its.number), *self._nothing]
+
+    def fetch(self, ticket: np.int64, *ready: np.ndarray) -> Arrays:
+        return list(map(np.asarray, ready)) if ticket < 0 else COMPLETIONS.redeem(int(ticket)).wait()
+
+
+def to_array(tensor: tf.Tensor) -> np.ndarray:
+    """The memory of an eager CPU tensor as an array, without a copy where numpy has the dtype."""
+    try:
+        return np.asarray(memoryview(tensor))
+    except (TypeError, BufferError, ValueError, RuntimeError, tf.errors.OpError):
+        return np.asarray(tensor.numpy())
+
+
+def to_tensor(array: np.ndarray) -> tf.Tensor:
+    """An eager tensor over the array's memory, without a copy where TensorFlow's DLPack supports the dtype."""
+    # TensorFlow takes memory without looking at its alignment, and some of its operations abort the process then.
+    is_aligned = array.ctypes.data % ALIGNMENT == 0
+    # The kind of float8 is "f" too, or "V". numpy has no DLPack type for it.
+    is_known = array.dtype.kind in "iufc" and array.dtype.isbuiltin == 1
+    if is_aligned and is_known and array.size and array.dtype.itemsize <= 16:
+        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    return tf.convert_to_tensor(array)

@@ -1,0 +1,354 @@
+"""Collectives in functions that XLA compiles: one custom call each, with all tensors of the collective.
+
+The call submits the tensors from XLA's memory and waits for the results. In a thread that other collectives may need,
+which is one of XLA's or TensorFlow's, it waits for ten milliseconds at most, as the last collective of a graph
+that is not compiled does (see cpu). If the results are not there by then, the call is completed later. So ranks that
+run several functions in different orders do not wait for each other, even where XLA has only one thread. On a GPU XLA
+knows no such completion, and the call waits to its end (see gpu_memory).
+
+XLA computes in any order what does not depend on each other, and a custom call with side effects is no exception: it
+only does not remove or repeat it. So each call has an argument that is a result of the call before, the *link*, which
+keeps the program order. Its value has no meaning. It has 64 bits, since TensorFlow has no variables of 32-bit integers
+on a GPU.
+
+A compiled function keeps the link in a variable, so that it goes through branches, loops and inner functions:
+TensorFlow makes the variable's value an argument and a result of all of them. Each compiled function has a variable of
+its own, for TensorFlow locks the variables that a compiled function changes until it ends, and functions in two threads
+would wait for each other. The gradient of a function can have no variable (see program_order). There the link is a
+tensor, and each branch or loop begins with a new one.
+"""
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ...api import runtime
+from ...core import signal_handlers
+from ...core.errors import EngineError, InvalidRequestError, NotInitializedError
+from ...core.handle import Handle
+from ...core.request import on_gpu
+from ...core.tuning import SUBMIT_WAIT_S
+from ...gpu.arrays import GpuTensors
+from ..async_op.submission import CollectiveCallSite, MakeRequest, Observer, Submission
+from ..bridge import execution_ids
+from ..bridge.execution_ids import Execution
+from ..bridge.program_order import anonymous_variable, capture_in_order, in_gradient, in_order
+from ..bridge.tf_errors import described
+from ..xla import context, ffi, gpu_memory
+from ..xla.custom_call import custom_call, has_type
+from ..xla.gpu_memory import GpuMemory
+
+_variables: "weakref.WeakKeyDictionary[tf.Graph, tf.Tensor]" = weakref.WeakKeyDictionary()
+_last: "weakref.WeakKeyDictionary[tf.Graph, str]" = weakref.WeakKeyDictionary()  # the names of tensors
+
+
+class Started:
+    """The collectives of a list whose calls only submit them, in a function that XLA compiles for a GPU.
+
+    XLA launches what comes after such a call, while the ranks agree and reduce in the memory of the tensors. XLA knows
+    of no work outside of its stream. So each result has the memory of its tensor, and all that reads it comes behind
+    the call of `results`, which waits for all of them and gives back the same memory.
+    """
+
+    def __init__(self) -> None:
+        self._results: list[tf.Tensor] = []
+        self._site = _Awaiting()
+
+    @staticmethod
+    def is_possible(tensors: Sequence[tf.Tensor]) -> bool:
+        """Whether collectives of these tensors may be started before they are waited for."""
+        return gpu_memory.is_used() and all(t.dtype.is_floating or t.dtype.is_complex for t in tensors)
+
+    def run(self, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
+            shapes: Sequence[tf.TensorShape], process_set: int, observer: Observer | None = None) -> list[tf.Tensor]:
+        """As `run`; what it returns are places in that which `results` returns."""
+        results = run(name, make_request, tensors, shapes, process_set, observer, 0, self._site)
+        self._results += results
+        return results
+
+    def results(self) -> list[tf.Tensor]:
+        """The results of all of them, in their order."""
+        dtypes = [tf.int64, *[t.dtype for t in self._results]]
+        self._site.dtypes = [np.dtype(dtype.as_numpy_dtype) for dtype in dtypes]
+        return _linked(lambda link: custom_call(
+            self._site, [link, *self._results], dtypes, [tf.TensorShape([]), *[t.shape for t in self._results]],
+            0, range(1, len(dtypes))))[1:]
+
+
+class _Awaiting:
+    """The target of the custom call that waits for what was started."""
+
+    dtypes: Sequence[np.dtype]  # Of the arguments and the results.
+
+    def __init__(self) -> None:
+        # By the call that has started it. An execution that ends in an error may leave some.
+        self.started: dict[CollectiveCallSite, tuple[Handle, GpuTensors]] = {}
+
+    def execute(self, call: ffi.Call) -> None:
+        started, self.started = self.started, {}
+        memory = GpuMemory(call, self.dtypes, self.dtypes)
+        given, moved = {array.address for array in memory.arguments}, False
+        errors: list[Exception] = []
+        for site, (handle, tensors) in started.items():  # All of them: XLA frees the memory when this call ends.
+            _await(site, handle)
+            try:
+                handle.wait()
+            except Exception as error:
+                errors.append(error)
+            tensors.follow(memory.stream)
+            moved |= any(array.nbytes and array.address not in given for array in tensors)
+        if errors:
+            raise errors[0]
+        if moved or not memory.is_in_place(1, len(self.dtypes) - 1):
+            raise EngineError("XLA has moved the results of collectives before they were complete. "
+                              "MPISTRAT_DISABLE=xla does without.")
+
+
+def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
+        process_set: int, observer: Observer | None, times_rows: int,
+        awaiting: _Awaiting | None = None) -> list[tf.Tensor]:
+    """Run one collective in a graph that XLA compiles; the arguments are those of cpu.run. Collective.
+
+    `awaiting`: Gets it when it is submitted, and waits for it; None: the call waits.
+
+    Raises:
+        InvalidRequestError: XLA cannot compile collectives in this process, or not this one: the shape of a result
+            depends on other ranks, or XLA has no type for a dtype.
+    """
+    context.require()
+    if times_rows:
+        shapes = [_with_rows(tensor.shape, times_rows) for tensor in tensors]
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        if shape.rank is None or not (times_rows or shape.is_fully_defined()):
+            raise InvalidRequestError(
+                f"{name}: XLA must know the shape of the result when it compiles a collective. It is {shape} here, for "
+                f"a tensor of the shape {tensor.shape}. Leave jit_compile out of the function.")
+        if not has_type(tensor.dtype):
+            raise InvalidRequestError(f"{name}: XLA cannot compile a collective of {tensor.dtype.name}. Leave "
+                                      "jit_compile out of the function, or cast the tensor.")
+    execution = execution_ids.current.get()
+    past = [tf.cast(execution.number, tf.int64)] if execution is not None and execution.is_past else []
+    counts = execution is not None and execution.number is None
+    # As in other graphs, integers on a GPU are copied to the host.
+    stays_on_gpu = Started.is_possible(tensors)
+    make = (lambda arrays: on_gpu(make_request(arrays))) if stays_on_gpu else make_request
+    site = _CompiledCallSite(name, process_set, make, [t.dtype.as_numpy_dtype for t in tensors], execution,
+                             observer, stays_on_gpu, awaiting)
+    dtypes = [tf.int64, *[t.dtype for t in tensors], *[tf.int64] * counts]
+    outputs = in_order(lambda: _linked(lambda link: custom_call(
+        site, [link, *tensors, *past], dtypes, [tf.TensorShape([]), *shapes, *[tf.TensorShape([])] * counts],
+        times_rows, range(1, 1 + len(tensors)) if awaiting is not None else ())), context.device_of_compiled())
+    site.belongs_to(outputs[0].op)
+    if execution is not None and counts:
+        execution.number = outputs.pop()
+    return outputs[1:]
+
+
+def _with_rows(shape: tf.TensorShape, times_rows: int) -> tf.TensorShape:
+    """The shape of a result that has `times_rows` as many rows as its tensor."""
+    if not shape.rank or shape[0] is None:
+        return shape
+    return tf.TensorShape([times_rows * shape[0], *shape[1:]])
+
+
+def read_in_graph(read: Callable[[], Sequence[int]], count: int) -> list[tf.Tensor]:
+    """As cpu.read_in_graph, in a graph that XLA compiles."""
+    context.require()
+    outputs = _linked(lambda link: custom_call(
+        _Reading(read), [link], [tf.int64, *[tf.int32] * count], [tf.TensorShape([])] * (1 + count)))
+    return outputs[1:]
+
+
+def _linked(call: Callable[[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
+    """Return `call(link)`, which makes a custom call with the link as an argument; its first result is the next one."""
+    if in_gradient():
+        graph = tf.compat.v1.get_default_graph()
+        outputs = call(graph.get_tensor_by_name(_last[graph]) if graph in _last else tf.constant(0, tf.int64))
+        _last[graph] = outputs[0].name
+        return outputs
+    handle = capture_in_order(_variable_of(context.compiled_function()))
+    link = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)
+    link.set_shape([])
+    outputs = call(link)
+    tf.raw_ops.AssignVariableOp(resource=handle, value=outputs[0])
+    return outputs
+
+
+def _variable_of(function: tf.Graph) -> tf.Tensor:
+    """The variable of a compiled function. It lives as long as the graphs that have captured its handle."""
+    if function not in _variables:
+        with tf.init_scope(), tf.device(context.device_of_compiled()):
+            handle = anonymous_variable(tf.int64)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
+        _variables[function] = handle
+    return _variables[function]
+
+
+class _Reading:
+    """The target of a custom call that reads numbers of this process."""
+
+    def __init__(self, read: Callable[[], Sequence[int]]):
+        self._read = read
+
+    def execute(self, call: ffi.Call) -> None:
+        values = [np.int64(0), *map(np.int32, self._read())]
+        dtypes = [value.dtype for value in values]
+        if gpu_memory.is_used():
+            memory = GpuMemory(call, dtypes[:1], dtypes)
+            for i, value in enumerate(values):
+                memory.write_number(i, int(value))
+            return
+        for value, result in zip(values, call.results(dtypes), strict=True):
+            result[...] = value
+
+
+class _CompiledCallSite(CollectiveCallSite):
+    """The target of the custom call of one collective."""
+
+    def __init__(self, name: str, process_set: int, make_request: MakeRequest, dtypes: Sequence[Any],
+                 execution: Execution | None, observer: Observer | None, stays_on_gpu: bool,
+                 awaiting: _Awaiting | None):
+        super().__init__(name, process_set, make_request, execution, observer)
+        self._awaiting = awaiting
+        # Nothing orders the collectives of a gradient after those of the function that computes it.
+        self._waits = not in_gradient()
+        kinds = list(map(np.dtype, [np.int64, *dtypes, np.int64]))
+        self._given, self._returned = (kinds[:len(kinds) - 1 + more] for more in (self._has_past, self._counts))
+        self._stays_on_gpu = stays_on_gpu
+        self._ranks = runtime.group_of(name, process_set).topology.size  # which the shapes of results are for
+
+    def execute(self, call: ffi.Call) -> None:
+        """Submit the collective; write the results, or leave that to another thread."""
+        if gpu_memory.is_used():
+            self._execute_on_gpu(GpuMemory(call, self._given, self._returned))
+            return
+        its = self.host_submission(call.arguments(self._given)[1:])
+        results = call.results(self._returned)
+        results[0][...] = 0
+        if self._counts:
+            results.pop()[...] = its.number
+        handle = self._submitted(its)
+
+        def write() -> None:
+            for found, result in zip(self._found(handle, its, results[1:]), results[1:], strict=True):
+                np.copyto(result, found)
+
+        def complete() -> None:
+            try:
+                write()
+            except Exception as error:
+                future.set_error(*described(error))
+            else:
+                future.set_available()
+
+        if handle.is_done:
+            write()
+        else:
+            future = call.complete_later()
+            handle.when_done(lambda _: _run_in_own_thread(complete))
+
+    def _execute_on_gpu(self, memory: GpuMemory) -> None:
+        """Submit the collective, and wait for it: XLA would block this thread until a future is complete."""
+        count = len(self._given) - 1 - self._has_past
+        past = int(memory.on_host(1 + count, 1)[0]) if self._has_past else None
+
+        def on_host() -> list[np.ndarray]:
+            return memory.on_host(1, count)
+
+        # If a result has not the memory of its tensor, XLA may use that again behind this call, which then waits.
+        awaiting = self._awaiting if memory.is_in_place(1, count) else None
+        given, returned = memory.arguments[1:1 + count], memory.results[1:1 + count]
+        tensors = memory.tensors(given, returned, awaiting is None) if self._stays_on_gpu else None
+        its = self.submission(on_host() if tensors is None else tensors, past, on_host)
+        if self._counts:
+            memory.write_number(1 + count, its.number)
+        if awaiting is not None and tensors is not None:
+            handle = its.group.engine.submit(its.request, its.arrays, self.origin)
+            awaiting.started[self] = handle, tensors
+            return
+        handle = self._submitted(its)
+        _await(self, handle)
+        found = self._found(handle, its, returned)
+        if not self._stays_on_gpu:
+            for place, value in enumerate(found, start=1):
+                memory.write(place, value)
+
+    def _found(self, handle: Handle, its: Submission, memory: Sequence[Any]) -> Sequence[Any]:
+        """Wait for the results, which go to `memory`. Raises the collective's error, and if they have other shapes."""
+        found, ranks = handle.wait(), its.group.topology.size
+        for result, fixed in zip(found, memory, strict=True):
+            if result.shape == fixed.shape:
+                continue
+            if ranks != self._ranks:
+                raise InvalidRequestError(
+                    f"{handle.name}: XLA has compiled it for {self._ranks} ranks, and there are {ranks} now, so that "
+                    "its result has another shape. Make the tf.function anew after ranks were lost.")
+            raise InvalidRequestError(
+                f"{handle.name}: all ranks must give as many rows to a collective that XLA has compiled, since the "
+                f"shape of its result is fixed: {fixed.shape}, but the ranks' rows make {result.shape}. Give the ranks "
+                "batches of one size, or for sparse gradients sparse_as_dense=True, or leave jit_compile out of the "
+                "function that gathers.")
+        return found
+
+    def _submitted(self, its: Submission) -> Handle:
+        """Submit the collective, and wait as long as this thread may."""
+        engine = its.group.engine
+        is_free = self._waits and (threading.get_ident() in self.running or hasattr(_own, "is_own"))
+        if not (is_free and signal_handlers.may_interrupt()):
+            try:
+                return engine.run(its.request, its.arrays, math.inf if is_free else SUBMIT_WAIT_S, self.origin)
+            except KeyboardInterrupt as error:  # XLA frees the tensors when the call ends.
+                self.raised = error
+                raise engine.break_off(f"{its.request.name}: Ctrl-C has interrupted it on a rank.") from error
+        handle = engine.submit(its.request, its.arrays, self.origin)
+        _await(self, handle, breaks_off=False)
+        return handle
+
+
+def _await(site: CollectiveCallSite, handle: Handle, breaks_off: bool = True) -> None:
+    """Wait until a collective is complete or has failed, since XLA frees the tensors when the call ends.
+
+    What signal handlers raise meanwhile comes behind the call. `breaks_off`: Ctrl-C also ends the engines of all ranks.
+    """
+    while not handle.is_done:
+        try:
+            handle.await_done(-1)
+        except (InvalidRequestError, NotInitializedError):  # It is never done for this thread, or in this process.
+            raise
+        except BaseException as error:
+            site.raised = error
+            if breaks_off and isinstance(error, KeyboardInterrupt):
+                engine = runtime.group_of(site.name, site.process_set).engine
+                engine.break_off(f"{handle.name}: Ctrl-C has interrupted it on a rank.")
+
+
+# XLA computes what follows in the thread that completes a call, up to the end of the function. That must not be the
+# engine's thread, which has other work, and in which no collective can be awaited. Each completion has a thread of its
+# own until XLA returns from it, so that two functions do not wait for each other. The threads are kept for later ones.
+_Tasks = SimpleQueue[Callable[[], None]]
+
+_idle: list[_Tasks] = []  # Operations on lists are atomic.
+_own = threading.local()
+
+
+def _run_in_own_thread(task: Callable[[], None]) -> None:
+    """Call `task`, which does not raise, in a thread that does nothing else meanwhile. Any thread may call this."""
+    try:
+        tasks = _idle.pop()
+    except IndexError:
+        tasks = SimpleQueue()
+        threading.Thread(target=_serve, args=(tasks,), name="mpistrat-blocking", daemon=True).start()
+    tasks.put(task)
+
+
+def _serve(tasks: _Tasks) -> None:
+    _own.is_own = True
+    while True:
+        tasks.get()()
+        _idle.append(tasks)
