@@ -247,8 +247,8 @@ def join(process_set: ProcessSet = global_process_set) -> int:
     - alltoall, reducescatter, a broadcast from this rank, and Min, Max and Product with a prescale factor: a
       MismatchError on the other ranks, since there is no result without this rank.
 
-    This rank does not get the results of these collectives. The last rank to join has taken part in everything, so it
-    is the root for a broadcast of the weights afterwards.
+    This rank does not get the results of these collectives. The last rank to join has taken part in all of
+    them: make the rank that this returns the root of a broadcast of the weights afterwards.
 
     Args:
         process_set: The ranks that wait for each other. Collectives of other sets do not go on without this rank.

@@ -113,7 +113,7 @@ def cluster_spec(ports: list[int], jobs: dict[str, int] | None = None) -> dict[s
         jobs: As for `role`.
 
     Raises:
-        ValueError: As `role`, or there is not one port for each rank.
+        ValueError: As `role`, or `ports` has not size() numbers.
     """
     return _cluster_spec(runtime.current().topology, ports, jobs)
 

@@ -34,8 +34,8 @@ class ProcessSet:
     """Some ranks of the job, among which collectives can run.
 
     Args:
-        ranks_or_comm: Distinct ranks of the job, in any order; or an mpi4py communicator of such ranks. With a
-            communicator (of MPI_Comm_split, for example) each rank passes its own, so one call makes several sets.
+        ranks_or_comm: Distinct ranks of the job, in any order; or an mpi4py communicator of such ranks. Each rank
+            passes its own communicator, so one call makes a set for each part of an MPI_Comm_split.
 
     Attributes:
         process_set_id: The number of the set; None unless it is registered. 0 is the set of all ranks. A number is not

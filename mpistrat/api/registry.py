@@ -89,7 +89,7 @@ class Registry:
         numbers = self._exchange(number, "remove_process_set")
         if len(set(numbers)) > 1:
             raise InvalidRequestError("the ranks disagree on the process set to remove: " + describe_by_rank(
-                ["none that is registered" if each < 0 else f"set {each}" for each in numbers]))
+                ["a set that is not registered" if each < 0 else f"set {each}" for each in numbers]))
         if number < 1:
             return False
         del self._sets[number], self.ranks_of[number]
@@ -144,7 +144,8 @@ class Registry:
         """
         received = [json.loads(text) for text in self._world.allgather_bytes(json.dumps(value).encode(), name)]
         if len(received) < self._world.topology.size:
-            raise InvalidRequestError("process sets cannot change while some ranks wait in join().")
+            raise InvalidRequestError("process sets cannot change while some ranks wait in join(). Add or remove "
+                                      "them before the first rank calls join(), or after the last.")
         return received
 
     def _ranks_of(self, process_set: ProcessSet) -> Ranks:

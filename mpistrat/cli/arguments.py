@@ -89,8 +89,8 @@ def split_arguments(arguments: list[str]) -> CommandLine:
             mpirun += [arguments[i], *rest[:arity]]
         else:
             raise LaunchError(
-                f"{arguments[i]} is handed to mpirun, but how many values it takes is not known here. Write -- before "
-                f"the command: mpistrat run -np 2 {arguments[i]} ... -- python train.py")
+                f"{arguments[i]} is no option of mpistrat run. If it is one of mpirun's, write -- before the command: "
+                f"mpistrat run -np 2 {arguments[i]} ... -- python train.py")
         i += 1 + arity
     if i < len(arguments) and arguments[i] == "--":
         i += 1

@@ -66,7 +66,7 @@ def _outcome(call: bytes, path: Path | None) -> RankResult:
         if path is not None:
             write(path, pickle.dumps(_failure(error)))
         if isinstance(error, SystemExit):  # It would end Python quietly, and the other ranks would wait for this one.
-            raise RuntimeError(f"the function has called sys.exit({error.code!r})") from error
+            raise RuntimeError(f"the function that was given to run() has called sys.exit({error.code!r})") from error
         raise
     if path is not None:
         write(path, pickle.dumps(outcome))

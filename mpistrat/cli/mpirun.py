@@ -135,8 +135,8 @@ def _check_slots(job: Job) -> None:
     slots = job.hosts.slots if job.hosts is not None else None
     if slots is None or job.ranks <= slots or job.oversubscribe or _sets_oversubscription(job.options):
         return
-    raise LaunchError(f"-np {job.ranks} is more than the {slots} slots of the hosts ({job.hosts}). Raise the numbers "
-                      "after the hosts, or add --oversubscribe.")
+    raise LaunchError(f"-np {job.ranks}, but the hosts have {slots} slot{'s' * (slots != 1)} ({job.hosts}). Raise the "
+                      "numbers after the hosts, or add --oversubscribe.")
 
 
 def sets_binding(options: Sequence[str]) -> bool:

@@ -13,7 +13,7 @@
     ├── ElasticError            (RuntimeError) an elastic job cannot keep a commit, or has no agent on a host
     ├── RecoveryError           (RuntimeError) the ranks that are left after a loss cannot go on in their processes
     └── CollectiveError         (RuntimeError) the same on every rank that takes part
-        ├── MismatchError       (ValueError)   the ranks disagree about a tensor, or train differently
+        ├── MismatchError       (ValueError)   the ranks disagree on a tensor, weights or steps
         ├── ClusterError        (ValueError)   roles or the network do not fit a cluster
         ├── RankDiedError                      a rank has died, and the others cannot continue
         └── EngineError                        the engine has ended; every pending and later operation fails
@@ -79,9 +79,9 @@ class CollectiveError(MpistratError, RuntimeError):
 
 
 class MismatchError(CollectiveError, ValueError):
-    """The ranks disagree about a tensor, or train differently. The collective fails on all ranks.
+    """The ranks disagree on a tensor's shape or dtype, or have different weights, steps or callbacks.
 
-    The engine ends only if the tensor was in a tf.function.
+    The collective fails on all ranks. The job can go on in eager code, and cannot in a tf.function.
     """
 
 

@@ -25,8 +25,8 @@ def even_splits(name: str, rows: int, size: int) -> list[int]:
     Raises InvalidRequestError: The rows cannot be divided so.
     """
     if rows % size:
-        raise InvalidRequestError(f"{name}: alltoall without splits needs a number of rows that is an even multiple of "
-                                  f"the {size} ranks. Received: {rows} rows. Pass splits=.")
+        raise InvalidRequestError(f"{name}: alltoall without splits needs a number of rows that the number of ranks, "
+                                  f"{size}, divides. Received: {rows} rows. Pass splits=.")
     return [rows // size] * size
 
 

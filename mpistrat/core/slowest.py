@@ -49,10 +49,10 @@ def shares_of(waits: Sequence[Waits], names: Sequence[str]) -> str:
         return ""
     share = fmean((each.waiting + each.moving) / each.seconds for each in waits)
     found = slowest([each.waiting / each.seconds for each in waits])
-    who = "and no rank was slower than the others" if found is None else \
-        f"a mean over the ranks: the others waited for {names[found[0]]} for {found[1]:.0%} of theirs"
+    who = ", and no rank was slower than the others" if found is None else \
+        f"; the slowest was {names[found[0]]}, for which the others waited {found[1]:.0%} of their time"
     hidden = behind(total(waits))
-    return f"; collectives took {share:.0%} of the time{hidden and f' ({hidden})'}, {who}"
+    return f"; collectives took {share:.0%} of the time on average{hidden and f' ({hidden})'}{who}"
 
 
 def figure(number: float | None) -> str:

@@ -156,7 +156,8 @@ class TensorQueue:
         with self._lock:
             entry = self._in_flight.pop(name, None)
             if entry is None:
-                raise EngineError(f"{name} was decided on, but is not in flight on this rank.")
+                raise EngineError(f"{name} was decided on, but is not in flight on this rank: an error of mpistrat. "
+                                  "Please report it.")
             self._executing.append(entry)
             if entry.request.failures and name in self._failed_in:
                 self._forget(name, entry.request.failures)  # The number is the same on all ranks.

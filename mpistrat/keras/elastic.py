@@ -7,7 +7,7 @@
         model.fit(dataset, epochs=10 - state.epoch, callbacks=[
             hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)])
 
-Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. For users. `sync` is collective, and
+Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. `sync` is collective, and
 so is `commit` in such a job.
 """
 

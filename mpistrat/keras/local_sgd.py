@@ -59,7 +59,7 @@ def process_set_of(scope: Scope) -> ProcessSet | None:
     if scope is None:
         return None
     if scope != "hosts":
-        raise InvalidRequestError('scope is None, "hosts" or a ProcessSet that this rank is in. Received: '
+        raise InvalidRequestError('scope must be None, "hosts" or a ProcessSet that this rank is in. Received: '
                                   f"{scope!r}")
     topology, registry = runtime.current().topology, runtime.current().registry
     if len(topology.hosts) == 1:

@@ -36,7 +36,7 @@ class Compressor:
 def require_compression(compression: object) -> None:
     """Raise InvalidRequestError unless it is one of Compression, or a class with the methods of Compressor."""
     if not (isinstance(compression, type) and hasattr(compression, "compress") and hasattr(compression, "decompress")):
-        raise InvalidRequestError("compression is one of Compression, for example hvd.Compression.int8. Received: "
+        raise InvalidRequestError("compression must be one of Compression, for example hvd.Compression.int8. Received: "
                                   f"{compression!r}")
 
 

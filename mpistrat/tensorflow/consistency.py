@@ -270,10 +270,10 @@ def describe_differing(labels: Sequence[str], digests: Sequence[Digests], ranks_
     for rank, of_rank in enumerate(digests):
         groups.setdefault(of_rank[1 + different[0]], []).append(ranks_of[rank] if ranks_of else rank)
     listed = [rank_list(ranks) for ranks in groups.values()]
-    more = f"; and {len(listed) - MOST_LISTED} more" if len(listed) > MOST_LISTED else ""
-    where = "; ".join(listed[:MOST_LISTED]) + more
+    more = f" and {len(listed) - MOST_LISTED} more groups" if len(listed) > MOST_LISTED else ""
+    where = (" and " if len(listed) == 2 else ", ").join(listed[:MOST_LISTED]) + more
     more = f" So do {len(different) - 1} more of {len(labels)} variables." if len(different) > 1 else ""
-    return f"the values of {labels[different[0]]} differ among ranks {where}.{more}"
+    return f"the values of {labels[different[0]]} differ between ranks {where}.{more}"
 
 
 def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of: Sequence[int] = ()) -> str:

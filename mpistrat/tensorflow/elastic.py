@@ -9,7 +9,7 @@
             state.epoch += 1
             state.commit()
 
-Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. For users. `sync` is collective, and
+Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. `sync` is collective, and
 so is `commit` in such a job.
 """
 

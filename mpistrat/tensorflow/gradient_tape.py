@@ -75,8 +75,9 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
         gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
             N / factor after it. Average only.
         num_groups: Deprecated form of `groups`.
-        groups: Which gradients are reduced together, all by default: a number of groups of about as many gradients; or
-            lists of variables, whose gradients are a group each, and those of all other variables one more.
+        groups: Which gradients are reduced together, all by default: the number of groups, of about equal numbers of
+            gradients; or lists of variables: the gradients of each list are a group, and those of all other
+            variables are one more.
         process_set: The ranks that take part. On other ranks gradients do not change.
         scale_local_gradients: Whether gradients that are excluded by `register_local_source` are divided by N.
         check_weights: Whether the first reductions check that the ranks train the same weights. False: each rank adapts
@@ -107,10 +108,10 @@ def PartialDistributedGradientTape(gradtape: tf.GradientTape, device_dense: str 
     Args:
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op: As for DistributedGradientTape.
         gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients, check_weights: Likewise.
-        local_layers: A Keras layer or a list of layers, which have their weights.
+        local_layers: A Keras layer, or a list of layers, all of them built.
 
     Raises:
-        ValueError: As DistributedGradientTape, or `local_layers` is something else, or has no weights yet.
+        ValueError: As DistributedGradientTape, or `local_layers` is no list of layers, or has one that is not built.
     """
     tape = DistributedGradientTape(gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
                                    gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients,

@@ -162,7 +162,7 @@ def join(process_set: ProcessSet = global_process_set) -> tf.Tensor:
         The rank that was the last to join, an int32 scalar, the same on all ranks.
 
     Raises:
-        DuplicateNameError, EngineError: Eagerly as mpistrat.join, and as classes of tf.errors too.
+        DuplicateNameError, EngineError: As mpistrat.join. In a tf.function they are exceptions of tf.errors.
     """
     number = number_of(process_set, "Join")
     if tf.executing_eagerly():

@@ -49,7 +49,7 @@ def _described(arrays: Iterable[tf.Tensor]) -> str:
     for array in arrays:
         for part in _bytes_of(array):
             digest.update(part)
-    return f"shape {', '.join(str(tuple(array.shape)) for array in arrays)}, rows {digest.hexdigest()}"
+    return f"shape {', '.join(str(tuple(array.shape)) for array in arrays)}, checksum of the rows {digest.hexdigest()}"
 
 
 def _bytes_of(array: tf.Tensor) -> Iterator[bytes]:

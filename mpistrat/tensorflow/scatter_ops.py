@@ -40,7 +40,7 @@ def reducescatter(tensor: Reducible, device_dense: str = "", compression: type[C
     """Return this rank's rows of the reduction of `tensor` over all ranks. Collective, differentiable.
 
     The rows are dealt out in rank order. Where they do not divide evenly, the first ranks get one more. As in Horovod,
-    the gradient is that of the ranks' sum: the gathered gradients, times the number of ranks for Sum.
+    the gradient is allgather(gradients) for Average, and size() * allgather(gradients) for Sum.
 
     Args:
         tensor: A tensor of at least one dimension, the same shape and dtype on all ranks.

@@ -305,7 +305,7 @@ def test_a_commit_compares_the_weights_that_are_trained() -> None:
                       env={"MPISTRAT_CHECK_EVERY": "2"})
     assert job.code == 0, job.output
     assert "in commit 2 the ranks have different weights, so they no longer train one model: the values of shared:0 " \
-        "differ among ranks [0]; [1, 2]." in job.output
+        "differ between ranks [0] and [1, 2]." in job.output
     # An error ends the generation, and the next one goes on from the commit before.
     assert "generation 2 starts" in job.output
     for rank in range(3):

@@ -96,8 +96,8 @@ def test_a_difference_within_an_epoch_is_an_error_on_every_rank(door: Callable, 
         fit(door(), rank, [Poke(name if name != "momentum" else "first_kernel_momentum")] if rank == 0 else [])
     found = str(caught.value)
     assert f"{HERE} the ranks have different weights" in found
-    assert ("first_kernel_momentum" if name == "momentum" else "first/kernel") in found.partition(" differ among ")[0]
-    assert f" differ among ranks [0]; {list(range(1, size))}." in found
+    assert ("first_kernel_momentum" if name == "momentum" else "first/kernel") in found.partition(" differ between ")[0]
+    assert f" differ between ranks [0] and {list(range(1, size))}." in found
     assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum)[0] == size  # The engine goes on.
 
 
@@ -171,7 +171,7 @@ def test_ranks_of_a_process_set_are_named_as_ranks_of_the_job(rank: int, size: i
     hvd.remove_process_set(ranks)
     found = warnings_in(caplog)
     assert len(found) == (2 if rank == 1 else 0)
-    assert all("differ among ranks [1]; [2]." in text for text in found)
+    assert all("differ between ranks [1] and [2]." in text for text in found)
 
 
 def test_weights_are_compared_after_ten_batches_for_the_first_time() -> None:
@@ -183,3 +183,26 @@ def test_weights_are_compared_after_ten_batches_for_the_first_time() -> None:
             checks.on_train_batch_begin(batch)
     assert places == ["fit: before batch 11 of epoch 1", "fit: before batch 1011 of epoch 1",
                       "fit: before batch 1001 of epoch 2"]
+
+
+class Generator(keras.Sequential):
+    """Has an optimizer of its own besides that of compile, for its last layer."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        weights = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(data[0], training=True) - data[1]) ** 2)
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply(gradients[:2], weights[:2])
+        self.own.apply(gradients[2:], weights[2:])
+        return {"loss": loss}
+
+
+def test_an_optimizer_that_is_not_distributed_is_named(checked: Callable, rank: int) -> None:
+    checked()
+    keras.utils.set_random_seed(1)
+    model = Generator([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.own = keras.optimizers.Adam(0.1, name="own")
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), jit_compile=False)
+    with pytest.raises(mpistrat.MismatchError, match=r"own \(Adam\) of the model is no hvd\.DistributedOptimizer\."):
+        fit(model, rank, [])

@@ -28,7 +28,8 @@ broadcast = pytest.mark.parametrize("are_broadcast", [True, False], ids=["broadc
 
 
 def different_on(size: int) -> str:
-    return "differ among ranks " + r"; ".join(rf"\[{rank}\]" for rank in range(size)) + r"\."
+    return "differ between ranks " + (" and " if size == 2 else ", ").join(
+        rf"\[{rank}\]" for rank in range(size)) + r"\."
 
 
 def new_model(rank: int, kind: str = "input") -> Any:

@@ -250,12 +250,12 @@ def test_gradients_are_averaged_within_a_scope_and_weights_over_all_ranks(rank: 
     (lambda: hvd.callbacks.LocalSGD(every=0), r"LocalSGD\(every=\) is a number of steps, 1 or more. Received: 0"),
     (lambda: hvd.callbacks.DiLoCo(every=2.5), r"DiLoCo\(every=\) is a number of steps"),
     (lambda: hvd.callbacks.LocalSGD(every=2, warmup=-1), r"LocalSGD\(warmup=\)"),
-    (lambda: hvd.callbacks.LocalSGD(every=2, scope="host"), "scope is None, \"hosts\" or a ProcessSet"),
+    (lambda: hvd.callbacks.LocalSGD(every=2, scope="host"), "scope must be None, \"hosts\" or a ProcessSet"),
     (lambda: hvd.callbacks.LocalSGD(every=2, uneven="wait"), "uneven must be"),
     (lambda: hvd.callbacks.DiLoCo(2, scope="hosts", uneven="join"), "leave out scope="),
     (lambda: hvd.callbacks.DiLoCo(every=2, outer="sgd"), r"DiLoCo\(outer=\) is a Keras optimizer"),
     (lambda: hvd.callbacks.DiLoCo(2, hvd.DistributedOptimizer(keras.optimizers.SGD())), "is not distributed"),
-    (lambda: hvd.callbacks.DiLoCo(every=2, compression="int8"), "compression is one of Compression"),
+    (lambda: hvd.callbacks.DiLoCo(every=2, compression="int8"), "compression must be one of Compression"),
 ])
 def test_arguments_are_checked(make: Callable[[], Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):

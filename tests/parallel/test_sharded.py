@@ -308,7 +308,7 @@ class Direct(Optimizers.Optimizer):
     (lambda: Direct(0.1), {}, r"Direct has no update_step\(\)"),
     (lambda: Optimizers.SGD(0.1), {"uneven": "join"}, "needs every rank in every step"),
     (lambda: Optimizers.SGD(0.1), {"op": mpistrat.Adasum}, "op currently only supports Average and Sum"),
-    (lambda: Optimizers.SGD(0.1), {"compression": "int8"}, "compression is one of Compression, .*Received: 'int8'"),
+    (lambda: Optimizers.SGD(0.1), {"compression": "int8"}, "compression must be one of .*Received: 'int8'"),
     (lambda: "adam", {}, "takes a Keras optimizer"),
     (lambda: hvd.DistributedOptimizer(Optimizers.SGD(0.1)), {}, "is distributed already")],
     ids=["passes on", "no update_step", "join", "adasum", "compression", "no optimizer", "distributed"])

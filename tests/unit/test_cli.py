@@ -111,7 +111,7 @@ def test_a_misspelt_option_is_told_the_right_one() -> None:
 
 
 def test_an_unknown_option_needs_the_two_dashes() -> None:
-    with pytest.raises(LaunchError, match=r"--new is handed to mpirun.*-np 2 --new \.\.\. -- python train.py"):
+    with pytest.raises(LaunchError, match=r"--new is no option .* If it is .*-np 2 --new \.\.\. -- python train.py"):
         split_arguments(["-np", "2", "--new", "python", "train.py"])
 
 
@@ -316,9 +316,9 @@ def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
     ("-np 2 -H a:2 --hostfile h true", "argument --hostfile: not allowed with argument -H"),
     ("-np 2 --hostfile no_such_file true", "--hostfile no_such_file: No such file"),
     ("-np 2 -H a:x true", "'a:x' is not host:slots"),
-    ("-np 3 -H a:2 true", "-np 3 is more than the 2 slots of the hosts (a:2)"),
+    ("-np 3 -H a:2 true", "-np 3, but the hosts have 2 slots (a:2)"),
     ("-np 2 --mpirun no-such-mpirun true", "--mpirun no-such-mpirun: no such program"),
-    ("-np 2 --unknown 3 true", "Write -- before the command"),
+    ("-np 2 --unknown 3 true", "write -- before the command"),
 ])
 def test_wrong_input_is_one_line_and_code_2(fake, capsys, tmp_path, words, complaint) -> None:
     path = fake()

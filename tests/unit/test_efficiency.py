@@ -98,8 +98,8 @@ def without_rows(times: Mapping[int, StepTimes], is_global: bool) -> dict[int, S
     (without_rows(ONE, True), without_rows(TWO, True), "2 ranks train 0.8 times as fast as one, an efficiency of 40%: "
      "4 steps per second, and 5 on one rank."),
     (ONE, WAITS, "2 ranks train 1.57 times as fast as one, an efficiency of 79%: 252 rows per second, and 160 on one "
-                 "rank; collectives took 30% of the time (75% of it behind the backward pass), a mean over the ranks: "
-                 "the others waited for rank 1 for 20% of theirs."),
+                 "rank; collectives took 30% of the time on average (75% of it behind the backward pass); the "
+                 "slowest was rank 1, for which the others waited 20% of their time."),
 ])
 def test_the_sentence(one: Mapping[int, StepTimes], two: Mapping[int, StepTimes], expected: str) -> None:
     assert sentence(speed_of(one, 1, 12), speed_of(two, 2, 12), 2) == expected

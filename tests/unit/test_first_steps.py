@@ -44,12 +44,12 @@ def test_gathered_rows_are_those_of_the_ranks_in_their_order() -> None:
 
 def test_the_error_names_the_first_variable_the_ranks_and_what_to_write() -> None:
     text = describe_weights(["kernel", "bias", "scale"], [[A, A, A, A], [A, A, B, A], [B, A, A, C]])
-    assert text.startswith("the ranks train different weights: the values of bias differ among ranks [0, 2]; [1]. So "
-                           "do 1 more of 3 variables. Broadcast them before training: ")
+    assert text.startswith("the ranks train different weights: the values of bias differ between ranks [0, 2] and "
+                           "[1]. So do 1 more of 3 variables. Broadcast them before training: ")
     assert "add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks" in text
     assert "hvd.broadcast_variables(model.weights, root_rank=0)" in text
 
 
 def test_the_error_of_many_ranks_is_not_long() -> None:
     text = describe_weights(["kernel"], [[A, rank.to_bytes(8, "little")] for rank in range(1000)])
-    assert "differ among ranks [0]; [1]; [2]; [3]; [4]; [5]; and 994 more. Broadcast" in text
+    assert "differ between ranks [0], [1], [2], [3], [4], [5] and 994 more groups. Broadcast" in text

@@ -77,7 +77,7 @@ def test_more_ranks_than_cores_oversubscribe_and_yield(job, machine, oversubscri
 @pytest.mark.parametrize("mpirun", [OMPI, HYDRA])
 def test_more_ranks_than_slots_is_an_error_with_two_ways_out(mpirun) -> None:
     hosts = parse_list("node1:2,node2:2")
-    with pytest.raises(LaunchError, match=r"-np 5 is more than the 4 slots .*node1:2, node2:2.*--oversubscribe"):
+    with pytest.raises(LaunchError, match=r"-np 5, but the hosts have 4 slots .*node1:2, node2:2.*--oversubscribe"):
         compose(Job(5, TRAIN, hosts), mpirun, LAPTOP, {})
     compose(Job(5, TRAIN, hosts, oversubscribe=True), mpirun, LAPTOP, {})
 

@@ -37,11 +37,11 @@ def test_the_line_has_three_figures_or_all_before_the_point(per_second: float, t
 
 
 @pytest.mark.parametrize("waiting, end", [
-    ((4.1, 0.5), "collectives took 33% of the time, a mean over the ranks: the others waited for rank 3 on b for 36% "
-                 "of theirs."),
-    ((1.0, 0.9), "collectives took 20% of the time, and no rank was slower than the others."),
-    ((1.0, 1.0, 1.5), "collectives took 20% of the time (75% of it behind the backward pass), and no rank was slower "
-     "than the others."),
+    ((4.1, 0.5), "collectives took 33% of the time on average; the slowest was rank 3 on b, for which the others "
+                 "waited 36% of their time."),
+    ((1.0, 0.9), "collectives took 20% of the time on average, and no rank was slower than the others."),
+    ((1.0, 1.0, 1.5), "collectives took 20% of the time on average (75% of it behind the backward pass), and no "
+     "rank was slower than the others."),
 ])
 def test_the_line_says_who_was_waited_for_and_how_much_was_hidden(waiting: tuple[float, ...], end: str) -> None:
     works = [Work(1, 1, 10.0, Waits(10.0, seconds, 1.0, *waiting[2:])) for seconds in waiting[:2]]

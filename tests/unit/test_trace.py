@@ -250,10 +250,10 @@ def test_totals_have_the_intervals_with_collectives_but_the_first() -> None:
 
 @pytest.mark.parametrize(("first", "second", "line"), [
     (Totals(Waits(10.0, 6.0, 1.0, 1.5), 50, 100), Totals(Waits(10.0, 0.0, 1.0, 0.5), 50, 100), "2 ranks have done 5 "
-     "steps per second; collectives took 40% of the time (25% of it behind the backward pass), a mean over the ranks: "
-     "the others waited for rank 1 on b for 60% of theirs."),
+     "steps per second; collectives took 40% of the time on average (25% of it behind the backward pass); the slowest "
+     "was rank 1 on b, for which the others waited 60% of their time."),
     (Totals(Waits(10.0, 1.0, 1.0), 0, 2000), Totals(Waits(10.0, 1.0, 1.0), 0, 2000), "2 ranks have done 200 "
-     "collectives per second; collectives took 20% of the time, and no rank was slower than the others."),
+     "collectives per second; collectives took 20% of the time on average, and no rank was slower than the others."),
     (Totals(Waits(4.9), 9, 99), Totals(Waits(10.0), 9, 99), ""),
     (Totals(Waits(10.0), 9, 19), Totals(Waits(10.0), 9, 99), "")])
 def test_the_line_of_a_job_says_its_speed_unless_it_was_short(first: Totals, second: Totals, line: str) -> None:

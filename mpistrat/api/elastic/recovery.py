@@ -57,7 +57,8 @@ def recover(limit_s: float = 5.0) -> None:
     thread.start()
     thread.join(limit_s)
     if thread.is_alive():
-        raise RecoveryError(f"rank {former.topology.rank} {attempt.stage} for more than {limit_s:g} s.")
+        raise RecoveryError(f"rank {former.topology.rank} {attempt.stage} for more than {limit_s:g} s. Start the job "
+                            "again; it goes on from the last commit in a file, if there is one.")
     if attempt.made is None:
         raise RecoveryError(f"rank {former.topology.rank} cannot recover: {attempt.problem}") from attempt.problem
     runtime.replace(former, attempt.made)

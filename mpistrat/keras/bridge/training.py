@@ -77,6 +77,11 @@ class Training:
         return False
 
     @property
+    def undistributed(self) -> str:
+        """The names of optimizers of the model whose gradients are not averaged."""
+        return ""
+
+    @property
     def accumulators(self) -> list[keras.Variable]:
         return [variable for optimizer in self.parts for variable in accumulators_of(optimizer)]
 
@@ -161,6 +166,10 @@ class DistributedTraining(Training):
             self.shards_state or (reducer.changes_early and not reducer.checks.is_done)) for reducer in self.reducers)
 
     @property
+    def undistributed(self) -> str:
+        return " and ".join(f"{each.name} ({type(each).__name__})" for each in self._wholes if not distributed_in(each))
+
+    @property
     def has_local(self) -> bool:
         return any(reducer.has_local for reducer in self.reducers)
 
@@ -199,8 +208,9 @@ class StrategyTraining(Training):
     """Training under an MPIStrategy, in which all ranks take part."""
 
     is_under_strategy = True
-    causes = ("weights that were loaded or assigned on some ranks only (call load_weights, load_model and set_weights "
-              "on all ranks), and a callback or a learning rate on some ranks only.")
+    causes = ("a model or an optimizer that was made outside of strategy.scope(); weights that were loaded or assigned "
+              "on some ranks only (call load_weights, load_model and set_weights on all ranks); a callback or a "
+              "learning rate on some ranks only.")
 
     def __init__(self, model: keras.Model):
         super().__init__(model)

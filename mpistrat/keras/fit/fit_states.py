@@ -149,9 +149,9 @@ def problem_at_begin(begins: Sequence[Begin]) -> str:
     steps = {begin.steps for begin in begins if begin.steps is not None}
     if len(steps) > 1 and not begins[0].joins:
         return (f"the ranks have different numbers of steps per epoch: {_by_rank(begins, 'steps')}. The ranks with "
-                "more would wait for gradients of the others. Give each rank as many rows: x, y = hvd.shard(x, y) for "
-                f"arrays, dataset.take({min(steps)}), or steps_per_epoch={min(steps)}. Or let the ranks with fewer "
-                'wait at the end of each epoch: DistributedOptimizer(..., uneven="join").')
+                "more would wait for gradients of the others. Give each rank the same number of rows: x, y = "
+                f"hvd.shard(x, y) for arrays, dataset.take({min(steps)}), or steps_per_epoch={min(steps)}. Or let the "
+                'ranks with fewer wait at the end of each epoch: DistributedOptimizer(..., uneven="join").')
     if len({begin.epochs for begin in begins} - {None}) > 1:
         return (f"the ranks have different numbers of epochs: {_by_rank(begins, 'epochs')}. Give epochs= the same "
                 "value on all ranks.")

@@ -107,9 +107,9 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     The class of the new optimizer is a subclass of the same name. It compiles, saves and loads like the original, and a
     saved model loads where mpistrat is not installed. Clipping applies to the averaged gradient. A variable that its
     gradient overwrites (Keras' overwrite_with_gradient, as float8 has it) gets the largest value of all ranks. All
-    ranks must create their optimizers in the same order; those that are gone before the first of them averages do not
-    count. Model.compile takes jit_compile="auto", its default, as False where XLA cannot compile collectives. Local;
-    `apply` is collective.
+    ranks must create their optimizers in the same order, except those that are deleted before any has been used.
+    Model.compile takes jit_compile="auto", its default, as False where XLA cannot compile collectives. Local; `apply`
+    is collective.
 
     Args:
         optimizer: Any Keras optimizer, also a LossScaleOptimizer, built or not. It is not changed. One of Keras 2
@@ -126,8 +126,9 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
             accumulation.
         average_aggregated_gradients: Divide that sum by k.
         num_groups: Deprecated form of `groups`.
-        groups: Which gradients are reduced together, all by default: a number of groups of about as many gradients; or
-            lists of variables, whose gradients are a group each, and those of all other variables one more.
+        groups: Which gradients are reduced together, all by default: the number of groups, of about equal numbers of
+            gradients; or lists of variables: the gradients of each list are a group, and those of all other
+            variables are one more.
         process_set: The ranks that take part. On other ranks the optimizer works as the original.
         scale_local_gradients: Whether gradients that are excluded by `register_local_var` are divided by N.
         average_statistics: At the end of each epoch fit sets the running statistics of layers such as
@@ -215,10 +216,10 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense: As for DistributedOptimizer.
         gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients: Likewise.
         groups, process_set, scale_local_gradients, uneven, average_statistics, check_weights: Likewise.
-        local_layers: A Keras layer or a list of layers, which have their weights.
+        local_layers: A Keras layer, or a list of layers, all of them built.
 
     Raises:
-        ValueError: As DistributedOptimizer, or `local_layers` is something else, or has no weights yet.
+        ValueError: As DistributedOptimizer, or `local_layers` is no list of layers, or has one that is not built.
     """
     distributed = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,

@@ -32,8 +32,8 @@ from ..mpi_strategy import MPIStrategy
 from . import step_state
 
 _HALVES = (tf.float16, tf.bfloat16)
-_OWN_ROWS = ("dataset.shard(context.num_input_pipelines, context.input_pipeline_id) in the function of "
-             "distribute_datasets_from_function; other datasets are sharded, so their rows are equal")
+_OWN_ROWS = ("iterate over strategy.experimental_distribute_dataset(dataset); in the function of "
+             "distribute_datasets_from_function, dataset.shard(context.num_input_pipelines, context.input_pipeline_id)")
 
 
 class RowReducer(GradientReducer):
