@@ -36,11 +36,11 @@ def slowest(waiting: Sequence[float]) -> tuple[int, float] | None:
         waiting: Of each rank, the share of the time in which it waits. At least two.
 
     Returns:
-        Its place in the sequence, and how much longer the others wait, a mean.
+        Its index in the sequence, and how much longer the others wait, a mean.
     """
-    place = min(range(len(waiting)), key=waiting.__getitem__)
-    cost = fmean(share for other, share in enumerate(waiting) if other != place) - waiting[place]
-    return None if cost < LEAST_COST else (place, cost)
+    index = min(range(len(waiting)), key=waiting.__getitem__)
+    cost = fmean(share for other, share in enumerate(waiting) if other != index) - waiting[index]
+    return None if cost < LEAST_COST else (index, cost)
 
 
 def shares_of(waits: Sequence[Waits], names: Sequence[str]) -> str:

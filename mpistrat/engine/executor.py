@@ -48,7 +48,7 @@ def neutral_arrays(request: Request) -> list[np.ndarray]:
     if request.layout:
         # `tensors` has those of the first array, then those of the next one. Concatenated tensors have one dtype.
         remaining = iter(sizes)
-        arrays = [list(islice(remaining, len(places))) for places in request.layout]
+        arrays = [list(islice(remaining, len(indices))) for indices in request.layout]
         sizes = [(sum(size for size, _ in parts), parts[0][1]) for parts in arrays]
     return [np.full(size, _neutral_value(request, dtype), dtype) for size, dtype in sizes]
 
@@ -215,7 +215,7 @@ class Executor:
         jobs = []
         for bucket in buckets:
             sources = cast("Sequence[np.ndarray]", entries[bucket.whole].arrays if bucket.whole is not None else
-                           [entries[place].arrays[i] for place, i in bucket.members])
+                           [entries[index].arrays[i] for index, i in bucket.members])
             targets = list(map(self._pool.take, map(_SHAPE, sources), map(_DTYPE, sources)))
             jobs.append(_Job(bucket, sources, targets, entries[bucket.members[0][0]].number))
         return jobs
@@ -240,17 +240,17 @@ class Executor:
             self.observer.add(entries[bucket.whole], job.number, job.began, job.ended)
             return
         done: list[tuple[Entry, _Partial]] = []
-        for (place, i), result in zip(bucket.members, job.targets, strict=True):
-            partial = partials.get(place)
+        for (index, i), result in zip(bucket.members, job.targets, strict=True):
+            partial = partials.get(index)
             if partial is None:
-                count = len(entries[place].arrays)
-                partial = partials[place] = _Partial([None] * count, count, job)
+                count = len(entries[index].arrays)
+                partial = partials[index] = _Partial([None] * count, count, job)
             partial.results[i] = result
             partial.missing -= 1
             if partial.missing == 0:
-                if entries[place].request.labels:
-                    self._look(entries[place], partial.results)
-                done.append((entries[place], partial))
+                if entries[index].request.labels:
+                    self._look(entries[index], partial.results)
+                done.append((entries[index], partial))
         complete_all((entry.handle, partial.results) for entry, partial in done)
         for entry, partial in done:
             self.observer.add(entry, partial.first.number, partial.first.began, job.ended)

@@ -41,7 +41,7 @@ class FiniteWatch:
     def __init__(self, rank: int):
         self.is_done = False
         self._rank = rank
-        self._places: dict[Request, list[tuple[int, int]]] = {}  # what is looked at: the array, and the element
+        self._indices: dict[Request, list[tuple[int, int]]] = {}  # what is looked at: the array, and the element
         # Since the first results that were not finite: the labels, those of this rank's tensors, and the reductions.
         self._labels: tuple[str, ...] = ()
         self._own: list[str] = []
@@ -52,8 +52,8 @@ class FiniteWatch:
         labels = entry.request.labels
         if self.is_done or (self._count and labels != self._labels):
             return
-        for array, place in self._places_of(entry):
-            if not _is_finite_number(results[array].item(place)):
+        for array, index in self._indices_of(entry):
+            if not _is_finite_number(results[array].item(index)):
                 break
         else:
             self._count = 0
@@ -74,7 +74,7 @@ class FiniteWatch:
 
     def _tell(self) -> None:
         self.is_done = True
-        self._places.clear()
+        self._indices.clear()
         if self._own:
             more = f" and {len(self._own) - MOST_LISTED} more" if len(self._own) > MOST_LISTED else ""
             when = f"{self._count} steps ago" if self._count > 1 else "in the latest step"
@@ -83,17 +83,17 @@ class FiniteWatch:
                            "the loss of this rank. MPISTRAT_NAN_WARNING=0 leaves out this check.",
                            self._rank, when, ", ".join(self._own[:MOST_LISTED]), more, len(self._labels))
 
-    def _places_of(self, entry: Entry) -> list[tuple[int, int]]:
-        places = self._places.get(entry.request)
-        if places is None:
-            if len(self._places) == _MOST_KNOWN:  # Eager programs may have other requests in each step.
-                self._places.clear()
+    def _indices_of(self, entry: Entry) -> list[tuple[int, int]]:
+        indices = self._indices.get(entry.request)
+        if indices is None:
+            if len(self._indices) == _MOST_KNOWN:  # Eager programs may have other requests in each step.
+                self._indices.clear()
             tensors = [each for each in _tensors(entry.request, len(entry.arrays)) if each[3]]
             chosen = [(tensors[number * (len(tensors) - 1) // (_ELEMENTS - 1)], number * _GOLDEN % 1.0)
                       for number in range(_ELEMENTS if tensors else 0)]
-            places = self._places[entry.request] = [
+            indices = self._indices[entry.request] = [
                 (array, first + int(share * size)) for (_, array, first, size), share in chosen]
-        return places
+        return indices
 
 
 def _not_finite(entry: Entry) -> Iterator[str]:

@@ -312,10 +312,10 @@ class GpuExecutor(DeviceExecutor):
 
     def _run_bucket(self, bucket: FusionBucket, works: Sequence[Work]) -> None:
         if bucket.request.kind is CollectiveType.BROADCAST:
-            arrays = [works[place].tensors[i] for place, i in bucket.members]
+            arrays = [works[index].tensors[i] for index, i in bucket.members]
             self._backends[0].broadcast(arrays, [
-                array._replace(address=works[place].made.addresses[i])
-                for array, (place, i) in zip(arrays, bucket.members, strict=True)], bucket.request.root_rank)
+                array._replace(address=works[index].made.addresses[i])
+                for array, (index, i) in zip(arrays, bucket.members, strict=True)], bucket.request.root_rank)
             return
         known = self._reducers.get(bucket)
         if known is None:
@@ -326,16 +326,16 @@ class GpuExecutor(DeviceExecutor):
         if bucket.whole is not None:
             sources, targets = works[bucket.whole].tensors.addresses, works[bucket.whole].made.addresses
         else:
-            sources = [works[place].tensors.addresses[i] for place, i in bucket.members]
-            targets = [works[place].made.addresses[i] for place, i in bucket.members]
+            sources = [works[index].tensors.addresses[i] for index, i in bucket.members]
+            targets = [works[index].made.addresses[i] for index, i in bucket.members]
         if kind is not None and self._proof is not None and self._proof.trusts(
-                kind, [(works[place].entry.request.name, works[place].tensors[i], target)
-                       for (place, i), target in zip(bucket.members, targets, strict=True)], bucket.reduction):
+                kind, [(works[index].entry.request.name, works[index].tensors[i], target)
+                       for (index, i), target in zip(bucket.members, targets, strict=True)], bucket.reduction):
             self._reducers[bucket] = reduce, None
         reduce(sources, targets)
 
     def _reducer(self, bucket: FusionBucket, works: Sequence[Work]) -> tuple[Reducer, Kind | None]:
-        arrays = [works[place].tensors[i] for place, i in bucket.members]
+        arrays = [works[index].tensors[i] for index, i in bucket.members]
         backend, reduction, wire_dtype = self._backends[0], bucket.reduction, bucket.request.wire_dtype
         wire_dtype = "" if wire_dtype == INT8 else wire_dtype
         if reduction.quantised is not None and len(self._topology.hosts) > 1:

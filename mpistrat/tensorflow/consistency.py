@@ -65,9 +65,9 @@ class _Exchange:
     """The digests of all ranks."""
 
     # Which of the lists of variables it is for. On other ranks it is the same, unless their programs differ.
-    place: int
+    index: int
     labels: Sequence[str]  # What users call the variables.
-    handle: Handle  # Of the exchange, whose rows begin with the place.
+    handle: Handle  # Of the exchange, whose rows begin with the index.
 
 
 class FirstSteps:
@@ -92,8 +92,8 @@ class FirstSteps:
         self._count = 0  # of the reductions so far
         self._joins: int | None = None  # how often the ranks had joined before the first step
         self._exchanges: list[_Exchange] = []
-        self._lists: list[Sequence[weakref.ref[Variable]]] = []  # the variables of each place
-        self._differed: set[int] = set()  # the places where gradients of the same weights differed among the ranks
+        self._lists: list[Sequence[weakref.ref[Variable]]] = []  # the variables of each index
+        self._differed: set[int] = set()  # the indices where gradients of the same weights differed among the ranks
         _all.add(self)
 
     def observer(self, variables: Sequence[Variable], labels: Sequence[str], may_read: bool = True) -> Observer | None:
@@ -133,10 +133,10 @@ class FirstSteps:
         if self.is_done or (self._is_of_tapes and in_graph and self._count >= _OF_GRAPHS):
             return False
         self._require_equal_weights()
-        place = self._place_of(variables)
-        earlier = self._of_place(place)
+        index = self._index_of(variables)
+        earlier = self._of_list(index)
         if len(earlier) == _EXCHANGES:
-            self._warn_of_equal_data(place)
+            self._warn_of_equal_data(index)
             if not self._is_of_tapes:
                 self._end()
                 return False
@@ -145,8 +145,8 @@ class FirstSteps:
             found = [each for each in (variable() for variable in variables) if each is not None]
             digests += self.digests_of(found) if len(found) == len(variables) else []
         name = f"{self._name}/{self._count}"
-        rows = [place.to_bytes(DIGEST_BYTES, "little"), *digests]
-        self._exchanges.append(_Exchange(place, labels, _send(self._group, name, rows)))
+        rows = [index.to_bytes(DIGEST_BYTES, "little"), *digests]
+        self._exchanges.append(_Exchange(index, labels, _send(self._group, name, rows)))
         self._count += 1
         return True
 
@@ -154,20 +154,20 @@ class FirstSteps:
         self.is_done = True
         self._exchanges.clear()
 
-    def _place_of(self, variables: Sequence["weakref.ref[Variable]"]) -> int:
+    def _index_of(self, variables: Sequence["weakref.ref[Variable]"]) -> int:
         """The number of this list of variables, in the order of their first reductions."""
         if not self._is_of_tapes:
             self._lists = [variables]
             return 0
-        for place, known in enumerate(self._lists):
+        for index, known in enumerate(self._lists):
             # While it is kept, there is one reference to an object, also when the object is gone.
             if len(known) == len(variables) and all(map(is_, known, variables)):
-                return place
+                return index
         self._lists.append(variables)
         return len(self._lists) - 1
 
-    def _of_place(self, place: int) -> list[_Exchange]:
-        return [exchange for exchange in self._exchanges if exchange.place == place]
+    def _of_list(self, index: int) -> list[_Exchange]:
+        return [exchange for exchange in self._exchanges if exchange.index == index]
 
     @property
     def _group(self) -> Group:
@@ -180,23 +180,23 @@ class FirstSteps:
     def _require_equal_weights(self) -> None:
         """Raise MismatchError if the weights differed in the first two reductions for the latest list of variables."""
         latest = self._exchanges[-1:]
-        same = self._of_place(latest[0].place) if latest else []
+        same = self._of_list(latest[0].index) if latest else []
         if len(same) != 2:
             return
         received = {id(exchange): self._received(exchange) for exchange in self._exchanges}
-        # Another rank may have other places before. Then it does not come here with the same two exchanges.
+        # Another rank may have other indices before. Then it does not come here with the same two exchanges.
         if all(received.values()) and all(differing(received[id(exchange)]) for exchange in same):
             raise MismatchError(describe_weights(same[1].labels, received[id(same[1])],
                                                  self._group.topology.job_ranks))
 
-    def _warn_of_equal_data(self, place: int) -> None:
-        received = [self._received(each) for each in self._of_place(place)]
+    def _warn_of_equal_data(self, index: int) -> None:
+        received = [self._received(each) for each in self._of_list(index)]
         if has_other_data(received):
-            self._differed.add(place)
+            self._differed.add(index)
         if self._group.topology.rank or not is_same_data(received):
             return
-        apart = [(other, other._lists[there]) for other in list(_all) for there in other._places_that_differ()]
-        own = set(map(id, self._lists[place]))  # While they are kept, there is one reference to an object.
+        apart = [(other, other._lists[there]) for other in list(_all) for there in other._lists_that_differ()]
+        own = set(map(id, self._lists[index]))  # While they are kept, there is one reference to an object.
         if not self._is_of_tapes and any(other._is_of_tapes and own <= set(map(id, variables))
                                          for other, variables in apart):
             _warn_once("gradients are reduced twice: by a DistributedGradientTape, and then by a DistributedOptimizer. "
@@ -204,18 +204,18 @@ class FirstSteps:
         elif not apart:
             warn_of_equal_data("their gradients had the same bits in the first steps", self._way_out)
 
-    def _places_that_differ(self) -> list[int]:
-        return [place for place in range(len(self._lists)) if place in self._differed
-                or has_other_data([self._received(each, 0.0) for each in self._of_place(place)])]
+    def _lists_that_differ(self) -> list[int]:
+        return [index for index in range(len(self._lists)) if index in self._differed
+                or has_other_data([self._received(each, 0.0) for each in self._of_list(index)])]
 
     def _received(self, exchange: _Exchange, wait_s: float = _WAIT_S) -> list[Digests]:
-        """The digests of all ranks; [] if they are not known, a rank had joined, or the ranks have other places."""
+        """The digests of all ranks; [] if they are not known, a rank had joined, or the ranks have other indices."""
         try:
             rows, = exchange.handle.wait(wait_s)
         except (TimeoutError, CollectiveError):  # An error of the engine is raised by the reduction too.
             return []
         found = by_rank(rows)
-        is_complete = len(found) == self._group.topology.size and len({place for place, *_ in found}) == 1
+        is_complete = len(found) == self._group.topology.size and len({index for index, *_ in found}) == 1
         return [digests for _, *digests in found] if is_complete else []
 
 

@@ -25,7 +25,7 @@ from .graph.cpu import to_array
 from .graph.reduce_spec import ReduceSpec
 from .identity_set import IdentitySet
 from .list_ops import all_true, number_of, place_in, reduce_dense, reduce_tensors
-from .overwritten import places_of, with_largest
+from .overwritten import indices_of, with_largest
 from .session_weights import ReadingObserver, SessionWeights
 from .timed_steps import count_step
 from .xla import context as xla
@@ -64,14 +64,14 @@ class GradientGroups:
         return not self._sets and self._count <= 1
 
     def divide(self, variables: Sequence[object]) -> list[list[int]]:
-        """The places of the variables in each group that has any, as lists. Local."""
-        places = range(len(variables))
+        """The indices of the variables in each group that has any, as lists. Local."""
+        indices = range(len(variables))
         if not self._sets:
-            count = min(max(self._count, 1), len(places))
-            return [list(places[len(places) * k // count:len(places) * (k + 1) // count]) for k in range(count)]
+            count = min(max(self._count, 1), len(indices))
+            return [list(indices[len(indices) * k // count:len(indices) * (k + 1) // count]) for k in range(count)]
         numbers = [next((n for n, group in enumerate(self._sets) if variable in group), len(self._sets))
                    for variable in variables]
-        return [[place for place in places if numbers[place] == number] for number in sorted(set(numbers))]
+        return [[index for index in indices if numbers[index] == number] for number in sorted(set(numbers))]
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class GradientReducer:
         if not self.process_set.has_others():
             return list(gradients)
         warn_of_strategy(self.process_set)
-        overwritten = places_of(variables)
+        overwritten = indices_of(variables)
         results = self.reduce_overwritten(gradients, variables, overwritten) if overwritten else list(gradients)
         purpose, number = self.name, self.process_set.process_set_id or 0
         shared: list[int] = []
@@ -219,17 +219,17 @@ class GradientReducer:
         return results
 
     def reduce_overwritten(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable],
-                           places: Sequence[int]) -> list[OptionalGradient]:
-        """Return `gradients` with the largest values of all ranks at `places`. Collective if there are any.
+                           indices: Sequence[int]) -> list[OptionalGradient]:
+        """Return `gradients` with the largest values of all ranks at `indices`. Collective if there are any.
 
-        `places` are those of places_of. Local variables keep their own values.
+        `indices` are those of indices_of. Local variables keep their own values.
         """
-        places = [i for i in places if variables[i] not in self._local]
-        if not places or not self.process_set.has_others():
+        indices = [i for i in indices if variables[i] not in self._local]
+        if not indices or not self.process_set.has_others():
             return list(gradients)
         purpose, number = f"{self.name}/overwritten", self.process_set.process_set_id or 0
         name = names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
-        return with_largest(gradients, variables, places, lambda tensors, of: reduce_dense(tensors, ReduceSpec(
+        return with_largest(gradients, variables, indices, lambda tensors, of: reduce_dense(tensors, ReduceSpec(
             name, ScaledOp(Max), list(map(label_of, of)), process_set=number, has_gradient=self.optimizer is None)))
 
     def require_no_strategy(self) -> None:

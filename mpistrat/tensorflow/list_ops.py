@@ -85,15 +85,15 @@ def reduce_tensors(tensors: Sequence[Tensor], spec: ReduceSpec, compression: typ
 
     Args:
         tensors: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
-        spec: How. The names of slices have their places too.
+        spec: How. The names of slices have their indices too.
         compression: Of the dense tensors; one of Compression.
         exact: Dense tensors by their labels, which are reduced with the others and not compressed.
     """
-    places = spec.places or range(len(tensors))
+    numbers = spec.indices or range(len(tensors))
     results, dense, observer = list(tensors), [], spec.observer
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
-            results[i] = reduce_slices(tensor, replace(spec, name=f"{spec.name}/{places[i]}", observer=observer))
+            results[i] = reduce_slices(tensor, replace(spec, name=f"{spec.name}/{numbers[i]}", observer=observer))
             observer = None
         else:
             dense.append(i)
@@ -106,10 +106,10 @@ def reduce_tensors(tensors: Sequence[Tensor], spec: ReduceSpec, compression: typ
             f"{spec.name}/exact", spec.scaled, tuple(exact), process_set=spec.process_set, may_wait=False,
             has_gradient=spec.has_gradient))
     elif exact:
-        after = max(places, default=-1) + 1
+        after = max(numbers, default=-1) + 1
         sent = [*sent, *exact.values()]
         of_dense = replace(of_dense, labels=[*of_dense.labels, *exact] if spec.labels else (),
-                           places=[*of_dense.places, *range(after, after + len(exact))])
+                           indices=[*of_dense.indices, *range(after, after + len(exact))])
     reduced = reduce_dense(sent, of_dense)
     for i, tensor in zip(dense, compressed.restored(reduced[:len(dense)]), strict=True):
         results[i] = tensor

@@ -14,19 +14,19 @@ import tensorflow as tf
 from .bridge.types import OptionalGradient, Variable
 
 
-def places_of(variables: Sequence[Variable]) -> list[int]:
-    """The places of the variables in the list that their gradient overwrites. Local."""
+def indices_of(variables: Sequence[Variable]) -> list[int]:
+    """The indices of the variables in the list that their gradient overwrites. Local."""
     return [i for i, variable in enumerate(variables) if getattr(variable, "overwrite_with_gradient", False)]
 
 
-def with_largest(gradients: Sequence[OptionalGradient], variables: Sequence[Variable], places: Sequence[int],
+def with_largest(gradients: Sequence[OptionalGradient], variables: Sequence[Variable], indices: Sequence[int],
                  reduce: Callable[[list[tf.Tensor], list[Variable]], list[tf.Tensor]]) -> list[OptionalGradient]:
-    """The gradients, with the largest values of all ranks at `places`. None stays None. Collective if any is not None.
+    """The gradients, with the largest values of all ranks at `indices`. None stays None. Collective if any is not None.
 
     `reduce` returns the maxima over the ranks of tensors, whose variables it is given for their names.
     """
     results = list(gradients)
-    present = [i for i in places if gradients[i] is not None]
+    present = [i for i in indices if gradients[i] is not None]
     if present:
         largest = reduce([tf.convert_to_tensor(gradients[i]) for i in present], [variables[i] for i in present])
         for i, value in zip(present, largest, strict=True):

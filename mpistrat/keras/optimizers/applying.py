@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ...core.errors import InvalidRequestError, MissingDependencyError
 from ...tensorflow.bridge.types import OptionalGradient
-from ...tensorflow.overwritten import places_of
+from ...tensorflow.overwritten import indices_of
 from ..bridge.private_names import trained_by
 from ..clone import original_class
 from ..sharded.optimizer_state import OptimizerState
@@ -56,7 +56,7 @@ class Applying:
                                     variables: list[keras.Variable]) -> tf.Tensor | None:
         self._mpistrat.reducer.require_no_strategy()
         # Keras assigns the gradients of some variables directly, and calls no hook for them.
-        overwritten = places_of(variables)
+        overwritten = indices_of(variables)
         grads = self._mpistrat.reducer.reduce_overwritten(grads, variables, overwritten)
         if self._mpistrat.called.issuperset(_HOOKS):
             return super().apply(grads, given)  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Parts: what one rank has of the variables that a sharded optimizer trains, and what it exchanges in a step.
 
 A rank updates its parts in variables of its own, and all ranks gather the new weights. Whole variables are updated in
-place. The optimizer's own variables for a part have the part's shape; those for a variable without a part here have no
+index. The optimizer's own variables for a part have the part's shape; those for a variable without a part here have no
 elements. So all ranks have as many of them, in the order of the optimizer without sharding.
 """
 
@@ -42,16 +42,16 @@ class _Noting(list):
 
     def __init__(self, shards: Sequence[keras.Variable], variables: Sequence[keras.Variable]):
         super().__init__(shards)
-        self.place: int | None = None
+        self.current: int | None = None
         self._variables = list(variables)
 
     def __getitem__(self, key: SupportsIndex | slice) -> Any:
         return self._variables[key] if isinstance(key, slice) else super().__getitem__(key)
 
     def __iter__(self) -> Iterator[keras.Variable]:
-        for self.place, variable in enumerate(super().__iter__()):
+        for self.current, variable in enumerate(super().__iter__()):
             yield variable
-        self.place = None
+        self.current = None
 
 
 class Parts:
@@ -67,11 +67,11 @@ class Parts:
         variables, reducer: The arguments.
         topology, number: The ranks, and the id of their process set.
         plan: The division.
-        of_place: This rank's part of each variable, by its place in the list.
+        of_index: This rank's part of each variable, by its index in the list.
         shards: For each variable what this rank updates: a variable with its part; the variable itself, if it is this
             rank's as a whole; or one without elements. Gradients overwrite some variables, on all ranks.
         noting: The same for build(), which makes the optimizer's variables for them: `note` is told of these.
-        slots: The place of the trained variable by the id of each of the optimizer's variables for it.
+        slots: The index of the trained variable by the id of each of the optimizer's variables for it.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], reducer: GradientReducer, is_split: bool,
@@ -82,17 +82,17 @@ class Parts:
         divided = [i for i, v in enumerate(variables) if not getattr(v, "overwrite_with_gradient", False)]
         self.plan = plan_of([_planned(v) for v in variables], self.topology.size, is_split, divided,
                             *limits_of(0, None), owner=owner)
-        self.of_place = self.plan.parts(self.topology.rank)
+        self.of_index = self.plan.parts(self.topology.rank)
         with tf.init_scope():
             self.shards = [self._shard(i, v) for i, v in enumerate(variables)]
         self.noting = _Noting(self.shards, self.variables)
         self.slots: dict[int, int] = {}
         self._applied: list[int] = []
-        self._places = {id(each): i for i, v in enumerate(self.variables) for each in (v, v.value)}
-        self._shard_places = {id(each): i for i, v in enumerate(self.shards) for each in (v, v.value, _component(v))}
+        self._indices = {id(each): i for i, v in enumerate(self.variables) for each in (v, v.value)}
+        self._shard_indices = {id(each): i for i, v in enumerate(self.shards) for each in (v, v.value, _component(v))}
 
-    def _shard(self, place: int, variable: keras.Variable) -> keras.Variable:
-        part = self.of_place.get(place)
+    def _shard(self, index: int, variable: keras.Variable) -> keras.Variable:
+        part = self.of_index.get(index)
         if part is None or (not self.plan.is_split and part.size):
             return variable
         # Not (0, 3): keras.ops.add takes such a value for a bias, and fails.
@@ -105,29 +105,29 @@ class Parts:
     @contextmanager
     def made_for(self, reference: object) -> Iterator[None]:
         """A context in which the optimizer makes a variable for one of the shards."""
-        before, self.noting.place = self.noting.place, self._shard_places.get(id(reference), self.noting.place)
+        before, self.noting.current = self.noting.current, self._shard_indices.get(id(reference), self.noting.current)
         try:
             yield
         finally:
-            self.noting.place = before
+            self.noting.current = before
 
     def note(self, slot: keras.Variable) -> None:
         """Begin: the optimizer has made a variable, in `made_for` or for the shard that build() looks at."""
-        place = self.noting.place
-        if place is not None and place in self.of_place:
-            self.slots[id(slot)] = place
+        index = self.noting.current
+        if index is not None and index in self.of_index:
+            self.slots[id(slot)] = index
 
-    def place_of(self, variable: Variable) -> int:
-        """The place of a variable that the optimizer trains.
+    def index_of(self, variable: Variable) -> int:
+        """The index of a variable that the optimizer trains.
 
         Raises:
             InvalidRequestError: It was not built for this variable.
         """
-        place = self._places.get(id(variable))
-        if place is None:
+        index = self._indices.get(id(variable))
+        if index is None:
             raise InvalidRequestError(f"a sharded optimizer was not built for {label_of(variable)}. Call "
                                       "optimizer.build(variables) with all variables that it is to train.")
-        return place
+        return index
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -135,23 +135,23 @@ class Parts:
         """This rank's parts of the reduced gradients of all variables. None stays None. Collective."""
         return self.reducer.reduce(gradients, self.variables, self._reduce_to_owners)
 
-    def read(self, places: Sequence[int]) -> None:
+    def read(self, indices: Sequence[int]) -> None:
         """Set the parts to the present values of the variables. Local."""
-        for i in places:
-            if self.plan.is_split and i in self.of_place:
-                self.shards[i].assign(_cut(tf.convert_to_tensor(self.variables[i]), self.of_place[i]))
+        for i in indices:
+            if self.plan.is_split and i in self.of_index:
+                self.shards[i].assign(_cut(tf.convert_to_tensor(self.variables[i]), self.of_index[i]))
 
-    def updated(self, places: Sequence[int]) -> list[int]:
+    def updated(self, indices: Sequence[int]) -> list[int]:
         """Those of the variables that have a part here; if there is none, the first, so that the step counts."""
-        return [i for i in places if i not in self.of_place or self.of_place[i].size] or list(places[:1])
+        return [i for i in indices if i not in self.of_index or self.of_index[i].size] or list(indices[:1])
 
     def begin(self, shards: Sequence[Variable]) -> None:
         """Begin to apply gradients to some of the shards."""
-        self._applied = [self._shard_places[id(shard)] for shard in shards]
+        self._applied = [self._shard_indices[id(shard)] for shard in shards]
 
     def original_of(self, shard: Variable) -> Variable:
         """The variable of which `shard` is a part; both are Keras' or both are TensorFlow's."""
-        original = self.variables[self._shard_places[id(shard)]]
+        original = self.variables[self._shard_indices[id(shard)]]
         return original if isinstance(shard, keras.Variable) else original.value
 
     def squares(self, gradients: Sequence[Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -165,9 +165,9 @@ class Parts:
         each = tf.unstack(sums)
         return [each[i] for i in self._applied], tf.reduce_sum(sums)
 
-    def publish(self, places: Sequence[int]) -> None:
+    def publish(self, indices: Sequence[int]) -> None:
         """Set the variables to the new parts of all ranks. Collective."""
-        changed, assigned = set(places), list[list[tf.Operation]]()
+        changed, assigned = set(indices), list[list[tf.Operation]]()
         for bucket in self.plan.buckets:
             blocks = [block for block in bucket if changed.intersection(block.members)]
             if not blocks:
@@ -190,16 +190,16 @@ class Parts:
                           variables: Sequence[Variable],
                           exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
         """As gradients.reduce_gradients, but this rank's parts of the gradients only. `exact` has scalars."""
-        places = list(spec.places)
+        indices = list(spec.indices)
         casts = options.compression in (Compression.none, Compression.fp16, Compression.bf16)
         dense = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
         on_gpu = call_site.are_on_gpu(dense, self.number) if tf.executing_eagerly() else \
             call_site.device_of(dense, self.number) or xla.device_here() != HOST
         has_one = not options.sparse_as_dense and options.groups.is_one
         if dense and self.plan.is_split and casts and not on_gpu and has_one:
-            return self._scatter(dict(zip(places, gradients, strict=True)), spec, options, list(exact.values()))
+            return self._scatter(dict(zip(indices, gradients, strict=True)), spec, options, list(exact.values()))
         reduced = reduce_gradients(gradients, spec, options, variables, exact)
-        return [self._own(i, gradient) for i, gradient in zip(places, reduced, strict=False)] + reduced[len(places):]
+        return [self._own(i, gradient) for i, gradient in zip(indices, reduced, strict=False)] + reduced[len(indices):]
 
     def _scatter(self, gradients: dict[int, Tensor], spec: ReduceSpec, options: GradientOptions,
                  exact: list[tf.Tensor]) -> list[Tensor]:
@@ -216,8 +216,8 @@ class Parts:
         buckets = [each for each in buckets if each[1]]
         order = submission_order([[gradients[i] for block in blocks for i in block.members
                                    if i in gradients and i not in own] for _, blocks in buckets])
-        for place in order:
-            number, blocks = buckets[place]
+        for index in order:
+            number, blocks = buckets[index]
             arrays = [tf.reshape(_joined([tf.reshape(gradients[i], [-1]) if i in gradients and i not in own else
                                           tf.zeros([size], self.variables[i].dtype)
                                           for i, size in zip(block.members, block.sizes, strict=True)]), block.shape)
@@ -226,7 +226,7 @@ class Parts:
             name = f"{spec.name}/scatter{number}"
             shapes = [tf.TensorShape([block.rows[self.topology.rank], *block.shape[1:]]) for block in blocks]
             is_small = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in arrays) <= SUBMIT_WAIT_BYTES
-            is_last = place == order[-1]
+            is_last = index == order[-1]
             make = partial(self._request, name, spec)
             more = [tf.fill([self.topology.size], value) for value in exact] if is_last else []
             sent = cpu.run(name, make, [*compressed.tensors, *more], [*shapes, *(tf.TensorShape([1]) for _ in more)],
@@ -244,12 +244,12 @@ class Parts:
     def _request(self, name: str, spec: ReduceSpec, arrays: Submitted) -> Request:
         return reducescatter_request(name, specs_of(arrays), spec.scaled, process_set=self.number)
 
-    def _own(self, place: int, gradient: Tensor) -> Tensor:
+    def _own(self, index: int, gradient: Tensor) -> Tensor:
         """This rank's part of a reduced gradient."""
-        part = self.of_place[place]
+        part = self.of_index[index]
         if not self.plan.is_split:
             # Without a part a rank makes the step all the same: for the first variable, and without elements.
-            return gradient if part.size else tf.zeros(self.shards[place].shape, gradient.dtype)
+            return gradient if part.size else tf.zeros(self.shards[index].shape, gradient.dtype)
         return _rows_of(gradient, part) if isinstance(gradient, tf.IndexedSlices) else _cut(gradient, part)
 
 

@@ -54,7 +54,7 @@ class Part:
 class Block:
     """Variables of one dtype that are one array of a collective, one behind the other."""
 
-    members: tuple[int, ...]  # The places of the variables
+    members: tuple[int, ...]  # The indices of the variables
     sizes: tuple[int, ...]  # How many elements each has
     width: int  # How many elements a row of the array has
     rows: tuple[int, ...]  # How many rows each rank has, in rank order
@@ -84,12 +84,12 @@ class Plan:
     size: int  # How many ranks there are
 
     def parts(self, rank: int) -> dict[int, Part]:
-        """The part of each variable that a rank has, by the place of the variable."""
+        """The part of each variable that a rank has, by the index of the variable."""
         return {member: part for bucket in self.buckets for block in bucket
                 for member, part in zip(block.members, block.parts(rank), strict=True)}
 
 
-def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, places: Sequence[int] | None = None,
+def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, indices: Sequence[int] | None = None,
             bucket_bytes: int = BUCKET_BYTES, first_bytes: int | None = None,
             small_bytes: int = JOINED_TENSOR_BYTES, owner: int | None = None) -> Plan:
     """Divide variables among `size` ranks, from the last variable to the first.
@@ -99,15 +99,15 @@ def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, places: Seque
         size: The number of ranks.
         is_split: Whether a variable may be divided: each rank has an equal part of each large one, and of the small
             ones together. False: each is of one rank, the largest first to the rank that has the fewest bytes so far.
-        places: Those of the variables to divide, in rising order; None: all.
+        indices: Those of the variables to divide, in rising order; None: all.
         bucket_bytes, first_bytes, small_bytes: As in tensorflow/graph/buckets.py.
         owner: The rank that has all of them, whole ones; None: each rank has some.
     """
-    places = range(len(tensors)) if places is None else places
-    groups = buckets_from_last([tensors[place].nbytes for place in places], bucket_bytes, first_bytes)
-    owners = dict.fromkeys(places, owner) if owner is not None else \
-        {} if is_split else _owners(tensors, places, size)
-    return Plan(tuple(tuple(_blocks(tensors, [places[i] for i in group], size, owners, small_bytes))
+    indices = range(len(tensors)) if indices is None else indices
+    groups = buckets_from_last([tensors[index].nbytes for index in indices], bucket_bytes, first_bytes)
+    owners = dict.fromkeys(indices, owner) if owner is not None else \
+        {} if is_split else _owners(tensors, indices, size)
+    return Plan(tuple(tuple(_blocks(tensors, [indices[i] for i in group], size, owners, small_bytes))
                       for group in groups), is_split, size)
 
 
@@ -115,27 +115,27 @@ def _blocks(tensors: Sequence[Planned], group: Sequence[int], size: int, owners:
             small_bytes: int) -> list[Block]:
     joined: dict[str, list[int]] = {}
     blocks = []
-    for place in group:
-        tensor = tensors[place]
+    for index in group:
+        tensor = tensors[index]
         if owners or tensor.nbytes < small_bytes:
-            joined.setdefault(tensor.dtype, []).append(place)
+            joined.setdefault(tensor.dtype, []).append(index)
             continue
         width = tensor.shape[-1] if len(tensor.shape) == 2 and tensor.shape[0] >= _LEAST_ROWS * size else 1
-        blocks.append(Block((place,), (tensor.size,), width, tuple(rows_of_ranks(tensor.size // width, size))))
+        blocks.append(Block((index,), (tensor.size,), width, tuple(rows_of_ranks(tensor.size // width, size))))
     for members in joined.values():
         if owners:
-            members.sort(key=lambda place: (owners[place], place))
-            rows = [sum(tensors[place].size for place in members if owners[place] == rank) for rank in range(size)]
+            members.sort(key=lambda index: (owners[index], index))
+            rows = [sum(tensors[index].size for index in members if owners[index] == rank) for rank in range(size)]
         else:
-            rows = rows_of_ranks(sum(tensors[place].size for place in members), size)
-        blocks.append(Block(tuple(members), tuple(tensors[place].size for place in members), 1, tuple(rows)))
+            rows = rows_of_ranks(sum(tensors[index].size for index in members), size)
+        blocks.append(Block(tuple(members), tuple(tensors[index].size for index in members), 1, tuple(rows)))
     return blocks
 
 
-def _owners(tensors: Sequence[Planned], places: Sequence[int], size: int) -> dict[int, int]:
+def _owners(tensors: Sequence[Planned], indices: Sequence[int], size: int) -> dict[int, int]:
     """The rank of each whole variable."""
     loads, owners = [0] * size, {}
-    for place in sorted(places, key=lambda place: (-tensors[place].nbytes, place)):
-        owners[place] = loads.index(min(loads))
-        loads[owners[place]] += tensors[place].nbytes
+    for index in sorted(indices, key=lambda index: (-tensors[index].nbytes, index)):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += tensors[index].nbytes
     return owners

@@ -127,7 +127,7 @@ class WholeState:
 
     def assign(self, slot: keras.Variable, value: TensorLike) -> None:
         """Set one of the optimizer's variables for a part to this rank's part of a whole value. Local."""
-        part = self._parts.of_place[self._parts.slots[id(slot)]]
+        part = self._parts.of_index[self._parts.slots[id(slot)]]
         if part.size and self._parts.plan.is_split:
             slot.assign(np.reshape(np.reshape(value, -1)[part.start:part.stop], part.shape))
         elif part.size:
@@ -160,14 +160,14 @@ class WholeState:
     def _flat_part(self, slot: keras.Variable) -> tf.Tensor:
         flat = tf.reshape(tf.convert_to_tensor(slot), [-1])
         # A factor of the state (Adafactor) has elements also on a rank without a part.
-        return flat if self._parts.of_place[self._parts.slots[id(slot)]].size else flat[:0]
+        return flat if self._parts.of_index[self._parts.slots[id(slot)]].size else flat[:0]
 
     def _shape_of(self, slot: keras.Variable) -> tuple[int, ...] | None:
         """The shape in the whole state, as far as this rank knows it."""
-        place = self._parts.slots.get(id(slot))
-        if place is not None and self._parts.plan.is_split:
-            return tuple(self._parts.variables[place].shape)
-        return tuple(slot.shape) if place is None or self._parts.of_place[place].size else None
+        index = self._parts.slots.get(id(slot))
+        if index is not None and self._parts.plan.is_split:
+            return tuple(self._parts.variables[index].shape)
+        return tuple(slot.shape) if index is None or self._parts.of_index[index].size else None
 
 
 class Shown:

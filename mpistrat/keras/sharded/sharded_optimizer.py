@@ -17,7 +17,7 @@ from ...core.errors import InvalidRequestError
 from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
 from ...tensorflow.elastic import divided_states
 from ...tensorflow.kerases import is_keras2, steps_of
-from ...tensorflow.overwritten import places_of
+from ...tensorflow.overwritten import indices_of
 from ..bridge.nested_optimizers import passes_on, states_in
 from ..bridge.patches import Function, replaces
 from ..bridge.private_names import legacy_h5_format
@@ -74,7 +74,7 @@ class Sharded:
             own.reducer.require_no_strategy()
             if own.reducer.has_local:
                 raise InvalidRequestError(_NO_LOCAL)
-            if self.gradient_accumulation_steps and places_of(variables):  # type: ignore[attr-defined]
+            if self.gradient_accumulation_steps and indices_of(variables):  # type: ignore[attr-defined]
                 raise InvalidRequestError("a sharded optimizer does not accumulate the gradients of variables that "
                                           f"their gradient overwrites (float8). {_INSTEAD}")
             is_split = own.owner is None and is_element_wise(original_class(type(self)))
@@ -118,7 +118,7 @@ class Sharded:
         self._filter_empty_gradients(grads, variables)  # type: ignore[attr-defined]  # For its errors and warnings.
         gradients: list[OptionalGradient] = [None] * len(parts.variables)
         for variable, gradient in zip(variables, grads, strict=True):
-            gradients[parts.place_of(variable)] = gradient
+            gradients[parts.index_of(variable)] = gradient
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         gradients = parts.reduce(gradients)
         own = parts.updated(present)

@@ -25,7 +25,7 @@ from ...keras.sharded.optimizer_state import OptimizerState
 from ...keras.sharded.sharded_optimizer import Sharded, require_update_step
 from ...tensorflow import files
 from ...tensorflow.bridge.types import OptionalGradient
-from ...tensorflow.overwritten import places_of
+from ...tensorflow.overwritten import indices_of
 from ..mpi_strategy import MPIStrategy
 from . import step_state
 from .gradients import RowReducer, compare_in_loop, scaled
@@ -69,7 +69,7 @@ class UnderStrategy:
 
     def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
                                     variables: list[keras.Variable]) -> tf.Tensor | None:
-        state, weight, overwritten = step_state.state, step_state.state.weight, places_of(variables)
+        state, weight, overwritten = step_state.state, step_state.state.weight, indices_of(variables)
         if weight is not None:
             # The sum of several steps' gradients has no single number of rows.
             factor, state.weight = step_state.share(), None

@@ -201,7 +201,7 @@ class _GpuCallSite(CollectiveCallSite):
     """The target of the node of one collective. Several executions may be in flight.
 
     Args:
-        first: The place of the first one among the inputs of the node.
+        first: The index of the first one among the inputs of the node.
         keeps_shapes, bucket: As in `run`.
     """
 

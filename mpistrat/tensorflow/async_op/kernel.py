@@ -86,9 +86,9 @@ class Call:
         self._api, self._context, self._done, self._status = require_api(), of_kernel, Done(done), Status()
         self.is_ended = False
 
-    def _address(self, place: int) -> int:
+    def _address(self, index: int) -> int:
         found, own = c_void_p(), self._api
-        own.TF_GetInput(self._context, place, found, self._status.pointer)
+        own.TF_GetInput(self._context, index, found, self._status.pointer)
         if not found:
             self._status.check()
         address: int = own.TF_TensorData(found)
@@ -102,7 +102,7 @@ class Call:
         In one loop, since a step has hundreds of tensors. An output may have the memory of its input.
 
         Args:
-            first: The place of the first input; that of the first output is 0.
+            first: The index of the first input; that of the first output is 0.
             known: The shapes that are known before, each in place of a question to TensorFlow.
             allocates: Whether to allocate the outputs. Otherwise there are no addresses of outputs.
         """
@@ -131,43 +131,43 @@ class Call:
         self._status.check()
         return sources, shapes, targets
 
-    def number(self, place: int) -> int:
+    def number(self, index: int) -> int:
         """The value of an int64 scalar on the host."""
-        return c_int64.from_address(self._address(place)).value
+        return c_int64.from_address(self._address(index)).value
 
     @property
     def target(self) -> "Target | None":
         """What the node calls."""
         return _targets.get(c_int32.from_address(self._address(0)).value)
 
-    def output(self, place: int, shape: Sequence[int]) -> int:
+    def output(self, index: int, shape: Sequence[int]) -> int:
         """Allocate an output of this shape; return its address."""
         own, dims = self._api, Dims(tuple(shape))
-        made = own.TF_ForwardInputOrAllocateOutput(self._context, (c_int * 1)(), 0, place, dims.values, dims.rank,
+        made = own.TF_ForwardInputOrAllocateOutput(self._context, (c_int * 1)(), 0, index, dims.values, dims.rank,
                                                    None, self._status.pointer)
         self._status.check()
         address = own.TF_TensorData(made) or 0
         own.TF_DeleteTensor(made)
         return address
 
-    def give(self, place: int, array: np.ndarray, kind: int) -> None:
+    def give(self, index: int, array: np.ndarray, kind: int) -> None:
         """Make an output, on the host, this array, which must not change any more. Large ones are not copied.
 
         Args:
-            place: The place of the output.
+            index: The index of the output.
             array: C-contiguous.
             kind: TensorFlow's number of its dtype.
         """
         nbytes = array.nbytes
         if nbytes < _LEAST_GIVEN or array.ctypes.data % ALIGNMENT:
-            address = self.output(place, array.shape)
+            address = self.output(index, array.shape)
             if nbytes:
                 ctypes.memmove(address, array.ctypes.data, nbytes)
             return
         own, dims, key = self._api, Dims(array.shape), next(_keys)
         _given[key] = array
         made = own.TF_NewTensor(kind, dims.values, dims.rank, array.ctypes.data, nbytes, _take_back_pointer, key)
-        own.TF_SetOutput(self._context, place, made, self._status.pointer)
+        own.TF_SetOutput(self._context, index, made, self._status.pointer)
         own.TF_DeleteTensor(made)
         self._status.check()
 
@@ -176,9 +176,9 @@ class Call:
         """The loop around the node, a number that depends on names and iterations only, 0: none; and its iteration."""
         return self._api.TF_GetFrameId(self._context), self._api.TF_GetIterId(self._context)
 
-    def write_number(self, place: int, value: int) -> None:
+    def write_number(self, index: int, value: int) -> None:
         """Make an output, on the host, this int64 scalar."""
-        c_int64.from_address(self.output(place, ())).value = value
+        c_int64.from_address(self.output(index, ())).value = value
 
     def complete(self) -> None:
         """The outputs are there."""

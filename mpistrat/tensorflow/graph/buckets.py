@@ -43,16 +43,16 @@ class GraphBucket:
         """All indices, in the order of the bucket's results."""
         return [*self.single, *chain.from_iterable(self.joined.values())]
 
-    def layout(self, places: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def layout(self, of_list: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """As in Request: the tensors in each array; () when each array is one tensor, in ascending order.
 
-        `places`: The place of each tensor in the caller's list. () means that none is left out of that list.
+        `of_list`: The index of each tensor in the caller's list. () means that none is left out of that list.
         """
         is_simple = not self.joined and self.single == sorted(self.single)
-        if is_simple and list(places) == list(range(len(places))):
+        if is_simple and list(of_list) == list(range(len(of_list))):
             return ()
-        return tuple([(places[i],) for i in self.single]
-                     + [tuple([places[i] for i in indices]) for indices in self.joined.values()])
+        return tuple([(of_list[i],) for i in self.single]
+                     + [tuple([of_list[i] for i in indices]) for indices in self.joined.values()])
 
 
 def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int = BUCKET_BYTES,
@@ -117,8 +117,8 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
         for i, result in reduced:
             results[i] = result
     if started is not None:
-        places = [i for bucket in buckets for i in bucket.single]
-        for i, result in zip(places, started.results(), strict=True):
+        single = [i for bucket in buckets for i in bucket.single]
+        for i, result in zip(single, started.results(), strict=True):
             results[i] = result
     return results
 
@@ -152,7 +152,7 @@ def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, spec: Redu
                    run: Callable) -> list[tuple[int, tf.Tensor]]:
     """Reduce the tensors of a bucket, and return (index, result) of each. `spec` is that of all tensors, but its name.
     """
-    order, layout = bucket.order, bucket.layout(spec.places or range(len(tensors)))
+    order, layout = bucket.order, bucket.layout(spec.indices or range(len(tensors)))
     own_labels = tuple(map(spec.labels.__getitem__, order)) if spec.labels else ()
     joined_specs = tuple([TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))
                           for i in order[len(bucket.single):]])

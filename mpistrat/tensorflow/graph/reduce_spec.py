@@ -14,8 +14,8 @@ class ReduceSpec:
     name: str  # Identifies the collective on all ranks. What is reduced apart has a name that begins with it.
     scaled: ScaledOp  # How to reduce.
     labels: Sequence[str] = ()  # Users' names of the tensors, for error messages; may be empty.
-    # The place of each tensor in the caller's list, if some are left out of that (gradients that are None).
-    places: Sequence[int] = ()
+    # The index of each tensor in the caller's list, if some are left out of that (gradients that are None).
+    indices: Sequence[int] = ()
     process_set: int = 0
     # Whether the submit of the last bucket waits, if the bucket is small. False: only if it is the last collective of
     # the graph.
@@ -29,7 +29,7 @@ class ReduceSpec:
     has_gradient: bool = False
 
     def of(self, members: Sequence[int], name: str = "") -> "ReduceSpec":
-        """That of some of the tensors, by their numbers in the list; of all of them, if there are places."""
+        """That of some of the tensors, by their numbers in the list; of all of them, if there are indices."""
         return replace(self, name=name or self.name,
                        labels=list(map(self.labels.__getitem__, members)) if self.labels else (),
-                       places=list(map(self.places.__getitem__, members)) if self.places else list(members))
+                       indices=list(map(self.indices.__getitem__, members)) if self.indices else list(members))

@@ -49,9 +49,9 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
         target: What is called.
         inputs: At least one, of known ranks. Extents that are not known here are known when XLA compiles.
         dtypes: The dtypes of the results, at least one.
-        shapes: Their shapes. Extents that are not known follow from the input with the same place.
+        shapes: Their shapes. Extents that are not known follow from the input with the same index.
         times_rows: How many times as many rows as that input has such a result has. Other extents are the input's.
-        in_place: The places of results that have the memory of the inputs with these places.
+        in_place: The indices of results that have the memory of the inputs with these indices.
     """
     number = _targets.add(target)
     keep_in_graph(target)
@@ -86,8 +86,8 @@ def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int,
     where = "" if known else f", indices_of_shape_operands = dense<{indices}> : tensor<{len(shapes)}xi64>"
     results = ", ".join(f"%r#{i}" for i in range(len(returned)))
     same = "" if not in_place else ", output_operand_aliases = [{}]".format(", ".join(
-        f"#stablehlo.output_operand_alias<output_tuple_indices = [{place}], operand_index = {place}, "
-        "operand_tuple_indices = []>" for place in in_place))
+        f"#stablehlo.output_operand_alias<output_tuple_indices = [{index}], operand_index = {index}, "
+        "operand_tuple_indices = []>" for index in in_place))
     lines += [
         f"%r:{len(returned)} = stablehlo.custom_call @{_NAME}({operands}) {{api_version = 4 : i32, "
         f"has_side_effect = true, backend_config = {{target = {number} : i64}}, "
@@ -99,16 +99,16 @@ def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int,
             f"func.func public @main({parameters}) -> ({types}) {{\n{body}\n}}\n}}")
 
 
-def _shape_of_result(place: int, given: _Tensors, shape: tuple[int | None, ...], times_rows: int) -> str:
-    """The lines that compute the shape of a result, `%s` and its place."""
-    name, lines = f"%s{place}", []
+def _shape_of_result(index: int, given: _Tensors, shape: tuple[int | None, ...], times_rows: int) -> str:
+    """The lines that compute the shape of a result, `%s` and its index."""
+    name, lines = f"%s{index}", []
     for i, extent in enumerate(shape):
         if extent is not None:
             lines.append(f"{name}e{i} = stablehlo.constant dense<{extent}> : tensor<1xi32>")
             continue
-        operand = _type(*given[place])
+        operand = _type(*given[index])
         lines += [
-            f"{name}d{i} = stablehlo.get_dimension_size %arg{place}, dim = {i} : ({operand}) -> tensor<i32>",
+            f"{name}d{i} = stablehlo.get_dimension_size %arg{index}, dim = {i} : ({operand}) -> tensor<i32>",
             f"{name}t{i} = stablehlo.constant dense<{1 if i else times_rows}> : tensor<i32>",
             f"{name}p{i} = stablehlo.multiply {name}d{i}, {name}t{i} : tensor<i32>",
             f"{name}e{i} = stablehlo.reshape {name}p{i} : (tensor<i32>) -> tensor<1xi32>"]

@@ -50,9 +50,9 @@ class GpuMemory:
         self.results: list[GpuArray] = call.results(returned, _array)
 
     def is_in_place(self, first: int, count: int) -> bool:
-        """Whether `count` results from `first` on have the memory of the arguments with these places."""
-        return all(self.arguments[place].address == self.results[place].address or not self.results[place].nbytes
-                   for place in range(first, first + count))
+        """Whether `count` results from `first` on have the memory of the arguments with these indices."""
+        return all(self.arguments[index].address == self.results[index].address or not self.results[index].nbytes
+                   for index in range(first, first + count))
 
     def tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray], reads: bool = True) -> GpuTensors:
         """Some of the arguments as the engine takes them, and the memory of their results.
@@ -82,16 +82,16 @@ class GpuMemory:
         """Copies of `count` arguments from `first` on. Waits for XLA's stream."""
         return host_copies_of(self._device).fetched(self.tensors(self.arguments[first:first + count], ()))
 
-    def write_number(self, place: int, number: int) -> None:
-        """Write the integer that is the result with this place, in XLA's stream. The host does not wait."""
-        result = self.results[place]
+    def write_number(self, index: int, number: int) -> None:
+        """Write the integer that is the result with this index, in XLA's stream. The host does not wait."""
+        result = self.results[index]
         with self._device.current():
             self._device.write_number(result.address, number, result.dtype.itemsize // 4, self.stream)
 
-    def write(self, place: int, value: np.ndarray) -> None:
-        """Copy the result with this place from the host. Waits for XLA's stream."""
+    def write(self, index: int, value: np.ndarray) -> None:
+        """Copy the result with this index from the host. Waits for XLA's stream."""
         with self._device.current():
-            tensors = self.tensors((), self.results[place:place + 1])
+            tensors = self.tensors((), self.results[index:index + 1])
         host_copies_of(self._device).returned([value], tensors)
 
 
