@@ -57,7 +57,7 @@ def is_seen(directory: Path) -> bool:
 
 
 def _outcome(call: bytes, path: Path | None) -> RankResult:
-    """Call the function, and write what it has done to `path`. An exception is raised again after that."""
+    """Call the function, write its result or its exception to `path`, and raise that exception again."""
     try:
         function: Callable[..., Any]
         function, args, kwargs = pickle.loads(call)

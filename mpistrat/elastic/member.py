@@ -49,7 +49,7 @@ class AgentLostError(ElasticError):
 
 
 class AgentConnection:
-    """Asks the agent of this host. Any thread may ask; each answer is that to its question.
+    """Requests to the agent of this host. Thread-safe: replies arrive in the order of the requests.
 
     Args:
         take: Called with a message that is no answer.

@@ -1,4 +1,4 @@
-"""Watches the processes of the other ranks of this host: tells when one has ended in the middle of the job, or stands.
+"""Reports ranks of this host whose process has ended in the middle of the job, or was stopped.
 
 mpirun mostly ends the job within half a second then. Sometimes it does not see the end: a shell around the rank lives
 on, or the job is to go on without the rank. And the other ranks, which wait in shared memory, see nothing.

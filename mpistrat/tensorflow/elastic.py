@@ -111,7 +111,7 @@ class TensorFlowState(ObjectState):
             Compression.restore_error_feedback(self._errors)
 
     def _compare(self, number: int) -> bool:
-        """Also sum up what 8-bit numbers have rounded off. One rank alone keeps what its commit had, for more."""
+        """Also gather the error feedback of 8-bit numbers. A single rank keeps the feedback of its last commit."""
         settings = runtime.current().settings
         if runtime.current().topology.size > 1:
             self._errors = Compression.error_feedback()

@@ -100,7 +100,7 @@ def analyse(records: Sequence[Record]) -> Analysis:
 
 
 def last_submissions(records: Sequence[Record]) -> dict[tuple[int, int], int]:
-    """When the last rank has submitted each operation, by process set and number; the end of those it never did."""
+    """The time of each operation's last submission, by process set and number; its end if a rank never submitted it."""
     last: dict[tuple[int, int], int] = {}
     for record in records:
         key = record.process_set, record.number

@@ -52,7 +52,7 @@ class Training:
 
     @property
     def parts(self) -> list[Optimizer]:
-        """The optimizers, those in them and those around them, in the same order on all ranks."""
+        """All optimizers of the model, nested ones included, in an order that is equal on all ranks."""
         return list(IdentitySet(part for optimizer in optimizers_of(self.model) for part in parts_of(optimizer)))
 
     @property
@@ -109,7 +109,7 @@ class Training:
         """Give all ranks the same weights, if each trains its own. Collective."""
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Those of the variables that all ranks have, with the same values in a right program."""
+        """The variables among them that must be equal on all ranks."""
         raise NotImplementedError
 
     def compared(self) -> list[Variable]:
@@ -161,7 +161,7 @@ class DistributedTraining(Training):
 
     @property
     def leaves_weights_uncompared(self) -> bool:
-        """As with weight decay. A step of sharded optimizers makes weights equal that were not, in any fit."""
+        """Weight decay changes weights before the reduction reads them; a sharded step overwrites a difference."""
         return any(reducer.checks_weights and reducer.checks is not None and (
             self.shards_state or (reducer.changes_early and not reducer.checks.is_done)) for reducer in self.reducers)
 

@@ -76,11 +76,11 @@ class _Distributed:
         return distributed_when_loaded(self, how)
 
     def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> Again:
-        """A function that distributes a copy of this optimizer as this one is.
+        """Return a function that applies DistributedOptimizer to a copy, with the arguments of this optimizer.
 
         Args:
             is_in_process: The copy stays in this process; pickle cannot copy a process set.
-            is_whole: The copy is not of another optimizer, which has this one and others in it.
+            is_whole: False if the copy is a part of another optimizer's (MultiOptimizer).
         """
         its = self._mpistrat.arguments
         is_known = is_whole and its is not None and (is_in_process or its.process_set is None) \

@@ -81,7 +81,7 @@ class CApi:
 
 @cache
 def api() -> CApi | None:
-    """The C API of the TensorFlow that is loaded; None: it has none of this kind."""
+    """TensorFlow's C API for kernels; None if this build does not export it."""
     try:
         return CApi(os.path.join(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2"))
     except (OSError, AttributeError):

@@ -60,7 +60,7 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
 
 
 def number_of_execution() -> list[tf.Tensor]:
-    """What the node of a collective has as its first input in a function: the number of the call.
+    """Inside a function: the id of this call, the first input of a collective's node.
 
     The gradient of a function has that of the call that it is the gradient of.
     """

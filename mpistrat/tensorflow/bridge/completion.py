@@ -97,7 +97,7 @@ class CompletionQueues:
         self._done: Arrays = []
 
     def prepare(self) -> None:
-        """Create what all waits share. Called while a graph is traced, so that its execution need not."""
+        """Create the queues that all waits share, when a graph is traced, to keep that out of the step."""
         with self._lock:
             if self._enqueues:
                 return

@@ -63,7 +63,7 @@ class TwoShotReduce(Prepared):
         self.outputs = [target.reshape(-1) for target in targets]
         self.chunks: Sequence[Chunk] = ()
         self.first, self.packed = first, 0
-        self.kind: Kind | None = None
+        self.kind: ChunkKey | None = None
         self.chunk_bytes, self.ahead_s, self.wait_s = 0, 0.0, 0.0
 
     def pack_ahead(self) -> None:
@@ -97,8 +97,8 @@ class TwoShotReduce(Prepared):
 Stage = Callable[[Any, int], None]  # a step on chunk k of a Chunked
 
 
-class Kind(NamedTuple):
-    """All-reduces that have one choice of the chunk."""
+class ChunkKey(NamedTuple):
+    """All-reduces of this dtype and size class share one chunk size."""
 
     dtype: np.dtype
     bits: int  # of the number of bytes
@@ -158,9 +158,9 @@ class TwoShotData(DataPlane):
         self.free_at = [0] * self.slots
         self.scratch = FusionBuffer()  # Memory of this rank alone.
         self._chunks = tuple(chunks)
-        self._chunk_of: dict[Kind, int] = {}  # for the next all-reduce of a kind, as the first rank has said
+        self._chunk_of: dict[ChunkKey, int] = {}  # for the next all-reduce of a kind, as the first rank has said
         # On the first rank of the host, the choice of the chunk for each kind of all-reduce that was timed.
-        self.choices: dict[Kind, ChunkChoice] = {}
+        self.choices: dict[ChunkKey, ChunkChoice] = {}
         self.on_choice: Callable[[str], None] = lambda _: None  # Called with a sentence when a choice changes.
         self._one_shot_bytes = min(self.one_shot_bytes // self._count, self.slots * chunks[0])
 
@@ -185,7 +185,7 @@ class TwoShotData(DataPlane):
         work = TwoShotReduce(self, sources, targets, reduction, self.last_chunk + 1)
         work.chunk_bytes = self._chunks[0]
         if len(self._chunks) > 1 and nbytes >= self.choice_bytes:
-            work.kind = Kind(dtype, nbytes.bit_length())
+            work.kind = ChunkKey(dtype, nbytes.bit_length())
             work.chunk_bytes = self._chunk_of.get(work.kind, self._chunks[0])
         work.chunks = self._chunks_of(work, nbytes, views.slots[work.chunk_bytes])
         return work
@@ -232,7 +232,7 @@ class TwoShotData(DataPlane):
         for k in range(max(count - self.slots, 0), count):
             self.free_at[k % self.slots] = work.first + k
 
-    def run_timed(self, work: TwoShotReduce, kind: Kind) -> None:
+    def run_timed(self, work: TwoShotReduce, kind: ChunkKey) -> None:
         """Run an all-reduce, and learn how large the chunks of the next one of its kind are."""
         if self._index:
             self.run(work, self.stages)
