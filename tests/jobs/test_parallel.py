@@ -24,11 +24,18 @@ THIRD_RANK = {
     "graphs and rows": ("tensorflow_ops", "scatter_ops", "gradient_tape", "strategy_collectives", "strategy_input",
                         "weighted_metrics", "quantised", "sharded", "local_sgd"),
 }
+# Tests of other files that two ranks skip. They run with "graphs and rows".
+NEED_THREE = [f"tests/parallel/test_{test}" for test in (
+    "cluster.py::test_roles_in_another_order_are_those_of_the_chief",
+    "drift.py::test_ranks_of_a_process_set_are_named_as_ranks_of_the_job",
+    "gpu_arrays.py::test_of_sets_that_overlap_one_uses_nccl_and_all_have_the_right_sums",
+    "gpu_arrays.py::test_random_programs_of_sets_that_overlap",
+    "throughput.py::test_a_process_set_measures_its_own_ranks")]
 # Ranks, name, files, the tests of the session: one of three ranks is of the first level.
 NOT_NIGHTLY, ALL = "not nightly", "nightly or not nightly"
 SESSIONS = [(2, part, files, NOT_NIGHTLY) for part, files in PARTS.items()]
-SESSIONS += [(3, part, [f"tests/parallel/test_{name}.py" for name in names],
-              NOT_NIGHTLY if part == "collectives" else ALL) for part, names in THIRD_RANK.items()]
+SESSIONS += [(3, part, [*(f"tests/parallel/test_{name}.py" for name in names), *more], tests)
+             for (part, names), more, tests in zip(THIRD_RANK.items(), ([], NEED_THREE), (NOT_NIGHTLY, ALL), strict=True)]
 
 
 def repeats(files: list[str]) -> list[str]:
