@@ -35,7 +35,7 @@ NEED_THREE = [f"tests/parallel/test_{test}" for test in (
 NOT_NIGHTLY, ALL = "not nightly", "nightly or not nightly"
 SESSIONS = [(2, part, files, NOT_NIGHTLY) for part, files in PARTS.items()]
 SESSIONS += [(3, part, [*(f"tests/parallel/test_{name}.py" for name in names), *more], tests)
-             for (part, names), more, tests in zip(THIRD_RANK.items(), ([], NEED_THREE), (NOT_NIGHTLY, ALL), strict=True)]
+             for (part, names), more, tests in zip(THIRD_RANK.items(), ([], NEED_THREE), (NOT_NIGHTLY, ALL))]
 
 
 def repeats(files: list[str]) -> list[str]:
