@@ -4,7 +4,7 @@
     mpistrat.init()
     print(mpistrat.allreduce(numpy.arange(3.0), op=mpistrat.Sum))
 
-Importing it loads neither TensorFlow nor an MPI library. `mpistrat.tensorflow` and `mpistrat.keras` are built on it.
+`import mpistrat` loads neither TensorFlow nor an MPI library. `mpistrat.tensorflow` and `mpistrat.keras` build on it.
 """
 
 import os
@@ -12,8 +12,8 @@ import signal
 import sys
 
 if sys.argv[1:2] == ["run"] and "mpistrat" in (os.path.basename(sys.argv[0]), *sys.orig_argv[2:3]):
-    # `mpistrat run` has the exit code of a signal from its first moment on. Ctrl-C would be an error of one of these
-    # imports otherwise.
+    # `mpistrat run` ends with the exit code of a signal from its first moment on. Without these handlers, Ctrl-C in the
+    # imports below would be an error of an import.
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: os._exit(128 + number))

@@ -1,12 +1,12 @@
 """Collectives on numpy and cupy arrays, and on tensors of any library that supports DLPack, on CPU or GPU.
 
-The result is a tensor of the same library as the input, made by the library's `from_dlpack`. For numbers, sequences and
-libraries without one it is a numpy array, or a cupy array if the input is on a GPU.
+The result is a tensor of the same library as the input, made by the library's `from_dlpack`. For numbers, sequences,
+and libraries without `from_dlpack`, the result is a numpy array, or a cupy array if the input is on a GPU.
 
-Every function is collective over the ranks of `process_set`, by default all ranks, and any thread may call it. Calls of
-different ranks are matched by `name`, which is not empty. Without a name (None), a blocking call uses the name of its
-operation. An asynchronous call without a name uses a counter, so such calls must come in the same order on all ranks of
-the set. The counters restart after a join().
+Every function is collective over the ranks of `process_set`, by default all ranks. Any thread may call the functions.
+The calls of the ranks are matched by `name`, a string that is not empty. Without a name (None), a blocking call uses
+the name of its operation. An asynchronous call without a name also gets a number, so all ranks of the set must make
+such calls in the same order. The numbers restart after a join().
 """
 
 import pickle
@@ -69,7 +69,7 @@ class AsyncResult(Generic[T]):
         Raises:
             MismatchError: On every rank, when the ranks disagree; names the tensor, the values and the ranks.
             EngineError: The engine has ended (StallError, ShutdownError).
-            TimeoutError: The collective is not complete after `timeout_s`. It goes on; `wait` may be called again.
+            TimeoutError: The collective is not complete after `timeout_s`. It continues; `wait` may be called again.
         """
         return self._finish(self._restore(self._handle.wait(timeout_s)))
 
@@ -77,7 +77,7 @@ class AsyncResult(Generic[T]):
 def allreduce_async(array: TensorLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
                     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                     process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
-    """As allreduce, but returns at once. `array` must not change until the collective is complete."""
+    """Start an allreduce and return at once. `array` must not change until the collective is complete."""
     return collective([array], _auto_name(name, "allreduce", process_set), process_set, _FIRST,
                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)))
 
@@ -92,15 +92,15 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
             must pass the same shape and dtype, and all must pass CPU tensors or all GPU tensors.
         average: Deprecated form of `op`: True is Average, False is Sum.
         name: Matches the calls of the ranks.
-        op: Average (the default), Sum, Min, Max or Product. Half precision is summed in float32 and rounded once. With
-            several ranks on each of several hosts it is rounded twice. NCCL rounds it at every rank. An average of
+        op: Average (the default), Sum, Min, Max or Product. Half precision is summed in float32 and rounded once, or
+            twice with several ranks on each of several hosts. NCCL rounds half precision at every rank. An average of
             integers is truncated toward zero.
         prescale_factor: Multiplies every value before the reduction.
         postscale_factor: Multiplies the result.
-        process_set: The ranks that take part. An average divides by their number.
+        process_set: The ranks that take part. An average divides by the number of these ranks.
 
     Returns:
-        A new array, the same bits on every rank.
+        A new array with the same bits on every rank.
 
     Raises:
         InvalidRequestError: On this rank, if `op` is not defined for the dtype, or the rank is not in the process set.
@@ -117,7 +117,7 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
 def grouped_allreduce_async(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> AsyncResult[list[Any]]:
-    """As grouped_allreduce, but returns at once. The arrays must not change until the collective is complete."""
+    """Start a grouped_allreduce and return at once. The arrays must not change until the collective is complete."""
     return collective(arrays, _auto_name(name, "grouped_allreduce", process_set), process_set, list,
                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)))
 
@@ -125,7 +125,7 @@ def grouped_allreduce_async(arrays: Sequence[TensorLike], average: bool | None =
 def grouped_allreduce(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
                       op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set) -> list[Any]:
-    """As allreduce, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
+    """Reduce several arrays as one collective; see allreduce. Dtypes may differ. `[]` returns `[]`."""
     return collective(arrays, _name(name, "grouped_allreduce"), process_set, list,
                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)),
                       blocking=True).wait()
@@ -133,7 +133,7 @@ def grouped_allreduce(arrays: Sequence[TensorLike], average: bool | None = None,
 
 def allgather_async(array: TensorLike, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
-    """As allgather, but returns at once. `array` must not change until the collective is complete."""
+    """Start an allgather and return at once. `array` must not change until the collective is complete."""
     return collective([array], _auto_name(name, "allgather", process_set), process_set, _FIRST,
                       partial(allgather_request))
 
@@ -154,7 +154,7 @@ def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSe
 
 def broadcast_async(array: TensorLike, root_rank: int, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
-    """As broadcast, but returns at once. `array` must not change until the collective is complete."""
+    """Start a broadcast and return at once. `array` must not change until the collective is complete."""
     return _broadcast(array, root_rank, _auto_name(name, "broadcast", process_set), process_set)
 
 
@@ -162,7 +162,7 @@ def broadcast(array: TensorLike, root_rank: int, name: str | None = None,
               process_set: ProcessSet = global_process_set) -> Any:
     """Return root_rank's `array` on every rank. Collective; all ranks must pass the same shape and dtype.
 
-    It raises the same errors as allreduce. `root_rank` is a rank of the job, also with a process set.
+    It raises the same errors as allreduce. `root_rank` is always a rank of the job, not a rank within `process_set`.
     """
     return _broadcast(array, root_rank, _name(name, "broadcast"), process_set, blocking=True).wait()
 
@@ -170,7 +170,7 @@ def broadcast(array: TensorLike, root_rank: int, name: str | None = None,
 def reducescatter_async(array: TensorLike, name: str | None = None, op: ReduceOp | None = None,
                         prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                         process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
-    """As reducescatter, but returns at once. `array` must not change until the collective is complete."""
+    """Start a reducescatter and return at once. `array` must not change until the collective is complete."""
     return collective([array], _auto_name(name, "reducescatter", process_set), process_set, _FIRST,
                       partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)))
 
@@ -179,8 +179,8 @@ def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | Non
                   postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set) -> Any:
     """Return this rank's rows of the reduction of `array` over all ranks. Collective.
 
-    The rows are dealt out in rank order. Where they do not divide evenly, the first ranks get one more. It raises the
-    same errors as allreduce.
+    The rows are dealt out in rank order. If the rows do not divide evenly, the first ranks get one more row each. It
+    raises the same errors as allreduce.
 
     Args:
         array: At least one dimension, the same shape and dtype on all ranks.
@@ -198,7 +198,7 @@ def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | Non
 def grouped_reducescatter(arrays: Sequence[TensorLike], name: str | None = None, op: ReduceOp | None = None,
                           prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
-    """As reducescatter, for several arrays in one collective. Their dtypes may differ. `[]` returns `[]`."""
+    """Reduce and scatter several arrays as one collective; see reducescatter. Dtypes may differ. `[]` returns `[]`."""
     return collective(arrays, _name(name, "grouped_reducescatter"), process_set, list,
                       partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)),
                       blocking=True).wait()
@@ -206,26 +206,26 @@ def grouped_reducescatter(arrays: Sequence[TensorLike], name: str | None = None,
 
 def alltoall_async(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None, name: str | None = None,
                    process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
-    """As alltoall, but returns at once. `array` must not change until the collective is complete."""
+    """Start an alltoall and return at once. `array` must not change until the collective is complete."""
     return _alltoall(array, splits, _auto_name(name, "alltoall", process_set), process_set)
 
 
 def alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None, name: str | None = None,
              process_set: ProcessSet = global_process_set) -> Any:
-    """Send rows of `array` to each rank, and return the rows that all ranks have sent to this one. Collective.
+    """Send rows of `array` to each rank, and return the rows that all ranks have sent to this rank. Collective.
 
     It raises the same errors as allreduce.
 
     Args:
         array: At least one dimension. The first dimension may differ among ranks.
-        splits: How many rows each rank gets, in rank order; they may add up to less than all rows. Default: the same
-            number for each rank, so the number of rows must be divisible by the number of ranks.
+        splits: The number of rows for each rank, in rank order. The sum may be less than the rows of `array`. Default:
+            the same number for each rank; the number of rows must then be divisible by the number of ranks.
         name: Matches the calls of the ranks.
         process_set: The ranks that take part.
 
     Returns:
-        The rows in the order of the ranks that have sent them. With `splits`, a pair: the rows, and an int32 array (of
-        numpy) of the number of rows from each rank.
+        The received rows, in the order of the sending ranks. With `splits`, a pair: the rows, and a numpy int32 array
+        with the number of rows from each rank.
     """
     return _alltoall(array, splits, _name(name, "alltoall"), process_set, blocking=True).wait()
 
@@ -237,37 +237,37 @@ def barrier(name: str | None = None, process_set: ProcessSet = global_process_se
 
 
 def join(process_set: ProcessSet = global_process_set) -> int:
-    """Wait until every rank of the set has called join(). Until then other ranks' collectives go on without this rank.
+    """Wait until every rank of the set has called join(). Collectives of the other ranks continue without this rank.
 
     For ranks with different numbers of batches: each rank calls join() after its last batch. Collective.
 
-    - allreduce: this rank's tensors do not count, and an average divides by the number of ranks that have submitted
-      one. MPISTRAT_JOIN_AVERAGE=all: it divides by the number of all ranks, as in Horovod.
+    - allreduce: this rank contributes nothing, and an average divides by the number of ranks that have submitted a
+      tensor. With MPISTRAT_JOIN_AVERAGE=all, an average divides by the number of all ranks, as in Horovod.
     - allgather: this rank has no rows. allgather_object: it has no object. broadcast and barrier: it is left out.
     - alltoall, reducescatter, a broadcast from this rank, and Min, Max and Product with a prescale factor: a
       MismatchError on the other ranks, since there is no result without this rank.
 
-    This rank does not get the results of these collectives. The last rank to join has taken part in all of
-    them: make the rank that this returns the root of a broadcast of the weights afterwards.
+    This rank does not get the results of these collectives. The last rank to join has taken part in all of them. So
+    after join(), broadcast the weights with the returned rank as the root.
 
     Args:
-        process_set: The ranks that wait for each other. Collectives of other sets do not go on without this rank.
+        process_set: The ranks that wait for each other. Collectives of other process sets wait for this rank.
 
     Returns:
         The rank (of the job) that was the last to join, the same on all ranks.
 
     Raises:
-        DuplicateNameError: Another thread of this rank has joined.
+        DuplicateNameError: Another thread of this rank is already in join().
         EngineError: The engine has ended (StallError, ShutdownError).
     """
     group = resolved(process_set).group("join")
-    # Not by `run`: ranks vote on what their callers wait for, and join() is no operation to vote on.
+    # `submit`, not `run`: the ranks vote on operations of `run`, and join() cannot be voted on.
     last, = group.engine.submit(join_request(), []).wait()
     return group.topology.job_ranks[int(last)]
 
 
 def dumps(obj: object) -> bytes:
-    """Pickle an object. With cloudpickle, functions and classes that the script defines can be pickled too."""
+    """Pickle an object, with cloudpickle if it is installed: it also pickles functions and classes of the script."""
     try:
         import cloudpickle
     except ImportError:
@@ -279,8 +279,8 @@ def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = 
                      process_set: ProcessSet = global_process_set) -> Any:
     """Return root_rank's `obj` on every rank. Collective. The `obj` of other ranks is ignored.
 
-    The object is sent with pickle. If cloudpickle is installed it is used instead; it also sends functions and classes
-    that the script defines.
+    The object is sent with cloudpickle if it is installed, and with pickle otherwise. Only cloudpickle can send
+    functions and classes that the script defines.
     """
     name = _name(name, "broadcast_object")
     if runtime.current().topology.rank == root_rank:
@@ -298,14 +298,14 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
 
 
 def exchange(obj: T, marks: Sequence[int], name: str, process_set: ProcessSet) -> tuple[list[T], list[list[int]]]:
-    """Return the objects and the marks of all ranks, in rank order, as Group.exchange. Collective."""
+    """Return the objects and the marks of all ranks, in rank order; see Group.exchange. Collective."""
     payloads, of_ranks = resolved(process_set).group(name).exchange(dumps(obj), name, marks)
     return [pickle.loads(payload) for payload in payloads], of_ranks
 
 
 def collective(arrays: Sequence[TensorLike], name: str, process_set: ProcessSet, finish: Callable[[list[Any]], T],
                make_request: "partial[Request]", blocking: bool = False) -> AsyncResult[T]:
-    """Submit a collective, for the rest of the package. `make_request` takes the name, the specs, and `device=`."""
+    """Submit a collective; other modules of the package use it. `make_request` takes the name, specs and `device=`."""
     return _submit(resolved(process_set).group(name), name, tensors_of(name, arrays), finish, blocking, make_request)
 
 
@@ -343,19 +343,19 @@ def _submit(group: Group, name: str, tensors: Tensors, finish: Callable[[list[An
 
 
 def _auto_name(name: str | None, operation: str, process_set: ProcessSet) -> str:
-    """Return `name`, or else the name of the operation with the next number of the process set."""
+    """Return `name`, or if it is None the name of the operation with the next number of the process set."""
     if name is not None:
         return _name(name, operation)
     return f"{operation}.{resolved(process_set).group(operation).next_number(operation)}"
 
 
 def _name(name: str | None, operation: str) -> str:
-    """Return `name`, or else the name of the operation.
+    """Return `name`, or if it is None the name of the operation.
 
-    Raises InvalidRequestError: It is not a string, or is empty, so that no error could name the collective.
+    Raises InvalidRequestError: `name` is not a string, or is empty: errors could not name the collective.
     """
     if name is None:
         return operation
     if not isinstance(name, str) or not name:
         raise InvalidRequestError(f"{operation}: name must be None or a string that is not empty. Received: {name!r}")
-    return str(name)  # numpy's strings have another repr, from which the fingerprint of a request is made.
+    return str(name)  # The fingerprint of a request uses repr(), which differs for numpy's strings.

@@ -1,7 +1,7 @@
 """Which backends can run in this process, for `mpistrat doctor`.
 
-The dependencies of a backend are imported when it is checked: mpi4py loads an MPI library, and cupy is optional. Called
-by `mpistrat doctor`, in the process that cli/probe.py starts.
+A check imports the dependencies of its backend: mpi4py, which loads an MPI library, or cupy, which is optional.
+`mpistrat doctor` calls this module in the process that cli/probe.py starts.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from .own_gpu import why_no_cupy
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table of `mpistrat doctor`."""
+    """A row of a table of `mpistrat doctor`, about one package, library or backend."""
 
-    label: str  # What the line is about.
-    text: str  # The version, or what is missing and how to install it; of a backend "yes" or "no", with the reason.
-    is_available: bool = True  # Whether it can be used.
-    needed: bool = False  # Whether training needs it.
+    label: str  # The name of the item.
+    text: str  # The version, or what is missing and how to install it. For a backend: "yes" or "no" with the reason.
+    is_available: bool = True  # Whether the item can be used.
+    needed: bool = False  # Whether training needs the item.
 
 
 def backends() -> list[Row]:
@@ -44,7 +44,7 @@ def _why_no_mpi() -> str:
 
 
 def why_no_shared_memory() -> str:
-    """Why processes of this host cannot share memory; "" if they can. Local."""
+    """Return why processes of this host cannot share memory, or "" if they can. Local."""
     from ..transport.memfd import HostFile
     try:
         file = HostFile.make()

@@ -1,7 +1,7 @@
-"""Choice of backends: what moves messages and CPU arrays among the ranks, given the topology and the settings.
+"""Chooses the backends that move messages and CPU arrays among the ranks, from the topology and the settings.
 
-`backends_over` tries shared memory within each host first, and uses MPI for the rest. Modules that load an MPI library
-are imported only when they are used. Called by init(), on the thread that calls it.
+`backends_over` tries shared memory within each host first, and uses MPI otherwise. Modules that load an MPI library are
+imported only when they are used. init() calls this module, in the thread that has called init().
 """
 
 import contextlib
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# With several hosts, a wait for a rank of the same host is this much longer than a wait for another host. The rank that
-# waits for the other host then reports first, and its error names the cause.
+# With several hosts, a wait for a rank of the same host has this much more time than a wait for another host. So the
+# rank that waits for the other host reports first, and its error names the cause.
 _EXTRA_WAIT_S = 1.0
 
 
@@ -42,10 +42,10 @@ class Backends:
     control: ControlPlane  # Sends and receives control messages.
     data: DataPlane  # Reduces, gathers and broadcasts CPU arrays.
     agreement: AgreementRound | None = None  # Agreement rounds for the fast path; None if the fast path is off.
-    feedback: ErrorFeedback | None = None  # What is rounded off between hosts; None for one rank.
+    feedback: ErrorFeedback | None = None  # The rounding errors of transfers between hosts; None for one rank.
 
     def revoke(self) -> list[Any]:
-        """Give up all resources: ranks are lost. Local; after the engine has ended. Returns as DataPlane's method."""
+        """Give up all resources after a loss of ranks. Local; after the engine has ended. See DataPlane.revoke."""
         return [*self.data.revoke(), *(self.agreement.revoke() if self.agreement is not None else []),
                 *self.control.revoke()]
 
@@ -58,13 +58,13 @@ class Backends:
 
 
 def backends_alone(settings: Settings) -> Backends:
-    """Backends for a job of one rank. Local; loads no MPI library."""
+    """Return the backends for a job of one rank. Local; loads no MPI library."""
     return Backends(LocalControl(), LocalData(), LocalAgreement() if settings.uses("fast_path") else None)
 
 
 @dataclass(frozen=True)
 class _Setup:
-    """What all functions that build backends need."""
+    """The arguments that all functions that build backends share."""
 
     comm: "MPI.Intracomm"  # All ranks.
     topology: Topology
@@ -72,7 +72,7 @@ class _Setup:
     link: HostLink  # Shares memory among the ranks of this host.
     channel: UnixSocketChannel  # Messages among the ranks of this host, over sockets.
     mpi: "MpiData"  # Collectives over MPI, for operations that shared memory does not support.
-    feedback: ErrorFeedback  # What is rounded off between hosts.
+    feedback: ErrorFeedback  # The rounding errors of transfers between hosts.
     interruption: Interruption  # Ends waits for other ranks.
 
     @property
@@ -80,13 +80,13 @@ class _Setup:
         return [rank for rank in range(self.topology.size) if rank not in self.topology.local_ranks]
 
 
-# Arrays, messages within the host, and agreement rounds (None: no fast path).
+# The backends for arrays, for messages within the host, and for agreement rounds (None: no fast path).
 _Parts = tuple[DataPlane, LocalChannel, AgreementRound | None]
 
 
 def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
                   interruption: Interruption) -> Backends:
-    """Build the backends for a job of several ranks, whose waits `interruption` ends. Collective over `comm`.
+    """Build the backends for a job of several ranks. `interruption` ends their waits. Collective over `comm`.
 
     Shared memory is used within hosts if all ranks can map it. The fast path is used if the ranks of each host share
     memory, or if each host has one rank, unless MPISTRAT_DISABLE=fast_path.
@@ -113,7 +113,7 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
 
 
 def _build_for_one_host(setup: _Setup) -> _Parts | None:
-    """All ranks share the memory of one host. None if they cannot. Collective."""
+    """Build the backends for ranks of one host, over shared memory. None if the ranks cannot share it. Collective."""
     from ..transport.shm.agreement import SharedMemoryAgreement
     from ..transport.shm.shm_data import SharedMemoryData
     local_ranks, settings = setup.topology.local_ranks, setup.settings
@@ -134,9 +134,9 @@ def _build_for_one_host(setup: _Setup) -> _Parts | None:
 
 
 def _build_for_hosts(setup: _Setup) -> _Parts | None:
-    """Shared memory within each host, MPI between hosts. None if some ranks cannot share memory. Collective.
+    """Use shared memory within each host and MPI between hosts. None if some ranks cannot share memory. Collective.
 
-    With MPISTRAT_CPU_OPERATIONS=mpi, where each host has one rank: the fast path and messages, and arrays over MPI.
+    With MPISTRAT_CPU_OPERATIONS=mpi, called only if each host has one rank: the fast path is used, arrays go over MPI.
     """
     from ..transport.hierarchical.allreduce import HierarchicalData, cross_comm
     from ..transport.hierarchical.hosts_agreement import HierarchicalAgreement
@@ -168,7 +168,7 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
 
 
 def _log_choice(topology: Topology, settings: Settings, data: DataPlane, agreement: AgreementRound | None) -> None:
-    """Log which backends serve, and why. INFO on rank 0, DEBUG on the others."""
+    """Log which backends are used, and why: INFO on rank 0, DEBUG on all other ranks."""
     if settings.cpu_operations == "mpi":
         reason = "MPISTRAT_CPU_OPERATIONS=mpi"
     elif max(topology.local_sizes) == 1:
@@ -185,7 +185,7 @@ def _connect_host(comm: "MPI.Intracomm", topology: Topology,
                   interruption: Interruption) -> tuple[HostLink, UnixSocketChannel]:
     """Connect the ranks of each host. Collective. The caller closes the HostLink.
 
-    Raises MpistratError: On all ranks, if the ranks of some host cannot be connected.
+    Raises MpistratError: On all ranks, if the ranks of any host cannot be connected.
     """
     link, channel, problem = None, None, ""
     try:
@@ -205,20 +205,20 @@ def _connect_host(comm: "MPI.Intracomm", topology: Topology,
         for opened in (channel, link):
             if opened is not None:
                 opened.close()
-        raise MpistratError(f"The ranks of a host cannot be connected. {'; '.join(problems)}")
+        raise MpistratError(f"Ranks of one host cannot connect to each other. {'; '.join(problems)}")
     assert link is not None and channel is not None
     return link, channel
 
 
 def _shared_memory(setup: _Setup, data_bytes: int, is_last: bool = True) -> HostMemory | None:
-    """Allocate and map memory that the ranks of a host share. None on all ranks if any rank cannot. Collective.
+    """Allocate and map memory that the ranks of a host share. None on all ranks if any rank fails. Collective.
 
     Args:
-        data_bytes: The bytes, without those of the counters.
-        is_last: The caller does not try with less memory.
+        data_bytes: The number of bytes, without the bytes of the counters.
+        is_last: Whether the caller will not try again with less memory.
 
     Raises:
-        MpistratError: On all ranks, if any rank cannot, `is_last` and MPISTRAT_CPU_OPERATIONS=shared_memory.
+        MpistratError: On all ranks, if any rank fails, `is_last` is true and MPISTRAT_CPU_OPERATIONS=shared_memory.
     """
     topology, settings = setup.topology, setup.settings
     nbytes = HostMemory.size_for(topology.local_size, data_bytes)
@@ -226,7 +226,7 @@ def _shared_memory(setup: _Setup, data_bytes: int, is_last: bool = True) -> Host
     limit_s = settings.limit_s + _EXTRA_WAIT_S if is_extended else settings.limit_s
     memory = None
     problems: dict[int, str] = {}
-    # The first rank of a host reserves the memory before the others map it, so its limits decide.
+    # The first rank of a host reserves the memory before the other ranks map it, so the limits of that rank decide.
     for is_due in (topology.local_rank == 0, topology.local_rank > 0):
         problem = ""
         if is_due and not problems:

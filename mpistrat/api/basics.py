@@ -1,6 +1,6 @@
 """Ranks, sizes, hosts and roles, and process sets. Any thread may call these functions, after init().
 
-All are local, except for those that add and remove process sets.
+All functions are local, except add_process_set and remove_process_set.
 """
 
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def rank() -> int:
-    """Return this process' rank, 0 to size() - 1."""
+    """Return the rank of this process, from 0 to size() - 1."""
     return runtime.current().topology.rank
 
 
@@ -30,7 +30,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's position among the ranks of its host."""
+    """Return this rank's index among the ranks of its host, from 0."""
     return runtime.current().topology.local_rank
 
 
@@ -40,17 +40,17 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this rank's position among the ranks of all hosts that have the same local_rank()."""
+    """Return this rank's index among the ranks of all hosts that have the same local_rank(), from 0."""
     return runtime.current().topology.cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank with this local_rank()."""
+    """Return the number of hosts that have a rank with the local_rank() of this rank."""
     return runtime.current().topology.cross_size
 
 
 def hosts() -> tuple[str, ...]:
-    """Return the names of the hosts, in the order of their lowest rank."""
+    """Return the names of the hosts, in the order of the lowest rank on each host."""
     return runtime.current().topology.hosts
 
 
@@ -62,12 +62,12 @@ def is_homogeneous() -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Start a timeline: rank 0 writes the operations of all ranks to a file. Local.
 
-    Only the call of rank 0 has an effect. `mpistrat timeline FILE` reads the file. A path that cannot be written, a
-    full disk, or a timeline that is being written already is a warning.
+    Only the call of rank 0 has an effect. `mpistrat timeline FILE` reads the file. If the path cannot be written, the
+    disk is full, or a timeline is being written already, rank 0 logs a warning.
 
     Args:
-        file_path: A file of this name is replaced. It gets Chrome's trace format, which https://ui.perfetto.dev reads.
-        mark_cycles: Whether to mark when each rank begins to execute what the ranks have agreed on.
+        file_path: The file to write, in Chrome's trace format, for https://ui.perfetto.dev. An old file is replaced.
+        mark_cycles: Whether to mark the times at which each rank begins to execute operations that the ranks agreed on.
     """
     forked.require_rank()
     tracer = runtime.current().tracer
@@ -78,10 +78,10 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Complete the file of start_timeline, or of MPISTRAT_TIMELINE. Local; without such a file it does nothing.
+    """Complete the timeline file of start_timeline or MPISTRAT_TIMELINE. Local; without a timeline it does nothing.
 
-    Rank 0 waits a moment for the last operations of the other ranks; only its call has an effect. shutdown() calls
-    stop_timeline().
+    Only the call of rank 0 has an effect. Rank 0 waits a moment for the last operations of the other ranks. shutdown()
+    calls stop_timeline().
     """
     forked.require_rank()
     tracer = runtime.current().tracer
@@ -97,7 +97,7 @@ def role(jobs: dict[str, int] | None = None) -> Role:
             `{"chief": 1, "worker": 2, "ps": 1, "evaluator": 1}`. Default: rank 0 is the chief, all others are workers.
 
     Raises:
-        ValueError: The roles are unknown, the first is not one chief, or the counts do not add up to size().
+        ValueError: A role is unknown, `jobs` does not begin with one chief, or the counts do not add up to size().
     """
     topology = runtime.current().topology
     return assign_roles(topology.size, jobs)[topology.rank][0]
@@ -106,14 +106,14 @@ def role(jobs: dict[str, int] | None = None) -> Role:
 def cluster_spec(ports: list[int], jobs: dict[str, int] | None = None) -> dict[str, Any]:
     """Return the content of TF_CONFIG for this rank: `{"cluster": {role: ["host:port", ...]}, "task": {...}}`.
 
-    When all ranks share one host, its address is `localhost`. An evaluator is a task but not part of the cluster.
+    If all ranks are on one host, the addresses are `localhost`. An evaluator is a task but not part of the cluster.
 
     Args:
         ports: A TCP port for each rank, in rank order.
-        jobs: As for `role`.
+        jobs: The number of ranks for each role; see `role`.
 
     Raises:
-        ValueError: As `role`, or `ports` has not size() numbers.
+        ValueError: `jobs` is invalid (see `role`), or `ports` does not have size() numbers.
     """
     return _cluster_spec(runtime.current().topology, ports, jobs)
 
@@ -172,16 +172,16 @@ def rocm_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Return whether tensors on CUDA GPUs can be reduced there, which needs cupy. Imports cupy if it is installed."""
+    """Return whether mpistrat can reduce tensors on CUDA GPUs, which needs cupy. Imports cupy if it is installed."""
     return not why_no_cupy()
 
 
 def gpu_available(ext_base_name: str = "", verbose: bool = False) -> bool:
-    """Return whether this process sees a CUDA GPU whose tensors can be reduced there. Imports cupy if it is installed.
+    """Return whether this process sees a CUDA GPU and can reduce tensors on it. Imports cupy if it is installed.
 
     Args:
         ext_base_name: Accepted for compatibility with Horovod, ignored. The answer is the same for all frameworks.
-        verbose: Print the reason for False.
+        verbose: If the result is False, print the reason.
     """
     problem = why_no_cupy()
     if problem:
@@ -195,14 +195,14 @@ def gpu_available(ext_base_name: str = "", verbose: bool = False) -> bool:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set, and return it. Collective over all ranks of the job, also those that are not in the set.
+    """Register a process set, and return it. Collective over all ranks of the job, even ranks that are not in the set.
 
     Args:
-        process_set: A ProcessSet, or ranks. The same on all ranks, except for a ProcessSet of a communicator.
+        process_set: A ProcessSet, or ranks. All ranks pass the same set, except if it is made from a communicator.
 
     Raises:
-        InvalidRequestError: On all ranks, and nothing changes: the set is empty, has ranks that do not exist, or is
-            registered already, or the ranks disagree on it.
+        InvalidRequestError: On all ranks, if the set is empty, has ranks that do not exist, or is registered already,
+            or if the ranks pass different sets. Nothing is registered.
         NotInitializedError: Before init() or after shutdown().
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -217,7 +217,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         False if `process_set` is the set of all ranks, or is not registered.
 
     Raises:
-        InvalidRequestError: On all ranks, if they remove different sets.
+        InvalidRequestError: On all ranks, if the ranks pass different sets.
         NotInitializedError: Before init() or after shutdown().
     """
     return runtime.current().registry.remove(process_set)

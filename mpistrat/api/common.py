@@ -1,6 +1,6 @@
 """The names that `mpistrat`, `mpistrat.tensorflow` and `mpistrat.keras` share: Horovod's, and `shard`.
 
-Imported by these three only.
+Only these three modules import it.
 """
 
 from ..core.request import Adasum, Average, Max, Min, Product, Sum

@@ -1,9 +1,9 @@
-"""Group: ranks that communicate, with their own backends and their own engine.
+"""Group: ranks that communicate, with separate backends and a separate engine.
 
-All ranks of the job are one group. Each process set is another one, a job inside the job: its ranks have numbers of
-their own, from 0. Groups share nothing but the processes, and their GPUs. So two sets that overlap may run their
-collectives in any order, and sets without a common rank do not wait for each other. Only NCCL needs one order for all
-that runs on a GPU: of sets that overlap, the first one with a collective on GPU tensors uses it (gpu.nccl_claims).
+All ranks of the job are one group. Each process set is another group, a job inside the job: its ranks are numbered
+from 0. Groups share only the processes and their GPUs. So two sets that overlap may run their collectives in any order,
+and sets without a common rank do not wait for each other. Only NCCL needs one order for all work on a GPU. So of sets
+that overlap, only the first set with a collective on GPU tensors uses NCCL (gpu.nccl_claims).
 """
 
 import hashlib
@@ -37,19 +37,19 @@ from .backends import Backends
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_LAST_OPERATIONS = 3  # in a report
+_LAST_OPERATIONS = 3  # The number of last operations in a report.
 
 
 class Group:
     """One rank's part in a group. Constructing it starts the engine.
 
     Args:
-        settings: The same on all ranks.
-        backends: Of these ranks.
-        comm: These ranks; None for one rank.
-        interruption: Ends the engine, and the waits of the backends, which have it too.
-        tracer: Exchanges messages over this engine, that of all ranks; None: nothing does.
-        processes: Those of other ranks of this host, by their rank in the job, as far as they are known.
+        settings: The settings, the same on all ranks.
+        backends: The backends that connect these ranks.
+        comm: A communicator of these ranks; None for one rank.
+        interruption: Ends the engine. The backends have the same object, which ends their waits.
+        tracer: Exchanges messages over this engine; only for the group of all ranks. None: there is no tracer.
+        processes: The known processes of other ranks of this host, by their rank in the job.
     """
 
     def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
@@ -57,25 +57,25 @@ class Group:
                  processes: Mapping[int, Process] = MappingProxyType({})):
         self.topology, self.comm = topology, comm
         self._backends, self.feedback = backends, backends.feedback
-        # How often all ranks had joined when counting began, and the counters.
+        # The value of `joins` when counting began, and the counters by key.
         self._numbers: tuple[int, defaultdict[Hashable, itertools.count]] = 0, defaultdict(itertools.count)
-        self._requests: dict[str, tuple[object, Request]] = {}  # by name, with what they were made from
+        self._requests: dict[str, tuple[object, Request]] = {}  # By name: the arguments of a request, and the request.
         ring = OperationRing(RECORDED_OPERATIONS if settings.is_recorded else 0, tracer)
         self._device = GpuExecutor(topology, backends.data, settings, ring)
-        # What looks for Inf and NaN in gradients; None: nothing does.
+        # Checks gradients for Inf and NaN; None: they are not checked.
         self.finite = FiniteWatch(topology.job_rank) if settings.nan_warning else None
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring, self.finite)
         controller = Controller(topology, backends.control, executor, settings, backends.agreement,
                                 interruption=interruption, where=partial(_where, ring),
                                 look=partial(stacks.look, processes))
-        # What is recorded of it.
+        # The recorded operations of this group.
         self.traced = Traced(ring, topology.size, backends.data.name, controller.queue.in_flight,
                              backends.data.measured_choices)
         self.engine = Engine(controller)  # Executes the collectives of the group.
         self.engine.start()
 
     def request_on_gpu(self, name: str, tensors: GpuTensors, make_request: "partial[Request]") -> Request:
-        """The request for tensors on a GPU, kept for later calls with the same arguments. Any thread may call it.
+        """Return the request for tensors on a GPU. It is cached for calls with equal arguments. Any thread may call it.
 
         `make_request`: Takes the name, the specs of the tensors, and `device=`.
         """
@@ -98,24 +98,24 @@ class Group:
 
     @property
     def joins(self) -> int:
-        """How often all ranks have joined."""
+        """The number of times that all ranks have completed a join()."""
         return self.engine.controller.joins
 
     @property
     def executed(self) -> int:
-        """How many operations this rank has executed."""
+        """The number of operations that this rank has executed."""
         return self.engine.controller.queue.completed
 
     @property
     def error(self) -> Exception | None:
-        """What ended the engine; None while it runs, and after a shutdown of all ranks."""
+        """The error that ended the engine; None while it runs, and after a shutdown of all ranks."""
         return self.engine.controller.life.error
 
     def next_number(self, key: Hashable) -> int:
-        """Return how often this was called with `key` before. Local.
+        """Return the number of earlier calls with `key`. Local.
 
-        It is the same on all ranks of the group that make the same calls in the same order. Counting restarts after a
-        join(), before which some ranks have made fewer calls.
+        Ranks of the group that make the same calls in the same order get the same numbers. Counting restarts after a
+        join(), since some ranks may have made fewer calls before it.
         """
         joins = self.engine.controller.joins
         if self._numbers[0] != joins:
@@ -129,8 +129,8 @@ class Group:
     def exchange(self, payload: bytes, name: str, marks: Sequence[int] = ()) -> tuple[list[bytes], list[list[int]]]:
         """Return the payloads and the marks of all ranks of the group, in rank order. Collective over the group.
 
-        It is one operation if all payloads are equal, which their digests say, and two otherwise. The marks, which are
-        numbers of 64 bits and on all ranks as many, may differ.
+        If the digests show that all payloads are equal, this is one operation, otherwise two. The marks are 64-bit
+        integers. Their values may differ among the ranks, but all ranks must pass the same number of marks.
         """
         digest = np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64)
         head = np.array([[len(payload), *digest, *marks]], np.int64)
@@ -143,7 +143,7 @@ class Group:
         return [together[end - size:end].tobytes() for end, size in zip(np.cumsum(sizes), sizes, strict=True)], of_ranks
 
     def revoke(self) -> list[Any]:
-        """Give up all resources: ranks are lost. Local; after the engine has ended. Returns as DataPlane's method."""
+        """Give up all resources after a loss of ranks. Local; after the engine has ended. See DataPlane.revoke."""
         return [*self._backends.revoke(), *([] if self.comm is None else [self.comm])]
 
     def free(self) -> None:
@@ -155,9 +155,9 @@ class Group:
 
 
 def _where(ring: OperationRing) -> str:
-    """Where this rank is in the script, and what it has completed last, for reports on ranks that have not come.
+    """Return the position of this rank in the script and its last collectives, for reports on ranks that are late.
 
-    Not a method: the engine would refer to its group, and this circle would keep the memory of ranks after a recovery.
+    Not a method, which would be a reference cycle of engine and group, and keep their memory after a recovery.
     """
     now = time.monotonic_ns()
     last = [f"{each.request.name} ({(now - each.delivered) / 1e9:.1f} s ago)"

@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank sends to all others in init()."""
+    """The facts that a rank sends to all other ranks in init()."""
 
     host: str
-    memory_group: int  # The lowest of the ranks that share memory with it.
-    settings: Settings | None  # Its settings; None if they are not valid.
-    problem: str  # What is wrong with its settings, or "".
-    # Python's version and those of packages, by name; "none" for a package that is not installed.
+    memory_group: int  # The lowest rank that shares memory with this rank.
+    settings: Settings | None  # The settings of the rank; None if they are not valid.
+    problem: str  # The error in the settings, or "".
+    # The versions of Python and of packages, by name; "none" for a package that is not installed.
     versions: dict[str, str]
     script: str  # A digest of the script.
-    cpus: list[int]  # The CPUs that it may use.
-    # Its process, as the first four fields of procfs.Process; None where /proc does not show it.
+    cpus: list[int]  # The CPUs that the rank may use.
+    # The process of the rank, as the first four fields of procfs.Process; None if /proc does not show it.
     process: tuple[int, int, int, int] | None
 
 
 def exchange_info(mpi: ModuleType, comm: "MPI.Comm", hosts: Sequence[str] = ()) -> list[RankInfo]:
-    """Return the RankInfo of every rank, in rank order. Collective over `comm`. It raises the errors of from_texts.
+    """Return the RankInfo of every rank, in rank order. Collective over `comm`. Raises the errors of from_texts.
 
-    `hosts`: The host of each rank, if it is known: equal for those that share memory.
+    `hosts`: The host of each rank, if known. Ranks that share memory have equal hosts.
     """
     if hosts:
         memory_group = hosts.index(hosts[comm.Get_rank()])
@@ -72,9 +72,9 @@ def to_text(info: RankInfo) -> str:
 
 
 def from_texts(texts: Sequence[str]) -> list[RankInfo]:
-    """The inverse of to_text, for the texts of all ranks.
+    """Decode the results of to_text of all ranks, in rank order.
 
-    Raises SettingsError: On all ranks, if they have different versions of mpistrat; names the versions.
+    Raises SettingsError: On all ranks, if they have different versions of mpistrat. The text names the versions.
     """
     received = [json.loads(text) for text in texts]
     versions = [each.get("versions", {}).get("mpistrat", "unknown") for each in received]
@@ -86,7 +86,7 @@ def from_texts(texts: Sequence[str]) -> list[RankInfo]:
 
 
 def versions() -> dict[str, str]:
-    """Python's version, and those of the packages on whose versions the ranks should agree."""
+    """Return the versions of Python and of the packages that should be the same on all ranks, by name."""
     found = {"Python": platform.python_version(), "mpistrat": __version__}
     # cupy has a package for each version of CUDA.
     for name, *packages in (("tensorflow",), ("tensorflow-cpu",), ("keras",), ("numpy",),
@@ -99,7 +99,7 @@ def versions() -> dict[str, str]:
 
 
 def script_digest() -> str:
-    """SHA-256 of the script that Python was started with, or "no file"."""
+    """Return the SHA-256 of the script that Python was started with, or "no file"."""
     try:
         with open(_script(), "rb") as file:
             return hashlib.sha256(file.read()).hexdigest()
@@ -108,12 +108,12 @@ def script_digest() -> str:
 
 
 def _script() -> str:
-    """The script that Python was started with; "" if a program that embeds Python has named none."""
+    """Return the path of the script that Python was started with; "" if a program that embeds Python gave none."""
     return sys.argv[0] if sys.argv else ""
 
 
 def problems(infos: Sequence[RankInfo]) -> str:
-    """Return what is wrong with the settings, once for all ranks that have the same problem; "" if nothing is."""
+    """Return the errors in the ranks' settings, one text for all ranks with the same error; "" if there are none."""
     ranks = ranks_by_value(info.problem for info in infos)
     ranks.pop("", None)
     return " ".join(f"{'all ranks' if len(where) == len(infos) else f'ranks {rank_list(where)}'}: {problem}"
@@ -121,7 +121,7 @@ def problems(infos: Sequence[RankInfo]) -> str:
 
 
 def differences(infos: Sequence[RankInfo]) -> list[str]:
-    """Return one sentence for each version, and for the script, that is not the same on all ranks."""
+    """Return a sentence for each version that differs among the ranks, and one if the script differs."""
     subjects = {f"version of {name}": [info.versions[name] for info in infos] for name in infos[0].versions}
     subjects[f"content of the script {_script()}"] = [info.script[:12] for info in infos]
     sentences = []
@@ -132,7 +132,7 @@ def differences(infos: Sequence[RankInfo]) -> list[str]:
 
 
 def without_cupy(infos: Sequence[RankInfo]) -> str:
-    """Why no rank keeps its tensors on the GPU: some have cupy, and others do not; "" if they are alike."""
+    """Return a warning if some ranks have cupy and others do not, so that all reduce GPU tensors on the host; or ""."""
     lacking = [rank for rank, info in enumerate(infos) if info.versions.get("cupy", "none") == "none"]
     return "" if len(lacking) in (0, len(infos)) else (
         f"Ranks {rank_list(lacking)} have no cupy ({pip_extra('gpu')}), so tensors on GPUs are copied to the host and "

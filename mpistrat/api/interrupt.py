@@ -1,10 +1,10 @@
 """Ctrl-C of `mpistrat run` interrupts the scripts of all ranks in the same step.
 
-A script that catches KeyboardInterrupt around fit goes on to save, which all ranks may have to do together. A rank that
-is a step ahead would wait for the others in that step, and they for it in the save. So when the signal comes the ranks
-meet in a barrier, in a thread beside the script. The engines of all ranks execute in one order, and so the first
-operation after the barrier is the same on all of them: the script is interrupted while it waits for that. A rank that
-does not come to the barrier soon, or to another operation, is interrupted where it is.
+A script that catches KeyboardInterrupt around fit may then save the model, for which all ranks may have to call the
+same collectives. A rank that is one step ahead would deadlock: it waits in the next step, and the other ranks in the
+save. So after the signal, a background thread of each rank enters a barrier. The engines of all ranks execute in one
+order, so the first operation after the barrier is the same on all ranks, and interrupts the script on each of them. A
+rank that does not come to the barrier soon, or to another operation, is interrupted at once.
 """
 
 import os
@@ -24,9 +24,9 @@ _LOOK_S = 0.001
 
 
 def interrupt(engine: Callable[[], Engine]) -> None:
-    """Have this process get SIGINT, soon. Local; for a signal handler, in the main thread. Returns at once.
+    """Send SIGINT to this process soon. Returns at once. Local; for a signal handler, in the main thread.
 
-    `engine`: Returns that of all ranks, or raises NotInitializedError.
+    `engine`: A function that returns the engine of all ranks, or raises NotInitializedError.
     """
     signal_handlers.expect()
     threading.Thread(target=_interrupt, args=[engine], name="mpistrat-interrupt", daemon=True).start()
@@ -38,7 +38,7 @@ def _interrupt(engine: Callable[[], Engine]) -> None:
 
     def come() -> None:
         is_due.set()
-        # A main thread that drives would be interrupted in the middle of a collective. It does not begin to, now.
+        # A main thread that drives would be interrupted inside a collective. After `expect` it does not start to drive.
         if threading.get_ident() != main and main not in handle.drivers:
             with lock:
                 if not has_come.is_set():
@@ -52,7 +52,7 @@ def _interrupt(engine: Callable[[], Engine]) -> None:
                 lambda _: setattr(controller.executor, "before_next", come))
             is_due.wait(_LIMIT_S)
     except MpistratError:
-        pass  # There is no engine any more, or a second Ctrl-C.
+        pass  # The engine has ended, or this is a second Ctrl-C.
     while not has_come.is_set():
         come()
         time.sleep(_LOOK_S)

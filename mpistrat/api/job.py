@@ -1,7 +1,7 @@
-"""A job from the view of one rank, from init() to shutdown(): settings, the group of all ranks, and process sets.
+"""Job: what one rank has of a job from init() to shutdown(): settings, the group of all ranks, and process sets.
 
-runtime.py makes and closes it, and gives it to the other modules. Any thread may read it; one thread at a time closes
-it.
+runtime.py makes and closes the Job, and gives it to the other modules. Any thread may read it; one thread at a time
+closes it.
 """
 
 import contextlib
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_timelines = itertools.count()  # How many this process has begun because of MPISTRAT_TIMELINE.
-_LEAVE_S = 1.0  # A rank that leaves waits at most so long for its engines.
+_timelines = itertools.count()  # The number of timelines that this process has begun because of MPISTRAT_TIMELINE.
+_LEAVE_S = 1.0  # The longest time that a rank that leaves waits for its engines.
 
 
 class Job:
-    """What exists from init() to shutdown()."""
+    """The objects of one rank that exist from init() to shutdown()."""
 
     def __init__(self, settings: Settings, world: Group, losses: Losses, tracer: Tracer | None):
         # world: All ranks of the job, with the engine that executes their collectives.
-        # losses: The ranks that have ended in the middle of the job.
-        # tracer: Reports what the engines do; None: MPISTRAT_RECORDER=0.
+        # losses: Watches for ranks that end in the middle of the job.
+        # tracer: Reports the operations of the engines; None: MPISTRAT_RECORDER=0.
         self.settings, self.world, self.losses, self.tracer = settings, world, losses, tracer
-        # Whether the job began on several hosts. What traced functions rest on does not change when ranks are lost.
+        # Whether the job began on several hosts. A loss of ranks does not change it, since traced functions rely on it.
         self.spans_hosts = len(world.topology.hosts) > 1
         self.registry = Registry(world, settings, losses.interruption)
         if tracer is not None:
@@ -65,12 +65,12 @@ class Job:
 
     @property
     def topology(self) -> Topology:
-        """Ranks and hosts of the job."""
+        """The ranks and hosts of the job."""
         return self.world.topology
 
     @property
     def comm(self) -> "MPI.Intracomm | None":
-        """All ranks; None for one rank without MPI."""
+        """The communicator of all ranks; None for one rank without MPI."""
         return self.world.comm
 
     @property
@@ -84,10 +84,10 @@ class Job:
         return self.world.engine
 
     def close(self) -> None:
-        """Wait until all ranks have called this, stop the engines and free all resources. Collective.
+        """Wait until all ranks have called close(), stop the engines and free all resources. Collective.
 
-        The wait for ranks that cannot be reached ends after the stall limit. MPI_Finalize would wait for them without a
-        limit, so it is not called then, and the job is aborted when this script ends.
+        The wait for ranks that cannot be reached ends after the stall limit. MPI_Finalize, which would wait without a
+        limit, is then not called, and the job is aborted when this script ends.
         """
         began = time.monotonic()
         log_step(self.topology.rank, "shutdown begins")
@@ -101,8 +101,8 @@ class Job:
         for group in groups:
             group.engine.end(partial(log_step, self.topology.rank,
                                      "has shut down, and has waited %.0f s for the other ranks to do so"))
-        self.losses.stop()  # All ranks have announced their end, or there was an error: they may end now.
-        # Only this error decides on the wait for all ranks. Ranks that are not in a set do not know that it has failed.
+        self.losses.stop()  # All ranks have announced their end, or there was an error, so they may end now.
+        # Only the error of all ranks' group decides on the wait: ranks outside a process set do not know its error.
         error = self.world.error
         if self.tracer is not None:
             self.tracer.close()
@@ -119,7 +119,7 @@ class Job:
         log_step(self.topology.rank, "shut down in %.2f s, %s", time.monotonic() - began,
              "because all ranks have called shutdown" if error is None else f"after an error: {error}")
         if error is not None:
-            return  # Freeing communicators is collective, and the other ranks may not take part after an error.
+            return  # Freeing communicators is collective, and other ranks may not take part after an error.
         for group in reversed(groups):
             if group.error is None:
                 group.free()
@@ -131,10 +131,10 @@ class Job:
         after the chief has ended. A chief that waited for these ranks in `close` would deadlock.
         """
         self._in_cluster = True
-        self.losses.stop()  # The connections to the chief tell how ranks end.
+        self.losses.stop()  # In a cluster, the connections to the chief show how ranks end.
 
     def _wait_for_all_ranks(self, comm: "MPI.Comm") -> bool:
-        """Wait until all ranks have called `close`. Returns False if they have not within the stall limit."""
+        """Wait until all ranks have called `close`. Returns False if ranks are lost, or after the stall limit."""
         from ..transport.mpi.peer_wait import never_free
         limit_s = self.settings.limit_s
         try:
@@ -162,7 +162,7 @@ class Job:
             group.await_gpu()
 
     def leave(self) -> None:
-        """End on this rank only, which is then lost for the others. Local."""
+        """End on this rank only. The other ranks then treat this rank as lost. Local."""
         log_step(self.topology.rank, "leaves the other ranks")
         self._stop_tracer()
         self.losses.stop()
@@ -174,7 +174,7 @@ class Job:
         """End the engines and give up all resources but `comm`, after the loss of ranks. Local.
 
         Returns:
-            The communicators and requests of MPI, which the caller discards.
+            The communicators and requests of MPI, for the caller to discard.
 
         Raises:
             RecoveryError: An engine has not ended within the limit.
@@ -201,12 +201,12 @@ class Job:
             group.engine.abandon(reason)
 
     def disable_after_fork(self, error: Exception) -> None:
-        """In a forked process: make collectives raise `error`."""
+        """Make collectives raise `error`. Called in a forked process."""
         for group in self._groups():
             group.engine.disable_after_fork(error)
 
     def _groups(self) -> list[Group]:
-        """The groups that this rank is in. Ascending by id, so that all ranks close them in the same order."""
+        """Return the groups of this rank, ascending by id, so that all ranks close them in the same order."""
         return [group for _, group in sorted(self.registry.groups.items())]
 
     def _stop_tracer(self, closes: bool = True) -> None:
@@ -217,7 +217,7 @@ class Job:
 
 
 def _next_file(path: str) -> str:
-    """The path of a timeline; another one, with a number, if an earlier part of this job has written the file."""
+    """Return the path for a timeline: `path`, or one with a number if an earlier part of this job has used `path`."""
     job = job_of(os.environ)
     if next(_timelines) == 0 and (job is None or job.generation == 1):
         return path

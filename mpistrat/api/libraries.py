@@ -1,7 +1,7 @@
-"""Tensors of other libraries: how they are read, and results made.
+"""Tensors of other libraries: how mpistrat reads them, and makes results of the same library.
 
-The libraries themselves are not imported here, because a caller that passes a tensor has imported its library. Called
-by tensors.py, in the caller's thread.
+This module does not import the libraries, because a caller that passes a tensor has imported its library. tensors.py
+calls this module, in the caller's thread.
 """
 
 import sys
@@ -13,7 +13,7 @@ import numpy as np
 from ..gpu.arrays import Allocated, GpuTensors, RecordedStream
 
 if TYPE_CHECKING:
-    from ..gpu.device import Device  # It imports cupy.
+    from ..gpu.device import Device  # This module imports cupy.
 
 
 _CPU, _CUDA = 1, 2  # DLPack's device types kDLCPU and kDLCUDA
@@ -34,14 +34,14 @@ TensorLike = SupportsDLPack | np.generic | complex | Sequence
 
 
 class Library:
-    """A library whose tensors are read through DLPack. Also numbers and sequences, whose results are numpy arrays.
+    """A library whose tensors are read through DLPack. Also for numbers and sequences: their results are numpy arrays.
 
     Args:
-        from_dlpack: The library's function that imports arrays of others. None: results are numpy arrays, or cupy
-            arrays on a GPU.
+        from_dlpack: The library's function that imports arrays of other libraries. None: results are numpy arrays, or
+            cupy arrays on a GPU.
 
     Attributes:
-        gpu_problem: Why tensors on a GPU are refused; "" if they are not.
+        gpu_problem: Why tensors on a GPU are refused; "" if they are accepted.
     """
 
     gpu_problem = ""
@@ -50,16 +50,16 @@ class Library:
         self._from_dlpack = from_dlpack
 
     def to_numpy(self, value: TensorLike) -> np.ndarray:
-        """Return the contents, without a copy where that is possible."""
-        # numpy's type of the argument also asks for the optional arguments of __dlpack__, which numpy can do without.
+        """Return `value` as a numpy array, without a copy if possible."""
+        # numpy's annotation asks for the optional arguments of __dlpack__, which numpy does not need.
         return np.from_dlpack(cast("Any", value)) if hasattr(value, "__dlpack__") else np.asarray(value)
 
     def of(self, result: object) -> Any:
-        """Return a result, an array of numpy or cupy, for the caller, over the same memory."""
+        """Return a result (a numpy or cupy array) as a tensor of this library, over the same memory."""
         return result if self._from_dlpack is None else self._from_dlpack(result)
 
     def gpus_of(self, values: Sequence[Any]) -> set[int | None]:
-        """The numbers of the GPUs that tensors are on; None: a tensor is not on a GPU."""
+        """Return the set of the tensors' GPU numbers. None in the set: at least one tensor is not on a GPU."""
         places = [value.__dlpack_device__() if hasattr(value, "__dlpack_device__") else (_CPU, 0) for value in values]
         return {int(number) if int(kind) == _CUDA else None for kind, number in places}
 
@@ -80,7 +80,7 @@ class Numpy(Library):
 
 
 class Cupy(Library):
-    """cupy arrays. Results are allocated in the order of the stream that is cupy's current one at the call."""
+    """cupy arrays. Results are allocated in stream order, on cupy's current stream at the time of the call."""
 
     def gpus_of(self, values: Sequence[Any]) -> set[int | None]:
         return {value.data.device_id for value in values}
@@ -92,18 +92,18 @@ class Cupy(Library):
 class TensorFlow(Library):
     """TensorFlow's tensors. Their DLPack capsules name a logical GPU, which the bridge to TensorFlow translates."""
 
-    gpu_problem = ("a tensor of TensorFlow on a GPU goes to the functions of mpistrat.tensorflow, not to those of "
-                   "mpistrat.")
+    gpu_problem = ("the functions of mpistrat take no TensorFlow tensors on a GPU. Call the function of the same name "
+                   "in mpistrat.tensorflow.")
 
 
-# By the top-level package of a tensor's type.
+# The libraries, by the top-level package of a tensor's type.
 KINDS: dict[str, Library] = {"numpy": Numpy(), "cupy": Cupy(), "tensorflow": TensorFlow()}
 
 
 def library_of(value: TensorLike) -> Library:
-    """The library of a tensor, by the package of its type; results are made by the from_dlpack of its namespace.
+    """Return the library of a tensor, by the package of the tensor's type.
 
-    That is the namespace of the Python array API standard, as jax has it, or else the package, as torch has it.
+    For other packages than KINDS, `from_dlpack` is that of the array API namespace (jax) or of the package (torch).
     """
     package = type(value).__module__.partition(".")[0]
     if package in KINDS:
@@ -113,13 +113,13 @@ def library_of(value: TensorLike) -> Library:
 
 
 def _of_cupy(arrays: Sequence[Any], device: "Device", streams: Sequence[RecordedStream]) -> GpuTensors:
-    """Arrays of cupy for the engine. Results are allocated in the order of the stream that is cupy's current one now.
+    """Return cupy arrays in the form that the engine takes. Results are allocated on cupy's current stream.
 
-    The caller gets the results, and may drop them while its work on that stream still reads them. The next use of the
-    memory comes later on the same stream, or after a wait for it.
+    The caller may drop the results while its work on that stream still reads them: the next use of the memory comes
+    later on the same stream, or after a wait for the stream.
 
     Args:
-        streams: The contents are complete when these and the current stream have done their work so far.
+        streams: The contents are complete when these streams and the current one have done their present work.
     """
     stream, dtypes = device.current_stream(), [array.dtype for array in arrays]
 

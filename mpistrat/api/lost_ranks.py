@@ -1,7 +1,7 @@
-"""Losses: what a rank knows of ranks that have died, or whose host is lost, and what follows from it.
+"""Losses: notices ranks that have died, or whose host is lost, and reacts to the loss.
 
-If the MPI library can go on without them, all engines of this rank end with RanksLostError, and `elastic.run` connects
-the others anew (recovery.py). Otherwise mpirun ends the job. If it has not done so after a moment, this rank does.
+If the MPI library can continue without the lost ranks, all engines of this rank end with RanksLostError, and
+`elastic.run` reconnects the surviving ranks (recovery.py). Otherwise mpirun, or this rank after a moment, ends the job.
 """
 
 import contextlib
@@ -29,31 +29,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STOPPED_S = 5.0  # after which a process that is stopped is reported
-_CONNECT_LIMIT_S = 30.0  # for all addresses of the first rank's host
-_LAUNCHER_S = 2.0  # mpirun ends the job 0.4 s after a rank has ended, and then prints what has ended it.
+_STOPPED_S = 5.0  # The time after which a process that is stopped is reported.
+_CONNECT_LIMIT_S = 30.0  # The limit for a connection to rank 0's host, over all its addresses.
+_LAUNCHER_S = 2.0  # The time for mpirun to end the job. It does so 0.4 s after a rank has ended, and prints the cause.
 
 
 class Losses:
     """Watches the other ranks from its construction until `stop` is called.
 
     Args:
-        comm: These ranks; None for one rank.
-        processes: Those of the other ranks of this host, by rank.
-        stopped_limit_s: Seconds after which a rank that is stopped is killed; 0: never.
+        comm: The communicator of the ranks; None for one rank.
+        processes: The processes of the other ranks of this host, by rank.
+        stopped_limit_s: Seconds after which a rank whose process is stopped is killed; 0: never.
     """
 
     def __init__(self, topology: Topology, comm: "MPI.Comm | None" = None,
                  processes: Mapping[int, Process] | None = None, stopped_limit_s: float = 0.0):
         self._topology, self._comm, self.processes = topology, comm, processes or {}
         self._stopped_limit_s = stopped_limit_s
-        self.is_tolerant = False  # Whether the job outlives the loss of a rank.
+        self.is_tolerant = False  # Whether the job can survive the loss of a rank.
         if comm is not None:
             from ..transport.mpi import ulfm
             self.is_tolerant = topology.size > 1 and ulfm.is_fault_tolerant()
         self.interruption = Interruption(self.is_tolerant)  # Ends the waits of this rank.
-        self.irreplaceable: dict[int, str] = {}  # Ranks without which no other can go on, and why.
-        # Called after the interruption was set, in any thread.
+        self.irreplaceable: dict[int, str] = {}  # Ranks without which no other rank can go on, and the reasons.
+        # Called in any thread, after ranks were added to the interruption.
         self.when_lost: Callable[[RanksLostError], None] = lambda _: None
         self._stopped = threading.Event()
         self._hosts: Peers | None = None
@@ -65,20 +65,20 @@ class Losses:
                                           self._note_stopped)
 
     def _beside(self) -> int | None:
-        """The next rank of this host, in a circle, so that each is looked at by one other."""
+        """Return the rank that this rank watches: the next rank of its host, in a circle. None if it is not known."""
         here = self._topology.local_ranks
         following = here[(here.index(self._topology.rank) + 1) % len(here)]
         return following if following in self.processes else None
 
     def _note_stopped(self, rank: int, seconds: float) -> None:
-        """A rank of this host has been stopped for so long; 0.0: it goes on."""
+        """Report that a rank of this host has been stopped for `seconds`, or runs again (0.0). May kill the rank."""
         pid, host = self.processes[rank].pid, self._topology.host_of[rank]
         if not seconds:
             logger.info("rank %d on %s (process %d) goes on after it was stopped", rank, host, pid)
         elif self._stopped_limit_s and seconds >= self._stopped_limit_s:
             logger.warning("mpistrat: rank %d on %s (process %d) is killed: it has been stopped for %g s "
                            "(MPISTRAT_STOPPED_LIMIT_S).", rank, host, pid, seconds)
-            with contextlib.suppress(ProcessLookupError):  # It has just ended.
+            with contextlib.suppress(ProcessLookupError):  # The process has just ended.
                 os.kill(pid, signal.SIGKILL)
         elif seconds == _STOPPED_S:
             logger.warning("mpistrat: rank %d on %s (process %d) has been stopped for %g s, by a signal (SIGSTOP) or a "
@@ -86,12 +86,12 @@ class Losses:
                            seconds, pid)
 
     def _failed_ranks(self) -> list[int]:
-        """The ranks of which MPI reports that they have failed, such as those of other hosts."""
+        """Return the ranks that have failed as far as MPI knows, ranks of other hosts included."""
         from ..transport.mpi import ulfm
         assert self._comm is not None
         failed = ulfm.failed_ranks(self._comm)
         if not failed and self.interruption.error is None and self._comm.Is_revoked():
-            self.lose(())  # Another rank knows which, and recovers.
+            self.lose(())  # Another rank knows which ranks are lost, and recovers.
         return failed
 
     @property
@@ -100,9 +100,9 @@ class Losses:
         return () if self.interruption.error is None else self.interruption.error.lost
 
     def watch_hosts(self, probe_s: float, limit_s: float) -> None:
-        """Notice that another host does not answer for `limit_s`. Collective.
+        """Watch for hosts that do not answer for `limit_s`. Collective.
 
-        The first rank of each host connects to rank 0. If it cannot, that is only logged.
+        The first rank of each host connects to rank 0. If it cannot, it only logs the error.
         """
         topology, invitation = self._topology, None
         firsts = {topology.ranks_on(host)[0]: host for host in topology.hosts}
@@ -110,7 +110,7 @@ class Losses:
             return
         if topology.rank in firsts:
             self._hosts = Peers(topology.rank, (probe_s, limit_s))
-            # The end of a process tells nothing here: mpirun, or the ranks of its host, know why it has ended.
+            # Ignore the end of a process here: mpirun, or the ranks of its host, know why it has ended.
             self._hosts.watch(lambda first, end: self._lose_host(first, limit_s) if end is End.HOST_LOST else None)
         if topology.rank == 0 and self._hosts is not None:
             try:
@@ -124,7 +124,7 @@ class Losses:
                              daemon=True).start()
 
     def _connect(self, hosts: Peers, invitation: Invitation) -> None:
-        """Connect to rank 0. In a thread of its own: an address may not answer for seconds."""
+        """Connect to rank 0. Runs in a separate thread, since an address may not answer for seconds."""
         try:
             hosts.connect(invitation, 0, _CONNECT_LIMIT_S)
         except OSError as error:
@@ -139,14 +139,14 @@ class Losses:
             self.lose(lost)
             self._report_failed([each.rank for each in lost])
         elif self.is_tolerant:
-            # Both sides of a cut link would go on otherwise, each as a job of its own.
+            # Otherwise both sides of a cut link would continue, each as a separate job.
             rank = mpi_library.load_mpi().COMM_WORLD.Get_rank()
             abort.end_alone(rank, self._topology.host, ErrorText("", _text(lost)), 1)
         elif not self._stopped.is_set():
             self._end_now(lost)
 
     def stop(self) -> None:
-        """Watch no more: the other ranks may end. May be called twice."""
+        """Stop watching, because the other ranks may end from now on. May be called twice."""
         self._stopped.set()
         self.when_lost = lambda _: None
         for watch in (self._neighbours, self._hosts):
@@ -173,8 +173,8 @@ class Losses:
     def lose(self, lost: Sequence[LostRank]) -> None:
         """End all engines of this rank with RanksLostError, because these ranks are lost. Local; returns at once.
 
-        Waiting and later collectives of this rank raise it. The other ranks learn of the loss in their own ways. Any
-        thread may call it, and more than once: ranks that are lost later are added.
+        Waiting and later collectives of this rank raise this error. Other ranks notice the loss by themselves. Any
+        thread may call `lose`, and more than once: ranks that are lost later are added to the error.
         """
         logger.debug("rank %d: lost %s", self._topology.rank, "; ".join(map(str, lost)))
         abort.leave_without_finalize()

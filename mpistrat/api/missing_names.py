@@ -1,7 +1,7 @@
-"""Names that Horovod has and mpistrat does not: each is an AttributeError with the reason, and with what to use.
+"""Names that Horovod has and mpistrat does not: using one raises an AttributeError with the reason and a replacement.
 
 `explain` makes the __getattr__ of a module, which Python calls for names that the module does not have. So hasattr()
-returns False for all of them, and `from mpistrat... import NAME` is an ImportError, as for any name that is not there.
+returns False for these names, and `from mpistrat... import NAME` raises ImportError, as for any unknown name.
 """
 
 import difflib
@@ -58,8 +58,8 @@ TENSORFLOW: Mapping[str, str] = {
 }
 KERAS: Mapping[str, str] = {
     "run": _RUN,
-    "alltoall": "horovod.keras has none either; it is in mpistrat.tensorflow.",
-    "grouped_allreduce": "horovod.keras has none either; it is in mpistrat.tensorflow.",
+    "alltoall": "horovod.keras does not have it either. Use mpistrat.tensorflow.alltoall.",
+    "grouped_allreduce": "horovod.keras does not have it either. Use mpistrat.tensorflow.grouped_allreduce.",
     "join": "it is in mpistrat.tensorflow. fit joins by itself with DistributedOptimizer(..., uneven=\"join\").",
     "DistributedGradientTape": "it is in mpistrat.tensorflow.",
     "BroadcastGlobalVariablesHook": "it is for TensorFlow 1's sessions; use "
@@ -67,15 +67,15 @@ KERAS: Mapping[str, str] = {
 }
 
 
-_reasons: dict[str, Mapping[str, str]] = {}  # by module, of the modules that are imported
-modules: set[str] = set()  # paths of Horovod's modules, which are attributes too; see horovod/imports.py
+_reasons: dict[str, Mapping[str, str]] = {}  # For each imported module, the reasons by name.
+modules: set[str] = set()  # Paths of Horovod's modules, which are also attributes; see horovod/imports.py.
 
 
 def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[str], Any]:
     """Return the function `__getattr__` for a module. Local.
 
-    `absent`: The names of Horovod that this module does not have, each with the reason and what to use, besides those
-    that no module has.
+    `absent`: The names of Horovod that this module does not have, each with the reason and a replacement. The names
+    in EVERYWHERE, which no module has, are added.
     """
     sentences = _reasons[module] = {**EVERYWHERE, **(absent or {})}
 
@@ -88,7 +88,7 @@ def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[s
 
 
 def reason(module: str, name: str) -> str:
-    """Why a module of mpistrat lacks a name of Horovod, and what to use; "" if that is not known. Local."""
+    """Return why a module of mpistrat lacks a name of Horovod, and a replacement; "" if unknown. Local."""
     return _reasons.get(module, {}).get(name, "")
 
 

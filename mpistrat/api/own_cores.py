@@ -1,4 +1,4 @@
-"""The cores of this rank: init() gives each rank of a host an equal share, where the launcher has bound none."""
+"""The cores of this rank: init() gives each rank of a host an equal share, unless the launcher has bound the ranks."""
 
 import logging
 import os
@@ -12,11 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 def bind(topology: Topology, cpus_of: Sequence[Sequence[int]], wanted: str) -> None:
-    """Take an equal, disjoint share of the cores that the ranks of this host may use. Local.
+    """Bind this rank to an equal, disjoint share of the cores that the ranks of this host may use. Local.
 
-    It does so if all ranks of the host may use the same CPUs. If they may use different ones, the launcher, the user or
-    the start-up code of `mpistrat run` has chosen, and this function only reports it. Threads that exist get the same
-    CPUs; TensorFlow makes as many threads as there are CPUs when it runs its first operation.
+    If the ranks of the host may use different CPUs, the launcher, the user or the start-up code of `mpistrat run` has
+    bound them, and this function only logs the CPUs. Existing threads are bound too. TensorFlow makes a thread for each
+    CPU when it runs its first operation.
 
     Args:
         cpus_of: The CPUs that each rank of the job may use.
@@ -37,7 +37,7 @@ def bind(topology: Topology, cpus_of: Sequence[Sequence[int]], wanted: str) -> N
     gpus = cores.gpu_cpus() if "CUDA_VISIBLE_DEVICES" not in os.environ else []
     chosen = cores.share(own, topology.local_rank, topology.local_size, gpus)
     if chosen is None:
-        _log(topology, own, f"for {len(local)} ranks of this host are more than its cores")
+        _log(topology, own, f"because the host has fewer cores than its {len(local)} ranks")
         return
     try:
         cores.take(chosen)
@@ -53,7 +53,7 @@ def _log(topology: Topology, cpus: frozenset[int], why: str) -> None:
 
 
 def _warn_of_single_cores(local: Sequence[Sequence[int]]) -> None:
-    """Say that the launcher has bound each rank to one of many cores, as Open MPI's mpirun does for two ranks."""
+    """Warn if the launcher has bound each rank to one core of many, as Open MPI's mpirun does for two ranks."""
     try:
         all_cores = cores.physical_cores(os.sched_getaffinity(os.getppid()))  # The launcher's own process is not bound.
     except OSError:

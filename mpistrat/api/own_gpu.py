@@ -1,4 +1,4 @@
-"""This rank's GPU: which one it is, why there is none, and how tensors on it are reduced.
+"""This rank's GPU: which GPU it is, why GPU tensors cannot be read, and how they are reduced as CPU tensors.
 
 cupy is imported when the first tensor on a GPU is passed. Any thread may call the functions of this module.
 """
@@ -20,19 +20,19 @@ from . import runtime
 from .job import Job
 
 if TYPE_CHECKING:
-    from ..gpu.device import Device  # It imports cupy.
+    from ..gpu.device import Device  # This module imports cupy.
 
 logger = logging.getLogger(__name__)
 
 _devices: "WeakKeyDictionary[Job, Device]" = WeakKeyDictionary()
-# By runtime, whose GPU is one: it refers to its Device, which as a weak key would never be freed.
+# By Job, which has one GPU. Not by Device: HostCopies refers to its Device, which would then never be freed.
 _copies: "WeakKeyDictionary[Job, HostCopies]" = WeakKeyDictionary()
 _logged: WeakSet[Job] = WeakSet()
 _lock = threading.Lock()
 
 
 def this_ranks_gpu(number: int) -> "Device":
-    """Return this rank's GPU. The first call since init() decides which GPU that is.
+    """Return this rank's GPU. The first call since init() decides which GPU this rank uses.
 
     Raises:
         InvalidRequestError: This rank already uses another GPU than `number`.
@@ -60,7 +60,7 @@ def make_device(number: int) -> "Device":
 
 @cache
 def why_no_cupy() -> str:
-    """Why tensors on a GPU cannot be read; "" if they can. Imports cupy."""
+    """Return why tensors on a GPU cannot be read, or "" if they can. Imports cupy."""
     try:
         from ..gpu.device import Device  # noqa: F401
     except ModuleNotFoundError as error:
@@ -87,7 +87,7 @@ def go_by_host() -> bool:
 
 
 def host_copies_of(device: "Device") -> "HostCopies":
-    """What copies this GPU's tensors to the host and back, where they are reduced as CPU tensors."""
+    """Return the object that copies GPU tensors to the host and back, to reduce them as CPU tensors."""
     current = runtime.current()
     with _lock:
         if current not in _copies:
@@ -96,7 +96,7 @@ def host_copies_of(device: "Device") -> "HostCopies":
 
 
 class HostCopies:
-    """Copies between this rank's GPU and pinned memory. Any thread may use it.
+    """Copies tensors between this rank's GPU and pinned memory. Any thread may use it.
 
     `limit_s`: Seconds after which a copy fails; 0: never.
     """
@@ -107,14 +107,14 @@ class HostCopies:
             self._stream = device.stream()
 
     def fetched(self, tensors: GpuTensors) -> list[np.ndarray]:
-        """Return the contents in host memory. Waits for the GPU."""
+        """Return copies of the tensors in host memory. Waits for the GPU."""
         with self._device.current():
             for event in tensors.ready:
                 self._device.wait(self._stream, event)
             return [self._fetched(array) for array in tensors]
 
     def returned(self, results: Sequence[np.ndarray], tensors: GpuTensors) -> list[Any]:
-        """Copy results to memory of the library of `tensors`; return what the caller gets. Waits for the GPU."""
+        """Copy results to GPU memory, and return them as objects of the library of `tensors`. Waits for the GPU."""
         with self._device.current():
             made = tensors.allocate([result.shape for result in results])
             for event in tensors.ready if made.stream is None else [self._device.record(made.stream)]:

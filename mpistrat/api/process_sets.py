@@ -21,7 +21,7 @@ _UNKNOWN = "Process set does not exist or has not been registered."  # Horovod's
 
 
 def _checked(ranks: object) -> tuple[int, ...]:
-    """The ranks, ascending. Raises InvalidRequestError unless they are different whole numbers."""
+    """Return the ranks, ascending. Raises InvalidRequestError unless they are distinct integers, 0 or more."""
     values: list = list(ranks) if isinstance(ranks, Iterable) else [ranks]
     if not all(isinstance(rank, int | np.integer) and not isinstance(rank, bool) and rank >= 0 for rank in values) \
             or len(set(values)) < len(values):
@@ -31,27 +31,27 @@ def _checked(ranks: object) -> tuple[int, ...]:
 
 
 class ProcessSet:
-    """Some ranks of the job, among which collectives can run.
+    """A subset of the ranks of the job. Collectives can run among these ranks.
 
     Args:
         ranks_or_comm: Distinct ranks of the job, in any order; or an mpi4py communicator of such ranks. Each rank
             passes its own communicator, so one call makes a set for each part of an MPI_Comm_split.
 
     Attributes:
-        process_set_id: The number of the set; None unless it is registered. 0 is the set of all ranks. A number is not
-            used again for another set until shutdown().
+        process_set_id: The id of the set; None unless the set is registered. The set of all ranks has id 0. The id of
+            a removed set is not used again until shutdown().
         mpi_comm: The communicator that the set was made from; None if the set was made from ranks. The set of all ranks
-            has the communicator of init().
+            has the communicator that was passed to init().
 
     Raises:
-        ValueError: `ranks_or_comm` is not a list of distinct whole numbers.
+        ValueError: `ranks_or_comm` is neither a communicator nor a list of distinct integers, 0 or more.
     """
 
     def __init__(self, ranks_or_comm: "Iterable[int] | int | MPI.Comm"):
         self.process_set_id: int | None = None
         self.mpi_comm: MPI.Comm | None = None
         self._ranks: tuple[int, ...] | None = None
-        self._group: Group | None = None  # of members only
+        self._group: Group | None = None  # Only members have a group.
         if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = cast("MPI.Comm", ranks_or_comm)
         else:
@@ -67,7 +67,7 @@ class ProcessSet:
         return None if self.process_set_id is None or self._ranks is None else len(self._ranks)
 
     def rank(self) -> int | None:
-        """Return this rank's number in the set; None if it has none, or the set is not registered. Local."""
+        """Return this rank's index in the set; None if it is not in the set, or the set is not registered. Local."""
         return None if self._group is None else self._group.topology.rank
 
     def included(self) -> bool | None:
@@ -75,7 +75,7 @@ class ProcessSet:
         return None if self.process_set_id is None else self._group is not None
 
     def has_others(self) -> bool:
-        """Return whether this rank is in the set together with other ranks, so that it has to communicate. Local.
+        """Return whether this rank is in the set together with other ranks, so that it must communicate. Local.
 
         Raises:
             InvalidRequestError: The set is not registered.
@@ -88,7 +88,7 @@ class ProcessSet:
         """Return the group that executes collectives of the set. Local.
 
         Raises:
-            InvalidRequestError: The set is not registered, or this rank is not in it; names `operation`.
+            InvalidRequestError: The set is not registered, or this rank is not in the set. The text has `operation`.
         """
         if self._group is None:
             if self.process_set_id is None:
@@ -99,13 +99,13 @@ class ProcessSet:
         return self._group
 
     def bind(self, number: int | None, ranks: Sequence[int] | None = None, group: Group | None = None) -> None:
-        """Note that the set is registered, or (None) no longer registered. Local; for this package."""
+        """Note that the set is registered as `number`; None: it is no longer registered. Local; for this package."""
         self.process_set_id, self._group = number, group
         if ranks is not None:
             self._ranks = tuple(ranks)
 
     def __deepcopy__(self, memo: dict) -> "ProcessSet":
-        """The set itself, as a copy of what has it (a callback) is one for the same ranks."""
+        """Return the set itself: a copy of an object that holds a set (a callback) is for the same ranks."""
         return self
 
     def __repr__(self) -> str:
@@ -148,9 +148,9 @@ global_process_set = _AllRanks()
 
 
 def resolved(process_set: ProcessSet | None) -> ProcessSet:
-    """The set that an argument `process_set` means: None is the set of all ranks.
+    """Return the set for an argument `process_set`. None stands for the set of all ranks.
 
-    Raises InvalidRequestError: It is no process set.
+    Raises InvalidRequestError: The argument is not a ProcessSet.
     """
     if process_set is None:
         return global_process_set

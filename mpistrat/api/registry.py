@@ -1,11 +1,11 @@
-"""Registry: registers and removes process sets. Each set is a Group of its own, over an MPI communicator of its own.
+"""Registry: registers and removes process sets. Each set has a separate Group with a separate MPI communicator.
 
 All ranks of the job register and remove the same sets in the same order, so a set has the same id on all ranks. Before
-anything changes, the ranks exchange what they want to do. So an error is an error on all ranks, and changes nothing.
+a change, the ranks exchange their arguments. So all ranks raise an error, and nothing changes, if any rank has one.
 init(), add_process_set() and remove_process_set() call it, on the caller's thread; `add` and `remove` are collective.
 
-An id is never used again until shutdown(). So what refers to a removed set by its id, as a traced tf.function does,
-gets an error and not another set.
+An id is never used again until shutdown(). So code that refers to a removed set by its id, such as a traced
+tf.function, gets an error and not another set.
 """
 
 import itertools
@@ -32,8 +32,8 @@ class Registry:
     """The process sets of a job, as one rank sees them.
 
     Args:
-        world: All ranks of the job.
-        settings: The same on all ranks.
+        world: The group of all ranks of the job.
+        settings: The settings, the same on all ranks.
         interruption: Ends the waits of all groups.
     """
 
@@ -41,7 +41,7 @@ class Registry:
         self.groups: dict[int, Group] = {0: world}  # The groups of the sets that this rank is in, by id; 0 is `world`.
         self._world, self._settings, self._interruption = world, settings, interruption
         self._sets: dict[int, ProcessSet] = {0: global_process_set}
-        self.ranks_of: dict[int, Ranks] = {}  # The ranks of each set but that of all ranks, by id.
+        self.ranks_of: dict[int, Ranks] = {}  # The ranks of each set by id, without the set of all ranks.
         self._ids = itertools.count(1)
         global_process_set.bind(0, group=world)
 
@@ -49,10 +49,10 @@ class Registry:
         """Register sets. Collective over all ranks of the job.
 
         Raises:
-            InvalidRequestError: On all ranks, and nothing is registered: a set is empty, has ranks that do not exist,
-                is registered already, or is twice in the list; or the ranks register different sets.
-            MpistratError: On all ranks, and nothing is registered: MPI was initialised with a thread level below
-                MULTIPLE, or some rank cannot connect to the others of a set.
+            InvalidRequestError: On all ranks, if a set is empty, has ranks that do not exist, is registered already, or
+                is twice in the list; or if the ranks register different sets. Nothing is registered.
+            MpistratError: On all ranks, if MPI was initialised with a thread level below MULTIPLE, or if any rank
+                cannot connect to the other ranks of a set. Nothing is registered.
         """
         own: list[Ranks] = []
         from_comm: list[bool] = []
@@ -78,10 +78,10 @@ class Registry:
         """Remove a set. Collective over all ranks of the job. Operations in flight in the set are completed first.
 
         Returns:
-            False if it is the set of all ranks, or is not registered.
+            False if `process_set` is the set of all ranks, or is not registered.
 
         Raises:
-            InvalidRequestError: On all ranks, if they remove different sets.
+            InvalidRequestError: On all ranks, if the ranks pass different sets.
         """
         number = process_set.process_set_id
         if number is None or self._sets.get(number) is not process_set:
@@ -100,20 +100,20 @@ class Registry:
         return True
 
     def restore(self, former: "Registry", new_ranks: Mapping[int, int]) -> None:
-        """Register the sets of a job some of whose ranks are lost, with their ids. Collective over the ranks left.
+        """Register the sets of a job that has lost ranks, with the same ids. Collective over the surviving ranks.
 
-        Sets may have the same ranks then. A set all of whose ranks are lost is removed.
+        Afterwards several sets may have the same ranks. A set without any surviving rank is removed.
 
         Args:
-            former: The registry of that job.
-            new_ranks: The rank in this job of each rank of that one that is left.
+            former: The registry of the job that has lost ranks.
+            new_ranks: The rank in this job of each surviving rank, by its rank in the former job.
 
         Raises:
-            MpistratError: As `add`.
+            MpistratError: On all ranks, if the ranks of a set cannot connect; see `add`.
         """
         sets = {number: tuple(new_ranks[rank] for rank in former.ranks_of[number] if rank in new_ranks)
                 for number in sorted(former.ranks_of)}
-        # Also those that are empty here: ranks that are not in the set of a communicator may not know its ranks.
+        # Sets that are empty here are included: ranks outside the set of a communicator may not know its ranks.
         for (number, ranks), group in zip(sets.items(), self._connect_all(list(sets.values())), strict=True):
             process_set = former._sets[number]
             if ranks:
@@ -133,14 +133,14 @@ class Registry:
         return self._sets.get(number)
 
     def unbind(self) -> None:
-        """Note that no set is registered any more, because the job is shut down. Local."""
+        """Mark all sets as not registered, because the job is shut down. Local."""
         for process_set in self._sets.values():
             process_set.bind(0 if process_set is global_process_set else None)
 
     def _exchange(self, value: object, name: str) -> list[Any]:
-        """The values of all ranks of the job, by rank. Tuples arrive as lists. Collective.
+        """Return the values of all ranks of the job, by rank. Tuples arrive as lists. Collective.
 
-        Raises InvalidRequestError: On all ranks that call it. Ranks that wait in join() send none.
+        Raises InvalidRequestError: On all ranks that call it, if other ranks wait in join() and so send no value.
         """
         received = [json.loads(text) for text in self._world.allgather_bytes(json.dumps(value).encode(), name)]
         if len(received) < self._world.topology.size:
@@ -158,13 +158,13 @@ class Registry:
         return tuple(sorted(ranks))
 
     def _check(self, process_sets: Sequence[ProcessSet], own: Sequence[Ranks]) -> None:
-        """Raise an error if this rank cannot register the sets, whatever the other ranks do."""
+        """Raise an error if this rank cannot register the sets. Checks nothing that needs other ranks."""
         size = self._world.topology.size
         taken = {tuple(each.ranks or ()): number for number, each in self._sets.items()}
         for i, (process_set, ranks) in enumerate(zip(process_sets, own, strict=True)):
             if not ranks or ranks[-1] >= size:
-                raise InvalidRequestError(f"a process set has at least one rank, from 0 to {size - 1}. Received: "
-                                          f"{list(ranks)}")
+                raise InvalidRequestError(f"a process set needs at least one rank, and ranks are from 0 to {size - 1}. "
+                                          f"Received: {list(ranks)}")
             if process_set.process_set_id is not None:
                 raise InvalidRequestError(f"{process_set} is registered already.")
             if ranks in taken or ranks in own[:i]:
@@ -174,9 +174,9 @@ class Registry:
                 mpi_library.require_several_threads(mpi_library.load_mpi())
 
     def _connect_all(self, sets: Sequence[Ranks]) -> list[Group | None]:
-        """This rank's groups for sets, None for those that it is not in. Collective over all ranks of the job.
+        """Return this rank's group for each set, None if it is not in the set. Collective over all ranks of the job.
 
-        Raises MpistratError: On all ranks, if some rank cannot be connected. Then no group is left.
+        Raises MpistratError: On all ranks, if any rank cannot connect. All new groups are closed.
         """
         groups: list[Group | None] = []
         for ranks in sets:
@@ -201,7 +201,7 @@ class Registry:
         return groups
 
     def _connect(self, ranks: Ranks) -> Group:
-        """This rank's group for a set that it is in. Collective over the set."""
+        """Return this rank's group for a set. Collective over the ranks of the set."""
         topology, world = self._world.topology.subset(ranks), self._world.comm
         if len(ranks) == 1:
             return Group(self._settings, topology, backends_alone(self._settings), None, self._interruption)
@@ -219,7 +219,7 @@ def _close(group: Group) -> None:
 
 
 def _abandon(group: Group) -> None:
-    """End this rank's part in a group of which some ranks have none. Local."""
+    """End this rank's group without its other ranks, some of which could not make the group. Local."""
     group.engine.abandon("The process set could not be connected.")
     if group.comm is not None:
         from ..transport.mpi.peer_wait import never_free
@@ -227,12 +227,12 @@ def _abandon(group: Group) -> None:
 
 
 def disagreement(lists: Sequence[Sequence[Ranks]], from_comm: Sequence[bool]) -> str:
-    """A sentence on what the ranks disagree about when they register sets; "" if they agree. Pure.
+    """Return an error text if the ranks register different sets; "" if they agree. Pure.
 
     Args:
-        lists: For each rank the sets that it registers, each as ranks of the job.
-        from_comm: For each set whether some rank has made it from a communicator, which only its members know. Then all
-            ranks in a set must name the same ranks for it, and others may name another set in its place.
+        lists: For each rank, the sets that the rank registers. Each set is given as ranks of the job.
+        from_comm: For each index in the lists, whether any rank has made its set from a communicator. If so, only the
+            members of a set must agree on its ranks, because only members know a communicator.
     """
     if len({len(sets) for sets in lists}) > 1:
         numbers = describe_by_rank([len(sets) for sets in lists])

@@ -1,7 +1,7 @@
 """init() and shutdown(): settings, topology, backends and engine are wired together, and closed in reverse order.
 
-Between the two a `Job` holds them. `current()` returns it to all other modules. Any thread may call the functions
-of this module; a lock makes init() and shutdown() exclude each other.
+Between init() and shutdown() a `Job` holds these parts, and `current()` returns the Job to other modules. Any thread
+may call the functions of this module; a lock makes init() and shutdown() exclude each other.
 """
 
 import atexit
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TELL_S = 0.5  # How long a rank that fails takes at most to tell its last operations.
+_TELL_S = 0.5  # The longest time that a rank that fails takes to report its last operations.
 
 _runtime: Job | None = None
 _watch: LauncherWatch | None = None
-_lock = threading.RLock()  # A signal handler may call shutdown() while this thread waits in it.
+_lock = threading.RLock()  # A signal handler may call shutdown() while this thread waits in shutdown().
 
 
 def _disable_after_fork() -> None:
-    """In a forked process: make collectives an error. The getters keep working, since they only read fields."""
+    """Make collectives raise an error. rank(), size() etc. still work. Called in a forked process."""
     global _lock
-    _lock = threading.RLock()  # In the parent, a thread that does not exist here may have held the lock.
+    _lock = threading.RLock()  # A thread of the parent may have held the old lock, and does not exist here.
     if _runtime is not None:
         _runtime.disable_after_fork(forked.error())
 
@@ -76,8 +76,8 @@ def group_of(operation: str, process_set: int) -> Group:
     """Return the group of the process set with this id. Local.
 
     Raises:
-        NotInitializedError: As `current`.
-        InvalidRequestError: The process set has been removed; names `operation`.
+        NotInitializedError: Before init() and after shutdown().
+        InvalidRequestError: The process set has been removed. The text has `operation`.
     """
     group = (_runtime or current()).registry.groups.get(process_set)
     if group is None:
@@ -86,7 +86,7 @@ def group_of(operation: str, process_set: int) -> Group:
 
 
 def is_initialized() -> bool:
-    """Return whether init() has been called, and shutdown() has not been called since. Local."""
+    """Return whether init() has been called, and shutdown() has not been called after it. Local."""
     return _runtime is not None
 
 
@@ -94,8 +94,8 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
          process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Connect to the other ranks and start the engine. Collective; a repeated call only registers process sets.
 
-    Without a launcher in the environment the job has one rank, and no MPI library is loaded. MPI is initialised with
-    THREAD_MULTIPLE where mpi4py does not do so (mpi4py.rc.initialize = False), and finalised when Python exits.
+    Without a launcher in the environment the job has one rank, and no MPI library is loaded. If mpi4py does not
+    initialise MPI (mpi4py.rc.initialize = False), init() does, with THREAD_MULTIPLE. MPI is finalised at Python's exit.
 
     Args:
         comm: A list of ranks of MPI_COMM_WORLD, or an mpi4py communicator. Default: all ranks.
@@ -103,12 +103,12 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
             Horovod; sets may always be added later.
 
     Raises:
-        InvalidRequestError: On all ranks, if the process sets cannot be registered, see add_process_set. The job is
-            initialised all the same.
+        InvalidRequestError: On all ranks, if the process sets cannot be registered; see add_process_set. The job is
+            initialised nevertheless.
         NotInitializedError: This process was forked from a rank, or a rank started it with the rank's environment.
-        SettingsError: On every rank, if an MPISTRAT_ variable is invalid on some rank, or differs among the ranks.
+        SettingsError: On every rank, if an MPISTRAT_ variable is invalid on any rank, or differs among the ranks.
         MissingDependencyError: mpi4py cannot load an MPI library.
-        MpistratError: MPI sees fewer ranks than were started, or does not offer the thread level.
+        MpistratError: MPI sees fewer ranks than were started, or does not support the thread level.
     """
     forked.require_rank()
     require_own_place(os.environ)
@@ -122,7 +122,7 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
 
 
 def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
-    """Return the Job, after connecting to the other ranks if there is none. Collective then."""
+    """Return the Job. If there is none, connect to the other ranks first, which is collective."""
     global _runtime
     with _lock:
         if _runtime is not None:
@@ -131,7 +131,7 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
         size, launcher = launched_size(os.environ)
         if size > 1:
             report.tell(launched_rank(os.environ), report.IN_INIT, os.environ)
-        _start_watch()  # Before MPI's initialisation, which waits for the other ranks without a limit.
+        _start_watch()  # Before MPI is initialised, which waits for the other ranks without a limit.
         try:
             membership.join(os.environ)
             if find_spec("nvtx") is not None:
@@ -161,14 +161,14 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
 
 
 def shutdown() -> None:
-    """Stop the engine and disconnect from the other ranks. Collective: returns when all ranks have called it.
+    """Stop the engine and disconnect from the other ranks. Collective: returns when all ranks have called shutdown().
 
-    Python calls shutdown() at the end of the script. On other ranks operations that wait for this rank fail with
+    Python calls shutdown() at the end of the script. Operations of other ranks that wait for this rank fail with
     ShutdownError. Afterwards init() may be called again. In a forked process shutdown() does nothing.
 
     Raises:
-        InvalidRequestError: A signal handler calls shutdown() inside a collective, before the engine has noticed that
-            there are handlers.
+        InvalidRequestError: A signal handler has interrupted a collective and calls shutdown(), and the engine has not
+            yet noticed that the script has signal handlers.
     """
     global _runtime
     if forked.is_child():
@@ -185,7 +185,7 @@ def shutdown() -> None:
 
 
 def _shut_down_at_exit() -> None:
-    """Shut down when Python ends. A rank that fails leaves the others alone, if they can go on without it."""
+    """Shut down when Python exits. If this rank has failed and the job survives a loss, leave without the others."""
     runtime = _runtime
     if runtime is not None and runtime.losses.is_tolerant and exit_code.final() is not None and not forked.is_child():
         runtime.leave()
@@ -194,9 +194,9 @@ def _shut_down_at_exit() -> None:
 
 
 def replace(former: Job, runtime: Job) -> None:
-    """Put `runtime` in the place of `former`, whose ranks were lost in part. Local.
+    """Replace the job `former`, which has lost ranks, by `runtime`. Local.
 
-    Raises NotInitializedError: shutdown() has been called meanwhile.
+    Raises NotInitializedError: shutdown() has been called in the meantime.
     """
     global _runtime
     with _lock:
@@ -206,7 +206,7 @@ def replace(former: Job, runtime: Job) -> None:
 
 
 def _start_watch() -> None:
-    """Make this process end when its launcher has ended, unless the settings disable that."""
+    """End this process when its launcher has ended, unless MPISTRAT_LAUNCHER_CHECK_DISABLE is set."""
     global _watch
     _stop_watch()
     try:
@@ -244,7 +244,7 @@ def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: 
     abort.tell_last = _tell_last
     base = mpi_library.communicator(mpi, comm, launched, launcher)
     mpi_library.wait_for_all(base)
-    # Without `comm` no other job shares this host, whose ranks are not known.
+    # With `comm`, another job whose ranks are unknown may use the same cores, so the ranks are not bound.
     return connected(base.Dup(), binds=comm is None)
 
 
@@ -252,9 +252,9 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> J
     """Connect the ranks of a communicator and start their engines. Collective over it.
 
     Args:
-        own: The communicator, reserved for the Job.
-        binds: Whether the ranks of a host share its cores out among them.
-        hosts: As for handshake.exchange_info.
+        own: The communicator, which only the Job may use.
+        binds: Whether to bind each rank of a host to a share of the cores.
+        hosts: The host of each rank, if known; see handshake.exchange_info.
     """
     rank = own.Get_rank()
     infos = handshake.exchange_info(mpi_library.load_mpi(), own, hosts)
@@ -290,11 +290,11 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> J
 
 def _started(settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
              losses: Losses) -> Job:
-    """Start the engine, and the tracer if there is one. Collective over `comm`; None: this is the only rank."""
+    """Start the engine, and the tracer unless it is off. Collective over `comm`; None: this is the only rank."""
     tracer = None
     if settings.is_recorded:
         offsets = {} if comm is None else clocks.measure(comm)
-        # Ranks of several jobs under one mpirun, and those that are left of an elastic job, have numbers of their own.
+        # Not for several jobs under one mpirun, nor after a loss of ranks: rank numbers then differ from mpirun's.
         is_told = (settings.recorder == "all" and report.mode(os.environ)
                    and 1 < topology.size == launched_size(os.environ)[0])
         tracer = Tracer(topology, offsets, os.environ, stacks.main_line,
@@ -304,7 +304,7 @@ def _started(settings: Settings, topology: Topology, backends: Backends, comm: "
 
 
 def _tell_last() -> bool:
-    """A rank fails: let all ranks tell their last operations. Returns soon; whether other ranks were asked."""
+    """Make all ranks report their last operations, because this rank fails. Returns soon: whether others were asked."""
     runtime = _runtime
     return runtime is not None and runtime.tracer is not None and runtime.tracer.fail_all(_TELL_S)
 
@@ -313,8 +313,8 @@ def _configure_logging(settings: Settings) -> None:
     """Apply MPISTRAT_LOG_LEVEL.
 
     By default no handler is added: an application that has set up logging gets the messages, and otherwise Python
-    prints warnings and errors to stderr (`logging.lastResort`). Python prints nothing below WARNING without a handler,
-    so one is added if the variable asks for such messages and the application has set up none.
+    prints warnings and errors to stderr (`logging.lastResort`). Without a handler Python prints nothing below WARNING.
+    So if the variable asks for such messages and the application has set up no handler, this function adds a handler.
     """
     package = logging.getLogger("mpistrat")
     package.setLevel(settings.logging_level)

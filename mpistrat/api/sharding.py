@@ -13,12 +13,12 @@ from ..core.errors import InvalidRequestError
 from .process_sets import ProcessSet, resolved
 
 UNEVEN = ("drop", "pad")
-# What tf.data.Dataset.cardinality() returns where it is not a number of elements.
+# Results of tf.data.Dataset.cardinality() that are not a number of elements.
 _INFINITE, _UNKNOWN = -1, -2
 
 
 class _Rows(Protocol):
-    """What has rows: an array, a tensor, a list, an object of pandas. `rows` is a slice, or numbers of rows."""
+    """An object with rows: an array, a tensor, a list, an object of pandas. `rows` is a slice, or indices of rows."""
 
     def __getitem__(self, rows: Any, /) -> Any: ...
 
@@ -49,32 +49,32 @@ class _Dataset(Protocol):
 
 
 def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = None) -> Any:
-    """Return this rank's rows of `data`, as many on every rank, so that all ranks take the same number of steps.
+    """Return this rank's rows of `data`. All ranks get the same number of rows, and so take the same number of steps.
 
         x, y = hvd.shard(x, y)
 
     Rank r of s gets the rows r, r + s, r + 2 s and so on. Local: nothing is sent, so all ranks must pass the same data
-    in the same order. Shuffle after shard(), not before. `tf.data.Dataset.list_files` shuffles, unless it is told
+    in the same order. Shuffle after shard(), not before. `tf.data.Dataset.list_files` shuffles, unless you pass
     `shuffle=False`.
 
     Args:
         *data: Arrays with the same number of rows: numpy arrays, tensors, lists, pandas objects, and others that have
             a length and can be sliced with a step. A numpy array is not copied; the result is a view. A dict of arrays
-            gives a dict. Or a tf.data.Dataset, whose elements are the rows; take it before `batch`. Each rank reads
-            all elements of the dataset and passes on its own, so shard names of files, or before an expensive `map`.
-            If the number of elements is not known (a generator, records of files), elements are read in groups of s,
-            which costs 20 to 70 us for each element that is read; with a known number it is 1 to 3 us.
+            gives a dict. Or a tf.data.Dataset, not batched, whose elements are the rows. Each rank reads all elements
+            and drops those of other ranks, so shard a list of file names, or shard before an expensive `map`. If the
+            number of elements is unknown (a generator, records of files), elements are read in groups of s, which
+            costs 20 to 70 us for each element that is read; with a known number it is 1 to 3 us.
             `dataset.apply(tf.data.experimental.assert_cardinality(n))` makes the number known.
-        uneven: Where the number of rows n is not a multiple of s: "drop" leaves out the last n % s rows, and "pad"
+        uneven: If the number of rows n is not a multiple of s, "drop" leaves out the last n % s rows, and "pad"
             repeats rows from the beginning, so that no row is lost. With "pad" the ranks that repeat a row get a copy.
-        process_set: The ranks that share the rows; r is this rank's place in it, and s its size. Default: all ranks.
+        process_set: The ranks that share the rows: r is this rank's index in the set, s its size. Default: all ranks.
 
     Returns:
-        One array or dataset for one argument, a tuple for several.
+        One array or dataset for one argument, a tuple for several arguments.
 
     Raises:
         InvalidRequestError: There are fewer rows than ranks, the arrays have different numbers of rows, an argument has
-            no rows, a dataset shuffles in an order of each rank's own, or this rank is not in the process set.
+            no rows, a dataset is shuffled without a seed, or this rank is not in the process set.
         NotInitializedError: Before init().
     """
     if uneven not in UNEVEN:
@@ -97,10 +97,10 @@ def _part(data: object, rank: int, size: int, uneven: str, title: str) -> object
         return {name: _part(array, rank, size, uneven, f"{title}, {name!r}") for name, array in data.items()}
     if _is_dataset(data):
         if size > 1 and _is_in_own_order(data):
-            raise InvalidRequestError(f"{title} is a dataset that each rank shuffles in an order of its own, so that "
-                                      f"rows would be read by several ranks or by none. {OWN_ORDER}")
+            raise InvalidRequestError(f"{title} is a dataset that is shuffled without a seed, so each rank has another "
+                                      f"order, and rows would be read by several ranks or by none. {OWN_ORDER}")
         own = _elements(data, rank, size, uneven)
-        own._mpistrat_part = f"shard(): part {rank} of {size}"  # MPIStrategy, which shards too, warns of it.
+        own._mpistrat_part = f"shard(): part {rank} of {size}"  # MPIStrategy warns if it shards such a dataset again.
         return own
     return _rows(cast("_Rows", data), rank, size, uneven, title)
 
@@ -129,15 +129,15 @@ def _check_counts(data: tuple[object, ...], size: int) -> None:
 
 
 def _count(data: object, title: str) -> int:
-    """The number of rows; _INFINITE or _UNKNOWN for some datasets."""
+    """Return the number of rows; _INFINITE or _UNKNOWN for some datasets."""
     if _is_dataset(data):
         return int(data.cardinality())
     if isinstance(data, tuple):
-        raise InvalidRequestError(f"{title} is a tuple. Pass each array as an argument of its own: shard(x, y), or "
+        raise InvalidRequestError(f"{title} is a tuple. Pass each array as a separate argument: shard(x, y), or "
                                   "shard(*data).")
     if data is None or isinstance(data, str | bytes):
-        raise InvalidRequestError(f"{title} is {data!r:.80}, which has no rows. shard() takes arrays, and not names of "
-                                  "files.")
+        raise InvalidRequestError(f"{title} is {data!r:.80}, which has no rows. shard() takes arrays and datasets, not "
+                                  "names of files.")
     try:
         shape = getattr(data, "shape", None)
         return int(len(cast("Sized", data)) if shape is None else shape[0])
@@ -167,7 +167,7 @@ def _rows(array: _Rows, rank: int, size: int, uneven: str, title: str) -> object
 
 
 def _take(array: _Rows, part: object, rows: list[int]) -> object:
-    """The rows with these numbers, of the same type as `part`, which has all of them but the last."""
+    """Return the rows with these indices, in the type of `part`, which has all of these rows except the last."""
     if hasattr(array, "iloc"):
         return array.iloc[rows]
     if isinstance(array, list):
@@ -175,31 +175,31 @@ def _take(array: _Rows, part: object, rows: list[int]) -> object:
     if type(array).__module__.partition(".")[0] == "tensorflow":
         return sys.modules["tensorflow"].gather(array, rows)
     if isinstance(part, np.ndarray) and not isinstance(array, np.ndarray):
-        # A dataset in a file of HDF5 takes rows in ascending order only.
+        # A dataset of an HDF5 file accepts indices in ascending order only.
         return np.concatenate([part, array[rows[-1]:rows[-1] + 1]])
     return array[np.array(rows)]
 
 
 # -- the order of datasets --------------------------------------------------------------------------------------------
 
-OWN_ORDER = ("Shuffle after it is sharded; tf.data.Dataset.list_files(pattern, shuffle=False) does not shuffle. Or "
-             "give a seed that is the same on all ranks.")
+OWN_ORDER = ("Shuffle after it is sharded, or pass a seed that is the same on all ranks. For list_files: "
+             "tf.data.Dataset.list_files(pattern, shuffle=False).")
 
 
 def is_sharded_in_own_order(data: object) -> bool:
-    """Whether data are a dataset with a shard() of tf.data after a shuffle that has no seed. Local."""
+    """Return whether `data` is a dataset that tf.data's shard() divides after a shuffle without a seed. Local."""
     return _is_dataset(data) and any("ShardDataset" in type(each).__name__ and _is_in_own_order(each)
                                      for each in _datasets_in(data))
 
 
 def _is_in_own_order(dataset: object) -> bool:
-    """Whether a dataset is shuffled without a seed. TensorFlow keeps a pair of zeros for that."""
+    """Return whether a dataset is shuffled without a seed, which TensorFlow stores as two zeros."""
     shuffles = [each for each in _datasets_in(dataset) if "ShuffleDataset" in type(each).__name__]
     return any(all(int(getattr(each, name, 1)) == 0 for name in ("_seed", "_seed2")) for each in shuffles)
 
 
 def _datasets_in(dataset: object) -> Iterator[object]:
-    """A dataset and those that it reads; without TensorFlow's private method only the dataset."""
+    """Yield a dataset and all its input datasets; only the dataset if TensorFlow lacks the private method."""
     yield dataset
     for other in getattr(dataset, "_inputs", list)():
         yield from _datasets_in(other)
@@ -224,16 +224,16 @@ def _elements(dataset: _Dataset, rank: int, size: int, uneven: str) -> _Dataset:
 
 
 def _grouped_elements(dataset: _Dataset, rank: int, size: int, uneven: str) -> _Dataset:
-    """This rank's elements of a dataset whose number of elements is not known. The dataset is read once.
+    """Return this rank's elements of a dataset of unknown size. The dataset is read once.
 
-    Each group of `size` elements is a window, and each rank takes one element of it. A window takes elements of any
+    Each group of `size` elements is a window, from which each rank takes one element. A window takes elements of any
     kind: nested, ragged, sparse, and of different shapes. With "drop" an incomplete window at the end is left out. With
-    "pad" the first elements of the dataset follow those of a window.
+    "pad" the window is filled with the first elements of the dataset.
     """
-    if "NoneTensorSpec" in repr(dataset.element_spec):  # tf.data cannot make windows of them.
+    if "NoneTensorSpec" in repr(dataset.element_spec):  # tf.data cannot make windows of elements with None.
         raise InvalidRequestError(
-            "shard() cannot group the elements of a dataset that contain None if their number is not known. Leave the "
-            f"None out, or use dataset.apply(tf.data.experimental.assert_cardinality(n)). Received: {dataset}")
+            "shard() needs the number of elements of a dataset whose elements contain None. Leave the None out, or use "
+            f"dataset.apply(tf.data.experimental.assert_cardinality(n)). Received: {dataset}")
 
     def of_window(*window: object) -> _Dataset:
         # flat_map passes the components of a tuple as arguments. A window of nested elements is a nest of datasets.

@@ -1,7 +1,7 @@
 """Tensors of other libraries: read through DLPack; results are tensors of the same library as the input.
 
-`tensors_of` converts a caller's values for the engine. libraries.py has what libraries do in different ways, own_gpu.py
-which GPU a rank uses. Any thread may call the functions of this module.
+`tensors_of` converts a caller's values for the engine. libraries.py has the differences among libraries, and own_gpu.py
+decides which GPU a rank uses. Any thread may call the functions of this module.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ Restore = Callable[[list[Any]], list[Any]]
 
 
 class Tensors(NamedTuple):
-    """The tensors of a request in the form that the engine takes, and the way back to the caller's libraries."""
+    """The tensors of a request in the form that the engine takes, and a function that converts the results back."""
 
     arrays: Sequence[Array]  # numpy arrays, or GpuTensors.
     restore: Restore  # Converts the engine's results to tensors of the libraries of the inputs.
@@ -33,12 +33,12 @@ def tensors_of(name: str, values: Sequence[TensorLike]) -> Tensors:
     """Convert the tensors, numbers or sequences of one request for the engine. Local.
 
     Raises:
-        InvalidRequestError: A value is not an array, its library cannot export it, it is on a GPU other than that of
-            this rank's earlier tensors, or only some of the values are on a GPU. `name` is that of the request.
+        InvalidRequestError: A value is not an array, its library cannot export it, it is on another GPU than this
+            rank's earlier tensors, or only some of the values are on a GPU. The text has `name`, the request's name.
         MissingDependencyError: A value is on a GPU, and cupy is not installed.
     """
     kinds = set(map(type, values))
-    if kinds == {np.ndarray}:  # The usual case, in which a small collective is mostly these calls.
+    if kinds == {np.ndarray}:  # The usual case, kept fast: a small collective takes hardly longer than these calls.
         return Tensors(list(map(_native, cast("Sequence[np.ndarray]", values))), list)
     if len(kinds) == 1:
         library = library_of(values[0])
@@ -59,7 +59,7 @@ def tensors_of(name: str, values: Sequence[TensorLike]) -> Tensors:
 
 
 def _joined(parts: Sequence[Tensors], place: str) -> Tensors:
-    """The tensors of parts with one tensor each, which are all in the same place."""
+    """Join parts that have one tensor each, all on the CPU or all on one GPU."""
     def restore(results: list[Any]) -> list[Any]:
         return [part.restore([result])[0] for part, result in zip(parts, results, strict=True)]
 
@@ -96,7 +96,7 @@ def _gpus_of(library: Library, values: Sequence[TensorLike]) -> set[int | None]:
 
 
 def _on_gpu(library: Library, values: Sequence[TensorLike], number: int) -> Tensors:
-    """Tensors of one library on the GPU with this number."""
+    """Convert tensors of one library that are on the GPU with this number."""
     if library.gpu_problem:
         raise InvalidRequestError(library.gpu_problem)
     device = this_ranks_gpu(number)
@@ -123,19 +123,19 @@ def _on_host(libraries: Sequence[Library], values: Sequence[TensorLike]) -> Tens
 
 
 def _native(array: np.ndarray) -> np.ndarray:
-    """The array in C order and the byte order of this machine."""
+    """Return the array in C order and in the byte order of this machine."""
     array = np.asarray(array, order="C")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _convert(value: TensorLike, conversion: Callable[[], T]) -> T:
-    """Return `conversion()`; its errors become InvalidRequestErrors that name the type of `value`."""
+    """Return `conversion()`. If it fails, raise InvalidRequestError, with the type of `value` for DLPack tensors."""
     try:
         return conversion()
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic):
             text = f"cannot read {type(value).__name__} through DLPack: {error}"
             if "bfloat16" in str(getattr(value, "dtype", "")):
-                text = f"{text.rstrip('.')}. numpy and cupy have no bfloat16: cast it, for example to float32."
+                text = f"{text.rstrip('.')}. numpy and cupy have no bfloat16. Cast the tensor, for example to float32."
             raise InvalidRequestError(text) from error
         raise InvalidRequestError(f"not an array: {error}") from error

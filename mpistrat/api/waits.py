@@ -1,6 +1,6 @@
-"""How long this rank was in collectives in a span of time that is over.
+"""Measures how long this rank was in collectives during a past time span.
 
-Read from what the engine has recorded of its last operations. Any thread may call it.
+The times come from the engine's records of its last operations. Any thread may call the function.
 """
 
 from ..core.errors import MpistratError
@@ -10,24 +10,24 @@ from . import runtime
 
 
 def waits_between(began_s: float, ended_s: float, process_set: int = 0) -> Waits:
-    """The waits of this rank for its collectives of a process set. Local.
+    """Return how long this rank waited for its collectives of a process set in a time span. Local.
 
-    `seconds` is less than the span if its first operations are not kept any more, and 0 if nothing is recorded.
+    `seconds` is less than the span if the records of its first operations were dropped, and 0 if there are no records.
 
     Args:
-        began_s, ended_s: The span, as `time.perf_counter` has it, whose clock is that of the records (CLOCK_MONOTONIC).
-        process_set: Its id.
+        began_s, ended_s: The span, in seconds of `time.perf_counter`. The records have the same clock, CLOCK_MONOTONIC.
+        process_set: The id of the process set.
     """
     try:
         traced = runtime.group_of("waits_between", process_set).traced
-    except MpistratError:  # shutdown(), or a process set that was removed.
+    except MpistratError:  # After shutdown(), or the process set was removed.
         return Waits()
     began, ended = int(began_s * 1e9), int(ended_s * 1e9)
     kept = traced.ring.since(0)
     operations = [each for each in kept if began < each.delivered and each.agreed < ended]
     if not operations:
         return Waits()
-    if kept[0].serial:  # Earlier ones are gone.
+    if kept[0].serial:  # Earlier records were dropped.
         began = max(began, kept[0].delivered)
     if began >= ended:
         return Waits()

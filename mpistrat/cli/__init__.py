@@ -1,1 +1,1 @@
-"""The command `mpistrat`. `main` imports a subcommand when it runs it. None imports Keras."""
+"""The command `mpistrat`. `main` imports a subcommand only to run it. No subcommand imports Keras."""

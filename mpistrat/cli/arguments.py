@@ -1,9 +1,9 @@
 """Parse the command line of `mpistrat run` into mpistrat's options, mpirun's options, and the command.
 
-Options of mpistrat and of mpirun may be mixed, before the command. The command begins after `--`. Without `--` it
-begins at the first argument that is neither an option nor the value of one. To find it, the number of values of each
-mpirun option must be known; an option that is not in the table below needs `--` before the command. Called by `mpistrat
-run`, `doctor` and `bench`, and by mpistrat.run.
+Options of mpistrat and of mpirun may be mixed, before the command. The command begins after `--`. Without `--` the
+command begins at the first argument that is neither an option nor the value of an option. So the parser must know how
+many values each option of mpirun takes. An option that is not in the table below needs `--` before the command. Called
+by `mpistrat run`, `doctor` and `bench`, and by mpistrat.run.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from ..process.launchers import STARTED
 from . import horovodrun
 from .hostfile import HostList, parse_list, read_hostfile
 
-AUTO = 0  # what -np auto is, until the number is known
+AUTO = 0  # the value of `-np auto` until the number of ranks is determined
 # Options of mpistrat, and the number of values of each.
 _OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscribe": 0, "--force": 0, "--dry-run": 0,
               "--traceback": 0, "--all-output": 0, "--help": 0, "--output-filename": 1, **horovodrun.ARITY,
@@ -28,8 +28,8 @@ _OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscrib
               "--host-discovery-script": 1, "--slots-per-host": 1, "--elastic-timeout": 1, "--reset-limit": 1,
               "--blacklist-cooldown-range": 2, "--elastic-checkpoint": 1, "--elastic-checkpoint-every": 1,
               "--efficiency": 1, "--as-horovod": 0}
-_NEAR = 0.85  # how like each other an option and its misspelling are, see difflib
-# Other names for them, from horovodrun and the different mpiruns.
+_NEAR = 0.85  # least similarity of a misspelled option to the suggested option (cutoff of difflib)
+# Other names of mpistrat's options, from horovodrun and the different mpiruns.
 _ALIASES = {
     "-n": "-np", "--np": "-np", "--num-proc": "-np", "-hosts": "-H", "--hosts": "-H", "-host": "-H", "--host": "-H",
     "-hostfile": "--hostfile", "-f": "--hostfile", "-machinefile": "--hostfile", "--machinefile": "--hostfile",
@@ -37,7 +37,7 @@ _ALIASES = {
     "--min-num-proc": "--min-np", "--max-num-proc": "--max-np",
 }
 _ALIASES.update(horovodrun.ALIASES)
-# Options of mpirun, and the number of values of each, whichever launcher it is: it is not known yet.
+# Options of all launchers, and the number of values of each option. The launcher is not yet known here.
 _MPIRUN_ARITY = {name: arity for launcher in STARTED for name, arity in launcher.options.items()}
 
 
@@ -78,8 +78,8 @@ def split_arguments(arguments: list[str]) -> CommandLine:
             else:
                 mpirun += [arguments[i], *rest[:arity]]
         elif near := difflib.get_close_matches(option, [] if "--" in rest else _OWN_ARITY, 1, _NEAR):
-            raise LaunchError(f"{option} is no option. Did you mean {near[0]}? If it is one of mpirun's, write -- "
-                              "before the command.")
+            raise LaunchError(f"{option} is no option of mpistrat run. Did you mean {near[0]}? If mpirun has this "
+                              "option, write -- before the command.")
         elif equals:
             mpirun.append(arguments[i])
             arity = 0
@@ -89,7 +89,7 @@ def split_arguments(arguments: list[str]) -> CommandLine:
             mpirun += [arguments[i], *rest[:arity]]
         else:
             raise LaunchError(
-                f"{arguments[i]} is no option of mpistrat run. If it is one of mpirun's, write -- before the command: "
+                f"{arguments[i]} is no option of mpistrat run. If mpirun has this option, write -- before the command: "
                 f"mpistrat run -np 2 {arguments[i]} ... -- python train.py")
         i += 1 + arity
     if i < len(arguments) and arguments[i] == "--":
@@ -98,23 +98,23 @@ def split_arguments(arguments: list[str]) -> CommandLine:
 
 
 def mpirun_options(text: str) -> tuple[str, ...]:
-    """Return the options of mpirun that are given as one text.
+    """Split a text such as the value of --mpi-args into options of mpirun.
 
-    Raises LaunchError: There is something else among them.
+    Raises LaunchError: The text cannot be split, or contains an option of mpistrat or a command.
     """
     try:
         parts = split_arguments([*shlex.split(text), "--"])
-    except ValueError as error:  # LaunchError is one too.
+    except ValueError as error:  # LaunchError is a subclass.
         raise LaunchError(f"{text!r} is not a list of options for mpirun: {error}") from None
     wrong = " ".join((*parts.own, *parts.command))
     if wrong:
-        raise LaunchError(f"{text!r} is not a list of options for mpirun: {wrong} is no option of mpirun, or an "
-                          "option that mpistrat itself takes.")
+        raise LaunchError(f"{text!r} is not a list of options for mpirun: mpirun has no option {wrong}, or "
+                          "mpistrat run itself takes the option.")
     return parts.mpirun
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a subcommand. It raises LaunchError, so that an error is one line without the usage."""
+    """The parser of a subcommand. Wrong arguments raise LaunchError, so the user sees one line without the usage."""
 
     def __init__(self, command: str, description: str, epilog: str, usage: str | None = None):
         super().__init__(f"mpistrat {command}", usage, description, epilog, allow_abbrev=False,
@@ -127,7 +127,7 @@ class Parser(argparse.ArgumentParser):
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of all subcommands that start ranks: -np, -H, --hostfile, --oversubscribe, --mpirun."""
     parser.add_argument("-np", dest="np", type=_ranks, metavar="N", help="number of ranks (processes). "
-                        "auto: as many as -H or the hostfile say, or one for each GPU of this host, or each two cores")
+                        "auto: one per slot of -H or the hostfile, else one per GPU, or per two cores, of this host")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", dest="hosts", action="append", metavar="HOST:SLOTS,...",
                        help="hosts, with the number of ranks for each; default: all ranks on this host, or in the "
@@ -143,7 +143,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 def read_hosts(options: argparse.Namespace) -> HostList | None:
     """Return the hosts that were given with -H or --hostfile; None if neither was given.
 
-    Raises LaunchError: As parse_list and read_hostfile.
+    Raises LaunchError: See parse_list and read_hostfile.
     """
     if options.hosts is not None:
         return parse_list(",".join(options.hosts))
@@ -151,7 +151,7 @@ def read_hosts(options: argparse.Namespace) -> HostList | None:
 
 
 def positive_int(text: str, problem: str) -> int:
-    """Return the whole number from 1 on that `text` is. Raises ArgumentTypeError with `problem` if it is none."""
+    """Convert `text` to a whole number of at least 1. Raises ArgumentTypeError with the text `problem` if it cannot."""
     try:
         number = int(text)
     except ValueError:
@@ -162,16 +162,16 @@ def positive_int(text: str, problem: str) -> int:
 
 
 def positive_seconds(text: str) -> float:
-    """Return the number above 0, of seconds that a thread can wait, that `text` is. Raises ArgumentTypeError if not."""
-    if not 0 < (number := _number(text)) <= threading.TIMEOUT_MAX:  # NaN is not.
+    """Convert `text` to seconds, above 0 and at most threading.TIMEOUT_MAX. Raises ArgumentTypeError if it cannot."""
+    if not 0 < (number := _number(text)) <= threading.TIMEOUT_MAX:  # This also refuses NaN.
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
     return number
 
 
 def seconds(text: str) -> float:
-    """As `positive_seconds`, or 0."""
+    """Convert `text` to seconds, 0 to threading.TIMEOUT_MAX. Raises ArgumentTypeError if it cannot."""
     if not 0 <= (number := _number(text)) <= threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0 on")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds of at least 0")
     return number
 
 
@@ -183,7 +183,7 @@ def _number(text: str) -> float:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun: "1 host", "2 hosts"."""
+    """Return a number and its noun as text: "1 host", "2 hosts"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

@@ -1,8 +1,8 @@
 """`mpistrat run --as-horovod`, and `mpistrat as-horovod`: a program that imports horovod, unedited, gets mpistrat.
 
-The ranks get a directory on PYTHONPATH with a package `horovod`, whose names are mpistrat's (horovod/imports.py), and
-with the metadata by which importlib.metadata knows its version. Without the flag none of that is on a path. It contains
-a directory with a command `horovodrun`, for a user's PATH. Called by main.py and `mpistrat run`.
+The option puts a directory on the PYTHONPATH of the ranks. The directory has a package `horovod` with the names of
+mpistrat (horovod/imports.py), the package's metadata for importlib.metadata, and a directory `bin` with a command
+`horovodrun` for a user's PATH. Without the option no path names the directory. Called by main.py and `mpistrat run`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from .arguments import Parser
 
 _HERE = str(Path(__file__).parents[1] / "horovod" / "path")
 _WORDS = ("", "keras2")
-_WORDS_HELP = "with =keras2 also three words of Keras 2 in Keras 3: optimizer.variables(), lr=, " \
+_WORDS_HELP = "=keras2 also makes Keras 3 accept three names of Keras 2: optimizer.variables(), lr=, " \
     "compile(experimental_run_tf_function=)"
 _EPILOG = """\
 For mpirun and srun, where `mpistrat run --as-horovod` does not start the ranks:
@@ -29,8 +29,8 @@ For mpirun and srun, where `mpistrat run --as-horovod` does not start the ranks:
   eval "$(mpistrat as-horovod --env)"
   srun -n 4 dp --tf train input.json
 
-It puts a package `horovod` with the names of mpistrat first on PYTHONPATH, and a command `horovodrun`, which is
-`mpistrat run --as-horovod`, first on PATH. Both last as long as the shell.
+The lines put a package `horovod` with the names of mpistrat first on PYTHONPATH, and a command `horovodrun`, which runs
+`mpistrat run --as-horovod`, first on PATH. Both variables are set until the shell ends.
 """
 
 
@@ -41,9 +41,9 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def variables(words: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of --as-horovod for the ranks; `words` is its value, None without it.
+    """Return the environment variables that --as-horovod sets for the ranks; {} if `words` is None.
 
-    They include the settings that HOROVOD_ variables of `environ` stand for.
+    They include MPISTRAT_ settings for the HOROVOD_ variables in `environ`. `words`: the value of the option, or None.
     """
     if words is None:
         return {}
@@ -54,7 +54,7 @@ def variables(words: str | None, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_line() -> str:
-    """The sentence that says whose names the program gets."""
+    """Return the sentence that says that `import horovod` finds mpistrat, and not an installed Horovod."""
     other = next(iter(importlib.metadata.distributions(name="horovod", path=[
         place for place in sys.path if place != _HERE])), None)
     beside = f" Horovod {other.version} is installed too, in {other.locate_file('')}, and is not used." if other else ""
@@ -63,13 +63,13 @@ def first_line() -> str:
 
 def main(argv: list[str]) -> int:
     """Run `mpistrat as-horovod` and return 0. Raises LaunchError for wrong input."""
-    parser = Parser("as-horovod", "Print the lines by which programs of a shell find mpistrat for `import horovod`.",
+    parser = Parser("as-horovod", "Print the shell lines after which `import horovod` finds mpistrat.",
                     _EPILOG)
     parser.add_argument("--env", nargs="?", const="", choices=_WORDS, metavar="keras2",
                         help=f"print the lines for a shell; {_WORDS_HELP}")
     words = parser.parse_args(argv).env
     if words is None:
-        raise LaunchError('say --env, for example: eval "$(mpistrat as-horovod --env)"')
+        raise LaunchError('--env is missing. Type: eval "$(mpistrat as-horovod --env)"')
     found = variables(words, os.environ)
     print(f'export PATH={shlex.quote(os.path.join(_HERE, "bin"))}:"$PATH"')
     for name, value in found.items():

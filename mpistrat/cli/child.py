@@ -1,8 +1,8 @@
-"""A program that runs for a limited time, and what it has printed.
+"""Run a program for a limited time, and collect its output.
 
-The end of a pipe comes only when all processes that hold it have ended: a wrapper script, a connection that ssh keeps
-(ControlPersist) or a daemon of MPI may leave one behind. So the output goes to files without a name, and nothing but
-the program itself is waited for. Used by the launcher and by `mpistrat doctor`.
+A reader of a pipe sees the end only when all processes that hold the pipe have ended. A wrapper script, a connection
+that ssh keeps (ControlPersist) or a daemon of MPI may leave such a process. So the output goes to anonymous files, and
+the caller waits for the program alone. Used by the launcher and by `mpistrat doctor`.
 """
 
 import contextlib
@@ -14,30 +14,30 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO
 
-_KILLED_S = 2.0  # from SIGKILL to the end of a process; one that waits for a disk that is gone does not end
+_KILLED_S = 2.0  # time limit from SIGKILL to the end of a process; a process that waits for a lost disk does not end
 
 
 class Child:
-    """A program, which is started at once, without stdin, in a process group of its own. A context that ends this group
-    if the program has not ended.
+    """A program in a new process group, without stdin. The constructor starts the program. A context manager, which
+    kills the process group if the program has not ended.
 
     Args:
         argv: The program with its arguments.
-        environ: Its environment.
+        environ: The environment of the program.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: The program cannot be started.
     """
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str]):
-        # In memory: there may be no directory that can be written.
+        # Files in memory, because there may be no writable directory.
         self._out = open(os.memfd_create("mpistrat-out"), "w+b")  # noqa: SIM115 - the end of the context closes it
         self._err = open(os.memfd_create("mpistrat-err"), "w+b")  # noqa: SIM115 - likewise
         self._process = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL, stdout=self._out,
                                          stderr=self._err, start_new_session=True)
 
     def wait(self, until: float) -> int | None:
-        """Wait for the end until time.monotonic() is `until`. Returns the exit code; None if it has not ended."""
+        """Wait until the program ends, or time.monotonic() is `until`. Returns the exit code; None if it still runs."""
         try:
             return self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -45,7 +45,7 @@ class Child:
 
     @property
     def said(self) -> tuple[str, str]:
-        """What it has printed so far to stdout and to stderr."""
+        """What the program has printed so far: (stdout, stderr)."""
         return _content(self._out), _content(self._err)
 
     def __enter__(self) -> "Child":
@@ -54,7 +54,7 @@ class Child:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # It has just ended.
+            with contextlib.suppress(ProcessLookupError):  # The process has just ended.
                 os.killpg(self._process.pid, signal.SIGKILL)
             self.wait(time.monotonic() + _KILLED_S)
         self._out.close()
@@ -62,5 +62,5 @@ class Child:
 
 
 def _content(file: IO[bytes]) -> str:
-    """All of a file, whose position is also that of the program, which may still write."""
+    """Return the whole content of a file, without moving the position, which the running program shares."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")

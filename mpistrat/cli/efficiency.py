@@ -1,6 +1,6 @@
-"""`mpistrat run --efficiency N`: run the first N steps of a script on one rank and on all, and compare.
+"""`mpistrat run --efficiency N`: run the first N steps of a script on one rank and on all ranks, and compare.
 
-Called by run.py. Each is a job of its own, which ends after these steps (process/step_timer.py).
+Called by run.py. The two runs are separate jobs, which end after N steps (process/step_timer.py).
 """
 
 import argparse
@@ -23,34 +23,34 @@ from .supervisor import Outcome
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a job has trained."""
+    """The training speed of a job."""
 
-    steps_per_s: float  # A step is one of all ranks.
-    rows_per_s: float | None  # Of all ranks; None where a rank does not know its rows.
-    is_global: bool  # Whether a step has as many rows for any number of ranks.
-    shares: str  # What is said of its collectives.
+    steps_per_s: float  # All ranks together make one step.
+    rows_per_s: float | None  # The sum over all ranks; None if a rank does not know its number of rows.
+    is_global: bool  # Whether the batch of a step is global: the same number of rows for any number of ranks.
+    shares: str  # The end of the printed sentence, on the time of the collectives.
 
 
 def run(options: argparse.Namespace, launched: Callable[[int, Mapping[str, str]], Outcome]) -> int:
     """Run the two jobs, print the result, and return 0, or the exit code of a job that has failed.
 
     Args:
-        options: Of `mpistrat run`.
-        launched: Runs the job on so many ranks, with these variables.
+        options: The options of `mpistrat run`.
+        launched: Runs the job, given the number of ranks and additional environment variables.
 
     Raises:
-        LaunchError: The options make no sense together, or a job had too few steps.
+        LaunchError: The options contradict each other, or a job had too few steps.
     """
     steps, ranks = options.efficiency, options.np
     if steps < LEAST_STEPS:
-        raise LaunchError(f"--efficiency {steps}: at least {LEAST_STEPS} steps are needed, and 50 or more are a good "
-                          "number: the first two are not timed")
+        raise LaunchError(f"--efficiency {steps}: at least {LEAST_STEPS} steps are needed, because the first two are "
+                          "not timed. Write 50 or more, for example: --efficiency 50")
     if ranks is None or ranks < 2:
-        raise LaunchError("--efficiency compares one rank with several: say how many with -np")
+        raise LaunchError("--efficiency compares one rank with several. Write the number of ranks, for example: -np 2")
     if elastic_run.is_asked_for(options):
-        raise LaunchError("--efficiency and --elastic do not go together: leave out one of them")
+        raise LaunchError("--efficiency and --elastic cannot be combined. Leave out one of them.")
     if busy := busy_cores(os.getloadavg()[1], this_machine(os.environ).cores):
-        print(f"mpistrat run: on this host {busy}. They change both figures (ps aux --sort=-%cpu | head)",
+        print(f"mpistrat run: on this host {busy}. These processes change both figures (ps aux --sort=-%cpu | head)",
               file=sys.stderr)
     speeds = {}
     for number in (1, ranks):
@@ -65,16 +65,16 @@ def run(options: argparse.Namespace, launched: Callable[[int, Mapping[str, str]]
 
 
 def speed_of(measured: Mapping[int, StepTimes], ranks: int, wanted: int) -> Speed:
-    """The speed of a job, given what its ranks have measured. Raises LaunchError: They have measured nothing."""
+    """Return the speed of a job from the step times of its ranks. Raises LaunchError: A rank has timed no step."""
     times = list(measured.values())
     few = min((each.counted for each in times if not each.steps), default=0 if len(times) < ranks else None)
     if few is not None:
         what = f"{counted(few, 'step')}" if few else "a step that averages gradients"
-        remedy = f"Ask for fewer than {few}, or give it more epochs." if few >= LEAST_STEPS else \
+        remedy = f"Ask for fewer than {few} steps, or train for more epochs." if few >= LEAST_STEPS else \
             "Steps are counted in fit, and where a DistributedOptimizer, a DistributedGradientTape or an optimizer " \
             "under MPIStrategy averages gradients."
-        raise LaunchError(f"the script has ended {'after' if few else 'without'} {what}, and {wanted} were to be "
-                          f"timed (--efficiency). {remedy}")
+        raise LaunchError(f"the script ended {'after' if few else 'without'} {what}, but --efficiency should time "
+                          f"{wanted} steps. {remedy}")
     seconds = max(each.seconds for each in times)
     rows = [each.rows for each in times if each.rows is not None]
     return Speed(times[0].steps / seconds, sum(rows) / seconds if len(rows) == len(times) else None,
@@ -82,7 +82,7 @@ def speed_of(measured: Mapping[int, StepTimes], ranks: int, wanted: int) -> Spee
 
 
 def sentence(one: Speed, all_ranks: Speed, ranks: int) -> str:
-    """What is printed of the two jobs. Without rows a script in Horovod's way is taken to have a batch per rank."""
+    """Return the sentence on the two jobs. Without rows, ranks of a Horovod-style script count a batch each."""
     if one.rows_per_s is not None and all_ranks.rows_per_s is not None:
         times = all_ranks.rows_per_s / one.rows_per_s
         detail = f"{figure(all_ranks.rows_per_s)} rows per second, and {figure(one.rows_per_s)} on one rank"

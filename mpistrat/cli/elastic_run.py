@@ -1,7 +1,7 @@
 """`mpistrat run --elastic`: the supervisor of a job that goes on when ranks or hosts are lost. Called by run.py.
 
-The main thread runs one mpirun after the other (`supervisor.launch`), as the Plan says, which another thread drives
-(`elastic.service`).
+The main thread runs one mpirun after the other (`supervisor.launch`), by the orders of the Plan. Another thread drives
+the Plan (`elastic.service`).
 """
 
 import argparse
@@ -40,39 +40,39 @@ AUTO, RESTART = "auto", "restart"
 _LOCAL = "localhost"
 _SCRIPT_LIMIT_S = 10.0
 _CHECKPOINT_EVERY = 10
-# mpirun ends within these times after the supervisor has ended it, or a rank has ended its job.
+# Limits for the end of mpirun, after the supervisor has terminated mpirun or a rank has aborted the job.
 _LIMITS = TimeLimits(abort_s=2.0, kill_s=2.0, left_s=2.0)
-_ANEW = (". It begins anew, since there is no commit. A script makes them by fit(..., callbacks=[..., "
-         "hvd.callbacks.Elastic()]), or by commit() of a state in a loop of its own (docs/elastic.md)")
-_PLANNED = (signal.SIGTERM, signal.SIGUSR1)  # the ranks end at their next commit; a second one ends them at once
+_ANEW = (". Training begins anew, because there is no commit. Add hvd.callbacks.Elastic() to the callbacks "
+         "of fit, or call commit() of a state in a custom training loop (docs/elastic.md)")
+_PLANNED = (signal.SIGTERM, signal.SIGUSR1)  # the ranks end at their next commit; after a second such signal, at once
 _URGENT = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to the parser of `mpistrat run`."""
+    """Add the options of elastic jobs to the parser of `mpistrat run`."""
     group = parser.add_argument_group("elastic jobs (docs/elastic.md); each of these options makes a job elastic")
     group.add_argument("--elastic", nargs="?", const=AUTO, choices=(AUTO, RESTART), help="go on when ranks or hosts "
                        "are lost. restart: always with new processes; mpirun then needs no options for fault tolerance")
     group.add_argument("--min-np", type=int, metavar="N", help="the least number of ranks (default 1)")
-    group.add_argument("--max-np", type=int, metavar="N", help="the most ranks (default: -np)")
-    group.add_argument("--host-discovery-script", metavar="FILE", help="a program that prints the hosts that there are "
-                       "now, each as host:slots; called every second")
+    group.add_argument("--max-np", type=int, metavar="N", help="the greatest number of ranks (default: -np)")
+    group.add_argument("--host-discovery-script", metavar="FILE", help="a program that prints the available "
+                       "hosts, one per line as host:slots; called every second")
     group.add_argument("--slots-per-host", type=int, metavar="N", help="ranks for a host that the program prints "
                        "without a number (default 1)")
     group.add_argument("--elastic-timeout", type=float, metavar="S",
                        help=f"seconds to wait for enough hosts (default {Limits.timeout_s:g})")
-    group.add_argument("--reset-limit", type=int, metavar="N", help="the most times that the job starts again")
-    group.add_argument("--blacklist-cooldown-range", metavar="S S", help="seconds for which a lost host is left out: "
-                       "the first time, and at most (default 30 600)")
-    group.add_argument("--restart-failed", action="store_true", help="fill the places of lost ranks again, at a commit")
+    group.add_argument("--reset-limit", type=int, metavar="N", help="how many times the job may start again")
+    group.add_argument("--blacklist-cooldown-range", metavar="S S", help="seconds during which a lost host gets no "
+                       "ranks: after its first loss, and at most (default 30 600)")
+    group.add_argument("--restart-failed", action="store_true", help="replace lost ranks by new processes, at a commit")
     group.add_argument("--elastic-checkpoint", default="", metavar="DIR",
                        help="a directory, the same on all hosts, where the chief saves commits")
     group.add_argument("--elastic-checkpoint-every", type=int, metavar="N",
-                       help=f"commits between two that are saved (default {_CHECKPOINT_EVERY})")
+                       help=f"save every Nth commit (default {_CHECKPOINT_EVERY})")
 
 
 def is_asked_for(options: argparse.Namespace) -> bool:
-    """Whether the job is elastic: whether there is an option of such jobs. As with horovodrun, any one says so."""
+    """Whether the job is elastic. As with horovodrun, any option of elastic jobs makes the job elastic."""
     parser = argparse.ArgumentParser(add_help=False)
     add_options(parser)
     return any(getattr(options, name) != unset for name, unset in vars(parser.parse_args([])).items())
@@ -82,10 +82,10 @@ def run(options: argparse.Namespace, launched: Callable[..., Outcome]) -> int:
     """Run an elastic job and return its exit code: 0, or that of the last generation.
 
     Args:
-        options: Those of `mpistrat run`.
-        launched: Runs a generation and returns how its mpirun has ended. It is given the options with the number of
-            ranks and the hosts of the generation, the mpirun, options for it, variables for the ranks, TimeLimits and
-            an Interference.
+        options: The options of `mpistrat run`.
+        launched: Runs a generation and returns the Outcome of its mpirun. Its arguments are the options with the ranks
+            and hosts of the generation, the mpirun, options for mpirun, variables for the ranks, TimeLimits, and an
+            Interference.
 
     Raises:
         LaunchError: The input is wrong.
@@ -98,9 +98,9 @@ def _run(options: argparse.Namespace, launched: Callable[..., Outcome], control:
     limits, find_hosts = limits_of(options), HostFinder(options)
     first = find_hosts()
     if first is None:
-        raise LaunchError(f"no hosts: {find_hosts.problem}")
+        raise LaunchError(f"no hosts were found: {find_hosts.problem}")
     mpirun = identify(find_mpirun(options.mpirun, os.environ))
-    # The main thread alone receives signals: a thread that does not block SIGCHLD would get it, and ignore it.
+    # The main thread alone may receive signals. A thread that does not block SIGCHLD would receive and ignore SIGCHLD.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PLANNED, *_URGENT, signal.SIGCHLD, ABORTED})
     printer = threading.Thread(target=_print_sentences, name="mpistrat-printer", daemon=True)
     printer.start()
@@ -133,11 +133,11 @@ def _run(options: argparse.Namespace, launched: Callable[..., Outcome], control:
 
 
 def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
-    """Options with which the ranks of Open MPI's mpirun outlive the loss of some of them; () where they do not.
+    """Return the options with which ranks of Open MPI's mpirun survive the loss of a peer (ULFM); () if unsupported.
 
-    ULFM was run with Open MPI 5.0.10 and later. Its MPI_Finalize may hang after a rank was killed, unless it is
-    asynchronous. Over several hosts new processes start instead: there one of five collectives of the ranks that were
-    left did not end (5.0.11, with each of its transports, without coll/han).
+    ULFM was tested with Open MPI 5.0.10 and later. After the loss of a rank, MPI_Finalize may hang, unless it is
+    asynchronous. Over several hosts new processes start instead, because with ULFM one of five collectives of the
+    surviving ranks hung there (5.0.11, with each of its transports, without coll/han).
     """
     if mpirun.launcher is not OPEN_MPI or numbers(mpirun.version) < [5, 0, 10] or hosts > 1:
         return ()
@@ -151,25 +151,25 @@ def _for_generation(options: argparse.Namespace, order: Start) -> argparse.Names
 
 
 class _Control(Interference):
-    """Signals for the supervisor, and its orders to end the mpirun that runs. Also a context: handlers of signals."""
+    """Passes signals to the Service, and orders to end the running mpirun. The context installs signal handlers."""
 
     ends_all = True
 
     def __init__(self) -> None:
-        # generation: The one that runs, or starts.
+        # generation: The number of the generation that runs, or starts.
         self.generation, self.is_done = 0, False
-        self.told: Collection[Sequence[str]] = ()  # What the ranks of that generation did last, if it has failed.
-        self._stop = 0, "", False  # a generation, why it is to end, and whether its ranks have ended well
-        self.service: Service | None = None  # Gets the signals.
+        self.told: Collection[Sequence[str]] = ()  # The last operations of that generation's ranks, if it failed.
+        self._stop = 0, "", False  # a generation, why it must end, whether its ranks have succeeded
+        self.service: Service | None = None  # Receives the signals.
         self._planned_at = math.inf
         self._before: dict[int, object] = {}
 
     def begin(self, generation: int) -> None:
-        """This generation is about to start."""
+        """Note that a generation is about to start."""
         self.subject, self.generation, self.told, self.is_done = f"generation {generation}", generation, (), False
 
     def stop(self, generation: int, why: str, is_done: bool = False) -> None:
-        """End the mpirun of a generation, which may be about to start. In any thread."""
+        """End the mpirun of a generation, which may not have started yet. Thread-safe."""
         self._stop = generation, why, is_done
         os.kill(os.getpid(), ABORTED)
 
@@ -181,25 +181,25 @@ class _Control(Interference):
         return why
 
     def why_vain(self, told: ReportReader) -> str:
-        """Tell the service which processes are ranks: it notices if one ends in vain, however that ends."""
+        """Report to the service which processes are ranks, and which have ended without init(). Return ""."""
         assert self.service is not None
         self.service.started(self.generation, told.started, told.without_init - told.in_init)
         return ""
 
     def takes(self, number: int) -> bool:
-        """Tell the plan. Only the second SIGTERM, Ctrl-C and their kind reach mpirun."""
-        if self.service is None:  # Nothing has started.
+        """Report the signal to the service. mpirun gets a second SIGTERM or SIGUSR1, Ctrl-C, SIGHUP and SIGQUIT."""
+        if self.service is None:  # No generation has started.
             os.write(2, f"mpistrat run: {signal.Signals(number).name} has arrived\n".encode())
             sys.exit(PREEMPTED_CODE if number in _PLANNED else 128 + number)
         now = time.monotonic()
-        # Some programs send a signal to the process, and then to its group: both are one.
+        # Some programs send a signal to the process and then to its group. The two count as one signal.
         is_urgent = number in _URGENT or now >= self._planned_at + _LIMITS.second_s
         self._planned_at = min(self._planned_at, now)
         self.service.signalled(signal.Signals(number).name, 128 + number, is_urgent)
         return not is_urgent
 
     def keep_last(self, told: Collection[Sequence[str]]) -> str:
-        """Nothing is written before the job ends: it may go on."""
+        """Remember the last operations. They are written when the job ends, because another generation may follow."""
         self.told = told
         return ""
 
@@ -217,13 +217,13 @@ class _Control(Interference):
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
-    """The limits that the options give. Raises LaunchError: They contradict each other."""
+    """Return the limits that the options set. Raises LaunchError: A value is wrong, or two options contradict."""
     if options.np is None and options.max_np is None:
-        raise LaunchError("how many ranks? Say it with -np, for example: mpistrat run --elastic -np 4 python train.py")
+        raise LaunchError("-np is missing. Write the number of ranks: mpistrat run --elastic -np 4 python train.py")
     max_np = options.np if options.max_np is None else options.max_np
     min_np = 1 if options.min_np is None else options.min_np
     if not 1 <= min_np <= max_np:
-        raise LaunchError(f"--min-np {min_np} must be from 1 to --max-np (or -np) {max_np}")
+        raise LaunchError(f"--min-np must be from 1 to --max-np (or -np), which is {max_np}. Received: {min_np}")
     cooldown = Limits.cooldown_s
     if options.blacklist_cooldown_range is not None:
         try:
@@ -238,16 +238,16 @@ def limits_of(options: argparse.Namespace) -> Limits:
     for name, least in (("elastic_timeout", 0), ("reset_limit", 0), ("slots_per_host", 1),
                         ("elastic_checkpoint_every", 1)):
         value = getattr(options, name)
-        if value is not None and not value >= least:  # NaN is not either.
-            raise LaunchError(f"--{name.replace('_', '-')} {value:g} must be at least {least}")
+        if value is not None and not value >= least:  # This also refuses NaN.
+            raise LaunchError(f"--{name.replace('_', '-')} must be at least {least}. Received: {value:g}")
     timeout_s = Limits.timeout_s if options.elastic_timeout is None else options.elastic_timeout
     return Limits(min_np, max_np, timeout_s, options.reset_limit, cooldown, options.restart_failed)
 
 
 class HostFinder:
-    """Returns the present hosts when it is called: of a script, a hostfile, or a list.
+    """Finds the available hosts in each call: by a script, a hostfile, or a list of hosts. A call may return None.
 
-    `problem`: Why the last call has returned None; "" if it has not.
+    `problem`: The reason why the last call returned None; "" if it returned hosts.
     """
 
     def __init__(self, options: argparse.Namespace):
@@ -262,7 +262,7 @@ class HostFinder:
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # LaunchError is a ValueError.
             if self.problem != str(error):
                 self.problem = str(error)
-                _say(f"the hosts stay as they are: {error}")
+                _say(f"the list of hosts is unchanged: {error}")
             return None
 
     def _by_list(self) -> Mapping[str, int]:
@@ -278,7 +278,7 @@ class HostFinder:
                               stdin=subprocess.DEVNULL, capture_output=True, timeout=_SCRIPT_LIMIT_S, check=False)
         if done.returncode != 0:
             last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            raise LaunchError(f"--host-discovery-script {script} ends with exit code {done.returncode}: {last}")
+            raise LaunchError(f"--host-discovery-script {script} ended with exit code {done.returncode}: {last}")
         lines = [line.strip() for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
         per_host = self._options.slots_per_host or 1
         return _slots(parse_list(",".join(line if ":" in line else f"{line}:{per_host}" for line in lines)), per_host) \
@@ -293,15 +293,15 @@ def _slots(hosts: HostList, default: int) -> dict[str, int]:
 
 
 def allocation(environ: Mapping[str, str]) -> dict[str, int] | None:
-    """The hosts of a Slurm or PBS allocation, with the number of ranks for each; None outside of one.
+    """Return the hosts of a Slurm or PBS allocation, with the number of ranks of each host; None outside of these.
 
-    Raises LaunchError: Slurm does not say which hosts they are.
+    Raises LaunchError: Slurm's `scontrol show hostnames` fails.
     """
     if "SLURM_JOB_NODELIST" in environ:
         done = subprocess.run(["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]], capture_output=True,
                               timeout=_SCRIPT_LIMIT_S, check=False, text=True)
         if done.returncode != 0:
-            raise LaunchError(f"scontrol show hostnames fails: {done.stderr.strip()}")
+            raise LaunchError(f"`scontrol show hostnames` failed: {done.stderr.strip()}")
         names = done.stdout.split()
         counts = slurm_counts(environ.get("SLURM_TASKS_PER_NODE", "1"))
         return dict(zip(names, (counts + counts[-1:] * len(names))[:len(names)], strict=True))
@@ -322,7 +322,7 @@ def slurm_counts(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def _directory(options: argparse.Namespace) -> Iterator[str]:
-    """The directory where commits are saved, or "". It is this job's alone meanwhile."""
+    """Yield the directory where commits are saved, or "". No other job can claim the directory during the context."""
     if not options.elastic_checkpoint:
         yield ""
         return
@@ -331,13 +331,13 @@ def _directory(options: argparse.Namespace) -> Iterator[str]:
         directory.parent.mkdir(parents=True, exist_ok=True)
         lock, problem = claim(directory)
     except BlockingIOError as error:
-        raise LaunchError(f"--elastic-checkpoint {directory}: {error}. Wait until it has ended, or name another "
-                          "directory.") from None
+        raise LaunchError(f"--elastic-checkpoint {directory}: {error}. Wait until that job has ended, or name "
+                          "another directory.") from None
     except OSError as error:
         raise LaunchError(f"--elastic-checkpoint {directory}: {error}. Name a directory to which only you can "
                           "write.") from None
     if problem:
-        _say(f"--elastic-checkpoint {directory}: a second job with this directory would not be noticed ({problem})")
+        _say(f"--elastic-checkpoint {directory}: another job that uses this directory cannot be detected ({problem})")
     try:
         yield str(directory)
     finally:
@@ -348,7 +348,7 @@ _sentences: SimpleQueue[str | None] = SimpleQueue()
 
 
 def _say(text: str) -> None:
-    """Have a sentence printed. Returns at once: who reads stderr may be slow, and the supervisor must not wait."""
+    """Queue a sentence for the printer thread. Returns at once, because stderr may block, and the caller may not."""
     _sentences.put(f"mpistrat run: {text}\n")
 
 

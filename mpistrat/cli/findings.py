@@ -1,6 +1,6 @@
-"""What a process prints for the command that has started it, as lines of JSON: MPI libraries print to stdout too.
+"""Lines of JSON from a process to the command that started it. A mark tells them from what MPI prints to stdout.
 
-Called by the processes of `mpistrat doctor`, and by that command.
+Called by `mpistrat doctor`, and by the processes that doctor starts.
 """
 
 import json
@@ -11,12 +11,12 @@ MARK = "mpistrat-doctor "  # begins a line with findings
 
 
 def say(kind: str, **values: object) -> None:
-    """Print a line. One of less than 4096 bytes stays whole among those of other processes."""
+    """Print a finding as one line. A line of less than 4096 bytes is not mixed with lines of other processes."""
     print(MARK + json.dumps({"kind": kind, **values}), flush=True)
 
 
 def understood(text: str) -> Iterator[dict[str, Any]]:
-    """What processes have said. A line that was cut is left out; its process has then not said it."""
+    """Yield the findings in the output of processes. Truncated lines are skipped."""
     for line in text.splitlines():
         _, mark, said = line.partition(MARK)
         try:

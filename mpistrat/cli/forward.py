@@ -1,7 +1,7 @@
-"""A thread that reads mpirun's stderr and writes what is to be shown of it to stderr of this process.
+"""A thread that reads mpirun's stderr, and writes the filtered output to stderr of this process.
 
-The thread may wait for a slow reader of stderr. The main thread, which supervises mpirun, never does: it only hands
-lines of its own to this thread.
+The thread may wait for a slow reader of stderr. The main thread, which supervises mpirun, never waits: it queues its
+own lines for this thread.
 """
 
 import os
@@ -14,18 +14,18 @@ from ..core.tuning import STDERR_READ_BYTES
 from .stderr.output import Output
 
 _STDERR = 2
-# Processes that a job has left may keep the pipe open. It counts as ended when it is quiet for so long, or after as
-# many bytes as a pipe can hold.
+# Processes that outlive a job may keep the pipe open. The pipe counts as ended after this time without output, or after
+# the number of bytes that a pipe can hold.
 _QUIET_S = 0.2
 _LAST_BYTES = 2**20
 
 
 class Forwarder:
-    """Forwards from a descriptor.
+    """Starts the thread that forwards from a file descriptor.
 
     Args:
-        source: The end of a pipe to read from. `join` closes it.
-        output: What is shown of it. Used by the thread only, until that has ended.
+        source: The read end of a pipe. `join` closes it.
+        output: The filter. Only the thread uses it, until the thread has ended.
     """
 
     def __init__(self, source: int, output: Output):
@@ -38,20 +38,20 @@ class Forwarder:
         self._thread.start()
 
     def say(self, line: str) -> None:
-        """Have a line of mpistrat printed. Returns at once."""
+        """Queue a line of mpistrat for the thread to print. Returns at once."""
         self._said.append(line)
         self._wake()
 
     def end(self, last: Callable[[], bytes]) -> None:
-        """Have the thread end when everything that mpirun has printed is forwarded. Returns at once.
+        """Let the thread end after it has forwarded all output of mpirun. Returns at once.
 
-        `last`: Returns what to print after it, in whole lines. Called by the thread.
+        `last`: Returns whole lines to print after the output of mpirun. Called by the thread.
         """
         self._last = last
         self._wake()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end after `end`. Returns whether it has ended; nothing is to be called after that."""
+        """Wait for the thread to end, after `end`. Returns True if the thread has ended; then call no more methods."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
@@ -89,13 +89,13 @@ class Forwarder:
             self._write_lines(f"{self._said.pop(0)}\n".encode(errors="backslashreplace"))
 
     def _write_lines(self, lines: bytes) -> None:
-        """Write whole lines of mpistrat or of mpirun, at the beginning of a line."""
+        """Write whole lines of mpistrat or of mpirun, on a new line."""
         if lines:
             self._write(lines if self._output.is_at_line_start else b"\n" + lines)
             self._output.is_at_line_start = True
 
     def _write(self, data: bytes) -> None:
-        """Write to stderr. Without a reader the data is discarded, and mpirun goes on."""
+        """Write to stderr. If stderr has no reader, the data is discarded, and mpirun goes on."""
         while data and self._has_reader:
             try:
                 data = data[os.write(_STDERR, data):]

@@ -1,10 +1,10 @@
-"""Run a function on the ranks of a new job and collect the results: what mpistrat.run does, see horovod/run.py.
+"""Run a function on the ranks of a new job and collect the results, for mpistrat.run (horovod/run.py).
 
-The function and its arguments are pickled into a temporary directory, and ranks are started that run function_rank.py.
-Each rank that sees the directory writes its result there. The results of other ranks travel to one that does.
+The function and its arguments are pickled into a temporary directory. The ranks of the job run function_rank.py. A
+rank that sees the directory writes its result there. The results of other ranks are sent to one of those ranks.
 
-A child process does what `mpistrat run` does, because that handles signals in ways that would disturb the caller, who
-may have other threads, and may not be on the main thread.
+A child process does the work of `mpistrat run`, because `mpistrat run` changes the handling of signals. The caller may
+have other threads, and may not be on the main thread.
 """
 
 import os
@@ -31,28 +31,28 @@ from .supervisor import parent_guard
 
 CALL, STARTED = "call", "started"  # files in the directory
 _RANK_MODULE = "mpistrat.cli.function_rank"
-_END_S = 60.0  # The launcher kills mpirun and what it leaves within about 40 s.
+_END_S = 60.0  # The launcher kills mpirun and its remaining processes within about 40 s.
 Call = tuple[Any, Sequence[Any], dict[str, Any]]  # a function, its arguments and its keyword arguments
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank has done."""
+    """The result or the error of one rank."""
 
-    result: bytes | None = None  # The pickled result; None if there is an error.
-    error: str = ""  # The traceback of the exception, as text.
+    result: bytes | None = None  # The pickled result; None after an error.
+    error: str = ""  # The traceback of the exception, as text; "" without an exception.
     exception: bytes | None = None  # The pickled exception; None if it cannot be pickled.
-    is_consequence: bool = False  # Whether other ranks have probably caused the exception.
-    host: str = ""  # Where the rank ran.
+    is_consequence: bool = False  # Whether the failure of another rank probably caused the exception.
+    host: str = ""  # The host of the rank.
 
 
 def file_of(rank: int) -> str:
-    """The name of the file with a rank's RankResult."""
+    """Return the name of the file with the RankResult of a rank."""
     return f"rank.{rank}"
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file so that others see it as a whole, or not at all."""
+    """Write a file atomically: readers see the whole file, or no file."""
     part = path.with_name(f"{path.name}.part")
     part.write_bytes(content)
     part.replace(path)
@@ -60,26 +60,26 @@ def write(path: Path, content: bytes) -> None:
 
 def run_function(call: Call, options: Sequence[str], executable: str, start_timeout_s: float,
                  is_printed: bool) -> list[Any]:
-    """Call a function on all ranks of a new job and return the results in rank order. Raises as mpistrat.run.
+    """Call a function on all ranks of a new job and return the results in rank order. For the errors see mpistrat.run.
 
     Args:
-        call: The function with its arguments.
-        executable: The Python of the ranks.
+        call: The function and its arguments.
+        executable: The Python interpreter of the ranks.
         start_timeout_s: Seconds within which the function must begin on the ranks.
         is_printed: Print the command of mpirun.
     """
     environ = {name: value for name, value in os.environ.items() if name != RANK_PROCESS}
     size, launcher = launched_size(environ)
-    # A step of srun with one task, as for a notebook's server, is no job of ranks.
+    # A step of srun with one task, as for a notebook server, is not a job of ranks.
     if size != 1 or launcher not in ("", SRUN.title):
-        raise LaunchError("run() starts a job, and this process is a rank of one already. Call it in a script that is "
-                          "started without mpirun.")
+        raise LaunchError("run() starts a job, but this process is already a rank of a job. Call run() in a script "
+                          "that is started without mpirun.")
     with tempfile.TemporaryDirectory(prefix="mpistrat-run-") as name:
         directory = Path(name)
-        # Whole tracebacks: that of a rank that does not see the directory is in the output only.
+        # Whole tracebacks: the traceback of a rank that does not see the directory is in the output alone.
         argv = [*options, "--traceback", f"--start-timeout={start_timeout_s:g}", "--", executable, "-m", _RANK_MODULE,
                 name]
-        planned = plan(*parse(argv), environ)  # Wrong arguments are an error of this process.
+        planned = plan(*parse(argv), environ)  # Wrong arguments raise in this process.
         if is_printed:
             print(planned.composed(environ), file=sys.stderr, flush=True)
         write(directory / CALL, _pickled(call))
@@ -90,16 +90,16 @@ def run_function(call: Call, options: Sequence[str], executable: str, start_time
 def _pickled(call: Call) -> bytes:
     function = call[0]
     try:
-        # The ranks find modules where this process finds them: the function may be in one beside the script.
+        # The ranks get this process' sys.path, because the function may be in a module next to the script.
         return pickle.dumps((list(sys.path), dumps(call)))
     except Exception as error:
         raise LaunchError(f"run() cannot send {function!r} and its arguments to the ranks: {error}. "
-                          f"{pip('cloudpickle')}, or pass a function of a module, with arguments that can be "
-                          "pickled.") from error
+                          f"{pip('cloudpickle')}, or pass a function that is defined in a module, and arguments "
+                          "that can be pickled.") from error
 
 
 def _launched(argv: Sequence[str], environ: dict[str, str], started: Path, start_timeout_s: float) -> int:
-    """Do what `mpistrat run` does in a child process, which has ended when this returns. Returns its exit code.
+    """Run `mpistrat run` in a child process, wait until the child has ended, and return its exit code.
 
     Raises RunError: The ranks have not started in time.
     """
@@ -111,12 +111,12 @@ def _launched(argv: Sequence[str], environ: dict[str, str], started: Path, start
             if process.poll() is not None:
                 return process.returncode
             if time.monotonic() >= until:
-                raise RunError(f"the ranks have not started within {start_timeout_s:g} s. Can this host reach the "
-                               "others by ssh, and they each other? start_timeout is the limit, in seconds.")
+                raise RunError(f"the ranks have not started within {start_timeout_s:g} s. Check that ssh reaches "
+                               "all hosts and that all hosts reach each other, or raise start_timeout (seconds).")
             time.sleep(RUN_START_POLL_S)
         return process.wait()
     finally:
-        if process.poll() is None:  # KeyboardInterrupt, or the time is up
+        if process.poll() is None:  # after KeyboardInterrupt, or the timeout
             process.terminate()
             try:
                 process.wait(_END_S)
@@ -126,7 +126,7 @@ def _launched(argv: Sequence[str], environ: dict[str, str], started: Path, start
 
 
 def _results(directory: Path, ranks: int, code: int) -> list[Any]:
-    """The results of all ranks. Raises RunError if a rank has none."""
+    """Return the results of all ranks. Raises RunError if a rank has no result."""
     outcomes: dict[int, RankResult] = {}
     for rank in range(ranks):
         path = directory / file_of(rank)
@@ -142,7 +142,7 @@ def _results(directory: Path, ranks: int, code: int) -> list[Any]:
     if code or missing:
         raise RunError(f"the job has ended with exit code {code}, and "
                        + (f"ranks {missing} have returned no result" if missing else "all ranks have returned a result")
-                       + "; the reason is in the job's output.")
+                       + ". The output of the job has the reason.")
     return [_loaded(rank, outcomes[rank]) for rank in range(ranks)]
 
 
@@ -156,7 +156,7 @@ def _loaded(rank: int, outcome: RankResult) -> Any:
 
 
 def _exception(outcome: RankResult) -> BaseException | None:
-    """The exception itself, as the cause; None if it cannot be unpickled here. Its traceback is in the text."""
+    """Return the exception of a rank, as the cause of the RunError; None if it cannot be unpickled here."""
     try:
         found = pickle.loads(outcome.exception) if outcome.exception is not None else None
     except Exception:

@@ -1,7 +1,7 @@
 """One rank of mpistrat.run: `python -m mpistrat.cli.function_rank DIRECTORY`. See function.py.
 
-The lowest rank that sees the directory reads the function and broadcasts it. If a rank does not see the directory, for
-it is on another host and does not share it, its result travels to that rank. Started by function.py, under mpirun.
+The lowest rank that sees the directory, the reader, reads the function and broadcasts it. A rank on another host, which
+may not see the directory, sends its result to the reader. Started by function.py, under mpirun.
 """
 
 import os
@@ -24,16 +24,16 @@ def main(directory: Path) -> None:
     """Call the function on this rank. Collective.
 
     Raises:
-        LaunchError: On all ranks, if none sees the directory.
-        BaseException: What the function raises.
+        LaunchError: On all ranks, if no rank sees the directory.
+        BaseException: Any exception of the function.
     """
     runtime.init()
     rank = runtime.current().topology.rank
     sees = is_seen(directory)
     everybody: list[bool] = array_ops.allgather_object(sees, "run.sees")
     if not any(everybody):
-        raise LaunchError(f"run(): no rank sees the directory {directory} of the host that has called it. Give that "
-                          "host a rank, or set TMPDIR to a directory that all hosts share.")
+        raise LaunchError(f"run(): no rank sees the directory {directory} of the host that called run(). Put a rank "
+                          "on that host, or set TMPDIR to a directory that all hosts share.")
     reader = everybody.index(True)
     written = (directory / CALL).read_bytes() if rank == reader else b""
     path, call = pickle.loads(array_ops.broadcast_object(written, reader, "run.call"))
@@ -49,7 +49,7 @@ def main(directory: Path) -> None:
 
 
 def is_seen(directory: Path) -> bool:
-    """Whether this host sees the directory, with the function. On another host a stranger may have made one like it."""
+    """Whether this host sees the directory of the job. Another host may have such a directory of another user."""
     try:
         return not foreign(directory.lstat(), os.geteuid(), 0o077) and (directory / CALL).exists()
     except OSError:
@@ -57,7 +57,7 @@ def is_seen(directory: Path) -> bool:
 
 
 def _outcome(call: bytes, path: Path | None) -> RankResult:
-    """Call the function, write its result or its exception to `path`, and raise that exception again."""
+    """Call the function, write its result or its exception to `path`, and raise the exception again."""
     try:
         function: Callable[..., Any]
         function, args, kwargs = pickle.loads(call)
@@ -65,7 +65,7 @@ def _outcome(call: bytes, path: Path | None) -> RankResult:
     except BaseException as error:
         if path is not None:
             write(path, pickle.dumps(_failure(error)))
-        if isinstance(error, SystemExit):  # It would end Python quietly, and the other ranks would wait for this one.
+        if isinstance(error, SystemExit):  # SystemExit would end Python silently, and the other ranks would wait.
             raise RuntimeError(f"the function that was given to run() has called sys.exit({error.code!r})") from error
         raise
     if path is not None:
@@ -85,7 +85,7 @@ def _failure(error: BaseException) -> RankResult:
     try:
         exception = dumps(error)
     except Exception:
-        exception = None  # The traceback says what it is.
+        exception = None  # The traceback names the exception.
     text = "".join(traceback.format_exception(error))
     # TensorFlow puts an error that was raised in a graph into the text of its own exception.
     is_consequence = isinstance(error, CollectiveError) or (

@@ -1,4 +1,4 @@
-"""Read host lists and hostfiles in the syntax of any launcher, and write the options by which one gets the hosts.
+"""Read host lists and hostfiles in the syntax of any launcher, and write the options that pass hosts to a launcher.
 
 In a hostfile, Open MPI has `node1 slots=4` and MPICH has `node1:4`. Both accept a list `node1:4,node2:4` as an option.
 The syntaxes stand in the table of launchers (process/launchers.py).
@@ -22,17 +22,17 @@ _READERS = frozenset(launcher for launcher in STARTED if launcher.hostfile)
 class Host:
     """One entry of a host list."""
 
-    name: str  # Of the host, possibly with a user (`user@host`).
-    # Number of ranks. None if a hostfile has no number: the number of cores (Open MPI), or one (MPICH).
+    name: str  # The name of the host, possibly with a user (`user@host`).
+    # Number of ranks. None: a hostfile has no number, which means the number of cores (Open MPI) or 1 (MPICH).
     slots: int | None
     readers: frozenset[Launcher] = _READERS  # The launchers that accept the line unchanged.
-    extras: tuple[str, ...] = ()  # Other keys of the line, with their values.
-    where: str = "-H"  # File and line number, for errors.
+    extras: tuple[str, ...] = ()  # Other entries of the line, such as `key=value`.
+    where: str = "-H"  # File and line number, for error messages.
 
 
 @dataclass(frozen=True)
 class HostList:
-    """The hosts that ranks run on. `path` is the hostfile, or "" if no mpirun can read it or there is none."""
+    """The hosts of the ranks. `path`: the hostfile; "" if there is none, or if no mpirun can read it."""
 
     hosts: tuple[Host, ...]
     path: str = ""
@@ -68,7 +68,7 @@ def parse_list(text: str) -> HostList:
 def read_hostfile(path: str) -> HostList:
     """Read a hostfile of either syntax.
 
-    Raises LaunchError: The file cannot be read, has no host, or has a line that neither MPI accepts (names the line).
+    Raises LaunchError: The file cannot be read, has no host, or has a line that no MPI accepts (with its number).
     """
     try:
         path = os.path.expanduser(path)
@@ -77,12 +77,12 @@ def read_hostfile(path: str) -> HostList:
     except OSError as error:
         raise LaunchError(f"--hostfile {path}: {error.strerror}. Give a file with lines like: node1 slots=4") from None
     except UnicodeDecodeError:
-        raise LaunchError(f"--hostfile {path}: not a text file.") from None
+        raise LaunchError(f"--hostfile {path} is not a text file. Write lines like: node1 slots=4") from None
     hosts = [_parse_line(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1)
              if line.split("#")[0].strip()]
     if not hosts:
-        raise LaunchError(f"--hostfile {path}: no host in it. Write lines like: node1 slots=4")
-    # mpirun takes the byte order mark and the carriage return of Windows for parts of a name, so it gets a list.
+        raise LaunchError(f"--hostfile {path} contains no host. Write lines like: node1 slots=4")
+    # mpirun takes a byte order mark or carriage return of Windows for part of a name. So mpirun gets a list.
     is_of_windows = content.startswith(codecs.BOM_UTF8) or b"\r" in content
     return HostList(tuple(hosts), "" if is_of_windows else path)
 
@@ -92,7 +92,7 @@ def _parse_line(line: str, where: str) -> Host:
     first, *entries = re.sub(r"\s*=\s*", "=", content).split()
     name, colon, count = first.partition(":")
     slots = int(count) if colon and _is_count(count) else None
-    # MPICH's mpirun takes "#" and "@" for parts of the name.
+    # MPICH's mpirun reads "#" and "@" as parts of the name.
     readers = {each for each in _READERS if (each.has_colons or not colon)
                and (each.has_comments or not (has_comment or "@" in name))}
     extras = []
@@ -115,10 +115,10 @@ def _parse_line(line: str, where: str) -> Host:
 
 
 def host_options(hosts: HostList, launcher: Launcher) -> tuple[str, ...]:
-    """Return the options by which a launcher gets the hosts: the hostfile, or a list.
+    """Return the options that pass the hosts to a launcher, as a hostfile or as a list.
 
-    Raises LaunchError: A line of the hostfile has a key that a list cannot express, or lacks a number that this
-    launcher needs; or the numbers differ, and the launcher takes one for all hosts.
+    Raises LaunchError: A line of the hostfile has a key that a list cannot express, or lacks the number of slots that
+    this launcher needs. Or the numbers differ, and the launcher accepts one number for all hosts.
     """
     if hosts.readable_by(launcher):
         return launcher.hostfile, hosts.path
@@ -127,21 +127,21 @@ def host_options(hosts: HostList, launcher: Launcher) -> tuple[str, ...]:
         return launcher.hosts, ",".join(f"{host.name}:{count}" for host, count in zip(hosts.hosts, slots, strict=True))
     if len(set(slots)) > 1:
         equal = ",".join(f"{host.name}:{max(slots)}" for host in hosts.hosts)
-        raise LaunchError(f"this mpirun is {launcher.name}'s and starts equally many ranks on each host, not {hosts}. "
-                          f"Write the same number after each: -H {equal}")
+        raise LaunchError(f"this mpirun is {launcher.name}'s and starts the same number of ranks on each host. "
+                          f"Received: {hosts}. Write for example: -H {equal}")
     return launcher.hosts, ",".join(host.name for host in hosts.hosts), launcher.per_host, str(slots[0])
 
 
 def _slots_for(host: Host, launcher: Launcher) -> int:
     if host.extras or ("@" in host.name and not launcher.has_comments):
         what = ", ".join(host.extras) or host.name
-        raise LaunchError(f"{host.where}: this mpirun is {launcher.name}'s, and the hostfile is not in its syntax; "
+        raise LaunchError(f"{host.where}: this mpirun is {launcher.name}'s, but the hostfile has another syntax: "
                           f"{what} cannot be translated. Write the file for {launcher.name} (see hostfiles/), or use "
                           "-H.")
     if host.slots is None and launcher.needs_slots:
-        # Open MPI would use the number of cores of that host, which is not known here.
-        raise LaunchError(f"{host.where}: this mpirun is {launcher.name}'s and must be told how many ranks {host.name} "
-                          f"takes; write {host.name}:4")
+        # Open MPI uses the number of cores of the host, which is not known here.
+        raise LaunchError(f"{host.where}: this mpirun is {launcher.name}'s and needs the number of ranks of "
+                          f"{host.name}. Write for example: {host.name}:4")
     return 1 if host.slots is None else host.slots
 
 

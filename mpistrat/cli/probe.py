@@ -1,8 +1,8 @@
 """Load the MPI library and cupy in a separate process, and return their versions and errors.
 
-A wrong MPI library or GPU driver can hang or end the process that loads it. So `probe()` starts `python -m
-mpistrat.cli.probe` with a time limit. That process prints each finding as one line, as soon as it has it. Called by
-`mpistrat doctor`.
+A wrong MPI library or GPU driver can hang or kill the process that loads it. So `probe()` starts `python -m
+mpistrat.cli.probe` with a time limit. The child process prints each finding as one line, as soon as it is known. Called
+by `mpistrat doctor`.
 """
 
 import os
@@ -21,18 +21,18 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Findings:
-    """The result of the probe. A part is None if the process ended before it was found."""
+    """The result of the probe. A field is None if the process ended before it printed that finding."""
 
-    # "mpi4py" (version), and either "vendor", "version" and "threads" (thread level) or "error".
+    # "mpi4py" (version), and either "vendor", "version" and "threads" (thread level), or "error".
     mpi: dict[str, Any] | None = None
     # Either "gpus" (number) and "nccl" (version code) or "error"; {} if cupy is not installed.
     cupy: dict[str, Any] | None = None
     backends: list[Row] | None = None  # A row for each backend.
-    failure: str = ""  # Why the process ended early, or "".
+    failure: str = ""  # Why the process ended early; "" if it did not.
 
 
 def probe(timeout_s: float = TIMEOUT_S) -> Findings:
-    """Run the probe in another process. Errors of the libraries are part of the result; it never hangs."""
+    """Run the probe in a child process, for at most `timeout_s`. Errors of the libraries are part of the result."""
     with Child([sys.executable, "-m", "mpistrat.cli.probe"], with_home(os.environ)) as child:
         code = child.wait(time.monotonic() + timeout_s)
         out, err = child.said
@@ -58,7 +58,7 @@ def _cupy() -> dict[str, Any]:
         found["nccl"] = nccl.get_version()
     except ModuleNotFoundError as error:
         return {} if error.name == "cupy" else {"error": str(error)}
-    except Exception as error:  # cupy raises errors of its own, also where it is imported beside a wrong CUDA library.
+    except Exception as error:  # cupy raises its own exceptions, also when it is imported with a wrong CUDA library.
         return {"error": str(error).strip().split("\n")[0]}
     return found
 

@@ -1,10 +1,10 @@
-"""What a shell does on each rank before it becomes the command. So every command can be run.
+"""A shell on each rank prepares the rank, and then executes the command. So any program can be the command.
 
-- It has the rank print into files of its own, as horovodrun does: DIRECTORY/rank.R/stdout and stderr. It keeps mpirun's
-  stderr open for the report of a rank that fails (process/report.py), which is for the summary.
-- It prints a line that the rank starts, so that `mpistrat run` knows when all hosts have answered, and which process
-  an elastic job waits for.
-- It gives rank 0 the stdin of `mpistrat run`.
+- The shell redirects the rank's output to files, as horovodrun does: DIRECTORY/rank.R/stdout and stderr. mpirun's
+  stderr stays open for the report of a rank that fails (process/report.py), which the summary needs.
+- The shell prints a line that the rank starts. With these lines `mpistrat run` knows when all hosts have answered, and
+  which processes an elastic job waits for.
+- The shell gives rank 0 the stdin of `mpistrat run`.
 
 Called by `mpistrat run` and mpistrat.run.
 """
@@ -18,7 +18,7 @@ from ..process.launch_env import RUN_REPORTS
 from ..process.launchers import rank_in_shell
 from ..process.report import STARTS
 
-_REPORTS = 9  # the descriptor of mpirun's stderr; shells know descriptors of one digit
+_REPORTS = 9  # the file descriptor of mpirun's stderr; shells accept descriptors of one digit
 _RANK = f"rank={rank_in_shell()}"
 _ANNOUNCE = f'echo "{STARTS.format(rank="$rank", pid="$$", host="$(uname -n)")}" >&2'
 _FILES = "; ".join((
@@ -29,32 +29,32 @@ _FILES = "; ".join((
 
 @dataclass(frozen=True)
 class Stdin:
-    """A stdin for rank 0, which a process of this host has open. The other ranks have an empty one.
+    """A stdin for rank 0, which a process of this host has open. The other ranks have an empty stdin.
 
-    The rank opens it itself, rather than read it through mpirun: Open MPI 5 never tells it that the end has come, and
-    mpirun reads ahead, so that a loop `while read line; do mpistrat run ...; done` would lose its lines.
+    Rank 0 opens the file itself instead of reading through mpirun. Open MPI 5 never passes on the end of the file, and
+    mpirun reads ahead, so that a loop `while read line; do mpistrat run ...; done` would lose lines.
     """
 
-    path: str  # The descriptor in /proc.
-    link: str  # What it is, by which another host knows that the path is not meant for it.
-    offset: int = 0  # Where a file is to be read from.
+    path: str  # The path of the open file descriptor in /proc.
+    link: str  # The target of `path`. On another host `path` has another target, so a rank there does not open it.
+    offset: int = 0  # The position from which a file is read.
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing can be read from it."""
+        """Whether this stdin is /dev/null."""
         return self.link == os.devnull
 
     @property
     def opened(self) -> str:
-        """The command of a shell that opens it."""
+        """The shell command that opens this stdin on rank 0, and /dev/null on other ranks."""
         seek = f"; dd bs=1 skip={self.offset} count=0 2>/dev/null" if self.offset else ""
         return f'if [ "$rank" = 0 ] && [ "$(readlink {self.path})" = {shlex.quote(self.link)} ]; then ' \
                f"exec <{self.path}{seek}; else exec <{os.devnull}; fi"
 
 
 def own_stdin() -> Stdin | None:
-    """Return the stdin of this process for rank 0; None if another process cannot open it: a terminal, which is for the
-    programs in its foreground, and ranks are none of them; a socket.
+    """Return the stdin of this process for rank 0, or None for a socket or a terminal. Another process cannot open a
+    socket, and only programs in the foreground of a terminal may read from it, which ranks are not.
     """
     kind = os.fstat(0).st_mode
     if os.isatty(0) or stat.S_ISSOCK(kind):
@@ -65,13 +65,13 @@ def own_stdin() -> Stdin | None:
 
 def in_shell(command: tuple[str, ...], ranks: int, directory: str | None = None, is_announced: bool = False,
              stdin: Stdin | None = None) -> tuple[str, ...]:
-    """Return a command that runs `command` on a rank.
+    """Return a shell command that prepares a rank and executes `command`; `command` itself if nothing is to prepare.
 
     Args:
-        ranks: How many there are. The numbers in the names of files have as many digits as the largest.
-        directory: The directory, on each host; None: no files.
+        ranks: Number of ranks. The rank numbers in file names are padded to the digits of the largest rank.
+        directory: The directory for output files, on each host; None: the output is not redirected.
         is_announced: Whether the rank prints that it starts.
-        stdin: That of rank 0; None: what mpirun gives it.
+        stdin: The stdin of rank 0; None: the stdin that mpirun provides.
     """
     if directory is None and not is_announced and stdin is None:
         return command

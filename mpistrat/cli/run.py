@@ -41,29 +41,29 @@ from .supervisor import Interference, Outcome, Start, launch
 from .termination import TimeLimits
 
 _START_TIMEOUT_S = 30.0
-_GRACE_S = 25.0  # Slurm and Kubernetes give a job 30 s, in which mpirun has to end, too.
-# Options of mpirun with which the output of ranks goes to files, or to its stdout; --output has its own words for it.
+_GRACE_S = 25.0  # Slurm and Kubernetes kill a job after 30 s, and mpirun must end within that time, too.
+# Options of mpirun that send the output of ranks to files, or to stdout. `--output dir=...` does the same.
 _OUTPUT_OPTIONS = ("outfile-pattern", "errfile-pattern", "merge-stderr-to-stdout")
 
 _EPILOG = """\
-The command begins after --, or at the first argument that is neither an option nor the value of an option. A file that
-ends in .py is run with the Python that runs mpistrat. Options that are not listed here are passed to mpirun. After an
-option that mpistrat does not know, write -- before the command.
+The command begins after --, or at the first argument that is neither an option nor the value of an option. If the
+command is a file that ends in .py, the Python of mpistrat runs the file. Options that are not listed here are passed to
+mpirun. If mpistrat does not know an option, write -- before the command.
 
-mpistrat adds the options that root, hosts and oversubscription need, and forwards these variables to all hosts:
+mpistrat adds the mpirun options for root, hosts and oversubscription, and forwards these variables to all hosts:
 MPISTRAT_*, NCCL_*, PATH, PYTHONPATH, LD_LIBRARY_PATH, VIRTUAL_ENV, KERAS_BACKEND, TF_CPP_MIN_LOG_LEVEL. --dry-run
 prints the whole command. The ranks of a host get equal shares of its cores (not with MPISTRAT_BIND=gpu), unless
-options of mpirun bind them.
+options of mpirun bind the ranks.
 
-The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks that
-share it), the file with the last operations of the ranks (MPISTRAT_RECORDER=status: none) and the exit code. Of
-TensorFlow's log lines only errors are printed, once for all ranks (TF_CPP_MIN_LOG_LEVEL=2, unless it is set).
+The last lines say why a job has failed: ranks, hosts, the last lines of your code, the message (once for all ranks with
+the same message), the file with the ranks' last operations (none with MPISTRAT_RECORDER=status) and the exit code. Of
+TensorFlow's log lines only errors are printed, once for all ranks (TF_CPP_MIN_LOG_LEVEL is 2, unless you set it).
 
-The exit code is mpirun's: that of the first rank that failed; 2 for wrong input. SIGTERM and Ctrl-C go to the ranks,
-which have some time to save; a second signal ends the job at once. The exit code is 143 or 130 then, or 0 if all ranks
-have ended well. stdin is that of rank 0. Processes that a failed job leaves on this host are killed. mpirun is
-terminated if it does not end within 15 s after a rank has ended the job. --help among the arguments of a Python script
-runs the script once, without mpirun.
+The exit code is the one that mpirun returns, of the first rank that failed; 2 for wrong input. SIGTERM and Ctrl-C go to
+the ranks, which have some time to save. The exit code is then 143 or 130, or 0 if all ranks succeed. A second signal
+ends the job at once. Rank 0 reads stdin. Processes that a failed job leaves on this host are killed. mpirun is
+terminated if it still runs 15 s after a rank has aborted the job. --help among the arguments of a Python script runs
+the script once, without mpirun.
 
 examples:
   mpistrat run -np 2 python train.py
@@ -90,12 +90,12 @@ def main(argv: list[str]) -> int:
         os.execvp(command[0], command)
     around, _ = launched_size(os.environ)
     if around > 1:
-        print(f"mpistrat run: this is one of {around} ranks of another job, which each start a job of their own",
+        print(f"mpistrat run: this process is one of {around} ranks of another job; each of them starts a new job",
               file=sys.stderr)
     if options.efficiency is not None and not options.dry_run:
         if _goes_elsewhere(passed):
-            raise LaunchError("--efficiency reads what the ranks measure from their stderr: leave out the option that "
-                              "merges it, or writes it to files")
+            raise LaunchError("--efficiency reads measurements from the ranks' stderr. Leave out the option that "
+                              "merges stderr into stdout, or writes stderr to files.")
         return efficiency.run(options, lambda ranks, more: launched(
             plan(argparse.Namespace(**{**vars(options), "np": ranks}), passed, command, os.environ), options, more))
     if options.np is None:
@@ -114,18 +114,18 @@ def main(argv: list[str]) -> int:
 
 def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, str] | None = None,
              limits: TimeLimits | None = None, interference: Interference | None = None) -> Outcome:
-    """Run the planned job and return how it has ended. On the main thread, see supervisor.launch.
+    """Run the planned job and return its Outcome. Call this on the main thread, see supervisor.launch.
 
     Args:
-        planned, options: What `plan` and `parse` return.
-        more: Variables for mpirun and the ranks.
+        planned, options: The results of `plan` and `parse`.
+        more: Additional variables for mpirun and the ranks.
         limits, interference: See supervisor.launch.
     """
     job, is_here = planned.job, is_local(planned.job, planned.machine)
     environ = {**with_home(os.environ), **(more or {}), **_binding(job, planned.mpirun)}
     if not options.all_output:
         environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    if not _goes_elsewhere(job.options):  # What a rank says why it fails would not reach the summary.
+    if not _goes_elsewhere(job.options):  # With redirected stderr, no report would reach the summary.
         own = variables(planned.command, is_here, {**os.environ, **planned.variables}, options.traceback)
         environ |= own
         both = {name: value for name, value in own.items() if name in planned.variables}
@@ -158,23 +158,23 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
 class Plan:
     """A job that mpirun is to start."""
 
-    command: tuple[str, ...]  # What the user wants to run.
-    job: Job  # The job, with what runs in place of `command`.
-    # mpirun, machine: What starts it, and where.
+    command: tuple[str, ...]  # The command that the user wrote.
+    job: Job  # The job, with the shell command that runs `command`.
+    # mpirun, machine: The mpirun that starts the job, and this machine.
     mpirun: Mpirun
     machine: Machine
     variables: dict[str, str]  # Set by options, for mpirun and the ranks.
-    others: list[str]  # The hosts where mpirun starts ranks by ssh.
-    is_announced: bool  # Whether ranks say that they start.
-    warning: str  # On the number of ranks; or "".
+    others: list[str]  # The hosts on which mpirun starts ranks by ssh.
+    is_announced: bool  # Whether ranks print that they start.
+    warning: str  # A warning about the number of ranks, or "".
 
     def composed(self, environ: Mapping[str, str]) -> LaunchCommand:
-        """The command that starts the job. `environ` is the environment of mpirun."""
+        """Return the command that starts the job. `environ`: the environment of mpirun."""
         return compose(self.job, self.mpirun, self.machine, environ, self.variables)
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...], tuple[str, ...]]:
-    """Return the options of mpistrat, those of mpirun, and the command. Raises LaunchError."""
+    """Return the options of mpistrat, the options of mpirun, and the command. Raises LaunchError."""
     arguments = split_arguments(argv)
     options = _parser().parse_args(arguments.own)
     if options.np == AUTO:
@@ -185,23 +185,23 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...], tuple[s
 
 def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[str, ...],
          environ: Mapping[str, str], mpirun: Mpirun | None = None) -> Plan:
-    """Decide how the job is started, given what `parse` returns, and the mpirun if it is known already.
+    """Decide how to start the job, given the results of `parse`. `mpirun`: None if it is still to be found.
 
     Raises LaunchError: The input is wrong, or no mpirun is found.
     """
     if options.np is None:
-        raise LaunchError(f"how many ranks? Say it with -np, for example: {EXAMPLE}")
+        raise LaunchError(f"-np is missing. Write the number of ranks, for example: {EXAMPLE}")
     command, hosts = checked(command, environ), read_hosts(options)
-    if options.start_timeout is not None and not options.start_timeout > 0:  # NaN is not either.
+    if options.start_timeout is not None and not options.start_timeout > 0:  # This also refuses NaN.
         raise LaunchError(f"--start-timeout {options.start_timeout:g} is not a number of seconds above 0")
     mpirun, machine = mpirun or identify(find_mpirun(options.mpirun, environ)), this_machine(environ)
-    # A command that is printed is run without `mpistrat run`, which would read the lines that ranks start.
+    # A command of --dry-run runs without `mpistrat run`, which would read the lines of ranks that start.
     are_read = not options.dry_run and not _goes_elsewhere(passed)
     others = hosts_by_ssh(hosts, machine, passed, environ) if are_read else []
     is_announced = are_read and (bool(others) or elastic_run.is_asked_for(options))
     job = Job(options.np, command, hosts, options.oversubscribe, passed)
     own = None if options.dry_run or any(option.lstrip("-") == "stdin" for option in passed) else own_stdin()
-    # The rest is for mpirun: a terminal, and what rank 0 reads on another host.
+    # Otherwise mpirun passes stdin on: a terminal, or the stdin of a rank 0 on another host.
     is_direct = own is not None and (own.is_empty or has_first_rank(job, machine))
     stdin = own if own is not None and is_direct and not (own.is_empty and mpirun.launcher.no_stdin) else None
     job = replace(job, reads_stdin=not is_direct, command=in_shell(
@@ -212,7 +212,7 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
 
 
 def _grace_s(mpirun: Mpirun, asked: float | None) -> float:
-    """Seconds from SIGTERM to the end of the ranks; 0: they do not get it."""
+    """Return the seconds that ranks get after SIGTERM; 0 if this mpirun does not pass SIGTERM to the ranks."""
     launcher = mpirun.launcher
     if not launcher.handed_on or numbers(mpirun.version) < list(launcher.hands_on_since):
         return 0.0
@@ -220,7 +220,7 @@ def _grace_s(mpirun: Mpirun, asked: float | None) -> float:
 
 
 def asks_for_help(command: Sequence[str]) -> bool:
-    """Return whether a Python program is called for its help: with --help, or with -h that has no value."""
+    """Whether the command asks a Python program for help: with --help, or with -h without a value."""
     if not is_python(command):
         return False
     arguments = command[1:command.index("--")] if "--" in command else command[1:]
@@ -229,7 +229,7 @@ def asks_for_help(command: Sequence[str]) -> bool:
 
 
 def _goes_elsewhere(options: Sequence[str]) -> bool:
-    """Return whether mpirun writes what ranks print to stderr to files, or to its stdout."""
+    """Whether options of mpirun send the stderr of ranks to files, or to stdout."""
     words = [word for option, value in pairwise(options) if option.lstrip("-") == "output"
              for word in value.split(",")]
     return any(word.startswith(("dir=", "file=", "merge")) for word in words) or any(
@@ -237,10 +237,10 @@ def _goes_elsewhere(options: Sequence[str]) -> bool:
 
 
 def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
-    """Variables by which ranks share the cores of their host, unless mpirun binds them; what the user wrote wins."""
+    """Return the variables that make ranks share the cores of a host, unless mpirun or the user binds the ranks."""
     if sets_binding(job.options):
         return {"MPISTRAT_BIND": "none" if os.environ.get("MPISTRAT_BIND", "").lower() in ("cores", "none") else "gpu"}
-    # mpirun itself says that it has bound nothing.
+    # With --report-bindings, mpirun itself prints that it has bound nothing.
     says_which = any(option.lstrip("-") == "report-bindings" for option in job.options)
     return {} if mpirun.launcher.is_binding else {RUN_CORES: "report" if says_which else "1"}
 
@@ -251,17 +251,17 @@ def _parser() -> Parser:
                     "mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
     add_launch_options(parser)
     parser.add_argument("--force", action="store_true", help="start more than 100 ranks for each core")
-    parser.add_argument("--output-filename", metavar="DIR", type=os.path.expanduser, help="rank R prints into "
-                        "DIR/rank.R/stdout and DIR/rank.R/stderr; the last lines, on why a job has failed, are on the "
-                        "terminal as always")
-    parser.add_argument("--grace-period", type=seconds, metavar="S", help="seconds in which ranks may save, after "
-                        "they have got SIGTERM or Ctrl-C, until they are ended "
+    parser.add_argument("--output-filename", metavar="DIR", type=os.path.expanduser, help="write the output of "
+                        "rank R to DIR/rank.R/stdout and DIR/rank.R/stderr; the last lines, on why a job has failed, "
+                        "still go to the terminal")
+    parser.add_argument("--grace-period", type=seconds, metavar="S", help="seconds between SIGTERM or Ctrl-C for the "
+                        "ranks, which may save, and their end "
                         f"(default {_GRACE_S:g}; not for --elastic)")
     elastic_run.add_options(parser)
     as_horovod.add_option(parser)
     horovodrun.add_options(parser)
     parser.add_argument("--efficiency", type=int, metavar="N", help="run the first N steps of the script on one rank "
-                        "and on all, say how many times as fast all of them train, and end")
+                        "and on all ranks, print how many times as fast all ranks train, and end")
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument("--traceback", action="store_true", help="print the whole traceback of each rank that fails")
     parser.add_argument("--all-output", action="store_true",

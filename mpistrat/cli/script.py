@@ -1,7 +1,7 @@
-"""The command of the ranks: with Python before a script, and with a script from stdin as text.
+"""Complete the command of the ranks: put Python before a script, and a script from stdin into the command.
 
-mpirun hands its stdin to rank 0 alone. So `python < train.py`, and a here-document, would be a script on one rank, and
-none on the others. `mpistrat run` reads it once, and all ranks, also on other hosts, get it as `python -c`.
+mpirun passes its stdin to rank 0 alone. So with `python < train.py`, or a here-document, only rank 0 would get the
+script. `mpistrat run` reads the script once, and all ranks, also on other hosts, get it by `python -c`.
 """
 
 import getopt
@@ -18,11 +18,11 @@ from .startup import is_python
 
 EXAMPLE = "mpistrat run -np 2 python train.py"
 _ANSWER_S = 20.0
-# Not in the current directory, where `python -c` looks too.
+# Ignores the current directory, which `python -c` puts on sys.path.
 _LACKS_MPISTRAT = "import sys; from importlib.util import find_spec; sys.path[:] = filter(None, sys.path); " \
     "sys.exit(find_spec('mpistrat') is None)"
-_MOST_BYTES = 128 * 1024 - 1  # Linux takes no longer argument (MAX_ARG_STRLEN, 32 pages).
-# Python's options; those with a value have a colon or an equals sign.
+_MOST_BYTES = 128 * 1024 - 1  # Linux's limit for one argument (MAX_ARG_STRLEN, 32 pages).
+# Python's options, as getopt expects them. A colon or an equals sign marks an option with a value.
 _SHORT, _LONG = "bBc:dEhiIm:OPqRsStuvVW:xX:?", ("check-hash-based-pycs=",)
 _NO_STDIN = {"-c", "-m", "-h", "-?", "-V"}  # With these Python reads no script from stdin.
 
@@ -33,7 +33,7 @@ def checked(command: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, 
     Raises LaunchError: There is no such command or script.
     """
     if not command:
-        raise LaunchError(f"what is to be run? Write the command last, for example: {EXAMPLE}")
+        raise LaunchError(f"there is no command to run. Write the command last, for example: {EXAMPLE}")
     program = command[0]
     if program.endswith(".py"):
         if not Path(program).is_file():
@@ -46,9 +46,9 @@ def checked(command: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, 
 
 
 def other_python(program: str, environ: Mapping[str, str]) -> str:
-    """A sentence on the Python that is called `program`, if it is another one than mpistrat's, and has no mpistrat.
+    """Return a sentence if the Python that the name `program` finds is not mpistrat's, and lacks mpistrat; else "".
 
-    "" otherwise. It may start that Python.
+    The function may start that Python, to look for mpistrat.
     """
     found = shutil.which(program, path=environ.get("PATH", os.defpath))
     if found is None or os.path.dirname(os.path.abspath(found)) == os.path.dirname(sys.executable):
@@ -60,11 +60,11 @@ def other_python(program: str, environ: Mapping[str, str]) -> str:
         return ""
     return "" if code != 1 else (
         f"{program} is {found} here, which has no mpistrat. Activate the environment of mpistrat, or write "
-        f"{sys.executable} in place of {program}")
+        f"{sys.executable} instead of {program}")
 
 
 def with_text(command: tuple[str, ...], stdin: TextIO) -> tuple[str, ...]:
-    """Put the script that Python would read from `stdin` into the command; other commands stay as they are.
+    """Put the script that Python would read from `stdin` into the command. Other commands are returned unchanged.
 
     Raises LaunchError: Python would be interactive, or the script is too long for a command.
     """
@@ -72,17 +72,17 @@ def with_text(command: tuple[str, ...], stdin: TextIO) -> tuple[str, ...]:
         return command
     try:
         options, arguments = getopt.getopt(list(command[1:]), _SHORT, _LONG)
-    except getopt.GetoptError:  # Behind -c or -m, or Python will say what is wrong.
+    except getopt.GetoptError:  # Options after -c or -m, or wrong ones, which Python will report.
         return command
     given = {option for option, _ in options}
     if given & _NO_STDIN or (arguments and arguments[0] not in ("-", "/dev/stdin")):
         return command
     if stdin.isatty() or "-i" in given:
-        raise LaunchError(f"Python without a script is interactive, and cannot be so on several ranks. Write for "
-                          f"example: {EXAMPLE}")
+        raise LaunchError(f"Python without a script is interactive, which is impossible on several ranks. Write a "
+                          f"script, for example: {EXAMPLE}")
     content = stdin.buffer.read()
     if len(content) > _MOST_BYTES or b"\0" in content:
-        raise LaunchError(f"the script on stdin has {len(content)} bytes, and can have {_MOST_BYTES} of text. Write it "
-                          f"to a file: {EXAMPLE}")
+        raise LaunchError(f"the script on stdin has {len(content)} bytes, but may have {_MOST_BYTES} bytes of text. "
+                          f"Write the script to a file: {EXAMPLE}")
     before = command[:len(command) - len(arguments)]
     return (*before, "-c", os.fsdecode(content), *arguments[1:])

@@ -1,7 +1,7 @@
-"""Why mpirun cannot start ranks on other hosts by ssh, and what to do about it.
+"""Find out why mpirun cannot start ranks on other hosts by ssh, and the remedy.
 
-mpirun says only that a daemon has not reported back, or waits without a limit. Called when a job has not started, and
-by `mpistrat doctor` before it starts one.
+mpirun says only that a daemon has not reported back, or waits without a time limit. Called after a job has failed to
+start, and by `mpistrat doctor` before it starts a job.
 """
 
 import contextlib
@@ -18,27 +18,27 @@ from .child import Child
 from .hostfile import HostList
 from .mpirun import Machine
 
-_CONNECT_S = 3  # for ssh, which counts in seconds
-_LIMIT_S = 4.0  # for all hosts
+_CONNECT_S = 3  # ConnectTimeout of ssh, in whole seconds
+_LIMIT_S = 4.0  # time limit for all hosts together
 _MOST_AT_ONCE = 64
-_SSH_FAILS, _LACKS = 255, 97  # exit codes: ssh's own, and one that no shell gives
-_AGENT_WORDS = ("agent", "launcher", "bootstrap", "rmk")  # in options of mpirun that name it
+_SSH_FAILS, _LACKS = 255, 97  # exit codes: of a failure of ssh itself, and of _LOOK (no shell uses 97)
+_AGENT_WORDS = ("agent", "launcher", "bootstrap", "rmk")  # words in options of mpirun that replace ssh
 _REMEDIES = (
     ("resolve hostname", "Correct the name in -H or in the hostfile; `getent hosts {host}` must find it."),
     ("Permission denied", "Your key is not accepted there: `ssh-copy-id {host}`, or --ssh-identity-file."),
-    ("Host key verification", "Connect once by hand to accept its key: `ssh {host}`."),
-    ("refused", "No ssh server listens there; --ssh-port is the port."),
+    ("Host key verification", "Connect once by hand to accept the host key: `ssh {host}`."),
+    ("refused", "No ssh server listens on this port; set --ssh-port."),
 )
-# What runs on a host, with the paths of programs as its arguments. It prints the first one that is not there.
+# Runs on a host, with paths of programs as arguments. Prints the first path that is not an executable file.
 _LOOK = f'for path; do test -x "$path" || {{ echo "$path" >&2; exit {_LACKS}; }}; done'
-_NO_ANSWER = "Is it on, and does a firewall let ssh through?"
+_NO_ANSWER = "Check that the host is on and no firewall blocks ssh."
 
 
 def hosts_by_ssh(hosts: HostList | None, machine: Machine, options: Sequence[str],
                  environ: Mapping[str, str]) -> list[str]:
     """Return the hosts on which mpirun will start ranks by ssh. Pure.
 
-    They are none in an allocation of a batch system, and where the user has chosen something else than ssh.
+    The result is [] in an allocation of a batch system, and if the user has chosen another agent than ssh.
     """
     is_other = machine.has_allocation or any(name in environ for each in STARTED for name in each.ssh_agents) or any(
         word in option for option in options for word in _AGENT_WORDS)
@@ -48,16 +48,16 @@ def hosts_by_ssh(hosts: HostList | None, machine: Machine, options: Sequence[str
 
 def unreachable(hosts: Sequence[str], environ: Mapping[str, str], needed: Sequence[str] = ()
                 ) -> dict[str, tuple[str, str]]:
-    """Connect to hosts by ssh, for a few seconds. Of those where ranks cannot start: a sentence on why, and the remedy.
+    """Try ssh to hosts for a few seconds. Returns (reason, remedy) for each host on which ranks cannot start.
 
     Args:
-        hosts: At least one. Some dozens of them are tried.
+        hosts: At least one. The first 64 are tried.
         environ: The environment of mpirun, which may have arguments for ssh.
         needed: Paths of programs that each host must have.
     """
     ssh = shutil.which("ssh", path=environ.get("PATH", os.defpath))
     if ssh is None:
-        return {hosts[0]: (f"there is no ssh on this host, with which mpirun starts ranks on {hosts[0]}.",
+        return {hosts[0]: (f"there is no ssh on this host, but mpirun needs ssh to start ranks on {hosts[0]}.",
                            "Install it: apt-get install openssh-client")}
     given = next((environ[name] for each in STARTED for name in each.ssh_arguments if name in environ), "")
     argv = [ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", *shlex.split(given)]
@@ -79,14 +79,14 @@ def unreachable(hosts: Sequence[str], environ: Mapping[str, str], needed: Sequen
 
 
 def reached(hosts: Sequence[str], environ: Mapping[str, str]) -> set[str]:
-    """Connect to hosts by ssh, some dozens of them, for a few seconds. Returns those that are there."""
+    """Try ssh to the first 64 hosts, for a few seconds. Returns the hosts that answer."""
     tried = hosts[:_MOST_AT_ONCE]
     has_ssh = shutil.which("ssh", path=environ.get("PATH", os.defpath)) is not None
     return set(tried) - unreachable(tried, environ).keys() if tried and has_ssh else set()
 
 
 def _without(host: str, path: str) -> tuple[str, str]:
-    """Of a host that ssh reaches, and that lacks a program."""
+    """Return (reason, remedy) for a host that ssh reaches, but that lacks a program."""
     prefix = sys.prefix if Path(path).is_relative_to(sys.prefix) else path
     return (f"{host} has no {path}. Each host needs the same programs under the same path.",
             f"Copy them: `rsync -aR {shlex.quote(prefix)} {host}:/`, or install the same there.")

@@ -1,21 +1,21 @@
-"""The launcher: run mpirun, forward signals and its stderr, end what a job leaves behind, say why it has failed.
+"""The launcher: run mpirun, forward signals and stderr, kill remaining processes, and say why a job has failed.
 
-Normally mpirun ends its ranks and itself. It has been seen to stay after its ranks had ended, when hosts were cut off
-from each other, and it may be killed before it can end its ranks. So `launch` does the following:
+Normally mpirun ends its ranks and itself. But mpirun was observed to hang after its ranks had ended, when hosts lost
+their connection, and mpirun may be killed before it can end its ranks. So `launch` does the following:
 
-- SIGTERM and Ctrl-C go to the ranks (`hand_on`), which have some time to save before mpirun gets SIGTERM, and ends
-  them. A terminal's Ctrl-C goes to all processes there. So mpirun does not see it, unless it hands it on itself.
-- After a rank has ended the job, or after a signal, mpirun has some time to end. Then it is terminated, and killed if
-  that does not help. A second signal kills it at once.
-- After a job has failed, its remaining processes on this host are killed. Processes that a successful job has left are
+- SIGTERM and Ctrl-C go to the ranks (`_handing_on`). The ranks have some time to save before mpirun gets SIGTERM, and
+  ends them. A terminal sends Ctrl-C to all its processes, so Ctrl-C is blocked in mpirun, unless mpirun forwards it.
+- After a rank has aborted the job, or after a signal, mpirun has some time to end. Then mpirun is terminated, and
+  killed if it still runs. A second signal kills mpirun at once.
+- After a job has failed, its remaining processes on this host are killed. Remaining processes of a successful job are
   not touched.
-- The whole job may have a time limit, after which it is ended in the same way.
-- MPI's initialisation waits without a limit for a rank that has ended before it. mpirun ends the job if that rank has
-  failed, and otherwise it is terminated.
-- mpirun waits without a limit for hosts that do not answer, and then ignores signals. So where ranks start on other
-  hosts it is killed if they have not started in time, and soon after a signal before that.
-- What mpirun prints to stderr passes through this process (`forward`, `output`); the last lines are a summary. Its
-  stdout is that of this process, unless the caller names another one, and its stdin if it reads that (`rank_shell`).
+- The whole job may have a time limit, after which mpirun is ended in the same way.
+- MPI's initialisation waits without a time limit for a rank that has ended without init(). mpirun ends the job if that
+  rank has failed. Otherwise mpirun is terminated.
+- mpirun waits without a time limit for hosts that do not answer, and then ignores signals. So if ranks on other hosts
+  have not started in time, mpirun is killed; before the start, a signal kills mpirun after a short time.
+- The stderr of mpirun passes through this process (`forward`, `output`); the last lines are a summary. mpirun inherits
+  the stdout of this process, unless the caller names another descriptor, and stdin if rank 0 reads it (`rank_shell`).
 
 Called by `mpistrat run` and `mpistrat doctor`, in their main thread. mpistrat.run starts `mpistrat run`.
 """
@@ -49,11 +49,11 @@ from .stderr.output import Output
 from .termination import USUAL, Termination, TimeLimits
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
-# Why ranks have not started on hosts that ssh reaches.
-_NO_ANSWER = ("mpirun has no answer from the hosts. They must reach this host by TCP (a firewall?), and have the same "
-              "MPI under the same path")
-_LOOK_S = 0.5  # between two looks at what the ranks have told, until all of them have called init()
-# From then on that a rank is known to have ended without init(): mpirun may end the job itself, with that rank's code.
+# The reason if ranks have not started on hosts that ssh reaches.
+_NO_ANSWER = ("mpirun has no answer from the hosts. They must reach this host by TCP (check the firewalls), and have "
+              "the same MPI under the same path")
+_LOOK_S = 0.5  # interval between checks of the ranks' reports, until all ranks have called init()
+# Time after a rank has ended without init(), in which mpirun may end the job itself, with the exit code of that rank.
 _WITHOUT_INIT_S = 2.0
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ranks
@@ -61,43 +61,43 @@ _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ra
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a job whose ranks say that they start (`rank_shell`)."""
+    """The start of a job whose ranks print that they start (`rank_shell`)."""
 
-    ranks: int  # How many there are.
-    timeout_s: float  # Seconds from the start of mpirun within which all of them start.
-    why_not: Callable[[], str]  # Called if they have not: why, or "". It takes some seconds.
-    hosts: int = 1  # On how many hosts.
+    ranks: int  # Number of ranks.
+    timeout_s: float  # Time limit in seconds, from the start of mpirun to the start of all ranks.
+    why_not: Callable[[], str]  # Called after the timeout. Takes some seconds; returns the reason, or "".
+    hosts: int = 1  # Number of hosts of the ranks.
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a job has ended."""
 
-    # mpirun's exit code, that of the ranks; or 128 + the number of the signal that ended mpirun, or the job.
+    # The exit code of mpirun, which is that of a rank; or 128 + the number of the signal that ended mpirun or the job.
     code: int
-    why: str  # Why mpirun was terminated or killed; "" if it has ended by itself.
+    why: str  # Why mpirun was terminated or killed; "" if mpirun ended by itself.
     has_started: bool = True  # Whether ranks had started on all hosts.
-    # What ranks have measured, as JSON (process/step_timer.py).
+    # The measurements of each rank, as JSON (process/step_timer.py).
     measured: Mapping[int, str] = field(default_factory=dict)
 
 
 class Interference:
-    """What a supervisor of several mpiruns has to say while `launch` runs one. This base class says nothing."""
+    """Callbacks with which a supervisor of several mpiruns controls `launch`. The base class does not interfere."""
 
-    subject = JOB  # What mpirun runs, for people
-    ends_all = False  # Whether what mpirun leaves behind is ended also if its exit code is 0
-    is_done = False  # Whether all ranks have ended well, so that an end of mpirun that is forced is no failure
+    subject = JOB  # the name of the job in messages
+    ends_all = False  # Whether remaining processes are killed even if the exit code of mpirun is 0
+    is_done = False  # Whether all ranks have succeeded, so that terminating mpirun is not a failure
 
     def why_stop(self) -> str:
-        """Why mpirun is to end now; "" while it goes on. Called at the start, and after each signal ABORTED."""
+        """Return why mpirun must end now; "" if it need not. Called at the start, and after each signal ABORTED."""
         return ""
 
     def takes(self, number: int) -> bool:
-        """Whether the supervisor handles this signal, which mpirun does not get then."""
+        """Whether the supervisor handles this signal itself, so that mpirun does not get it."""
         return False
 
     def why_vain(self, told: ReportReader) -> str:
-        """Why the ranks wait in vain for each other in init(); "" if they may go on. Called until all are there."""
+        """Return why the ranks in init() wait forever; "" if they do not. Called until all ranks are in init()."""
         absent, waiting = told.without_init - told.in_init, told.in_init - told.without_init
         if not absent or not waiting:
             return ""
@@ -105,7 +105,7 @@ class Interference:
                 "waited for them")
 
     def keep_last(self, told: Collection[Sequence[str]]) -> str:
-        """Write what the ranks did last when mpirun has failed; see last.save."""
+        """Write the last operations of the ranks after mpirun has failed; see last.save."""
         return last.save(told)
 
 
@@ -113,18 +113,18 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
            output: Output | None = None, start: Start | None = None, speaker: str = "mpistrat run",
            interference: Interference | None = None, stdout: int | None = None, ranks: int = 0,
            why_no_init: Callable[[], str] = str) -> Outcome:
-    """Run mpirun until the job has ended. Call it on the main thread, because it changes the handling of signals.
+    """Run mpirun until the job has ended. Call this on the main thread, because it changes the handling of signals.
 
     Args:
         command: mpirun with its arguments.
-        environ: The environment of this process, or what is to be in its place.
-        output: What is shown of mpirun's stderr.
-        start: How the ranks start; None: they do not say that they start.
-        speaker: The command that prints the last lines.
-        interference: What a supervisor of several mpiruns has to say.
-        stdout: A descriptor for mpirun's stdout; None: that of this process.
-        ranks: How many ranks say that they call init(); 0: they do not say it.
-        why_no_init: Called if the job has failed and none of them has: why, or "".
+        environ: The environment for mpirun, to which the variables of `command` are added.
+        output: The filter of mpirun's stderr.
+        start: The expected start of the ranks; None: the ranks do not print that they start.
+        speaker: The name of the command in the last lines.
+        interference: The callbacks of a supervisor of several mpiruns.
+        stdout: A file descriptor for mpirun's stdout; None: the stdout of this process.
+        ranks: Number of ranks that print that they call init(); 0: ranks do not print it.
+        why_no_init: Called if the job has failed and no rank has called init(). Returns the reason, or "".
 
     Raises:
         LaunchError: mpirun cannot be started.
@@ -162,8 +162,8 @@ class _Run:
         self._start_until = math.inf if start is None else time.monotonic() + start.timeout_s
         self._ranks, self._are_all_in_init, self._why_no_init = ranks, not ranks, why_no_init
         self._why_vain, self._vain_since = "", math.inf
-        self._last_signal: int | None = None  # of those that end programs
-        self._is_handed_on = False  # Whether the ranks have it, and not mpirun.
+        self._last_signal: int | None = None  # the last signal of those that end programs
+        self._is_handed_on = False  # Whether the ranks got the last signal, and not mpirun.
         # Whether mpirun does not see the Ctrl-C of a terminal.
         self._holds_interrupts = self._handing_on(signal.SIGINT) != (signal.SIGINT,)
         self._is_killed = False
@@ -201,7 +201,7 @@ class _Run:
                 self._is_killed = True
                 self._mpirun.send_signal(due)
                 if not self._is_recalled and not self._interference.is_done and not self._why_vain:
-                    self._say(f"{self._termination.reason}; it is sent {due.name}")
+                    self._say(f"{self._termination.reason}; mpirun gets {due.name}")
         code = self._mpirun.returncode
         if code != 0 or self._last_signal is not None or self._interference.ends_all:
             self._kill_remaining()
@@ -209,13 +209,13 @@ class _Run:
             return Outcome(0, self._termination.reason)
         is_ended = self._is_killed or self._is_recalled
         why = self._termination.reason if is_ended else ""
-        # mpirun's code says nothing of the job if the signal was for mpirun, and MPICH's is its number for the ranks'.
+        # If mpirun got the signal, its code says nothing about the job. If the ranks got it, MPICH returns its number.
         if (last := self._last_signal) is not None and (is_ended or not self._is_handed_on or code == last):
             return Outcome(128 + last, why, self._are_hosts_reached)
         return Outcome(1 if is_ended else code if code >= 0 else 128 - code, why, self._are_hosts_reached)
 
     def _look_at_ranks(self, now: float) -> None:
-        """End a job whose ranks wait for one that has ended."""
+        """End a job whose ranks wait in init() for a rank that has ended."""
         if self._are_all_in_init:
             return
         self._are_all_in_init = len(self._output.told.in_init) >= self._ranks
@@ -231,27 +231,27 @@ class _Run:
 
     @property
     def _are_hosts_reached(self) -> bool:
-        """Whether ranks have started on all hosts. All ranks have not if one has ended the job before."""
+        """Whether a rank has started on each host. If one of them aborts the job, other ranks may not start."""
         hosts = {host for host, _ in self._output.told.started.values()}
         return self._has_started or (self._start is not None and len(hosts) >= self._start.hosts)
 
     def _handing_on(self, number: int) -> tuple[signal.Signals, ...]:
-        """The signals for mpirun by which the ranks get this one; () if they are to have no time."""
+        """Return the signals to mpirun that make it send signal `number` to the ranks; () if the ranks get no time."""
         return () if self._launcher is None or not self._limits.grace_s else self._launcher.handed_on.get(number, ())
 
     @property
     def _is_recalled(self) -> bool:
         """Whether a signal has ended the job before all ranks had started.
 
-        mpirun may or may not end by itself then, with a code that says nothing about the job, so this is no matter for
-        the user: the exit code is that of the signal either way, and no line speaks of mpirun.
+        mpirun may then end by itself or not, and its exit code says nothing about the job. So no line on mpirun is
+        printed, and the exit code follows from the signal in both cases.
         """
         return self._last_signal is not None and not self._has_started and not self._termination.is_urgent
 
     def say_why(self, code: int) -> None:
-        """Forward what mpirun has printed last, and print a summary. Ends early after a second signal."""
+        """Forward the last output of mpirun, and print the summary. Ends early after a second signal."""
         self._forwarder.end(lambda: self._summary(code))
-        # A reader of stderr that does not read may keep the thread.
+        # A blocked reader of stderr may block the thread.
         while not self._forwarder.join(SUPERVISOR_POLL_S) and not self._termination.is_urgent:
             self._next_signal(0.0)
 
@@ -265,7 +265,7 @@ class _Run:
         if not why and code != 0 and self._last_signal is None and not self._output.words:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             if limit < LEAST_FILES:
-                why = f"only {limit} files may be opened here, too few for mpirun. Type: ulimit -n 65536"
+                why = f"a process may open only {limit} files here, too few for mpirun. Type: ulimit -n 65536"
         died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
         told = self._output.told
         text, lines = summarize(code, told.reports, self._output.words, interrupted_by=self._last_signal,
@@ -274,7 +274,7 @@ class _Run:
                                 subject=self._interference.subject)
         if code != 0 and self._last_signal is None and not self._interference.why_stop():
             lines = [*lines[:-1], *filter(None, [self._interference.keep_last(told.last.values())]), *lines[-1:]]
-        # A terminal has printed ^C, and no end of the line.
+        # A terminal has printed ^C without a newline.
         start = b"\n" if self._last_signal == signal.SIGINT and os.isatty(sys.stderr.fileno()) else b""
         said = "".join(f"{self._speaker}: {line}\n" for line in lines)
         return start + text + said.encode(errors="backslashreplace")
@@ -293,11 +293,11 @@ class _Run:
             return
         now, number = time.monotonic(), signal.Signals(info.si_signo)
         ways, is_first = self._handing_on(number), self._termination.is_first(now)
-        # mpirun hands it on itself, or ranks say that they know by which signals it comes.
+        # mpirun forwards the signal itself, or ranks have printed that they know which signals replace it.
         if not is_first or not (ways == (number,) or self._output.told.handing_on):
             ways = ()
         is_repeated = bool(ways) and self._last_signal is not None
-        # A terminal sends a signal (with a code above 0) to all processes in the foreground, so mpirun has it already.
+        # A terminal sends a signal (si_code > 0) to all processes in the foreground, so mpirun has received it already.
         is_there = info.si_code > 0 and not (number == signal.SIGINT and self._holds_interrupts)
         for each in ways or ((signal.SIGTERM,) if number == signal.SIGINT and self._holds_interrupts else (number,)):
             if not is_repeated and not is_there:
@@ -308,21 +308,21 @@ class _Run:
             self._last_signal, self._is_handed_on = number, bool(ways)
 
     def _kill_remaining(self) -> None:
-        """Give the remaining processes of the job on this host `left_s` to end, and kill them after that."""
+        """Wait `left_s` for the remaining processes of the job on this host to end, and then kill them."""
         until = time.monotonic() + self._limits.left_s
         while left := self._remaining():
             if self._termination.is_urgent or not self._has_started or time.monotonic() >= until:
                 if not self._is_recalled:
                     numbers = ", ".join(str(each.pid) for each in left)
-                    self._say(f"what is left of the job is killed: processes {numbers}")
+                    self._say(f"killing the remaining processes of the job: {numbers}")
                 for process in left:
-                    with contextlib.suppress(OSError):  # It has just ended.
+                    with contextlib.suppress(OSError):  # The process has just ended.
                         os.kill(process.pid, signal.SIGKILL)
                 return
             self._next_signal(SUPERVISOR_POLL_S)
 
     def _remaining(self) -> list[procfs.Process]:
-        """The processes on this host that the job has started."""
+        """Return the running processes on this host that the job has started."""
         def belongs(process: procfs.Process) -> bool:
             environ = procfs.environment_of(process.pid)
             return environ is not None and environ.get(RUN_NAME) == self._name
@@ -333,15 +333,15 @@ class _Run:
 
 
 def parent_guard(parent: int) -> Callable[[], bool]:
-    """Return a function that has Linux send SIGTERM to the process that calls it when its parent process ends.
+    """Return a function that makes Linux send SIGTERM to the calling process when the parent process ends.
 
     The C library is loaded here, so that the function may be called between fork and exec.
 
     Args:
-        parent: The number of the parent process.
+        parent: The process ID of the parent process.
 
     Returns:
-        The function. It returns False if the parent has ended before the request took effect: no signal comes then.
+        The function. It returns False if the parent has already ended, because no signal will come then.
     """
     set_option = ctypes.CDLL(None).prctl
 
@@ -353,7 +353,7 @@ def parent_guard(parent: int) -> Callable[[], bool]:
 
 
 def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:
-    """Return the function that runs in the new process before it becomes mpirun."""
+    """Return the function that the child process runs before it executes mpirun."""
     guard = parent_guard(parent)
 
     def prepare() -> None:

@@ -1,1 +1,1 @@
-"""TensorFlow's own cluster of servers, formed from the ranks: roles, addresses, and ranks that die."""
+"""Forms a TensorFlow cluster of servers from the ranks: roles, addresses, and what happens when ranks die."""

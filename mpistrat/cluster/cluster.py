@@ -1,7 +1,7 @@
 """The ranks as a TensorFlow cluster: each has a role, an address, and a port that is reserved for its server.
 
-A formed cluster needs neither the engine nor MPI: each rank has a connection to the chief, on which both sides notice
-the end of the other (process/peers.py). `form` makes it; any thread may use it.
+A formed cluster needs neither the engine nor MPI: each rank has a connection to the chief, on which each side notices
+the end of the other side (process/peers.py). `form` makes a cluster; any thread may use it.
 """
 
 import atexit
@@ -26,28 +26,28 @@ from ..process.peers import End, Invitation, Peers
 
 logger = logging.getLogger(__name__)
 
-DIED = ("ranks {ranks} have died, so there can be no more collectives among all ranks. This is no error for what needs "
-        "none, as training with parameter servers.")
-# A rank waits so long before it reports the chief's death. mpirun usually ends the job in that time, and then only the
-# chief's own error is printed.
+DIED = ("ranks {ranks} have died, so collectives among all ranks are not possible any more. Work without collectives, "
+        "such as training with parameter servers, can continue.")
+# The time that a rank waits before it reports the chief's death. mpirun usually ends the job in that time, so that only
+# the chief's own error is printed.
 _LAUNCHER_S = 3.0
-_REPORT_S = 5.0  # the time after which a rank warns that it waits for the chief without running a server
+_REPORT_S = 5.0  # The time after which a rank warns that it waits for the chief without running a server.
 
 
 class ReservedPort:
     """A TCP port of this host that no other program gets, and that a server in this process can bind at any time.
 
     The port is bound with SO_REUSEPORT and does not listen. The kernel never assigns a bound port to a program that
-    requests any free port, neither to listen nor to connect from. It rejects a request for this number, except from the
-    same user with SO_REUSEPORT. The server makes such a request, while the port is still reserved, so the port is never
-    free in between. All connections go to the server, because this socket does not listen.
+    requests any free port, neither to listen nor to connect from. The kernel rejects a request for this port number,
+    except with SO_REUSEPORT by the same user. The server makes such a request while the port is still reserved, so the
+    port is never free in between. All connections go to the server, because this socket does not listen.
 
     Raises:
         OSError: There is no free port.
     """
 
     def __init__(self) -> None:
-        # gRPC's servers listen on all addresses: with one socket for IPv6 and IPv4 if the host has both.
+        # gRPC's servers listen on all addresses, with one socket for IPv6 and IPv4 if the host has both.
         both = socket.has_dualstack_ipv6()
         self._socket = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
         try:
@@ -61,7 +61,7 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Release the port. A server that has bound it keeps it. May be called twice."""
+        """Release the port. A server that has bound the port keeps it. May be called twice."""
         self._socket.close()
 
 
@@ -71,7 +71,7 @@ class Cluster:
     def __init__(self, topology: Topology, roles: Sequence[tuple[Role, int]], spec: Mapping[str, list[str]],
                  port: ReservedPort, peers: Peers, current: Job):
         self.spec = spec  # The addresses of the tasks by role, as in TF_CONFIG.
-        # index: Its index among the ranks of that role.
+        # index: The index of this rank among the ranks of its role.
         self.role, self.index = roles[topology.rank]
         self._topology, self._roles = topology, roles
         self._port, self._peers, self._runtime = port, peers, current
@@ -80,13 +80,13 @@ class Cluster:
         self._workers = {rank for rank, (role, _) in enumerate(roles) if role is Role.WORKER}
         self._has_ps = any(role is Role.PS for role, _ in roles)
         peers.watch(self._rank_ended if self._is_chief else lambda *_: None)
-        # Registered after init()'s function, so it runs before that.
+        # Registered after init()'s exit function, so it runs before that function.
         atexit.register(self._finish)
 
     def wait_for_chief(self, timeout_s: float | None = None) -> bool:
-        """Wait until the chief has ended or closed its cluster. Returns False if it has not after `timeout_s`.
+        """Wait until the chief has ended or closed its cluster. Returns False if `timeout_s` has passed before.
 
-        From the first call on, collectives of other ranks that need this rank fail instead of waiting for it.
+        After the first call, collectives of other ranks that need this rank fail instead of waiting for it.
 
         Raises:
             RankDiedError: The chief has died.
@@ -95,7 +95,7 @@ class Cluster:
         """
         forked.require_rank()
         if self._is_chief:
-            raise InvalidRequestError("rank 0 is the chief and cannot wait for itself.")
+            raise InvalidRequestError("rank 0 is the chief. Call wait_for_chief() on other ranks only.")
         self._runtime.engine.announce_end()
         end = self._peers.end_of(0, timeout_s)
         if end is None:
@@ -107,9 +107,9 @@ class Cluster:
         return True
 
     def close(self) -> None:
-        """On the chief: notify all other ranks that the work is done. On others: leave. May be called twice.
+        """On the chief: notify all other ranks that the work is done. On other ranks: leave. May be called twice.
 
-        In a process that was forked from a rank it does nothing.
+        In a process that was forked from a rank, close() does nothing.
         """
         if forked.is_child():
             return
@@ -122,12 +122,12 @@ class Cluster:
         self._port.close()
 
     def _abandon_collectives(self) -> None:
-        """Let shutdown() not wait for ranks that have died. The chief's farewell lists them."""
+        """Make shutdown() not wait for ranks that have died. The chief's last message lists these ranks."""
         if self._peers.died:
             self._runtime.abandon(DIED.format(ranks=sorted(self._peers.died)))
 
     def _finish(self) -> None:
-        """At the end of the script: close, and on ranks other than the chief wait for it, before shutdown() does."""
+        """At the end of the script, before shutdown(): close the cluster, and on other ranks wait for the chief."""
         if forked.is_child():
             return
         self.close()
@@ -135,30 +135,30 @@ class Cluster:
             try:
                 if self._has_ps and self.role in (Role.WORKER, Role.PS) and not self.wait_for_chief(_REPORT_S):
                     logger.warning("rank %d (%s %d) is at the end of its script, but the chief is not. Without a "
-                                   "server here (MPIClusterResolver.serve) the chief may wait for it for ever",
+                                   "server on this rank (MPIClusterResolver.serve) the chief may wait for ever",
                                    self._topology.rank, self.role.value, self.index)
                 self.wait_for_chief()
             except RankDiedError as error:
-                abort.uncaught(error)  # Raised in an atexit function it would only be printed.
+                abort.uncaught(error)  # Raised in an atexit function, the error would only be printed.
             self._peers.stop()
 
     def _rank_ended(self, rank: int, end: End) -> None:
-        """On the chief: note the end of a rank before the chief's. In the thread of Peers."""
+        """On the chief: note that a rank has ended before the chief. Called in the thread of Peers."""
         role, index = self._roles[rank]
         logger.log(logging.INFO if end is End.LEFT else logging.WARNING, "rank %d (%s %d, on %s) %s before the chief",
                    rank, role.value, index, self._topology.host_of[rank], end.value)
         self._workers.discard(rank)
         if end is not End.LEFT and role is Role.WORKER and not self._workers and self._has_ps:
-            # The coordinator would wait for a worker to restart, and none can. An exception in this thread does not end
-            # the process, so it goes where an exception of the main thread would go.
+            # The coordinator would wait for a worker to restart, but no worker can. An exception in this thread would
+            # not end the process, so the error is treated as an uncaught exception of the main thread.
             error = RankDiedError("no worker is left; the last one has died.")
             abort.uncaught(error)
 
 
 # -- how ranks form a cluster ------------------------------------------------------------------------------------------
 
-_CONNECT_LIMIT_S = 30.0  # for all addresses of the chief
-_ACCEPT_LIMIT_S = 30.0  # for the next rank to arrive
+_CONNECT_LIMIT_S = 30.0  # The limit for a connection to the chief, over all its addresses.
+_ACCEPT_LIMIT_S = 30.0  # The limit for the next rank to connect.
 
 
 @dataclass(frozen=True)
@@ -166,10 +166,10 @@ class Offer:
     """The first message of each rank to all others."""
 
     jobs: Mapping[str, int] | None  # The number of ranks for each role, as given to `form`.
-    problem: str  # Why this rank cannot take part; "" if it can.
+    problem: str  # The reason why this rank cannot take part; "" if it can.
     port: int  # The reserved port of this rank's server.
     addresses: tuple[str, ...]  # The addresses of this rank's host.
-    invitation: Invitation | None  # On the chief, where it listens.
+    invitation: Invitation | None  # How to connect to the chief; None on other ranks.
 
 
 @dataclass(frozen=True)
@@ -188,12 +188,12 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
     """Form a cluster of the ranks. Collective.
 
     Args:
-        jobs: As for `core.roles.assign_roles`; the same on all ranks.
+        jobs: The number of ranks for each role, the same on all ranks; see `core.roles.assign_roles`.
 
     Raises:
         NotInitializedError: Before init().
-        ClusterError: On every rank, if the roles do not fit the ranks, a port cannot be had, or ranks cannot reach the
-            chief.
+        ClusterError: On every rank, if the roles do not fit the ranks, there is no free port, or a rank cannot reach
+            the chief.
     """
     current = runtime.current()
     topology = current.topology
@@ -203,7 +203,7 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
         port, offer = _offer(jobs, topology, peers, on_failure)
         offers: list[Offer] = allgather_object(offer, name="mpistrat.cluster.cluster.offer")
         _raise_together([each.problem for each in offers])
-        jobs = offers[0].jobs  # On another rank they may be in another order.
+        jobs = offers[0].jobs  # Another rank may have its roles in another order.
         for rank, each in enumerate(offers):
             if each.jobs != jobs:
                 raise ClusterError(f"the ranks disagree on jobs: {jobs} on rank 0, {each.jobs} on rank {rank}.")
@@ -225,10 +225,10 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
 
 
 def addresses_of(topology: Topology, links: Sequence[Link]) -> tuple[str, ...]:
-    """The address at which other ranks reach each rank; the host names if there is only one host.
+    """Return for each rank the address at which other ranks reach it, or its host name if there is only one host.
 
-    They come from the connections between hosts. For ranks on the chief's host it is the address at which the first
-    rank of another host reached the chief; for other ranks, the address from which they connected.
+    For a rank on the chief's host, it is the address at which the first rank of another host reached the chief. For any
+    other rank, it is the address from which the rank connected to the chief.
     """
     chief_host = topology.host_of[0]
     if len(topology.hosts) == 1:
@@ -249,7 +249,7 @@ def _offer(jobs: Mapping[str, int] | None, topology: Topology, peers: Peers,
     except ValueError as error:
         problem = str(error)
     except OSError as error:
-        problem = f"a port on {topology.host} cannot be had: {error}."
+        problem = f"a port on {topology.host} cannot be reserved: {error}."
     return port, Offer(None if jobs is None else dict(jobs), problem, port.number if port else 0, local_addresses(),
                        invitation)
 
@@ -272,7 +272,7 @@ def _connect(topology: Topology, offers: Sequence[Offer], peers: Peers) -> Link:
 
 
 def _raise_together(problems: Sequence[str]) -> None:
-    """Raise ClusterError on every rank if one has a problem."""
+    """Raise ClusterError on every rank, if any rank has a problem. `problems` has the text of each rank, or ""."""
     ranks = ranks_by_value(problems)
     ranks.pop("", None)
     if len(ranks) == 1 and len(next(iter(ranks.values()))) == len(problems):

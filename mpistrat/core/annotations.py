@@ -1,7 +1,7 @@
-"""Marks reductions for profilers, while they run, in the thread that runs them.
+"""Marks reductions for profilers, while the reductions run, in the thread that runs them.
 
-A timeline is made of what is recorded (trace/), but a profiler must be told while it happens. Nothing is marked as long
-as no profiler runs.
+A timeline is made later, from records (trace/), but a profiler needs the marks at run time. Nothing is marked while no
+profiler runs.
 """
 
 from collections.abc import Callable
@@ -10,16 +10,16 @@ from typing import Any
 
 from .request import Request
 
-# Each makes the context that one profiler shows, of a name: TensorFlow's, or NVTX. Added once, before the first engine.
+# For each profiler (TensorFlow's, NVTX), a function that makes a named context. Added before the first engine starts.
 makers: list[Callable[[str], AbstractContextManager[Any]]] = []
-# Whether a profiler runs, as far as that is known. Every small all-reduce calls it: bool, which returns False, and
-# TensorFlow's function are C code.
+# Whether a profiler runs, as far as it is known. Every small all-reduce calls it, so it must be C code: `bool`, which
+# returns False, or TensorFlow's function.
 is_on: Callable[[], bool] = bool
 _NOTHING = nullcontext()
 
 
 def marked(request: Request) -> AbstractContextManager[Any]:
-    """The context in which a request is executed, together with those that share its reduction."""
+    """Return the context in which to execute a request and the other requests of its bucket."""
     if not is_on():
         return _NOTHING
     name = f"{request.kind.value.upper()} {request.name}"
@@ -36,11 +36,11 @@ def _always() -> bool:
 
 
 def add(make: Callable[[str], AbstractContextManager[Any]], runs: Callable[[], bool] = _always) -> None:
-    """Let a profiler show reductions. Adding one again does nothing.
+    """Let a profiler show reductions. Adding the same profiler again does nothing.
 
     Args:
-        make: See `makers`. If there are several profilers, it is called while this one does not run, too.
-        runs: Whether this profiler runs, if that is known.
+        make: See `makers`. With several profilers, `make` is also called while this profiler does not run.
+        runs: Returns whether this profiler runs. Default: always True.
     """
     global is_on
     if make not in makers:

@@ -1,7 +1,6 @@
 """Elementwise arithmetic of reductions: prescale, combine, scale.
 
-`Scale` is the only place that divides a sum by the number of ranks. Pure functions on numpy arrays; any thread may call
-them.
+Only `Scale` divides a sum by the number of ranks. Pure functions on numpy arrays; any thread may call them.
 """
 
 from collections.abc import Sequence
@@ -48,16 +47,16 @@ class Reduction:
     op: ReduceOp  # SUM, MIN, MAX or PRODUCT. An average is a sum whose scale divides.
     prescale: float = 1.0
     scale: Scale = IDENTITY
-    quantised: Quantised | None = None  # How hosts send each other their sums; None: as they are.
+    quantised: Quantised | None = None  # How the sums are quantised between hosts; None: not at all.
 
 
 @lru_cache
 def divided_before(reduction: Reduction, dtype: np.dtype) -> Reduction:
     """Return `reduction` with its division moved into the prescale, if the result stays the same.
 
-    The prescale is applied during a copy that is made in any case, so it costs nothing. The result stays the same for
+    The prescale costs nothing, since it is applied during a copy that is made in any case. The result is the same for
     floats and a divisor that is a power of two: both divisions are exact, except for sums below 1e-37 or too large for
-    the dtype. Half precision has a smaller range, so it is summed and divided in float32.
+    the dtype. Half precision has a smaller range, so its division stays after the sum, in float32.
     """
     scale, divisor = reduction.scale, reduction.scale.divisor
     if divisor != 1 and divisor & (divisor - 1) == 0 and dtype.kind in "fc" and not is_half(dtype):
@@ -66,7 +65,7 @@ def divided_before(reduction: Reduction, dtype: np.dtype) -> Reduction:
 
 
 def scaled_copy(source: np.ndarray, scale: float, target: np.ndarray) -> None:
-    """Set `target = source * scale`, computed in float32 for half precision and in float64, truncated, for integers."""
+    """Set `target = source * scale`. Half precision is computed in float32, integers in float64 and then truncated."""
     if scale == 1.0:
         if target is not source:
             np.copyto(target, source, casting="unsafe" if is_half(target.dtype) else "same_kind")

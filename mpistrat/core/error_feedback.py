@@ -1,6 +1,6 @@
-"""What `Compression.int8` rounds off, kept by the names of buckets. See core/quantised.py.
+"""The rounding errors of `Compression.int8`, kept for the next step by the names of buckets. See core/quantised.py.
 
-Used by the engine's thread.
+Only the engine's thread uses it.
 """
 
 from collections.abc import Mapping
@@ -15,26 +15,26 @@ from .topology import Topology
 
 
 class Errors:
-    """What was rounded off the values of a bucket, in float32; zeros at first. `count`: The number of values.
+    """The rounding errors of the values of a bucket, in float32; zeros at first. `count`: The number of values.
 
-    Memory that is not written to is not taken, and a rank writes only where it sends.
+    A rank writes only the parts that it sends. The system allocates no memory for the other parts.
     """
 
     def __init__(self, count: int):
         self.count, self._values = count, np.zeros(count, np.float32)
-        self._own: set[tuple[int, int]] = set()  # Where this rank sends.
+        self._own: set[tuple[int, int]] = set()  # The parts that this rank sends, as (first, end).
 
     def part(self, first: int, count: int) -> np.ndarray:
-        """Those of values that this rank sends."""
+        """Return a view of the errors of `count` values from `first` on, which this rank sends."""
         self._own.add((first, first + count))
         return self._values[first:first + count]
 
     def set(self, values: np.ndarray | None) -> None:
-        """Go on with these; None: with zeros."""
+        """Replace the errors by `values`; None: by zeros."""
         self._values[:] = 0.0 if values is None else values
 
     def own(self) -> np.ndarray:
-        """Those of the values that this rank sends, and zeros."""
+        """Return a copy of the errors, with zeros for values that this rank does not send."""
         result = np.zeros_like(self._values)
         for first, last in self._own:
             result[first:last] = self._values[first:last]
@@ -42,11 +42,11 @@ class Errors:
 
 
 class ErrorFeedback:
-    """What was rounded off, by the names of buckets, as long as the plane exists.
+    """Keeps the rounding errors by the names of buckets, as long as the data plane exists.
 
     Args:
-        plane: Tells the ranks whether all have the memory.
-        topology: Its ranks.
+        plane: Used to check that all ranks have memory for the errors.
+        topology: The ranks of the plane.
     """
 
     def __init__(self, plane: DataPlane, topology: Topology):
@@ -55,22 +55,22 @@ class ErrorFeedback:
         self._restored: dict[str, np.ndarray] = {}
 
     def own(self) -> dict[str, np.ndarray]:
-        """This rank's errors by the names of buckets, whose sum is that of the tensors. Local; nothing is in flight.
+        """Return this rank's errors by the names of buckets. Local; no collective may be in flight.
 
-        Those that were restored are rank 0's until their bucket comes.
+        The sum over the ranks is the error of the tensors. Restored errors belong to rank 0 until their bucket is used.
         """
         waiting = {name: errors if self._topology.rank == 0 else np.zeros_like(errors)
                    for name, errors in self._restored.items()}
         return dict(sorted((waiting | {name: errors.own() for name, (_, errors) in self._kept.items()}).items()))
 
     def restore(self, errors: Mapping[str, np.ndarray]) -> None:
-        """Begin with sums that ranks have made of `own`, the same on all ranks. Local; nothing is in flight."""
+        """Start from sums of `own` over the ranks, the same on all ranks. Local; no collective may be in flight."""
         self._kept, self._restored = {}, dict(errors)
 
     def of(self, quantised: Quantised, count: int) -> Errors | None:
-        """The errors of a bucket of `count` values, zeros at first; None: none are kept. Collective.
+        """Return the errors of a bucket of `count` values, zeros at first; None if the bucket keeps none. Collective.
 
-        Raises EngineError: Some ranks have no memory for them; on all ranks.
+        Raises EngineError: On all ranks, if any rank has no memory for the errors.
         """
         if not quantised.name:
             return None
@@ -91,9 +91,9 @@ class ErrorFeedback:
         self._plane.allgather(np.array([errors is None], np.uint8), missing, [1] * size)
         if errors is None or missing.any():
             raise EngineError(f"{quantised.name}: ranks {self._topology.listed(np.flatnonzero(missing).tolist())} have "
-                              f"no memory for the error feedback of Compression.int8, "
-                              f"{4 * count} bytes. Take Compression.bf16, which keeps none.")
+                              f"no memory for the error feedback of Compression.int8, which needs "
+                              f"{4 * count} bytes. Use Compression.bf16, which needs no error feedback.")
         restored = self._restored.pop(quantised.name, None)
         if restored is not None and restored.size == count and self._topology.host == self._topology.hosts[0]:
-            errors.set(restored)  # Of each value, one rank of a host sends it.
+            errors.set(restored)  # Only on one host: of its ranks, just one sends each value.
         return errors

@@ -5,10 +5,10 @@
     MpistratError
     ├── NotInitializedError     (ValueError)   an op or a query before init() or after shutdown()
     ├── SettingsError           (ValueError)   an unknown MPISTRAT_ name, a value out of range, ranks that differ
-    ├── MissingDependencyError  (ImportError)  a package or library is needed; the text has the pip line
-    ├── InvalidRequestError     (ValueError)   one rank's own input is wrong; nothing was sent, the job continues
+    ├── MissingDependencyError  (ImportError)  a package or library is missing; the text has the pip command
+    ├── InvalidRequestError     (ValueError)   one rank's arguments are wrong; nothing was sent, the job continues
     │   └── DuplicateNameError                 a collective of this name is in flight on this rank
-    ├── LaunchError             (ValueError)   the command line cannot be turned into an mpirun line
+    ├── LaunchError             (ValueError)   the arguments cannot be turned into a command line of mpirun
     ├── RunError                (RuntimeError) a function that run() has called on other processes has failed
     ├── ElasticError            (RuntimeError) an elastic job cannot keep a commit, or has no agent on a host
     ├── RecoveryError           (RuntimeError) the ranks that are left after a loss cannot go on in their processes
@@ -23,8 +23,8 @@
             │   └── DeadlockError              all ranks wait for each other
             └── ShutdownError                  a rank ended while others wait for it
 
-Three words for an end: a rank *leaves* when it says so before, and *dies* when its process ends otherwise; a *host is
-lost* when it is down, or the link to it is cut. Ranks that have died or were on a lost host are *lost*.
+Words for how ranks end: a rank *leaves* if it announces its end, and *dies* if its process ends without announcement. A
+*host is lost* when it is down, or the link to it is cut. Ranks that have died or were on a lost host are *lost*.
 
 A `CollectiveError` is raised on every rank with the same text. After a `MismatchError` the engine goes on, unless the
 tensor was in a `tf.function`. After an `EngineError` it does not.
@@ -39,7 +39,7 @@ class MpistratError(Exception):
 
 
 class NotInitializedError(MpistratError, ValueError):
-    """init() has not been called, or shutdown() has been called since."""
+    """init() has not been called, or shutdown() has been called after it."""
 
 
 class SettingsError(MpistratError, ValueError):
@@ -71,7 +71,7 @@ class ElasticError(MpistratError, RuntimeError):
 
 
 class RecoveryError(MpistratError, RuntimeError):
-    """The ranks that are left after a loss cannot connect anew. This process has to end, without MPI_Finalize."""
+    """The surviving ranks of a loss cannot reconnect. This process has to end, without MPI_Finalize."""
 
 
 class CollectiveError(MpistratError, RuntimeError):
@@ -81,7 +81,7 @@ class CollectiveError(MpistratError, RuntimeError):
 class MismatchError(CollectiveError, ValueError):
     """The ranks disagree on a tensor's shape or dtype, or have different weights, steps or callbacks.
 
-    The collective fails on all ranks. The job can go on in eager code, and cannot in a tf.function.
+    The collective fails on all ranks. The job can continue in eager code, but not after an error in a tf.function.
     """
 
 
@@ -98,7 +98,7 @@ class EngineError(CollectiveError):
 
 
 class MessageError(EngineError):
-    """Another rank sent a malformed message. Names the rank."""
+    """Another rank sent a malformed message. The text names the rank."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class LostRank:
     """A rank that has died, or whose host is lost.
 
     Attributes:
-        rank: Its rank in the job, before any recovery.
+        rank: Its number in the job, before any recovery.
         host: The name of its host.
-        how: How it was noticed: "process 4711 has died".
+        how: How the loss was noticed, for example "process 4711 has died".
     """
 
     rank: int
@@ -120,10 +120,10 @@ class LostRank:
 
 
 class RanksLostError(EngineError):
-    """Ranks have died, or their hosts are lost. On each rank that is left, all its engines end with this error.
+    """Ranks have died, or their hosts are lost. On each surviving rank, all engines end with this error.
 
     Args:
-        lost: The ranks; () if this rank does not know which.
+        lost: The lost ranks; () if this rank does not know them.
     """
 
     def __init__(self, lost: Iterable[LostRank] = ()):
@@ -131,32 +131,32 @@ class RanksLostError(EngineError):
 
     @property
     def lost(self) -> tuple[LostRank, ...]:
-        """The lost ranks that this rank knows of, in the order in which it has learnt of them."""
+        """The lost ranks that this rank knows, in the order in which it noticed their loss."""
         return self.args[0]
 
     def add(self, lost: Iterable[LostRank]) -> None:
-        """Add ranks that are not known to be lost."""
+        """Add lost ranks. Ranks that are in `self.lost` already are ignored."""
         known = {each.rank for each in self.lost}
         self.args = ((*self.lost, *(each for each in lost if each.rank not in known)),)
 
     def __str__(self) -> str:
-        who = "; ".join(map(str, self.lost)) or "a rank that another rank knows of"
-        return f"Lost: {who}. No collective among the ranks that there were can be completed any more."
+        who = "; ".join(map(str, self.lost)) or "a rank that only other ranks can name"
+        return f"Lost: {who}. No collective among the former ranks can be completed any more."
 
 
 class StallError(EngineError):
-    """Some ranks waited longer than MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS for others.
+    """Some ranks waited longer than MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS for other ranks.
 
-    The other ranks did not submit a tensor, or a process is stopped, or the network between the hosts is down.
+    Either the other ranks did not submit a tensor, or a process is stopped, or the network between hosts is down.
     """
 
 
 class DeadlockError(StallError):
-    """Every rank waits for a collective that another rank cannot reach, so that no rank can ever go on.
+    """Every rank waits for a collective that another rank cannot reach, so no rank can ever continue.
 
-    The ranks find a deadlock within seconds; StallError comes after its limit.
+    The ranks detect a deadlock within seconds. Other stalls raise StallError only after the stall limit.
     """
 
 
 class ShutdownError(EngineError):
-    """A rank has shut down or ended while other ranks wait for it."""
+    """A rank has shut down or ended while other ranks wait for this rank."""

@@ -1,8 +1,8 @@
 """Refuses collectives, init() and shutdown() in processes that were forked from a rank.
 
-A fork copies a rank's memory, but not its threads (the engine's, MPI's). It shares the rank's connections, so messages
-of the copy would pass for messages of the rank. `rank()` and `size()` still work in the copy: they only read fields,
-and data loading workers need them to choose a shard. Any thread may call these functions.
+A forked process has a copy of the rank's memory, but not its threads (of the engine and MPI). It shares the rank's
+connections, so its messages would look like messages of the rank. `rank()` and `size()` still work: they only read
+fields, and data loading workers need them to choose a shard. Any thread may call these functions.
 """
 
 import os
@@ -10,10 +10,10 @@ from collections.abc import MutableMapping
 
 from .errors import NotInitializedError
 
-_TEXT = ("this process was forked from a rank (process {parent}), and is none itself: only the parent can take part in "
-         "collectives, init() and shutdown(). Call them there, and hand over what this process needs. A process that "
-         "shall share nothing with its parent is started by multiprocessing.get_context('spawn').")
-# Environment variable in the processes that a rank starts: the process id of the rank. Not a setting.
+_TEXT = ("this process was forked from a rank (process {parent}), and is not a rank itself: only the parent can call "
+         "collectives, init() and shutdown(). Call them in the parent, and pass the results to this process. To start "
+         "a process that shares nothing with its parent, use multiprocessing.get_context('spawn').")
+# An environment variable in the processes that a rank starts, with the process id of the rank. Not a setting.
 RANK_PROCESS = "_MPISTRAT_RANK"
 
 _is_rank = False
@@ -21,7 +21,7 @@ _parent = 0
 
 
 def claim(environ: MutableMapping[str, str]) -> None:
-    """Mark this process as a rank, and `environ`, which its child processes inherit."""
+    """Mark this process as a rank, also in `environ`, which child processes inherit."""
     global _is_rank
     _is_rank = True
     environ[RANK_PROCESS] = str(os.getpid())
@@ -35,12 +35,12 @@ def release(environ: MutableMapping[str, str]) -> None:
 
 
 def is_child() -> bool:
-    """Whether this process was forked from a rank."""
+    """Return whether this process was forked from a rank."""
     return _parent != 0
 
 
 def error() -> NotInitializedError:
-    """The exception for calls in a forked process."""
+    """Return the exception for calls in a forked process."""
     return NotInitializedError(_TEXT.format(parent=_parent))
 
 

@@ -1,4 +1,4 @@
-"""Fusion: which tensors share one reduction. Pure: all ranks derive the same plan from the same requests."""
+"""Fusion: decides which tensors share one reduction. Pure: all ranks derive the same plan from the same requests."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -14,15 +14,15 @@ from .tuning import KEPT_FUSION_PLANS, QUANTISED_LEAST_BYTES
 
 
 def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:
-    """Group members into buckets, each of which is reduced as one. Pure.
+    """Group members into buckets. Each bucket is one reduction. Pure.
 
-    A bucket starts with the first member left, and takes later members of the same key. Members of other keys are
-    skipped, as Horovod's look-ahead does, as long as the bytes taken and skipped together stay within `limit`. So
+    A bucket starts with the first remaining member, and takes later members of the same key. Members of other keys are
+    skipped, like in Horovod's look-ahead, as long as the bytes taken and skipped together stay within `limit`. So
     interleaved dtypes still fuse.
 
     Args:
         members: (key, bytes) of each tensor. Only members of equal keys (dtype, operation, scale) share a bucket.
-        limit: Bytes of a bucket. A larger member gets its own bucket. 0: every member does.
+        limit: Bytes of a bucket. A larger member gets a separate bucket. 0: every member gets a separate bucket.
 
     Returns:
         Buckets as lists of indices into `members`, ordered by their first index.
@@ -50,10 +50,10 @@ def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[li
 
 
 def buckets_from_last(nbytes: Sequence[int], limit: int, first_limit: int | None = None) -> list[list[int]]:
-    """Group gradients by their bytes from the last to the first, the order in which the backward pass computes them.
+    """Group gradients into buckets from the last to the first, the order in which the backward pass computes them.
 
-    A bucket has at most `limit` bytes, the first one at most `first_limit` if there is one, or one larger gradient.
-    Returns the indices of each bucket, in that order.
+    `nbytes` has the bytes of each gradient. A bucket has at most `limit` bytes, and the first bucket at most
+    `first_limit`, unless that is None. A larger gradient has a separate bucket. Returns the indices of each bucket.
     """
     buckets: list[list[int]] = []
     used = 0
@@ -72,7 +72,7 @@ _FUSED = (CollectiveType.ALLREDUCE, CollectiveType.BROADCAST)
 
 
 def is_fused(request: Request) -> bool:
-    """Whether its tensors share a bucket with others. Adasum combines each tensor by itself."""
+    """Return whether tensors of a request may share a bucket with others. Adasum combines each tensor separately."""
     return request.kind in _FUSED and request.scaled.op is not ReduceOp.ADASUM
 
 
@@ -90,12 +90,12 @@ class Submitted(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FusionBucket:
-    """Arrays that are reduced, or broadcast, as one. A key for what is kept with it."""
+    """Arrays that are reduced, or broadcast, as one collective. Hashed by identity, so it may be a key of caches."""
 
-    request: Request  # Of the first member. All members agree in what the fusion key has of it.
+    request: Request  # The request of the first member. All members agree in the fields that fusion compares.
     members: tuple[tuple[int, int], ...]  # (index of the entry, index of the array in the entry) of each array.
     whole: int | None  # The index of the entry, if the bucket has exactly the arrays of one entry; else None.
-    reduction: Reduction  # The same for all members.
+    reduction: Reduction  # The arithmetic, the same for all members.
 
 
 class BucketPlans:
@@ -107,17 +107,17 @@ class BucketPlans:
         self._limit = 0
 
     def plan(self, entries: Sequence[Submitted], limit: int, divisor: int | None = None) -> list[FusionBucket]:
-        """The buckets, of at most `limit` bytes each, of the arrays of all entries that are fused.
+        """Return the buckets of all arrays that are fused. Each bucket has at most `limit` bytes.
 
         An average divides by `divisor`; None: by the number of ranks.
         """
         if limit != self._limit:
             self._plans.clear()
             self._limit = limit
-        # Equal requests have equal arrays. With hundreds of them, making a plan takes longer than a small reduction.
+        # Equal requests have equal arrays. With hundreds of arrays, making a plan takes longer than a small reduction.
         key = (divisor, *map(_REQUEST, entries))
         if any(map(_WIRE_DTYPE, entries)):
-            # Tensors of one name with other labels are other tensors, which have an error feedback of their own.
+            # Tensors with the same name but other labels are other tensors, with a separate error feedback.
             key += tuple(map(_LABELS, entries))
         plan = self._plans.get(key)
         if plan is None:
@@ -133,7 +133,7 @@ class BucketPlans:
             request = entry.request
             if is_fused(request):
                 key = (request.kind, request.scaled, request.root_rank, request.device, request.wire_dtype,
-                       # Error feedback is kept by place in a bucket, which must be the same in each step.
+                       # Error feedback is kept by index in a bucket, so buckets must be the same in each step.
                        request.name if request.wire_dtype == INT8 else "")
                 arrays_at += [(index, i) for i in range(len(entry.arrays))]
                 members += [((key, array.dtype), array.nbytes) for array in entry.arrays]
@@ -151,7 +151,7 @@ class BucketPlans:
         return buckets
 
     def reduction(self, request: Request, divisor: int | None = None) -> Reduction:
-        """The arithmetic that a request asks for; `divisor` as for `plan`."""
+        """Return the arithmetic of a request. An average divides by `divisor`; None: by the number of ranks."""
         op, prescale, postscale = request.scaled
         average = op is ReduceOp.AVERAGE
         return Reduction(ReduceOp.SUM if average else op, prescale,
@@ -159,11 +159,11 @@ class BucketPlans:
 
 
 def _quantised(request: Request, arrays: Sequence[Array], first: int) -> Quantised | None:
-    """How hosts send each other the sums of a bucket: of these arrays, from the one of this number on."""
+    """Return how the sums of a bucket are quantised; None: not at all. `first`: The index of its first array."""
     dtype = arrays[0].dtype
     if not (is_half(dtype) or dtype.kind == "f") or sum(array.nbytes for array in arrays) < QUANTISED_LEAST_BYTES:
         return None
-    # Only gradients have labels, and come again and again. An error of other tensors would be added to unrelated ones.
+    # Only gradients have labels and repeat each step. Errors of other tensors would be added to unrelated tensors.
     if not request.labels:
         return Quantised()
     return Quantised(f"{request.name}[{first}]", request, request.labels)

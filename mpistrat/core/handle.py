@@ -22,20 +22,20 @@ logger = logging.getLogger(__name__)
 
 _NBYTES = attrgetter("nbytes")
 
-_SIGNALS_S = 0.5  # How long a signal may wait for its handler.
+_SIGNALS_S = 0.5  # The longest time that a signal waits for its handler.
 
-drivers: set[int] = set()  # The threads that run a cycle of an engine now.
+drivers: set[int] = set()  # The ids of the threads that currently run a cycle of an engine.
 
 
 def require_no_driver(operation: str) -> None:
-    """Raise InvalidRequestError if this thread runs a cycle of an engine, and has been interrupted by its caller.
+    """Raise InvalidRequestError if the caller has interrupted this thread inside a cycle of an engine.
 
-    The caller is a signal handler or a finalizer. It would wait for the cycle, which goes on only when it returns.
+    Such a caller is a signal handler or a finalizer. It would wait for the cycle, which waits for the caller to return.
     """
     if threading.get_ident() in drivers:
         raise InvalidRequestError(
             f"{operation}: called by a signal handler or a finalizer (__del__) that has interrupted a collective of "
-            f"this thread. It would wait for that collective for ever. Let it only set a flag, and call {operation} in "
+            f"this thread. It would wait for this collective for ever. Let it only set a flag, and call {operation} in "
             "the training loop when the flag is set. Or install signal handlers at the beginning of the script.")
 
 
@@ -47,9 +47,9 @@ _Call = tuple[_Callback, object]
 class Handle:
     """The pending result of a collective: a future with the collective's name. Any thread may use it.
 
-    It has no lock: a signal handler may interrupt any statement, and wait for another handle while the lock is held.
-    Operations on lists are atomic, and what waits is added before `is_done` is read, which is set before what waits is
-    read.
+    A handle has no lock, since a signal handler may interrupt any statement, and wait for another handle while the lock
+    is held. It relies on atomic list operations. A waiter or callback is added before `is_done` is read, and `is_done`
+    is set before the waiters and callbacks are read.
     """
 
     __slots__ = ("_arrays", "_callbacks", "_error", "_waiters", "is_done", "name")
@@ -57,7 +57,7 @@ class Handle:
     def __init__(self, name: str):
         self.name = name
         self.is_done = False  # Whether the collective has a result or an error.
-        # One lock per waiting thread, held until the handle is done. Takes a third of the time of a threading.Event.
+        # A lock per waiting thread, held until the handle is done. It takes a third of the time of threading.Event.
         self._waiters: list[threading.Lock] = []
         self._arrays: list[Any] = []
         self._error: Exception | None = None
@@ -68,9 +68,9 @@ class Handle:
 
         Raises:
             CollectiveError: The collective failed, on all ranks.
-            InvalidRequestError: Not complete, and this thread drives the engine, see require_no_driver.
-            NotInitializedError: In a process that was forked from this rank before the collective was complete.
-            TimeoutError: Not complete after `timeout_s`. The collective goes on, and `wait` may be called again.
+            InvalidRequestError: The collective is not complete, and the caller has interrupted a cycle of the engine.
+            NotInitializedError: The process was forked from this rank before the collective was complete.
+            TimeoutError: The collective is not complete after `timeout_s`. It continues; `wait` may be called again.
         """
         if not self.is_done and not self.await_done(-1 if timeout_s is None else max(timeout_s, 0.0)):
             raise TimeoutError(f"{self.name} is not complete after {timeout_s} s")
@@ -79,7 +79,7 @@ class Handle:
         return self._arrays
 
     def await_done(self, timeout_s: float) -> bool:
-        """Block until the collective is complete, for at most `timeout_s` (-1: no limit). Returns whether it is."""
+        """Block until the collective is complete, or for `timeout_s` (-1: no limit). Returns whether it is complete."""
         if self.is_done:
             return True
         forked.require_rank()  # No handle is ever completed in a forked process.
@@ -92,7 +92,7 @@ class Handle:
             rest_s = until - time.monotonic()
             if rest_s < 0:
                 break
-            # A signal that comes just before `acquire` does not end it. Its handler runs when it has returned.
+            # A signal just before `acquire` does not end `acquire`. The handler runs when `acquire` has returned.
             limit_s = min(rest_s, _SIGNALS_S) if signal_handlers.may_interrupt() else rest_s
             waiter.acquire(timeout=-1 if limit_s == math.inf else limit_s)
         self._waiters.remove(waiter)
@@ -127,7 +127,7 @@ class Handle:
         return self._take_callbacks() if self._callbacks else []
 
     def _take_callbacks(self) -> list[_Call]:
-        """The callbacks that no other thread has taken."""
+        """Remove and return the callbacks that no other thread has taken."""
         taken: list[_Call] = []
         with suppress(IndexError):
             while self._callbacks:
@@ -153,35 +153,35 @@ def _call(calls: list[_Call]) -> None:
         try:
             callback(arguments)
         except Exception:  # Other handles must be completed all the same.
-            logger.exception("what was to be done on completion failed")
+            logger.exception("a callback on completion of a collective failed")
 
 
 @dataclass(frozen=True, eq=False)
 class Origin:
     """The node of a graph that submits requests of one name."""
 
-    place: Callable[[], str]  # Returns where the user's code makes the node. It takes milliseconds.
-    is_in_order: bool  # Whether the nodes of this name run in the order of the program, the same on all ranks.
+    place: Callable[[], str]  # Returns the place in user code where the node is made. A call takes milliseconds.
+    is_in_order: bool  # Whether the nodes with this name run in program order, the same on all ranks.
 
 
 @dataclass
 class Entry:
-    """A submitted request with this rank's tensors, which stay unchanged until it is complete."""
+    """A submitted request with this rank's tensors, which must not change until the request is complete."""
 
     request: Request
     arrays: Sequence[Array]  # C-contiguous numpy arrays, or GpuTensors if the request's device is a GPU.
     handle: Handle
     is_awaited: bool = False  # Whether the submitting thread blocks until the request is complete.
-    origin: Origin | None = None  # The node that has submitted it; None: no graph has.
-    submitted: int = 0  # When it was submitted, as time.monotonic_ns(); 0: this rank has joined, and another one has.
-    agreed: int = 0  # When this rank learned that all ranks had submitted it.
-    number: int = 0  # Its place in the order in which the ranks of its process set execute, the same on all of them.
+    origin: Origin | None = None  # The graph node that has submitted the request; None: no graph has.
+    submitted: int = 0  # When it was submitted, as time.monotonic_ns(); 0: by other ranks only, this one is in join().
+    agreed: int = 0  # The time when this rank learned that all ranks had submitted the request.
+    number: int = 0  # The index in the execution order of the process set, the same on all its ranks.
 
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors."""
         arrays = self.arrays
-        whole: int | None = getattr(arrays, "nbytes", None)  # GpuTensors know it.
+        whole: int | None = getattr(arrays, "nbytes", None)  # GpuTensors know their total.
         if whole is not None:
             return whole
         return arrays[0].nbytes if len(arrays) == 1 else sum(map(_NBYTES, arrays))

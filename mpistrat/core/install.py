@@ -1,7 +1,7 @@
-"""The pip commands that messages name for what is not installed, and the versions that mpistrat was run with.
+"""The pip commands in messages about missing packages, and the versions that mpistrat was tested with.
 
-mpistrat is not in a package index yet, so `pip install 'mpistrat[gpu]'` finds nothing. Until it is, a message names the
-packages of the extra. A release sets IS_PUBLISHED; docs/release.md has the step. Any module may call the functions.
+mpistrat is not in a package index yet, so `pip install 'mpistrat[gpu]'` finds nothing. Before the release, messages
+name the packages of the extra. A release sets IS_PUBLISHED; see docs/release.md. Any module may call the functions.
 """
 
 import re
@@ -23,7 +23,7 @@ EXTRAS = {
 
 
 def pip_extra(extra: str, upgrade: bool = False) -> str:
-    """Return the pip command that installs what an extra of mpistrat brings."""
+    """Return the pip command that installs the packages of an extra of mpistrat."""
     return pip(f"mpistrat[{extra}]", upgrade=upgrade) if IS_PUBLISHED else pip(*EXTRAS[extra], upgrade=upgrade)
 
 
@@ -37,10 +37,10 @@ def require_version(user: str, package: str, version: str) -> None:
 
     Args:
         user: The part of mpistrat that needs the package, for the error.
-        package: "tensorflow" or "keras".
+        package: "tensorflow" or "keras". `version` is the installed version.
 
     Raises:
-        MissingDependencyError: mpistrat was not run with this version; names those that it was run with.
+        MissingDependencyError: mpistrat was not tested with this version. The text names the versions that it needs.
     """
     requirement = next(each for each in EXTRAS["tensorflow"] if each.startswith(package))
     oldest, end = map(numbers, requirement.split(","))
@@ -50,5 +50,5 @@ def require_version(user: str, package: str, version: str) -> None:
 
 
 def numbers(version: str) -> list[int]:
-    """The numbers in a version, in the order in which versions compare."""
+    """Return the integers in a version string, as a list by which versions can be compared."""
     return [int(number) for number in re.findall(r"\d+", version)]

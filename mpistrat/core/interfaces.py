@@ -1,9 +1,9 @@
 """Interfaces of the backends: DataPlane for arrays, ControlPlane for messages, DeviceExecutor for GPU tensors.
 
-Observer is all that the engine knows of the trace, which records its operations (trace/).
+Observer is the engine's interface to the trace, which records operations (trace/).
 
-Only the thread that drives the engine calls them, except `wake`. A DataPlane method is collective unless its docstring
-says otherwise: the engine calls it on all ranks in the same order, with arguments on which the ranks have agreed.
+Only the thread that drives the engine calls the methods, except `wake` and methods for any thread. A DataPlane method
+is collective unless its docstring says otherwise: all ranks call it in the same order, with arguments they agreed on.
 """
 
 from abc import ABC, abstractmethod
@@ -21,14 +21,14 @@ from .protocols import Array
 
 
 class RankLeftError(EngineError):
-    """Another rank has called DataPlane.abandon. Its message, which names the cause, follows."""
+    """Another rank has called DataPlane.abandon. A control message of that rank, which names the cause, follows."""
 
 
 class Prepared:
     """An all-reduce whose local part has begun. The arguments are those of DataPlane.allreduce.
 
-    `is_packed`: This rank's part is in memory that the other ranks can read. They read it without waiting for this rank
-    if they know that (`all_packed` in `finish`).
+    `is_packed`: Whether this rank's part is in memory that the other ranks can read. If all ranks know that it is
+    (`all_packed` in `finish`), they read it without waiting for this rank.
     """
 
     __slots__ = ("is_packed", "plane", "reduction", "sources", "targets")
@@ -39,7 +39,7 @@ class Prepared:
         self.is_packed = False
 
     def pack_ahead(self) -> None:
-        """Go on with the local part. Local; never waits."""
+        """Continue the local part. Local; never waits."""
 
     def finish(self, all_packed: bool) -> None:
         """Complete the all-reduce. Collective. `all_packed`: All ranks know that `is_packed` is true on all ranks."""
@@ -55,16 +55,16 @@ class DataPlane(ABC):
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
         """Reduce `sources[i]` over all ranks into `targets[i]`, which has the same size and dtype.
 
-        There is at least one source, and all have one dtype. A target may be its own source.
+        There is at least one source, and all sources have the same dtype. `targets[i]` may be `sources[i]` itself.
 
-        Each element is combined in the order of the ranks (`arithmetic.combine`). So all ranks have the same bits, and
-        an element does not depend on its place in the array.
+        Each element is combined in rank order (`arithmetic.combine`). So the results have the same bits on all ranks,
+        and the result of an element does not depend on its index in the array.
         """
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
-        """Begin an all-reduce: the part that is local and short. Local; never waits.
+        """Begin an all-reduce: only the part that is local and short. Local; never waits.
 
-        The result may be dropped. It may be finished if no other collective came in between.
+        The caller may drop the result. It may call `finish` on it only if there was no other collective in between.
         """
         return Prepared(self, sources, targets, reduction)
 
@@ -75,10 +75,10 @@ class DataPlane(ABC):
     @abstractmethod
     def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
                  largest: int) -> None:
-        """Send rank r the next `sent[r]` elements of `source`, and receive `received[r]` elements from it.
+        """Send the next `sent[r]` elements of `source` to rank r, and receive `received[r]` elements from rank r.
 
-        `target` gets the received elements in the order of the ranks. `largest` is the most elements that any rank
-        sends to any rank.
+        `target` gets the received elements in rank order. `largest` is the largest number in the `sent` of all ranks,
+        the same on all ranks.
         """
 
     @abstractmethod
@@ -86,8 +86,8 @@ class DataPlane(ABC):
                       reduction: Reduction) -> None:
         """Reduce `source` over all ranks, and write this rank's part of the result to `target`.
 
-        The parts are in the order of the ranks; the part of rank r has `counts[r]` elements. The result has
-        the bits of allreduce among the ranks of one host.
+        The parts are in rank order; the part of rank r has `counts[r]` elements. Among the ranks of one host, the
+        result has the same bits as that of allreduce.
         """
 
     @abstractmethod
@@ -95,21 +95,21 @@ class DataPlane(ABC):
         """Overwrite `array` with the array of `root_rank`."""
 
     def measured_choices(self) -> list[str]:
-        """Sentences on what this rank has chosen for all ranks by the times of collectives. Local; any thread."""
+        """Return sentences on what this rank has chosen for all ranks from measured times. Local; any thread."""
         return []
 
     def abandon(self, is_stalled: bool) -> None:
-        """Take part in no more collectives. Ranks that wait for this one fail, where the backend can make them. Local.
+        """Take part in no more collectives. If the backend can, it makes ranks that wait for this rank fail. Local.
 
-        `is_stalled`: This rank has itself waited too long for others.
+        `is_stalled`: Whether this rank itself has waited too long for other ranks.
         """
         return
 
     def revoke(self) -> list[Any]:
-        """Give up all resources in the place of `close`, which needs all ranks: some are lost. Local.
+        """Give up all resources after a loss of ranks, instead of `close`, which needs all ranks. Local.
 
         Returns:
-            The communicators and requests of MPI, which the caller discards.
+            The communicators and requests of MPI, for the caller to discard.
         """
         return []
 
@@ -119,63 +119,63 @@ class DataPlane(ABC):
 
 
 class DeviceExecutor:
-    """Executes entries of tensors on a device, which works while the caller goes on.
+    """Executes entries of tensors on a device, asynchronously.
 
     This base class is for ranks without a device: it is never busy, and cannot execute anything.
     """
 
-    # The entries that are enqueued and not complete. As long as there are any, `poll` must be called.
+    # The enqueued entries that are not complete. As long as there are any, `poll` must be called.
     batches: Sized = ()
-    # Those that are complete while the device still uses their memory. `poll` must be called now and then.
+    # Complete entries whose memory the device still uses. `poll` must be called now and then.
     kept: Sized = ()
-    # What was found out about the device before its first collective, for users.
+    # Facts about the device that were found before its first collective, for users.
     findings: Sequence[str] = ()
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
         """Enqueue the collectives of entries that are the same on all ranks. Collective.
 
-        The handles are complete then, or `poll` completes them.
+        It completes the handles, or leaves that to `poll`.
 
         An average divides by `divisor`; None: by the number of ranks.
         """
         raise NotImplementedError("there is no device to execute on")
 
     def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[Array]:
-        """Copies of arrays on the device, as what an Entry has.
+        """Copy arrays to the device, and return the copies in the form for an Entry.
 
-        Raises EngineError: This rank has not used its device yet, or the device has no memory for them.
+        Raises EngineError: This rank has not used its device yet, or the device has no memory for the copies.
         """
-        raise EngineError("a rank cannot join before the first collective on its GPU: ranks choose the backend for "
-                          "GPU tensors together.")
+        raise EngineError("join() needs an earlier collective on this rank's GPU: the ranks choose the backend of GPU "
+                          "tensors together. Call a collective on GPU tensors on all ranks before join().")
 
     def poll(self) -> bool:
-        """Complete the handles of finished work. Returns whether there was any.
+        """Complete the handles of finished work. Returns whether any work has finished.
 
-        Raises EngineError: The device reports an error, or has taken longer than the limit on stalls.
+        Raises EngineError: The device reports an error, or has taken longer than the stall limit.
         """
         return False
 
     def await_kept(self) -> None:
-        """Wait until the device has done what it had enqueued when a handle was completed. Local; any thread.
+        """Wait until the device has finished all enqueued work of handles that are complete. Local; any thread.
 
-        Raises EngineError: The device reports an error, or has taken longer than the limit on stalls.
+        Raises EngineError: The device reports an error, or has taken longer than the stall limit.
         """
 
     def drain(self) -> None:
-        """Wait until all handles are complete and no memory is used. Raises as `poll`."""
+        """Wait until all handles are complete and the device uses no memory of theirs. Raises the errors of `poll`."""
 
     def unfinished(self) -> list[Entry]:
-        """The entries that are not complete. The device may write to their memory even after a failure."""
+        """Return the entries that are not complete. The device may write to their memory even after a failure."""
         return []
 
     def halt(self) -> None:
-        """Keep enqueued work from memory that is freed when its handles fail, which comes next. Does not raise.
+        """Make sure that enqueued work uses no memory once its handles have failed, the next step. Does not raise.
 
         It takes some seconds at most.
         """
 
     def abandon(self) -> None:
-        """Give up all work: this rank or another one has failed. Does not raise."""
+        """Give up all work, because this rank or another rank has failed. Does not raise."""
 
     def close(self) -> None:
         """Release communicators and memory, after all ranks have drained. Collective. May be called twice."""
@@ -186,18 +186,18 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def send(self, rank: int, message: bytes) -> None:
-        """Send a message. Does not wait for the receiver."""
+        """Send a message, without waiting for the receiver."""
 
     @abstractmethod
     def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
-        """Return when all messages to `ranks` will arrive without further calls on this rank.
+        """Wait until all messages to `ranks` will arrive without further calls on this rank.
 
-        The engine calls it before a collective that those ranks must learn of, and before it ends. The method waits for
-        room in the receivers' queues, so the receivers must be able to go on without this rank.
+        The engine calls it before a collective that these ranks must learn of, and before the engine ends. It waits for
+        room in the receivers' queues, so the receivers must be able to make progress without this rank.
 
         Args:
-            ranks: Receivers.
-            limit_s: Limit in seconds; None: the limit of the settings.
+            ranks: The receivers.
+            limit_s: The limit in seconds; None: the limit of the settings.
 
         Raises:
             StallError: The limit has passed.
@@ -205,20 +205,20 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def is_sending_to(self, ranks: Sequence[int]) -> bool:
-        """Whether a message to one of `ranks` waits until it has been sent."""
+        """Return whether any message to `ranks` is still queued on this rank."""
 
     @abstractmethod
     def poll(self) -> list[tuple[int, bytes]]:
-        """The messages that have arrived, as (sender, message). Does not wait."""
+        """Return the messages that have arrived, as (sender, message). Does not wait."""
 
     @abstractmethod
     def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
-        """Return when a message may have arrived, after wake(), or after `timeout_s`, whichever is first.
+        """Wait until a message may have arrived, wake() is called, or `timeout_s` has passed, whichever is first.
 
         Args:
             timeout_s: Upper limit in seconds. The method may return early.
             spin_s: Seconds to poll before sleeping.
-            quiet_s: Seconds since something has happened. Backends that must poll sleep longer in between.
+            quiet_s: Seconds without any event so far. Backends that must poll use it to sleep longer.
         """
 
     @abstractmethod
@@ -235,39 +235,39 @@ class ControlPlane(ABC):
 
 
 class Observer:
-    """Watches an engine: it gets what was executed, and may exchange messages with the observers of the other ranks.
+    """Watches an engine: it gets each executed entry, and may exchange messages with the observers of the other ranks.
 
-    This base class is for an engine that nobody watches. The messages travel over the control plane of all ranks, along
-    the tree of negotiation: from rank 0 to all other ranks, from another rank to rank 0.
+    This base class is for an engine that is not watched. The messages travel over the control plane of all ranks, along
+    the tree of negotiation: from rank 0 to all other ranks, and from each other rank to rank 0.
     """
 
     def __init__(self) -> None:
-        # What the engine is to send, in order. Any thread may append, and then wakes the engine. The engine sends one
-        # after the other, so that the messages of the negotiation need not wait for many of them.
+        # The messages for the engine to send, in order. Any thread may append one, and must then wake the engine. The
+        # engine sends one at a time, so that messages of the negotiation need not wait for many of them.
         self.outgoing: deque[bytes] = deque()
 
     def add(self, entry: Entry, bucket: int, began: int, ended: int) -> None:
-        """An entry is complete: its handle has the result. Local; takes a microsecond at most.
+        """Record an entry that is complete: its handle has the result. Local; takes a microsecond at most.
 
         Args:
             bucket: The number of the first entry in the same reduction.
-            began: When the reduction began, as time.monotonic_ns(). That of the first one, if the entry has several.
-            ended: When it ended. That of the last one.
+            began: The start of the reduction, as time.monotonic_ns(), or of the first one if the entry has several.
+            ended: The end of the reduction, or of the last one if the entry has several.
         """
 
     def receive(self, message: bytes) -> None:
-        """A message has arrived. Called in the thread that drives; returns at once."""
+        """Take a message that has arrived. Called in the thread that drives; returns at once."""
 
     def fail(self) -> None:
-        """The engine ends with an error; what is in flight fails after this. Called as `receive`."""
+        """Note that the engine ends with an error, before operations in flight fail. Called like `receive`."""
 
 
 class Outcome(IntEnum):
     """The outcome of a round of votes."""
 
     REFUSED = 0
-    AGREED = 1  # all ranks have voted for the same
-    ALL_READY = 2  # likewise, and each of them is ready
+    AGREED = 1  # All ranks have voted for the same number.
+    ALL_READY = 2  # All ranks have voted for the same number, with `is_ready`.
 
 
 class AgreementRound(ABC):
@@ -275,19 +275,19 @@ class AgreementRound(ABC):
 
     @abstractmethod
     def vote(self, number: int, is_ready: bool = False) -> None:
-        """Vote for `number` (61 bits), or against (0). Once in a round. Wakes ranks that sleep."""
+        """Vote for `number` (61 bits), or vote against any (0). Once in a round. Wakes ranks that sleep."""
 
     @abstractmethod
     def outcome(self) -> Outcome | None:
-        """The outcome of the round, the same on all ranks; None until all ranks have voted. It ends the round."""
+        """Return the outcome of the round, the same on all ranks, and end the round. None if votes are missing."""
 
     @abstractmethod
     def has_news(self) -> bool:
-        """Whether `outcome` may have changed."""
+        """Return whether the result of `outcome` may have changed."""
 
     @abstractmethod
     def missing(self) -> list[int]:
-        """The ranks that have not voted in this round, and possibly more, where this rank cannot know."""
+        """Return the ranks that have not voted in this round. May include ranks whose vote is not known here."""
 
     def revoke(self) -> list[Any]:
         """See DataPlane."""

@@ -1,7 +1,7 @@
-"""Interruption: ends all waits of a rank for others, because some of them are lost.
+"""Interruption: ends all waits of a rank for other ranks, because some ranks are lost.
 
-Every loop that waits for another rank calls `check`, once it has waited for longer than a moment. Any thread may set
-it. One object serves all groups of a job.
+Every loop that waits for another rank calls `check`, once it has waited for longer than a moment. Any thread may call
+the methods. One object serves all groups of a job.
 """
 
 import threading
@@ -15,21 +15,21 @@ _SIGN_POLL_S = 0.005
 
 
 class Interruption:
-    """Which ranks are lost, as far as this rank knows.
+    """The lost ranks that this rank knows of.
 
-    `is_watched`: Whether something watches for lost ranks. Then an error of any kind may be the first sign of one, and
-    `await_error` waits for the watch to name it.
+    `is_watched`: Whether a watch looks for lost ranks. If so, an error of any kind may be the first sign of a loss, and
+    `await_error` waits for the watch to name the lost rank.
     """
 
     def __init__(self, is_watched: bool = False):
         self.is_watched = is_watched
-        # Lets MPI go on with what this rank has sent. Waits that do not use MPI call it, in jobs of several hosts: Open
-        # MPI sends the first message to a rank when the connection to it is there, and only while the sender is in one
-        # of its calls. A collective that has ended here may not have ended there.
+        # Lets MPI make progress with sent messages. In jobs of several hosts, waits that do not use MPI call it: Open
+        # MPI sends the first message to a rank after it has connected to the rank, and only while the sender calls MPI.
+        # So a collective that has ended on this rank may not have ended on another rank.
         self.progress: Callable[[], object] = lambda: None
-        # Names the lost ranks; None: no rank is lost. Ranks that are lost later are added to it.
+        # The error that names the lost ranks; None: no rank is lost. Ranks that are lost later are added to the error.
         self.error: RanksLostError | None = None
-        self._lock = threading.RLock()  # A signal handler may interrupt `add`, and call it.
+        self._lock = threading.RLock()  # A signal handler may interrupt `add`, and itself call `add`.
 
     def add(self, lost: Sequence[LostRank]) -> RanksLostError:
         """Note that ranks are lost, and interrupt this rank's waits. Returns `error`."""
@@ -46,7 +46,7 @@ class Interruption:
             raise self.error
 
     def await_error(self) -> None:
-        """Wait until `error` is set, but no longer than the watch takes to notice a loss: then there is none."""
+        """Wait until `error` is set, or until the watch would have noticed a loss, so that None means no loss."""
         until = time.monotonic() + _SIGN_S
         while self.is_watched and self.error is None and time.monotonic() < until:
             time.sleep(_SIGN_POLL_S)

@@ -1,8 +1,8 @@
 """Memory for results and fusion buffers: aligned, and reused once it is free.
 
 Fresh memory costs page faults (0.25 ms per MB), so results of the same size use the same blocks step after step.
-TensorFlow adopts a numpy array without a copy only if it is 64-byte aligned. A pool is for one thread, the one that
-drives. Its blocks may be freed by any thread.
+TensorFlow adopts a numpy array without a copy only if it is 64-byte aligned. Only one thread, the driver, uses a pool.
+Any thread may free its blocks.
 """
 
 import math
@@ -15,16 +15,16 @@ import numpy as np
 from .tuning import IDLE_RESULT_ROUNDS, RESULT_LOOKS, RESULT_SIZE_STEPS, SPARE_RESULT_BYTES
 
 ALIGNMENT = 64
-IDLE_REFERENCES = 2  # to the memory of a free block: its owner, and the argument of getrefcount
+IDLE_REFERENCES = 2  # References to the memory of a free block: its owner, and the argument of getrefcount.
 
 
 def rounded_up(count: int, step: int = ALIGNMENT) -> int:
-    """The smallest multiple of `step` that is not less than `count`."""
+    """Return the smallest multiple of `step` that is not less than `count`."""
     return -(-count // step) * step
 
 
 def aligned_empty(nbytes: int) -> np.ndarray:
-    """Uninitialised bytes (uint8, 1-D) whose address is a multiple of 64."""
+    """Return an uninitialised 1-D uint8 array whose address is a multiple of 64."""
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     offset = -raw.ctypes.data % ALIGNMENT
     return raw[offset:offset + nbytes]
@@ -41,7 +41,7 @@ class _Block:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing outside the pool refers to the memory: every numpy view holds a reference to its base."""
+        """Whether nothing outside the pool refers to the memory. Every numpy view holds a reference to its base."""
         return sys.getrefcount(self.memory.base) == IDLE_REFERENCES
 
 
@@ -58,15 +58,15 @@ class ResultPool:
     new block would exceed the limit, the pool keeps the free blocks taken last, up to `allowed` bytes: the bytes in
     use, or `spare_bytes` if that is more. The new limit is the bytes in use plus twice `allowed`.
 
-    The time of a call does not grow with the number of blocks. `take` looks at RESULT_LOOKS of them at most, and the
-    next call goes on behind them. If a caller keeps more results, a free block may be overlooked.
+    The time of a call does not grow with the number of blocks. `take` looks at no more than RESULT_LOOKS blocks, and
+    the next call looks at the blocks after these. If a caller keeps more results, `take` may overlook a free block.
 
     Args:
         spare_bytes: Bytes of free blocks that the pool may always keep.
     """
 
     def __init__(self, spare_bytes: int = SPARE_RESULT_BYTES):
-        self._blocks: dict[int, deque[_Block]] = {}  # by size; least recently taken, or seen in use, first
+        self._blocks: dict[int, deque[_Block]] = {}  # By size, the least recently taken (or found in use) block first.
         self._spare_bytes = self._limit = spare_bytes
         self.nbytes = 0
         self._round = 0
@@ -100,7 +100,7 @@ class ResultPool:
         return block
 
     def _drop_free(self, allowed_bytes: int, taken_since: int = 0) -> None:
-        """Free all free blocks but those taken last, up to `allowed_bytes`, in round `taken_since` or later."""
+        """Drop free blocks, but keep up to `allowed_bytes` of those taken last, in round `taken_since` or later."""
         free = [block for blocks in self._blocks.values() for block in blocks if block.is_free]
         free.sort(key=lambda block: block.taken_at, reverse=True)
         dropped = set()
@@ -119,24 +119,24 @@ class ResultPool:
     def end_round(self) -> None:
         """End a round, which is one call of Executor.execute.
 
-        Now and then it frees blocks that have not been taken for IDLE_RESULT_ROUNDS.
+        From time to time it drops blocks that have not been taken for IDLE_RESULT_ROUNDS rounds.
         """
         self._round += 1
         if self._round >= self._next_drop_at:
             self._drop_free(self.nbytes, taken_since=self._round - IDLE_RESULT_ROUNDS)
-            # Looks at all blocks, so the more there are, the later is the next time: RESULT_LOOKS per round on average.
+            # _drop_free looks at all blocks. With more blocks it is called later: RESULT_LOOKS per round on average.
             count = sum(map(len, self._blocks.values()))
             self._next_drop_at = self._round + max(IDLE_RESULT_ROUNDS, count // RESULT_LOOKS)
 
 
 @lru_cache(1024)
 def block_size(nbytes: int) -> int:
-    """The size of the block for a result of `nbytes`: a multiple of 64, at most an eighth larger."""
+    """Return the size of the block for a result of `nbytes`: a multiple of 64, at most an eighth larger."""
     return rounded_up(nbytes, max(ALIGNMENT, (1 << nbytes.bit_length()) // (2 * RESULT_SIZE_STEPS)))
 
 
 class FusionBuffer:
-    """Scratch memory for all buckets, which grows to the largest of them. One thread only."""
+    """Scratch memory for all buckets. It grows to the size of the largest bucket. For one thread only."""
 
     def __init__(self) -> None:
         self._memory = aligned_empty(0)

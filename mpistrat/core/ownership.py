@@ -1,4 +1,4 @@
-"""Whether a file or directory is this user's alone, before its content is trusted, or files in it are removed."""
+"""Checks that only this user owns a file or directory, before its content is trusted, or files in it are removed."""
 
 import os
 import stat
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def foreign(found: os.stat_result, uid: int, others: int) -> str:
-    """Why a file or directory is not trusted: it is not this user's, or others have one of these permissions. Or ""."""
+    """Return why a file is not trusted, or "": its owner is not `uid`, or its mode has permissions in `others`."""
     if found.st_uid != uid:
         return f"belongs to user {found.st_uid}"
     if stat.S_IMODE(found.st_mode) & others:
@@ -15,21 +15,21 @@ def foreign(found: os.stat_result, uid: int, others: int) -> str:
 
 
 def own_directory(path: Path, mode: int, others: int) -> None:
-    """Make a directory with this mode unless it is there, and check that no other user can put files into it.
+    """Make a directory unless it exists, and check that no other user can put files into it.
 
-    Another user may have made it first where everybody may, as in /tmp.
+    Where everybody may make directories, as in /tmp, another user may have made it first.
 
     Args:
-        path: The directory. That above it is there.
-        mode: Of a new one.
-        others: Permissions that nobody else may have.
+        path: The directory. Its parent exists.
+        mode: The mode of a new directory.
+        others: Permissions that no other user may have.
 
     Raises:
-        OSError: It cannot be made, is no directory, or is not this user's alone.
+        OSError: The directory cannot be made, is not a directory, or other users own it or have these permissions.
     """
     path.mkdir(mode=mode, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError(f"{path} is a link, or no directory")
+        raise NotADirectoryError(f"{path} is a link, or not a directory")
     if problem := foreign(found, os.geteuid(), others):
         raise PermissionError(f"{path} {problem}")

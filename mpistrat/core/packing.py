@@ -10,9 +10,9 @@ from .arithmetic import scaled_copy
 
 
 class FlatLayout:
-    """The positions of arrays of these sizes, in elements, in a flat buffer that holds one after the other.
+    """The positions of arrays in a flat buffer that holds one array after the other. `sizes` are in elements.
 
-    `length`: The elements of all arrays.
+    `length`: The number of elements of all arrays.
     """
 
     def __init__(self, sizes: Sequence[int]):
@@ -20,7 +20,7 @@ class FlatLayout:
         self.length = self._starts[-1]
 
     def segments(self, start: int, count: int) -> list[tuple[int, slice, slice]]:
-        """The arrays that hold elements `start` to `start + count` of the flat buffer.
+        """Return the parts of arrays that hold elements `start` to `start + count` of the flat buffer.
 
         Returns:
             (index of the array, its elements, the same elements counted from `start`) for each array.
@@ -37,13 +37,13 @@ class FlatLayout:
 
 
 def segments(arrays: Sequence[np.ndarray]) -> list[tuple[slice, np.ndarray]]:
-    """(elements in the flat buffer, 1-D view) of each array that has any elements."""
+    """Return (elements in the flat buffer, 1-D view) for each array that has any elements."""
     ends = accumulate([array.size for array in arrays])
     return [(slice(end - array.size, end), array.reshape(-1)) for array, end in zip(arrays, ends) if array.size]
 
 
 def pack(arrays: Sequence[np.ndarray], target: np.ndarray, scale: float = 1.0) -> None:
-    """Pack: copy `arrays`, multiplied by `scale`, one after the other to 1-D `target`, which has as many elements."""
+    """Copy `arrays`, multiplied by `scale`, one after the other to 1-D `target`, which has their number of elements."""
     if len(arrays) == 1:
         scaled_copy(arrays[0].reshape(-1), scale, target)
         return
@@ -52,7 +52,7 @@ def pack(arrays: Sequence[np.ndarray], target: np.ndarray, scale: float = 1.0) -
 
 
 def unpack(source: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
-    """Unpack: copy 1-D `source` to `arrays`, one after the other, which have as many elements together."""
+    """Copy 1-D `source` to `arrays`, one after the other. All arrays together have as many elements as `source`."""
     if len(arrays) == 1:
         np.copyto(arrays[0].reshape(-1), source)
         return

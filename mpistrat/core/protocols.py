@@ -1,4 +1,4 @@
-"""Array, what numpy arrays and GPU arrays have in common for all that decides without their elements.
+"""Array: the common properties of numpy arrays and GPU arrays, for code that does not read the elements.
 
 Only for annotations.
 """
@@ -17,8 +17,8 @@ class Array(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The extents of the dimensions."""
+        """The sizes of the dimensions."""
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements."""
+        """The number of bytes of all elements."""

@@ -1,11 +1,11 @@
-"""Blocks of 8-bit numbers with a scale each: what goes between hosts with `Compression.int8`.
+"""Blocks of 8-bit numbers with a scale for each block: the data between hosts with `Compression.int8`.
 
 A block is BLOCK consecutive values. Its scale is the largest absolute value, divided by 127. The values are divided by
 the scale and rounded to whole numbers, ties to even. The rounding errors are added to the next values of the same
 tensor (error feedback: Seide et al., 1-bit SGD, 2014; Karimireddy et al., arXiv 1901.09847). Nothing is random, so the
 same values have the same bytes.
 
-A block with a NaN or an infinity has a scale that is neither finite, and so no value of it is finite where it is read.
+A block with a NaN or an infinity has a scale that is not finite. So no value of the block is finite at the receiver.
 
 Pure. Used by the engine's thread.
 """
@@ -18,31 +18,31 @@ import numpy as np
 from .memory import rounded_up
 from .tuning import QUANTISED_BATCH_BLOCKS
 
-INT8 = "int8"  # The wire_dtype of requests whose sums go between hosts so.
+INT8 = "int8"  # The wire_dtype of requests whose sums are sent between hosts as such blocks.
 BLOCK = 256
 SCALE_BYTES = 4
-# A block of smaller values is sent with this largest value: no scale, and no inverse of one, leaves the normal floats.
+# Smaller largest values of a block are replaced by this one, so that scales and their inverses are normal floats.
 _LEAST = np.float32(1e-35)
-_MOST = np.float32(3e38)  # and from here on the product with the scale may overflow
+_MOST = np.float32(3e38)  # For larger values the product with the scale may overflow.
 _LARGEST = np.float32(127.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """How the sum of a bucket goes between hosts."""
+    """How the sum of a bucket is sent between hosts."""
 
-    name: str = ""  # What the error feedback of the bucket is kept by; "": there is none.
-    request: Hashable = None  # Something that all ranks have in common. Another one takes new memory.
-    labels: tuple[str, ...] = ()  # This rank's names of the tensors. Other tensors begin without an error.
+    name: str = ""  # The key of the bucket's error feedback; "": there is no error feedback.
+    request: Hashable = None  # An object that is equal on all ranks. If it changes, the error feedback starts anew.
+    labels: tuple[str, ...] = ()  # This rank's names of the tensors. If they change, the errors are reset to zero.
 
 
 def wire_bytes(count: int) -> int:
-    """The bytes of `count` values: the scales of the blocks, the values, and what is missing to a multiple of 4."""
+    """Return the bytes of `count` values: the scales of the blocks, the values, and padding to a multiple of 4."""
     return -(-count // BLOCK) * SCALE_BYTES + rounded_up(count, SCALE_BYTES)
 
 
 class Codec:
-    """Rounds values to blocks, and reads them. Not for several threads at once. Takes no memory before it is used."""
+    """Rounds values to blocks, and reads blocks. Only one thread at a time may use it. Uses no memory before that."""
 
     def __init__(self) -> None:
         self._work = np.empty((2, QUANTISED_BATCH_BLOCKS * BLOCK), np.float32)
@@ -52,9 +52,9 @@ class Codec:
 
         Args:
             values: Floating-point numbers, 1-D.
-            errors: As many float32: what was rounded off before, which is added to the values, and then what is rounded
-                off now. Of blocks that are not finite nothing is kept. None: nothing is kept.
-            wire: As many bytes as wire_bytes says.
+            errors: The rounding errors of earlier calls, one float32 for each value. They are added to the values, and
+                replaced by the new errors, which are zero in blocks that are not finite. None: no errors are kept.
+            wire: The output, with wire_bytes(values.size) bytes.
         """
         scales, codes = _parts(wire, values.size)
         wire[codes.size + scales.nbytes:] = 0
@@ -81,7 +81,7 @@ class Codec:
                         wanted[is_lost] = 0.0
 
     def decode(self, wire: np.ndarray, target: np.ndarray, adds: bool = False) -> None:
-        """Set the float32 `target` to what `wire` has, or add that to it."""
+        """Set the float32 `target` to the values in `wire`, or if `adds` add these values to `target`."""
         scales, codes = _parts(wire, target.size)
         with np.errstate(all="ignore"):
             for elements, blocks, shape in _batches(target.size):
@@ -94,13 +94,13 @@ class Codec:
 
 
 def _parts(wire: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The scales and the 8-bit numbers of `count` values."""
+    """Return views of `wire`: the scales, and the 8-bit numbers of `count` values."""
     scales_end = -(-count // BLOCK) * SCALE_BYTES
     return wire[:scales_end].view(np.float32), wire[scales_end:scales_end + count].view(np.int8)
 
 
 def _batches(count: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
-    """(values, blocks, (number of blocks, their length)) of batches that stay in the cache."""
+    """Yield (values, blocks, (number of blocks, block length)) of batches that fit in the cache."""
     whole = count // BLOCK
     for first in range(0, whole, QUANTISED_BATCH_BLOCKS):
         last = min(first + QUANTISED_BATCH_BLOCKS, whole)

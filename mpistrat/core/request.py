@@ -1,6 +1,6 @@
-"""Request, the description of a collective that a rank submits, and the functions that validate and make one.
+"""Request, the description of a collective that a rank submits, and the functions that validate and make requests.
 
-The functions check what one rank can check alone. Pure; any thread may call them.
+The functions check only what one rank can check alone. Pure; any thread may call them.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ class CollectiveType(str, Enum):
 
 
 class TensorSpec(NamedTuple):
-    """The dtype (numpy's name) and the shape of a tensor, on which the ranks must agree.
+    """The dtype (numpy's name) and the shape of a tensor. All ranks must have equal specs.
 
     For an allgather and an all-to-all the first dimension is -1, since it may differ among ranks.
     """
@@ -58,7 +58,7 @@ class TensorSpec(NamedTuple):
 
 
 class ScaledOp(NamedTuple):
-    """What the caller of an all-reduce or a reduce-scatter asks for: an operation and its factors."""
+    """The operation of an all-reduce or a reduce-scatter, with its factors."""
 
     op: ReduceOp  # How to reduce
     prescale: float = 1.0  # Multiplies every value before the reduction
@@ -90,11 +90,11 @@ class Request:
     # How many executions of graphs that submit this name have ended in an error on this rank since the ranks last
     # executed it. TensorQueue sets it.
     failures: int = 0
-    # The user's names of the tensors (a variable's path), for error messages; may be empty.
+    # The user's names of the tensors (for example paths of variables), for error messages; may be empty.
     labels: tuple[str, ...] = field(default=(), compare=False)
     # Whether the collective is in a graph, where an error ends the execution of the whole graph.
     in_graph: bool = field(default=False, compare=False)
-    # The id of the process set that it is for. Each set has its own engine, so it is not sent.
+    # The id of the process set of the collective. Each set has its own engine, so the id is not sent.
     process_set: int = field(default=0, compare=False)
 
     @cached_property
@@ -113,17 +113,17 @@ class Request:
         return int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=8).digest(), "little") >> 3 or 1
 
     def to_tuple(self) -> tuple:
-        """The fields as plain values."""
+        """Return the fields as plain values, without the process set."""
         op, *factors = self.scaled
         return (self.kind.value, self.name, tuple((t.dtype, t.shape) for t in self.tensors), (int(op), *factors),
                 self.root_rank, self.device, self.layout, self.wire_dtype, self.failures, self.labels, self.in_graph)
 
     @classmethod
     def from_tuple(cls, values: tuple) -> "Request":
-        """The inverse of to_tuple.
+        """Make a request from a result of to_tuple.
 
         Raises:
-            TypeError, ValueError: It is not a request.
+            TypeError, ValueError: `values` is not a result of to_tuple.
         """
         kind, name, tensors, (op, prescale, postscale), *others = values
         return cls(CollectiveType(kind), name, tuple(TensorSpec(*tensor) for tensor in tensors),
@@ -135,7 +135,7 @@ Average, Sum, Adasum, Min, Max, Product = (
 
 
 def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
-    """The operation for the arguments `op` and `average` (deprecated in Horovod); Average if neither is given."""
+    """Return the operation for the arguments `op` and `average` (deprecated). Average if neither is given."""
     if average is not None:
         if op is not None:
             raise InvalidRequestError("The op parameter supersedes average. Please provide only one of them.")
@@ -149,7 +149,7 @@ def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
 
 def scaled_op(op: ReduceOp | int | None, prescale: float = 1.0, postscale: float = 1.0,
               average: bool | None = None) -> ScaledOp:
-    """The operation for the arguments that a user has passed. `op` and `average` are as in resolve_op."""
+    """Return the operation and factors for a user's arguments. `op` and `average` are those of resolve_op."""
     known = Average if op is average is None else resolve_op(op, average)
     return ScaledOp(known, float(prescale), float(postscale))
 
@@ -158,7 +158,7 @@ def scaled_op(op: ReduceOp | int | None, prescale: float = 1.0, postscale: float
 def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], scaled: ScaledOp, labels: tuple[str, ...] = (),
                       layout: tuple[tuple[int, ...], ...] = (), device: str = DEVICE_CPU, wire_dtype: str = "",
                       process_set: int = 0) -> Request:
-    """A request to reduce `tensors` together. For the arguments see Request.
+    """Return a request to reduce `tensors` together. For the arguments see Request.
 
     Raises:
         InvalidRequestError: The dtype cannot be reduced with the operation, or a factor is not finite.
@@ -172,12 +172,12 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], scaled: Scaled
 
 
 def _with_floats(scaled: ScaledOp) -> ScaledOp:
-    """The same operation, also to those who compare its bytes: a factor may be an integer on some ranks."""
+    """Return the operation with float factors, so that fingerprints are equal if some ranks pass integers."""
     return ScaledOp(scaled.op, float(scaled.prescale), float(scaled.postscale))
 
 
 def on_gpu(request: Request) -> Request:
-    """The same request for tensors on a GPU. Raises InvalidRequestError if it can be executed on the CPU only."""
+    """Return the request for tensors on a GPU. Raises InvalidRequestError if only the CPU can execute it."""
     if request.scaled.op is Adasum:
         raise InvalidRequestError(f"{request.name}: Adasum is computed on the CPU. Set MPISTRAT_GPU_OPERATIONS=host, "
                                   "or pass CPU tensors.")
@@ -187,7 +187,7 @@ def on_gpu(request: Request) -> Request:
 @lru_cache(KEPT_REQUESTS)
 def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = DEVICE_CPU,
                       process_set: int = 0) -> Request:
-    """A request to concatenate each of `tensors` along its first dimension, which may differ among ranks."""
+    """Return a request to concatenate each of `tensors` along the first dimension, which may differ among ranks."""
     for tensor in tensors:
         _check_bytes(name, tensor.dtype)
         if not tensor.shape:
@@ -200,7 +200,7 @@ def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = 
 @lru_cache(KEPT_REQUESTS)
 def reducescatter_request(name: str, tensors: tuple[TensorSpec, ...], scaled: ScaledOp, device: str = DEVICE_CPU,
                           process_set: int = 0) -> Request:
-    """A request to reduce each of `tensors`, of which each rank gets its rows.
+    """Return a request to reduce each of `tensors`. Each rank gets its rows of the results.
 
     Raises:
         InvalidRequestError: The dtype cannot be reduced, a tensor is a scalar, a factor is not finite, or the operation
@@ -221,9 +221,9 @@ def reducescatter_request(name: str, tensors: tuple[TensorSpec, ...], scaled: Sc
 @lru_cache(KEPT_REQUESTS)
 def alltoall_request(name: str, tensors: tuple[TensorSpec, ...], size: int, device: str = DEVICE_CPU,
                      process_set: int = 0) -> Request:
-    """A request to send rows of a tensor to each rank.
+    """Return a request to send rows of a tensor to each rank.
 
-    `tensors` are the tensor, on the device, and its splits, on the CPU: how many rows each of the `size` ranks gets.
+    `tensors` are the tensor, on the device, and its splits, on the CPU: the number of rows for each of `size` ranks.
 
     Raises:
         InvalidRequestError: The tensor cannot be sent or is a scalar, or the splits are not one integer for each rank.
@@ -243,9 +243,9 @@ def alltoall_request(name: str, tensors: tuple[TensorSpec, ...], size: int, devi
 @lru_cache(KEPT_REQUESTS)
 def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int, ranks: Sequence[int],
                       labels: tuple[str, ...] = (), device: str = DEVICE_CPU, process_set: int = 0) -> Request:
-    """A request to overwrite `tensors` with those of `root_rank`, which is one of `ranks`.
+    """Return a request to overwrite `tensors` with the tensors of `root_rank`.
 
-    `ranks` are all that take part, in order. The request names the root by its place among them.
+    `ranks` are the ranks that take part, in order. The request has the index of `root_rank` in `ranks`.
     """
     for tensor in tensors:
         _check_bytes(name, tensor.dtype)
@@ -258,18 +258,18 @@ def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int
 
 @lru_cache(KEPT_REQUESTS)
 def barrier_request(name: str) -> Request:
-    """A request without tensors, which is complete when all ranks have submitted it."""
+    """Return a request without tensors. It is complete when all ranks have submitted it."""
     return Request(CollectiveType.BARRIER, name)
 
 
 @lru_cache(KEPT_REQUESTS)
 def join_request(process_set: int = 0) -> Request:
-    """A request without tensors, complete when all ranks have submitted it. See negotiation/joined.py."""
+    """Return the request of join(): without tensors, complete when all ranks have joined. See negotiation/joined.py."""
     return Request(CollectiveType.JOIN, "join()", process_set=process_set)
 
 
 def specs_of(arrays: Sequence[Array]) -> tuple[TensorSpec, ...]:
-    """The dtype and shape of each array."""
+    """Return the TensorSpec of each array."""
     return tuple(map(TensorSpec, map(name_of, map(_DTYPE, arrays)), map(_SHAPE, arrays)))
 
 

@@ -17,11 +17,11 @@ class Role(str, Enum):
 
 
 def assign_roles(size: int, jobs: Mapping[str, int] | None = None) -> tuple[tuple[Role, int], ...]:
-    """The (role, index within the role) of each rank.
+    """Return the (role, index within the role) of each rank.
 
     Args:
         size: The number of ranks.
-        jobs: The number of ranks of each role, in the order of the ranks, for example
+        jobs: The number of ranks for each role, in rank order, for example
             `{"chief": 1, "worker": 2, "ps": 1, "evaluator": 1}`. Default: rank 0 is the chief, all others are workers.
 
     Raises:
@@ -47,15 +47,15 @@ def assign_roles(size: int, jobs: Mapping[str, int] | None = None) -> tuple[tupl
 
 def cluster_spec(topology: Topology, ports: Sequence[int],
                  jobs: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """The content of TF_CONFIG for this rank: `{"cluster": {role: ["host:port", ...]}, "task": {...}}`.
+    """Return the content of TF_CONFIG for this rank: `{"cluster": {role: ["host:port", ...]}, "task": {...}}`.
 
     As TensorFlow requires, an evaluator is a task but not part of the cluster. If all ranks are on one host, addresses
     are `localhost`, which needs no name service.
 
     Args:
-        topology: Where the ranks run.
+        topology: The ranks and hosts.
         ports: A TCP port for each rank, by rank.
-        jobs: As for `assign_roles`.
+        jobs: The number of ranks for each role; see `assign_roles`.
     """
     roles = assign_roles(topology.size, jobs)
     if len(ports) != topology.size:

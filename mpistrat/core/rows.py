@@ -1,4 +1,4 @@
-"""Which rows of a tensor go to which rank, in reduce-scatters and all-to-alls; and rows for a digest. Pure."""
+"""Numbers of rows for each rank in reduce-scatters and all-to-alls, and the choice of rows for a digest. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -10,30 +10,30 @@ from .topology import Topology
 
 
 def row_size(shape: Sequence[int]) -> int:
-    """How many elements a row of a tensor of this shape has."""
+    """Return the number of elements in a row of a tensor of this shape."""
     return math.prod(shape[1:])
 
 
 def rows_of_ranks(rows: int, size: int) -> list[int]:
-    """How many rows of a reduced tensor each rank gets. As in Horovod, the first `rows % size` ranks get one more."""
+    """Return the number of reduced rows for each rank. As in Horovod, the first `rows % size` ranks get one more."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
 def even_splits(name: str, rows: int, size: int) -> list[int]:
-    """The splits of an all-to-all in which all ranks get as many rows.
+    """Return the splits of an all-to-all in which all ranks get the same number of rows.
 
-    Raises InvalidRequestError: The rows cannot be divided so.
+    Raises InvalidRequestError: The number of rows is not divisible by the number of ranks.
     """
     if rows % size:
-        raise InvalidRequestError(f"{name}: alltoall without splits needs a number of rows that the number of ranks, "
-                                  f"{size}, divides. Received: {rows} rows. Pass splits=.")
+        raise InvalidRequestError(f"{name}: without splits=, the number of rows of an alltoall must be divisible by "
+                                  f"the number of ranks, {size}. Pass splits=. Received: {rows} rows")
     return [rows // size] * size
 
 
 def int32_splits(name: str, splits: object) -> np.ndarray:
-    """The splits of an all-to-all in the dtype in which the ranks exchange them.
+    """Return the splits of an all-to-all as int32, in which the ranks exchange them.
 
-    Raises InvalidRequestError: They are not integers of 32 bits.
+    Raises InvalidRequestError: The splits are not integers, or do not fit into int32.
     """
     values, limits = np.asarray(splits), np.iinfo(np.int32)
     if values.size and (values.dtype.kind not in "iu" or values.min() < limits.min or values.max() > limits.max):
@@ -42,17 +42,17 @@ def int32_splits(name: str, splits: object) -> np.ndarray:
 
 
 def no_int32_splits(name: str, splits: object) -> InvalidRequestError:
-    """The error of an all-to-all whose splits are not integers of 32 bits."""
-    return InvalidRequestError(f"{name}: the splits of an alltoall are integers of 32 bits. Received: {splits!r}")
+    """Return the error for splits of an all-to-all that are not 32-bit integers."""
+    return InvalidRequestError(f"{name}: the splits of an alltoall must be 32-bit integers. Received: {splits!r}")
 
 
 def received_rows(name: str, table: np.ndarray, topology: Topology) -> np.ndarray:
-    """How many rows this rank receives from each rank in an all-to-all.
+    """Return the number of rows that this rank receives from each rank in an all-to-all.
 
-    Row r of the table has the number of rows of rank r's tensor, and how many of them it sends to each rank.
+    `table[r]` has the number of rows of rank r's tensor, and then the number of rows that rank r sends to each rank.
 
     Raises:
-        InvalidRequestError: The splits of some rank are negative, or more than its rows. The same on all ranks.
+        InvalidRequestError: On all ranks, if the splits of any rank are negative, or add up to more than its rows.
     """
     for sender, (rows, *splits) in zip(topology.job_ranks, table.tolist(), strict=True):
         if min(splits) < 0:
@@ -64,19 +64,19 @@ def received_rows(name: str, table: np.ndarray, topology: Topology) -> np.ndarra
 
 
 def exchanged_elements(table: np.ndarray, rank: int, elements: int) -> tuple[list[int], list[int], int]:
-    """How many elements `rank` sends to each rank and receives from each, and the most that any rank sends to any.
+    """Return the numbers of elements that `rank` sends to each rank and receives from each rank, and a maximum.
 
-    A row of the tensor has `elements` of them. The table is that of received_rows, which has checked it.
+    The maximum is over all pairs of ranks. A row has `elements` elements. received_rows has checked the `table`.
     """
     parts = table[:, 1:] * elements
     return parts[rank].tolist(), parts[:, rank].tolist(), int(parts.max())
 
 
-# At most so many rows of an array, and of large rows no more than have this size, but at least a few.
+# The largest number of rows in a sample, the limit on its bytes, and the smallest number of rows whatever their size.
 _SAMPLE_ROWS, _SAMPLE_BYTES, _FEWEST_ROWS = 256, 1 << 20, 8
 
 
 def places_of_sample(rows: int, row_bytes: int) -> np.ndarray:
-    """The places of rows at equal distances, for a digest of an array with so many rows, at least one, of this size."""
+    """Return evenly spaced row indices, for a digest of an array with `rows` rows (at least 1) of `row_bytes` bytes."""
     count = min(rows, _SAMPLE_ROWS, max(_FEWEST_ROWS, _SAMPLE_BYTES // max(row_bytes, 1)))
     return np.linspace(0, rows - 1, count).astype(np.int64)

@@ -1,7 +1,7 @@
 """All settings of mpistrat, read once by init() from MPISTRAT_* environment variables.
 
-This is the only module that reads MPISTRAT_*. Other modules get settings as arguments. Where Horovod has the same
-setting, HOROVOD_X becomes MPISTRAT_X. `Settings.from_env` is called by the runtime, in init().
+Only this module reads MPISTRAT_*. Other modules get settings as arguments. A setting that Horovod has too has the same
+name: HOROVOD_X is MPISTRAT_X. The runtime calls `Settings.from_env` in init().
 """
 
 import difflib
@@ -19,22 +19,22 @@ T = TypeVar("T")
 
 PREFIX = "MPISTRAT_"
 HOROVOD_PREFIX = "HOROVOD_"
-# What other programs call so, without the prefix: what a module of a cluster sets for the package (Lmod, EasyBuild,
-# Spack), and what Kubernetes sets in each container for a service whose name begins so
+# Names after MPISTRAT_ that are not settings: variables that environment modules of clusters set for a package (Lmod,
+# EasyBuild, Spack), and that Kubernetes sets in each container for a service whose name begins with "mpistrat"
 # (https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables).
 _OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|"
                         r"PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
-_LEAST_CHUNK_BYTES = 4096  # A slice of a chunk for each of some ranks is then a few cache lines, at least.
+_LEAST_CHUNK_BYTES = 4096  # So that each rank's slice of a chunk has at least a few cache lines.
 FastWay = Literal["fast_path", "fixed_input", "shadow", "small_buckets", "stream_order", "xla"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
-_LEAST_PROBE_S = 1.0  # The kernel counts in seconds.
+_LEAST_PROBE_S = 1.0  # The kernel takes the time between probes in whole seconds.
 
 
 def _setting(env: str, default: T, doc: str, *, low: float | None = None, high: float | None = None,
              choices: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> T:
-    """A dataclass field with its environment name (without prefix), its documentation and its values.
+    """Return a dataclass field with its environment name (without prefix), its documentation and its allowed values.
 
-    Numbers have a range; a text is one of the choices, or a list of words.
+    A number is between `low` and `high`. A text is one of `choices`, or a list of `words`.
     """
     return field(default=default, metadata={"env": env, "doc": doc, "low": low, "high": high, "choices": choices,
                                             "words": words})
@@ -42,9 +42,9 @@ def _setting(env: str, default: T, doc: str, *, low: float | None = None, high: 
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings, with their defaults. init() makes one object and passes it on.
+    """All settings, with their defaults. init() makes one object, which other modules get.
 
-    docs/settings.md has the rows of `Settings.table()`.
+    docs/settings.md shows the rows of `Settings.table()`.
     """
 
     fusion_bytes: int = _setting(
@@ -147,8 +147,8 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str]) -> "Settings":
         """Read the settings from `environ`.
 
-        Raises SettingsError: Unknown MPISTRAT_ names that are none of other programs, and values that are malformed or
-        out of range; names all of them.
+        Raises SettingsError: There are unknown MPISTRAT_ names that are not of other programs, or values that are
+        malformed or out of range. The text names all of them.
         """
         by_env = {PREFIX + f.metadata["env"]: f for f in fields(cls)}
         values: dict[str, Any] = {}
@@ -157,11 +157,11 @@ class Settings:
             if name not in by_env and _OF_OTHERS.fullmatch(name.removeprefix(PREFIX)):
                 continue
             if name not in by_env:
-                # Compared without the prefix, which makes all names similar.
+                # Compared without the prefix, since with the prefix all names are similar.
                 near = difflib.get_close_matches(name.removeprefix(PREFIX), [n.removeprefix(PREFIX) for n in by_env], 3)
                 hint = f"Did you mean {' or '.join(PREFIX + n for n in near)}?" if near \
-                    else "The page Settings of the documentation (docs/settings.md) has all of them."
-                problems.append(f"{name} is not a setting of mpistrat. {hint} If it is of another program: unset {name}"
+                    else "The page Settings of the documentation (docs/settings.md) has all settings."
+                problems.append(f"{name} is not a setting of mpistrat. {hint} If another program uses it: unset {name}"
                                 ".")
                 continue
             try:
@@ -178,7 +178,7 @@ class Settings:
         next_power = max(_LEAST_CHUNK_BYTES, 2**(max(settings.chunk_bytes, 1) - 1).bit_length())
         if settings.chunk_bytes not in (0, next_power):
             raise SettingsError(f"{PREFIX}CHUNK_BYTES={settings.chunk_bytes}: expected 0 or a power of two, at least "
-                                f"{_LEAST_CHUNK_BYTES}; the next one is {next_power}.")
+                                f"{_LEAST_CHUNK_BYTES}; the next power of two is {next_power}.")
         if settings.timeline_steps != "all" and settings.timeline_window is None:
             raise SettingsError(f"{PREFIX}TIMELINE_STEPS={settings.timeline_steps!r}: expected all, or FIRST:END "
                                 "with FIRST less than END, for example 100:120.")
@@ -186,19 +186,19 @@ class Settings:
 
     @classmethod
     def table(cls) -> list[tuple[str, str, str]]:
-        """Rows of (environment name, default, documentation)."""
+        """Return the rows (environment name, default, documentation) of all settings."""
         def shown(value: object) -> str:
             return str(int(value)) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) \
                 else str(value)
         return [(PREFIX + f.metadata["env"], shown(f.default), f.metadata["doc"]) for f in fields(cls)]
 
     def uses(self, way: FastWay) -> bool:
-        """Whether a fast way is used where it can be."""
+        """Return whether a fast way may be used, because MPISTRAT_DISABLE does not name it."""
         return way not in self.disable.split(",")
 
     @property
     def limit_s(self) -> float:
-        """Seconds that a rank waits for others at most; 0: no limit."""
+        """The longest time in seconds that a rank waits for other ranks; 0: no limit."""
         return 0.0 if self.stall_check_disable else self.stall_abort_s
 
     @property
@@ -208,7 +208,7 @@ class Settings:
 
     @property
     def is_checked(self) -> bool:
-        """Whether the ranks check that they train one model."""
+        """Whether the ranks check that they train the same model."""
         return self.check_action != "off"
 
     @property
@@ -218,7 +218,7 @@ class Settings:
 
     @property
     def timeline_window(self) -> tuple[int, int] | None:
-        """`timeline_steps` as numbers; None for all of them, or if it has no such form."""
+        """`timeline_steps` as numbers (first, end); None for all steps, or if the text is not FIRST:END."""
         found = re.fullmatch(r"(\d+):(\d+)", self.timeline_steps)
         return (int(found[1]), int(found[2])) if found and int(found[1]) < int(found[2]) else None
 
@@ -229,9 +229,9 @@ class Settings:
 
 
 def taken_from_horovod(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings, by their variables, that HOROVOD_ variables in `environ` stand for. Those that it sets itself stay.
+    """Return the MPISTRAT_ variables for the HOROVOD_ variables in `environ`. An MPISTRAT_ variable already set wins.
 
-    Variables without a counterpart, and values that it does not take, are left out.
+    HOROVOD_ variables without a counterpart, or with a value that the setting does not accept, are left out.
     """
     taken = {}
     for own in (PREFIX + f.metadata["env"] for f in fields(Settings)):
@@ -247,14 +247,14 @@ def taken_from_horovod(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def take_horovods(environ: MutableMapping[str, str]) -> None:
-    """Give HOROVOD_ variables in `environ` the names of the settings that they stand for, as taken_from_horovod."""
+    """Replace HOROVOD_ variables in `environ` by the MPISTRAT_ variables that taken_from_horovod returns."""
     for own, value in taken_from_horovod(environ).items():
         environ[own] = value
         del environ[HOROVOD_PREFIX + own.removeprefix(PREFIX)]
 
 
 def horovod_warning(environ: Mapping[str, str]) -> list[str]:
-    """One warning with a sentence for each HOROVOD_ variable in `environ`, which names its counterpart; [] if none."""
+    """Return a list of one warning, with a sentence for each HOROVOD_ variable in `environ`; [] if there is none."""
     known = {f.metadata["env"] for f in fields(Settings)}
     sentences = []
     for name in sorted(n for n in environ if n.startswith(HOROVOD_PREFIX)):
@@ -265,7 +265,7 @@ def horovod_warning(environ: Mapping[str, str]) -> list[str]:
 
 
 def differing(by_rank: list[Settings]) -> list[str]:
-    """A sentence for each setting that is not the same on all ranks. `by_rank[r]` are rank r's settings."""
+    """Return a sentence for each setting that differs among the ranks. `by_rank[r]` has the settings of rank r."""
     sentences = []
     for f in fields(Settings):
         values = [getattr(settings, f.name) for settings in by_rank]
@@ -286,12 +286,12 @@ def _parse(setting: "Field[Any]", text: str) -> bool | int | float | str:
     if meta["words"]:
         words = sorted({word.strip() for word in text.lower().split(",")})
         if words != ["none"] and (unknown := [word for word in words if word not in meta["words"]]):
-            raise ValueError(f"expected none, or some of {', '.join(meta['words'])}, separated by commas. Unknown: "
-                             f"{', '.join(map(repr, unknown))}.")
+            raise ValueError(f"expected none, or one or more of {', '.join(meta['words'])}, separated by commas. "
+                             f"Unknown: {', '.join(map(repr, unknown))}.")
         return ",".join(words)
     if kind is str:
         if not meta["choices"]:
-            return os.path.expanduser(text)  # A shell does not do it behind `env` or mpirun's -x.
+            return os.path.expanduser(text)  # A shell does not expand "~" in arguments of `env` or mpirun's -x.
         if text.lower() not in meta["choices"]:
             raise ValueError(f"expected one of {', '.join(meta['choices'])}.")
         return text.lower()

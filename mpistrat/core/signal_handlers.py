@@ -1,6 +1,6 @@
-"""Whether Python functions handle signals, and an event that they may set.
+"""Detects signal handlers that are Python functions, and provides an event that such handlers may set.
 
-They run in the main thread, between any two instructions.
+Python runs these handlers in the main thread, between any two instructions.
 """
 
 import math
@@ -19,20 +19,20 @@ _found, _next_look_at = False, -math.inf
 
 
 def are_installed() -> bool:
-    """Whether the script has installed a signal handler. Python's own, for Ctrl-C, only raises an exception."""
+    """Return whether the script has installed a signal handler. Python's handler for Ctrl-C does not count."""
     handlers = map(signal.getsignal, signal.valid_signals())
     return any(callable(handler) and handler is not signal.default_int_handler and handler not in harmless
                for handler in handlers)
 
 
 def expect() -> None:
-    """Take it from now on that a handler may interrupt the main thread. For a signal handler."""
+    """Make may_interrupt return True in the main thread from now on. Called by a signal handler."""
     global _found, _next_look_at
     _found, _next_look_at = True, math.inf
 
 
 def may_interrupt() -> bool:
-    """Whether a handler of the script may interrupt the calling thread. New handlers are noticed after 0.1 s."""
+    """Return whether a handler of the script may interrupt this thread. New handlers are noticed within 0.1 s."""
     global _found, _next_look_at
     if threading.get_ident() != threading.main_thread().ident:
         return False
@@ -43,22 +43,22 @@ def may_interrupt() -> bool:
 
 
 class WakeUp:
-    """An event that `wait` clears. A signal handler that interrupts `set` may call it."""
+    """An event that `wait` clears. A signal handler may call `set`, even if it has interrupted `set`."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[None] = SimpleQueue()
 
     def set(self) -> None:
-        """Make the next `wait` return at once, or the present one."""
+        """Make a `wait` in progress, or the next `wait`, return at once."""
         if self._calls.empty():
             self._calls.put(None)
 
     def is_set(self) -> bool:
-        """Whether the next `wait` returns at once."""
+        """Return whether the next `wait` returns at once."""
         return not self._calls.empty()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for `set`; None: without a limit. Returns whether it was called."""
+        """Wait for `set`, at most `timeout_s` (None: no limit). Returns whether `set` was called."""
         try:
             self._calls.get(timeout=timeout_s)
         except Empty:

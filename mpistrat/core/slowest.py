@@ -1,42 +1,42 @@
-"""The slowest of several ranks, by how long each waits for the others, and the words for it. Pure."""
+"""Finds the slowest of several ranks, from how long each rank waits for the others, and describes it. Pure."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-LEAST_COST = 0.05  # A rank is called the slowest if the others wait longer than it does by this share of the time.
+LEAST_COST = 0.05  # A rank is the slowest if the other ranks wait longer than this rank by this share of the time.
 
 
 class Waits(NamedTuple):
-    """How long a rank was in collectives, in seconds."""
+    """The time that a rank spent in collectives, in seconds."""
 
-    seconds: float = 0.0  # The time in which its collectives are known; 0: they are not recorded.
-    waiting: float = 0.0  # The part of it in which the rank waited for other ranks.
-    moving: float = 0.0  # The part of it in which it waited for the bytes.
-    hidden: float = 0.0  # The part of these two in which the backward pass went on.
+    seconds: float = 0.0  # The length of the time span with records of the rank's collectives; 0: no records.
+    waiting: float = 0.0  # The part of the span in which the rank waited for other ranks.
+    moving: float = 0.0  # The part of the span in which the rank waited for data to be transferred.
+    hidden: float = 0.0  # The part of `waiting` and `moving` in which the backward pass was running.
 
 
 def total(waits: Iterable[Waits]) -> Waits:
-    """The sums."""
+    """Return the sum of each field."""
     return Waits(*map(sum, zip(*waits, strict=True)))
 
 
 def behind(waits: Waits) -> str:
-    """The share of the communication that is hidden, in words that follow on it; "" if nothing is."""
+    """Return a phrase with the hidden share of the communication, to follow its time; "" if nothing is hidden."""
     share = waits.hidden / ((waits.waiting + waits.moving) or 1)
     return f"{share:.0%} of it behind the backward pass" if share else ""
 
 
 def slowest(waiting: Sequence[float]) -> tuple[int, float] | None:
-    """The rank for which the others wait, and what that costs them; None if no rank is clearly slower than the others.
+    """Return the slowest rank, and its cost for the others; None if no rank is clearly slower than the others.
 
-    The rank that comes last to the collectives waits for nobody, so it is the one that waits least.
+    The slowest rank comes last to the collectives, and so waits least.
 
     Args:
-        waiting: Of each rank, the share of the time in which it waits. At least two.
+        waiting: For each rank, the share of the time in which the rank waits. At least two ranks.
 
     Returns:
-        Its index in the sequence, and how much longer the others wait, a mean.
+        The index of the rank in `waiting`, and the mean share by which the other ranks wait longer than this rank.
     """
     index = min(range(len(waiting)), key=waiting.__getitem__)
     cost = fmean(share for other, share in enumerate(waiting) if other != index) - waiting[index]
@@ -44,7 +44,7 @@ def slowest(waiting: Sequence[float]) -> tuple[int, float] | None:
 
 
 def shares_of(waits: Sequence[Waits], names: Sequence[str]) -> str:
-    """The end of a sentence on how long the ranks' collectives took, and who was the slowest; "" if one is unknown."""
+    """Return the end of a sentence: the time in collectives, and the slowest rank. "" if any rank has no records."""
     if not all(each.seconds for each in waits):
         return ""
     share = fmean((each.waiting + each.moving) / each.seconds for each in waits)
@@ -56,5 +56,5 @@ def shares_of(waits: Sequence[Waits], names: Sequence[str]) -> str:
 
 
 def figure(number: float | None) -> str:
-    """A number with three digits, or as a whole number if it has more: "0.0123", "1,234"; "-" for None."""
+    """Return a number with three significant digits, or from 100 on as an integer: "0.0123", "1,234"; "-" for None."""
     return "-" if number is None else f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

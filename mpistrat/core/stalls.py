@@ -1,17 +1,17 @@
-"""Texts on a wait for other ranks that takes too long: which ranks, on which hosts, and the likely causes. Pure."""
+"""Texts about a wait for other ranks that takes too long: the ranks, their hosts, and the likely causes. Pure."""
 
 from collections.abc import Sequence
 
 from .topology import Topology
 
-MOST_LISTED = 6  # A message lists so many hosts, tensors or groups of ranks, and gives the number of the others.
+MOST_LISTED = 6  # The number of hosts, tensors or groups of ranks that a message lists. The others are only counted.
 _NOT_RUNNING = "its process is stopped, or something in it keeps Python's global interpreter lock"
 
 
 def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -> str:
-    """Sentences on a wait of this rank, which has lasted for `waited_s`.
+    """Return sentences about a wait of this rank that has lasted for `waited_s` seconds.
 
-    `missing` has the ranks that it waits for, and possibly more, if it is unknown which of them are late.
+    `missing` has the ranks that this rank waits for. It may have more ranks, if it is unknown which ranks are late.
     """
     is_one_host = len(topology.hosts) == 1
     who = f"rank {topology.job_rank}" + ("" if is_one_host else f" on {topology.host}")
@@ -26,14 +26,14 @@ def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -
 
 
 def likely_causes(topology: Topology) -> str:
-    """A sentence on why a rank has waited too long, if it is unknown for which rank."""
+    """Return a sentence with the likely causes of a wait that is too long, if the late rank is unknown."""
     if len(topology.hosts) == 1:
         return f"The engine of some rank does not run: {_NOT_RUNNING}."
     return f"Either {network_cause(topology, topology.hosts)}; or the engine of some rank does not run: {_NOT_RUNNING}."
 
 
 def describe_ranks(topology: Topology, ranks: Sequence[int]) -> str:
-    """`ranks [0, 1]`, with their hosts if there are several hosts."""
+    """Return `ranks [0, 1]`, with the hosts of the ranks if the job has several hosts."""
     if len(topology.hosts) == 1:
         return f"ranks {topology.listed(ranks)}"
     there: dict[str, list[int]] = {}
@@ -43,18 +43,18 @@ def describe_ranks(topology: Topology, ranks: Sequence[int]) -> str:
 
 
 def hosts_of(topology: Topology, ranks: Sequence[int]) -> list[str]:
-    """The hosts of `ranks`, in the order of the ranks."""
+    """Return the hosts of `ranks`, in the order of the ranks."""
     return list(dict.fromkeys(topology.host_of[rank] for rank in ranks))
 
 
 def hosts_without(topology: Topology, present: Sequence[int]) -> list[str]:
-    """The hosts that have none of the ranks `present`."""
+    """Return the hosts that have none of the ranks in `present`."""
     reached = set(hosts_of(topology, present))
     return [host for host in topology.hosts if host not in reached]
 
 
 def network_cause(topology: Topology, hosts: Sequence[str]) -> str:
-    """A clause that names the network between this host and `hosts` as the cause."""
+    """Return a clause that names the network between this host and `hosts` as the cause."""
     others = [host for host in hosts if host != topology.host]
     return f"the network between the hosts {topology.host} and {_listed(others)} is down or loses what is sent"
 

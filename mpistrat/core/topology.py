@@ -14,9 +14,9 @@ class Topology:
     """Where every rank runs, seen from one rank."""
 
     rank: int  # This process, 0 to size - 1.
-    # The host name of each rank, by rank. Ranks share memory exactly if their host names are equal.
+    # The host name of each rank, by rank. Ranks share memory if and only if their host names are equal.
     host_of: tuple[str, ...]
-    # For the ranks of a process set, the rank of each in the job, in order; () for all ranks of the job.
+    # For a process set, the ranks of its members in the job, in order; () for all ranks of the job.
     members: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -30,25 +30,25 @@ class Topology:
 
     @cached_property
     def job_ranks(self) -> tuple[int, ...]:
-        """The rank of each rank in the job. Messages to users have these."""
+        """The job's number of each rank of this topology. Messages to users have the job's numbers."""
         return self.members or tuple(range(self.size))
 
     @property
     def job_rank(self) -> int:
-        """This process, as a rank of the job."""
+        """The rank of this process in the job."""
         return self.job_ranks[self.rank]
 
     def listed(self, ranks: Iterable[int]) -> str:
-        """`rank_list` of the ranks, as ranks of the job."""
+        """Return the `rank_list` of these ranks, with their numbers in the job."""
         return rank_list(self.job_ranks[rank] for rank in ranks)
 
     def subset(self, ranks: Sequence[int]) -> "Topology":
-        """The topology of a process set of `ranks`, in ascending order. This rank is one of them."""
+        """Return the topology of a process set of `ranks`, in ascending order, one of which is this rank."""
         return Topology(ranks.index(self.rank), tuple(self.host_of[rank] for rank in ranks), tuple(ranks))
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
-        """The hosts, in the order of their lowest rank."""
+        """The hosts, in the order of the lowest rank on each host."""
         return tuple(dict.fromkeys(self.host_of))
 
     @cached_property
@@ -61,12 +61,12 @@ class Topology:
         return self.ranks_on(self.host)
 
     def ranks_on(self, host: str) -> tuple[int, ...]:
-        """The ranks on `host`, in order."""
+        """Return the ranks on `host`, in order."""
         return tuple(r for r, h in enumerate(self.host_of) if h == host)
 
     @cached_property
     def local_rank(self) -> int:
-        """This rank's position among the ranks of its host."""
+        """This rank's index among the ranks of its host."""
         return self.local_ranks.index(self.rank)
 
     @cached_property
@@ -82,19 +82,19 @@ class Topology:
 
     @cached_property
     def cross_ranks(self) -> tuple[int, ...]:
-        """The ranks with this rank's local_rank on all hosts that have one, in order."""
+        """The ranks of all hosts that have the same local_rank as this rank, in order."""
         local_rank = self.local_rank
         per_host = (self.ranks_on(host) for host in self.hosts)
         return tuple(sorted(ranks[local_rank] for ranks in per_host if len(ranks) > local_rank))
 
     @cached_property
     def cross_rank(self) -> int:
-        """This rank's position in `cross_ranks`."""
+        """This rank's index in `cross_ranks`."""
         return self.cross_ranks.index(self.rank)
 
     @cached_property
     def cross_size(self) -> int:
-        """The number of hosts that have a rank of this local_rank."""
+        """The number of hosts that have a rank with this rank's local_rank."""
         return len(self.cross_ranks)
 
     @cached_property
@@ -104,14 +104,14 @@ class Topology:
 
 
 def unique_hosts(names: Sequence[str], groups: Sequence[int]) -> tuple[str, ...]:
-    """Host names that are equal exactly for the ranks that share memory.
+    """Return host names by rank that are equal if and only if ranks share memory.
 
-    If groups share a name (mostly containers), the number of the group is appended. So a machine whose ranks do not
-    share memory counts as several hosts, as in MPI_COMM_TYPE_SHARED.
+    If groups have the same name (mostly in containers), the number of the group is appended. So a machine whose ranks
+    do not share memory counts as several hosts, as in MPI_COMM_TYPE_SHARED.
 
     Args:
         names: The host name of each rank, from its operating system.
-        groups: For each rank the lowest rank that it shares memory with.
+        groups: The group of each rank: the lowest rank that shares memory with this rank.
     """
     groups_of: dict[str, set[int]] = {}
     for name, group in zip(names, groups, strict=True):
@@ -121,15 +121,15 @@ def unique_hosts(names: Sequence[str], groups: Sequence[int]) -> tuple[str, ...]
 
 
 def describe_by_rank(values: Sequence[object], form: str = "{value} on ranks {ranks}") -> str:
-    """`3 on ranks [0, 2]; 4 on ranks [1]`: which ranks have which value. `values[r]` is that of rank r."""
+    """Return which ranks have which value: `3 on ranks [0, 2]; 4 on ranks [1]`. Rank r has `values[r]`."""
     ranks = ranks_by_value(map(str, values))
     return "; ".join(form.format(value=value, ranks=rank_list(where)) for value, where in ranks.items())
 
 
 def ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
-    """The ranks that have each value, by value. `values[r]` is that of rank r.
+    """Return the ranks that have each value, by value. Rank r has the value `values[r]`.
 
-    The values come in the order of their first ranks.
+    The values are in the order of the first rank that has each.
     """
     ranks: dict[T, list[int]] = {}
     for rank, value in enumerate(values):
@@ -138,7 +138,7 @@ def ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
 
 
 def runs_of(ranks: Iterable[int]) -> list[list[int]]:
-    """The ranks as runs of consecutive numbers: `[[0, 1, 2], [7]]`."""
+    """Split the ranks into runs of consecutive numbers: `[[0, 1, 2], [7]]`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
@@ -149,6 +149,6 @@ def runs_of(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """`[0, 1, 2]`. Runs of more than three ranks are written as `4-9`, and after 20 items the rest as `...`."""
+    """Return a text like `[0, 1, 2]`. Runs of more than 3 ranks become `4-9`; after 20 items the rest becomes `...`."""
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs_of(ranks)]
     return "[" + ", ".join(texts[:20]) + (", ..." if len(texts) > 20 else "") + "]"

@@ -1,12 +1,11 @@
 """Jobs that survive the loss of ranks and hosts: a supervisor outside of MPI, and an agent on each host.
 
 `mpistrat run --elastic` is the supervisor. It starts a *generation*: one mpirun with its ranks. When a generation ends
-before the training is done, the next one starts with the hosts that are left. What the ranks have committed outlives
-them in the memory of a *agent*, one process per host that does not use MPI.
+before the training is done, the next generation starts on the remaining hosts. The commits of the ranks outlive the
+ranks in the memory of an *agent*, a process without MPI on each host.
 
-`plan` (with `hosts` and `generation`) and `agent_state` decide; time and messages are their arguments. `service`,
-`agent` and `member` are thin shells around them, with sockets and processes: of the supervisor, of an agent, and of a
-rank.
+`supervisor_plan` and `agent_state` make the decisions, with time and messages as arguments. `service` and `agent` add
+the sockets and processes of the supervisor and of an agent. `member` is the part of a rank.
 """
 
 from typing import NoReturn

@@ -1,10 +1,10 @@
 """An agent: a process that keeps the commits of a job in the memory of one host. `python -m mpistrat.elastic.agent`
 
-The first rank of a host that finds no agent starts one, with the job on its stdin. The agent runs in a session of
-its own and without MPI, so it outlives ranks, and the daemon that started them. It ends when its supervisor has ended:
-then nothing listens any more at that address. If the supervisor is only out of reach, or stopped, the agent connects
-again and again, for minutes. The commits are in anonymous memory (memfd), which ranks of the same user open through
-/proc; the kernel frees it with the agent.
+The first rank of a host that finds no agent starts an agent, with the job on its stdin. The agent runs in a separate
+session without MPI, so it outlives the ranks, and the daemon that started the ranks. The agent ends when the supervisor
+has ended, that is when nothing listens at the supervisor's address. If the supervisor is only out of reach, or stopped,
+the agent tries to reconnect, for minutes. The commits are in anonymous memory (memfd), which ranks of the same user
+open through /proc; the kernel frees the memory with the agent.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ _Event = tuple[Connection | None, Message | None]
 
 
 def socket_name(job: ElasticJob) -> str:
-    """The abstract name under which the agent of a host listens. Network namespaces have names of their own."""
+    """The abstract name under which the agent of a host listens. Each network namespace has separate names."""
     return f"mpistrat-agent-{job.name}"
 
 
 class Agent:
-    """The process around a AgentState. `listener`: Bound to `socket_name`."""
+    """The process around an AgentState. `listener`: A listening socket, bound to `socket_name`."""
 
     def __init__(self, job: ElasticJob, listener: socket.socket):
         self._events: SimpleQueue[_Event] = SimpleQueue()
@@ -80,7 +80,7 @@ class Agent:
                 self._act(action)
 
     def _greet(self, connection: Connection) -> None:
-        """Make this the connection to the supervisor."""
+        """Use `connection` as the connection to the supervisor, and send the messages that are still unsent."""
         self._supervisor = connection
         connection.send(kind="agent", host=socket.gethostname(), pid=os.getpid())
         unsent, self._unsent = self._unsent, []
@@ -90,7 +90,7 @@ class Agent:
         connection.read(self._take_from_supervisor)
 
     def _connect_again(self) -> None:
-        """In a thread of its own: an address may not answer for seconds."""
+        """Reconnect to the supervisor. Runs in a separate thread, since an address may not answer for seconds."""
         while not self._is_ending:
             try:
                 self._events.put((connect([self._address], self._job.key, _CONNECT_LIMIT_S), {"kind": "connected"}))
@@ -155,7 +155,7 @@ class Agent:
             try:
                 os.kill(action.pid, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # It has just ended.
+                pass  # The process has just ended.
         elif isinstance(action, Connect):
             connection, self._supervisor = self._supervisor, None
             if connection is not None:
@@ -171,25 +171,25 @@ class Agent:
                     os.unlink(path)
 
     def _note_segments(self, pid: int) -> None:
-        """Note the files of shared memory that MPI has made. It leaves those of ranks that were killed."""
+        """Note the files of shared memory that MPI has made, since MPI does not remove the files of killed ranks."""
         try:
             maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
-            return  # It has just ended.
+            return  # The process has just ended.
         self._segments |= {path for entry in maps if (path := entry.rpartition(" ")[2]).startswith(_SEGMENTS)}
 
 
 def main() -> int:
-    """Read the job from stdin and serve it. Returns at once if this host has an agent already."""
+    """Read the job from stdin and serve it. Returns at once if this host already has an agent."""
     job = ElasticJob.from_text(sys.stdin.read())
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind("\0" + socket_name(job))
     except OSError:
-        return 0  # Another rank of this host has started one at the same time.
+        return 0  # Another rank of this host has started an agent at the same time.
     listener.listen(1024)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # Launchers send these to processes of the job. The supervisor ends it.
+        signal.signal(number, signal.SIG_IGN)  # Launchers send these signals. Only the supervisor ends the agent.
     Agent(job, listener).run()
     return 0
 

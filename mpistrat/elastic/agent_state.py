@@ -1,16 +1,16 @@
-"""What an agent decides: which commits it keeps, which ranks end, and when it ends itself. Pure: no I/O, no clock.
+"""The decisions of an agent: which commits it keeps, which ranks it ends, and when it ends. Pure: no I/O, no clock.
 
-An agent belongs to one job on one host. It keeps the last two commits, tells the supervisor how the ranks of its host
-end, and ends them if it is cut off from the supervisor. So of two parts of a job that a broken link has separated, only
-the part that the supervisor reaches goes on: the other one makes no commit after `COMMIT_LIMIT_S` without the
+An agent belongs to one job on one host. It keeps the last two commits, reports to the supervisor how the ranks of its
+host end, and ends the ranks if it is cut off from the supervisor. So if a broken link splits a job into two parts, only
+the part that the supervisor reaches goes on. The other part makes no commit after `COMMIT_LIMIT_S` without the
 supervisor, and has ended after `LOST_AFTER_S`, before the supervisor starts a new generation elsewhere.
 
-Both times begin when the heartbeat was *sent* that the supervisor has answered last: an answer that was on its way for
-long, or was read late since this process was stopped, says nothing about the supervisor now. So a commit that arrives
-meanwhile waits for an answer.
+Both limits count from the time at which the last answered heartbeat was *sent*. The arrival of the answer proves less:
+an answer may be late, or be read late since this process was stopped. A commit that arrives after the limit waits for
+an answer.
 
 An agent that is cut off stays, with its commits, for a generation that starts later: as long as the supervisor waits
-for hosts. An old commit does no harm, since the supervisor knows the newest one.
+for hosts. Old commits do no harm, since the supervisor knows the newest commit.
 """
 
 import math
@@ -24,18 +24,18 @@ BEAT_S = 0.5  # between two heartbeats; the supervisor answers each
 LOST_AFTER_S = 5.0  # Silence of the supervisor. The supervisor waits for `HOST_LOST_AFTER_S`, which is longer.
 COMMIT_LIMIT_S = 4.0
 HOST_LOST_AFTER_S = 6.0
-SILENT_S = 3 * BEAT_S  # A process that has done nothing for so long was stopped; one that is silent may be lost.
+SILENT_S = 3 * BEAT_S  # A process idle for this long was stopped. A peer silent for this long may be lost.
 BACK_S = 2.0  # for the first answer after this process was stopped
-STAY_S = 300.0  # An agent that is cut off stays at least for so long.
+STAY_S = 300.0  # The least time for which an agent stays that is cut off.
 
 
 @dataclass(frozen=True)
 class Slot:
     """A commit in the memory of an agent."""
 
-    id: CommitId  # Which one.
+    id: CommitId  # The id of the commit.
     index: int  # The number of the memory file, 0 or 1.
-    nbytes: int  # Its size.
+    nbytes: int  # The size of the commit.
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class Tell:
 
 @dataclass(frozen=True)
 class Kill:
-    """End this process: a rank's, or one that has launched ranks."""
+    """Kill a process: a rank, or a process that has launched ranks."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class Connect:
-    """Close the connection to the supervisor, if it is open, and connect anew."""
+    """Close the connection to the supervisor, if it is open, and reconnect."""
 
 
 @dataclass(frozen=True)
 class End:
-    """End the agent, after the ranks of its host."""
+    """End the agent. The actions that end the ranks of its host come before."""
 
     why: str
 
@@ -95,20 +95,20 @@ class _Write:
 
 
 class AgentState:
-    """Decisions of one agent. Each method returns the actions to take, in order. A rank is known by its connection.
+    """Decisions of one agent. Each method returns the actions to take, in order. Connections identify ranks.
 
     Args:
         now: The time, in seconds from any origin, as in all methods.
-        paths: Those of the two memory files.
-        stay_s: How long it stays when it is cut off.
+        paths: The paths of the two memory files.
+        stay_s: How long the agent stays when it is cut off.
     """
 
     def __init__(self, now: float, paths: tuple[str, str] = ("0", "1"), stay_s: float = STAY_S):
         self._paths, self._stay_s = paths, stay_s
-        self._heard = -math.inf  # when the heartbeat was sent that was answered last, on this connection
+        self._heard = -math.inf  # when the last answered heartbeat was sent, on this connection
         self._cut_off_at, self._ticked = now + LOST_AFTER_S, now
         self._is_cut_off, self._cut_off_generation = False, 0
-        self.generation = 0  # the newest that the supervisor or a rank has named
+        self.generation = 0  # the newest generation that the supervisor or a rank has named
         self._leave: dict[str, Any] | None = None
         self._ranks: dict[Hashable, _Rank] = {}  # by connection
         self._slots: list[Slot] = []  # the newest last
@@ -121,21 +121,21 @@ class AgentState:
 
     @property
     def processes(self) -> dict[Hashable, int]:
-        """The ranks' process numbers, by connection."""
+        """The pids of the ranks, by connection."""
         return {connection: rank.pid for connection, rank in self._ranks.items()}
 
     @property
     def in_init(self) -> list[int]:
-        """The process numbers of ranks that have not left init()."""
+        """The pids of ranks that have not left init()."""
         return [rank.pid for rank in self._ranks.values() if not rank.is_connected]
 
     # -- messages of ranks ---------------------------------------------------------------------------------------------
 
     def hello(self, connection: Hashable, rank: int, pid: int, generation: int, launcher: int = 0,
               is_connected: bool = False) -> list[Action]:
-        """A rank of this host is in init(), has left it (`is_connected`), or has lost the agent before this one.
+        """A rank of this host is in init(), has left init() (`is_connected`), or has lost the previous agent.
 
-        `launcher` is the process that launched it, if known.
+        `launcher`: The pid of the process that launched the rank; 0 if unknown.
         """
         if self._is_ending or generation < self.generation or generation <= self._cut_off_generation:
             return [Kill(pid)]
@@ -147,29 +147,29 @@ class AgentState:
         return actions
 
     def _newest(self) -> dict[str, Any]:
-        """What a rank is told about the newest commit."""
+        """The fields on the newest commit in a message to a rank."""
         newest = self.newest
         return {"newest": None if newest is None else
                 {"generation": newest.id.generation, "number": newest.id.number, "path": self._paths[newest.index],
                  "nbytes": newest.nbytes}}
 
     def asked_to_write(self, connection: Hashable, commit: CommitId, is_copy: bool, now: float) -> list[Action]:
-        """A rank has a commit to write. It gets the memory file that does not have the newest one.
+        """A rank has a commit to write. The rank gets the memory file that does not have the newest commit.
 
-        `is_copy`: Whether it was committed before, so that the agent may have it.
+        `is_copy`: Whether this is a copy of an earlier commit, which the agent may already have.
         """
         if connection in self._ranks and not self._is_ending:
             self._writes.append(_Write(connection, commit, is_copy))
         return self._serve(now)
 
     def written(self, connection: Hashable, nbytes: int, step: str, now: float) -> list[Action]:
-        """A rank has written its commit into the file. `step` says where it is, for people."""
+        """A rank has written its commit into the file. `step`: The step of the training, as text for messages."""
         if self._writes and self._writes[0].connection == connection and self._writes[0].has_file:
             self._writes[0].nbytes, self._writes[0].step = nbytes, step
         return self._serve(now)
 
     def _serve(self, now: float) -> list[Action]:
-        """Keep the commit that is written, and let the next rank write. One at a time has the free file."""
+        """Keep a written commit, and let the next rank write. Only one rank at a time has the free file."""
         actions: list[Action] = []
         while self._writes and now - self._heard <= COMMIT_LIMIT_S:
             write, newest = self._writes[0], self.newest
@@ -191,7 +191,7 @@ class AgentState:
         return actions
 
     def renamed(self, connection: Hashable, rank: int, size: int) -> list[Action]:
-        """After a loss, the ranks that are left have numbered themselves anew."""
+        """A rank has a new number `rank`, of `size`, since the ranks renumbered themselves after a loss."""
         known = self._ranks.get(connection)
         if known is None:
             return []
@@ -200,7 +200,7 @@ class AgentState:
                             "generation": known.generation})]
 
     def ended(self, connection: Hashable, code: int, why: str) -> list[Action]:
-        """A rank says that it ends with this exit code."""
+        """A rank reports that it ends with exit code `code`."""
         rank = self._ranks.get(connection)
         if rank is None or rank.has_ended:
             return []
@@ -209,7 +209,7 @@ class AgentState:
                             "why": why})]
 
     def closed(self, connection: Hashable) -> list[Action]:
-        """The connection of a rank is closed: its process has ended."""
+        """The connection of a rank is closed, since its process has ended."""
         rank = self._ranks.pop(connection, None)
         self._writes = [write for write in self._writes if write.connection != connection]
         if rank is None or rank.has_ended:
@@ -219,7 +219,7 @@ class AgentState:
     # -- the supervisor ------------------------------------------------------------------------------------------------
 
     def beat(self, generation: int, sent: float, now: float) -> list[Action]:
-        """The supervisor has answered the heartbeat that was sent at `sent`; `generation` is the one that it runs."""
+        """The supervisor, which runs `generation`, has answered the heartbeat that was sent at `sent`."""
         actions = self._newer(generation)
         if now - sent <= LOST_AFTER_S:
             self._heard = max(self._heard, sent)
@@ -228,16 +228,16 @@ class AgentState:
         return [*actions, *self._serve(now)]
 
     def disconnected(self) -> list[Action]:
-        """The connection of the supervisor is closed."""
+        """The connection to the supervisor is closed."""
         self._heard = -math.inf
         return [] if self._is_ending else [Connect()]
 
     def connected(self) -> list[Action]:
-        """There is a new connection to the supervisor, which may not know these ranks."""
+        """There is a new connection to the supervisor. The supervisor may not know the ranks of this host."""
         return [rank.hello() for rank in self._ranks.values()]
 
     def leave(self, generation: int, why: str) -> list[Action]:
-        """The ranks of this generation end at their next commit."""
+        """The supervisor wants the ranks of `generation` to end at their next commit."""
         if generation < self.generation:
             return []
         actions = self._newer(generation)
@@ -252,7 +252,7 @@ class AgentState:
         return [*self._kill_ranks(), End(why)]
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed. Called at least every `BEAT_S`."""
+        """Time has passed. To be called at least every `BEAT_S`."""
         if now - self._ticked > SILENT_S:  # This process was stopped, and the supervisor's answers may wait.
             self._cut_off_at = max(self._cut_off_at, now + BACK_S)
         self._ticked = now
@@ -267,12 +267,12 @@ class AgentState:
         return self._serve(now)
 
     def _kill_ranks(self) -> list[Action]:
-        # The daemon of an mpirun that this host cannot reach would wait for it for minutes.
+        # If this host cannot reach mpirun, the daemon of mpirun would wait for mpirun for minutes.
         launchers = sorted({rank.launcher for rank in self._ranks.values() if rank.launcher})
         return [*(Kill(rank.pid) for rank in self._ranks.values()), *map(Kill, launchers)]
 
     def _newer(self, generation: int) -> list[Action]:
-        """Make the ranks of earlier generations end."""
+        """Note `generation` if it is newer, and end the ranks of earlier generations."""
         if generation <= self.generation:
             return []
         self.generation, self._leave = generation, None

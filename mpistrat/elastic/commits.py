@@ -1,8 +1,8 @@
 """A commit as bytes: a header with a checksum, a value (`encode`), and the arrays that the value refers to.
 
-The same bytes are kept in memory by the agents and in files by the chief. Arrays are written without a copy in
-between, at multiples of 64 bytes. A value may have pickles of the script's own objects, so a file is read only if no
-other user can have written it. Local; any thread may call the functions.
+The agents keep these bytes in memory, and the chief keeps the same bytes in files. Arrays are written without an
+intermediate copy, at multiples of 64 bytes. A value may have pickles of objects of the script, so a file is read only
+if no other user can have written it. Local; any thread may call the functions.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from .commit_id import CommitId as CommitId
 
 # -- a value as bytes --------------------------------------------------------------------------------------------------
 # Arrays, numbers, texts, bytes and containers need no pickle: the bytes are msgpack, with extensions for the types of
-# Python and numpy that it lacks. Objects of other classes are pickled, and so is a whole value that contains itself. An
-# object that is in a value twice is read as two objects, and a bytearray as bytes.
+# Python and numpy that msgpack lacks. Objects of other classes are pickled, and so is a whole value that contains
+# itself. An object that is in a value twice is read as two objects, and a bytearray is read as bytes.
 
 _ARRAY, _SCALAR, _TUPLE, _SET, _FROZENSET, _LARGE, _COMPLEX, _COMMIT, _PICKLE = range(9)
 _SEQUENCES: dict[type, tuple[int, Callable[[list[Any]], object]]] = {
@@ -33,9 +33,9 @@ _SEQUENCES: dict[type, tuple[int, Callable[[list[Any]], object]]] = {
 
 
 def encode(value: object) -> tuple[bytes, list[memoryview]]:
-    """Return the bytes of a value, which refer to its arrays by their place, and the arrays' memory, not copied.
+    """Return the bytes of a value, which refer to the arrays by index, and the memory of the arrays (not copied).
 
-    Raises Exception: An object in it cannot be pickled.
+    Raises Exception: An object in the value cannot be pickled.
     """
     buffers: list[memoryview] = []
 
@@ -62,14 +62,14 @@ def encode(value: object) -> tuple[bytes, list[memoryview]]:
 
     try:
         return pack(value), buffers
-    except (ValueError, RecursionError):  # It contains itself, or is nested deeper than msgpack goes.
+    except (ValueError, RecursionError):  # The value contains itself, or is nested too deeply for msgpack.
         return bytes(msgpack.packb(msgpack.ExtType(_PICKLE, pickle.dumps(value, protocol=5)))), []
 
 
 def decode(data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
-    """The inverse of `encode`. Arrays are views of the buffers. The bytes must be of a process of this user.
+    """The inverse of `encode`. Arrays are views of the buffers. The bytes must be from a process of this user.
 
-    Raises Exception: The bytes are of something else, or a class of the script is not there.
+    Raises Exception: The bytes are not a result of `encode`, or a class of the script cannot be imported.
     """
     def unpack(part: bytes | memoryview) -> Any:
         return msgpack.unpackb(part, ext_hook=extension, strict_map_key=False, unicode_errors="surrogatepass")
@@ -96,8 +96,8 @@ def decode(data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
 
 
 def _name_of(dtype: "np.dtype[Any]") -> str:
-    """A name by which `_dtype` finds a type of numbers or texts; "" if there is none, as for objects and structures."""
-    for name in (dtype.str, dtype.name):  # Of bfloat16 and its kind only the second is a name.
+    """The name from which `_dtype` makes a dtype of numbers or texts; "" for other dtypes (objects, structures)."""
+    for name in (dtype.str, dtype.name):  # For bfloat16 and similar dtypes, only `dtype.name` is such a name.
         try:
             if not dtype.hasobject and _dtype(name) == dtype:
                 return name
@@ -119,12 +119,12 @@ def _dtype(name: str) -> "np.dtype[Any]":
 FILE = "commit.mpistrat"  # the name of the file in a directory of commits
 _LOCK = "lock"
 _MAGIC = b"mpistrat commit\3"
-_START = struct.Struct("<16sI")  # magic, checksum of all that follows
-_COUNTS = struct.Struct("<IQ")  # number of parts, bytes in all
+_START = struct.Struct("<16sI")  # magic, checksum of all bytes that follow
+_COUNTS = struct.Struct("<IQ")  # number of parts, bytes of the whole commit
 _HEADER_BYTES = _START.size + _COUNTS.size
 _PART = struct.Struct("<QQ")  # start and length of a part; the first part is the value
 _ALIGNMENT = 64
-_OTHERS = 0o022  # permissions that nobody else may have for a file that is read, and its directory
+_OTHERS = 0o022  # permissions that other users may not have for a file that is read, and for its directory
 
 
 class DamagedCommitError(Exception):
@@ -132,9 +132,9 @@ class DamagedCommitError(Exception):
 
 
 class Packed:
-    """A value that is ready to be written. It refers to the arrays of the value, which must not change until then.
+    """A value that is ready to be written. The arrays of the value are not copied, and must not change before `write`.
 
-    `value`: Anything that can be encoded.
+    `value`: Any value that `encode` accepts.
     """
 
     def __init__(self, value: object):
@@ -168,34 +168,34 @@ def read(memory: memoryview) -> Any:
     Raises DamagedCommitError: The bytes are not a whole commit.
     """
     if memory.nbytes < _HEADER_BYTES:
-        raise DamagedCommitError(f"a commit has at least {_HEADER_BYTES} bytes, here are {memory.nbytes}")
+        raise DamagedCommitError(f"a commit has at least {_HEADER_BYTES} bytes. Received: {memory.nbytes} bytes")
     magic, checksum = _START.unpack_from(memory)
     count, nbytes = _COUNTS.unpack_from(memory, _START.size)
     if magic != _MAGIC:
-        raise DamagedCommitError(f"a commit does not begin with {bytes(memory[:16])!r}")
+        raise DamagedCommitError(f"a commit begins with {_MAGIC!r}. Received: {bytes(memory[:16])!r}")
     if nbytes > memory.nbytes:
-        raise DamagedCommitError(f"the commit has {nbytes} bytes, and {memory.nbytes} of them are here")
+        raise DamagedCommitError(f"the commit has {nbytes} bytes. Received: {memory.nbytes} bytes")
     if nbytes < _HEADER_BYTES or zlib.crc32(memory[_START.size:nbytes]) != checksum:
-        raise DamagedCommitError("its checksum is wrong")
+        raise DamagedCommitError("the checksum of the commit is wrong")
     table = memory[_HEADER_BYTES:_HEADER_BYTES + count * _PART.size]
     encoded, *buffers = (memory[start:start + length] for start, length in _PART.iter_unpack(table))
     return decode(encoded, buffers)
 
 
 def claim(directory: Path) -> tuple[int, str]:
-    """Make this process's job the only one that saves commits in a directory, and remove what a killed save has left.
+    """Lock a directory, so that only this job saves commits in it, and remove partial files of killed saves.
 
-    The kernel gives the lock back when the process ends, however it ends.
+    The kernel releases the lock when the process ends, for whatever reason.
 
     Args:
-        directory: It is made if it is not there. That above it is there.
+        directory: The directory, which is made if it does not exist. Its parent must exist.
 
     Returns:
-        The descriptor that has the lock while it is open; and why there is none, or "": some network file systems have
-        no locks.
+        The descriptor that holds the lock while it is open, and "". If the file system has no locks, as some network
+        file systems, the second item is the reason why there is no lock.
 
     Raises:
-        OSError: Another job has it, it cannot be made, or it is not this user's alone.
+        OSError: Another job holds the lock, the directory cannot be made, or other users can write to the directory.
     """
     own_directory(directory, 0o700, _OTHERS)
     lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -205,20 +205,20 @@ def claim(directory: Path) -> tuple[int, str]:
     except BlockingIOError:
         holder = os.pread(lock, 1000, 0).decode(errors="replace")
         os.close(lock)
-        raise BlockingIOError(f"another job saves its commits there ({holder})") from None
+        raise BlockingIOError(f"another job saves its commits in this directory ({holder})") from None
     except OSError as error:
         problem = str(error.strerror)
     os.truncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-    for partial in () if problem else directory.glob(f"{FILE}.*.tmp"):  # Without a lock another job may be writing it.
+    for partial in () if problem else directory.glob(f"{FILE}.*.tmp"):  # Without a lock, another job may write them.
         partial.unlink()
     return lock, problem
 
 
 def save(packed: Packed, path: str) -> None:
-    """Write a commit to a file, which is complete or absent whatever happens meanwhile. Only this user can read it.
+    """Write a commit to a file atomically: the file is never partial. Only this user can read the file.
 
-    Raises OSError: The file cannot be written, or others can write to its directory. A file that was there is intact.
+    Raises OSError: The file cannot be written, or others can write to its directory. An existing file stays intact.
     """
     own_directory(Path(path).parent.resolve(), 0o700, _OTHERS)
     memory = bytearray(packed.nbytes)
@@ -240,11 +240,11 @@ def load(path: str) -> Any:
     """Return the value of the commit in a file.
 
     Raises:
-        OSError: It cannot be read, or may have been written by another user.
-        DamagedCommitError: It is no whole commit.
+        OSError: The file cannot be read, or may have been written by another user.
+        DamagedCommitError: The file is not a whole commit.
     """
     own_directory(Path(path).parent.resolve(), 0o700, _OTHERS)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         if problem := foreign(os.fstat(file.fileno()), os.geteuid(), _OTHERS):
-            raise PermissionError(f"it {problem}, and may have been written by another user")
+            raise PermissionError(f"the file {problem}, and may have been written by another user")
         return read(memoryview(file.read()))

@@ -1,4 +1,4 @@
-"""What the supervisor tells the ranks and the agents about the job, in one environment variable. Pure."""
+"""The description of a job that the supervisor gives to ranks and agents, in one environment variable. Pure."""
 
 import json
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ LEAVE_CODE = 75  # EX_TEMPFAIL of sysexits.h: a rank ends so that the supervisor
 
 @dataclass(frozen=True)
 class ElasticJob:
-    """An elastic job, as its processes know it."""
+    """The description of an elastic job for its ranks and agents."""
 
-    name: str  # Random; the name of the job's agents.
-    secret: str  # Of the job; only the user who runs it can read the environment of its processes.
+    name: str  # A random name, which the names of the job's agents contain.
+    secret: str  # The secret of the job. Only the user of the job can read the environment of its processes.
     generation: int  # The number of this generation, from 1.
     hosts: tuple[str, ...]  # Names and addresses of the supervisor's host.
-    port: int  # Where the supervisor listens.
+    port: int  # The port at which the supervisor listens.
     checkpoint: str = ""  # The directory where the chief saves commits; "" for none.
-    checkpoint_every: int = 0  # Commits between two of these.
+    checkpoint_every: int = 0  # The chief saves each commit whose number is a multiple of this.
     # Generation and number of the newest commit when the generation starts; (0, 0) for none.
     newest: tuple[int, int] = (0, 0)
-    stay_s: float = 0.0  # How long an agent that cannot reach the supervisor's host stays.
+    stay_s: float = 0.0  # How long an agent stays that cannot reach the supervisor's host.
 
     def to_text(self) -> str:
         """The job as JSON."""
@@ -30,7 +30,7 @@ class ElasticJob:
 
     @classmethod
     def from_text(cls, text: str) -> "ElasticJob":
-        """The job that to_text() has written."""
+        """The inverse of to_text()."""
         found = json.loads(text)
         return cls(**{**found, "hosts": tuple(found["hosts"]), "newest": tuple(found["newest"])})
 
@@ -45,6 +45,6 @@ class ElasticJob:
 
 
 def job_of(environ: Mapping[str, str]) -> ElasticJob | None:
-    """The job of a rank with this environment; None if it was started without --elastic."""
+    """The job of a rank with this environment; None if the rank was started without --elastic."""
     text = environ.get(RUN_ELASTIC)
     return ElasticJob.from_text(text) if text else None

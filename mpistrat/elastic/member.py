@@ -1,6 +1,6 @@
-"""A rank of an elastic job: its connection to the agent of its host, the commits that it hands over, and its end.
+"""A rank of an elastic job: its connection to the agent of its host, its commits, and its end.
 
-`membership` makes it, before MPI is initialised. One thread writes commits, so training goes on meanwhile.
+`membership` makes the Member, before MPI is initialised. A thread writes the commits while the training goes on.
 """
 
 import atexit
@@ -33,14 +33,14 @@ from .commits import CommitId, DamagedCommitError, Packed
 from .elastic_job import LEAVE_CODE, ElasticJob
 
 # -- the connection to the agent --------------------------------------------------------------------------------------
-# The rank starts an agent if there is none, and lets one go on that is stopped.
+# The rank starts an agent if there is none, and continues an agent that is stopped.
 
 logger = logging.getLogger(__name__)
 
 _AGENT_LIMIT_S = 20.0  # for an agent to start, and to answer
 _AGENT_POLL_S = 0.02  # while it starts, which takes some tenths of a second
-_LOOK_S = 0.5  # between two looks whether it is stopped
-# After so many looks an agent that is stopped is let go on, and killed: the supervisor gives it up after 6 s.
+_LOOK_S = 0.5  # between two checks whether the agent is stopped
+# The numbers of checks after which a stopped agent is continued, and killed. The supervisor gives it up after 6 s.
 _LOOKS_TO_CONTINUE, _LOOKS_TO_KILL = 3, 6
 
 
@@ -52,11 +52,11 @@ class AgentConnection:
     """Requests to the agent of this host. Thread-safe: replies arrive in the order of the requests.
 
     Args:
-        take: Called with a message that is no answer.
-        when_lost: Called when the agent has ended. Both are called in a thread of this object.
+        take: Called with each message that is not an answer.
+        when_lost: Called when the agent has ended. `take` and `when_lost` are called in a thread of this object.
 
     Raises:
-        ElasticError: There is no agent, and none can be started.
+        ElasticError: There is no agent, and no agent can be started.
     """
 
     def __init__(self, job: ElasticJob, take: Callable[[Message], None], when_lost: Callable[[], None]):
@@ -77,9 +77,9 @@ class AgentConnection:
         connection.read(self._take_next)
 
     def connect_again(self) -> bool:
-        """Connect to another agent if this one is lost. Returns whether it was. One thread calls it.
+        """Connect to another agent if the agent is lost. Returns whether it was lost. For one thread only.
 
-        Raises ElasticError: There is no other, and none can be started.
+        Raises ElasticError: There is no other agent, and no agent can be started.
         """
         if self._lost != self._number:
             return False
@@ -97,7 +97,7 @@ class AgentConnection:
             self._replies.put((connection, message))
 
     def tell(self, **message: object) -> bool:
-        """Send a message that has no answer. Returns whether the agent is there."""
+        """Send a message that has no answer. Returns whether the agent is still connected."""
         return self._connection.send(**message)
 
     def ask(self, **message: object) -> Message:
@@ -105,7 +105,7 @@ class AgentConnection:
 
         Raises:
             AgentLostError: The agent has ended.
-            ElasticError: It has not answered in time.
+            ElasticError: The agent has not answered in time.
         """
         with self._asking:
             connection = self._connection
@@ -119,13 +119,13 @@ class AgentConnection:
                         f"the agent of this host has not answered within {_AGENT_LIMIT_S:g} s") from None
                 if source is not connection or reply is None:
                     continue
-                self._unanswered -= 1  # Answers come in the order of the questions, those after the limit too.
+                self._unanswered -= 1  # Answers come in the order of the questions, including late answers.
                 if not self._unanswered:
                     return reply
             raise AgentLostError("the agent of this host has ended")
 
     def _watch(self) -> None:
-        """Let an agent go on that is stopped. Nothing else is, then: it would be if a batch system had stopped all."""
+        """Continue a stopped agent. It was stopped alone: a batch system would have stopped this process too."""
         looks = 0
         while True:
             time.sleep(_LOOK_S)
@@ -136,12 +136,12 @@ class AgentConnection:
 
 
 def connect_to_agent(job: ElasticJob) -> Connection:
-    """Connect to the agent of this host, and start it if it is not there. Raises ElasticError: It does not start."""
+    """Connect to the agent of this host, or start one if there is none. Raises ElasticError: No agent starts."""
     until = time.monotonic() + _AGENT_LIMIT_S
     try:
         return connect([socket_name(job)], job.key, _AGENT_LIMIT_S)
     except OSError:
-        pass  # This rank is the first one.
+        pass  # This rank is the first to need an agent.
     stopped = agent_process(job)
     if stopped is not None and stopped.is_stopped():
         _let_go_on(stopped)
@@ -155,18 +155,18 @@ def connect_to_agent(job: ElasticJob) -> Connection:
                 if code or time.monotonic() > until:
                     errors.seek(0)
                     said = errors.read().decode(errors="replace").strip().rpartition("\n")[2] or error
-                    raise ElasticError(f"the agent of this host does not start: {said}. It must reach the host of "
-                                       f"`mpistrat run` ({', '.join(job.hosts)}) on port {job.port}.") from None
+                    raise ElasticError(f"the agent of this host does not start: {said}. The agent must reach the host "
+                                       f"of `mpistrat run` ({', '.join(job.hosts)}) on port {job.port}.") from None
                 time.sleep(_AGENT_POLL_S)
 
 
 def agent_process(job: ElasticJob) -> procfs.Process | None:
-    """The process of the agent of this host, which may be stopped.
+    """Return the process of the agent of this host, which may be stopped.
 
-    None if there is none, or it is in another container, or another user listens there.
+    Returns None if there is no agent, or if the agent is in another container or belongs to another user.
     """
     with socket.socket(socket.AF_UNIX) as asking:
-        asking.setblocking(False)  # It would wait if as many wait already as the agent has places for.
+        asking.setblocking(False)  # A blocking connect would wait if the listener's backlog is full.
         try:
             asking.connect("\0" + socket_name(job))
             pid, user, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -176,23 +176,23 @@ def agent_process(job: ElasticJob) -> procfs.Process | None:
 
 
 def _let_go_on(process: procfs.Process, is_killed: bool = False) -> None:
-    how = "is killed, and another one takes its place" if is_killed else "goes on"
-    logger.warning("mpistrat: the agent of this host (process %d) was stopped, by a signal or a debugger. It %s: "
-                   "without it no commit can be kept.", process.pid, how)
+    how = "is killed and replaced" if is_killed else "is continued"
+    logger.warning("mpistrat: the agent of this host (process %d) was stopped by a signal or a debugger. The agent %s, "
+                   "since no commit can be kept without an agent.", process.pid, how)
     try:
         os.kill(process.pid, signal.SIGKILL if is_killed else signal.SIGCONT)
     except OSError:
-        pass  # It has just ended.
+        pass  # The agent has just ended.
 
 
 def _start_agent(job: ElasticJob, errors: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """Start an agent that outlives this process and its launcher. Its environment has nothing of the launcher."""
+    """Start an agent that outlives this process and its launcher. Its environment has no variables of the launcher."""
     kept = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME", "LANG")
     environ = {name: os.environ[name] for name in kept if name in os.environ}
     environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     agent = subprocess.Popen([sys.executable, "-m", "mpistrat.elastic.agent"], stdin=subprocess.PIPE,
                               stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, env=environ)
-    # Most of them end at once, since another rank has started one before.
+    # Most of these agents end at once, since another rank has already started an agent.
     threading.Thread(target=agent.wait, name="mpistrat-agent-end", daemon=True).start()
     assert agent.stdin is not None
     with agent.stdin as config:
@@ -207,11 +207,11 @@ _END_S, _END_POLL_S = 10.0, 0.05  # for another agent to hear how this rank ends
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit of this process, or one that it has restored."""
+    """A commit that this process has made or restored."""
 
-    id: CommitId  # Which one.
+    id: CommitId  # The id of the commit.
     snapshot: Callable[[], Any]  # Returns the value, which no longer changes. Called in another thread.
-    step: str  # Where the training is, for people.
+    step: str  # The step of the training, as text for messages.
 
     def packed(self) -> Packed:
         """The commit, ready to be written."""
@@ -222,15 +222,15 @@ class Member:
     """One rank's part in an elastic job."""
 
     def __init__(self, job: ElasticJob, rank: int):
-        # why_leave: Why this generation ends at the next commit; "" if it goes on.
+        # why_leave: Why this generation ends at the next commit; "" if the generation goes on.
         self.job, self.why_leave = job, ""
-        self._rank, self._size, self._is_connected = rank, 0, False  # The size is told after a loss only.
+        self._rank, self._size, self._is_connected = rank, 0, False  # The size is known only after a loss.
         self._held: Commit | None = None  # the last one, for another agent
         self._pending: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._is_written = threading.Event()  # The last commit, or the attempt to write it, is over.
+        self._is_written = threading.Event()  # Set when the last commit is written, or cannot be written.
         self._is_written.set()
         self._failure = ""
-        self.number = 0  # Of the last commit of this process. All states of a script count together.
+        self.number = 0  # The number of the last commit of this process, counted over all states of the script.
         self.has_state = False  # Whether the script has a state, which can be committed.
         self._has_said_end, self._leaves = False, ""
         launcher = launcher_here(os.environ)
@@ -259,15 +259,15 @@ class Member:
         self._pending.put(self._join_again)
 
     def connected(self) -> None:
-        """Say that this rank has left init(). Local."""
+        """Tell the agent that this rank has left init(). Local."""
         self._is_connected = True
         try:
             self._hello()
         except AgentLostError:
-            pass  # Another one is told.
+            pass  # `_join_again` tells the next agent.
 
     def _join_again(self) -> None:
-        """Start another agent, or find the one that another rank has started, and hand over what this rank holds."""
+        """Connect to a new agent, which this or another rank starts, and hand over the commit that this rank holds."""
         if self._has_said_end:
             return
         try:
@@ -282,20 +282,20 @@ class Member:
         except AgentLostError:
             pass  # This is called again.
         except ElasticError as error:
-            end_now(f"the agent of this host has ended, and there is no other: {error}", LEAVE_CODE)
+            end_now(f"the agent of this host has ended, and no other agent starts: {error}", LEAVE_CODE)
 
     # -- commits -------------------------------------------------------------------------------------------------------
 
     @property
     def newest(self) -> CommitId | None:
-        """The commit that the agent of this host had when this rank started, or has got from this rank since."""
+        """The id of the newest commit of this host's agent, at the start of this rank or after its own commits."""
         found = self._welcome["newest"]
         return None if found is None else CommitId(found["generation"], found["number"])
 
     def read(self) -> Any:
-        """Return the value of `newest`. Its arrays are views of shared memory. Local.
+        """Return the value of the commit `newest`. Arrays in the value are views of shared memory. Local.
 
-        Raises DamagedCommitError: Its bytes are damaged.
+        Raises DamagedCommitError: The bytes of the commit are damaged.
         """
         found = self._welcome["newest"]
         with open(found["path"], "rb") as file:
@@ -306,17 +306,17 @@ class Member:
         return bool(self.job.checkpoint) and (is_last or number % self.job.checkpoint_every == 0)
 
     def commit(self, number: int, snapshot: Callable[[], Any], step: str, is_writer: bool, is_saved: bool) -> None:
-        """Hand over commit `number`. Returns before it is written; waits for the one before it. Local.
+        """Hand over commit `number`. Waits for the previous commit, but not for this commit. Local.
 
         Args:
-            number: The same on all ranks.
+            number: The number of the commit, the same on all ranks.
             snapshot: Returns the value, which no longer changes. Called in another thread.
-            step: Where the training is, for people.
-            is_writer: Whether this rank writes for its host.
-            is_saved: Whether this rank also saves it in the job's checkpoint directory.
+            step: The step of the training, as text for messages.
+            is_writer: Whether this rank writes the commit for its host.
+            is_saved: Whether this rank also saves the commit in the job's checkpoint directory.
 
         Raises:
-            ElasticError: The commit before it could not be written.
+            ElasticError: The previous commit could not be written.
         """
         self.finish()
         self.number = number
@@ -328,18 +328,18 @@ class Member:
             self._held = commit
 
     def hold(self, commit: CommitId, snapshot: Callable[[], Any], step: str, is_writer: bool) -> None:
-        """Hold a commit that this rank has restored, for an agent that does not have it. Local; returns at once.
+        """Hold a commit that this rank has restored, for agents without this commit. Local; returns at once.
 
         Args:
-            commit: Which one. An agent of this job has it.
-            snapshot, step, is_writer: As for `commit`.
+            commit: The id of the commit. At least one agent of this job has the commit.
+            snapshot, step, is_writer: See `commit`.
         """
         self._held = held = Commit(commit, snapshot, step)
         if is_writer:
             self._pending.put(lambda: self._hand_over(held, is_copy=True))
 
     def finish(self) -> None:
-        """Wait until the last commit is written. Raises ElasticError: It could not be written."""
+        """Wait until the last commit is written. Raises ElasticError: The commit could not be written."""
         self._is_written.wait()
         if self._failure:
             failure, self._failure = self._failure, ""
@@ -350,7 +350,7 @@ class Member:
             task = self._pending.get()
             try:
                 task()
-            except Exception as error:  # The thread has more to do. `_write` keeps its own.
+            except Exception as error:  # The thread has further tasks. `_write` keeps its own errors.
                 logger.warning("the last commit could not be handed to the agent of this host again: %s", error)
 
     def _write(self, commit: Commit, is_writer: bool, is_saved: bool) -> None:
@@ -363,7 +363,7 @@ class Member:
             if is_saved:
                 try:
                     commits.save(packed, str(self._checkpoint_path))
-                except OSError as error:  # The commit in memory is there. Training goes on.
+                except OSError as error:  # The commit is in memory. Training goes on.
                     earlier = " The file of an earlier commit is intact." if self._checkpoint_path.exists() else ""
                     logger.warning("commit %d could not be saved in %s: %s.%s", number, self.job.checkpoint, error,
                                    earlier)
@@ -375,12 +375,12 @@ class Member:
 
     @property
     def newest_of_job(self) -> CommitId | None:
-        """The newest commit when this generation started, which may be lost; None: there was none."""
+        """The newest commit of the job at the start of this generation, which may be lost; None: no commit."""
         newest = CommitId(*self.job.newest)
         return newest if newest.number else None
 
     def _hand_over(self, commit: Commit, packed: Packed | None = None, is_copy: bool = False) -> None:
-        """Have the agent keep a commit; `is_copy`: if it has no newer one."""
+        """Make the agent keep a commit. `is_copy`: The commit is old; the agent ignores it if it has a newer one."""
         while True:
             try:
                 answer = self._agent.ask(kind="commit", commit=[commit.id.generation, commit.id.number],
@@ -394,7 +394,7 @@ class Member:
                     answer = self._agent.ask(kind="written", nbytes=packed.nbytes, step=commit.step)
                 self._welcome = answer
                 return
-            except (AgentLostError, FileNotFoundError):  # The file goes with the agent.
+            except (AgentLostError, FileNotFoundError):  # The file disappears with the agent.
                 if self._has_said_end:
                     return
                 self._join_again()
@@ -404,7 +404,7 @@ class Member:
         return Path(self.job.checkpoint, commits.FILE)
 
     def saved(self) -> tuple[CommitId, Any] | None:
-        """The newest commit in the job's checkpoint directory, and its value; None if there is none. Local.
+        """Return the id and the value of the commit in the job's checkpoint directory; None if there is none. Local.
 
         Raises ElasticError: The file is damaged, cannot be read, or may have been written by another user.
         """
@@ -413,20 +413,20 @@ class Member:
         try:
             found, value = commits.load(str(self._checkpoint_path))
         except (OSError, DamagedCommitError) as error:
-            raise ElasticError(f"{self._checkpoint_path}: {error}. Remove the file to begin without it.") from None
+            raise ElasticError(f"{self._checkpoint_path}: {error}. Remove it to begin without a commit.") from None
         return found, value
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def rename(self, rank: int, size: int) -> None:
-        """Say that the ranks that are left have numbered themselves anew. Local."""
+        """Tell the agent the new rank and size after the remaining ranks have renumbered themselves. Local."""
         self._rank, self._size = rank, size
         self._agent.tell(kind="renamed", rank=rank, size=size)
 
     def _watch_for_preemption(self) -> None:
-        """Let SIGUSR1 (Slurm's --signal) say that this host leaves the job at the next commit.
+        """Make SIGUSR1 (Slurm's --signal) take this host out of the job at the next commit.
 
-        SIGTERM ends the process as always: mpirun sends it to the ranks of a job that it ends.
+        SIGTERM still ends the process, since mpirun sends SIGTERM to the ranks of a job that it ends.
         """
         def preempted(number: int, frame: FrameType | None) -> None:
             self._pending.put(lambda: bool(self._agent.tell(kind="preempted", generation=self.job.generation,
@@ -450,16 +450,16 @@ class Member:
         self._has_said_end = True
 
     def leave(self, why: str) -> NoReturn:
-        """End this process by SystemExit, so that the supervisor starts the next generation. All ranks call it.
+        """End this process by SystemExit, so that the supervisor starts the next generation. All ranks must call it.
 
-        mpirun gets exit code 0, with which it does not end the other ranks before they have said that they leave.
+        mpirun gets exit code 0, so it does not end the other ranks before they have told their agents that they leave.
         """
         logger.info("this rank leaves: %s", why)
         self._leaves = why
         sys.exit(0)
 
     def leave_now(self, why: str) -> NoReturn:
-        """End this process at once, since it cannot go on and the next generation can. Local."""
+        """End this process at once, since it cannot go on, but the next generation can. Local."""
         self._has_said_end = True
         self._agent.tell(kind="ended", code=LEAVE_CODE, why=why)
         end_now(why, LEAVE_CODE)

@@ -1,6 +1,6 @@
-"""Whether this rank belongs to an elastic job: its Member, which init() makes and the states and callbacks ask for.
+"""The Member of this rank, if the rank belongs to an elastic job. init() makes it, and states and callbacks use it.
 
-The Member and all that it needs are imported in elastic jobs only.
+The module of the Member and its dependencies are imported only in elastic jobs.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ _member: "Member | None" = None
 
 
 def current() -> "Member | None":
-    """The connection of this rank to its agent; None in a job without --elastic, and before init()."""
+    """The Member of this rank; None in a job without --elastic, and before init()."""
     return _member
 
 
 def join(environ: Mapping[str, str]) -> None:
     """Connect to the agent of this host, and start an agent if there is none. Local. Further calls change nothing.
 
-    Raises ElasticError: There is no agent, and none can be started.
+    Raises ElasticError: There is no agent, and no agent can be started.
     """
     global _member
     job = job_of(environ)

@@ -1,4 +1,4 @@
-"""What the Plan of an elastic job orders, and the limits that it is given. Pure data."""
+"""The actions that the Plan of an elastic job returns, and the limits of the Plan. Pure data."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ class Limits:
     # min_np, max_np: The least and the most ranks.
     min_np: int = 1
     max_np: int = 1
-    timeout_s: float = 600.0  # How long fewer than `min_np` slots are waited for.
-    resets: int | None = None  # The most generations after the first one that start because of a loss; None: no limit.
+    timeout_s: float = 600.0  # How long the job waits for `min_np` slots.
+    resets: int | None = None  # The most generations after the first that start because of a loss; None: no limit.
     # How long a lost host is left out, the first time and at most; each loss doubles the time.
     cooldown_s: tuple[float, float] = (30.0, 600.0)
-    restart_failed: bool = False  # Whether a place that a lost rank has left is filled again, at a commit.
+    restart_failed: bool = False  # Whether a new generation replaces lost ranks, at the next commit.
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Leave:
-    """Tell the ranks of the generation to end at their next commit."""
+    """Tell the ranks of `generation` to end at their next commit."""
 
     generation: int
     why: str
@@ -34,7 +34,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Stop:
-    """End the generation's mpirun now. `is_done`: all ranks have ended well before."""
+    """End the mpirun of `generation` now. `is_done`: Whether all ranks have already ended with code 0."""
 
     generation: int
     why: str
@@ -43,7 +43,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Done:
-    """The job is over."""
+    """End the job with exit code `code`."""
 
     code: int
     why: str

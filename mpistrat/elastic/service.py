@@ -1,8 +1,8 @@
-"""The supervisor's thread: it serves the agents, looks for hosts, and drives the Plan.
+"""The supervisor's thread, which serves the agents, looks for hosts, and drives the Plan.
 
-The main thread of `mpistrat run --elastic` runs one mpirun after the other, as this thread says (`next_order`). What
-the agents say arrives over one TCP port of this host, to which all hosts of the job connect: agents over ssh would
-need a second way to authenticate, and a port that batch systems close as often.
+The main thread of `mpistrat run --elastic` runs one mpirun after the other, by the orders of this thread
+(`next_order`). All hosts of the job connect to one TCP port of this host, over which the agents send their messages.
+Agents over ssh would need a second authentication, and the port of ssh, which batch systems close as often.
 """
 
 import contextlib
@@ -27,23 +27,23 @@ from .orders import Action, Done, Leave, Limits, Say, Start, Stop
 from .supervisor_plan import Plan
 
 logger = logging.getLogger(__name__)
-_DISCOVERY_S = 1.0  # between two looks for hosts
+_DISCOVERY_S = 1.0  # between two searches for hosts
 _END_S = 3.0  # for the agents to end
-# Where a host that is up answers a connection, or refuses it: at a port where nothing listens, and at that of ssh,
-# since firewalls may drop what goes elsewhere.
+# The ports at which a running host accepts or refuses a connection: a port where nothing listens, and the port of ssh,
+# since firewalls may drop packets to other ports.
 _PORTS, _ANSWERS, _ANSWER_LIMIT_S = (9, 22), (0, errno.ECONNREFUSED), 1.0
 
 
 class Service:
-    """Drives the Plan in a thread of its own.
+    """Drives the Plan in a separate thread.
 
     Args:
-        hosts: Those that there are at first.
-        find_hosts: Returns the hosts and the number of ranks for each, or None if they cannot be found now.
+        hosts: The hosts at the start, each with its number of ranks.
+        find_hosts: Returns the hosts, each with its number of ranks, or None if they cannot be found now.
         addresses: Names and addresses of this host, for the agents.
         say: Prints a sentence.
-        stop: Ends the mpirun of a generation. Called with its number, why, and whether all its ranks have ended well.
-        reached: Those of the hosts that answer, whose names have no address here, as aliases of ssh have none.
+        stop: Ends a generation's mpirun. Called with its number, the reason, and whether all ranks have ended with 0.
+        reached: Returns which of the given hosts answer. Called with hosts without an address, such as ssh aliases.
         checkpoint, checkpoint_every: See ElasticJob.
     """
 
@@ -63,12 +63,11 @@ class Service:
         self._events: SimpleQueue[tuple[Connection | None, Message | None]] = SimpleQueue()
         self._agents: dict[Connection, str] = {}
         self._heard: dict[Connection, float] = {}
-        self._names: dict[Connection, str] = {}  # of the agents' hosts, as they call themselves
-        # The processes that mpirun has started, and of which no agent has told yet: by host, as it calls itself, rank
-        # and process number.
+        self._names: dict[Connection, str] = {}  # the hostnames of the agents' hosts
+        # The processes that mpirun has started, and that no agent has reported yet: their pids by hostname and rank.
         self._awaited: dict[str, dict[int, int]] = {}
         self._hosts: dict[str, set[str]] = {}  # the listed hosts, with their addresses
-        self._asked: set[str] = set()  # those that the Plan wants to hear of
+        self._asked: set[str] = set()  # the hosts that the Plan wants to be probed
         is_here = all(address in ("localhost", "127.0.0.1") for address in self._addresses)
         listener = socket.create_server(("127.0.0.1" if is_here else "", 0), backlog=1024)
         self._port = listener.getsockname()[1]
@@ -82,24 +81,24 @@ class Service:
     # -- for the main thread -------------------------------------------------------------------------------------------
 
     def next_order(self, timeout_s: float) -> Start | Done | None:
-        """What to do next: start a generation, or end; None if that is not known within `timeout_s`."""
+        """Wait for the next order: start a generation, or end. Returns None without an order within `timeout_s`."""
         try:
             return self._orders.get(timeout=timeout_s)
         except Empty:
             return None
 
     def job(self, generation: int) -> ElasticJob:
-        """What the ranks of a generation are told."""
+        """The description of the job for the ranks of a generation."""
         newest = self._plan.newest
         return ElasticJob(self._name, self._secret, generation, self._addresses, self._port, *self._checkpoint,
                           newest=(newest.generation, newest.number), stay_s=self._stay_s)
 
     def started(self, generation: int, processes: Mapping[int, tuple[str, int]], ended: Iterable[int]) -> None:
-        """What the ranks have told mpirun.
+        """Take the ranks' reports on their start, which arrive in the output of mpirun.
 
         Args:
-            generation: Of the ranks.
-            processes: Those that have started: by rank the host, as it calls itself, and the process number.
+            generation: The generation of the ranks.
+            processes: The hostname and the pid of each rank that has started.
             ended: The ranks that have ended without init().
         """
         self._put(kind="started", generation=generation, processes=dict(processes), ended=list(ended))
@@ -123,15 +122,15 @@ class Service:
     # -- the threads ---------------------------------------------------------------------------------------------------
 
     def _look_for_hosts(self) -> None:
-        """Look for hosts again and again, and ask those of which the Plan wants to hear.
+        """Look for hosts repeatedly, and probe the hosts that the Plan wants to be probed.
 
-        In a thread of its own, since a program, a name server or a host may take long.
+        Runs in a separate thread, since a program, a name server or a host may take long.
         """
         known: dict[str, set[str]] = {}
         while True:
             found, asked = self._find_hosts(), self._asked
             if found is not None:
-                # One that is asked may have a new address.
+                # A host that is probed may have a new address.
                 known = {host: (host not in asked and known.get(host)) or _addresses_of(host.rpartition("@")[2])
                          for host in found}
                 self._put(kind="hosts", slots=dict(found), addresses=known)
@@ -147,7 +146,7 @@ class Service:
         while True:
             now = time.monotonic()
             if now > beat_at + SILENT_S:
-                # This process was stopped, and has not listened. Messages of agents may wait, with ends of ranks.
+                # This process was stopped, and did not read. Messages of agents, on ends of ranks too, may be waiting.
                 self._heard = dict.fromkeys(self._heard, now)
             if now >= beat_at:
                 beat_at = now + BEAT_S
@@ -236,7 +235,7 @@ class Service:
         return plan.ended(host, pid, generation, message["code"], message["why"], now)
 
     def _await(self, generation: int, processes: Mapping[int, tuple[str, int]]) -> None:
-        """Watch the processes of ranks that have not said hello, from the start of their commands on."""
+        """Watch the processes of ranks that have started, until the ranks have said hello."""
         if generation != self._plan.generation:
             return
         self._awaited = {}
@@ -246,7 +245,7 @@ class Service:
 
     def _without(self, connection: Connection, lost: Callable[[str, str, float], list[Action]], why: str, now: float
                  ) -> list[Action]:
-        """A connection of an agent is no more. The agent may have another one."""
+        """Forget a lost connection of an agent. Calls `lost` if the host has no other connection."""
         host = self._agents.pop(connection, None)
         self._names.pop(connection, None)
         connection.close()
@@ -279,7 +278,7 @@ class Service:
                 left.discard(source)
 
     def _listed(self, host: str, peer: str) -> str:
-        """The name under which an agent's host is listed."""
+        """The name of an agent's host in the list of hosts."""
         names = list(self._hosts)
         short = host.partition(".")[0]
         for name, addresses in self._hosts.items():
@@ -297,7 +296,7 @@ def _addresses_of(name: str) -> set[str]:
 
 
 def _answering(addresses: Iterable[str]) -> set[str]:
-    """Those of the addresses where a host is up, with the network to it. Returns within `_ANSWER_LIMIT_S`."""
+    """Return the addresses at which a running host can be reached. Returns within `_ANSWER_LIMIT_S`."""
     found: set[str] = set()
     with contextlib.ExitStack() as open_ones, selectors.DefaultSelector() as waiting:
         for address in addresses:
@@ -322,7 +321,7 @@ def _answering(addresses: Iterable[str]) -> set[str]:
 
 
 def addresses_towards(hosts: Iterable[str]) -> list[str]:
-    """Names and addresses of this host by which the other hosts may reach it; ["127.0.0.1"] without other hosts."""
+    """Names and addresses by which other hosts may reach this host; ["127.0.0.1"] if there are no other hosts."""
     found: list[str] = []
     for host in hosts:
         for address in _addresses_of(host.rpartition("@")[2]):

@@ -1,8 +1,8 @@
-"""What the supervisor of an elastic job decides: when a generation starts, leaves and ends. Pure: no I/O, no clock.
+"""The decisions of an elastic job's supervisor: when a generation starts, leaves and ends. Pure: no I/O, no clock.
 
 A *generation* is one mpirun with its ranks. It is over when its mpirun has ended. The job is done when all ranks of a
-generation say that they have ended with code 0; mpirun's own exit code is not used, since it is 0 after ranks were
-killed. Otherwise the next generation starts, on the hosts that there are, with back-off and limits.
+generation report an end with code 0. The exit code of mpirun is not used, since it is also 0 after ranks were killed.
+Otherwise the next generation starts, on the available hosts, with back-off and limits.
 """
 
 import math
@@ -15,40 +15,40 @@ from .elastic_job import LEAVE_CODE
 from .orders import Action, Done, Leave, Limits, Say, Start, Stop
 
 # -- the hosts ---------------------------------------------------------------------------------------------------------
-# Where a generation may start, and which hosts are left out for a while.
+# The hosts on which a generation may start, and the hosts that are left out for a while.
 
-ANSWER_S = 5.0  # How long an answer of a host holds.
+ANSWER_S = 5.0  # How long an answer of a host counts.
 
 
 class Hosts:
-    """Hosts, by name.
+    """The hosts of a job, by name.
 
-    A host is *reached* if its agent is connected, or if it is the supervisor's own. It is *there* if it is reached, or
-    has just answered a probe. Ranks start on a host that is lost, or new in a job that runs, only if it is there.
+    A host is *reached* if its agent is connected, or if it is the supervisor's own host. It is *there* if it is reached
+    or has just answered a probe. On lost hosts, and on new hosts of a running job, ranks start only if they are there.
 
     Args:
         cooldown_s: How long a lost host is left out, the first time and at most; each loss doubles the time.
-        own: Names of the supervisor's host, which is there as long as the job.
+        own: Names of the supervisor's host, which is always there.
     """
 
     def __init__(self, cooldown_s: tuple[float, float], own: Collection[str] = ()):
         self._cooldown_s, self._own = cooldown_s, own
-        self._cooled: dict[str, tuple[float, int]] = {}  # until when a host is left out, and how often it was
-        self._gone: dict[str, tuple[float, str]] = {}  # whose agent is gone: since when, and why
-        self._answered: dict[str, float] = {}  # when a host has answered last
-        self._trusted: set[str] = set()  # where ranks may start unasked
-        self._vain: set[str] = set()  # that have answered, and nothing has started there
-        self._kept: set[str] = set()  # Those with an agent.
+        self._cooled: dict[str, tuple[float, int]] = {}  # until when a host is left out, and how often it has been
+        self._gone: dict[str, tuple[float, str]] = {}  # hosts without their agent: since when, and why
+        self._answered: dict[str, float] = {}  # the time of a host's last answer
+        self._trusted: set[str] = set()  # hosts on which ranks may start without a probe
+        self._vain: set[str] = set()  # hosts that answered when they were left out last
+        self._kept: set[str] = set()  # hosts with a connected agent
         self.slots: dict[str, int] = {}  # The number of ranks for each host that discovery has found.
 
     def found(self, slots: dict[str, int], is_first: bool) -> None:
-        """Discovery has found these hosts; `is_first`: no generation has started yet."""
+        """Discovery has found the hosts of `slots`. `is_first`: Whether no generation has started yet."""
         self.slots = {host: count for host, count in slots.items() if count > 0}
         if is_first:
             self.trust(self.slots)
 
     def answered(self, hosts: Collection[str], now: float) -> None:
-        """These hosts have answered."""
+        """These hosts have answered a probe."""
         self._answered.update(dict.fromkeys(hosts, now))
 
     def is_reached(self, host: str) -> bool:
@@ -61,10 +61,10 @@ class Hosts:
         return self._cooled.get(host, (now, 0))[0] <= now
 
     def usable(self, least: int, now: float) -> dict[str, int]:
-        """The number of ranks for each host where they may start.
+        """The number of ranks for each host on which ranks may start.
 
-        If these have fewer than `least` slots, to wait would help nobody. So hosts that are left out are among them if
-        they are there, and hosts that do not answer if their time is over: a firewall may drop the probes.
+        If these hosts have fewer than `least` slots, waiting would not help. The result then also has left-out hosts
+        that are there, and hosts without an answer whose cooldown is over (a firewall may drop the probes).
         """
         found = {host: slots for host, slots in self.slots.items()
                  if self._is_rested(host, now) and (host in self._trusted or self.is_there(host, now))}
@@ -73,20 +73,20 @@ class Hosts:
             or (self.is_there(host, now) and host not in self._vain)}
 
     def room(self, running: Collection[str], now: float) -> dict[str, int]:
-        """The number of ranks for each host where there is room: on these hosts, and on those that are there."""
+        """The number of ranks for each host with room: the `running` hosts, and hosts that are there."""
         return {host: slots for host, slots in self.slots.items()
                 if host in running or (self._is_rested(host, now) and self.is_there(host, now))}
 
     def trust(self, hosts: Iterable[str]) -> None:
-        """Let ranks start on these hosts without another answer."""
+        """Let ranks start on these hosts without a further probe."""
         self._trusted.update(hosts)
 
     def unreached(self, now: float, is_needed: bool) -> set[str]:
-        """The hosts to ask, which are not reached. Those that are left out are asked if they `is_needed`."""
+        """The hosts to probe: those that are not reached. `is_needed`: Whether to include left-out hosts."""
         return {host for host in self.slots if (is_needed or self._is_rested(host, now)) and not self.is_reached(host)}
 
     def cool(self, host: str, now: float) -> float:
-        """Leave a host out for a while. Returns for how many seconds."""
+        """Leave a host out for a while. Returns the time in seconds."""
         (self._vain.add if self.is_there(host, now) else self._vain.discard)(host)
         first_s, longest_s = self._cooldown_s
         times = self._cooled.get(host, (0.0, 0))[1]
@@ -106,7 +106,7 @@ class Hosts:
         self._gone[host] = min(since, self._gone.get(host, (since, ""))[0]), why
 
     def lost(self, patience_s: float, now: float) -> dict[str, str]:
-        """Those whose agent has been gone for `patience_s`, and why. They are not returned again."""
+        """The hosts without an agent for `patience_s`, each with the reason. Each host is returned once."""
         found = {host: why for host, (since, why) in self._gone.items() if now - since >= patience_s}
         for host in found:
             del self._gone[host]
@@ -114,7 +114,7 @@ class Hosts:
 
 
 # -- the generation that runs ------------------------------------------------------------------------------------------
-# One mpirun, and what its supervisor knows of the ranks.
+# One mpirun, and the supervisor's knowledge of its ranks.
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Process:
     rank: int
     host: str
     state: str = "runs"  # or "done", "failed", "left", "died"
-    is_connected: bool = False  # It has left init().
+    is_connected: bool = False  # Whether the rank has left init().
     is_renamed: bool = False
 
 
@@ -133,17 +133,17 @@ class Generation:
     """The generation that runs."""
 
     number: int
-    ranks: int  # How many it has started with.
-    hosts: dict[str, int]  # The number of ranks for each host.
-    processes: dict[tuple[str, int], Process] = field(default_factory=dict)  # By host and process number.
-    size: int = 0  # How many ranks it has now.
-    has_committed: bool = False  # Whether a commit was kept.
-    lost_at: float = math.inf  # When the first loss was that is not mended; infinite: there is none.
-    ended_at: float = math.inf  # When the last rank has said that it ends.
-    leaves: str = ""  # Why it ends at its next commit; "" if it goes on.
+    ranks: int  # The number of ranks at the start.
+    hosts: dict[str, int]  # The number of ranks on each host.
+    processes: dict[tuple[str, int], Process] = field(default_factory=dict)  # By host and pid.
+    size: int = 0  # The number of ranks now.
+    has_committed: bool = False  # Whether a commit of this generation was kept.
+    lost_at: float = math.inf  # The time of the first loss that is not mended; infinite: no such loss.
+    ended_at: float = math.inf  # When the last rank has reported its end.
+    leaves: str = ""  # Why the generation ends at its next commit; "" if it goes on.
     is_stopped: bool = False  # Whether its mpirun was told to end.
-    heard: set[int] = field(default_factory=set)  # The ranks that have said hello, as they were numbered at the start.
-    # The ranks whose processes have ended before they were heard of, and since when that is known.
+    heard: set[int] = field(default_factory=set)  # The ranks that have said hello, by their numbers at the start.
+    # The ranks whose processes have ended before a hello, each with the time at which this became known.
     missing: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -152,7 +152,7 @@ class Generation:
 
     @property
     def are_all_connected(self) -> bool:
-        """Whether all ranks have left init(). Before that none of them can mend the loss of another."""
+        """Whether all ranks have left init(). Until then the ranks cannot mend the loss of a rank."""
         return sum(process.is_connected for process in self.processes.values()) >= self.ranks
 
     @property
@@ -162,16 +162,16 @@ class Generation:
 
     @property
     def is_done(self) -> bool:
-        """Whether all ranks that there are have ended with exit code 0."""
+        """Whether all remaining ranks have ended with exit code 0."""
         return self.states.count("done") >= max(self.size, 1) and not self.has_loss
 
     @property
     def has_left(self) -> bool:
-        """Whether it was to end at a commit, and all ranks have."""
+        """Whether the generation was told to end at a commit, and all ranks have ended in this way."""
         return bool(self.leaves and self.processes) and all(state in ("left", "done") for state in self.states)
 
     def hello(self, host: str, rank: int, pid: int, is_connected: bool) -> None:
-        """A rank is there: for the first time, or again, since it has left init() or found another agent."""
+        """A rank has said hello: for the first time, after it left init(), or to a new agent."""
         if (host, pid) not in self.processes:
             self.heard.add(rank)
             self.missing.pop(rank, None)
@@ -183,13 +183,13 @@ class Generation:
         return [process for process in self.processes.values() if process.host == host and process.state == "runs"]
 
     def lose(self, processes: Iterable[Process], now: float) -> None:
-        """These processes have ended without saying so."""
+        """These processes have ended without a report of their end."""
         for process in processes:
             process.state = "died"
             self.lost_at = min(self.lost_at, now)
 
     def end(self, process: Process, code: int, now: float) -> None:
-        """A process ends with this exit code."""
+        """A process has reported that it ends with exit code `code`."""
         process.state = "done" if code == 0 else "left" if code == LEAVE_CODE else "failed"
         if "runs" not in self.states:
             self.ended_at = now
@@ -197,14 +197,14 @@ class Generation:
             self.lost_at = min(self.lost_at, now)
 
     def rename(self, process: Process, rank: int, size: int) -> bool:
-        """A rank goes on with a new number after a loss. Returns whether it is the first to do so."""
+        """A rank goes on with a new number after a loss. Returns whether it is the first such rank."""
         process.rank, process.is_renamed = rank, True
         is_first, self.size = self.size != size, size
         alive = [each for each in self.processes.values() if each.state == "runs"]
         if sum(each.is_renamed for each in alive) == size:
             self.lost_at = math.inf
             for each in alive:
-                if not each.is_renamed:  # Its agent was lost with it, and nobody else tells.
+                if not each.is_renamed:  # Its agent was lost too, so nobody has reported its end.
                     each.state = "died"
                 each.is_renamed = False
         return is_first
@@ -212,25 +212,25 @@ class Generation:
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
-# Generations in a row that end without a new commit. The next ones would end in the same way.
+# The most generations in a row without a new commit. Further generations would end in the same way.
 _MOST_FRUITLESS = 3
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 30.0
-# After a failure: how long an agent that has been silent for a moment may take to be heard again, or to be given up.
+# After a failure: how long the supervisor waits until it has heard from a silent agent, or has given up the agent.
 VERDICT_S = 5.0
-# While a generation runs: how long its ranks may take to start another agent in the place of one that has ended. They
-# end after 20 s without.
+# While a generation runs: how long its ranks may take to replace an agent that has ended. The ranks end after 20 s
+# without an agent.
 RETURN_LIMIT_S = 25.0
-# After a failure: how long an agent may take to tell how its ranks have ended. mpirun may end, because a host is lost,
-# before the supervisor knows of the loss.
+# After a failure: how long an agent may take to report how its ranks have ended. mpirun may end, because a host is
+# lost, before the supervisor knows of the loss.
 _TELL_S = 1.0
-# A loss that the ranks have not mended by then is not one that they can mend.
+# How long the ranks may take to mend a loss. Losses that are not mended by then cannot be mended.
 RECOVERY_LIMIT_S = 15.0
-# As long as a rank is in init(), none can be mended. Others may still report the same error meanwhile.
+# While a rank is in init(), no loss can be mended. In this time other ranks may still report the same error.
 START_LOSS_S = 2.0
-# mpirun, or a rank in MPI_Finalize, may not end after all ranks have said that they end.
+# How long mpirun may take to end after all ranks have reported their ends. It, or a rank in MPI_Finalize, may hang.
 END_LIMIT_S = 15.0
-# The exit code after SIGTERM or SIGUSR1, unless a rank has failed: the job can be started again (EX_TEMPFAIL). No other
-# job ends with it, since a batch script queues it again.
+# The exit code after SIGTERM or SIGUSR1, unless a rank has failed: the job can be started again (EX_TEMPFAIL). Jobs
+# have this exit code in no other case, since batch scripts requeue a job with this code.
 PREEMPTED_CODE = 75
 
 
@@ -239,7 +239,7 @@ class Plan:
 
     Args:
         now: The time, in seconds from any origin, as in all methods.
-        saves: Whether commits are saved, for a job that goes on later.
+        saves: Whether commits are saved in files, so that a later job can go on from a commit.
         own: Names of the supervisor's host.
     """
 
@@ -247,7 +247,7 @@ class Plan:
         self._limits, self._saves = limits, saves
         self._hosts = Hosts(limits.cooldown_s, own)
         self._running: Generation | None = None
-        # Hosts of which it is not known yet whether they are lost, with the processes whose ends are not known.
+        # After a generation: the hosts that may be lost, with the pids of ranks whose ends are not known.
         self._awaited: dict[str, set[int]] = {}
         self._start_at = self._verdict_at = now
         self._waits_since, self._has_said_wait = now, False
@@ -263,7 +263,7 @@ class Plan:
     # -- hosts ---------------------------------------------------------------------------------------------------------
 
     def hosts_found(self, hosts: dict[str, int], now: float) -> list[Action]:
-        """Discovery has found these hosts, with the number of ranks for each."""
+        """Discovery has found `hosts`, each with its number of ranks."""
         self._hosts.found(hosts, is_first=not self.generation)
         running = self._running
         if running is None or running.leaves or running.is_stopped:
@@ -274,11 +274,11 @@ class Plan:
         return self._grow(now)
 
     def _grow(self, now: float) -> list[Action]:
-        """Plan a generation with more ranks, if there is room for them."""
+        """Let the running generation leave for a generation with more ranks, if there is room for more ranks."""
         running = self._running
         if running is None or running.leaves or running.is_stopped or running.has_loss:
             return []
-        # A place that a lost rank has left is not new room, unless it is to be filled again.
+        # The slot of a lost rank does not count as room, unless lost ranks are replaced (`restart_failed`).
         hosts = self._hosts.room(running.hosts, now)
         room = min(self._limits.max_np, sum(hosts.values()))
         now_there = running.size if self._limits.restart_failed else running.ranks
@@ -295,23 +295,23 @@ class Plan:
 
     @property
     def heard(self) -> set[int]:
-        """The ranks of the generation that runs that have said hello, as they were numbered at its start."""
+        """The ranks of the running generation that have said hello, by their numbers at its start."""
         return set() if self._running is None else self._running.heard
 
     @property
     def leaving(self) -> Leave | None:
-        """What the ranks of the generation that runs were told, for an agent that has not heard it."""
+        """The order to leave that the running generation was given, for a new agent; None: it was given none."""
         running = self._running
         return Leave(running.number, running.leaves) if running is not None and running.leaves else None
 
     def asked(self, now: float) -> set[str]:
-        """The hosts of which an answer would change what follows."""
+        """The hosts to probe: hosts whose answers would change the decisions."""
         running = self._running
         hosts = self._hosts.unreached(now, is_needed=running is None)
         return hosts if running is None or running.ranks < self._limits.max_np else hosts & running.hosts.keys()
 
     def answered(self, hosts: Collection[str], now: float) -> list[Action]:
-        """These of the hosts that are `asked` have answered, so they and the network to them are up."""
+        """Some of the `asked` hosts have answered, so these hosts and the network to them are up."""
         self._hosts.answered(hosts, now)
         return self._grow(now)
 
@@ -321,30 +321,30 @@ class Plan:
     def agent_gone(self, host: str, why: str, now: float) -> list[Action]:
         """The connection to the agent of a host is closed.
 
-        While the generation runs it may connect again, or its ranks start another one.
+        While the generation runs, the agent may reconnect, or the ranks of the host may start another agent.
         """
         self._hosts.agent_gone(host, why, now)
         return [] if self._running is not None else self._lose_hosts(0.0, now)
 
     def host_lost(self, host: str, why: str, now: float) -> list[Action]:
-        """The agent of a host is silent."""
+        """The agent of a host has been silent for too long."""
         self._hosts.agent_gone(host, why, -math.inf)
         return self._lose_hosts(RETURN_LIMIT_S, now)
 
     def _lose_hosts(self, patience_s: float, now: float) -> list[Action]:
-        """Give up the hosts whose agents have been gone for so long."""
+        """Give up the hosts that have been without an agent for `patience_s`."""
         actions: list[Action] = []
         for host, why in self._hosts.lost(patience_s, now).items():
             running = self._running
             if running is None:
-                # The generation has ended because of it, before the supervisor knew.
+                # The generation has ended because of the lost host, before the supervisor knew of the loss.
                 if not self._hosts.is_reached(host) and self._awaited.pop(host, None) is not None:
                     self._hosts.cool(host, now)
                     actions.append(Say(f"{host} is lost: {why}"))
             elif processes := running.running_on(host):
                 self._hosts.cool(host, now)
                 running.lose(processes, now)
-                # Neither maker's mpirun survives the loss of a host: it ends the job, or waits for minutes.
+                # No mpirun (Open MPI, MPICH) survives the loss of a host: it ends the job, or waits for minutes.
                 actions += [Say(f"{host} is lost: {why}"), *self._stop(f"{host} is lost")]
         return actions
 
@@ -358,7 +358,7 @@ class Plan:
     # -- what ranks say, through their agents -------------------------------------------------------------------------
 
     def _process(self, host: str, pid: int, generation: int) -> tuple[Generation, Process] | None:
-        """A process that has not ended, of the generation that runs."""
+        """The process `pid` of the running generation; None if it has ended, or is of another generation."""
         running = self._running
         if running is None or running.number != generation:
             return None
@@ -372,13 +372,13 @@ class Plan:
                 del self._awaited[host]
 
     def missing(self, generation: int, rank: int, now: float) -> None:
-        """The process that mpirun has started for this rank has ended, and has not said hello yet."""
+        """The process that mpirun started for this rank has ended. No effect if the rank has already said hello."""
         running = self._running
         if running is not None and running.number == generation and rank not in running.heard:
             running.missing.setdefault(rank, now)
 
     def hello(self, host: str, rank: int, pid: int, generation: int, is_connected: bool = False) -> None:
-        """A rank is in init(), or has left it."""
+        """A rank is in init(), or has left init() (`is_connected`)."""
         if self._running is not None and self._running.number == generation:
             self._running.hello(host, rank, pid, is_connected)
 
@@ -390,7 +390,7 @@ class Plan:
             self.newest, self._step = commit, step
 
     def died(self, host: str, pid: int, generation: int, now: float) -> list[Action]:
-        """The process of a rank has ended without saying so."""
+        """The process of a rank has ended without a report of its end."""
         self._note_end(host, pid)
         if (found := self._process(host, pid, generation)) is None:
             return []
@@ -399,7 +399,7 @@ class Plan:
         return [] if running.is_stopped else [Say(f"rank {process.rank} on {host} (process {pid}) has died")]
 
     def ended(self, host: str, pid: int, generation: int, code: int, why: str, now: float) -> list[Action]:
-        """A rank ends with this exit code."""
+        """A rank has reported that it ends with exit code `code`."""
         self._note_end(host, pid)
         if (found := self._process(host, pid, generation)) is None:
             return []
@@ -410,7 +410,7 @@ class Plan:
         return [Say(f"rank {process.rank} on {host} ends with exit code {code}" + (f" ({why})" if why else ""))]
 
     def renamed(self, host: str, pid: int, generation: int, rank: int, size: int, now: float) -> list[Action]:
-        """The ranks that are left after a loss go on with new numbers."""
+        """A rank goes on with a new number `rank`, of `size`, after a loss."""
         if (found := self._process(host, pid, generation)) is None:
             return []
         running, process = found
@@ -420,7 +420,7 @@ class Plan:
         return [*said, *(self._grow(now) if self._limits.restart_failed else [])]
 
     def preempted(self, host: str, generation: int, why: str, now: float) -> list[Action]:
-        """A rank of the host has received a signal by which the batch system announces that it takes the host away."""
+        """A rank of the host has received the signal by which a batch system announces the host's preemption."""
         running = self._running
         if running is None or running.number != generation:
             return []
@@ -451,10 +451,10 @@ class Plan:
         """The mpirun of the generation has ended.
 
         Args:
-            code: mpirun's exit code, for people.
-            has_started: Whether processes have started on all hosts. If not, those that were not reached are left out
-                for a while, and the generation counts neither as a failure nor as a loss.
-            silent: The hosts whose agents have not been heard for longer than usual, but are not given up yet.
+            code: The exit code of mpirun, which becomes the exit code of the job if the job has failed.
+            has_started: Whether processes have started on all hosts. If not, the hosts that were not reached are left
+                out for a while, and the generation counts neither as a failure nor as a loss.
+            silent: The hosts whose agents have been silent for longer than usual, but are not given up yet.
         """
         running = self._running
         if running is None or self._is_done:
@@ -471,7 +471,7 @@ class Plan:
         return [*self._lose_hosts(0.0, now), *cooled, *self._after(running, code, bool(cooled), now)]
 
     def _cool_unreached(self, running: Generation, now: float) -> list[Action]:
-        """Leave out the hosts where nothing has started. Those that answer are left out only if all of them do."""
+        """Leave out hosts where no rank has started: those without an answer, or all of them if all answer."""
         heard = {process.host for process in running.processes.values()}
         unreached = [host for host in running.hosts if host not in heard and not self._hosts.is_reached(host)]
         silent = [host for host in unreached if not self._hosts.is_there(host, now)]
@@ -502,12 +502,12 @@ class Plan:
 
     @property
     def _named(self) -> str:
-        """The newest commit, for people."""
+        """The newest commit, as text for messages."""
         return str(self.newest) + (f" ({self._step})" if self._step else "")
 
     @property
     def _last(self) -> str:
-        """The end of a sentence: from which commit the job could go on."""
+        """The end of a sentence, with the commit from which the job could go on; "" without a commit."""
         return f"; the last is {self._named}" if self.newest.number else ""
 
     def _count_failure(self, running: Generation, code: int, now: float) -> list[Action]:
@@ -525,7 +525,7 @@ class Plan:
         return []
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed. Called at least once per second."""
+        """Time has passed. To be called at least once per second."""
         if self._is_done:
             return []
         running = self._running
@@ -545,15 +545,15 @@ class Plan:
         slots = sum(usable.values())
         if slots < self._limits.min_np:
             if now - self._waits_since > self._limits.timeout_s:
-                return self._finish(Done(1, f"there are {slots} slots, and --min-np {self._limits.min_np} asks for "
-                                            f"more. None have come in {self._limits.timeout_s:g} s (--elastic-timeout)"
+                return self._finish(Done(1, f"there are {slots} slots, but --min-np {self._limits.min_np} needs more. "
+                                            f"No more were found in {self._limits.timeout_s:g} s (--elastic-timeout)"
                                             f"{self._last}"))
             if self._has_said_wait:
                 return []
             self._has_said_wait = True
             out = [host for host in self._hosts.slots if host not in usable]
             said = f"; {' and '.join(out)} {'is' if len(out) == 1 else 'are'} left out" if out else ""
-            return [Say(f"waits for hosts: there are {slots} slots, and --min-np {self._limits.min_np} asks for more"
+            return [Say(f"waits for hosts: there are {slots} slots, but --min-np {self._limits.min_np} needs more"
                         f"{said} (--elastic-timeout {self._limits.timeout_s:g})")]
         if now < self._start_at or (self._awaited and now < self._verdict_at):
             return []
@@ -576,5 +576,5 @@ class Plan:
 
 
 def _failure(code: int) -> int:
-    """The exit code of a job that has failed for good, after this one of mpirun."""
+    """The exit code of a job that has finally failed, from the exit code of mpirun."""
     return 1 if code in (0, PREEMPTED_CODE) else code

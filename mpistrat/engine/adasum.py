@@ -1,14 +1,14 @@
-"""Adasum: combines gradients so that the parts that they have in common count once (Maleki et al., MLSys 2021).
+"""Adasum: combines gradients so that their common parts count only once (Maleki et al., MLSys 2021).
 
 Two gradients a and b become `(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b`: their mean if they are equal, their sum if
 they are orthogonal. More ranks are combined in pairs, and the results in pairs again; a rank without a partner waits
 for the next level. Neighbours come first, so the ranks of a host are combined with each other before other hosts.
 
 Each rank works on one slice of each tensor, as in an all-reduce: it receives the slices of all ranks, and the ranks sum
-the dot products of their slices at each level. So the number of ranks may be any, and each byte travels as often as in
-an all-reduce. Dot products are in float64. The same bits result on all ranks, for each slice has one owner.
+the dot products of their slices at each level. So any number of ranks is possible, and each byte is sent as often as in
+an all-reduce. Dot products are in float64. All ranks get the same bits, because each slice has one owner.
 
-Called by the executor, in the thread that drives.
+The executor calls it in the thread that drives.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from ..core.request import ReduceOp, Request
 
 def adasum(data: DataPlane, rank: int, size: int, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
            request: Request) -> None:
-    """Write the Adasum of all ranks' `sources` to `targets`, each tensor by itself. Collective.
+    """Write the Adasum of all ranks' `sources` to `targets`, separately for each tensor. Collective.
 
-    The sources are floating-point arrays, of the same shapes and dtypes on all ranks. So are the targets, one for each
-    source. The request has the factors.
+    The sources are floating-point arrays, of the same shapes and dtypes on all ranks. There is a target of the same
+    shape and dtype for each source. `request.scaled` has the factors.
     """
     slices = [_slice_of_each_rank(data, rank, size, source, request.scaled.prescale) for source in sources]
     while len(slices[0]) > 1:
@@ -40,7 +40,7 @@ def adasum(data: DataPlane, rank: int, size: int, sources: Sequence[np.ndarray],
 
 def _slice_of_each_rank(data: DataPlane, rank: int, size: int, source: np.ndarray,
                         prescale: float) -> list[np.ndarray]:
-    """The slices that this rank owns, of the tensors of all ranks; half precision as float32."""
+    """Return this rank's slice of the tensor of each rank, in rank order; half precision as float32."""
     counts = _counts(source.size, size)
     parts = np.empty((size, counts[rank]), source.dtype)
     data.alltoall(source.reshape(-1), parts.reshape(-1), counts, [counts[rank]] * size, max(counts))
@@ -50,7 +50,7 @@ def _slice_of_each_rank(data: DataPlane, rank: int, size: int, source: np.ndarra
 
 
 def _combined(data: DataPlane, slices: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
-    """One level: the slices of each tensor, with pairs combined. Collective."""
+    """Combine the slices of each tensor in pairs, for one level. Collective."""
     pairs = len(slices[0]) // 2
     dots = np.array([[_dots(parts[2 * i], parts[2 * i + 1]) for i in range(pairs)] for parts in slices])
     flat = dots.reshape(-1)
@@ -63,18 +63,18 @@ def _combined(data: DataPlane, slices: list[list[np.ndarray]]) -> list[list[np.n
 
 
 def _dots(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
-    """a.b, |a|^2 and |b|^2 in float64."""
+    """Return a.b, |a|^2 and |b|^2 in float64."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     return float(a @ b), float(a @ a), float(b @ b)
 
 
 def _pair(a: np.ndarray, b: np.ndarray, dot: float, norm_a: float, norm_b: float) -> np.ndarray:
-    """The Adasum of two tensors, given their dot products. A tensor of zeros leaves the other one as it is."""
+    """Return the Adasum of two tensors, from their dot products. If one tensor is zero, it is the other tensor."""
     of_a = 1.0 - dot / (2 * norm_a) if norm_a else 1.0
     of_b = 1.0 - dot / (2 * norm_b) if norm_b else 1.0
     return a * a.dtype.type(of_a) + b * b.dtype.type(of_b)
 
 
 def _counts(elements: int, size: int) -> list[int]:
-    """How many elements of a tensor each rank owns."""
+    """Return the number of elements of a tensor that each rank owns."""
     return [elements * (rank + 1) // size - elements * rank // size for rank in range(size)]

@@ -1,10 +1,10 @@
 """Controller: one cycle of an engine. Take submissions and messages, agree with the other ranks, execute.
 
-In a cycle, a rank gives the coordinator what its callers have submitted and what other ranks have sent, sends what the
-coordinator returns, and executes the decisions of rank 0 in their order. The shorter way is a vote of all ranks on the
-operation that a caller waits for, without a message to rank 0: negotiation/fast_path.py. `LifeCycle` has the end.
+In a cycle, a rank passes its callers' submissions and the messages of other ranks to the coordinator, sends the
+messages that the coordinator returns, and executes the decisions of rank 0 in order. In the shorter fast path, all
+ranks vote on the operation that a caller waits for, without messages to rank 0. `LifeCycle` ends the engine.
 
-No threads here: the engine calls all of it from one thread at a time, and tests call `run_cycle` on each rank in turn.
+This module has no threads: the engine calls it from one thread at a time, and tests call `run_cycle` on each rank.
 """
 
 import logging
@@ -35,10 +35,10 @@ from .executor import Executor
 from .queue import TensorQueue
 
 # -- the states of an engine -------------------------------------------------------------------------------------------
-# The end of an engine: by a shutdown on all ranks, by a failure, or without the other ranks.
+# An engine ends by a shutdown on all ranks, by a failure, or without the other ranks.
 #
-# However an engine ends, each operation that is in flight fails with an error that names the cause, and the other ranks
-# receive that cause. Called by the controller, in the thread that drives; `abandon` and `break_off` by any thread.
+# In each case, operations in flight fail with an error that names the cause, and the other ranks receive the cause. The
+# controller calls this part in the thread that drives. Any thread may call `abandon` and `break_off`.
 
 
 logger = logging.getLogger(__name__)
@@ -49,21 +49,21 @@ _ERRORS: dict[EndReason, type[EngineError]] = {
 SHUT_DOWN_TEXT = ("mpistrat has been shut down. This was caused by an exception on one of the ranks, or by an attempt "
                   "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
-_LAST_MESSAGE_S = 2.0  # A rank that has failed waits at most so long until other ranks have taken its last message.
-_LAST_MESSAGE_LOOKS = 40  # How often another rank looks for it in this time.
-# The same after a stall, when some rank takes no messages. This rank must raise its error before another one, which has
-# received the message, ends the job.
+_LAST_MESSAGE_S = 2.0  # The longest time that a failed rank waits until other ranks have taken its last message.
+_LAST_MESSAGE_LOOKS = 40  # The number of looks for this message in this time, on another rank.
+# The same time after a stall, when some rank takes no messages. It is short, so that this rank raises its error before
+# another rank, which has received the message, ends the job.
 _LAST_MESSAGE_AFTER_STALL_S = 0.2
 
 
 class BrokenOffError(EngineError):
-    """Ends the engines of all ranks because of a graph of one rank. The ranks raise it as EngineError, with this text.
+    """Ends the engines of all ranks because of a graph of one rank. The ranks raise EngineError with the same text.
 
-    The collectives that the graph has submitted cannot be taken back: the other ranks may wait for them, and would
-    execute them with what this rank submits for the next step.
+    The collectives that the graph has submitted cannot be taken back: other ranks may wait for them, and would execute
+    them together with the collectives of this rank's next step.
 
     Args:
-        cause: What has happened on which rank, as a sentence.
+        cause: A sentence that says what has happened, and on which rank.
     """
 
     def __init__(self, cause: str):
@@ -73,7 +73,7 @@ class BrokenOffError(EngineError):
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of: its controller makes them, and its life cycle ends them."""
+    """The parts of an engine. The controller makes them, and the life cycle ends them."""
 
     rank: int  # This rank in the job.
     control: ControlPlane
@@ -82,7 +82,7 @@ class Parts:
     executor: Executor
     queue: TensorQueue
     clock: Callable[[], float]  # Seconds, from any origin.
-    interruption: Interruption  # Ends the cycles because ranks are lost.
+    interruption: Interruption  # Ends the cycles if ranks are lost.
 
 
 class LifeCycle:
@@ -93,9 +93,9 @@ class LifeCycle:
         self._abandoned: EngineError | None = None
         self._broken_off: BrokenOffError | None = None
         self.ended = threading.Event()  # Set when there are no more cycles.
-        self.error: Exception | None = None  # What ended them; None after a shutdown on all ranks.
-        # is_end_requested: This rank submits no more. Any thread may set it; the next cycle announces it.
-        # is_end_announced: The coordinator knows that.
+        self.error: Exception | None = None  # The error that ended the engine; None after a shutdown on all ranks.
+        # is_end_requested: This rank will submit no more. Any thread may set it; the next cycle announces it.
+        # is_end_announced: The coordinator knows that this rank will submit no more.
         self.is_end_requested = self.is_end_announced = False
 
     # -- from any thread ----------------------------------------------------------------------------------------------
@@ -111,15 +111,15 @@ class LifeCycle:
     # -- from the thread that drives ----------------------------------------------------------------------------------
 
     def announce_end(self) -> None:
-        """Announce that this rank submits no more, if that was requested. Once."""
+        """Announce that this rank submits no more, if the end was requested and not yet announced."""
         if self.is_end_requested and not self.is_end_announced:
             self.is_end_announced = True
             self._parts.coordinator.end(self._parts.queue.completed)
 
     def end_if_abandoned(self) -> bool:
-        """End if `abandon` was called, or ranks are lost. Returns whether it has ended now.
+        """End the engine if `abandon` was called, or ranks are lost. Returns whether this call has ended the engine.
 
-        Raises what `break_off` was called with.
+        If `break_off` was called, raises its argument.
         """
         if self.ended.is_set():
             return False
@@ -134,14 +134,14 @@ class LifeCycle:
         return True
 
     def end_by(self, decision: Decision) -> None:
-        """End for the reason that rank 0 has decided on: `decision.end`, which is not None."""
+        """End the engine for the reason that rank 0 has decided, `decision.end`, which is not None."""
         assert decision.end is not None
         self._end(_ERRORS[decision.end](decision.end_text), is_shutdown=decision.end is EndReason.SHUTDOWN)
 
     def fail(self, error: BaseException) -> None:
-        """End because of an error of any kind. The other ranks receive it, and do not wait for this one.
+        """End the engine because of an error of any kind. The other ranks receive the error, and do not wait.
 
-        If ranks are lost, the error is a consequence of that, and the others learn of it in the same ways as this one.
+        If ranks are lost, the error is a consequence, and is not sent. Other ranks notice the loss by themselves.
         """
         if isinstance(error, Exception) and not isinstance(error, BrokenOffError):
             self._parts.interruption.await_error()
@@ -160,7 +160,7 @@ class LifeCycle:
         self._end(error, is_shutdown=False)
 
     def _cause_elsewhere(self) -> str:
-        """What the rank says that has left a collective; "" if it says nothing for a moment."""
+        """Return the failure text of the rank that has left a collective; "" if none arrives within _LAST_MESSAGE_S."""
         for _ in range(_LAST_MESSAGE_LOOKS):
             for source, message in self._parts.control.poll():
                 if message.startswith(OBSERVER):
@@ -181,7 +181,7 @@ class LifeCycle:
             last = decision
             if announcement is not None:
                 self._parts.control.send(coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
-                # This rank will not relay the decision of rank 0 that follows, so it sends one to its children itself.
+                # This rank will not relay the next decision of rank 0, so it sends its own decision to its children.
                 last = Decision(end=EndReason.STALL if is_stall else EndReason.FAILURE, end_text=text)
             if last is not None:
                 message = last.to_bytes()
@@ -196,10 +196,10 @@ class LifeCycle:
     def _end(self, error: EngineError, is_shutdown: bool) -> None:
         refusal = ShutdownError(SHUT_DOWN_TEXT) if is_shutdown else error
         self.error = None if is_shutdown else error
-        if not is_shutdown and not isinstance(error, RanksLostError):  # After that the other ranks may go on.
+        if not is_shutdown and not isinstance(error, RanksLostError):  # After a loss the other ranks may go on.
             self._parts.executor.observer.fail()
         if self._parts.fast_path.is_waiting:
-            # Other ranks may execute what this rank has voted for.
+            # Other ranks may execute the operation that this rank has voted for.
             self._parts.executor.data.abandon(isinstance(error, StallError))
         if not is_shutdown:
             self._parts.executor.device.halt()
@@ -213,18 +213,18 @@ class LifeCycle:
 
 
 # -- messages of observers ---------------------------------------------------------------------------------------------
-# Carries the messages of the ranks' observers over the control plane, between those of the negotiation.
+# Carries the messages of the ranks' observers over the control plane, between messages of the negotiation.
 
 
 class ObserverMessages:
-    """One rank's part: it sends those of its own observer, and passes on those of others. In the thread that drives."""
+    """Sends the messages of this rank's observer, and relays those of other ranks. Used in the thread that drives."""
 
     def __init__(self, control: ControlPlane, coordinator: Coordinator, observer: Observer):
         self._control, self._observer = control, observer
         self._parent, self._children = coordinator.parent, coordinator.children
 
     def send(self) -> None:
-        """Send one message of this rank's observer, which has some, if there is room for it beside the others."""
+        """Send one message of this rank's observer, if no earlier message is queued. The observer has messages."""
         receivers = self._children if self._parent is None else (self._parent,)
         if not self._control.is_sending_to(receivers):
             message = OBSERVER + self._observer.outgoing.popleft()
@@ -232,7 +232,7 @@ class ObserverMessages:
                 self._control.send(receiver, message)
 
     def take(self, source: int, message: bytes) -> None:
-        """Take a message that begins with OBSERVER: one of rank 0 is for all ranks, one of another rank for rank 0."""
+        """Take a message that begins with OBSERVER. Messages go from rank 0 to all ranks, or from a rank to rank 0."""
         parent = self._parent
         if parent in (None, source):
             self._observer.receive(message[len(OBSERVER):])
@@ -242,12 +242,12 @@ class ObserverMessages:
 
 # -- the controller ----------------------------------------------------------------------------------------------------
 
-_ABRUPT = (EndReason.FAILURE, EndReason.STALL)  # Some rank may not vote any more.
+_ABRUPT = (EndReason.FAILURE, EndReason.STALL)  # After these reasons some rank may not vote any more.
 
 
 @dataclass(slots=True)
 class _Learned:
-    """A decision of rank 0 that has not been executed; `message` is its byte form."""
+    """A decision of rank 0 that has not been executed. `message` is the decision as bytes, to relay it."""
 
     decision: Decision
     requests: Sequence[Request]
@@ -256,17 +256,17 @@ class _Learned:
 
 
 class Controller:
-    """One rank's part in the cycles.
+    """Runs the cycles of one rank.
 
     Args:
-        control: Messages among the ranks.
-        executor: Executes what the ranks have agreed on. Its observer exchanges messages over `control`.
-        settings: The same on all ranks.
-        agreement: How the ranks vote; None: they do not.
-        clock: Seconds, from any origin.
-        interruption: Ends the cycles because ranks are lost; None: nothing does.
-        where: Returns where the threads of this process are, for reports on ranks that others wait for.
-        look: See StallWatch. It may take seconds, in which nothing can be agreed on with the rank that does not answer.
+        control: Sends and receives messages among the ranks.
+        executor: Executes the operations that the ranks agree on. Its observer exchanges messages over `control`.
+        settings: The settings, the same on all ranks.
+        agreement: The votes of the ranks; None: there are no votes.
+        clock: Returns seconds, from any origin.
+        interruption: Ends the cycles if ranks are lost; None: losses are not noticed.
+        where: Returns the stacks of this process, for reports on ranks that others wait for.
+        look: See StallWatch. It may take seconds, in which no agreement with the rank that does not answer is possible.
     """
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
@@ -277,7 +277,7 @@ class Controller:
         self.topology, self.control, self.executor, self.clock = topology, control, executor, clock
         warning_s = None if settings.stall_check_disable else settings.stall_warning_s
         abort_s = settings.limit_s or None
-        self.queue = TensorQueue()  # What is submitted. Any thread may use it.
+        self.queue = TensorQueue()  # The submitted operations. Any thread may use it.
         self._coordinator = Coordinator(topology, settings.cache_capacity, warning_s, abort_s,
                                         None if settings.stall_check_disable else settings.deadlock_s or None)
         self._fast_path = FastPath(agreement, topology, warning_s, abort_s)
@@ -287,11 +287,11 @@ class Controller:
         self._has_sole_awaited = False
         self._observers = ObserverMessages(control, self._coordinator, executor.observer)
         self._outgoing = executor.observer.outgoing
-        # How the cycles end. Any thread may use some of it.
+        # Ends the cycles. Any thread may call some of its methods.
         self.life = LifeCycle(Parts(topology.job_rank, control, self._coordinator, self._fast_path, executor,
                                     self.queue, clock, interruption or Interruption()))
         self._averages_over_active = settings.join_average == "active"
-        self.joins = 0  # How often all ranks have joined.
+        self.joins = 0  # The number of times that all ranks have completed a join().
         self._learned: deque[_Learned] = deque()
         self._busy_at = clock()
         logger.debug("rank %d of %d: negotiates with parent %s and children %s of the tree; votes are %s",
@@ -299,9 +299,9 @@ class Controller:
                      list(self._coordinator.children), "off" if agreement is None else "on")
 
     def abort_stalls_after(self, seconds: float, setting: str) -> None:
-        """In place of the setting: end when ranks have waited for so many seconds, more than 0, for others.
+        """Set the stall limit, in place of the setting: end if ranks wait for others for `seconds`, which is not 0.
 
-        The same on all ranks. `setting` is what the user has set, for the error.
+        All ranks pass the same arguments. `setting` is the user's name of the limit, for the error.
         """
         self._coordinator.stalls.abort_after(seconds, setting)
         self._fast_path.abort_s = seconds
@@ -310,44 +310,44 @@ class Controller:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is to be completed on this rank."""
+        """Whether this rank has operations, votes or GPU work to complete."""
         return bool(self.queue.outstanding or self.queue.new or self.queue.later or self.executor.device.batches
                     or self._fast_path.has_voted)
 
     @property
     def needs_driver(self) -> bool:
-        """Whether cycles must go on now; without work it is enough to look at the messages now and then."""
+        """Whether cycles must continue. Otherwise it is enough to look at the messages from time to time."""
         return self.has_work or self.life.is_end_announced or bool(self._outgoing)
 
     @property
     def may_propose(self) -> bool:
-        """Whether this rank may vote for what a caller brings: nothing else is outstanding or to be sent."""
+        """Whether this rank may vote for a new operation: a vote is open, and no other operation is outstanding."""
         votes = self._fast_path
         return votes.is_open and not (votes.has_voted or self.queue.outstanding or self.life.is_end_requested)
 
     def propose(self, entry: Entry) -> None:
-        """Vote for what a caller waits for, and wait for the other votes for a moment. This rank `may_propose`.
+        """Vote for an operation that a caller waits for, and wait a moment for the other votes. Needs `may_propose`.
 
         The driver has taken the entry when it was put in the queue.
         """
         now = self._busy_at = self.clock()
-        self.queue.outstanding += 1  # Not counted when it was put: Ctrl-C may come between the two.
+        self.queue.outstanding += 1  # Not counted in `put`: Ctrl-C may come between `put` and this call.
         self._fast_path.vote(entry, self.executor.prepare(entry), now)
         if not self._settle(now):
             self.executor.prepare_more()
             if not self._settle(now):
-                # Messages on other operations can wait for so long.
+                # Messages about other operations can wait for this time.
                 self.control.wait(ENGINE_SPIN_S, ENGINE_SPIN_S)
                 self._settle(now)
         if self._outgoing:
-            # After the operation, which does not wait for it. A script that calls one operation after the other on the
-            # fast path would else send and receive nothing for its observer.
+            # After the operation, so that it need not wait. Without this cycle, a script that calls one fast path
+            # operation after the other would never send or receive messages of its observer.
             self.run_cycle()
 
     def wait(self, longest_s: float, is_awaited: bool) -> None:
-        """Return when the next cycle may have something to do, after `longest_s` at most.
+        """Wait until the next cycle may have something to do, for `longest_s` at most.
 
-        If a caller waits (`is_awaited`), it pays to stay awake for a moment.
+        If a caller waits (`is_awaited`), this thread first stays awake for a moment.
         """
         now, device = self.clock(), self.executor.device
         if device.batches:
@@ -360,7 +360,7 @@ class Controller:
         self.control.wait(min(timeout_s, longest_s), ENGINE_SPIN_S if spins else 0.0, now - self._busy_at)
 
     def run_cycle(self) -> bool:
-        """Take submissions and messages, decide, execute. Returns whether anything happened."""
+        """Take submissions and messages, decide, execute. Returns whether the cycle had anything to do."""
         if self.life.end_if_abandoned():
             return True
         now = self.clock()
@@ -380,7 +380,7 @@ class Controller:
             self._observers.send()
         else:
             self.life.announce_end()
-        has_news = False  # Messages of observers, and answers, are no news: they come in a deadlock, too.
+        has_news = False  # Messages of observers and answers are no news, since they also come in a deadlock.
         for source, message in messages:
             if message.startswith(OBSERVER):
                 self._observers.take(source, message)
@@ -408,7 +408,7 @@ class Controller:
         is_busy = bool(has_finished or entries or has_settled or has_news or announcement
                        or (decision is not None and decision.is_news))
         if is_busy:
-            self._busy_at = self.clock()  # What was executed may have taken long.
+            self._busy_at = self.clock()  # Read again: the executed operations may have taken long.
         return is_busy
 
     def _submit(self, entries: list[Entry], now: float) -> None:
@@ -417,7 +417,7 @@ class Controller:
         self._has_sole_awaited = self.queue.outstanding == 1 and entries[0].is_awaited
 
     def _settle(self, now: float) -> bool:
-        """Execute what all ranks have voted for. Returns whether a round of votes was complete."""
+        """Execute the operation that all ranks have voted for. Returns whether a round of votes was complete."""
         entry, outcome = self._fast_path.settle()
         if entry is None:
             return outcome is not None
@@ -430,7 +430,7 @@ class Controller:
         return True
 
     def _attend_vote(self, now: float) -> bool:
-        """Do what is due in the vote that is open. Returns whether a round was complete."""
+        """Settle, decline or report the open vote as needed. Returns whether a round was complete."""
         has_settled = self._settle(now)
         if self.queue.outstanding or self.life.is_end_requested:
             self._fast_path.decline(now)
@@ -448,24 +448,24 @@ class Controller:
         return True
 
     def _may_open_vote(self, decision: Decision) -> bool:
-        """Whether rank 0's own caller waits for what is decided, so that all may soon wait for the next operation."""
+        """Return whether to open a vote: a caller of rank 0 waits for this decision, so a next operation may follow."""
         return (self._has_sole_awaited and not self.life.is_end_requested and len(decision.agreed) == 1
                 and not any(decision[1:]) and self._fast_path.is_worth_opening())
 
     def _learn(self, decision: Decision, message: bytes) -> None:
-        # The coordinator learns its numbers before this rank executes it. Children may execute it first, and then send
-        # these numbers.
+        # The coordinator learns the decision's numbers before this rank executes the decision: children may execute it
+        # first, and then send these numbers.
         self._learned.append(_Learned(decision, self._coordinator.learn(decision), message))
         if self.topology.rank in decision.asks:
             self._coordinator.answer(self._where())
 
     def _execute_learned(self, now: float) -> None:
-        """Execute what rank 0 has decided, as soon as no vote is open."""
+        """Execute the decisions of rank 0, as soon as no vote is open."""
         while self._learned and not self.life.ended.is_set():
             learned = self._learned[0]
-            # Relayed before it is executed, since the children must end an open vote first, too. Not relayed before the
-            # earlier decisions have been executed: `_execute` waits until all relayed messages are delivered, and a
-            # child inside the collective of an earlier decision reads no messages.
+            # Relay before executing, since the children must first end an open vote too. Do not relay before earlier
+            # decisions have been executed: `_execute` waits until all relayed messages are delivered, but a child in
+            # the collective of an earlier decision reads no messages.
             self._relay(learned)
             if self._end_vote(now):
                 self._learned.popleft()
@@ -480,7 +480,7 @@ class Controller:
             return
 
     def _ends_abruptly(self) -> bool:
-        """End if the last decision says so, without those before it. Returns whether it has ended now."""
+        """End now, without the earlier decisions, if the last decision says so. Returns whether it has ended."""
         if not self._learned or self._learned[-1].decision.end not in _ABRUPT:
             return False
         for learned in self._learned:
@@ -497,7 +497,7 @@ class Controller:
     def _execute(self, decision: Decision, requests: Sequence[Request]) -> None:
         self.control.flush(self._coordinator.children)
         for name, text in decision.errors:
-            if not self.queue.has(JOIN.name) or self.queue.has(name):  # A rank in join() may not have submitted it.
+            if not self.queue.has(JOIN.name) or self.queue.has(name):  # A rank in join() may not have submitted `name`.
                 self.queue.finish(name).handle.fail(MismatchError(text))
         if decision.absent:
             self._execute_without(decision.absent, requests)
@@ -517,7 +517,7 @@ class Controller:
             self.life.end_by(decision)
 
     def _execute_without(self, absent: Sequence[tuple[int, ...]], requests: Sequence[Request]) -> None:
-        """Execute requests, each of them without tensors of the ranks that are `absent`, which have joined."""
+        """Execute requests. `absent` has for each request the ranks in join(), which contribute no tensors."""
         # Averages over different numbers of ranks do not share a reduction.
         for ranks, together in groupby(zip(absent, requests, strict=True), key=itemgetter(0)):
             divisor = self.topology.size - (len(ranks) if self._averages_over_active else 0)

@@ -9,12 +9,12 @@ asynchronously is outstanding. A caller that only waits (`run`) drives the engin
 changes of threads take longer than a small reduction. A lock keeps it at one driver at a time.
 
 Python runs signal handlers in the main thread, between any two instructions. A handler that called a collective inside
-of a cycle would wait for the cycle that it has interrupted. So the main thread does not drive while the script has
-handlers. There it takes no lock for which the driver may wait, since a handler may interrupt it at any place.
+of a cycle would wait for the cycle that it has interrupted. So while the script has signal handlers, the main thread
+does not drive. It also takes no lock for which the driver may wait, since a handler may interrupt it at any place.
 
 Cycles have no fixed period. A submission or a message wakes the driver, which otherwise sleeps in ControlPlane.wait.
-Submissions that arrive during a reduction are fused in the next cycle. While nothing is outstanding on this rank, no
-rank can wait for it, and the background thread checks for messages only now and then.
+Submissions that arrive during a reduction are fused in the next cycle. While this rank has nothing outstanding, no rank
+can wait for this rank, and the background thread checks for messages only from time to time.
 
 Tests that need no threads call `Controller.run_cycle` instead.
 """
@@ -39,13 +39,13 @@ from .controller import BrokenOffError, Controller
 
 logger = logging.getLogger(__name__)
 
-_LAST_CYCLE_S = 5.0  # The thread may stay in it for ever: it gives up the GPU's work last, and a GPU may never answer.
+_LAST_CYCLE_S = 5.0  # The limit of the wait for the last cycle, which may hang: it gives up GPU work at its end.
 
 
 class Engine:
-    """Reduces, gathers and broadcasts what `submit` is given, on all ranks in the same order.
+    """Executes the collectives that callers submit, on all ranks in the same order.
 
-    `controller`: What is done in each cycle. The engine calls it in one thread at a time.
+    `controller`: Runs the cycles. The engine calls it in one thread at a time.
     """
 
     def __init__(self, controller: Controller):
@@ -53,8 +53,8 @@ class Engine:
         self._queue, self._life, self._clock = controller.queue, controller.life, controller.clock
         self._thread: threading.Thread | None = None
         self._driving = threading.Lock()
-        self._is_called = signal_handlers.WakeUp()  # the background thread
-        self._sleeps = False  # until it is called
+        self._is_called = signal_handlers.WakeUp()  # Wakes the background thread.
+        self._sleeps = False  # Whether the background thread sleeps until `_is_called` is set.
 
     # -- for callers, from any thread ---------------------------------------------------------------------------------
 
@@ -67,14 +67,14 @@ class Engine:
         """Submit a request. Returns at once.
 
         Args:
-            request: As on all ranks.
-            arrays: This rank's tensors as C-contiguous arrays, or as GpuTensors when the request's device is a GPU, in
-                the order of `request.tensors`. They must stay unchanged until the handle is done.
-            origin: The node of a graph that submits it, if one does.
+            request: The request, which all ranks submit.
+            arrays: This rank's tensors as C-contiguous arrays, or as GpuTensors if the request's device is a GPU, in
+                the order of `request.tensors`. They must not change until the handle is done.
+            origin: The graph node that submits the request; None: no graph does.
 
         Raises:
-            DuplicateNameError: The name is in flight, see TensorQueue.put. In the main thread of a script with signal
-                handlers, `wait` of the handle raises it.
+            DuplicateNameError: The name is in flight; see TensorQueue.put. In the main thread of a script with signal
+                handlers, the handle's `wait` raises this error instead.
             EngineError: The engine has ended.
         """
         handle = Handle(request.name)
@@ -83,9 +83,9 @@ class Engine:
 
     def run(self, request: Request, arrays: Sequence[Array], limit_s: float = math.inf,
             origin: Origin | None = None) -> Handle:
-        """As submit, but returns when the handle is done, or after about `limit_s`. Drives if no other thread does.
+        """Submit a request, and wait until its handle is done, or about `limit_s`. Drives if no other thread does.
 
-        Raises InvalidRequestError: This thread drives already, see handle.require_no_driver.
+        Raises the errors of `submit`, and InvalidRequestError: This thread drives already; see require_no_driver.
         """
         thread = threading.get_ident()
         if thread in handles.drivers:
@@ -97,8 +97,8 @@ class Engine:
         try:
             if may_drive:
                 handles.drivers.add(thread)
-            # `extend` takes the lock and notes whether it has, in one call of C code. Ctrl-C comes before or after it,
-            # and between `acquire` and an assignment it would leave the lock locked for ever.
+            # `extend` takes the lock and stores whether it got the lock, in one call of C code, which Ctrl-C cannot
+            # interrupt. Ctrl-C between `acquire` and an assignment would leave the lock locked for ever.
             drives.extend(map(self._driving.acquire, [False] if may_drive else []))
             if drives == [True]:
                 is_taken = self._queue.put(entry, is_driver=self.controller.may_propose)
@@ -134,7 +134,7 @@ class Engine:
         self._call_background()
 
     def _end_graph_of(self, entry: Entry, error: DuplicateNameError) -> None:
-        """If the entry is of a graph, which cannot go on without it, end the engine, and raise its error."""
+        """If the entry is of a graph, which cannot continue without the entry, end the engine and raise its error."""
         if entry.request.in_graph:
             raise self.break_off(f"{error} That was in a tf.function on {self._rank}.") from error
 
@@ -143,9 +143,9 @@ class Engine:
         return f"rank {self.controller.topology.job_rank}"
 
     def break_off(self, cause: str) -> EngineError:
-        """End the engines of all ranks, because a graph of this rank cannot go on. Local; returns the error.
+        """End the engines of all ranks, because a graph of this rank cannot continue. Local; returns the error.
 
-        `cause`: What has happened on which rank, as a sentence.
+        `cause`: A sentence that says what has happened, and on which rank.
         """
         error = BrokenOffError(cause)
         self._life.break_off(error)
@@ -153,11 +153,11 @@ class Engine:
         return EngineError(str(self._life.error or error))
 
     def end_failed_execution(self, names: Collection[str], origins: Collection[Origin]) -> None:
-        """An execution of a graph has ended in an error. Local; returns when it has nothing in flight.
+        """Handle an error that has ended an execution of a graph. Local; returns when the graph has nothing in flight.
 
-        The nodes `origins` of the graph may submit `names`. The other ranks submit what it has in flight too, unless
-        they have failed before that. Then the engines end. So they do if the graph has a join(), because the other
-        ranks go on without a rank that has joined.
+        The nodes `origins` of the graph may submit `names`. Normally the other ranks submit the operations in flight
+        too, and so complete them. If they do not, the engines of all ranks end. The engines also end if the graph has a
+        join(), because the other ranks continue without a rank that has joined.
         """
         deadline = self._clock() + FAILED_EXECUTION_S
         for entry in self._queue.in_flight():
@@ -173,7 +173,7 @@ class Engine:
     def _call_background(self) -> None:
         self._is_called.set()
         if self._driving.locked():
-            # The driver may sleep. If it is about to stop, the background thread takes over: it has been called.
+            # The driver may sleep. If the driver is about to stop, the background thread, now awake, takes over.
             self.controller.control.wake()
 
     def announce_end(self) -> None:
@@ -182,10 +182,10 @@ class Engine:
         self._call_background()
 
     def end(self, report: Callable[[float], None] | None = None, report_every_s: float = 60.0) -> None:
-        """Announce that this rank submits no more, wait until all ranks have done so, and stop the thread. Collective.
+        """Announce that this rank submits no more, wait until all ranks have announced it, and stop. Collective.
 
-        The wait has no limit, as in MPI_Finalize: a rank may evaluate for hours after the others are done.
-        `report(waited_s)` is called every `report_every_s`.
+        The wait has no limit, as in MPI_Finalize: a rank may evaluate for hours after the other ranks have ended.
+        `report(waited_s)` is called every `report_every_s` seconds.
         """
         began = self._clock()
         self.announce_end()
@@ -197,7 +197,7 @@ class Engine:
         self._join(self._thread)
 
     def abandon(self, reason: str) -> None:
-        """Stop without the other ranks, some of which have died. Pending and later operations fail. Local."""
+        """Stop without the other ranks, for example if ranks have died. Pending and later operations fail. Local."""
         self._life.abandon(reason)
         if self._thread is None:
             return
@@ -206,15 +206,15 @@ class Engine:
         self._join(self._thread)
 
     def interrupt(self, error: Exception) -> None:
-        """Refuse later operations with `error`, and look at the interruption, which was set: those in flight fail.
+        """Refuse later operations with `error`, and wake the engine, so that it ends because of the interruption.
 
-        Returns at once. Any thread may call it.
+        Operations in flight then fail. Returns at once. Any thread may call it.
         """
         self._queue.refuse(error)
         self._call_background()
 
     def await_interrupted(self, limit_s: float) -> bool:
-        """Wait until the engine has ended because of the interruption. Local. Returns whether it has."""
+        """Wait until the engine has ended because of the interruption. Local. Returns whether the engine has ended."""
         self._call_background()
         if self._thread is None or not self._life.ended.wait(limit_s):
             return self._thread is None
@@ -228,7 +228,7 @@ class Engine:
             thread.join(_LAST_CYCLE_S)
 
     def disable_after_fork(self, error: Exception) -> None:
-        """In a forked process, which has no background thread: refuse all submissions with `error`. Local."""
+        """Refuse all submissions with `error`. Called in a forked process, which has no background thread. Local."""
         self._queue.disable_after_fork(error)
 
     # -- the thread that drives ---------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class Engine:
         handles.drivers.add(thread)
         try:
             while not self._life.ended.is_set():
-                # One rank gets no messages, but its GPU may have memory to give back.
+                # A job of one rank gets no messages, but its GPU may still use memory of complete operations.
                 self._sleeps = self.controller.topology.size == 1 and not self.controller.executor.device.kept
                 is_called = self._is_called.wait(None if self._sleeps else ENGINE_IDLE_POLL_S)
                 if not is_called and self._driving.locked():
@@ -246,14 +246,14 @@ class Engine:
                 with self._driving:
                     self._drive(None, math.inf)
         finally:
-            handles.drivers.discard(thread)  # A new thread may have the number.
+            handles.drivers.discard(thread)  # A new thread may get the same id.
 
-    # Overflows and NaNs are the user's matter. Under `-W error` numpy's warning would end the engine.
+    # The user decides about overflows and NaNs. Under `-W error`, a warning of numpy would end the engine.
     @np.errstate(all="ignore")
     def _drive(self, handle: Handle | None, deadline: float, proposal: Entry | None = None) -> None:
         """Run cycles until `handle` is done or the deadline has passed; without a handle, until there is no work.
 
-        First vote for `proposal`, if there is one: the entry of `handle`, which the queue does not have as new.
+        If `proposal` is given, first vote for it. It is the entry of `handle`, and is not in the queue's new entries.
         """
         controller, life = self.controller, self._life
         try:
@@ -268,7 +268,7 @@ class Engine:
                     if handle.is_done:
                         return
                 elif not controller.needs_driver:
-                    return  # At once: the caller that waited for this may drive its next operation.
+                    return  # At once, so that the caller that has waited may drive its next operation.
                 elif busy:
                     continue
                 longest_s = deadline - self._clock()

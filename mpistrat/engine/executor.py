@@ -1,6 +1,6 @@
-"""Executor: executes what the ranks have agreed on. It fuses, reduces, unpacks and completes handles.
+"""Executor: executes the operations that the ranks have agreed on. It fuses, reduces, unpacks and completes handles.
 
-Called by the controller, in the thread that drives.
+The controller calls it in the thread that drives.
 """
 
 import math
@@ -27,16 +27,16 @@ from .adasum import adasum
 from .not_finite import FiniteWatch
 
 # -- neutral tensors ---------------------------------------------------------------------------------------------------
-# Neutral tensors: a rank in join() takes part in the collectives of the others with them. Pure.
+# A rank in join() takes part in the collectives of the other ranks with neutral tensors. Pure.
 #
-# They do not change the result. negotiation/joined.py describes join().
+# Neutral tensors do not change the result. negotiation/joined.py describes join().
 
 
 def neutral_arrays(request: Request) -> list[np.ndarray]:
-    """New arrays of the sizes and dtypes that a rank submits with `request`.
+    """Return new neutral arrays with the sizes and dtypes of the arrays that other ranks submit with `request`.
 
-    They are zeros for a sum and for Adasum, the largest value for Min, the smallest for Max, ones for a product, no
-    rows for an allgather, and anything for a broadcast.
+    They have zeros for a sum and for Adasum, the largest value for Min, the smallest for Max, ones for a product, no
+    rows for an allgather, and any values for a broadcast.
 
     Raises:
         EngineError: numpy does not know a dtype.
@@ -46,7 +46,7 @@ def neutral_arrays(request: Request) -> list[np.ndarray]:
         return [np.empty((0, *tensor.shape[1:]), dtype) for tensor, dtype in zip(request.tensors, dtypes, strict=True)]
     sizes = [(math.prod(tensor.shape), dtype) for tensor, dtype in zip(request.tensors, dtypes, strict=True)]
     if request.layout:
-        # `tensors` has those of the first array, then those of the next one. Concatenated tensors have one dtype.
+        # `request.tensors` has the tensors of the first array, then of the next. Tensors of an array have one dtype.
         remaining = iter(sizes)
         arrays = [list(islice(remaining, len(indices))) for indices in request.layout]
         sizes = [(sum(size for size, _ in parts), parts[0][1]) for parts in arrays]
@@ -57,8 +57,8 @@ def _dtype(name: str, dtype: str) -> np.dtype:
     try:
         return np.dtype(dtype)
     except TypeError:
-        raise EngineError(f"{name}: other ranks use dtype {dtype}, which numpy does not know on this rank, while it "
-                          "waits in join(). Import ml_dtypes on all ranks.") from None
+        raise EngineError(f"{name}: this rank waits in join(), and numpy on this rank does not know the dtype of the "
+                          f"other ranks. Import ml_dtypes on all ranks. Received: {dtype}") from None
 
 
 def _neutral_value(request: Request, dtype: np.dtype) -> object:
@@ -79,7 +79,7 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 @dataclass(slots=True)
 class _Partial:
-    """The results of an entry that shares a bucket, or has several, and how many are missing; its first bucket."""
+    """The results so far of an entry that shares a bucket, or has several buckets. `first` is its first bucket."""
 
     results: list[Any]
     missing: int
@@ -88,7 +88,7 @@ class _Partial:
 
 @dataclass(slots=True)
 class _Job:
-    """A bucket in execution: what is reduced, and to where; the number of its first entry, and when it was reduced."""
+    """A bucket in execution, with the number of its first entry, and the times of its reduction (monotonic_ns)."""
 
     bucket: FusionBucket
     sources: Sequence[np.ndarray]
@@ -102,11 +102,11 @@ class Executor:
     """Executes lists of entries that are the same on all ranks.
 
     Args:
-        data: The collectives.
-        fusion_bytes: Size limit of a fusion buffer; 0: nothing is fused.
+        data: The backend for collectives on CPU arrays.
+        fusion_bytes: The size limit of a fusion buffer; 0: tensors are not fused.
         device: Executes the entries of tensors on a GPU.
-        observer: Gets the entries of tensors on the CPU that are complete.
-        finite: Looks at the gradients among the results; None: nobody does.
+        observer: Gets the complete entries of CPU tensors.
+        finite: Checks gradients for Inf and NaN; None: they are not checked.
     """
 
     def __init__(self, data: DataPlane, topology: Topology, fusion_bytes: int, device: DeviceExecutor,
@@ -118,7 +118,7 @@ class Executor:
         self._buffer = FusionBuffer()
         self._plans = BucketPlans(topology.size)
         self._prepared: tuple[Entry, Prepared] | None = None
-        # What to call once before the next entries are executed, in the thread that drives; it must not block.
+        # Called once, before the next entries are executed, in the thread that drives. It must not block.
         self.before_next: Callable[[], None] | None = None
 
     def execute(self, entries: Sequence[Entry], all_ready: bool = False, divisor: int | None = None) -> None:
@@ -127,11 +127,11 @@ class Executor:
         The device completes the handles of GPU tensors later.
 
         Args:
-            all_ready: All ranks have agreed on the one entry knowing that `prepare` has returned True on each of them.
-            divisor: What an average divides by; None: the number of ranks.
+            all_ready: Whether the ranks have voted for a single entry, and `prepare` has returned True on all ranks.
+            divisor: The divisor of averages; None: the number of ranks.
 
         Raises:
-            EngineError: The other ranks rely on `prepare`, and its result is gone.
+            EngineError: `all_ready` is true, but this rank no longer has the result of `prepare`.
         """
         if not entries:
             return
@@ -143,7 +143,7 @@ class Executor:
         for number, entry in enumerate(entries, self._executed):
             entry.agreed, entry.number = now, number
         self._executed += len(entries)
-        # It was prepared for an average over all ranks.
+        # `prepare` assumed an average over all ranks, so its result cannot be used with a divisor.
         if prepared is not None and len(entries) == 1 and prepared[0] is entries[0] and divisor is None:
             if annotations.is_on():
                 with annotations.marked(entries[0].request):
@@ -158,10 +158,11 @@ class Executor:
             self._pool.end_round()
             return
         if all_ready:
-            raise EngineError(f"{entries[0].request.name} was ready when all ranks agreed on it, and is no longer.")
+            raise EngineError(f"{entries[0].request.name}: all ranks have voted that they are ready, but this rank is "
+                              "not ready any more. This is an error of mpistrat. Please report it.")
         on_gpu = [entry for entry in entries if entry.request.device == DEVICE_GPU]
         if on_gpu:
-            # First, so that the GPU works while this thread reduces the others.
+            # GPU entries first, so that the GPU works while this thread reduces the other entries.
             with annotations.marked(on_gpu[0].request):
                 self.device.execute(on_gpu, divisor)
             entries = [entry for entry in entries if entry.request.device != DEVICE_GPU]
@@ -173,7 +174,7 @@ class Executor:
             self._run(job)
             self._deliver(job, entries, partials)
         for entry in entries:
-            if not entry.arrays:  # A barrier, or an empty group: agreement is all it needs.
+            if not entry.arrays:  # A barrier or an empty group: complete once the ranks have agreed on it.
                 entry.handle.complete([])
                 self.observer.add(entry, entry.number, entry.agreed, entry.agreed)
             elif not is_fused(entry.request):
@@ -181,16 +182,16 @@ class Executor:
         self._pool.end_round()
 
     def absent_entry(self, request: Request) -> Entry:
-        """The entry with which this rank, which waits in join(), takes part in a collective of the other ranks."""
+        """Return an entry with neutral tensors, for a collective of the other ranks while this rank is in join()."""
         arrays = neutral_arrays(request)
         return Entry(request, arrays if request.device != DEVICE_GPU else self.device.uploaded(arrays),
                      Handle(request.name))
 
     def prepare(self, entry: Entry) -> bool:
-        """Begin to execute `entry`, which may be executed next: the part that is local and saves time. Local.
+        """Begin to execute `entry`, which may be executed next: only the local part that saves time. Local.
 
         Returns:
-            Whether the other ranks need nothing more from this rank; see `all_ready` of `execute`.
+            Whether the other ranks need no more data from this rank; see `all_ready` of `execute`.
         """
         request = entry.request
         self._prepared = None
@@ -206,12 +207,12 @@ class Executor:
         return prepared.is_packed
 
     def prepare_more(self) -> None:
-        """Go on with what `prepare` has begun, as far as that is local. Local."""
+        """Continue the local part that `prepare` has begun. Local."""
         if self._prepared is not None:
             self._prepared[1].pack_ahead()
 
     def _begin(self, entries: Sequence[Entry], buckets: Sequence[FusionBucket]) -> list[_Job]:
-        """Take the memory for all results first: a rank without memory then fails before others wait for it."""
+        """Make the jobs. Takes all memory first, so that a rank without memory fails before other ranks wait for it."""
         jobs = []
         for bucket in buckets:
             sources = cast("Sequence[np.ndarray]", entries[bucket.whole].arrays if bucket.whole is not None else
@@ -256,7 +257,7 @@ class Executor:
             self.observer.add(entry, partial.first.number, partial.first.began, job.ended)
 
     def _look(self, entry: Entry, results: Sequence[np.ndarray]) -> None:
-        """Look at gradients. They have the user's names of the tensors, and so have weights that are broadcast."""
+        """Check gradients for Inf and NaN. Broadcast weights have labels too, but are not checked."""
         if self._finite is not None and entry.request.kind is CollectiveType.ALLREDUCE:
             self._finite.look(entry, results)
 
@@ -284,8 +285,7 @@ class Executor:
 
     def _allgather(self, entry: Entry) -> list[np.ndarray]:
         arrays = _arrays(entry)
-        # The numbers of rows are gathered here and not negotiated, so that a step with other row counts is still a
-        # step seen before.
+        # Row counts are gathered here, not negotiated, so that a step with other row counts has the same requests.
         own = np.array([array.shape[0] for array in arrays], np.int64)
         rows = np.empty((self._size, len(arrays)), np.int64)
         self.data.allgather(own, rows.reshape(-1), [len(arrays)] * self._size)
@@ -327,7 +327,7 @@ class Executor:
         return results
 
 
-# What is executed entry by entry. An all-reduce that is not fused (see fusion.is_fused) is Adasum.
+# The methods for entries that are executed one by one. An all-reduce that is not fused (fusion.is_fused) is Adasum.
 _SINGLE: dict[CollectiveType, Callable[[Executor, Entry], list[np.ndarray]]] = {
     CollectiveType.ALLGATHER: Executor._allgather, CollectiveType.ALLTOALL: Executor._alltoall,
     CollectiveType.REDUCESCATTER: Executor._reducescatter, CollectiveType.ALLREDUCE: Executor._adasum}

@@ -1,13 +1,13 @@
 """FiniteWatch: names the rank whose gradients are the first with Inf or NaN, which the average carries to all ranks.
 
-After one step all weights of all ranks are NaN, the same on all ranks, and nobody sees where that began. So the results
-of reductions are looked at before they are delivered, while this rank still has what it has given. Some elements are
-enough, because Inf and NaN spread: that of one row is in most of the gradients of all layers before it.
+After one step all weights are NaN, equally on all ranks, and the origin cannot be found any more. So the results of
+reductions are checked before they are delivered, while this rank still has its own gradients. A few elements are
+enough, because Inf and NaN spread: from one row to most of the gradients of all earlier layers.
 
-Loss scaling skips steps whose gradients are not finite. So a rank says something only when the weights are not finite
-either, or when so many reductions in a row were not finite as no scale of a loss needs.
+Loss scaling skips steps whose gradients are not finite. So a rank warns only if the weights are not finite either, or
+if more reductions in a row were not finite than loss scaling ever skips.
 
-Called by the executor, in the thread that drives; `conclude` by any thread, while nothing is reduced.
+The executor calls it in the thread that drives. Any thread may call `conclude`, while no reduction is in progress.
 """
 
 import logging
@@ -25,30 +25,30 @@ from ..core.stalls import MOST_LISTED
 
 logger = logging.getLogger(__name__)
 
-# Loss scaling begins with 2 ** 15, and halves it in each step that it skips.
+# The number of reductions after which a rank warns. Loss scaling starts at 2 ** 15, and each skipped step halves it.
 _CERTAIN = 20
-_ELEMENTS = 8  # of a reduction, from the first tensor to the last
-_GOLDEN = 0.618  # Its multiples are spread evenly between whole numbers.
+_ELEMENTS = 8  # The number of elements that are checked in a reduction, from the first tensor to the last.
+_GOLDEN = 0.618  # The fractional parts of its multiples are spread evenly.
 _MOST_KNOWN = 256
 
 
 class FiniteWatch:
-    """Looks at the results of reductions of gradients until some are Inf or NaN for good.
+    """Checks the results of reductions of gradients until Inf or NaN are in them permanently.
 
-    `is_done`: Whether that has been found, on this rank or on another one.
+    `is_done`: Whether permanent Inf or NaN were found, on this rank or on another rank.
     """
 
     def __init__(self, rank: int):
         self.is_done = False
         self._rank = rank
-        self._indices: dict[Request, list[tuple[int, int]]] = {}  # what is looked at: the array, and the element
-        # Since the first results that were not finite: the labels, those of this rank's tensors, and the reductions.
+        self._indices: dict[Request, list[tuple[int, int]]] = {}  # (array, element) of each element to check.
+        # Since the first results that were not finite: their labels, the labels of this rank's bad tensors, the count.
         self._labels: tuple[str, ...] = ()
         self._own: list[str] = []
         self._count = 0
 
     def look(self, entry: Entry, results: Sequence[np.ndarray]) -> None:
-        """Look at the results of a reduction that has labels, as those of gradients have. Local."""
+        """Check the results of a reduction that has labels, as reductions of gradients have. Local."""
         labels = entry.request.labels
         if self.is_done or (self._count and labels != self._labels):
             return
@@ -65,7 +65,7 @@ class FiniteWatch:
             self._tell()
 
     def conclude(self, weights: Sequence[np.ndarray]) -> None:
-        """Decide, now that the values of weights are known. Local."""
+        """Warn if weights are not finite after gradients that were not; else forget these gradients. Local."""
         if self._count and not self.is_done:
             if all(map(_is_finite, weights)):
                 self._count = 0
@@ -86,7 +86,7 @@ class FiniteWatch:
     def _indices_of(self, entry: Entry) -> list[tuple[int, int]]:
         indices = self._indices.get(entry.request)
         if indices is None:
-            if len(self._indices) == _MOST_KNOWN:  # Eager programs may have other requests in each step.
+            if len(self._indices) == _MOST_KNOWN:  # Eager programs may have new requests in each step.
                 self._indices.clear()
             tensors = [each for each in _tensors(entry.request, len(entry.arrays)) if each[3]]
             chosen = [(tensors[number * (len(tensors) - 1) // (_ELEMENTS - 1)], number * _GOLDEN % 1.0)
@@ -97,7 +97,7 @@ class FiniteWatch:
 
 
 def _not_finite(entry: Entry) -> Iterator[str]:
-    """The labels of this rank's tensors that have an Inf or NaN anywhere."""
+    """Yield the labels of this rank's tensors that have an Inf or NaN anywhere."""
     arrays = cast("Sequence[np.ndarray]", entry.arrays)
     for label, array, first, size in _tensors(entry.request, len(arrays)):
         if not _is_finite(arrays[array].reshape(-1)[first:first + size]):
@@ -105,7 +105,7 @@ def _not_finite(entry: Entry) -> Iterator[str]:
 
 
 def _tensors(request: Request, arrays: int) -> Iterator[tuple[str, int, int, int]]:
-    """Of each tensor its label, its array, its first element there and its size. Some arrays are several tensors."""
+    """Yield (label, array, first element in the array, size) of each tensor. An array may have several tensors."""
     tensors = iter(zip(request.labels, request.tensors, strict=True))
     for array in range(arrays):
         first = 0

@@ -11,7 +11,7 @@ from ..core.handle import Entry, Origin
 
 
 class _Here(threading.local):
-    """Stands for the thread that reads it. Numbers of threads are used again."""
+    """Has a unique object for each thread. Thread ids are not unique, since Python uses them again."""
 
     def __init__(self) -> None:
         self.thread = object()
@@ -23,10 +23,10 @@ _here = _Here()
 class TensorQueue:
     """Entries that were submitted and are not finished, by name. Thread-safe.
 
-    It counts the executions of graphs that end in an error, for each name that they submit, until the ranks next
-    execute that name, or the thread has waited for a collective outside of graphs: no rank comes to that with anything
-    of a failed execution in flight. The count is a part of the request. So an entry that a failed execution has left on
-    one rank does not meet an entry of a later execution on another rank, which has failed before it came to that name.
+    For each name, the queue counts the executions of graphs that submit the name and have failed. The count is a part
+    of the request. So if an execution fails on all ranks, and only one rank has submitted the name before, the leftover
+    entry does not match an entry of a later execution. The count ends when the ranks next execute the name, or when the
+    thread has waited for a collective outside of graphs, after which no rank has leftover entries.
     """
 
     def __init__(self) -> None:
@@ -35,32 +35,32 @@ class TensorQueue:
         self.new: deque[Entry] = deque()
         self.later: deque[Entry] = deque()
         self._in_flight: dict[str, Entry] = {}
-        # Entries of graphs that wait until the earlier ones of their names are complete.
+        # Entries of graphs that wait until the earlier entries with the same name are complete.
         self._behind: defaultdict[str, deque[Entry]] = defaultdict(deque)
         self._executing: list[Entry] = []
-        # How often executions that submit a name have failed, by name; names with none are not in it.
+        # The number of failed executions that submit a name, by name. Names without failures are not in it.
         self.failures: Counter[str] = Counter()
-        self._failed_in: dict[str, object] = {}  # the thread that has called the graph
+        self._failed_in: dict[str, object] = {}  # By name, the thread that has called the graph.
         self._closed_by: Exception | None = None
-        # outstanding: How many entries the driver has taken and not finished. For the thread that drives.
-        # completed: How many entries the driver has finished. For the thread that drives.
+        # outstanding: The number of entries that the driver has taken and not finished. For the thread that drives.
+        # completed: The number of entries that the driver has finished. For the thread that drives.
         self.outstanding = self.completed = 0
 
     def put(self, entry: Entry, is_driver: bool = False) -> bool:
         """Add an entry.
 
-        If one of its name is in flight, it waits behind that one, provided that they come from different nodes of
-        graphs which run in the order of the program: then each meets that of the same node on the other ranks. One node
-        that has two in flight runs in two executions at the same time, whose order is random.
+        If an entry with the same name is in flight, the new entry may wait behind it. Both must come from different
+        graph nodes that run in program order, so that each entry is matched with the same node's entry on other ranks.
+        If one node has two entries in flight, the node runs in two concurrent executions, whose order is random.
 
         Args:
-            is_driver: The caller drives the engine, and takes the entry at once if no other one is new.
+            is_driver: Whether the caller drives the engine. It takes the entry at once if there is no other new entry.
 
         Returns:
-            Whether the caller has taken the entry, and is to count it as outstanding. `take_new` does not return it.
+            Whether the caller has taken the entry, and must count it as outstanding. `take_new` does not return it.
 
         Raises:
-            DuplicateNameError: One of this name is in flight, and this one may not wait behind it.
+            DuplicateNameError: An entry with this name is in flight, and the new entry may not wait behind it.
             Exception: The error that the queue was closed with.
         """
         name = entry.request.name
@@ -90,34 +90,34 @@ class TensorQueue:
         entry.request = replace(entry.request, failures=self.failures[entry.request.name])
 
     def count_failure(self, names: Iterable[str]) -> None:
-        """An execution that submits `names`, and of which nothing is in flight any more, has ended in an error."""
+        """Count the failure of an execution that submits `names`, and that has nothing in flight any more."""
         with self._lock:
             self.failures.update(names)
             self._failed_in.update(dict.fromkeys(names, _here.thread))
 
     def forget_failures(self, of_all_threads: bool = False) -> None:
-        """All ranks are past the executions that have failed, in this thread or in all threads."""
+        """Forget failed executions of this thread, or of all threads, because all ranks have gone past them."""
         with self._lock:
             for name in [name for name, its in self._failed_in.items() if of_all_threads or its is _here.thread]:
                 self._forget(name, self.failures[name])
 
     def _forget(self, name: str, failures: int) -> None:
         self.failures[name] -= failures
-        if self.failures[name] <= 0:  # Less: a join has come between the two.
+        if self.failures[name] <= 0:  # Below 0 if a join() came between the failure and this call.
             del self.failures[name], self._failed_in[name]
 
     def put_later(self, entry: Entry) -> None:
-        """As `put`, but the driver does it. The handle gets the errors of `put`, if this does not raise the last one.
+        """Let the driver `put` the entry later. Raises only the error of a closed queue. The handle gets other errors.
 
-        For a thread that a signal handler may interrupt: if that happened in `put`, and the handler then waited for a
-        collective, the driver would wait for the lock. The operations on deques are atomic.
+        For a thread that a signal handler may interrupt. A handler that interrupted `put`, and then waited for a
+        collective, would make the driver wait for the lock. Here only atomic operations on deques are used.
         """
         self.later.append(entry)
         if self._closed_by is not None:
             raise self._closed_by
 
     def take_new(self) -> list[Entry]:
-        """The entries put since the last call, in order. They stay in flight. For the thread that drives."""
+        """Return the entries put since the last call, in order. They stay in flight. For the thread that drives."""
         while self.later:
             entry = self.later.popleft()
             try:
@@ -125,7 +125,7 @@ class TensorQueue:
             except Exception as error:
                 entry.handle.fail(error)
         if not self.new:
-            return []  # An entry that is being put at this moment is followed by a wake-up.
+            return []  # An entry that another thread is just putting is followed by a wake-up.
         with self._lock:
             entries = list(self.new)
             self.new.clear()
@@ -133,34 +133,34 @@ class TensorQueue:
         return entries
 
     def has(self, name: str) -> bool:
-        """Whether an entry of this name is in flight."""
+        """Return whether an entry with this name is in flight."""
         with self._lock:
             return name in self._in_flight
 
     def in_flight(self) -> tuple[Entry, ...]:
-        """The entries that are in flight, and those that wait behind one of their name."""
+        """Return the entries that are in flight, and the entries that wait behind an entry with the same name."""
         with self._lock:
             return (*self._in_flight.values(), *chain.from_iterable(self._behind.values()))
 
     def finish(self, name: str) -> Entry:
         """Take an entry out of flight, before its handle is completed, so that its name may be used again.
 
-        An entry that waits behind it is new then.
+        If another entry waits behind it, that entry becomes a new entry.
 
-        `close` returns it until `executed` is called, so that no failure in between loses it. For the thread that
-        drives.
+        Until `executed` is called, `close` still returns the entry, so that a failure in between does not lose it. For
+        the thread that drives.
 
         Raises:
-            EngineError: No entry of this name is in flight.
+            EngineError: No entry with this name is in flight.
         """
         with self._lock:
             entry = self._in_flight.pop(name, None)
             if entry is None:
-                raise EngineError(f"{name} was decided on, but is not in flight on this rank: an error of mpistrat. "
-                                  "Please report it.")
+                raise EngineError(f"{name}: the ranks have agreed on it, but it is not in flight on this rank. This is "
+                                  "an error of mpistrat. Please report it.")
             self._executing.append(entry)
             if entry.request.failures and name in self._failed_in:
-                self._forget(name, entry.request.failures)  # The number is the same on all ranks.
+                self._forget(name, entry.request.failures)  # The count is the same on all ranks.
             if name in self._behind:
                 following = self._behind[name].popleft()
                 if name in self.failures:
@@ -174,22 +174,22 @@ class TensorQueue:
         return entry
 
     def executed(self) -> None:
-        """Forget the finished entries: they are complete, or the device completes them. For the thread that drives."""
+        """Forget the entries of `finish`: their handles are complete, or the device will complete them. Driver only."""
         self._executing.clear()
 
     def refuse(self, error: Exception) -> None:
-        """Refuse later entries with `error`. Any thread may call it; takes no lock. `close` follows."""
+        """Refuse later entries with `error`. Any thread may call it; takes no lock. The driver calls `close` later."""
         self._closed_by = self._closed_by or error
 
     def disable_after_fork(self, error: Exception) -> None:
-        """In a forked process: refuse all entries with `error`. What is in flight belongs to the parent process."""
-        self._lock = threading.Lock()  # A thread that exists only in the parent process may hold the old one.
+        """Refuse all entries with `error`, and drop those in flight, which belong to the parent of a forked process."""
+        self._lock = threading.Lock()  # A thread that exists only in the parent process may hold the old lock.
         self._closed_by = error
         for entries in (self._in_flight, self._behind, self._executing, self.new, self.later):
             entries.clear()
 
     def close(self, error: Exception) -> list[Entry]:
-        """Refuse later entries with `error`, and take out all in flight or in execution. For the thread that drives."""
+        """Refuse later entries with `error`. Remove and return all entries in flight or in execution. Driver only."""
         with self._lock:
             if self._closed_by is None:
                 self._closed_by = error
@@ -201,6 +201,6 @@ class TensorQueue:
 
 
 def _places(*origins: Origin | None) -> str:
-    """The sentence that says where both entries of a name come from, as far as that is known."""
+    """Return a sentence that says where two entries with one name come from; "" if neither comes from a graph."""
     first, second = (origin.place() if origin is not None else "a call outside of graphs" for origin in origins)
     return f" The first is submitted by {first}, the second by {second}." if any(origins) else ""

@@ -26,7 +26,7 @@ class GpuArray(NamedTuple):
     address: int  # The GPU's address of the first element.
     shape: tuple[int, ...]
     dtype: np.dtype
-    owner: Any  # What keeps the memory alive.
+    owner: Any  # The object that keeps the memory alive.
 
     @property
     def size(self) -> int:
@@ -46,11 +46,11 @@ class CudaEvent(Protocol):
 
 
 class RecordedStream(Protocol):
-    """A stream of another library, or what stands for it, as far as events need it. Any thread may use it."""
+    """A stream of another library, or a substitute that can record events. Any thread may use it."""
 
     @property
     def ptr(self) -> int:
-        """Identifies the stream: its address, if it is one."""
+        """Identifies the stream or its substitute: the address of a stream."""
 
     def record(self, event: CudaEvent) -> object:
         """Record an event after all work that is enqueued so far."""
@@ -60,7 +60,7 @@ class GpuStream(RecordedStream, Protocol):
     """A queue of work for the GPU. The GPU executes it in order."""
 
     def __enter__(self) -> object:
-        """Make it the library's current stream."""
+        """Make this stream the library's current stream."""
 
     def __exit__(self, *_: object) -> object: ...
 
@@ -73,7 +73,7 @@ class GpuEvent(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the GPU has reached it. Does not wait. Raises EngineError if the GPU has failed."""
+        """Whether the GPU has reached the event. Does not wait. Raises EngineError if the GPU has failed."""
 
 
 class GpuDevice(Protocol):
@@ -117,26 +117,26 @@ class Allocated(NamedTuple):
     """Memory for the results of a request."""
 
     addresses: Sequence[int]  # Of each result.
-    results: list[Any]  # What the caller gets of each. It keeps the memory alive.
-    # Its work so far may still use the memory; None: no work uses it, or an event of the request comes after that work.
+    results: list[Any]  # The object that the caller gets for each result. It keeps the memory alive.
+    # The work in this stream may still use the memory. None: no work uses it, or an event of the request follows it.
     stream: RecordedStream | None
 
 
 @dataclass(frozen=True, eq=False)
 class BucketList:
-    """A list of tensors that is reduced in buckets, each of them a request. All of them are submitted, in any order.
+    """A list of tensors that is reduced in buckets, one request for each. All buckets are submitted, in any order.
 
-    The readers of the buckets are the same. They wait for results only when all buckets are enqueued: a wait for the
-    first one would keep them from the work that computes the tensors of the others.
+    All buckets have the same readers. The readers wait for results only when all buckets are enqueued: a wait for the
+    first bucket would delay the work that computes the tensors of the others.
     """
 
-    count: int  # Of the buckets, which are numbered from 0.
+    count: int  # The number of buckets, which are numbered from 0.
 
 
 class GpuTensors(Sequence[GpuArray]):
     """The tensors of a request, all on one GPU, in place of a list of numpy arrays.
 
-    A step has hundreds of them, so what a step needs of them are lists, and objects are made only for what indexes it.
+    A step has hundreds of tensors, so their fields are lists, and a GpuArray is made only for a tensor that is indexed.
     The library of the tensors allocates the results, in the order of the caller's stream. So a result may be freed, and
     its memory reused by work that the caller enqueues later, like any memory of that library.
     """
@@ -146,17 +146,17 @@ class GpuTensors(Sequence[GpuArray]):
                  readers: Sequence[RecordedStream] | None,
                  allocate: Callable[[Sequence[tuple[int, ...]]], Allocated]):
         # addresses, shapes, dtypes: Of each tensor.
-        # owner: What keeps their memory alive.
+        # owner: The object that keeps their memory alive.
         self.device, self.addresses, self.shapes, self.dtypes, self.owner = device, addresses, shapes, dtypes, owner
-        # streams: The contents are complete when these have done their work so far, and the memory of results is free.
-        # readers: Those in whose order the caller reads the results. The caller waits for nothing but them. None: it
-        # reads as soon as the request is complete, in any order.
+        # streams: When they have done their work so far, the contents are complete and the memory of results is free.
+        # readers: The streams in whose order the caller reads the results. The caller waits for nothing else. None: the
+        # caller reads the results as soon as the request is complete, in any order.
         # allocate: Allocates results of the given shapes, of the same dtypes.
         self.streams, self.readers, self.allocate = streams, readers, allocate
         self.ready: Sequence[GpuEvent] = ()  # Events of `streams`.
-        self.bucket: tuple[BucketList, int] | None = None  # The list that this is a bucket of, and its number there.
+        self.bucket: tuple[BucketList, int] | None = None  # The list of buckets, and the index of this bucket.
         self.made: Allocated | None = None  # The results, if their shapes are known when the request is submitted.
-        # Events after which the results are there, if the request was complete before.
+        # Events after which the results are complete, if the request was complete before.
         self.ends: Sequence[GpuEvent] = ()
 
     def __len__(self) -> int:
@@ -173,8 +173,8 @@ class GpuTensors(Sequence[GpuArray]):
     def prepare(self, keeps_shapes: bool) -> None:
         """Record `ready`. Called once, before the request is submitted, by the thread that has made the tensors.
 
-        `keeps_shapes`: The results have the shapes of the tensors. They are allocated before the events, which so come
-        after all work that may still use their memory.
+        `keeps_shapes`: Whether the results have the shapes of the tensors. Then they are allocated before the events,
+        so that the events come after all work that may still use the memory.
         """
         with self.device.current():
             if keeps_shapes:
@@ -183,7 +183,7 @@ class GpuTensors(Sequence[GpuArray]):
             self.ready = [self.device.record(stream) for stream in self.streams]
 
     def follow(self, stream: RecordedStream) -> None:
-        """Make another stream than the readers wait for the results."""
+        """Make a stream wait for the results, unless it is one of the readers."""
         if self.ends and stream.ptr not in [reader.ptr for reader in self.readers or ()]:
             with self.device.current():
                 for end in self.ends:

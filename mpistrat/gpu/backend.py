@@ -1,7 +1,7 @@
 """The interface of backends for GPU arrays. Like interfaces.DataPlane, but a call only enqueues work on the GPU.
 
 Work is ordered by events: it starts after events of the caller's streams (`wait_for`), and is complete when the events
-of `finish` are done. Backends are nccl.data.NcclData and staged.StagedData. Used by the engine's thread; a watchdog's
+of `finish` are done. Backends are nccl_data.NcclData and staged.StagedData. Used by the engine's thread; a watchdog's
 thread may call `revoke` and `abandon`.
 """
 
@@ -22,7 +22,7 @@ Reducer = Callable[[Sequence[int], Sequence[int]], None]
 def await_on_host(event: GpuEvent, limit_s: float) -> None:
     """Wait until `event` is done, and yield the processor to other threads meanwhile.
 
-    Raises EngineError: It is not done after `limit_s` seconds (0: no limit).
+    Raises EngineError: The event is not done after `limit_s` seconds (0: no limit).
     """
     deadline = time.monotonic() + limit_s if limit_s else float("inf")
     while not event.done:
@@ -46,18 +46,18 @@ def last_of_streams(events: list[GpuEvent]) -> list[GpuEvent]:
 class GpuBackend(ABC):
     """Collectives on GPU arrays. Used by the engine's thread, within `GpuDevice.current()`.
 
-    The methods up to `alltoall` and `close` are collective. The GPU executes what they enqueue in the order of the
-    calls. It is complete when the events of the next `finish` are done. The last four methods do nothing where the host
-    waits for the work.
+    The methods up to `alltoall` and `close` are collective. The GPU executes the enqueued work in the order of the
+    calls. The work is complete when the events of the next `finish` are done. The last four methods do nothing if the
+    host waits for the work.
     """
 
     @abstractmethod
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
-        """Why it cannot all-reduce these arrays, as `allreduce`; "" if it can. The same on all ranks."""
+        """Return why the backend cannot all-reduce these arrays; "" if it can. The same on all ranks."""
 
     @abstractmethod
     def why_not_scatter(self, source: GpuArray, reduction: Reduction) -> str:
-        """Why it cannot reduce-scatter this array; "" if it can. The same on all ranks."""
+        """Return why the backend cannot reduce-scatter this array; "" if it can. The same on all ranks."""
 
     @abstractmethod
     def wait_for(self, events: Sequence[GpuEvent]) -> None:
@@ -65,7 +65,7 @@ class GpuBackend(ABC):
 
     @abstractmethod
     def reducer(self, arrays: Sequence[GpuArray], reduction: Reduction, wire_dtype: str = "") -> Reducer:
-        """What reduces arrays of these sizes and of this dtype, again and again. `why_not` has nothing against it.
+        """Return a function that reduces arrays of these sizes and this dtype. `why_not` must have returned "".
 
         Floating-point tensors wider than `wire_dtype` may be sent and reduced in that dtype.
         """
@@ -88,10 +88,10 @@ class GpuBackend(ABC):
     @abstractmethod
     def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int],
                  largest: int) -> None:
-        """Send rank r the next `sent[r]` elements of `source`, and receive `received[r]` elements from it.
+        """Send rank r the next `sent[r]` elements of `source`, and receive `received[r]` elements from rank r.
 
         `target` gets the received elements in the order of the ranks. The dtype is the same on all ranks. `largest` is
-        the most elements that any rank sends to any rank.
+        the largest number of elements that any rank sends to any rank.
         """
 
     @abstractmethod
@@ -109,7 +109,7 @@ class GpuBackend(ABC):
         """Make a call that waits for other ranks return with an error, and free nothing. Any thread may call it.
 
         Returns:
-            False if it cannot, and only `abandon` does it.
+            False if only `abandon` makes the call return.
         """
         return True
 

@@ -4,7 +4,7 @@ ncclCommInitRank waits for all ranks without a limit, so a rank that fails alone
 Therefore each rank connects in a separate thread, and meanwhile exchanges its state with the other ranks.
 
 NCCL opens the connections between ranks in their first collective (NCCL_RUNTIME_CONNECT, the default of 2.30). No room
-in /dev/shm, or a port that is blocked, is an error there. So connecting includes an all-reduce of one element.
+in /dev/shm, or a blocked port, is an error in that collective. So connecting includes an all-reduce of one element.
 """
 
 import logging
@@ -39,7 +39,7 @@ def make_communicators(make: Callable[[], Iterable[NcclCommunicator]], device: G
     Args:
         make: Makes this rank's communicators, and may wait for the other ranks. Called in another thread.
         exchange: An exchange among the same ranks, which must not depend on `make`.
-        limit_s: Seconds after which it fails; 0: never.
+        limit_s: Seconds after which connecting fails; 0: never.
         clock: Seconds, from any origin.
 
     Raises:
@@ -57,7 +57,7 @@ def make_communicators(make: Callable[[], Iterable[NcclCommunicator]], device: G
             attempt.give_up()
             raise EngineError("NCCL cannot connect the ranks: " + "; ".join(
                 f"rank {rank}: {text}" for rank, text in failed.items()) +
-                ". MPISTRAT_GPU_OPERATIONS=staged does without NCCL.")
+                ". Set MPISTRAT_GPU_OPERATIONS=staged to reduce without NCCL.")
         if None not in states:
             return attempt.made
         time.sleep(pause_s)
@@ -103,9 +103,9 @@ class _Attempt:
             time.sleep(NCCL_CONNECT_FIRST_SLEEP_S)
 
     def give_up(self) -> None:
-        """Abort the communicators, at once, or when the thread has left them.
+        """Abort the communicators, at once, or when the thread does not use them any more.
 
-        An abort frees what the thread uses. So a communicator that NCCL can revoke is revoked first.
+        An abort frees memory that the thread uses. So a communicator that NCCL can revoke is revoked first.
         """
         with self._lock:
             self._is_given_up = True

@@ -1,7 +1,7 @@
-"""Chooses the backend for GPU tensors, and connects NCCL. All ranks decide alike, over the data plane of the host.
+"""Chooses the backend for GPU tensors, and connects NCCL. All ranks agree on a choice, over the host's data plane.
 
-A rank that fails alone would leave the others waiting. So every rank sends what it has found, even if that is an
-exception. Used by the engine's thread, before the first collective on GPU tensors.
+A rank that fails alone would leave the others waiting. So every rank sends its findings, even if they are an exception.
+Used by the engine's thread, before the first collective on GPU tensors.
 """
 
 import json
@@ -37,12 +37,12 @@ _KEEPS_ORDER_FROM = 22600  # The first version code of NCCL that knows NCCL_LAUN
 class GpuInfo(NamedTuple):
     """What a rank sends to the others before the first collective on GPU tensors."""
 
-    gpu: str  # An identifier of its GPU, unique among all hosts.
+    gpu: str  # An identifier of the rank's GPU, unique among all hosts.
     nccl: int  # NCCL's version code; 0: NCCL is missing.
-    buffer_bytes: int  # The size of the fusion buffers that it could allocate; 0: it could not.
-    may_share: bool  # Whether its environment allows ranks to share a GPU.
-    is_free: bool = True  # Whether no other group of its ranks uses NCCL on its GPU.
-    problem: str = ""  # The error while it gathered this; "" if none.
+    buffer_bytes: int  # The size of the fusion buffers that the rank could allocate; 0: there was no memory.
+    may_share: bool  # Whether the rank's environment allows ranks to share a GPU.
+    is_free: bool = True  # Whether no other process set of this rank uses NCCL on its GPU.
+    problem: str = ""  # The error while the rank gathered this information; "" if none.
 
 
 def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:
@@ -53,7 +53,7 @@ def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:
         wanted: The setting gpu_operations.
 
     Raises:
-        EngineError: The setting demands NCCL, and it cannot be used.
+        EngineError: The setting demands NCCL, and NCCL cannot be used.
     """
     if wanted == "staged":
         return f"MPISTRAT_GPU_OPERATIONS={wanted}"
@@ -62,9 +62,9 @@ def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:
         raise EngineError(f"MPISTRAT_GPU_OPERATIONS={wanted}: {reason}")
     taken = [rank for rank, found in enumerate(ranks) if not found.is_free]
     if taken and not reason and wanted == "auto":
-        reason = (f"ranks {rank_list(taken)} of this process set use NCCL in another one, and NCCL may wait for ever "
-                  "where ranks start the collectives of two sets in different orders. MPISTRAT_GPU_OPERATIONS=nccl "
-                  "uses it in both, for scripts that wait for one set before they call the other")
+        reason = (f"ranks {rank_list(taken)} of this process set use NCCL in another set, and NCCL may deadlock if "
+                  "ranks start the collectives of two sets in different orders. If the script waits for one set before "
+                  "it calls the other, set MPISTRAT_GPU_OPERATIONS=nccl to use NCCL in both sets")
     return reason
 
 
@@ -112,7 +112,7 @@ def connect(device: GpuDevice, topology: Topology, exchange: Exchange, host: Dat
         exchange: An exchange among these ranks.
         host: The data plane for CPU tensors of these ranks, which also reduces staged tensors.
         settings: The same on all ranks.
-        owner: What uses the result. It releases its claim to NCCL (see nccl_claims) when it closes that.
+        owner: The object that uses the backend. It releases its claim (see nccl_claims) when it closes the backend.
 
     Returns:
         The NCCL backend, or None if all tensors are staged; and the fusion threshold in bytes.
@@ -141,7 +141,7 @@ def connect(device: GpuDevice, topology: Topology, exchange: Exchange, host: Dat
                                     f"{settings.fusion_bytes}")
     if settings.nccl_streams > 1 and found.nccl < _KEEPS_ORDER_FROM:
         _log(rank, logging.WARNING, f"MPISTRAT_NUM_NCCL_STREAMS={settings.nccl_streams}: NCCL before 2.26 does not "
-                                    "keep the order of several communicators, and may wait for ever. Install 2.26.")
+                                    "keep the order of several communicators, and may deadlock. Install NCCL 2.26.")
     communicators = make_communicators(
         lambda: (device.communicator(size, _unique_id(plain), rank) for plain in gathered[0][1]), device, rank,
         exchange, settings.limit_s)
@@ -157,7 +157,7 @@ def _plain(unique_id: bytes | tuple[int, ...]) -> str | list[int]:
 
 
 def _unique_id(plain: str | list[int]) -> bytes | tuple[int, ...]:
-    """The id that `_plain` was given."""
+    """The id that `_plain` has turned into `plain`."""
     return bytes.fromhex(plain) if isinstance(plain, str) else tuple(plain)
 
 
@@ -168,7 +168,7 @@ def _log(rank: int, level: int, text: str) -> None:
 
 def _probe(device: GpuDevice, makes_ids: bool, settings: Settings) -> tuple[
         GpuInfo, list[GpuArray], list[bytes | tuple[int, ...]]]:
-    """This rank's GpuInfo, its fusion buffers, and ids of communicators if it makes them. Does not raise."""
+    """This rank's GpuInfo, its fusion buffers, and if `makes_ids`, ids of communicators. Does not raise."""
     streams, may_share = settings.nccl_streams, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if settings.gpu_operations == "staged":
         return GpuInfo(device.identity, 0, 0, may_share), [], []

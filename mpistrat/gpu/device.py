@@ -1,7 +1,7 @@
 """This rank's GPU: memory, streams, copies and tensors of other libraries, by cupy.
 
 This module and the two that it imports (copy/compiler.py, nccl_library.py) are the only ones that call cupy. It
-implements the Protocols of `arrays` and `nccl.types`, so all other modules run with a stand-in in tests. Importing it
+implements the Protocols of `arrays` and `nccl_types`, so all other modules run with a stand-in in tests. Importing it
 fails where cupy is missing; api.own_gpu.make_device names the remedy. Any thread may use a Device.
 """
 
@@ -37,18 +37,18 @@ _PLAIN = CopyJob("float32", "float32")
 class Event:
     """A point in a stream, see arrays.GpuEvent. Device.record makes it. Any thread may use it.
 
-    `spare`: Gets cupy's event back, to be recorded again. What waits for it does not wait for the next record.
+    `spare`: The list that gets cupy's event back for reuse. A stream that waits does not wait for the next record.
     """
 
     def __init__(self, cupy_event: cupy.cuda.Event, stream: RecordedStream, number: int, spare: list[Any]):
         self.cupy_event, self.number, self._spare = cupy_event, number, spare
-        self._stream = stream  # so that the address is that of no other stream while there is the event
+        self._stream = stream  # so that no other stream gets the address while the event exists
         # The per-thread default streams of all threads have the same address.
         self.stream: Hashable = (stream.ptr, get_ident() if stream.ptr == _PER_THREAD else 0)
 
     @property
     def done(self) -> bool:
-        """Whether the stream has reached it. Raises EngineError if the GPU has failed."""
+        """Whether the stream has reached the event. Raises EngineError if the GPU has failed."""
         return driver.is_done(self.cupy_event.ptr)
 
     def __del__(self) -> None:
@@ -61,7 +61,7 @@ class Device:
     `number`: CUDA's index of the GPU, among those visible to this process.
     """
 
-    checked_bytes = 2**25  # What a check copies; 40 times take 0.5 ms on an H200, by its bandwidth.
+    checked_bytes = 2**25  # The size of the copies of a check; 40 copies take 0.5 ms on an H200, by its bandwidth.
 
     def __init__(self, number: int):
         self.number = number
@@ -78,7 +78,7 @@ class Device:
     def current(self) -> AbstractContextManager[None]:
         """A context in which CUDA uses this GPU in this thread. Makes no CUDA context on another GPU.
 
-        Afterwards a thread that used another GPU uses that one again. A thread that used none stays on this one.
+        Afterwards a thread that used another GPU uses that GPU again. A thread that used no GPU stays on this GPU.
         """
         return driver.Selected(self._context, lambda: cupy.cuda.runtime.setDevice(self.number))
 
@@ -87,7 +87,7 @@ class Device:
     def stream(self, is_urgent: bool = False) -> GpuStream:
         """A new stream, which does not synchronise with the default stream.
 
-        The kernels of an urgent one start before waiting kernels of other streams. cupy has that from version 14 on.
+        The kernels of an urgent stream start before waiting kernels of other streams. cupy 13 ignores `is_urgent`.
         """
         urgency = {"priority": _URGENT} if is_urgent and _has_priorities() else {}
         made: GpuStream = cupy.cuda.Stream(non_blocking=True, **urgency)
@@ -113,7 +113,7 @@ class Device:
             return Event(cupy_event, stream, next(self._event_numbers), self._spare_events)
 
     def can_wait(self, stream: RecordedStream) -> bool:
-        """Whether any thread can make the stream wait: the default stream of a thread is another one in each thread."""
+        """Whether any thread can make the stream wait: the per-thread default stream differs in each thread."""
         return stream.ptr != _PER_THREAD
 
     def wait(self, stream: RecordedStream, event: GpuEvent) -> None:
@@ -124,7 +124,7 @@ class Device:
 
     def scratch(self, nbytes: int) -> GpuArray | None:
         """Allocate uninitialised bytes on this GPU; None if there is not enough memory."""
-        # On a stream of ours: memory in cupy's pool of the caller's stream may still be in use by enqueued work.
+        # On the stream for imports: memory in cupy's pool of the caller's stream may still be in use by enqueued work.
         try:
             with self._imports:
                 memory = cupy.cuda.alloc(nbytes)
@@ -142,7 +142,7 @@ class Device:
             cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyDefault, stream.ptr)
 
     def write_number(self, address: int, number: int, words: int, stream: GpuStream) -> None:
-        """Enqueue the write of an integer of so many words of 32 bits. The host does not wait."""
+        """Enqueue the write of an integer of `words` words of 32 bits. The host does not wait."""
         driver.write_number(address, number, words, stream.ptr)
 
     def compile(self, job: CopyJob) -> None:
@@ -150,7 +150,7 @@ class Device:
         self._module(variant(job))
 
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream, lost: int = 0) -> None:
-        """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy.plan. Allocates no memory.
+        """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy.copy_plan. Allocates no memory.
 
         `lost`: As for `guard`; 0: the copies are not guarded.
         """
@@ -159,7 +159,7 @@ class Device:
             _by_value(table), c_int32(len(table)), c_double(job.factor), c_int64(job.divisor), c_uint64(lost)))
 
     def guard(self, target: int, nbytes: int, lost: int, stream: GpuStream) -> None:
-        """Turn memory into NaN if the uint32 at the address `lost`, in pinned memory, is not 0 then."""
+        """Enqueue a kernel that fills memory with NaN if the uint32 at `lost`, in pinned memory, is not 0 by then."""
         driver.launch(self._module(_PLAIN)[GUARD].ptr, 1, COPY_BLOCK_THREADS, stream.ptr, (
             c_uint64(target), c_uint64(nbytes), c_uint64(lost)))
 
@@ -205,7 +205,7 @@ def _imports_of(number: int) -> cupy.cuda.Stream:
     """One stream for all Devices of the current GPU, which has this number.
 
     cupy's pool keeps the memory that was allocated on a stream for that stream. So the fusion buffers of an elastic
-    job's next generation have the memory of those before, also if its communicators were aborted.
+    job's next generation reuse the memory of the previous generation, even if its communicators were aborted.
     """
     return cupy.cuda.Stream(non_blocking=True)
 
@@ -229,7 +229,7 @@ def _has_priorities() -> bool:
 
 
 def gpu_count() -> int:
-    """The number of GPUs visible to this process; 0 without a driver, too."""
+    """The number of GPUs visible to this process; 0 also without a driver."""
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:

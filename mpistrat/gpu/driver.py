@@ -1,8 +1,8 @@
-"""CUDA's driver by ctypes: the context of a thread, and what a GPU is. Nothing here makes a context.
+"""CUDA's driver by ctypes: contexts of threads, launches, events and UUIDs. Nothing here creates a context.
 
-A context takes about half a gigabyte of a GPU, and one process at most may have one if the GPU is in exclusive mode. So
-a rank must have no context on another GPU than its own. Since CUDA 12 cudaSetDevice makes one. A thread without a
-context is on GPU 0 as far as the runtime knows, and `with cupy.cuda.Device(n)` calls cudaSetDevice(0) at its end.
+A context takes about half a gigabyte of a GPU, and only one process may have one if the GPU is in exclusive mode. So
+a rank must have no context on another GPU than its own. Since CUDA 12 cudaSetDevice creates a context. For the runtime,
+a thread without a context is on GPU 0, and `with cupy.cuda.Device(n)` calls cudaSetDevice(0) at its end.
 """
 
 import ctypes
@@ -18,22 +18,22 @@ _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 def context() -> int:
     """The address of this thread's current context; 0 if it has none."""
     found = ctypes.c_void_p()
-    # It reads a variable of the thread. So it keeps Python's lock, which another thread would get otherwise, and keep
-    # for milliseconds. All other calls may wait, as a launch does if a thousand are waiting: for a rank that has died,
-    # it may be, and then another thread of Python must abort that.
+    # The call reads a variable of the thread. So it keeps Python's lock, which another thread could otherwise take for
+    # milliseconds. All other calls may block, as a launch does if a thousand launches are pending, perhaps because a
+    # rank has died. Then another Python thread must be able to abort the work.
     _check("cuCtxGetCurrent", _library(ctypes.PyDLL).cuCtxGetCurrent(ctypes.byref(found)))
     return found.value or 0
 
 
 class Selected:
-    """A context, in Python, in which `own` is the current CUDA context of this thread.
+    """A `with` context in which `own` is the current CUDA context of this thread.
 
-    Afterwards a thread that had another one has it again. A thread that had none keeps `own`: the runtime has no call
-    that takes it away without making another one. So the threads of the engine select their GPU once.
+    Afterwards a thread that had another CUDA context gets it back. A thread that had none keeps `own`: the runtime has
+    no call that removes a context without creating another one. So the threads of the engine select their GPU once.
 
     Args:
         own: The address of the CUDA context; 0 if it is not known yet.
-        select: Makes it current.
+        select: Makes the CUDA context current.
     """
 
     __slots__ = ("_before", "_own", "_select")
@@ -67,8 +67,8 @@ def launch(function: int, blocks: int, threads: int, stream: int, arguments: Seq
 def uuid(number: int) -> str:
     """The UUID of a GPU, as 32 hexadecimal digits. It is unique among all hosts.
 
-    Instances of a divided GPU (MIG) have that of the whole GPU here. cuDeviceGetUuid_v2 would tell them apart, but NCCL
-    refuses them as one GPU ("Duplicate GPU detected"), because it compares their PCI bus ids.
+    Instances of a divided GPU (MIG) get the UUID of the whole GPU. cuDeviceGetUuid_v2 would distinguish them, but NCCL
+    refuses them as one GPU ("Duplicate GPU detected"), because NCCL compares PCI bus ids.
 
     Args:
         number: CUDA's index of the GPU, among those visible to this process.
@@ -92,7 +92,7 @@ def is_done(event: int) -> bool:
 
 
 def write_number(address: int, number: int, words: int, stream: int) -> None:
-    """Enqueue the write of an integer of so many words of 32 bits to GPU memory. No memory of the host is used."""
+    """Enqueue the write of an integer of `words` words of 32 bits to GPU memory. No host memory is used."""
     for word in range(words):
         _call("cuMemsetD32Async", ctypes.c_uint64(address + 4 * word), ctypes.c_uint(number >> 32 * word & 0xFFFFFFFF),
               ctypes.c_size_t(1), ctypes.c_void_p(stream))
@@ -117,9 +117,9 @@ def _check(name: str, status: int) -> None:
 
 @cache
 def _library(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
-    """The driver, initialised, whose calls release Python's lock, or keep it (PyDLL).
+    """The initialised driver, as a CDLL, whose calls release Python's lock, or as a PyDLL, whose calls keep it.
 
-    Raises EngineError: There is none.
+    Raises EngineError: The driver cannot be loaded or initialised.
     """
     try:
         status = ctypes.CDLL("libcuda.so.1").cuInit(0)  # May be repeated.

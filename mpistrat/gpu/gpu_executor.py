@@ -1,4 +1,4 @@
-"""Executes negotiated entries of GPU tensors: enqueues their work, and completes their handles, see completion.py.
+"""Executes negotiated entries of GPU tensors: enqueues their work, and completes their handles.
 
 The ranks choose the backend together before their first collective, when each of them knows its GPU.
 """
@@ -56,13 +56,13 @@ class GpuExecutor(DeviceExecutor):
         self._plans = BucketPlans(topology.size)
         self._fusion_bytes = 0
         self.batches: deque[Batch] = deque()
-        # For these streams wait. Their memory is kept while the GPU uses it.
+        # The batches that streams wait for. Their memory is kept while the GPU uses it.
         self.kept: deque[Batch] = deque()
-        # Those of them whose list has buckets that are not enqueued, by the number in the list.
+        # The batches of lists with buckets that are not enqueued yet, by the index in the list.
         self._lists: dict[BucketList, dict[int, Batch]] = {}
         self._looked = -math.inf
         self._underway: list[Work] = []
-        # Those of NCCL have a kind for as long as it is not trusted.
+        # A reducer of NCCL has a kind as long as that kind is not trusted.
         self._reducers: dict[FusionBucket, tuple[Reducer, Kind | None]] = {}
         self._proof: Proof | None = None
         self._completes_by_streams = False
@@ -120,7 +120,7 @@ class GpuExecutor(DeviceExecutor):
         if self._proof is not None:
             self._proof.compare(ends)
         self._underway, now = [], self._clock()
-        of_lists: dict[BucketList | None, list[Work]] = {}  # the entries without a list, and those of each list
+        of_lists: dict[BucketList | None, list[Work]] = {}  # the entries of each list; None: without a list
         for work in works:
             of_lists.setdefault(work.tensors.bucket and work.tensors.bucket[0], []).append(work)
         for list_, its_works in of_lists.items():
@@ -146,7 +146,7 @@ class GpuExecutor(DeviceExecutor):
             yield list(dict.fromkeys(self._lists.pop(list_).values()))
 
     def _await_in_streams(self, device: GpuDevice, batches: Sequence[Batch]) -> None:
-        """Make the readers of these batches wait for them, and complete the handles."""
+        """Make the reading streams wait for these batches, and complete the handles."""
         left = [batch for batch in batches if not batch.is_complete]
         ends = last_of_streams([end for batch in left for end in batch.ends])
         works = [work for batch in left for work in batch.works]
@@ -181,13 +181,13 @@ class GpuExecutor(DeviceExecutor):
         return finished
 
     def _release(self, but: int = 0) -> None:
-        """Free what the GPU does not use any more. Does not look at the last `but` batches."""
+        """Free memory that the GPU does not use any more. Does not look at the last `but` batches."""
         self._looked = self._clock()
         for batch in over(self.kept, but):
             self._end(batch)
 
     def _end(self, batch: Batch) -> None:
-        """A batch is over, which the trace learns. For one whose handles were done before that is when it is seen."""
+        """Complete a batch that the GPU has finished, and report it to the observer. Its end is the present time."""
         batch.complete()
         ended = time.monotonic_ns()
         for work in batch.works:
@@ -270,13 +270,13 @@ class GpuExecutor(DeviceExecutor):
         if nccl is not None:
             self._watchdog = Watchdog(
                 self._settings.limit_s, nccl.revoke, self.abandon, f"NCCL has kept rank {self._topology.job_rank} "
-                f"waiting for {self._settings.limit_s:g} s; another rank may have died, or never begun")
+                f"waiting for {self._settings.limit_s:g} s; another rank may have died, or not have begun")
             if not self._settings.uses("shadow") or self._is_proved(device, nccl):
                 self._completes_by_streams = self._streams_wait(device, nccl)
         self._single.backends = self._backends
 
     def _is_proved(self, device: GpuDevice, nccl: NcclData) -> bool:
-        """Reduce known numbers by NCCL, and do without it if they come out wrong on any rank."""
+        """Reduce known numbers by NCCL. If a rank gets wrong results, stop using NCCL. Return whether NCCL is used."""
         self._proof = Proof(device, self._staged, self._host, self._exchange, self._topology)
         with self._watchdog or nullcontext():
             wrong = self._proof.refusals(nccl)
@@ -293,16 +293,16 @@ class GpuExecutor(DeviceExecutor):
         return False
 
     def _streams_wait(self, device: GpuDevice, nccl: NcclData) -> bool:
-        """Whether handles are done when their work is enqueued. Local: the ranks need not do the same."""
-        # Ranks that are in two sets may enqueue the collectives of these in different orders. If streams waited for
-        # both, a set could wait for the other one on one rank, and the other way round on another.
+        """Return whether handles are done when their work is enqueued, since streams wait. Local: ranks may differ."""
+        # Ranks in two process sets may enqueue the collectives of the two sets in different orders. If streams waited
+        # for both, one set could wait for the other on one rank, and the other way round on another rank.
         if not self._settings.uses("stream_order") or not nccl.is_alone:
             return False
         try:
             check_waiting(device, nccl.buffer)
         except Exception as error:
             text = " ".join(str(error).split())[:300]
-            logger.warning("rank %d: the host waits for the results of collectives on the GPU, since no stream can: %s",
+            logger.warning("rank %d: the host waits for the results of GPU collectives, since streams cannot wait: %s",
                            self._topology.job_rank, text)
             self.findings.append(f"streams that wait: {text}")
             return False
@@ -339,7 +339,7 @@ class GpuExecutor(DeviceExecutor):
         backend, reduction, wire_dtype = self._backends[0], bucket.reduction, bucket.request.wire_dtype
         wire_dtype = "" if wire_dtype == INT8 else wire_dtype
         if reduction.quantised is not None and len(self._topology.hosts) > 1:
-            reason = "NCCL cannot sum 8-bit numbers with scales, which go between the hosts"
+            reason = "NCCL cannot sum the 8-bit integers with scales that hosts send each other"
         else:
             reason = backend.why_not(arrays, reduction.op, wire_dtype)
         if reason:
@@ -359,7 +359,7 @@ class GpuExecutor(DeviceExecutor):
         if 0 < self._settings.limit_s < waited_s:
             names = ", ".join(work.entry.request.name for work in batch.works[:5])
             raise EngineError(f"the GPU of rank {self._topology.job_rank} has not done {names} in {waited_s:.0f} s; "
-                              "another rank may have died, or never begun")
+                              "another rank may have died, or not have begun")
 
     def _log_once(self, text: str) -> None:
         if self._topology.rank == 0 and text not in self._logged:

@@ -1,11 +1,11 @@
-"""What keeps the kernels of several communicators on a GPU from waiting for each other for ever.
+"""Keeps the kernels of several NCCL communicators on a GPU from a deadlock.
 
-An NCCL kernel waits on the GPU for the same kernel on the other ranks. If something keeps a kernel of another
-communicator from its start meanwhile, ranks that started the two in different orders wait for each other for ever:
+An NCCL kernel waits on the GPU for the same kernel on the other ranks. If a kernel of another communicator cannot start
+meanwhile, ranks that started the two kernels in different orders wait for each other for ever:
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html. So environment variables let the
-kernels of one group of ranks run beside each other, and one group at a time uses NCCL on a GPU: ranks that are in two
-process sets may start the collectives of these in different orders, because each set has its own engine. A set whose
-ranks are in another one that uses NCCL does without. A set of one rank waits for nobody, and makes no claim. Any
+kernels of one group of ranks run at the same time, and only one group uses NCCL on a GPU: ranks in two process sets may
+start the collectives of the two sets in different orders, because each set has its own engine. A set does not use NCCL
+if its ranks are in another set that uses NCCL. A set of one rank waits for no other rank, and makes no claim. Any
 thread may call the functions.
 """
 
@@ -20,9 +20,9 @@ _lock = threading.Lock()
 
 
 def claim(device: GpuDevice, owner: object) -> bool:
-    """Note that `owner` uses NCCL on this rank's GPU, unless another one does. Returns whether it may.
+    """Claim NCCL on this rank's GPU for `owner`, unless another owner has. Returns whether `owner` may use NCCL.
 
-    The claim ends by `release`, or with the owner.
+    The claim ends by `release`, or when the owner is deleted.
     """
     with _lock:
         holder = _owners.get(device)
@@ -52,7 +52,7 @@ def set_cuda_variables(environ: MutableMapping[str, str], nccl_streams: int) -> 
     # Streams beyond this number share a queue, in which a kernel waits for the one before. CUDA's default is 8, and
     # TensorFlow alone has four.
     environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # A kernel that is loaded when it is first launched may wait for all that run.
+    # Loading a kernel at its first launch may wait for all kernels that run.
     environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     # TensorFlow adds rows of a GPU that repeat (the gradient of an Embedding) by atomic additions, in another order on
     # each rank. With this it sorts them first: UseDeterministicSegmentReductions in

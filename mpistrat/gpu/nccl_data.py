@@ -23,7 +23,7 @@ from .nccl_types import NcclCommunicator, NcclReduction, WireFormat, nccl_reduct
 class NcclData(GpuBackend):
     """Collectives over communicators that are reserved for this object.
 
-    NCCL sums half precision in half precision, with one rounding per rank. It chooses the order of a sum, the same on
+    NCCL sums half precision in half precision, with one rounding per rank. NCCL chooses the order of a sum, the same on
     all ranks.
 
     Args:
@@ -31,7 +31,7 @@ class NcclData(GpuBackend):
         buffers: Two fusion buffers of `buffer_bytes` for each NcclStream.
         buffer_bytes: Bytes of a fusion buffer.
         version: NCCL's version code.
-        is_alone: No other group of ranks uses NCCL on the GPU of one of these ranks.
+        is_alone: Whether no other group of ranks uses NCCL on the GPU of one of these ranks.
     """
 
     def __init__(self, device: GpuDevice, rank: int, size: int, communicators: Sequence[NcclCommunicator],
@@ -41,11 +41,11 @@ class NcclData(GpuBackend):
         self._device, self._lost = device, np.zeros(0, np.uint8)
         self._rank, self._size, self._version = rank, size, version
         self._streams = [NcclStream(device, *parts) for parts in zip(communicators, buffers, strict=True)]
-        self._all_streams = tuple(self._streams)  # also when the communicators are gone
+        self._all_streams = tuple(self._streams)  # also after the communicators were destroyed
         self._turn, self._lock = 0, Lock()
 
     def guard_results(self) -> None:
-        """Turn results into NaN from now on when the communicators are revoked or aborted before they are there."""
+        """From now on turn results into NaN if the communicators are revoked or aborted before they are complete."""
         self._lost = self._device.pinned(4)
         self._lost[:] = 0
         for stream in self._streams:
@@ -151,7 +151,7 @@ class NcclData(GpuBackend):
     def _next_stream(self) -> NcclStream:
         self._turn += 1
         if not self._streams:
-            raise EngineError("NCCL's communicators were aborted, for a rank has left.")
+            raise EngineError("NCCL's communicators were aborted, because a rank has left the job.")
         return self._streams[self._turn % len(self._streams)]
 
     def _why_no_room(self, arrays: Sequence[GpuArray], wire: WireFormat) -> str:

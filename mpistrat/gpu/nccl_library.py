@@ -40,12 +40,12 @@ def group() -> Iterator[None]:
 class Communicator:
     """cupy's NcclCommunicator, with all its methods. Their errors become EngineErrors with NCCL's own message.
 
-    Implements types.NcclCommunicator. Making one is collective, and waits for all ranks. One thread calls it. Another
-    one may call `revoke` and `abort` meanwhile: the call that waits in NCCL returns then, and no call begins after it.
-    ncclCommAbort frees the communicator, so `revoke` comes first, and the waiting call is waited for, where NCCL has
-    it. (cupy forgets NCCL's communicator only when ncclCommAbort has returned. Without the flag a call that begins in
-    the meantime would use freed memory.) cupy's calls release the lock of Python's interpreter, so that another thread
-    can run.
+    Implements nccl_types.NcclCommunicator. Making one is collective, and waits for all ranks. One thread calls its
+    methods. Another thread may call `revoke` and `abort` meanwhile: then the call that waits in NCCL returns, and no
+    later call begins. ncclCommAbort frees the communicator. So if NCCL has ncclCommRevoke, `revoke` is called first,
+    and the waiting call is given time to return. (cupy forgets NCCL's communicator only when ncclCommAbort has
+    returned. Without the flag a call that begins in the meantime would use freed memory.) cupy's calls release the lock
+    of Python's interpreter, so that another thread can run.
     """
 
     def __init__(self, size: int, unique_id: bytes | tuple[int, ...], rank: int):

@@ -1,8 +1,8 @@
 """One NCCL communicator with its pipeline: the NCCL calls of each collective, and the copies before and after them.
 
 Buckets are packed and unpacked on one stream, and reduced on another, with events in between. One fusion buffer is
-packed while the other one is reduced. What needs no copies is only on the second stream. NcclData (data.py) deals the
-buckets out to several NcclStreams. All calls only enqueue work. Used by the engine's thread.
+packed while the other one is reduced. Collectives without copies use only the second stream. NcclData (nccl_data.py)
+distributes the buckets over several NcclStreams. All calls only enqueue work. Used by the engine's thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ class NcclStream:
         self._copies, self._reductions = device.stream(is_urgent=True), device.stream(is_urgent=True)
         self._pending: tuple[GpuEvent, Callable[[], None]] | None = None  # event of a reduction, its unpack
         self._awaited: Sequence[GpuEvent] = ()
-        self._begun: list[GpuStream] = []  # those that wait for these events
+        self._begun: list[GpuStream] = []  # the streams that wait for these events
         self._turn = 0
-        # An address in pinned memory: all results become NaN once there is a number. 0: they do not.
+        # The address of a number in pinned memory: results become NaN once it is not 0. Address 0: no number.
         self.lost = 0
 
     def wait_for(self, events: Sequence[GpuEvent]) -> None:
@@ -44,12 +44,12 @@ class NcclStream:
         return [self._device.record(stream) for stream in self._begun]
 
     def last_events(self) -> list[GpuEvent]:
-        """Return events after all work. What has not been unpacked never is."""
+        """Return events after all work. A bucket that has not been unpacked never will be."""
         return [self._device.record(stream) for stream in (self._reductions, self._copies)]
 
     def reduce_directly(self, source: int, target: int, count: int, wire: WireFormat, operation: int,
                         nbytes: int) -> None:
-        """Reduce `count` numbers, of `nbytes` bytes, without a fusion buffer: NCCL uses their own memory."""
+        """Reduce `count` numbers, of `nbytes` bytes, without a fusion buffer: NCCL uses the memory of the tensor."""
         self._begin(self._reductions)
         self.communicator.allReduce(source, target, count, DTYPES[wire.dtype], operation, self._reductions.ptr)
         self._guard(target, nbytes)
@@ -166,7 +166,7 @@ class NcclStream:
         self._device.wait(self._reductions, self._device.record(self._copies))
         reduce()
         reduced = self._device.record(self._reductions)
-        # Unpack the bucket before only now, so that this bucket was packed while that one was reduced.
+        # Unpack the previous bucket only now, so that this bucket was packed while the previous one was reduced.
         self._unpack_pending()
         self._pending = reduced, unpack
 

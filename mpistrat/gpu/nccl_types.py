@@ -16,8 +16,8 @@ DTYPES = {"int8": INT8, "uint8": UINT8, "int32": INT32, "uint32": UINT32, "int64
           "float16": FLOAT16, "float32": FLOAT32, "float64": FLOAT64, "bfloat16": BFLOAT16}
 OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 AVERAGE = 4
-# The first version code that has it. Of floating-point numbers each rank's are divided before they are summed, so that
-# the sum of half precision does not overflow.
+# The first version code with AVERAGE. NCCL divides the floating-point numbers of each rank before it sums them, so that
+# a sum in half precision does not overflow.
 AVERAGES_FROM = 21000
 # Results of NCCL's calls that cupy 13 and 14 have no name for; its NcclError(7) is a KeyError.
 RESULTS = {7: "ncclInProgress: the call has not ended (is NCCL_COMM_BLOCKING=0 set?)", 8: "ncclTimeout"}
@@ -49,7 +49,7 @@ class NcclCommunicator(Protocol):
 
     def check_async_error(self) -> None: ...
 
-    def revoke(self) -> bool: ...  # of library.Communicator; all others are cupy's
+    def revoke(self) -> bool: ...  # of nccl_library.Communicator; all other methods are cupy's
 
     def abort(self) -> None: ...
 
@@ -110,7 +110,7 @@ class NcclReduction(NamedTuple):
 
 
 def nccl_reduction(reduction: Reduction, wire: WireFormat, size: int, version: int) -> NcclReduction:
-    """Return how NCCL does `reduction` among `size` ranks. An average that needs no other scale is its own ncclAvg.
+    """Return how NCCL does `reduction` among `size` ranks. An average without another scale is NCCL's ncclAvg.
 
     While ranks wait in join(), an average divides by fewer ranks than the communicator has, and is a scaled sum.
     """

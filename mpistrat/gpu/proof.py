@@ -1,11 +1,11 @@
-"""What the path must prove on the machine where it runs: that streams wait, known numbers, and then the first buckets.
+"""Checks of the GPU path on the machine where it runs: that streams wait, known numbers, and then the first buckets.
 
-Streams, drivers, NCCL and the way between two GPUs may be wrong where no test has been: a stream that does not wait, or
-reads from the other GPU that an IOMMU garbles. Used within `GpuDevice.current()`.
+Streams, drivers, NCCL and the link between two GPUs may be faulty on untested machines: a stream may not wait, or an
+IOMMU may corrupt reads from the other GPU. Used within `GpuDevice.current()`.
 
-A collective is complete when it is enqueued, as in Horovod: https://github.com/horovod/horovod/pull/2963. Work that
-should wait for it and does not would read wrong numbers. Work that is over before it is raced with proves nothing. So a
-check looks whether it still runs, and has a stream that waits for nothing beside it, which must read too early.
+A collective is complete when it is enqueued, as in Horovod: https://github.com/horovod/horovod/pull/2963. Later work
+that does not wait would read wrong numbers. A check proves nothing if the awaited work is over before. So a check looks
+whether the awaited work still runs, and has a second stream that waits for nothing, which must read too early.
 """
 
 import time
@@ -27,7 +27,7 @@ from .copy.copy_plan import fused_offsets
 from .nccl_data import NcclData
 from .staged import StagedData
 
-LIMIT_S = 10.0  # for what a GPU does in milliseconds
+LIMIT_S = 10.0  # for work that takes a GPU milliseconds
 _LEAST_WORK = 40  # Copies, or kernels of TensorFlow's. A stream that does not wait would overtake them.
 _LONGEST_S = 1.0  # Seconds after which a check takes no more work.
 _VALUE = 77
@@ -51,23 +51,23 @@ class UnprovenError(EngineError):
 
 
 class Race(NamedTuple):
-    """What a check has found."""
+    """The findings of a check."""
 
-    read: float  # By work that should wait.
-    right: float  # What that must read.
-    runs: bool  # Whether what it should wait for still ran when it was enqueued.
-    unordered: float  # Read by work that waits for nothing.
+    read: float  # The number that was read by work that should wait.
+    right: float  # The number that this work must read.
+    runs: bool  # Whether the awaited work still ran when the waiting work was enqueued.
+    unordered: float  # The number that was read by work that waits for nothing.
 
 
 def prove(race: Callable[[int], Race]) -> None:
-    """Run a race, with twice as much work each time, until it proves something. Local; takes about a second at most.
+    """Run a race, with twice as much work each time, until it proves that work waits. Local; takes a second at most.
 
     Args:
-        race: Called with the amount of work, 40 or more pieces of a tenth of a millisecond or so.
+        race: Called with the amount of work, 40 or more copies or kernels of about a tenth of a millisecond.
 
     Raises:
         RefutedError: Work that should have waited has not.
-        UnprovenError: The GPU was always too fast.
+        UnprovenError: The awaited work was always over too early.
     """
     work, began = _LEAST_WORK, time.monotonic()
     while True:
@@ -77,20 +77,20 @@ def prove(race: Callable[[int], Race]) -> None:
         if found.runs and found.unordered != found.right:
             return
         if time.monotonic() - began > _LONGEST_S:
-            raise UnprovenError(f"{work} pieces of work were over before the GPU came to what should wait for them, "
-                                "so it is not known whether that would wait")
+            raise UnprovenError(f"the GPU finished {work} copies or kernels before the work that should wait for them "
+                                "could begin, so it is not known whether that work waits")
         work *= 2
 
 
 def late_copy(device: GpuDevice, target: int, between: int, source: int, nbytes: int, after: GpuEvent,
               copies: int) -> tuple[GpuEvent, np.ndarray, GpuEvent]:
-    """Copy within the GPU, on a stream of ours and not before `copies` others there.
+    """Copy `source` to `between`, `copies` times, and then `between` to `target`, on a new stream.
 
-    `target`, `between`, `source`: Addresses. `between` takes what that work writes.
+    `target`, `between`, `source`: Addresses of GPU memory. `after`: An event that the new stream waits for.
 
     Returns:
-        An event at the end, the first four bytes of the target as a stream reads them that does not wait for that, and
-        the event after which they are there.
+        An event at the end; the first four bytes of the target, as read by a stream that does not wait for that event;
+        and an event after which these bytes have been read.
     """
     ours, unordered, read = device.stream(), device.stream(), device.pinned(4)
     for stream in (ours, unordered):
@@ -103,9 +103,9 @@ def late_copy(device: GpuDevice, target: int, between: int, source: int, nbytes:
 
 
 def check_waiting(device: GpuDevice, buffer: GpuArray) -> None:
-    """Raise as `prove` if work in a stream that waits for an event begins before the event. Local.
+    """Prove that a stream begins its work only after an event that it waits for, or raise EngineError. Local.
 
-    `buffer`: GPU memory that nobody uses now. If it is too small, some is allocated.
+    `buffer`: GPU memory that is not in use. If it is too small, memory is allocated.
     """
     nbytes, theirs = device.checked_bytes, device.stream()
     memory = buffer if buffer.nbytes >= 3 * nbytes else device.scratch(3 * nbytes)
@@ -133,21 +133,21 @@ def check_waiting(device: GpuDevice, buffer: GpuArray) -> None:
 
 
 class Shadow(NamedTuple):
-    """A tensor that is reduced twice."""
+    """A tensor that is reduced on the GPU and on the CPU."""
 
     name: str
     expected: np.ndarray
     target: int
     limit: float  # How far the results may be from each other.
-    is_finite: bool  # Whether a result that is not finite is the same on GPU and CPU, by the numbers that are reduced.
+    is_finite: bool  # Whether the sum cannot overflow, so that GPU and CPU agree on results that are not finite.
 
 
 class Proof:
-    """What the ranks compare. Used by the engine's thread. All methods are collective.
+    """Compares results of NCCL with right results. Used by the engine's thread. All methods are collective.
 
     Args:
-        staged: Copies to the host.
-        host: Reduces there.
+        staged: Copies tensors to the host.
+        host: Reduces tensors on the host.
         exchange: An exchange among these ranks.
     """
 
@@ -155,14 +155,14 @@ class Proof:
         self._device, self._staged, self._host, self._exchange = device, staged, host, exchange
         self._rank, self._size = topology.rank, topology.size
         self._done: Counter[Kind] = Counter()
-        self._shadows: list[Shadow] = []  # of what is being enqueued
+        self._shadows: list[Shadow] = []  # of the collectives that are being enqueued
 
     # -- known numbers ------------------------------------------------------------------------------------------------
 
     def refusals(self, nccl: NcclData) -> str:
-        """Reduce known numbers; say which ranks got wrong ones, and the first of these; "": all are right."""
+        """Reduce known numbers. Return the ranks with wrong results and the first of these; "" if all are right."""
         try:
-            # All of them, since the other ranks do them.
+            # All four reductions, since the other ranks take part in each of them.
             found = [self._wrong(nccl, np.dtype(dtype), divisor) for dtype in (np.float32, np.float16)
                      for divisor in (1, self._size)]
             own = next(filter(None, found), "")
@@ -210,17 +210,17 @@ class Proof:
     # -- the first buckets --------------------------------------------------------------------------------------------
 
     def trusts(self, kind: Kind, bucket: Sequence[tuple[str, GpuArray, int]], reduction: Reduction) -> bool:
-        """Whether a kind is trusted. If not, reduce a bucket on the CPU, before the GPU may overwrite it. Waits then.
+        """Whether a kind is trusted. If not, wait, and reduce the bucket on the CPU before the GPU may overwrite it.
 
         Args:
-            bucket: The name, the tensor and the address of the result of each tensor.
+            bucket: For each tensor the name, the tensor itself, and the address of its result.
         """
         if self._done[kind] >= _SHADOWS:
             return True
         self._done[kind] += 1
         fetched = [self._staged.fetched(array.address, array.nbytes).view(array.dtype) for _, array, _ in bucket]
         largest = max(self._exchange(max(_largest(each) for each in fetched)))
-        after = abs(reduction.scale.factor / reduction.scale.divisor)  # It also scales what the wire has rounded.
+        after = abs(reduction.scale.factor / reduction.scale.divisor)  # This also scales the rounding on the wire.
         sent = kind[2] or {"complex64": "float32", "complex128": "float64"}.get(kind[0], kind[0])
         # Sums near the largest number overflow in an order of the ranks. NCCL's minimum and maximum may leave out NaN.
         is_finite = reduction.op is ReduceOp.SUM and \
@@ -234,9 +234,9 @@ class Proof:
         return False
 
     def compare(self, ends: Sequence[GpuEvent]) -> None:
-        """Compare results of the GPU, which are there after `ends`, with those of the CPU. Waits if there are any.
+        """Compare results of the GPU, which are complete after `ends`, with those of the CPU. Waits if there are any.
 
-        Raises EngineError: They differ on a rank; on all ranks.
+        Raises EngineError: On all ranks, if results differ on a rank.
         """
         if not self._shadows:
             return
@@ -245,10 +245,10 @@ class Proof:
         own = next(filter(None, map(self._difference, shadows)), "")
         different = _listed(self._exchange(own))
         if different:
-            raise EngineError(f"NCCL has not given the results of the same reduction on the CPU: {different}. Look for "
-                              "errors of the GPUs and of the way between them (NCCL_P2P_DISABLE=1 avoids that), or "
-                              "reduce through host memory by MPISTRAT_GPU_OPERATIONS=staged. MPISTRAT_DISABLE=shadow "
-                              "does not look.")
+            raise EngineError(f"NCCL's results differ from the same reduction on the CPU: {different}. Check the GPUs "
+                              "and the links between them (NCCL_P2P_DISABLE=1 avoids these links), or set "
+                              "MPISTRAT_GPU_OPERATIONS=staged to reduce through host memory. MPISTRAT_DISABLE=shadow "
+                              "switches this check off.")
 
     def _difference(self, shadow: Shadow) -> str:
         expected = shadow.expected

@@ -1,7 +1,7 @@
 """Backend for GPU arrays without NCCL: copies them to pinned host memory, where the ranks reduce them, and back.
 
-The host waits for the copies. It is for ranks that share a GPU, where NCCL is missing, and for what NCCL cannot reduce.
-Used by the engine's thread.
+The host waits for the copies. The backend is for ranks that share a GPU, for hosts without NCCL, and for tensors that
+NCCL cannot reduce. Used by the engine's thread.
 """
 
 import math
@@ -71,22 +71,22 @@ class StagedData(GpuBackend):
     def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int],
                  largest: int) -> None:
         itemsize, received_bytes = source.dtype.itemsize, self._device.pinned(target.nbytes)
-        # There may be more rows than are sent.
+        # `source` may have more rows than are sent.
         own = self.fetched(source.address, source.nbytes)[:sum(sent) * itemsize]
         self._host.alltoall(own, received_bytes, [count * itemsize for count in sent],
                             [count * itemsize for count in received], largest * itemsize)
         self._copy_back(received_bytes, target.address)
 
     def finish(self) -> list[GpuEvent]:
-        return []  # The host has waited for all of it.
+        return []  # The host has waited for all work.
 
     def last_events(self) -> list[GpuEvent]:
         return [self._device.record(self._stream)]  # The host may have given up.
 
     def uploaded(self, arrays: Sequence[np.ndarray]) -> GpuTensors:
-        """Copies of arrays on the GPU, whose results nobody reads: for a rank in join(). Local. Waits for the GPU.
+        """Copy arrays to the GPU, for a rank in join(), which does not read the results. Local. Waits for the GPU.
 
-        Raises EngineError: The GPU has not enough memory.
+        Raises EngineError: The GPU does not have enough memory.
         """
         dtypes = [array.dtype for array in arrays]
 

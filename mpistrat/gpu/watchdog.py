@@ -1,7 +1,7 @@
 """A time limit for calls that may block for ever.
 
 A call of NCCL may wait for other ranks. The engine's thread is blocked in that call then, so another thread has to end
-it.
+the call.
 """
 
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T | None:
-    """Return `call()`, which does not raise; None: it has not returned in time, and goes on in a thread of its own."""
+    """Return `call()`, which must not raise; None if it has not returned in time. Then it goes on in another thread."""
     returned: list[T] = []
     thread = threading.Thread(target=lambda: returned.append(call()), name="mpistrat-gpu-ends", daemon=True)
     thread.start()
@@ -28,15 +28,15 @@ def within(limit_s: float, call: Callable[[], T]) -> T | None:
 
 
 class Watchdog:
-    """Ends a guarded call that takes too long, once, from a thread of its own.
+    """Ends a guarded call that takes too long, once, from a separate thread.
 
-    A call is guarded in a `with` statement of it. It calls `revoke`, and `abort` only if the guarded call does not
-    return soon, because that frees what the call uses.
+    Calls inside of `with watchdog:` are guarded. The watchdog calls `revoke`, and `abort` only if the guarded call does
+    not return soon, because `abort` frees the memory that the call uses.
 
     Args:
         limit_s: Seconds that a guarded call may take; 0: no limit, and no thread.
         revoke: Makes the call return or raise. Returns False if it cannot.
-        abort: Makes the call return or raise, and frees what it uses. Any thread may call the two; they do not raise.
+        abort: Makes the call return or raise, and frees its memory. Any thread may call both functions; neither raises.
         text: The message of the error. Names the rank.
     """
 
@@ -45,7 +45,7 @@ class Watchdog:
         self._ended = threading.Event()  # The guarded call that was too long has ended.
         self._since: float | None = None
         self._has_fired = False
-        self._lock = threading.Lock()  # of the two: a call that has ended in time is not aborted
+        self._lock = threading.Lock()  # of `_since` and `_has_fired`: a call that has ended in time is not aborted
         self._closed = threading.Event()
         if limit_s:
             threading.Thread(target=self._watch, name="mpistrat-gpu-watchdog", daemon=True).start()
@@ -55,7 +55,7 @@ class Watchdog:
         self._since = time.monotonic()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """End it. Raises EngineError if the limit was exceeded, in place of the exception that the abort has caused."""
+        """End a guarded call. Raises EngineError if it was too long, in place of the exception caused by the abort."""
         if self._end() and (error is None or isinstance(error, Exception)):
             raise EngineError(self._text) from error
 
@@ -75,7 +75,7 @@ class Watchdog:
                 return
 
     def _end(self) -> bool:
-        """The guarded call has ended; whether too late."""
+        """Record that the guarded call has ended. Returns whether it took too long."""
         with self._lock:
             self._since = None
             if self._has_fired:

@@ -1,7 +1,7 @@
-"""Entries of GPU tensors in execution, with the memory that the GPU uses for them. Used by executor.py.
+"""Entries of GPU tensors in execution, with the memory that the GPU uses for them. Used by gpu_executor.py.
 
-Those that are executed one by one, all-gathers, reduce-scatters and all-to-alls, have results whose sizes depend on
-other ranks, which exchange their numbers of rows over the host.
+All-gathers, reduce-scatters and all-to-alls are executed one by one. The sizes of their results depend on other ranks,
+so the ranks exchange their numbers of rows over the host.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ _NOTHING = Allocated((), [], None)
 
 @dataclass(slots=True)
 class Work:
-    """An entry, its tensors, memory for its results, and what enqueues it; None: it is fused with others."""
+    """An entry, its tensors, memory for its results, and the function that enqueues it (None: fused with others)."""
 
     entry: Entry
     tensors: GpuTensors
@@ -41,22 +41,22 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Entries that were enqueued together at the time `since`, and are over after `ends`."""
+    """Entries that were enqueued together at the time `since`, and are complete after the events `ends`."""
 
     works: list[Work]
     ends: list[GpuEvent]
     since: float
     began: int  # As `since`, as time.monotonic_ns().
-    is_complete: bool = False  # Whether the handles are.
+    is_complete: bool = False  # Whether the handles are complete.
 
     def complete(self) -> None:
-        """Complete the handles that are not."""
+        """Complete the handles, unless they are complete."""
         if not self.is_complete:
             self.is_complete = True
             complete_all([(work.entry.handle, work.made.results) for work in self.works])
 
     def release(self) -> None:
-        """Drop memory that the GPU may still use, if it belongs to the order of streams that wait for the end."""
+        """Drop memory that the GPU may still use, if it is reused in the order of streams that wait for the end."""
         for work in self.works:
             tensors = work.tensors
             if tensors.streams and tensors.streams == tensors.readers:
@@ -65,14 +65,14 @@ class Batch:
 
 
 def tensors_in(entry: Entry) -> GpuTensors:
-    """The tensors of an entry that are on the GPU. An all-to-all has splits beside them."""
+    """The tensors of an entry that are on the GPU. An all-to-all also has splits on the host."""
     arrays: Any = entry.arrays
     tensors: GpuTensors = arrays if type(arrays) is GpuTensors else arrays[0]
     return tensors
 
 
 def over(batches: deque[Batch], but: int = 0) -> Iterator[Batch]:
-    """Take the batches that the GPU has done from the front, but not the last ones."""
+    """Remove and yield the batches at the front that the GPU has finished, except the last `but` batches."""
     while len(batches) > but and False not in [end.done for end in batches[0].ends]:
         yield batches.popleft()
 
@@ -84,25 +84,25 @@ Run = Callable[[Work], None]  # Enqueues the work of an entry.
 
 
 class SingleCollectives:
-    """What is exchanged before each of them, and what is enqueued then.
+    """Collectives that are executed one by one: what the ranks exchange before each, and the work that it enqueues.
 
     Args:
-        exchange: An exchange among them.
-        reduction: The arithmetic that a request asks for.
+        exchange: An exchange among the ranks of `topology`.
+        reduction: Returns the arithmetic for a request.
     """
 
-    backends: Sequence[GpuBackend]  # The first one is used, and the last one for what it cannot do.
+    backends: Sequence[GpuBackend]  # The first one is used; the last one for collectives that the first cannot do.
 
     def __init__(self, topology: Topology, exchange: Exchange, reduction: Callable[[Request], Reduction]):
         self._topology, self._exchange, self._reduction = topology, exchange, reduction
 
     def planned(self, entry: Entry, tensors: GpuTensors) -> tuple[Sequence[Shape], Run | None]:
-        """The shapes of an entry's results, and what enqueues its work, given these; None: it is fused with others.
+        """Return the shapes of an entry's results, and the function that enqueues it; None: it is fused with others.
 
         Collective, over the host.
 
         Raises:
-            InvalidRequestError: On all ranks. The splits of an all-to-all do not fit.
+            InvalidRequestError: On all ranks, if the splits of an all-to-all do not match its rows.
         """
         kind = entry.request.kind
         if kind is CollectiveType.ALLGATHER:

@@ -1,1 +1,1 @@
-"""For programs of Horovod: `import horovod`, Horovod's module paths, and horovod.run."""
+"""Support for Horovod programs: `import horovod`, Horovod's module paths, and horovod.run."""

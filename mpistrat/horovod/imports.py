@@ -1,10 +1,10 @@
-"""Modules of Horovod by path: `mpistrat.common.exceptions`, and all of `horovod` in programs that nobody edits.
+"""Horovod's module paths below mpistrat, and all of `horovod` in programs that are not edited. Local.
 
-`install` lets Python's import know the paths below mpistrat, for programs whose `import horovod.X` became `import
-mpistrat.X`. `install_horovod` does so for `horovod` itself; the package in mpistrat/horovod/path calls it. A module
-of Horovod is a thin one with the names of mpistrat's. It is not that module itself, because Python would give that
-another name. A path without a counterpart is an ImportError with the reason, for programs find out by that whether
-Horovod has a part. Local.
+`install` adds Horovod's paths below mpistrat to Python's import, for programs whose `import horovod.X` became `import
+mpistrat.X`. `install_horovod` adds `horovod` itself; the package in mpistrat/horovod/path calls it. A module of Horovod
+is a thin module with the names of a module of mpistrat. It is not that same module object, because Python would then
+give the module another name. A path without a counterpart raises ImportError with the reason, because programs use
+ImportError to find out whether Horovod has a feature.
 """
 
 import importlib
@@ -23,10 +23,10 @@ from ..core.settings import take_horovods
 from ..process import error_text
 from ..process.launch_env import RUN_KERAS_2
 
-VERSION = "0.28.1"  # The version of Horovod whose names are there; programs compare it.
+VERSION = "0.28.1"  # The version of Horovod whose names are provided. Programs compare it.
 _ROOT, _OURS = "horovod", "mpistrat"
 _Source = str | Mapping[str, tuple[str, str]]
-# By path, below mpistrat and horovod: the module that has all its names; or the names, each with its module and name.
+# The source of each path below mpistrat and horovod: a module with all its names, or (module, name) for each name.
 _BOTH: Mapping[str, _Source] = {
     "common": "mpistrat.api.common",
     "common.exceptions": {"HorovodInternalError": ("mpistrat.core.errors", "CollectiveError"),
@@ -36,28 +36,28 @@ _BOTH: Mapping[str, _Source] = {
     "tensorflow.mpi_ops": "mpistrat.tensorflow",
     "tensorflow.sync_batch_norm": "mpistrat.tensorflow",
 }
-# The same below horovod only. Names for other launchers and frameworks are not there.
+# The same for paths below horovod only. Names for other launchers and frameworks are left out.
 _HOROVOD: Mapping[str, _Source] = {
     "runner": {"run": ("mpistrat", "run")},
     "common.elastic": {name: ("mpistrat.api.elastic.state", name) for name in ("ObjectState", "run")},
     "common.util": {"gpu_available": ("mpistrat", "gpu_available"), **{
         name: (__name__, name) for name in ("check_extension", "num_rank_is_power_2", "split_list")}},
 }
-# Paths below mpistrat that are an error. The attributes of mpistrat are explained in missing_names.
+# Paths below mpistrat that raise ImportError, with the reason. missing_names has the reasons for attributes.
 _ABSENT = {"run": missing_names.RUNNER, "_keras": missing_names.INTERNAL + "The names are in mpistrat.keras.",
            "common.basics": missing_names.INTERNAL + "The queries are in mpistrat.",
            "common.elastic": "states and `run` are in mpistrat.tensorflow.elastic and mpistrat.keras.elastic.",
            "common.mpi_ops": missing_names.INTERNAL + "The collectives are in mpistrat.",
            "common.util": missing_names.INTERNAL + "gpu_available and the other queries are in mpistrat."}
 _OF_KERAS = ("horovod.keras", "horovod.tensorflow", "horovod.tensorflow.keras")
-# How errors of Keras 3 begin, or what they have, where a program says what only Keras 2 knows; and what to do.
+# Parts of Keras 3's errors for arguments that only Keras 2 knows; and the advice for these errors.
 _WORDS_OF_KERAS_2 = ("TypeError: 'list' object is not callable", "experimental_run_tf_function",
                      "not recognized: {'lr'")
-_KERAS_2 = "If that is a word of Keras 2 in a program that you cannot edit: mpistrat run --as-horovod=keras2 ..."
+_KERAS_2 = "If the program is for Keras 2 and you cannot edit it, run: mpistrat run --as-horovod=keras2 ..."
 
 
 def install() -> None:
-    """Let Python's import find Horovod's paths below mpistrat. mpistrat/__init__.py calls it."""
+    """Let Python's import find Horovod's paths below mpistrat. mpistrat/__init__.py calls this function."""
     missing_names.modules.update(f"{_OURS}.{path}" for path in _BOTH)
     if not any(isinstance(finder, _BelowMpistrat) for finder in sys.meta_path):
         sys.meta_path.append(_BelowMpistrat())
@@ -66,7 +66,7 @@ def install() -> None:
 def install_horovod(package: str) -> Callable[[str], Any]:
     """Let Python's import find the modules below `package`, and return its __getattr__.
 
-    HOROVOD_ variables become MPISTRAT_ ones, see take_horovods.
+    HOROVOD_ variables are renamed to MPISTRAT_ variables; see take_horovods.
     """
     take_horovods(os.environ)
     sys.meta_path.append(_BelowHorovod())
@@ -85,7 +85,7 @@ def install_horovod(package: str) -> Callable[[str], Any]:
 
 
 class _BelowMpistrat(MetaPathFinder):
-    """It comes last among Python's finders: it sees only paths that are no modules of mpistrat."""
+    """Finds Horovod's paths below mpistrat. Last among Python's finders, so it never sees mpistrat's own modules."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
                   ) -> ModuleSpec | None:
@@ -120,7 +120,7 @@ class _BelowHorovod(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Makes a module with the names of others."""
+    """Fills a new module with names of other modules."""
 
     def __init__(self, source: _Source):
         self._source = source
@@ -150,7 +150,7 @@ class _Loader(Loader):
 
 
 def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: object) -> None:
-    """Raise ImportError if a part of Horovod was not built. Here nothing is built, and what is not there is no module.
+    """Do nothing. In Horovod it raises ImportError if a part was not built; mpistrat has no parts to build.
 
     Local; the arguments are Horovod's.
     """
@@ -162,7 +162,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(values: Sequence[Any], num_parts: int) -> list[Sequence[Any]]:
-    """Split a list into `num_parts` parts in order; the first ones have one element more. Empty parts are left out."""
+    """Split a list into `num_parts` parts in order. The first parts may be longer by one; empty parts are omitted."""
     size, more = divmod(len(values), num_parts)
     ends = [part * size + min(part, more) for part in range(num_parts + 1)]
     return [values[start:end] for start, end in pairwise(ends) if end > start]

@@ -1,6 +1,6 @@
-"""run: call a function on the ranks of a new job. The signature is that of horovod.run.
+"""run: call a function on the ranks of a new job. It has the signature of horovod.run.
 
-For users, in a process that is no rank.
+For users, in a process that is not a rank.
 """
 
 import sys
@@ -23,18 +23,18 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         np: int | None = None, min_np: int | None = None, max_np: int | None = None) -> list[Any]:
     """Start `np` ranks, call `func(*args, **kwargs)` on each after init(), and return the results in rank order.
 
-    It returns when all ranks have ended. Any thread of a process that is no rank may call it. What the ranks print goes
-    where this process prints. Function, arguments and results are pickled, with cloudpickle if it is installed;
-    without it the function must be in a module that the ranks can import.
+    It returns when all ranks have ended. Any thread may call it, in a process that is not a rank. The output of the
+    ranks goes to the output of this process. Function, arguments and results are pickled, with cloudpickle if it is
+    installed; without cloudpickle the function must be in a module that the ranks can import.
 
-    They pass through a temporary directory of this host (TMPDIR). With several hosts, either all hosts share the
-    directory, or this host has a rank. Without a shared directory the traceback of a rank on another host is in the
+    The pickled data go through a temporary directory of this host (TMPDIR). With several hosts, either all hosts share
+    the directory, or this host has a rank. Without a shared directory the traceback of a rank on another host is in the
     job's output only.
 
     Args:
-        func: Called on each rank. init() has been called before it; a repeated call does nothing.
+        func: Called on each rank, after init(). If `func` calls init() again, that call does nothing.
         args, kwargs: The arguments of `func`, the same on all ranks.
-        num_proc: The number of ranks; default: 1. Likewise `np`.
+        num_proc: The number of ranks; default: 1. `np` is another name of the argument.
         hosts: The hosts and the number of ranks for each: "node1:4,node2:4". Default: this host, or the allocation of
             the batch system.
         hostfile: A file of hosts, in the syntax of Open MPI or MPICH.
@@ -43,29 +43,29 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
             than ten ranks rank.0R.
         verbose: Print the command line of mpirun.
         mpi_args: More options for mpirun, in one string.
-        executable: The Python of the ranks; default: that of this process.
-        network_interface: The network interface of MPI and NCCL on all hosts. Likewise `network_interfaces`.
+        executable: The Python interpreter of the ranks; default: the interpreter of this process.
+        network_interface: The interface for MPI and NCCL on all hosts. `network_interfaces` is another name.
         ssh_port, ssh_identity_file: For ssh to the other hosts (Open MPI only).
         disable_cache, use_mpi: Accepted for compatibility with Horovod, ignored.
         min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit, cooldown_range, host_discovery_script, use_gloo:
-            An error. They are for Horovod's elastic jobs and for Gloo.
+            Not supported: a value raises LaunchError. They are for Horovod's elastic jobs and for Gloo.
 
     Raises:
         LaunchError: The job cannot be started with these arguments, this process is a rank itself, or the function
             cannot be pickled.
-        RunError: The function has raised an exception on a rank, or a rank has ended without a result. The text has the
-            traceback of the rank, and `__cause__` is the exception itself, if it can be pickled. The whole job has
-            ended.
+        RunError: The function has raised an exception on a rank, or a rank has ended without a result. The whole job
+            has ended. The text has the traceback of the rank. `__cause__` is the exception itself, if it can be
+            pickled.
     """
     elastic = {"min_num_proc": min_num_proc, "max_num_proc": max_num_proc, "min_np": min_np, "max_np": max_np,
                "slots": slots, "reset_limit": reset_limit, "cooldown_range": cooldown_range,
                "host_discovery_script": host_discovery_script}
     given = [name for name, value in elastic.items() if value is not None]
     if given:
-        raise LaunchError(f"run() does not take {', '.join(given)}: the number of ranks is fixed while "
-                          "its job runs. `mpistrat run --elastic` starts jobs that go on with other numbers of ranks.")
+        raise LaunchError(f"run() does not take {', '.join(given)}: the number of ranks is fixed in jobs of run(). "
+                          "For jobs whose number of ranks may change, use `mpistrat run --elastic`.")
     if use_gloo:
-        raise LaunchError("run() does not take use_gloo: there is no Gloo. Leave it out; the ranks use MPI.")
+        raise LaunchError("run() does not take use_gloo: mpistrat has no Gloo. Leave it out; the ranks use MPI.")
     if hosts is not None and hostfile is not None:
         raise LaunchError("run() takes hosts or hostfile, not both.")
     if np is not None and num_proc is not None and np != num_proc:

@@ -12,15 +12,15 @@ try:
 except ImportError as _error:
     # Keras imports the package of its backend, which may not be installed.
     if _os.environ.get("KERAS_BACKEND", "tensorflow") != "tensorflow":
-        raise MissingDependencyError("mpistrat.keras needs KERAS_BACKEND=tensorflow, and the variable is "
-                                     f"{_os.environ['KERAS_BACKEND']!r}.") from _error
+        raise MissingDependencyError("mpistrat.keras needs KERAS_BACKEND=tensorflow. "
+                                     f"Received: {_os.environ['KERAS_BACKEND']!r}") from _error
     raise MissingDependencyError(
         f"mpistrat.keras needs TensorFlow and Keras 3 ({_pip_extra('tensorflow')}).") from _error
 else:
     _require_version("mpistrat.keras", "keras", _keras.__version__)
 if _keras.backend.backend() != "tensorflow":
-    raise MissingDependencyError(f"mpistrat.keras needs KERAS_BACKEND=tensorflow, and Keras runs on "
-                                 f"{_keras.backend.backend()!r}: the variable, or ~/.keras/keras.json, says so.")
+    raise MissingDependencyError("mpistrat.keras needs KERAS_BACKEND=tensorflow. The backend of Keras comes from this "
+                                 f"variable or ~/.keras/keras.json. Received: {_keras.backend.backend()!r}")
 
 from ..api import common, missing_names
 from ..api.common import *  # noqa: F403
@@ -30,7 +30,7 @@ from ..tensorflow.kerases import is_keras2_in_use as _is_keras2_in_use
 from ..tensorflow.objects import allgather_object as allgather_object  # type: ignore[assignment]
 from ..tensorflow.objects import broadcast_object as broadcast_object  # type: ignore[assignment]
 from ..tensorflow.ops import barrier, broadcast_variables
-from ..tensorflow.pin_gpu import init as init  # these three in place of those of api.common
+from ..tensorflow.pin_gpu import init as init  # these three replace those of api.common
 from ..tensorflow.sessions.broadcast import broadcast_global_variables
 from . import callbacks, elastic
 from .bridge import patches as _patches

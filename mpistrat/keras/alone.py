@@ -1,6 +1,6 @@
-"""A warning for models that each rank trains alone, although the script means them to be trained together.
+"""A warning if each rank trains a model alone, although the script means the ranks to train one model together.
 
-BroadcastGlobalVariablesCallback calls it, in the thread of fit; local.
+BroadcastGlobalVariablesCallback calls this module in the thread of fit. Local.
 """
 
 import logging
@@ -28,9 +28,9 @@ class Alone:
         self._executed: int | None = None
 
     def begin(self, model: keras.Model, may_average: bool) -> None:
-        """Warn if the step and the optimizer are Keras' own, which average nothing. Otherwise the first epoch tells.
+        """Warn now if the train step and the optimizer are Keras' own, which average nothing.
 
-        So it does if a callback may average weights by hand.
+        Otherwise, and if a callback may average weights by hand, `end_epoch` decides after the first epoch.
         """
         self._why, self._advice, self._executed = "", "", None
         if not self._process_set.has_others() or training_of(model) is not None or model in in_fit:
@@ -42,22 +42,22 @@ class Alone:
             name = type(optimizer).__name__
             self._advice = (
                 f"the optimizer of compile() is {name}, which does not average gradients. Write "
-                f"model.compile(hvd.DistributedOptimizer(keras.optimizers.{name}(...)), ...), also after another "
-                "compile(); hvd.load_model(path) in place of keras.models.load_model(path) does it too.")
+                f"model.compile(hvd.DistributedOptimizer(keras.optimizers.{name}(...)), ...) wherever the script "
+                "compiles, or use hvd.load_model(path) in place of keras.models.load_model(path).")
             if not may_average:
                 self._warn(self._advice)
                 return
         self._executed = _executed()
 
     def end_epoch(self) -> None:
-        """Warn if nothing has averaged in the first epoch, or in a callback at its end."""
+        """Warn if no operation has averaged in the first epoch, including the callbacks at the epoch's end."""
         if self._executed is not None and self._executed == _executed():
             self._warn(self._advice or "no step has communicated. Give compile() an hvd.DistributedOptimizer, or wrap "
                        "the tape of a train_step in hvd.DistributedGradientTape.")
         self._executed = None
 
     def end(self) -> None:
-        """Say it again where the output ends."""
+        """Repeat the warning at the end of the output."""
         before = self._why
         self.end_epoch()
         if before:
@@ -79,5 +79,5 @@ def uncounted(communicate: Callable[[], None]) -> None:
 
 
 def _executed() -> int:
-    """How many operations this rank has executed that may average, in all its process sets."""
+    """Return the number of operations that this rank has executed and that may average, in all its process sets."""
     return sum(group.executed for group in runtime.current().registry.groups.values()) - _uncounted

@@ -1,7 +1,7 @@
 """Keras callbacks: broadcast the initial weights, average metrics over the ranks, and schedule learning rates.
 
 Names and arguments are Horovod's. Users pass the callbacks to fit, and Keras calls them in the thread that called fit.
-Those that communicate are collective: all ranks pass them, in the same order.
+Callbacks that communicate are collective: all ranks must pass them to fit, in the same order.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,12 +38,12 @@ __getattr__ = missing_names.explain(__name__)
 class BroadcastGlobalVariablesCallback(Callback):
     """Broadcasts the root's weights and optimizer state. Collective: all ranks must pass it to fit.
 
-    When training begins it builds the optimizer and broadcasts all variables that exist. A model without an Input layer
-    creates its weights with the first batch; the callback broadcasts these after that batch. It also broadcasts the
-    state of other optimizers in public attributes of the model (a GAN) and the statistics of Normalization layers.
-    Random states of layers such as Dropout are not broadcast: with keras.utils.set_random_seed(seed + rank()) the ranks
-    drop different units. It logs a warning if the optimizer is not distributed, or the steps of the first epoch do not
-    communicate: then each rank trains alone.
+    When training begins the callback builds the optimizer and broadcasts all existing variables. A model without an
+    Input layer creates its weights in the first batch, and the callback broadcasts them after that batch. It also
+    broadcasts the statistics of Normalization layers and the state of other optimizers in public attributes of the
+    model (a GAN). Random states of layers such as Dropout are not broadcast: with
+    keras.utils.set_random_seed(seed + rank()) the ranks drop different units. The callback logs a warning if each rank
+    trains alone: the optimizer is not distributed, or the steps of the first epoch do not communicate.
 
     Args:
         root_rank: The rank whose values all ranks get.
@@ -53,10 +53,10 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     Attributes:
         local: The variables that are not broadcast.
-        process_set: The argument.
-        first_steps: What checks the first reductions of each optimizer. Those before the broadcast do not count. Set by
-            fit.
-        has_users_own: Whether fit has callbacks of the user's own classes, which may average weights. Set by fit.
+        process_set: The process set of the constructor.
+        first_steps: The checks of the first reductions of each optimizer. Reductions before the broadcast do not count.
+            Set by fit.
+        has_users_own: Whether fit has callbacks of user-defined classes, which may average weights. Set by fit.
     """
 
     first_steps: Sequence[FirstSteps] = ()
@@ -103,7 +103,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         self._alone.end()
 
     def _variables(self, has_begun: bool = False) -> list[keras.Variable]:
-        """The weights and the state of the optimizer; after the first batch of other optimizers too."""
+        """Return the weights and the optimizer's state; after the first batch also the state of other optimizers."""
         optimizer = self.model.optimizer
         found = [*weights_of(self.model), *(variables_of(optimizer) if optimizer is not None else ())]
         if has_begun:
@@ -122,7 +122,7 @@ def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank
     broadcast_(variables, root_rank, name_in_fit(model, "broadcast_variables", process_set), process_set)
     for layer in all_layers(model):
         if is_of_keras(layer, "Normalization"):
-            layer.finalize_state()  # The layer computes with constants, which this derives from its variables.
+            layer.finalize_state()  # It derives the constants that the layer computes with from the variables.
     for state in states_in(optimizers_of(model)):
         state.share(root_rank)
 
@@ -130,18 +130,18 @@ def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank
 class MetricAverageCallback(Callback):
     """Replaces the metrics of an epoch by their averages over the ranks. Collective.
 
-    Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint), so that these get the
-    same numbers on all ranks. Arrays, such as a number for each class, are averaged element by element. Metrics that
-    only some ranks have, because only these have validation data, stay as they are. Rank 0 logs a warning then, and
-    also if the ranks validate on different numbers of batches.
+    Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint), so that they get the
+    same numbers on all ranks. Arrays, such as a number for each class, are averaged element by element. If only some
+    ranks have validation data, the metrics that only these ranks have are not averaged, and rank 0 logs a warning.
+    Rank 0 also logs a warning if the ranks validate on different numbers of batches.
 
-    By default the mean is not weighted, so the ranks should have equal numbers of rows. With `weighted=True` the value
-    of each rank counts by the number of rows in the batches that this rank has trained on in the epoch; the values of
-    metrics that begin with `val_` by the rows of its latest validation. Padding and sample weights do not change these
-    numbers. The result is the metric over the rows of all ranks if the metric is a mean over rows, as loss and accuracy
-    are without sample weights; it is an approximation for others, such as AUC. The rows are counted in `train_step` and
-    `test_step` of the model, whose tracing the first fit repeats for that. Under MPIStrategy the metrics are those of
-    all ranks already, and nothing is counted.
+    By default the mean is not weighted, so the ranks should have equal numbers of rows. With `weighted=True` each
+    rank's value is weighted by the number of rows that the rank has trained on in the epoch. Metrics that begin with
+    `val_` are weighted by the number of rows in the rank's latest validation. Padding and sample weights do not change
+    these numbers. For means over rows, such as loss and accuracy without sample weights, the result is the metric over
+    the rows of all ranks. For other metrics, such as AUC, it is an approximation. The callback counts the rows in the
+    model's `train_step` and `test_step`, so the first fit traces these methods again. Under MPIStrategy the metrics
+    cover all ranks already, and no rows are counted.
 
     Args:
         device: Accepted for compatibility with Horovod, ignored.
@@ -149,8 +149,8 @@ class MetricAverageCallback(Callback):
         weighted: Weight by rows. All ranks must pass the same value.
 
     Raises:
-        ValueError: With `weighted=True`, at the end of an epoch on every rank, if some rank has batches without a
-            tensor that has rows, or that `train_step` or `test_step` did not get, or if no rank has rows.
+        ValueError: With `weighted=True`, on every rank at the end of an epoch, if no rank has rows, or if the batches
+            of a rank have no tensor with rows or did not go through `train_step` or `test_step`.
     """
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set, weighted: bool = False):
@@ -181,7 +181,7 @@ class MetricAverageCallback(Callback):
         self._has_tested, self._batches_tested = True, batch + 1
 
     def on_test_end(self, logs: Logs = None) -> None:
-        # Now, since a callback may evaluate other rows later in this epoch.
+        # Counted now, since a callback may evaluate other rows later in this epoch.
         self._rows_tested = 0 if self._tested is None else self._tested.rows - self._tested_before
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -205,8 +205,8 @@ class LearningRateScheduleCallback(Callback):
         start_epoch: The first epoch in which the callback sets the rate.
         end_epoch: The first epoch in which the callback no longer sets the rate. None: no end.
         staircase: Set the rate at the beginning of an epoch only; else at every batch, with a fractional epoch.
-        momentum_correction: Scale the momentum by new / old learning rate for the batch of the change (Goyal et al.,
-            "Accurate, Large Minibatch SGD", 2017, section 2.1). SGD and RMSprop have a momentum.
+        momentum_correction: Scale the momentum of SGD and RMSprop by new / old learning rate, for the batch in which
+            the rate changes (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1).
         steps_per_epoch: Required without staircase if the dataset has no known length.
     """
 
@@ -215,7 +215,7 @@ class LearningRateScheduleCallback(Callback):
                  steps_per_epoch: int | None = None):
         super().__init__()
         if initial_lr is None:
-            raise ValueError("initial_lr is required: the learning rate before the multiplier, usually "
+            raise ValueError("initial_lr is required. Pass the learning rate before the multiplier, usually "
                              "the single-rank rate times size().")
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
         self.staircase, self.momentum_correction, self.steps_per_epoch = \
@@ -271,7 +271,7 @@ class LearningRateScheduleCallback(Callback):
             def scale(ratio: tf.Tensor) -> None:
                 for variable in velocities:
                     value = tf.convert_to_tensor(variable)
-                    if value.shape.num_elements() != 0:  # Another rank may have it.
+                    if value.shape.num_elements() != 0:  # Another rank may have the velocity.
                         variable.assign(value * tf.cast(ratio, value.dtype))
 
             self._scale_velocities = scale
@@ -285,13 +285,13 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         initial_lr: The rate for all ranks together, after the warm-up.
         warmup_epochs: The number of epochs of the warm-up.
         momentum_correction: See LearningRateScheduleCallback.
-        steps_per_epoch: Likewise.
-        verbose: 1: the chief prints a line when the warm-up is done.
+        steps_per_epoch: See LearningRateScheduleCallback.
+        verbose: With 1, rank 0 prints a line when the warm-up is done.
     """
 
     def __init__(self, initial_lr: float, warmup_epochs: int = 5, momentum_correction: bool = True,
                  steps_per_epoch: int | None = None, verbose: int = 0):
-        # A method, which belongs to the copy in a copy of the callback.
+        # A bound method: a copy of the callback gets its own.
         super().__init__(initial_lr, self._rising, start_epoch=0, end_epoch=warmup_epochs, staircase=False,
                          momentum_correction=momentum_correction, steps_per_epoch=steps_per_epoch)
         self._warmup_epochs, self._verbose = warmup_epochs, verbose
@@ -309,7 +309,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(CalledByKeras2, keras.callbacks.ModelCheckpoint):
-    """Keras' ModelCheckpoint with save_best_only=True, whose file is set after it is made. Rank 0 writes. Local.
+    """A Keras ModelCheckpoint with save_best_only=True and a file path that is set later. Rank 0 writes. Local.
 
     Set `filepath` before fit: `checkpoint.filepath = "best.keras"`. Put MetricAverageCallback before it, so that "best"
     is measured over all ranks. With MPIStrategy all ranks must pass it to fit, as any ModelCheckpoint.
@@ -345,5 +345,5 @@ class BestModelCheckpoint(CalledByKeras2, keras.callbacks.ModelCheckpoint):
             super().on_epoch_end(epoch, logs)
 
     def _writes(self) -> bool:
-        """Whether this rank is the one that writes. With MPIStrategy all ranks take part in writing."""
+        """Return whether this rank calls Keras' writing: rank 0 does, and with MPIStrategy all ranks do."""
         return is_under_strategy(self.model) or not runtime.is_initialized() or runtime.current().topology.rank == 0

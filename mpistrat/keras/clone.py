@@ -1,15 +1,15 @@
 """Copies of optimizers. Called by optimizer.py; local.
 
-`copy_of` makes a new one with the same configuration and without state. A configuration of Keras has plain values only,
-from which Keras makes objects if it knows their classes. So learning rates that are schedules or functions are handed
-over as they are, and the optimizers in an optimizer are copied here.
+`copy_of` makes a new optimizer with the same configuration and without state. A Keras configuration has plain values
+only, from which Keras makes objects if it knows their classes. So learning rates that are schedules or functions are
+passed on unchanged, and this module copies inner optimizers.
 
-Keras itself copies by configurations and files, which have the original class, so that they can be loaded without
-mpistrat. A copy that Keras makes in this process is distributed again:
+Keras itself copies by configurations and files. They name the original class, so that they load without mpistrat. A
+copy that Keras makes in this process is distributed again:
 
-- The name in a configuration is marked. An optimizer that is made from the configuration is distributed as the mark
-  says (`from_config`, `deserialize`, `compile_from_config`).
-- pickle and copy get a function that distributes what Keras loads. It is for optimizers, and for models with one.
+- The name in a configuration is marked. An optimizer made from the configuration (`from_config`, `deserialize`,
+  `compile_from_config`) is distributed with the function in the mark.
+- pickle and copy get a function that distributes the loaded optimizer, or the optimizer of the loaded model.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,25 +25,25 @@ from . import xla
 from .bridge.nested_optimizers import distributed_in, parts_of, passes_on
 from .bridge.patches import PATCHES, Function, replaces
 
-# The constructor's arguments that may be schedules, functions or optimizers, and the attributes that have them.
+# The constructor's arguments that may be schedules, functions or optimizers, and the attributes with their values.
 _OBJECTS = {"learning_rate": "_learning_rate", "inner_optimizer": "inner_optimizer", "optimizer_map": "_optimizer_map"}
-# What a `legacy` optimizer of Keras 2 gets as arguments, and does not have in its configuration.
+# Arguments of a `legacy` optimizer of Keras 2 that its configuration does not contain.
 _OWN = ("gradient_transformers", "gradient_aggregator")
-# Distributes a copy of an optimizer as the original.
+# A function that distributes a copy of an optimizer like the original.
 Again = Callable[[Optimizer], Optimizer]
 
 
 def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: Mapping[str, object] | None = None,
             copies: dict[int, Optimizer] | None = None) -> Any:
-    """An optimizer with the configuration of `optimizer`, which is not changed.
+    """Return a new optimizer with the configuration of `optimizer`, which is not changed.
 
     A MultiOptimizer that gets its optimizers from a function shares the function, and so the optimizers, with its copy.
 
     Args:
         optimizer: The original.
-        cls: The class of the copy, a subclass of the original's; None: the original's, without its distribution.
-        changes: Values of the configuration that are others in the copy.
-        copies: The copies of optimizers that have been made, by the id of the original.
+        cls: The class of the copy, a subclass of the original's class; None: the original class, not distributed.
+        changes: Values that replace those of the configuration.
+        copies: The copies that have been made so far, by the id of the original.
     """
     original = original_class(type(optimizer))
     cls, copies = cls or original, {} if copies is None else copies
@@ -58,7 +58,7 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
     # Keras' own from_config reads optimizers from plain values only. A class of the user may have its own from_config.
     copied = cls(**config) if set(given) - {"learning_rate"} else original.from_config.__func__(cls, config)
     for name, value in vars(optimizer).items():
-        # What exclude_from_weight_decay has set is no part of the configuration.
+        # The configuration does not contain the settings of exclude_from_weight_decay.
         if name in _OWN or (name.startswith("_exclude_from_weight_decay") and not name.endswith("_cache")):
             setattr(copied, name, value)
     copies[id(optimizer)] = copied
@@ -66,7 +66,7 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
 
 
 def sharing(optimizer: Optimizer, cls: type[Optimizer], changes: Mapping[str, object]) -> Any:
-    """An optimizer of Keras 2 with the configuration and the variables of `optimizer`, which is not changed."""
+    """Return a Keras 2 optimizer with the configuration and variables of `optimizer`, which is not changed."""
     new = object.__new__(cls)
     vars(new).update(vars(optimizer))
     if "name" in changes:
@@ -75,13 +75,13 @@ def sharing(optimizer: Optimizer, cls: type[Optimizer], changes: Mapping[str, ob
 
 
 def _value_of(optimizer: Optimizer, argument: str, attribute: str) -> object:
-    """The value of an argument of the constructor; a `legacy` optimizer of Keras 2 has numbers among them elsewhere."""
+    """Return the value of a constructor argument. A `legacy` optimizer of Keras 2 has numbers in `_hyper`."""
     hyper = vars(optimizer).get("_hyper", {})
     return hyper[argument] if argument in hyper else getattr(optimizer, attribute, None)
 
 
 def _config_without(optimizer: Optimizer, arguments: Iterable[str]) -> dict[str, Any]:
-    """The configuration of an optimizer without these arguments, objects that Keras may not be able to save."""
+    """Return the configuration without `arguments`, whose values Keras may not be able to save."""
     stand_in = object.__new__(type(optimizer))
     vars(stand_in).update(vars(optimizer))
     if "_hyper" in vars(optimizer):
@@ -93,12 +93,12 @@ def _config_without(optimizer: Optimizer, arguments: Iterable[str]) -> dict[str,
 
 
 def original_class(cls: type[Optimizer]) -> type[Optimizer]:
-    """The class of which one with mix-ins of mpistrat is made; another class itself."""
+    """Return the Keras class of a class with mpistrat's mix-ins, and any other class itself."""
     return cls.__bases__[-1] if hasattr(cls, "is_distributed") else cls
 
 
 def _copied(value: object, copies: dict[int, Optimizer]) -> object:
-    """An optimizer or an OptimizerMap with new optimizers; anything else as it is."""
+    """Copy an optimizer, or an OptimizerMap with its optimizers. Return anything else unchanged."""
     if is_optimizer(value):
         return copy_of(value, copies=copies)
     if isinstance(value, Mapping) and hasattr(value, "default_optimizer"):
@@ -112,7 +112,7 @@ def _copied(value: object, copies: dict[int, Optimizer]) -> object:
 
 
 class _MarkedName(str):
-    """A name in a configuration, with what distributes an optimizer. In a file or in a pickle it is a plain string."""
+    """A name in a configuration, with a function that distributes. In a file or a pickle it is a plain string."""
 
     def __new__(cls, name: str, again: Again) -> "_MarkedName":
         marked = super().__new__(cls, name)
@@ -129,7 +129,7 @@ class _MarkedName(str):
 
 
 def marked(config: dict[str, Any], again: Again) -> dict[str, Any]:
-    """A configuration with a mark. That of a class that does not take a name stays as it is."""
+    """Return a configuration with a marked name, or the configuration unchanged if it has no name."""
     return config | {"name": _MarkedName(config["name"], again)} if "name" in config else config
 
 
@@ -139,7 +139,7 @@ def again_of(config: Mapping[str, Any]) -> Again | None:
 
 
 def keep_marks(cls: type[Optimizer]) -> None:
-    """Make the from_config of a class distribute what a marked configuration makes. Further calls do nothing."""
+    """Make the from_config of a class distribute optimizers from marked configurations. Further calls do nothing."""
     owner = next(base for base in cls.__mro__ if "from_config" in vars(base))
     if not any(patch.owner is owner and patch.name == "from_config" for patch in PATCHES):
         replaces(owner, "from_config", "a copy would train alone",
@@ -163,9 +163,9 @@ def reduce_ex(original: Function, self: keras.Model, protocol: SupportsIndex) ->
 
 
 def distributed_when_loaded(optimizer: Optimizer, how: tuple[Any, ...]) -> tuple[Any, ...]:
-    """As `how`, a function that loads a file in memory and its arguments, for pickle and copy; distributes the copy.
+    """Return `how`, a function and its arguments by which pickle and copy load, such that the copy is distributed.
 
-    `optimizer` is the one that is copied, or that of the model; it or one in it is distributed.
+    `optimizer` is the copied optimizer, or that of the copied model. It, or an inner optimizer, is distributed.
     """
     load, arguments = how[:2]
     owner = getattr(load, "__self__", None)
@@ -178,7 +178,7 @@ def distributed_when_loaded(optimizer: Optimizer, how: tuple[Any, ...]) -> tuple
 
 
 def _load(again: Again, load: Callable[..., Any], *arguments: object) -> Any:
-    """Load an optimizer or a model, and distribute the optimizer, unless this process is no rank."""
+    """Load an optimizer or a model, and distribute the optimizer if mpistrat is initialised in this process."""
     loaded = load(*arguments)
     if not runtime.is_initialized():
         return loaded
@@ -190,9 +190,9 @@ def _load(again: Again, load: Callable[..., Any], *arguments: object) -> Any:
 
 
 def replace_optimizer(model: keras.Model, optimizer: Optimizer) -> None:
-    """Give a compiled model a distributed optimizer in place of its own."""
+    """Replace the optimizer of a compiled model by a distributed one."""
     model.optimizer = optimizer
     compiled = getattr(model, "_compile_config", None)
-    if compiled is not None:  # compile_from_config makes a copy's optimizer from it.
+    if compiled is not None:  # compile_from_config makes the optimizer of a copy from it.
         compiled.config["optimizer"] = optimizer
     xla.switch_off(model)

@@ -7,8 +7,8 @@
         model.fit(dataset, epochs=10 - state.epoch, callbacks=[
             hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)])
 
-Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. `sync` is collective, and
-so is `commit` in such a job.
+Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. `sync` is collective; in an elastic job
+`commit` is collective too.
 """
 
 from typing import Any
@@ -32,10 +32,10 @@ class KerasState(TensorFlowKerasState):
 
     Args:
         model: A model that has its weights already.
-        optimizer: Default: the one that the model was compiled with. Its variables are created if they do not exist.
+        optimizer: Default: the optimizer of model.compile. The optimizer's variables are created if they do not exist.
         averaging: The hvd.callbacks.LocalSGD or DiLoCo with which the model is trained. In an elastic job the ranks
-            synchronise before a commit, which has the state of the callback, too.
-        kwargs: Python objects, each an attribute of the state, for example `epoch=0`.
+            synchronise before a commit, and the commit includes the state of the callback.
+        kwargs: Python objects, which become attributes of the state, for example `epoch=0`.
 
     Raises:
         ValueError: The model has no weights yet.
@@ -51,7 +51,7 @@ class CommitStateCallback(Callback):
 
     Args:
         state: The state. Put callbacks that change it before this one.
-        batches_per_commit: The batches between two commits. Each commit copies all variables to the host's memory.
+        batches_per_commit: The number of batches per commit. Each commit copies all variables to the host's memory.
     """
 
     def __init__(self, state: ObjectState, batches_per_commit: int = 1):

@@ -1,6 +1,6 @@
-"""Local SGD and DiLoCo: each rank trains weights of its own, and all ranks average them every so many steps.
+"""Local SGD and DiLoCo: each rank trains its own weights, and all ranks average the weights every N steps.
 
-For users. Callbacks of fit, and objects for loops; collective.
+For users: callbacks of fit, and objects for training loops. Collective.
 """
 
 from collections.abc import Sequence
@@ -46,12 +46,12 @@ Scope = ProcessSet | Literal["hosts"] | None
 
 
 def process_set_of(scope: Scope) -> ProcessSet | None:
-    """The set that this rank averages gradients in; None: each rank trains by itself. Collective for "hosts".
+    """Return the process set in which this rank averages gradients, or None. Collective for "hosts".
 
-    The sets of hosts are registered the first time. With one host it is the set of all ranks.
+    The first call with "hosts" registers a set for each host. With one host the result is the set of all ranks.
 
     Raises:
-        InvalidRequestError: `scope` is something else, or a set that is not registered or that this rank is not in.
+        InvalidRequestError: `scope` is not a Scope, or is a set that is not registered or does not include this rank.
     """
     if isinstance(scope, ProcessSet):
         scope.group("scope")
@@ -76,12 +76,12 @@ class LocalTraining(Training):
 
     Args:
         model: The model.
-        averaging: What averages its weights.
-        optimizers: Those of a loop of the user's own, where a tape may average; (): fit trains by those of the model.
+        averaging: The LocalSGD or DiLoCo that averages the model's weights.
+        optimizers: The optimizers of a user-defined loop, where a tape may average; empty: the model's optimizers.
 
     Raises:
         InvalidRequestError: The model is one of Keras 2, or of a strategy, or its optimizers average gradients among
-            other ranks than those of the scope.
+            other ranks than the ranks of the scope.
     """
 
     causes = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; "
@@ -91,8 +91,8 @@ class LocalTraining(Training):
     def __init__(self, model: keras.Model, averaging: "PeriodicAveraging", optimizers: Sequence[Optimizer] = ()):
         super().__init__(model)
         if is_keras2(model):
-            raise InvalidRequestError(f"{type(averaging).__name__} is for models of Keras 3. Received one of Keras 2 "
-                                      "(tf_keras), which hvd.DistributedOptimizer trains.")
+            raise InvalidRequestError(f"{type(averaging).__name__} is for models of Keras 3. Train a model of Keras 2 "
+                                      "(tf_keras) with hvd.DistributedOptimizer instead.")
         self._averaging, self._optimizers = averaging, list(optimizers) or optimizers_of(model)
         is_step_known = not optimizers and type(model).train_step is keras.Model.train_step
         _require_scope(model, averaging.process_set, self._optimizers, type(averaging).__name__, is_step_known)
@@ -103,7 +103,7 @@ class LocalTraining(Training):
 
     @property
     def parts(self) -> list[Optimizer]:
-        """Without those that scale the loss: each rank has its own scale."""
+        """The optimizers that update variables, without LossScaleOptimizer: each rank has its own loss scale."""
         found = IdentitySet(part for whole in (*self._optimizers, *self._averaging.outer) for part in parts_of(whole))
         return [part for part in found if not isinstance(part, LossScaleOptimizer)]
 
@@ -137,7 +137,7 @@ class LocalTraining(Training):
 
     @property
     def slots(self) -> list[keras.Variable]:
-        """The state of the optimizers that is averaged: what Keras puts in the place of weights (use_ema), or all."""
+        """The optimizer state that is averaged: the moving averages of weights (use_ema), or with average_slots all."""
         own = [part for part in self.parts if part not in IdentitySet(self._averaging.outer)]
         emas = IdentitySet(v for part in own for v in getattr(part, "_model_variables_moving_average", ()))
         return self.shared([v for v in compared_in(own) if v in emas or (
@@ -163,7 +163,7 @@ def _require_scope(model: keras.Model, scope: ProcessSet | None, optimizers: Seq
                    is_step_known: bool) -> None:
     """Raise InvalidRequestError unless gradients are averaged within the scope, and nowhere else.
 
-    In steps that are not known it may be done by a tape.
+    In a user-defined train step a tape may average the gradients.
     """
     if is_under_strategy(model):
         raise InvalidRequestError(f"{kind} is for models that are made outside of strategy.scope(): MPIStrategy keeps "
@@ -173,35 +173,35 @@ def _require_scope(model: keras.Model, scope: ProcessSet | None, optimizers: Seq
         name = type(part).__name__
         if scope is None:
             raise InvalidRequestError(
-                f"{kind} has each rank train by itself, and the optimizer is distributed, so gradients would be "
-                f"averaged in every step: give compile() keras.optimizers.{name}(...) itself. To average gradients "
-                f'within each host: local = hvd.callbacks.{kind}(..., scope="hosts"), and '
+                f"{kind} has each rank train by itself, but the optimizer is distributed and would average gradients "
+                f"in every step. Give compile() keras.optimizers.{name}(...) itself. To average gradients within each "
+                f'host, write local = hvd.callbacks.{kind}(..., scope="hosts") and '
                 f"hvd.DistributedOptimizer(keras.optimizers.{name}(...), process_set=local.process_set).")
         if part._mpistrat.reducer.process_set is not scope:
             raise InvalidRequestError(
-                f"{kind} has a scope, and the optimizer averages gradients among other ranks: write "
+                f"{kind} has a scope, but the optimizer averages gradients among other ranks. Write "
                 f"hvd.DistributedOptimizer(keras.optimizers.{name}(...), process_set=local.process_set), where local "
                 f"is the {kind}.")
     if scope is not None and not distributed and optimizers and is_step_known:
         name = type(optimizers[0]).__name__
         raise InvalidRequestError(
-            f"{kind} has a scope, and the optimizer does not average gradients in it: write hvd.DistributedOptimizer("
+            f"{kind} has a scope, but the optimizer averages no gradients in it. Write hvd.DistributedOptimizer("
             f"keras.optimizers.{name}(...), process_set=local.process_set), where local is the {kind}.")
 
 
 # -- when the ranks synchronise ----------------------------------------------------------------------------------------
 
 class PeriodicAveraging(TrainsApart):
-    """What LocalSGD and DiLoCo have in common: when the ranks synchronise. For its subclasses.
+    """The base of LocalSGD and DiLoCo: it decides when the ranks synchronise.
 
     Args:
         every, warmup, scope, average_slots, uneven: As for LocalSGD.
 
     Attributes:
-        process_set: The ranks of the scope; None without one. The process_set of the DistributedOptimizer.
+        process_set: The ranks of the scope, for the DistributedOptimizer; None without a scope.
         joins: Whether ranks with fewer batches wait for the others at the end of an epoch.
-        steps: The steps of this rank so far.
-        steps_apart: Those since the ranks had the same weights.
+        steps: The number of steps of this rank so far.
+        steps_apart: The number of steps since all ranks had the same weights.
         outer: The optimizers of the averaged weights.
     """
 
@@ -212,13 +212,13 @@ class PeriodicAveraging(TrainsApart):
         super().__init__()
         for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
             if not isinstance(value, int | np.integer) or value < least:
-                raise InvalidRequestError(f"{type(self).__name__}({name}=) is a number of steps, {least} or more. "
+                raise InvalidRequestError(f"{type(self).__name__}({name}=) must be a number of steps, {least} or more. "
                                           f"Received: {value!r}")
         if uneven not in ("error", "join"):
             raise InvalidRequestError(f"uneven must be 'error' or 'join'. Received: {uneven!r}")
         if uneven == "join" and scope is not None:
-            raise InvalidRequestError('uneven="join" needs ranks that each train alone: leave out scope=, or give '
-                                      "all ranks the same number of batches.")
+            raise InvalidRequestError('uneven="join" does not work with a scope, whose ranks average gradients. Leave '
+                                      "out scope=, or give all ranks the same number of batches.")
         self.every, self.warmup, self.average_slots, self.joins = every, warmup, average_slots, uneven == "join"
         self.process_set = process_set_of(scope)
         self.steps = self.steps_apart = 0
@@ -228,7 +228,7 @@ class PeriodicAveraging(TrainsApart):
         patches.apply()
 
     def __str__(self) -> str:
-        """Its arguments, by which the ranks compare them."""
+        """The arguments as text, which the ranks compare."""
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._settings().items())})"
 
     def _settings(self) -> dict[str, object]:
@@ -243,18 +243,18 @@ class PeriodicAveraging(TrainsApart):
     # -- for loops -----------------------------------------------------------------------------------------------------
 
     def begin(self, model: keras.Model, optimizer: Optimizer | None = None) -> None:
-        """Begin a loop of the script's own, once all ranks have the same weights, by a broadcast. Collective.
+        """Begin a user-defined loop. Broadcast the weights before, so that they are the same on all ranks. Collective.
 
         Args:
-            model: It has its weights.
-            optimizer: Default: those that the model has.
+            model: A model that has its weights.
+            optimizer: The optimizer of the loop; default: the optimizers of the model.
 
         Raises:
-            InvalidRequestError: On every rank, if the optimizer, or the model, does not fit.
+            InvalidRequestError: On every rank, if the class cannot train this model with this optimizer.
             MismatchError: On every rank, if the ranks have different arguments or weights.
         """
         if not model.built or not model.trainable_variables:
-            raise InvalidRequestError("the model has no weights yet: call model.build(input_shape), or give it an "
+            raise InvalidRequestError("the model has no weights yet. Call model.build(input_shape), or add an "
                                       f"Input layer, before {type(self).__name__}.begin(model).")
         self.set_model(model)
         training = LocalTraining(model, self, optimizers_of(model) if optimizer is None else [optimizer])
@@ -267,10 +267,10 @@ class PeriodicAveraging(TrainsApart):
         self._remember()
 
     def step(self) -> None:
-        """Count a step of a loop, after the optimizer has changed the weights. Collective where the ranks synchronise.
+        """Count a step of a loop. Call it after the optimizer's update. Collective in steps that synchronise the ranks.
 
         Raises:
-            InvalidRequestError: Before begin().
+            InvalidRequestError: begin() has not been called.
         """
         self._count(1)
 
@@ -280,7 +280,7 @@ class PeriodicAveraging(TrainsApart):
         Call it at the end of a loop, and before the model is saved, evaluated or committed.
 
         Raises:
-            InvalidRequestError: Before begin().
+            InvalidRequestError: begin() has not been called.
         """
         self.average_weights()
         if self._begun.averages_statistics:
@@ -289,10 +289,10 @@ class PeriodicAveraging(TrainsApart):
     # -- in an elastic job ---------------------------------------------------------------------------------------------
 
     def prepare(self, model: keras.Model) -> None:
-        """Make `variables`, before a state is made of them. Local."""
+        """Create `variables`, before an elastic state reads them. Local."""
 
     def before_commit(self) -> bool:
-        """Synchronise, if training has begun; returns whether. Collective."""
+        """Synchronise the ranks if training has begun, and return whether it has begun. Collective."""
         if self._training is None:
             return False
         self.synchronise()
@@ -314,7 +314,7 @@ class PeriodicAveraging(TrainsApart):
         self._forget()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        self.steps = int(self._done)  # Ranks that have joined get that of the others.
+        self.steps = int(self._done)  # Ranks that have joined get the others' count.
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if not self._begun.is_reading:
@@ -327,7 +327,7 @@ class PeriodicAveraging(TrainsApart):
         self.average_weights()
 
     def average_weights(self) -> None:
-        """Give all ranks the same weights, if there were steps since they had. Collective."""
+        """Give all ranks the same weights, unless they have had no step since the last time. Collective."""
         if self._begun.weights and self.steps_apart:
             self._average(self._begun)
             self._is_together()
@@ -335,21 +335,21 @@ class PeriodicAveraging(TrainsApart):
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def _average(self, training: LocalTraining) -> None:
-        """Give all ranks the same weights, after steps apart. Collective."""
+        """Give all ranks the same weights, after steps in which they differed. Collective."""
         raise NotImplementedError
 
     def _remember(self) -> None:
-        """Take the weights for those that all ranks have. Local."""
+        """Store the current weights as those that all ranks have. Local."""
 
     def _forget(self) -> None:
-        """The weights may be other ones now. Local."""
+        """Reset the counts and stored weights, since the model's weights may have changed. Local."""
         self.steps, self.steps_apart = int(self._done), 0
 
     @property
     def _begun(self) -> LocalTraining:
         if self._training is None:
             name = type(self).__name__
-            raise InvalidRequestError(f"{name} has no model yet: give it to the callbacks of fit, or call "
+            raise InvalidRequestError(f"{name} has no model yet. Pass it to fit(callbacks=[...]), or call "
                                       f"{name}.begin(model) before a loop of your own.")
         return self._training
 
@@ -369,7 +369,7 @@ class PeriodicAveraging(TrainsApart):
 
 
 class LocalSGD(PeriodicAveraging):
-    """Has each rank train by itself, and averages the weights of all ranks every so many steps. Collective.
+    """Lets each rank train alone, and averages the weights of all ranks every `every` steps. Collective.
 
     Local SGD (Stich, arXiv 1805.09767); with `warmup`, post-local SGD (Lin et al., arXiv 1808.07217). For networks that
     are too slow to average gradients in every step.
@@ -377,11 +377,11 @@ class LocalSGD(PeriodicAveraging):
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), ...)  # not distributed
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.LocalSGD(every=16)])
 
-    Give it to the callbacks of all ranks. The ranks also synchronise at the end of each epoch, before the validation,
+    All ranks must pass the callback to fit. The ranks also synchronise at the end of each epoch, before the validation,
     before a callback saves the model within an epoch, and in a commit of an elastic job. So validation, files
-    and comparisons have the average, with the same bits on all ranks. Running statistics, and moving averages of the
-    weights (use_ema), are averaged with the weights.
-    Gradients that are accumulated, and loss scales, are each rank's own. In a loop of your own:
+    and comparisons use the average, which is bitwise the same on all ranks. Running statistics, and moving averages of
+    the weights (use_ema), are averaged with the weights.
+    Accumulated gradients and loss scales stay local to each rank. In a loop of your own:
 
         local = hvd.callbacks.LocalSGD(every=16)
         hvd.broadcast_variables(model.weights, root_rank=0)
@@ -392,19 +392,19 @@ class LocalSGD(PeriodicAveraging):
         local.synchronise()
 
     Args:
-        every: The steps between two averages. A step is a batch. With steps_per_execution it is rounded up to whole
-            executions.
-        warmup: In so many first steps the weights are averaged after each one (each execution). For SGD that is the
-            same as averaging gradients.
-        scope: Averages gradients in every step within the ranks of a host ("hosts"), or of a process set that this rank
-            is in, and weights over all ranks. Pass its `process_set` to the optimizer:
-            `hvd.DistributedOptimizer(optimizer, process_set=local.process_set)`. "hosts" registers process sets, so all
-            ranks make the object after init().
+        every: The number of steps between two averages. A step is a batch. With steps_per_execution the number is
+            rounded up to whole executions.
+        warmup: The number of first steps after each of which the weights are averaged (with steps_per_execution after
+            each execution). For SGD that is the same as averaging gradients.
+        scope: The ranks that average gradients in every step: those of a host ("hosts"), or of a process set that
+            includes this rank. Weights are averaged over all ranks. Pass the `process_set` of this object to the
+            optimizer: `hvd.DistributedOptimizer(optimizer, process_set=local.process_set)`. "hosts" registers process
+            sets, so all ranks must create the object after init().
         average_slots: Whether the state of the optimizer (momentum, Adam's moments) is averaged with the weights.
-            Otherwise each rank keeps its own, and less is sent.
-        uneven: What happens if the ranks have different numbers of batches. "error": an error. "join": ranks with fewer
-            batches wait at the end of each epoch, and the others average without them; then all ranks get the weights
-            of the rank with most.
+            False: each rank keeps its own state, and less is sent.
+        uneven: What happens if the ranks have different numbers of batches. "error": an error. "join": ranks without
+            batches wait at the end of each epoch while the others average; then all ranks get the weights of the rank
+            with the most batches.
 
     Raises:
         ValueError: An argument is out of range; on every rank when fit begins, if the model is one of MPIStrategy, the
@@ -424,29 +424,29 @@ def assign_means(variables: Sequence[keras.Variable], name: str) -> None:
 
 
 class DiLoCo(PeriodicAveraging):
-    """Has each rank train by itself, and every so many steps makes an outer step with the average progress. Collective.
+    """Lets each rank train alone, and makes an outer step with the average progress every `every` steps. Collective.
 
     DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1): the outer gradient is the mean over the ranks of the
     weights at the last outer step minus the weights now. The outer optimizer applies it to the weights at the last
-    outer step, and all ranks go on from the result. The inner optimizer, that of `compile`, is AdamW in the paper; it
-    is not distributed.
+    outer step, and all ranks go on from the result. The inner optimizer is the optimizer of
+    `compile`, which must not be distributed. The paper uses AdamW.
 
         model.compile(keras.optimizers.AdamW(4e-4), ...)
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.DiLoCo(every=50)])
 
-    All else is as with LocalSGD; each time when the ranks synchronise is an outer step. DiLoCo needs the memory of the
-    weights twice more: the weights at the last outer step, and the momentum of the outer optimizer.
+    Otherwise DiLoCo works like LocalSGD: wherever LocalSGD averages, DiLoCo makes an outer step. DiLoCo needs twice the
+    memory of the weights in addition: the weights at the last outer step, and the momentum of the outer optimizer.
 
     Args:
-        every: The steps between two outer steps, as in LocalSGD.
-        outer: A Keras optimizer, which this object keeps; default: SGD(0.7, momentum=0.9, nesterov=True).
-        compression: One of Compression, for the progress that is averaged. What int8 rounds off between hosts is added
-            to the progress of the next round.
+        every: The number of steps between two outer steps, as in LocalSGD.
+        outer: The outer optimizer, a Keras optimizer; default: SGD(0.7, momentum=0.9, nesterov=True).
+        compression: One of Compression, for the progress that is averaged. The rounding errors of int8 between hosts
+            are added to the progress of the next outer step.
         scope, average_slots, uneven: As for LocalSGD.
 
     Raises:
         ValueError: As LocalSGD, or `outer` is no Keras optimizer, is distributed, scales the loss, or is the optimizer
-            of the model, or `compression` is none.
+            of the model, or `compression` is not one of Compression.
     """
 
     def __init__(self, every: int, outer: Optimizer | None = None, scope: Scope = None, average_slots: bool = False,
@@ -454,11 +454,11 @@ class DiLoCo(PeriodicAveraging):
         if outer is None:
             outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
         if not isinstance(outer, Optimizer) or isinstance(outer, LossScaleOptimizer):
-            raise InvalidRequestError("DiLoCo(outer=) is a Keras optimizer, for example keras.optimizers.SGD(0.7, "
+            raise InvalidRequestError("DiLoCo(outer=) must be a Keras optimizer, for example keras.optimizers.SGD(0.7, "
                                       f"momentum=0.9, nesterov=True). Received: {outer!r}")
         if distributed_in(outer):
-            raise InvalidRequestError("DiLoCo(outer=) gets the average of all ranks already: give it "
-                                      f"keras.optimizers.{type(outer).__name__}(...) itself, which is not distributed.")
+            raise InvalidRequestError("DiLoCo(outer=) must not be distributed, since DiLoCo averages over all ranks "
+                                      f"itself. Pass keras.optimizers.{type(outer).__name__}(...).")
         require_compression(compression)
         self.outer, self.compression = (outer,), compression
         self._point: list[keras.Variable] = []  # the weights at the last outer step
@@ -479,23 +479,23 @@ class DiLoCo(PeriodicAveraging):
         self._build(LocalTraining(model, self).weights)
 
     def _build(self, weights: Sequence[keras.Variable]) -> None:
-        """Make the state for these weights. Local.
+        """Create the state for these weights. Local.
 
         Raises:
-            InvalidRequestError: It has been made for others.
+            InvalidRequestError: The state exists, for weights of other shapes or dtypes.
         """
         outer, = self.outer
         if not self._point:
             self._point = [keras.Variable(tf.convert_to_tensor(v), dtype=v.dtype, name=v.name) for v in weights]
             outer.build(self._point)
         if [(p.shape, p.dtype) for p in self._point] != [(v.shape, v.dtype) for v in weights]:
-            raise InvalidRequestError("the model has other trainable weights than when this DiLoCo began, and its "
-                                      "state is for those. Make a new one: hvd.callbacks.DiLoCo(...).")
+            raise InvalidRequestError("the model has other trainable weights than when this DiLoCo began. Make a new "
+                                      "DiLoCo for them: hvd.callbacks.DiLoCo(...).")
 
     def enter(self, training: LocalTraining) -> None:
         if any(optimizer is self.outer[0] for optimizer in optimizers_of(training.model)):
-            raise InvalidRequestError("DiLoCo(outer=) is the optimizer of the model too. Give each an optimizer of its "
-                                      "own.")
+            raise InvalidRequestError("DiLoCo(outer=) is the optimizer of the model too. Pass two different "
+                                      "optimizers to compile() and DiLoCo(outer=).")
         super().enter(training)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -505,7 +505,7 @@ class DiLoCo(PeriodicAveraging):
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         training = self._begun
         if not self._has_point and training.weights:
-            if self.steps_apart:  # The first batch has made the weights.
+            if self.steps_apart:  # The first batch has created the weights.
                 assign_means(training.weights, f"{training.name}/weights")
             self._remember()
 
@@ -521,7 +521,7 @@ class DiLoCo(PeriodicAveraging):
         self._has_point = False
 
     def _average(self, training: LocalTraining) -> None:
-        if not self._has_point:  # The first batches have made the weights.
+        if not self._has_point:  # The first batches have created the weights.
             return assign_means(training.weights, f"{training.name}/weights")
         progress = [tf.convert_to_tensor(p) - tf.convert_to_tensor(w)
                     for p, w in zip(self._point, training.weights, strict=True)]

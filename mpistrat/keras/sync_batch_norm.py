@@ -1,7 +1,7 @@
-"""SyncBatchNormalization: batch normalization with the statistics of the batches of all ranks together.
+"""SyncBatchNormalization: batch normalization with the mean and variance of the batches of all ranks together.
 
-The layer computes mean and variance itself, from sums that are all-reduced. Keras calls it while it traces or runs a
-step, on all ranks of the process set.
+The layer computes mean and variance itself, from sums that are all-reduced. Keras calls the layer while it traces or
+runs a step, on all ranks of the process set.
 """
 
 import functools
@@ -23,20 +23,19 @@ from .bridge.private_names import serialise_as
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """A BatchNormalization layer that normalizes by mean and variance over the rows of all ranks.
 
-    In training, `call` is collective: it reduces the numbers of rows, the sums and the squared deviations, in two
-    all-reduces, and its gradient in two more. So mean and variance are exact, also for batches of different sizes: the
-    numbers of one process with all rows. Float16 and bfloat16 inputs are computed in float32. In inference nothing
-    is communicated. A model is saved as with keras.layers.BatchNormalization, and loads where mpistrat is not
-    installed, as keras.layers.BatchNormalization.
+    In training, `call` is collective: two all-reduces sum the numbers of rows, the values and the squared deviations,
+    and the gradient takes two more. So mean and variance are exactly those of one process with all rows, also for
+    batches of different sizes. Float16 and bfloat16 inputs are computed in float32. Inference does not communicate.
+    In a file the layer is a keras.layers.BatchNormalization, and loads as that layer where mpistrat is not installed.
 
     Args:
-        fused: For Horovod's signature; False.
-        process_set: The ranks whose rows count together.
+        fused: Accepted for compatibility with Horovod; must be False.
+        process_set: The ranks whose rows are normalized together.
         **kwargs: As for keras.layers.BatchNormalization, without `renorm` and `synchronized`.
             Where tf.keras is Keras 2 (TF_USE_LEGACY_KERAS=1) the layer is one of tf_keras.
 
     Raises:
-        InvalidRequestError: `fused`, `renorm` or `synchronized` is set, or `process_set` is no process set.
+        InvalidRequestError: `fused`, `renorm` or `synchronized` is set, or `process_set` is not a ProcessSet.
     """
 
     def __init__(self, fused: bool = False, process_set: ProcessSet = global_process_set, **kwargs: Any):
@@ -62,10 +61,10 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 
 def checked(fused: bool | None, process_set: ProcessSet, arguments: Mapping[str, object]) -> ProcessSet:
-    """The process set, as all other functions get it, if these arguments of a layer of either Keras fit.
+    """Check the arguments of a layer of Keras 3 or Keras 2, and return the resolved process set.
 
     Raises:
-        InvalidRequestError: As SyncBatchNormalization.
+        InvalidRequestError: See SyncBatchNormalization.
     """
     if fused in (True, None):
         raise InvalidRequestError("SyncBatchNormalization does not support fused=True. Leave it out.")
@@ -78,21 +77,21 @@ def checked(fused: bool | None, process_set: ProcessSet, arguments: Mapping[str,
 
 def moments_of_all_ranks(x: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None, process_set: ProcessSet
                          ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and variance over these axes, of the rows of all ranks, which the mask does not exclude. Collective."""
+    """Return mean and variance over `axes` of the rows of all ranks that `mask` does not exclude. Collective."""
     weight = tf.ones_like(x) if mask is None else \
         tf.cast(tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(x)), x.dtype)
     count_and_sum = allreduce(tf.stack([tf.reduce_sum(weight, axes), tf.reduce_sum(weight * x, axes)]), op=Sum,
                               process_set=process_set)
     count = tf.maximum(count_and_sum[0], 1.0)  # All rows of all ranks may be masked.
     mean = count_and_sum[1] / count
-    # Deviations from the mean of all, and not E[x^2] - E[x]^2, which cancels.
+    # Deviations from the mean over all ranks, since the difference E[x^2] - E[x]^2 cancels digits.
     deviations = allreduce(tf.reduce_sum(weight * tf.square(x - with_axes(mean, axes)), axes), op=Sum,
                            process_set=process_set)
     return mean, deviations / count
 
 
 def with_axes(moment: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
-    """A mean or a variance with an axis of length 1 for each that was reduced."""
+    """Return a mean or variance with an axis of length 1 in place of each reduced axis in `axes`."""
     return functools.reduce(tf.expand_dims, sorted(axes), moment)
 
 

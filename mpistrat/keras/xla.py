@@ -1,6 +1,6 @@
-"""DistributedOptimizer and XLA. Where it cannot compile collectives, compile(jit_compile="auto") means False.
+"""DistributedOptimizer and XLA: if XLA cannot compile collectives here, compile(jit_compile="auto") means False.
 
-Model.compile is where Keras decides whether to use XLA. load_model calls `switch_off` for a model that is compiled
+Keras decides in Model.compile whether to use XLA. load_model calls `switch_off` for a model that is compiled
 already.
 """
 
@@ -20,14 +20,14 @@ from .bridge.training import is_under_strategy
 logger = logging.getLogger(__name__)
 
 
-# Keras compares the `compile` of a model's class with that of its own base class, so it is replaced there.
+# Keras compares the `compile` of a model's class with that of Keras' base class, so the base class' is replaced.
 @replaces(BaseTrainer, "compile", "XLA cannot compile collectives, and under a strategy optimizer and "
           "metrics would not be those of its scope", "self._resolve_auto_jit_compile()")
 def compile(original: Function, self: keras.Model, *args: object, **kwargs: object) -> None:
     """Take jit_compile="auto" as False for a distributed optimizer, if XLA cannot compile collectives here.
 
-    By default Keras compiles the training step on a machine with a GPU. An explicit True is left as it is; then the
-    collective raises an error that says what to write. Under a strategy compile is in its scope.
+    By default Keras compiles the training step on a machine with a GPU. An explicit True is not changed; then the
+    collective raises an error that says what to write. Under a strategy, compile runs in the strategy's scope.
     """
     if is_under_strategy(self):
         with self.distribute_strategy.scope():
@@ -41,16 +41,16 @@ def compile(original: Function, self: keras.Model, *args: object, **kwargs: obje
 
 
 def switch_off(model: keras.Model) -> None:
-    """Turn XLA off for a compiled model whose optimizer has become a distributed one, if it cannot stay on."""
+    """Turn XLA off for a compiled model that has got a distributed optimizer, if XLA cannot compile collectives."""
     if model.jit_compile and (reason := why_not()):
         _log_once(reason)
         model.jit_compile = False
 
 
 def follow_ranks(model: keras.Model) -> None:
-    """Have Keras trace the compiled step of a model anew if the number of ranks is another one than in the fit before.
+    """Make Keras trace the compiled step of a model again if the number of ranks has changed since the last fit.
 
-    The result of a gather has a shape for a number of ranks, and sparse gradients are gathered.
+    Sparse gradients are gathered, and the shape of a gather's result depends on the number of ranks.
     """
     if not model.jit_compile or not runtime.is_initialized():
         return

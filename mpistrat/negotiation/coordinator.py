@@ -1,8 +1,8 @@
 """Coordinator: decides which requests all ranks execute next, and in which order. Pure: time is an argument.
 
 The ranks form a tree of fan-out 16 with rank 0 at the root. A rank sends an Announcement to its parent once its whole
-subtree has submitted a request. Rank 0 sends Decisions down the tree (root.py), and every rank executes them in the
-order in which they arrive. Requests match by name, so ranks may submit in any order.
+subtree has submitted a request. Rank 0 sends Decisions down the tree (Root), and every rank executes the requests of
+the decisions in the order of arrival. Requests match by name, so ranks may submit in any order.
 
 A request seen before travels as one number, and an announcement for a whole subtree has no list of ranks. So the work
 of a rank per step depends on its sixteen children, not on the number of ranks.
@@ -30,7 +30,7 @@ from .tensor_reports import describe_ended, describe_mismatch, describe_mismatch
 
 
 class Root:
-    """Makes the decisions of rank 0, by what it has learned about all ranks and by the ages of incomplete requests."""
+    """Makes the decisions of rank 0, from the requests of all ranks and the ages of incomplete requests."""
 
     def __init__(self, subtree: Subtree, stalls: StallWatch):
         self._subtree, self._stalls = subtree, stalls
@@ -38,7 +38,7 @@ class Root:
         self._is_finished = False  # A decision has ended the engines.
 
     def decide(self, now: float, quiet_s: float) -> Decision | None:
-        """The decision that is due now; None: there is nothing to decide. The arguments are those of `advance`."""
+        """Return the decision that is due now, or None if nothing is to be decided. Arguments: see `advance`."""
         subtree, joined = self._subtree, self._subtree.joined
         ready = subtree.take_ready()
         agreed: list[int | tuple[int | None, Request]] = []
@@ -77,14 +77,14 @@ class Root:
                         last_joined=(joined.ranks[-1],) if have_all_joined else (), asks=asks)
 
     def _completed_by_joins(self) -> list[Pending]:
-        """What is complete because all ranks that miss have joined."""
+        """Remove and return the pending requests whose missing ranks have all joined. Such requests are complete."""
         pending = self._subtree.pending
         joined = set(self._subtree.joined.ranks)
         names = [name for name, each in pending.items() if joined.issuperset(each.missing())] if joined else []
         return [pending.pop(name) for name in names]
 
     def _outcome(self, pending: Pending, missing: tuple[int, ...]) -> tuple[Request | None, str]:
-        """The request to execute, without the ranks that miss because they have joined; or None, and the error."""
+        """Return (request to execute, "") or (None, error). `missing`: The ranks that have joined and not submitted."""
         request = pending.agreed_by_present() if missing else pending.agreed()
         if request is None:
             return None, describe_mismatch(pending.by_request(), self._subtree.topology)
@@ -92,7 +92,7 @@ class Root:
         return (None, problem) if problem else (request, "")
 
     def _reason_to_end(self, mismatch_in_graph: str, now: float, quiet_s: float) -> tuple[EndReason | None, str]:
-        """Why the engines end now, and the text for the user; (None, ""): they go on."""
+        """Return the reason why the engines end now and the text for the user, or (None, "") if the engines go on."""
         subtree, ended = self._subtree, self._subtree.ended
         if ended.failure is not None:
             return EndReason.STALL if ended.is_stall else EndReason.FAILURE, ended.failure
@@ -119,14 +119,14 @@ class Root:
 class Coordinator:
     """One rank's node of the tree.
 
-    The caller passes what this rank does to `submit` and `end`, and what other ranks have sent to `receive`. Then it
-    calls `advance`, and sends what `advance` returns.
+    The caller passes the requests of this rank to `submit`, its end to `end`, and messages of other ranks to `receive`.
+    Then the caller calls `advance`, and sends the message that `advance` returns.
 
     Args:
         cache_capacity: How many requests get a number.
         stall_warning_s: Age in seconds at which an incomplete request is reported; None: never.
-        stall_abort_s: Age in seconds at which it ends the engines; None: never.
-        deadlock_s: Seconds without news after which ranks that all wait end the engines; None: never.
+        stall_abort_s: Age in seconds at which an incomplete request ends the engines; None: never.
+        deadlock_s: Seconds without news after which the engines end if all ranks wait; None: never.
     """
 
     def __init__(self, topology: Topology, cache_capacity: int, stall_warning_s: float | None = None,
@@ -163,11 +163,11 @@ class Coordinator:
         self._subtree.must_end_vote = True
 
     def answer(self, text: str) -> None:
-        """Tell rank 0 where this rank is: the last decision has asked for it."""
+        """Tell rank 0 where this rank is in its program, which the last decision has asked for."""
         self._subtree.places[self.rank] = text
 
     def receive(self, source: int, data: bytes, now: float) -> bool:
-        """Take the Announcement of a child. Returns whether it has more than answers.
+        """Take the Announcement of a child. Returns whether the announcement has more than answers (`places`).
 
         Raises MessageError: `data` is not an announcement, or is not for this rank.
         """
@@ -208,7 +208,7 @@ class Coordinator:
         names = (*(request.name for request in requests), *(name for name, _ in decision.errors))
         self._unanswered.end(names)
         if subtree.joined.ranks:
-            # Rank 0 completed these without the ranks that have joined. Here they are still incomplete.
+            # Rank 0 completed these requests without the joined ranks. On this rank they are still incomplete.
             for name in names:
                 subtree.pending.pop(name, None)
         if decision.last_joined:
@@ -216,9 +216,9 @@ class Coordinator:
         return tuple(requests)
 
     def advance(self, now: float, quiet_s: float = 0.0) -> tuple[Announcement | None, Decision | None]:
-        """The message to send now: an Announcement to the parent, or (on rank 0) a Decision for all ranks.
+        """Return the message to send now: an Announcement to the parent, or (on rank 0) a Decision for all ranks.
 
-        `quiet_s` are the seconds for which nothing was submitted, received or executed on this rank.
+        `quiet_s`: The seconds for which nothing was submitted, received or executed on this rank.
         """
         return (self._announce(now), None) if self._root is None else (None, self._root.decide(now, quiet_s))
 
@@ -232,7 +232,7 @@ class Coordinator:
         return LONGEST_CYCLE_S if poll_s is None else poll_s
 
     def check(self, now: float) -> None:
-        """Check that rank 0 answers: AnswerWatch.check, with the limit on stalls. To be called in every cycle.
+        """Check that rank 0 answers within the limit on stalls (AnswerWatch.check). To be called in every cycle.
 
         Raises StallError: Rank 0 does not answer.
         """
@@ -242,7 +242,7 @@ class Coordinator:
     # -- announcements ------------------------------------------------------------------------------------------------
 
     def _announce(self, now: float) -> Announcement | None:
-        """The announcement that is due now; None: there is nothing to announce."""
+        """Return the announcement that is due now, or None if nothing is to be announced."""
         subtree, ended = self._subtree, self._subtree.ended
         ids: list[int] = []
         requests: list[tuple[Request, tuple[int, ...] | None]] = []
@@ -265,7 +265,7 @@ class Coordinator:
     def _incomplete_to_pass_on(self, now: float) -> list[tuple[Request, tuple[int, ...] | None]]:
         """The incomplete requests that rank 0 needs, each with the ranks that have submitted it.
 
-        It needs them for a report, or because a rank has ended or joined.
+        Rank 0 needs these requests for a report, or because a rank has ended or joined.
         """
         after_s = self.stalls.pass_on_s
         if self._subtree.ended.are_any or self._subtree.joined.ranks:
@@ -279,5 +279,5 @@ class Coordinator:
 
 
 def _by_ranks(pending: Pending) -> list[tuple[Request, tuple[int, ...] | None]]:
-    """The different requests, each with the ranks that have submitted it, as an announcement has them."""
+    """Return the different requests, each with the ranks that submitted the request, in the form of Announcement."""
     return [(request, tuple(sorted(ranks))) for request, ranks in pending.by_request().items()]

@@ -1,13 +1,13 @@
 """Agreement on an operation by a vote of all ranks, without a message to rank 0.
 
-The coordinator needs a message to rank 0 and one back. A vote is shorter. It is for ranks that wait for one operation
-after the other:
+The coordinator needs a message to rank 0 and a message back. A vote takes less time. Votes are for ranks that wait for
+one operation after the other:
 
-1. Rank 0 opens a vote with a decision, when its own caller has waited for the one operation that was decided on.
+1. Rank 0 opens a vote with a decision, when the caller on rank 0 has waited for the only operation of a decision.
 2. From then on, the ranks vote in rounds, and execute nothing else. A rank votes for the fingerprint of an operation if
    its caller waits for that operation and nothing else is outstanding. Otherwise it votes against.
 3. If all ranks have voted for the same fingerprint, all of them execute that operation, and the next round begins.
-   If not, the vote has ended, and the coordinator gets everything, including what was voted for.
+   If not, the vote has ended, and the coordinator gets all operations, including those that ranks have voted for.
 
 Rounds and decisions have the same order on all ranks:
 
@@ -40,9 +40,9 @@ class FastPath:
     """One rank's votes.
 
     Args:
-        agreement: How the ranks vote; None: they cannot, and no vote is ever called.
-        warning_s: Seconds after which a round that is not complete is reported; None: never.
-        abort_s: Seconds after which such a round is an error; None: never.
+        agreement: Exchanges the votes of the ranks; None: the ranks cannot vote, and no vote is ever opened.
+        warning_s: Seconds after which an incomplete round is reported; None: never.
+        abort_s: Seconds after which an incomplete round is an error; None: never.
     """
 
     def __init__(self, agreement: AgreementRound | None, topology: Topology, warning_s: float | None,
@@ -78,7 +78,7 @@ class FastPath:
         return self._entry is not None
 
     def vote(self, entry: Entry | None, is_ready: bool, now: float) -> None:
-        """Vote for the operation of `entry`, or against all (None). A vote is open, and this rank has not voted."""
+        """Vote for the operation of `entry`, or against all (None). Only while a vote is open, and once in a round."""
         assert self._agreement is not None
         self._entry, self.has_voted = entry, True
         self._since, self._was_late, self._next_report = now, False, now + (self._warning_s or 0.0)
@@ -90,9 +90,9 @@ class FastPath:
             self.vote(None, False, now)
 
     def settle(self) -> tuple[Entry | None, Outcome | None]:
-        """The entry that this rank voted for, if any, and the outcome of the round; None until all ranks have voted.
+        """Return the entry that this rank voted for, if any, and the outcome of the round.
 
-        A vote is open.
+        Returns (None, None) until all ranks have voted. Only to be called while a vote is open.
         """
         assert self._agreement is not None
         outcome = self._agreement.outcome()
@@ -124,9 +124,9 @@ class FastPath:
         return VOTE_REPORT_POLL_S if self._was_late else VOTE_TIMEOUT_S
 
     def check(self, now: float) -> None:
-        """Report ranks that have not voted. Their engines do not run, or the network does not work.
+        """Report ranks that have not voted. The engines of such ranks do not run, or the network does not work.
 
-        Raises StallError: After `abort_s`.
+        Raises StallError: The round is still incomplete after `abort_s`.
         """
         if self._agreement is None or not self.has_voted:
             return

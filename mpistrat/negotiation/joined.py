@@ -1,11 +1,11 @@
 """Ranks that have called join(): the other ranks' collectives go on without tensors of these ranks. Pure.
 
 A rank that has no more batches joins, and waits until all ranks have joined. Until then, a collective of the others is
-complete without it. Rank 0 decides that, and its decision names the ranks that are absent. These ranks still take part,
-since the collectives of MPI and of shared memory are among all ranks. They contribute values that do not change the
-result (engine/executor.py). An average divides by the number of ranks that have submitted a tensor.
+complete without that rank. The decision of rank 0 names the absent ranks. These ranks still take part, since the
+collectives of MPI and of shared memory are among all ranks. They contribute values that do not change the result
+(engine/executor.py). An average divides by the number of ranks that have submitted a tensor.
 
-Once a rank has joined, no subtree with it is complete. So the ranks above it in the tree pass on incomplete requests.
+Once a rank has joined, no subtree with that rank is complete. So the ranks above it pass on incomplete requests.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ JOIN = join_request()
 
 
 class JoinedRanks:
-    """The ranks of a node's subtree that wait in join(). When all ranks have joined, `clear` empties it."""
+    """The ranks of a node's subtree that wait in join(). When all ranks have joined, `clear` forgets them."""
 
     def __init__(self, node: Node):
         self._node = node
@@ -29,7 +29,7 @@ class JoinedRanks:
         self.pending: Pending | None = None
 
     def note(self, source: int, ranks: Sequence[int], now: float) -> None:
-        """Some ranks under `source`, which is this rank or a child, have joined."""
+        """Note that `ranks` under `source` have joined. `source` is this rank or a child."""
         if self.pending is None:
             self.pending = Pending(self._node, now)
         self.pending.add(source, JOIN, set(ranks))
@@ -42,12 +42,12 @@ class JoinedRanks:
         return news
 
     def clear(self) -> None:
-        """All ranks have joined."""
+        """Forget the joined ranks, since all ranks have joined."""
         self._news, self.ranks, self.pending = [], [], None
 
 
 def problem_without(absent: Sequence[int], request: Request, topology: Topology) -> str:
-    """Why a collective has no result without the ranks that have joined; "" if it has one."""
+    """Return why a collective cannot run without the ranks that have joined, as a sentence; "" if it can."""
     ranks = f"ranks {topology.listed(absent)}"
     if request.kind in (CollectiveType.ALLTOALL, CollectiveType.REDUCESCATTER):
         reason = f"rows for {ranks} would be lost"
@@ -58,4 +58,4 @@ def problem_without(absent: Sequence[int], request: Request, topology: Topology)
     else:
         return ""
     return (f"{request.name}: {request.kind.value} is not supported with join() at this time: {ranks} have joined, and "
-            f"{reason}. Call it before the first rank joins, or after all ranks have joined.")
+            f"{reason}. Call {request.kind.value} before the first rank joins, or after all ranks have joined.")

@@ -1,10 +1,10 @@
 """The messages of the negotiation: Announcement (towards rank 0) and Decision (from rank 0), with their byte form.
 
 The first byte gives the kind. The fields follow in msgpack: numbers, texts and tuples of them, nothing that could run
-code. A message that has only numbers of requests, as in every step seen before, has them as 8-byte integers instead.
-A message that begins with OBSERVER is none of the negotiation: it belongs to whoever watches the engines (trace/).
-init() has compared the versions of the ranks, so reading checks the form and not each value. Bytes that are no message
-are a MessageError. The coordinator makes and reads the messages, the controller sends them. Pure.
+code. A message that has only numbers of requests, as in every step seen before, has 8-byte integers instead of msgpack.
+A message that begins with OBSERVER is not part of the negotiation, but of the tracing of the engines (trace/). init()
+has compared the versions of the ranks, so reading checks the form and not each value. Malformed bytes raise
+MessageError. The coordinator makes and reads the messages, the controller sends them. Pure.
 """
 
 import array
@@ -33,16 +33,16 @@ def _fields_to_bytes(kind: bytes, fields: tuple) -> bytes:
 
 
 def _read(message: type[_Message], make: Callable[..., Any], kind: bytes, data: bytes, sender: int | None) -> _Message:
-    """Read a message of this kind. `make` makes it of the fields of its byte form."""
+    """Read a message of the class `message`. `make` constructs the message from the fields of the byte form."""
     try:
         if data.startswith(_NUMBERS_HEADER):
             return message(tuple(memoryview(data)[8:].cast("Q")))
         if not data.startswith(kind):
-            raise ValueError(f"it begins with {data[:1]!r}")
+            raise ValueError(f"the first byte must be {kind!r}. Received: {data[:1]!r}")
         fields = msgpack.unpackb(memoryview(data)[1:], use_list=False, unicode_errors="surrogatepass", max_map_len=0,
                                  max_bin_len=0, max_ext_len=0)
         if type(fields) is not tuple or len(fields) != len(message._fields):
-            raise ValueError("it has other fields")
+            raise ValueError(f"the message must have {len(message._fields)} fields")
         return make(*fields)
     except (TypeError, ValueError) as error:  # From msgpack and from enumerations too.
         who = "a rank" if sender is None else f"rank {sender}"
@@ -50,7 +50,7 @@ def _read(message: type[_Message], make: Callable[..., Any], kind: bytes, data: 
 
 
 class Announcement(NamedTuple):
-    """What a subtree is ready for. A rank sends it to its parent in the tree."""
+    """The requests that a subtree is ready for. A rank sends an Announcement to its parent in the tree."""
 
     # Requests that every rank of the subtree has submitted alike, by the number of an earlier Decision.
     ids: tuple[int, ...] = ()
@@ -92,7 +92,7 @@ class EndReason(str, Enum):
 
 
 class Decision(NamedTuple):
-    """What all ranks execute next, in this order. Rank 0 sends it down the tree."""
+    """The requests that all ranks execute next, in order. Rank 0 sends a Decision down the tree."""
 
     # Each item is the number of a request, or (number or None, request) for a request without one. From now on, all
     # ranks may send a number that is given here.
@@ -109,7 +109,7 @@ class Decision(NamedTuple):
 
     @property
     def is_news(self) -> bool:
-        """Whether it has more than questions."""
+        """Whether the decision has more than questions to ranks (`asks`)."""
         return any(self[:-1])
 
     def to_bytes(self) -> bytes:

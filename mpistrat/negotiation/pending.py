@@ -1,7 +1,7 @@
-"""A request that some ranks of a subtree have submitted, and not all. Pure.
+"""A request that some ranks of a subtree have submitted, and other ranks have not. Pure.
 
-The coordinator has one Pending for each such name. Once it is complete, the coordinator passes it on to its parent, or
-decides on it.
+The coordinator has one Pending for the name of each incomplete request. Once all ranks have submitted the request, the
+coordinator passes the request on to its parent, or (on rank 0) decides on the request.
 """
 
 from ..core.request import Request
@@ -27,7 +27,7 @@ class Pending:
         self.passed_on = 0  # How many ranks the latest message to the parent listed for this request.
 
     def add(self, source: int, request: Request, ranks: set[int] | None) -> None:
-        """Note what `ranks` under `source` have submitted; None: all of them."""
+        """Note that `ranks` under `source` have submitted `request`; None: all ranks of `source`."""
         if ranks is None:
             was_complete = source in self._parts and self._has_all(source, self._parts.pop(source))
             self._whole[source] = request
@@ -44,18 +44,18 @@ class Pending:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks of the subtree have submitted something."""
+        """Whether all ranks of the subtree have submitted a request of this name."""
         return self._complete == len(self._node.ranks_under)
 
     def agreed(self) -> Request | None:
-        """The request of all sources, given that they are complete; None if their requests differ."""
+        """The request of all sources, which must be complete; None if the requests of the sources differ."""
         if self._parts:
             return None
         first, *others = self._whole.values()
         return first if all(request is first or request == first for request in others) else None
 
     def agreed_by_present(self) -> Request | None:
-        """The request of the ranks that have submitted one; None if their requests differ."""
+        """The request of all ranks that have submitted a request; None if these requests differ."""
         requests = self.by_request()
         return next(iter(requests)) if len(requests) == 1 else None
 

@@ -1,8 +1,8 @@
 """Requests that are incomplete for too long: when to look, what to report, when to end. Pure: time is an argument.
 
-Rank 0 reports them, and ends the engines at the limit. Shortly before that it asks the ranks that others wait for where
-they are. A rank that gets neither a decision nor the end ends its engine: rank 0 is stopped, or cannot be reached.
-Called by the coordinator, by root.py and by the controller.
+Rank 0 reports such requests, and ends the engines at the limit. Shortly before the limit, rank 0 asks the missing ranks
+where they are. A rank without any answer of rank 0 ends its own engine: rank 0 is stopped, or cannot be reached.
+Called by the coordinator and by the controller.
 """
 
 import math
@@ -34,15 +34,15 @@ class StallWatch:
     Args:
         subtree: Has the requests.
         warning_s: Age in seconds at which an incomplete request is reported; None: never.
-        abort_s: Age in seconds at which it ends the engines; None: never.
-        deadlock_s: Seconds without news after which ranks that all wait end the engines; None: never.
+        abort_s: Age in seconds at which an incomplete request ends the engines; None: never.
+        deadlock_s: Seconds without news after which the engines end if all ranks wait; None: never.
     """
 
     def __init__(self, subtree: Subtree, warning_s: float | None, abort_s: float | None,
                  deadlock_s: float | None = None):
         self._subtree = subtree
         self.warning_s, self.abort_s, self.deadlock_s = warning_s, abort_s, deadlock_s
-        # Returns where a rank of the job is that has not answered, as text that begins a new line.
+        # Returns where a given rank of the job is, which has not answered, as text that begins a new line.
         self.look: Callable[[int], str] = lambda _: ""
         self._abort_setting = "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS"
         self._last_report = 0.0
@@ -51,11 +51,11 @@ class StallWatch:
         self._asked: tuple[int, ...] = ()
 
     def abort_after(self, seconds: float, setting: str) -> None:
-        """From now on, end the engines when a request has been incomplete for so long. `setting` names the cause."""
+        """Set `abort_s` to `seconds`. `setting`: The name of the setting with this limit, for the error text."""
         self.abort_s, self._abort_setting = seconds, setting
 
     def poll_s(self) -> float | None:
-        """Seconds after which to look again while a request is incomplete; None: never, as nothing is reported."""
+        """Seconds between two checks while a request is incomplete; None: no check, since warnings are off."""
         if self.warning_s is None:
             return None
         due_s = self.warning_s if self.deadlock_s is None else min(self.warning_s, self.deadlock_s)
@@ -68,14 +68,14 @@ class StallWatch:
                    math.inf if self.deadlock_s is None else self.deadlock_s / 4)
 
     def stalled(self, now: float, limit_s: float) -> dict[str, list[int]]:
-        """The names incomplete for more than `limit_s`, each with the ranks of the subtree that miss."""
+        """The names of requests incomplete for more than `limit_s`, each with the ranks that have not submitted it."""
         return {name: pending.missing() for name, pending in self._subtree.incomplete().items()
                 if now - pending.since > limit_s}
 
     def asks(self, now: float, quiet_s: float) -> tuple[int, ...]:
-        """On rank 0, the ranks to ask now where they are, because a report or an end is due soon.
+        """On rank 0, the ranks to ask now where they are, because a report or the end of the engines is due soon.
 
-        `quiet_s` is that of `deadlock`.
+        `quiet_s`: See `deadlock`.
         """
         poll_s = self.poll_s()
         if poll_s is None or now < self._next_ask:
@@ -108,25 +108,25 @@ class StallWatch:
         return self._describe(stalled, now)
 
     def reason_to_end(self, now: float) -> str | None:
-        """On rank 0, what has been incomplete beyond the limit, in words; None: nothing, or not looked for yet."""
+        """On rank 0, the text on requests incomplete for longer than `abort_s`; None: none, or no check is due."""
         if self.abort_s is None or now < self._next_look:
             return None
         # Not in every cycle: checking all pending names takes long, and the end may be this late.
         self._next_look = now + min(self.abort_s / STALL_ABORT_LOOKS, STALL_ABORT_LONGEST_POLL_S)
         if not self.stalled(now, self.abort_s):
             return None
-        # With those that began later: the missing ranks of the first often wait for one of them.
+        # Includes requests that began later: the ranks missing from the first one often wait for a later one.
         stalled = self.stalled(now, min(self.abort_s, math.inf if self.warning_s is None else self.warning_s))
         return f"{self._describe(stalled, now)} Ended after {self.abort_s:g} s ({self._abort_setting})."
 
     def deadlock(self, quiet_s: float) -> str | None:
-        """On rank 0, that all ranks wait for each other, in words; None: they do not, or not for long enough.
+        """On rank 0, the text on a deadlock of all ranks; None: there is none, or not for long enough.
 
-        That is so if each rank has submitted something, none of it is complete, and rank 0 has learned of nothing new
-        for `deadlock_s`. A rank may still call what others wait for: in another thread, after long work, or in a graph.
-        Rank 0 cannot see that, so the text names the setting.
+        A deadlock: each rank has submitted a request, no request is complete, and rank 0 has received nothing new for
+        `deadlock_s`. A rank may still call the missing collective: in another thread, after long work, or in a graph.
+        Rank 0 cannot see such plans, so the text names the setting.
 
-        Ranks that submit in the same order never wait for each other: what the slowest rank has submitted is complete.
+        Ranks that submit in the same order never deadlock: all requests of the slowest rank are complete.
 
         Args:
             quiet_s: Seconds for which nothing was submitted, received or executed on rank 0.
@@ -155,9 +155,9 @@ class StallWatch:
 
 
 class AnswerWatch:
-    """What one rank has submitted, and rank 0 has not decided on. Rank 0 itself watches nothing.
+    """The requests of one rank on which rank 0 has not decided. On rank 0 itself nothing is watched.
 
-    `warning_s` is that of StallWatch.
+    `warning_s`: See StallWatch.
     """
 
     def __init__(self, topology: Topology, warning_s: float | None):
@@ -182,9 +182,9 @@ class AnswerWatch:
                 self._since.pop(name, None)
 
     def check(self, now: float, limit_s: float) -> None:
-        """To be called in every cycle, once the messages that have come are read.
+        """Check that rank 0 answers. To be called in every cycle, after the received messages have been read.
 
-        Raises StallError: Rank 0 has not decided within `limit_s` and the time that its answer may take.
+        Raises StallError: Rank 0 has not decided within `limit_s` plus the time that an answer may take.
         """
         if not self._since:
             return

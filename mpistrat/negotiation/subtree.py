@@ -1,7 +1,7 @@
 """What one rank has learned about itself and the ranks under it in the tree. Pure: time is an argument.
 
-The coordinator of each rank has one Subtree. It writes down there what this rank does and what the children send. On a
-rank other than 0 it makes announcements of it. On rank 0, whose subtree is the whole job, root.py decides by it.
+The coordinator of each rank has one Subtree, and notes in it what this rank does and what the children send. A rank
+other than 0 makes its announcements from the Subtree. On rank 0, the subtree is the whole job, and Root decides by it.
 """
 
 from collections import OrderedDict
@@ -21,20 +21,20 @@ class EndedRanks:
 
     # Each rank that has shut down since the last message, with the number of operations that it had completed.
     news: list[tuple[int, int]] = field(default_factory=list)
-    # On rank 0, these numbers of all ranks that have shut down.
+    # On rank 0, the number of completed operations of each rank that has shut down.
     completed: dict[int, int] = field(default_factory=dict)
     are_any: bool = False  # Whether some rank of the job has shut down.
-    # What went wrong in the engine of some rank, in words; None: nothing, or it has been passed on.
+    # The error text of an engine that has failed; None: no engine has, or the text has been sent to the parent.
     failure: str | None = None
-    is_stall: bool = False  # Whether that was a stall.
+    is_stall: bool = False  # Whether the failure was a stall.
 
     def note(self, ended: tuple[tuple[int, int], ...]) -> None:
-        """These ranks have shut down: (rank, completed operations)."""
+        """Note the ranks that have shut down, as (rank, completed operations)."""
         self.news += ended
         self.are_any = self.are_any or bool(ended)
 
     def fail(self, text: str, is_stall: bool) -> None:
-        """The engine of some rank has failed. Only the first failure is kept."""
+        """Note that the engine of some rank has failed. Only the first failure is kept."""
         if self.failure is None:
             self.failure, self.is_stall = text, is_stall
 
@@ -48,8 +48,8 @@ class RequestNumbers:
     """Numbers that stand for requests seen before, so that a repeated request travels as eight bytes.
 
     Rank 0 gives the numbers, and its decisions carry them to all ranks. A number stands for one request for ever.
-    Requests that are equal have different numbers if one is in a graph and the other is not. The other ranks have to
-    know that of each request, since a mismatch in a graph ends the engines.
+    Equal requests have different numbers if one is in a graph and the other is not. All ranks have to know whether a
+    request is in a graph, since a mismatch in a graph ends the engines.
 
     Args:
         capacity: How many requests get a number.
@@ -62,7 +62,7 @@ class RequestNumbers:
         self._seen_once: OrderedDict[tuple[Request, bool], None] = OrderedDict()  # on rank 0
 
     def number_of(self, request: Request) -> int | None:
-        """The number that stands for `request`, if there is one."""
+        """The number that stands for `request`, or None."""
         return self._number_of.get((request, request.in_graph))
 
     def add(self, request: Request, number: int) -> None:
@@ -71,9 +71,9 @@ class RequestNumbers:
         self.request_of[number] = request
 
     def give(self, request: Request) -> int | None:
-        """On rank 0: a new number for a request that has none; None the first time it is seen, or without room.
+        """On rank 0: assign a number to `request`. Returns None for its first use, and when the table is full.
 
-        A name that is used once (with a step counter in it, say) would only fill the table.
+        A name that is used only once (such as a name with a step counter) would only fill the table.
         """
         key = request, request.in_graph
         if key not in self._seen_once:
@@ -105,13 +105,13 @@ class Subtree:
         self.pending: dict[str, Pending] = {}  # The incomplete requests, by name.
         # joined, ended: The ranks in these states.
         self.joined, self.ended = JoinedRanks(self.node), EndedRanks()
-        # What ranks have answered that were asked where they are, since it was passed on, or asked again.
+        # The answers of ranks that were asked where they are, until the answers are sent on, or the ranks asked again.
         self.places: dict[int, str] = {}
         self.must_end_vote = False  # Some rank has asked for a decision, which ends an open vote.
         self._ready: list[Pending] = []  # complete since the last take_ready, in order
 
     def note(self, source: int, request: Request, ranks: set[int] | None, now: float) -> None:
-        """`ranks` under `source` have submitted `request`; None: all of them."""
+        """Note that `ranks` under `source` have submitted `request`; None: all ranks of `source`."""
         pending = self.pending.get(request.name)
         if pending is None:
             pending = self.pending[request.name] = Pending(self.node, now)
@@ -121,7 +121,7 @@ class Subtree:
             self._ready.append(pending)
 
     def take_ready(self) -> list[Pending]:
-        """What all ranks of the subtree have submitted since the last call, in the order in which it was complete."""
+        """The requests that have become complete in the subtree since the last call, in the order of completion."""
         ready, self._ready = self._ready, []
         return ready
 
@@ -131,11 +131,11 @@ class Subtree:
         return asked
 
     def incomplete(self) -> dict[str, Pending]:
-        """What some ranks miss, by name, with the join if some ranks have joined."""
+        """The incomplete requests by name, including the join if some ranks have joined."""
         return self.pending if self.joined.pending is None else {**self.pending, JOIN.name: self.joined.pending}
 
     def request_of(self, number: int, sender: int) -> Request:
-        """The request for which `sender` has sent `number`. Raises MessageError: The number stands for no request."""
+        """The request that `number`, sent by `sender`, stands for. Raises MessageError: It stands for no request."""
         request = self.numbers.request_of.get(number)
         if request is None:
             raise MessageError(f"rank {self.topology.job_ranks[sender]} sent the number {number}, which stands for no "

@@ -64,7 +64,7 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology) -
 
 
 def _only_on_some(by_request: dict[Request, set[int]], topology: Topology) -> str:
-    """A sentence on what only some ranks have in their lists; "" if all have the same, or it has no names."""
+    """Return a sentence on tensors that only some ranks submit; "" if there are none, or if they have no labels."""
     ranks_with: dict[str, set[int]] = {}
     for request, ranks in by_request.items():
         for label in request.labels:
@@ -82,22 +82,22 @@ def _only_on_some(by_request: dict[Request, set[int]], topology: Topology) -> st
 
 
 def _members(request: Request) -> tuple[int, ...]:
-    """The places of the tensors in the caller's list."""
+    """The indices of the tensors in the caller's list."""
     return tuple(sorted(place for places in request.layout for place in places)) or tuple(range(len(request.tensors)))
 
 
 def describe_mismatch_in_graph(mismatch: str) -> str:
-    """Why a mismatch in a graph ends the engines, in words.
+    """The text on why a mismatch in a graph ends the engines.
 
-    TensorFlow gives up the rest of the graph, on every rank at another point. What some ranks have submitted by then
-    cannot be taken back, and would be reduced together with what the others submit the next time.
+    TensorFlow aborts the rest of the graph, on each rank at a different point. Requests that some ranks have submitted
+    by then cannot be withdrawn. They would be reduced together with the requests of the other ranks in the next step.
     """
     return (f"{mismatch} That was inside a tf.function, where the other collectives of the step cannot be taken back, "
             "so the engine has ended. To go on in the same process, call shutdown() and init() on every rank.")
 
 
 def _indices(request: Request) -> Sequence[int]:
-    """Which of the caller's tensors each of `request.tensors` is."""
+    """The index in the caller's list of each of `request.tensors`."""
     return tuple(chain.from_iterable(request.layout))[:len(request.tensors)] or range(len(request.tensors))
 
 
@@ -114,10 +114,10 @@ def _shape(index: int, request: Request) -> str:
 
 def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]],
                    now: float, unanswered: Sequence[int]) -> str:
-    """The sentences that name the tensors, the ranks that wait and miss, and what those wait for instead.
+    """The sentences that name the tensors, the waiting ranks, the missing ranks and what the missing ranks wait for.
 
-    `stalled` has some of the names that are incomplete, each with the ranks that miss. `unanswered` has ranks that were
-    asked where they are, on hosts from which no rank has answered.
+    `stalled` has some names of incomplete requests, each with the ranks that miss. `unanswered` has the ranks that were
+    asked where they are, and are on hosts from which no rank has answered.
     """
     return ("Some ranks wait for a collective that other ranks have not called. "
             + _describe_waits(topology, all_pending, stalled, now)
@@ -126,22 +126,22 @@ def describe_stall(topology: Topology, all_pending: Mapping[str, Pending], stall
 
 
 def describe_deadlock(topology: Topology, all_pending: Mapping[str, Pending], after_s: float) -> str:
-    """The sentences that name the tensors, the ranks that wait and miss, and what those wait for instead.
+    """The sentences that name the tensors, the waiting ranks, the missing ranks and what the missing ranks wait for.
 
-    No rank has called anything for `after_s` (MPISTRAT_DEADLOCK_S).
+    No rank has called a collective for `after_s` seconds (MPISTRAT_DEADLOCK_S).
     """
     missing = {name: pending.missing() for name, pending in all_pending.items()}
     return (f"This is a deadlock: every rank waits for a collective that another rank has not called, and none has "
             f"called another one for {after_s:g} s. {_describe_waits(topology, all_pending, missing)} {_CAUSES} If a "
-            "rank would have called its next one later (in another thread, or after long work), raise "
+            "rank would have called its next collective later (in another thread, or after long work), raise "
             "MPISTRAT_DEADLOCK_S (0: never).")
 
 
 def describe_places(topology: Topology, asked: Sequence[int], places: Mapping[int, str],
                     look: Callable[[int], str]) -> str:
-    """Paragraphs that say where the ranks are in their program that were `asked`, each of which begins a new line.
+    """Paragraphs on where in the program the `asked` ranks are. Each paragraph begins on a new line.
 
-    `places` has what they have answered. For `look` see StallWatch.
+    `places` has the answers of these ranks. For `look` see StallWatch.
     """
     lines = []
     for rank in asked:
@@ -172,7 +172,7 @@ def _describe_waits(topology: Topology, all_pending: Mapping[str, Pending], stal
 
 def _network_hint(topology: Topology, all_pending: Mapping[str, Pending], stalled: Mapping[str, Sequence[int]],
                   unanswered: Sequence[int]) -> str:
-    """A sentence on the network, when it may be why some host is silent; see `describe_stall`."""
+    """A sentence on the network, if the network may be why a host is silent; else "". See `describe_stall`."""
     for name in stalled:
         silent = hosts_without(topology, [topology.rank, *all_pending[name].present()])
         if silent:
@@ -184,7 +184,7 @@ def _network_hint(topology: Topology, all_pending: Mapping[str, Pending], stalle
 
 def describe_ended(topology: Topology, name: str, pending: Pending, lost: Sequence[int],
                    completed: Mapping[int, int]) -> str:
-    """The sentence on ranks that wait for `lost`, which have shut down after so many `completed` operations each."""
+    """The sentence on ranks that wait for the `lost` ranks. `completed`: The operations that each one executed."""
     counts = Counter(completed[rank] for rank in lost)
     after = ", ".join(str(count) for count in sorted(counts))
     return (f"{name}: ranks {topology.listed(pending.present())} wait for ranks {topology.listed(lost)}, which have "

@@ -13,18 +13,18 @@ def parent_of(rank: int) -> int | None:
 
 
 def depth_of(rank: int) -> int:
-    """How many steps it is from `rank` to rank 0."""
+    """The number of tree edges from `rank` to rank 0."""
     parent = parent_of(rank)
     return 0 if parent is None else 1 + depth_of(parent)
 
 
 def edges_among(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Those of `ranks` whose parent is among them too, each with its parent."""
+    """The pairs (rank, parent) of the tree of which both are in `ranks`."""
     return [(rank, parent) for rank in ranks if (parent := parent_of(rank)) is not None and parent in ranks]
 
 
 def subtree(root: int, size: int) -> Iterator[int]:
-    """The ranks under `root`, and itself, in order."""
+    """`root` and all ranks under it, in order."""
     first = last = root  # of a level of the subtree, which is a contiguous run
     while first < size:
         yield from range(first, min(last, size - 1) + 1)
@@ -50,10 +50,10 @@ class Node:
 
     @cached_property
     def neighbours(self) -> tuple[int, ...]:
-        """The ranks that send to this one: its parent and its children."""
+        """The ranks that send messages to this rank: its parent and its children."""
         return self.children if self.parent is None else (self.parent, *self.children)
 
     @cached_property
     def ranks_under(self) -> dict[int, int]:
-        """How many ranks each child stands for, itself included, and 1 for this rank."""
+        """The number of ranks in the subtree of each child, which includes the child, and 1 for this rank."""
         return {child: len(list(subtree(child, self.size))) for child in self.children} | {self.rank: 1}

@@ -1,9 +1,9 @@
 """End the whole job from one rank: print the reason, then call MPI_Abort with a time limit.
 
-init() calls `prepare`, which installs this as the reaction to an uncaught exception of the main thread, whichever hook
-the script puts into sys.excepthook later. Without it, the other ranks would wait for this one until the stall limit. A
-rank that cannot shut down in order, because others do not answer, calls `end_job_at_exit`; MPI_Finalize would wait for
-these ranks without a limit. All functions are local.
+init() calls `prepare`, which makes an uncaught exception of the main thread end the job, whichever hook the script puts
+into sys.excepthook later. Without this, the other ranks would wait for the failed rank until the stall limit. A rank
+that cannot shut down in order, because other ranks do not answer, calls `end_job_at_exit`; MPI_Finalize would wait for
+the other ranks without a limit. All functions are local.
 """
 
 import atexit
@@ -26,21 +26,21 @@ from .launch_env import launched_rank
 # Ranks that cannot reach each other detect a stall at different times, each after its own wait. If the first of them
 # aborted at once, the others would not get to raise their error.
 _STALL_SPREAD_S = 2.0
-# A rank that has left by sys.exit() ends the job with its exit code. The ranks that wait for it must not end it first.
+# A rank that has left by sys.exit() ends the job with its exit code. The waiting ranks must not end the job before.
 _EXIT_SPREAD_S = 2.0
 # A rank that fails before init() ends so much later, since mpirun ends all ranks when the first one has ended. Most
 # errors of a script occur on all ranks at about the same time, and each rank can then print its report.
 _EARLY_WAIT_S = 0.5
 _SHUTDOWN_ERROR = f"{OWN_ERRORS}ShutdownError:"
 _INTERRUPTED = 130  # exit code after Ctrl-C
-_TELL_S = 0.3  # in which the other ranks tell their last operations
+_TELL_S = 0.3  # in which the other ranks report their last operations
 _ABORT_LIMIT_S = 20.0  # from the call of MPI_Abort to the end of this process
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _end: tuple[str, int] | None = None  # If set, this rank aborts the job at exit, instead of calling MPI_Finalize.
-# Set by init(). Lets all ranks tell their last operations, since a rank fails, and returns soon: whether other ranks
-# were asked.
+# Set by init(). Makes all ranks report their last operations, since a rank fails. Returns soon, and whether other ranks
+# were asked to report.
 tell_last: Callable[[], bool] = bool
 _leaves = False  # Whether this process ends without MPI_Finalize.
 
@@ -74,15 +74,15 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
         mpi: The module mpi4py.MPI.
         rank: This rank in MPI_COMM_WORLD.
         host: The name of this host.
-        skip_finalize: Makes this process end without MPI_Finalize. If it is given, the job outlives the loss of a rank:
-            an exception, or sys.exit with another code than 0, ends this rank alone.
+        skip_finalize: Makes this process end without MPI_Finalize. If given, the job outlives the loss of a rank:
+            an exception, or sys.exit with a code other than 0, ends this rank alone.
     """
     previous = sys.excepthook
     if isinstance(sys, _Sys):
         return
     exit_code.note()
     is_reported = bool(report.mode(os.environ))
-    # A hook of the script, or of a library that it uses, is called in any case: it may do more than print.
+    # A hook of the script, or of a library of the script, is called in any case: the hook may do more than print.
     is_pythons = previous is sys.__excepthook__ or hasattr(previous, "_mpistrat_before_init")
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -101,7 +101,7 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
             is_interrupt = issubclass(kind, KeyboardInterrupt)
             code = _INTERRUPTED if is_interrupt else 1
             if is_interrupt and hand_on.is_interrupted:
-                # The other ranks have it too, and may still save. So this one leaves in order, as at the end.
+                # The other ranks are interrupted too, and may still save. So this rank leaves as at a normal end.
                 report.announce(rank, host, code, text, os.environ, ends_job=False)
             elif skip_finalize is None:
                 end_job(mpi, rank, host, text, code, wait_s)
@@ -116,25 +116,25 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
             return
         ended = exit_code.final()
         if ended is not None and (is_reported or skip_finalize is not None):
-            # No rank waits, or the others go on alone. mpirun may not name this one.
+            # No rank waits, or the other ranks go on alone. mpirun may not name this rank.
             code, call = ended
             report.announce(rank, host, code, ErrorText("", call), os.environ, ends_job=skip_finalize is None)
         if skip_finalize is not None and (_leaves or ended is not None):
             skip_finalize()
 
     _Sys._keep_hook(hook)
-    # Python runs exit handlers in reverse order: this one runs after shutdown(), which init() registers later. It is
-    # registered here because shutdown() may run when the script is already ending, which is too late to register one.
+    # Python runs exit handlers in reverse order: `end` runs after shutdown(), which init() registers later. `end` is
+    # registered here, since shutdown() may run when the script is already ending, too late to register a handler.
     atexit.register(end)
 
 
 class _Sys(ModuleType):
-    """The class of the module sys on a rank: Python calls `_ours`, and that calls the hook of the script.
+    """The class of the module sys on a rank: Python calls `_ours`, and `_ours` calls the hook of the script.
 
     Scripts and libraries replace sys.excepthook after init() (rich.traceback.install(), Sentry, a hook that logs), and
-    most of them do not call the hook that was there. Then this rank would end as if its script had ended well, and the
-    job with an error about the ranks that wait for it. Python reads the hook from the dictionary of the module
-    (PySys_GetObject), past the attribute.
+    most of them do not call the previous hook. This rank would then end as if its script had succeeded, and the job
+    would end with an error about the ranks that wait for this rank. Python reads the hook from the dictionary of the
+    module (PySys_GetObject), not from the attribute.
     """
 
     _ours: Hook
@@ -149,7 +149,7 @@ class _Sys(ModuleType):
     @classmethod
     def _show(cls, shown: Hook | None, kind: type[BaseException], error: BaseException,
              trace: TracebackType | None) -> None:
-        """Call the hook of the script with an error; `shown` if there is none, and if that one calls `_ours`."""
+        """Call the hook of the script with an error, or `shown` if there is no hook, or if the hook calls `_ours`."""
         theirs, cls._theirs = cls._theirs, None
         try:
             if (chosen := theirs or shown) is not None:
@@ -167,8 +167,7 @@ class _Sys(ModuleType):
 
 
 def uncaught(error: BaseException) -> None:
-    """Do what an uncaught exception of the main thread does, in a thread or an exit handler, where it would not. Local.
-    """
+    """Treat an exception of another thread or of an exit handler as an uncaught exception of the main thread. Local."""
     vars(sys)["excepthook"](type(error), error, error.__traceback__)
 
 
@@ -182,18 +181,18 @@ def end_alone(rank: int, host: str, text: ErrorText, code: int) -> NoReturn:
 
 
 def _flush() -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # It is full, has no reader, or is closed.
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout is full, has no reader, or is closed.
         sys.stdout.flush()
 
 
 def leave_without_finalize() -> None:
-    """End this process without MPI_Finalize when its script ends: ranks are lost. Local; returns at once."""
+    """Make this process end without MPI_Finalize, since ranks are lost. Local; returns at once."""
     global _leaves
     _leaves = True
 
 
 def report_before_init(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """React to an uncaught exception before init() under `mpistrat run`: report it, and let the process end. Local."""
+    """Report an uncaught exception before init() under `mpistrat run`, and let the process end. Local."""
     if not report.replaces_traceback(os.environ):
         sys.__excepthook__(kind, error, trace)
     is_interrupt = issubclass(kind, KeyboardInterrupt)
@@ -210,9 +209,9 @@ def end_job_at_exit(reason: str, code: int = 1) -> None:
 
 
 def end_job_for_sys_exit(waiting: str) -> None:
-    """Abort the job with the code of the sys.exit() that ends this process, if one does. Local; returns at once.
+    """Abort the job with the code of the sys.exit() that ends this process, if any. Local; returns at once.
 
-    `waiting`: Which ranks wait for this one, and for what.
+    `waiting`: A text on the ranks that wait for this rank, and on the operation that they wait for.
     """
     ended = exit_code.final()
     if ended is not None:
@@ -223,10 +222,10 @@ def end_job_for_sys_exit(waiting: str) -> None:
 def _wait_s(error: BaseException, message: str, rank: int, is_reported: bool) -> float:
     """Return how long this rank waits before it ends the job.
 
-    All ranks raise the errors of collectives, and mostly those of the script too, so this rank waits until the others
-    have printed theirs. `mpistrat run` prints them once; without it, one traceback of a script's error is enough. The
-    waits differ by rank because the ranks must not abort at the same moment: Open MPI 5's mpirun has been seen to hang
-    after that, with no rank left.
+    All ranks raise the errors of collectives, and mostly the errors of the script too, so this rank waits until the
+    other ranks have printed their errors. `mpistrat run` prints equal errors once; without it, one traceback of an
+    error of the script is enough. The waits differ by rank because Open MPI 5's mpirun has been seen to hang, with no
+    rank left, after several ranks had aborted at the same moment.
     """
     is_of_collective = isinstance(error, CollectiveError | SettingsError) or message.startswith(OWN_ERRORS)
     if isinstance(error, KeyboardInterrupt) or not (is_reported or is_of_collective):

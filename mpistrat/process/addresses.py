@@ -22,9 +22,9 @@ def local_addresses() -> tuple[str, ...]:
 
 
 def elsewhere(addresses: Iterable[str]) -> list[str]:
-    """Those of another host's `addresses` that this host does not have itself.
+    """Return the `addresses` of another host without the addresses that this host has too.
 
-    An address that both have, usually of a container bridge, leads back to this host.
+    An address of both hosts, usually of a container bridge, leads back to this host.
     """
     own = local_addresses()
     return [address for address in addresses if address not in own]

@@ -1,10 +1,10 @@
 """JSON messages between two processes of a job, over TCP or over a Unix socket of Linux' abstract namespace.
 
-Both ends prove that they know the secret of the job, so other users, who can connect to either, are rejected
-(challenge and response with HMAC, RFC 2104). Messages are not encrypted: they say who is where, who has ended and what
-was committed, and hold no data of the training.
+Both ends prove that they know the secret of the job, so other users, who can connect to both kinds of socket, are
+rejected (challenge and response with HMAC, RFC 2104). Messages are not encrypted. They have the hosts and the ends of
+processes, and the ids of commits, but no data of the training.
 
-The kernel closes a connection when its process ends, however it ends, and wakes a thread that waits for a message.
+The kernel closes a connection when a process ends, for whatever reason, and wakes threads that wait for a message.
 Keep-alive probes detect a host that is down.
 """
 
@@ -48,9 +48,9 @@ class Connection:
     """One end of a connection. Any thread may send; one thread reads.
 
     Args:
-        stream: Both ends of it have proved that they know the secret.
-        own: The address of this end: IP address and port, or of a Unix socket its name.
-        peer: That of the other end.
+        stream: The stream, both ends of which have proved that they know the secret.
+        own: The address of this end: IP address and port, or the name of a Unix socket.
+        peer: The address of the other end.
     """
 
     def __init__(self, stream: "Stream[bytes, bytes]", own: Address, peer: Address):
@@ -61,11 +61,11 @@ class Connection:
             self.probe(_PROBE_S, _SILENT_S)
 
     def probe(self, every_s: float, limit_s: float) -> None:
-        """Have the kernel probe the other end while nothing arrives, and close after `limit_s` without an answer.
+        """Make the kernel probe the other end while nothing arrives, and close after `limit_s` without an answer.
 
         Args:
-            every_s: At least 1 s.
-            limit_s: Also for what was sent and not received.
+            every_s: Seconds between two probes, at least 1.
+            limit_s: Seconds without an answer to a probe, or to sent data, after which the kernel closes.
         """
         with socket.socket(fileno=os.dup(self._stream.fileno())) as shared:
             shared.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -84,10 +84,10 @@ class Connection:
                 self._stream.send_bytes(json.dumps(message).encode())
             return True
         except OSError:
-            return False  # The reader of this connection notices too, and says so.
+            return False  # The reader of this connection notices and reports the end too.
 
     def poll(self, limit_s: float | None) -> bool:
-        """Whether a message, or the end of the connection, is there within `limit_s`."""
+        """Wait for at most `limit_s`. Returns whether a message, or the end of the connection, has arrived."""
         return self._stream.poll(limit_s)
 
     def receive(self) -> Message:
@@ -106,7 +106,7 @@ class Connection:
         return found
 
     def read(self, take: Callable[["Connection", Message | None], None]) -> None:
-        """Call `take` with this object and each message, and with None after the last message, in a thread."""
+        """Start a thread that calls `take(self, message)` for each message, and `take(self, None)` at the end."""
         def run() -> None:
             while True:
                 try:
@@ -118,7 +118,7 @@ class Connection:
         threading.Thread(target=run, name="mpistrat-connection", daemon=True).start()
 
     def close(self) -> None:
-        """Close this end, so that a thread that reads here, and the other end, notice. May be called twice."""
+        """Close this end. A thread that reads this end, and the other end, notice. May be called twice."""
         if not self._stream.closed:
             _shut_down(self._stream)  # close() alone would not wake a thread that reads.
 
@@ -126,8 +126,8 @@ class Connection:
 def connect(addresses: Iterable[Address], secret: bytes, limit_s: float) -> Connection:
     """Return a connection to the process that listens at one of `addresses`: (host, port), or an abstract name.
 
-    Raises OSError: None of them answers within `limit_s`, or the process there does not know the secret. Its cause is
-    the error of the last address; None if there is no address.
+    Raises OSError: No address answers within `limit_s`, or the listening process does not know the secret. The
+    `__cause__` is the error of the last address; None if there is no address.
     """
     until, problems, cause = time.monotonic() + limit_s, [], None
     for address in addresses:
@@ -147,21 +147,21 @@ def connect(addresses: Iterable[Address], secret: bytes, limit_s: float) -> Conn
             nonce = os.urandom(_NONCE_BYTES)
             stream.send_bytes(_proof(secret, b"connects", challenge) + nonce)
             if not hmac.compare_digest(_received(stream), _proof(secret, b"listens", nonce)):
-                raise OSError("the process that listens there does not know the secret of the job")
+                raise OSError("the process that listens at this address does not know the secret of the job")
             return Connection(stream, own, peer)
         except OSError as error:
             problems.append(f"{name}: {error}")
             cause = error
-    raise OSError("; ".join(problems) or "it has no address") from cause
+    raise OSError("; ".join(problems) or "the other process has no address") from cause
 
 
 class Listening:
-    """Accepts connections, each in a thread until the other end has proved that it knows the secret.
+    """Accepts connections. For each connection, a thread checks that the other end knows the secret.
 
     Args:
-        listener: A socket that listens. `close` closes it.
-        secret: Of the job.
-        greet: Called with each new connection, in a thread of its own.
+        listener: A listening socket. `close` closes it.
+        secret: The secret of the job.
+        greet: Called with each new connection, in the thread of the connection.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, greet: Callable[[Connection], None]):
@@ -178,7 +178,7 @@ class Listening:
             except OSError as error:
                 if self._is_closed:
                     return
-                # Of this connection, or there are too many open files, sockets or buffers: there may be less later.
+                # An error of this connection, or too many open files, sockets or buffers, of which some may be freed.
                 logger.debug("a connection was not accepted: %s", error)
                 time.sleep(_AGAIN_S)
                 continue
@@ -200,11 +200,11 @@ class Listening:
             answer = _received(stream)
             proof, nonce = answer[:-_NONCE_BYTES], answer[-_NONCE_BYTES:]
             if not hmac.compare_digest(proof, _proof(self._secret, b"connects", challenge)):
-                raise OSError("it does not know the secret of the job")
+                raise OSError("the other end does not know the secret of the job")
             stream.send_bytes(_proof(self._secret, b"listens", nonce))
         except OSError as error:
             logger.debug("a connection was rejected: %s", error)
-            with self._lock:  # Not while it is shut down as the oldest one.
+            with self._lock:  # Not while `_run` shuts it down as the oldest unproved connection.
                 self._strangers.pop(stream, None)
                 stream.close()
             return
@@ -213,7 +213,7 @@ class Listening:
         self._greet(Connection(stream, own, peer))
 
     def close(self) -> None:
-        """Accept no more. Connections stay open. May be called twice."""
+        """Accept no more connections. Accepted connections stay open. May be called twice."""
         self._is_closed = True
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # close() alone would not wake the thread that accepts.
@@ -236,7 +236,7 @@ def _received(stream: "Stream[bytes, bytes]") -> bytes:
     try:
         return stream.recv_bytes(4 * _NONCE_BYTES)
     except EOFError:
-        raise OSError("the other end has closed the connection, as one with another secret does") from None
+        raise OSError("the other end has closed the connection, perhaps since its secret differs") from None
 
 
 def _proof(secret: bytes, side: bytes, nonce: bytes) -> bytes:

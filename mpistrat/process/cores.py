@@ -1,7 +1,7 @@
 """The CPUs of a host, and the equal, disjoint shares of its cores that the ranks take.
 
-It imports nothing but the standard library, because the start-up code of `mpistrat run` executes this file alone,
-before the script can import numpy: libraries count their threads by the CPUs that the process may use when they load.
+The module imports nothing but the standard library, because the start-up code of `mpistrat run` executes this file
+alone, before the script can import numpy: libraries size their thread pools by the CPUs allowed when they are loaded.
 A CPU is a hardware thread, as in Linux' affinity masks.
 """
 
@@ -15,12 +15,12 @@ NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 
 def own_cpus() -> frozenset[int]:
-    """The CPUs that this thread may use; empty where the system does not say."""
+    """The CPUs that this thread may use; empty if the system has no sched_getaffinity."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
 def physical_cores(cpus: Collection[int], system: Path = SYSTEM) -> list[frozenset[int]]:
-    """Those of `cpus` that each core has, in an order in which neighbours are in one socket."""
+    """Group `cpus` by core. Returns the CPUs of each core, with the cores of a socket next to each other."""
     cores: dict[tuple[int, frozenset[int]], set[int]] = {}
     for cpu in sorted(cpus):
         try:
@@ -35,7 +35,7 @@ def physical_cores(cpus: Collection[int], system: Path = SYSTEM) -> list[frozens
 
 
 def parse_list(text: str) -> frozenset[int]:
-    """The numbers of a list as Linux writes it: "0-3,8". Raises ValueError if it is none."""
+    """The numbers in a list of Linux, such as "0-3,8". Raises ValueError: `text` is not such a list."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -44,7 +44,7 @@ def parse_list(text: str) -> frozenset[int]:
 
 
 def gpu_cpus(nvidia: Path = NVIDIA, pci: Path = PCI) -> list[frozenset[int]]:
-    """The CPUs near each NVIDIA GPU, in the order of the PCI bus; [] if there is none, or Linux does not say."""
+    """The CPUs near each NVIDIA GPU, in PCI bus order; [] without a GPU, or if Linux does not list the CPUs."""
     try:
         return [parse_list((pci / gpu.name / "local_cpulist").read_text()) for gpu in sorted(nvidia.iterdir())]
     except (OSError, ValueError):
@@ -55,16 +55,16 @@ def share(cpus: frozenset[int], rank: int, size: int, near: Sequence[frozenset[i
           system: Path = SYSTEM) -> frozenset[int] | None:
     """The CPUs that a rank takes: an equal number of cores for each rank of a host, and each core for one rank.
 
-    Cores that are left when all ranks have as many stay free. If the ranks have a GPU each, the ranks whose GPUs are
-    near the same CPUs share those.
+    Remaining cores, if the cores do not divide evenly, stay free. If each rank has a GPU, the ranks whose GPUs are near
+    the same CPUs share these CPUs.
 
     Args:
-        cpus: Those that the job may use on this host.
-        rank, size: The rank among the ranks of the host, and their number.
+        cpus: The CPUs that the job may use on this host.
+        rank, size: The local rank on the host, and the number of ranks of the host.
         near: The CPUs near each GPU of the host. Rank r uses GPU r.
 
     Returns:
-        None if there are fewer cores than ranks.
+        The CPUs; None if there are fewer cores than ranks.
     """
     if size <= len(near):
         beside = [near[other] & cpus for other in range(size)]
@@ -78,20 +78,20 @@ def share(cpus: frozenset[int], rank: int, size: int, near: Sequence[frozenset[i
 
 
 def take(cpus: Collection[int]) -> None:
-    """Let all threads of this process, and those that they start, run on these CPUs only. Raises OSError."""
+    """Let all threads of this process, and all threads started later, run only on `cpus`. Raises OSError."""
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), cpus)
         except ProcessLookupError:
-            continue  # It has ended meanwhile.
+            continue  # The thread has ended meanwhile.
 
 
 def take_share_at_start(place: tuple[int, int] | None, environ: Mapping[str, str]) -> frozenset[int]:
-    """Take the share of this rank, when Python starts on a rank of `mpistrat run`. init() logs what came of it.
+    """Take the share of this rank, when Python starts on a rank of `mpistrat run`. init() logs the result.
 
-    `place`: The rank among those of its host, and their number; None: not known.
+    `place`: The local rank, and the number of ranks of the host; None: not known.
 
-    Returns the CPUs that it has taken, or none.
+    Returns the CPUs that the rank has taken; an empty set if it has taken no share.
     """
     cpus = own_cpus()
     if place is not None and place[1] > 1 and cpus:

@@ -1,9 +1,9 @@
 """What to print of an uncaught exception: its whole message, and the last frames of the user's own code.
 
-TensorFlow puts the stacks of a graph into the text of its exceptions, and Keras and AutoGraph put frames there. They
-are a hundred lines around a message of one. Here the frames are taken out of the text, and those of the user's code are
-kept. All functions are pure, except that they look up lines of source files. Called by the rank that fails, and by the
-summary of `mpistrat run`.
+TensorFlow puts the stacks of a graph into the text of its exceptions, and Keras and AutoGraph put frames into the text.
+So a message of one line is surrounded by a hundred lines. This module removes the frames from the text, and keeps the
+frames of the user's code. All functions are pure, except that they look up lines of source files. Called by the rank
+that fails, and by the summary of `mpistrat run`.
 """
 
 import linecache
@@ -23,7 +23,7 @@ MOST_CAUSES = 2
 OWN_ERRORS = "mpistrat.core.errors."
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-# A frame in a text. AutoGraph marks those that it has converted with a star.
+# A frame in a text. AutoGraph marks converted frames with a star.
 _FRAME = re.compile(r'(?P<indent> *)File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+?)(?: +\*)?$')
 _NODE = re.compile(r"\s*(?P<node>\[\[.*\]\])(?: \[Op:\S*\])?$")
 _STACK = "Traceback (most recent call last):"
@@ -31,7 +31,7 @@ _HEADINGS = re.compile(r"(?:Graph execution error:|in user code:|<stack traces u
                        r"Detected at node .* defined at \(most recent call last\):)$")
 _BEGINS_WITH_CLASS = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning): ")
 NO_HOROVOD = "No module named 'horovod"
-# What to do about errors that several ranks bring about, or other names, by a part of their text.
+# Advice on errors caused by several ranks or by names of Horovod, by a part of the error's text.
 ADVICE = {"cache lockfile already exists":
           'Ranks cannot share a cache file. Give each its own: dataset.cache(f"{path}-{mpistrat.rank()}"). Or a job '
           "that was killed has left the lockfile: delete it.",
@@ -59,19 +59,19 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class ErrorText:
-    """What to print of an exception."""
+    """The text to print for an exception."""
 
     frames: str  # The last frames of the user's code, outermost first, as Python prints them.
-    message: str  # The whole message, with the class of the exception in front; no stacks of frameworks in it.
+    message: str  # The whole message, with the class of the exception in front, and without stacks of frameworks.
 
     def __str__(self) -> str:
         return f"{self.frames}\n{self.message}" if self.frames else self.message
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> ErrorText:
-    """Return what to print of an exception."""
+    """Return the text to print for an exception."""
     every = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(trace)
-             if (each.filename, each.name) != ("<string>", "__init__")]  # It is a dataclass'.
+             if (each.filename, each.name) != ("<string>", "__init__")]  # Not the generated method of a dataclass.
     frames = [frame for frame in every if is_users(frame.file)]
     inner, message = split_message(error)
     frames += [frame for frame in inner if is_users(frame.file) and frame not in frames]
@@ -84,7 +84,7 @@ def describe(error: BaseException, trace: TracebackType | None) -> ErrorText:
 
 
 def is_users(file: str) -> bool:
-    """Whether a source file is the user's, and neither of an installed package, nor of Python, nor of mpistrat."""
+    """Whether a source file is the user's, not a file of an installed package, of Python or of mpistrat."""
     parts = file.split(os.sep)
     # Frames of compiled Cython have paths in the sources of their package, such as h5py/_objects.pyx.
     return not (file.startswith(("<frozen ", *_OUTSIDE)) or "site-packages" in parts or "dist-packages" in parts
@@ -92,9 +92,9 @@ def is_users(file: str) -> bool:
 
 
 def split_message(error: BaseException) -> tuple[list[Frame], str]:
-    """Take the frames out of the message of an exception. Returns them, and what is left, with the class in front.
+    """Remove the frames from the message of an exception. Returns the frames, and the message with the class in front.
 
-    Only texts of TensorFlow and AutoGraph are changed; an error of mpistrat in them is what is left.
+    Only texts of TensorFlow and AutoGraph are changed. If such a text has an error of mpistrat, only this error stays.
     """
     text = _ANSI.sub("", "".join(traceback.format_exception_only(error)).rstrip())
     head, colon, rest = text.partition(": ")
@@ -104,7 +104,7 @@ def split_message(error: BaseException) -> tuple[list[Frame], str]:
     own = next((i for i, line in enumerate(lines) if line.startswith(OWN_ERRORS)), None)
     if own is not None:
         end = next((i for i in range(own, len(lines)) if _NODE.match(lines[i])), len(lines))
-        # It stays as it is: it may have frames of other ranks. TensorFlow has it before the stack too, without modules.
+        # The error stays unchanged: it may have frames of other ranks. TensorFlow repeats it before the stack.
         report = "\n".join(lines[own:end]).rstrip()
         before = "\n".join(lines[:own]).replace(report.removeprefix(OWN_ERRORS), "")
         return (_without_frames(before.splitlines())[0],
@@ -118,7 +118,7 @@ def _without_frames(lines: Iterable[str]) -> tuple[list[Frame], list[str]]:
     """Separate frames, their source lines, headings and empty lines from the other lines."""
     frames: list[Frame] = []
     message: list[str] = []
-    block: list[str] = []  # what stands between two stacks
+    block: list[str] = []  # the lines between two stacks
     indent = None  # of the frame whose source lines may follow
     for line in lines:
         match = _FRAME.match(line)
@@ -135,20 +135,20 @@ def _without_frames(lines: Iterable[str]) -> tuple[list[Frame], list[str]]:
 
 
 def _joined(message: list[str], block: list[str]) -> list[str]:
-    """Append a block. TensorFlow has the message of a Python function before its stack, and once more after it."""
+    """Append a block, or return it alone if it repeats `message`: TensorFlow has some before and after the stack."""
     is_repeated = message and block and block[0].endswith(message[0]) and block[1:len(message)] == message[1:]
     return block if is_repeated else message + block
 
 
 def _without_node(lines: list[str]) -> list[str]:
-    """Keep one line with a node of the graph, unless the node is a call of Python, whose name says nothing."""
+    """Keep only one line with a node of the graph, and none if all nodes are Python calls, whose names say nothing."""
     found = [match["node"] for match in map(_NODE.match, lines) if match]
     named = [node for node in found if "{{node " in node and "PyFunc" not in node]
     return [*(line for line in lines if not _NODE.match(line)), *named[:1]]
 
 
 def _causes(error: BaseException) -> list[str]:
-    """A line for each exception that this one was raised from, or while it was handled, unless it has the same text."""
+    """A line for each exception that `error` was raised from, or while handling, unless its text is that of `error`."""
     lines = []
     for _ in range(MOST_CAUSES):
         how, cause = "caused by", error.__cause__

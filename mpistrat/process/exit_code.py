@@ -1,9 +1,9 @@
-"""The exit code with which sys.exit() ends this process, for what runs at exit.
+"""The exit code with which sys.exit() ends this process, for exit handlers.
 
 Python gives its exit handlers no exit code, and SystemExit does not reach sys.excepthook. A rank that other ranks wait
-for has to end the job with its code, so sys.exit() is replaced by a function that raises an exception of a subclass:
-when Python ends the process because of a SystemExit it reads `code`, and no Python code is on the stack then. An
-exception that the script catches is not read in this way.
+for has to end the job with its exit code. So sys.exit() is replaced by a function that raises a subclass of SystemExit.
+When Python ends the process because of a SystemExit, it reads `code` while no Python code is on the stack. Python does
+not read `code` in this way if the script catches the exception.
 """
 
 import builtins
@@ -20,14 +20,14 @@ _final: object = None  # the status that Python has read
 
 
 class SystemExit(builtins.SystemExit):
-    """What sys.exit raises in the main thread. Its name, its pickle and its behaviour are those of the base class."""
+    """The exception of sys.exit in the main thread. Name, pickle and behaviour are those of the base class."""
 
     @property
     def code(self) -> Any:
         """The argument of sys.exit."""
         global _final
         status = _base_code.__get__(self)
-        if sys._getframe().f_back is None:  # Python itself reads it, with no frame of a script around.
+        if sys._getframe().f_back is None:  # Python itself reads `code`, without a calling frame.
             _final = status
         return status
 
@@ -40,7 +40,7 @@ class SystemExit(builtins.SystemExit):
 
 
 def exit(status: object = None, /) -> NoReturn:
-    """Exit the interpreter by raising SystemExit(status). In the place of sys.exit after `note`."""
+    """Exit the interpreter by raising SystemExit(status). Replaces sys.exit after `note`."""
     # Python ignores a SystemExit of another thread if it is of the base class itself.
     if threading.current_thread() is not threading.main_thread():
         _previous(status)
@@ -48,16 +48,16 @@ def exit(status: object = None, /) -> NoReturn:
 
 
 def note() -> None:
-    """Make sys.exit raise what `final` recognizes. Further calls do nothing. Local."""
+    """Replace sys.exit, so that `final` knows the exit code. Further calls do nothing. Local."""
     global _previous, _is_noted
     if not _is_noted:
         _previous, sys.exit, _is_noted = sys.exit, exit, True
 
 
 def final() -> tuple[int, str] | None:
-    """Return the exit code, 1 to 255, and the call of sys.exit that ends this process with it.
+    """Return the exit code (1 to 255) of the sys.exit call that ends this process, and the call as text.
 
-    None if the process does not end, or ends for another reason, or with code 0.
+    Returns None if the process is not ending, or ends for another reason, or with code 0.
     """
     code = 0 if _final is None else _final & 0xFF if isinstance(_final, int) else 1
     return (code, f"sys.exit({_final!r})") if code else None

@@ -1,14 +1,14 @@
 """SIGTERM and Ctrl-C for `mpistrat run` reach the scripts of all ranks, which then have time to save.
 
-Open MPI's mpirun does not hand them on: it ends all ranks within a second (`prte_odls_base_default_kill_local_procs`
-in src/mca/odls/base/odls_base_default_fns.c of PRRTE, which has no setting for that second). But it hands on other
-signals to the ranks of all hosts (`ess_base_forward_signals` is "all"), of which programs ignore two, SIGURG and
-SIGCONT, unless they ask for them. The rest would end a shell around the script, or a process that loads data. So
-`mpistrat run` sends mpirun SIGURG, and a rank that gets it sends itself SIGTERM; or SIGINT, if SIGCONT has come just
-before it. MPICH's mpiexec hands SIGTERM and SIGINT on.
+Open MPI's mpirun does not forward these signals. It ends all ranks within a second, for which PRRTE has no setting
+(`prte_odls_base_default_kill_local_procs` in src/mca/odls/base/odls_base_default_fns.c). But mpirun forwards other
+signals to the ranks of all hosts (`ess_base_forward_signals` is "all"). Of these, programs ignore SIGURG and SIGCONT by
+default. All others would end a shell around the script, or a process that loads data. So `mpistrat run` sends SIGURG to
+mpirun, and a rank that receives SIGURG sends itself SIGTERM, or SIGINT if SIGCONT has arrived just before SIGURG.
+MPICH's mpiexec forwards SIGTERM and SIGINT.
 
 Python's own handler of SIGINT raises KeyboardInterrupt in the main thread at once, which may be in the middle of a
-collective. So the ranks come to that by api/interrupt.py.
+collective. So the ranks use api/interrupt.py instead.
 """
 
 import math
@@ -24,19 +24,19 @@ from . import report
 from .launchers import launcher_of
 
 _TOGETHER_S = 3.0  # Between SIGCONT and SIGURG of a Ctrl-C. SIGCONT alone comes from a terminal (Ctrl-Z, fg).
-# The kernel may give the two to two threads (wants_signal in kernel/signal.c), of which either may run first.
+# The kernel may deliver the two signals to two threads (wants_signal in kernel/signal.c), in either order.
 _SWAPPED_S = 0.2
 
-# Whether Ctrl-C has come to all ranks, so that one of them that ends by it need not end the others.
+# Whether Ctrl-C has reached all ranks, so that a rank that ends because of Ctrl-C need not end the other ranks.
 is_interrupted = False
 
 
 def begin(rank: int, environ: MutableMapping[str, str], interrupt: Callable[[], None]) -> None:
-    """Take SIGURG of `mpistrat run` for SIGTERM or SIGINT from now on, and tell it so. Local; init() calls it when the
-    ranks are connected.
+    """Install a handler that turns SIGURG of `mpistrat run` into SIGTERM or SIGINT, and report to `mpistrat run`.
 
-    Does nothing without `mpistrat run`, on another thread than the main one, and if the script handles SIGURG itself.
-    `interrupt`: Sends SIGINT to this process, soon. Called by a signal's handler, so it returns at once.
+    Local; init() calls it when the ranks are connected.
+    Does nothing without `mpistrat run`, in a thread other than the main one, and if the script handles SIGURG.
+    `interrupt`: Makes this process receive SIGINT soon. Called in a signal handler, so it must return at once.
     """
     if not report.mode(environ) or threading.current_thread() is not threading.main_thread() \
             or signal.getsignal(signal.SIGURG) is not signal.SIG_DFL:
@@ -52,10 +52,10 @@ def begin(rank: int, environ: MutableMapping[str, str], interrupt: Callable[[], 
 
     def handle(number: int, frame: FrameType | None) -> None:
         global is_interrupted
-        # mpirun signals the process group. A forked process loads data for the rank, which ends it.
+        # mpirun signals the process group. The rank itself ends its forked processes, which load data.
         if os.getpid() == process:
             if not is_ctrl_c():
-                time.sleep(_SWAPPED_S)  # `note` runs meanwhile, or behind it.
+                time.sleep(_SWAPPED_S)  # Meanwhile, or right after, `note` may run.
             is_interrupted = is_ctrl_c()
             if is_interrupted:
                 interrupt()

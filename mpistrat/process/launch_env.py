@@ -1,6 +1,6 @@
-"""What the environment says about the launcher (mpirun, srun) of this process, and what `mpistrat run` adds to it.
+"""The launcher (mpirun, srun) of this process according to the environment, and the variables of `mpistrat run`.
 
-The functions are pure functions of the environment. Any process may call them, before init() too.
+The functions are pure functions of the environment. Any process may call the functions, also before init().
 """
 
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from .launchers import LAUNCHERS, launcher_of
 
 # `mpistrat run` sets this for mpirun: its process number and a random text that is unique to the run. Not a setting.
 RUN_NAME = "_MPISTRAT_RUN"
-# `mpistrat run` sets this for the ranks on all hosts: how a rank that fails says why (`report`). Not a setting.
+# `mpistrat run` sets this for the ranks on all hosts: how a failing rank reports the reason (`report`). Not a setting.
 RUN_REPORTS = "_MPISTRAT_REPORTS"
-# `mpistrat run` sets this for the ranks on all hosts if mpirun binds none of them: they share the cores when Python
-# starts; with the value "report" each prints which. Not a setting.
+# `mpistrat run` sets this for the ranks on all hosts if mpirun binds no rank: the ranks divide the cores when Python
+# starts. With the value "report" each rank prints its cores. Not a setting.
 RUN_CORES = "_MPISTRAT_CORES"
 # `mpistrat run --elastic` sets this for all ranks: the job, as JSON (elastic/elastic_job.py). Not a setting.
 RUN_ELASTIC = "_MPISTRAT_ELASTIC"
@@ -27,9 +27,9 @@ _IDENTITY = tuple(dict.fromkeys(name for each in LAUNCHERS for name in (each.ran
 
 
 def launched_size(environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the number of processes that the launcher started, and what it is called.
+    """Return the number of processes that the launcher started, and the name of the launcher.
 
-    (1, "") means that there is no launcher. A size of 0 means that only the MPI library knows it.
+    (1, "") means that there is no launcher. A number of 0 means that only the MPI library knows the number.
     """
     launcher = launcher_of(environ)
     if launcher is None:
@@ -39,7 +39,7 @@ def launched_size(environ: Mapping[str, str]) -> tuple[int, str]:
 
 
 def launched_rank(environ: Mapping[str, str]) -> int:
-    """Return the rank that the launcher has given this process; 0 if there is none."""
+    """Return the rank that the launcher has given this process; 0 if there is no launcher."""
     launcher = launcher_of(environ)
     return 0 if launcher is None else int(environ[launcher.rank])
 

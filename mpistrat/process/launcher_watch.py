@@ -1,8 +1,8 @@
-"""A rank ends when its launcher has ended. LauncherWatch checks this once per second in a thread of its own.
+"""A rank ends when its launcher has ended. LauncherWatch checks the launcher once per second in a separate thread.
 
-Normally the launcher (mpirun or srun) ends last and ends the ranks with it. If it is killed (kill -9, out of memory),
+Normally the launcher (mpirun or srun) ends last and ends the ranks. If the launcher is killed (kill -9, out of memory),
 or its host leaves the job, the ranks may go on: some hang in MPI, others train and their results are lost. The MPI
-library detects this in some of its calls only.
+library detects the end of the launcher in only some of its calls.
 
 The launcher is the nearest ancestor process whose environment does not have this rank's identity
 (`launch_env.identity`). On the launcher's own host this is mpirun; on other hosts it is mpirun's daemon (prted,
@@ -31,7 +31,7 @@ ABORTED = signal.SIGURG  # sent to `mpistrat run` when a rank ends the job; the 
 class LauncherWatch:
     """Ends this process when the launcher has ended, until `stop` is called.
 
-    `launcher`: As returned by `launcher_here`.
+    `launcher`: The result of `launcher_here`.
     """
 
     def __init__(self, launcher: Process):
@@ -85,10 +85,10 @@ def launcher_here(environ: Mapping[str, str]) -> Process | None:
 
 
 def start_of_rank(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of the process that the launcher of this rank has started, and that of the launcher.
+    """Return the pid of the process that this rank's launcher has started, and the pid of the launcher.
 
-    The former is this process, or a shell or wrapper around it; the latter is 0 if /proc does not show it. `environ`:
-    As for `launcher_here`.
+    The started process is this process, or a shell or wrapper around this process. The pid of the launcher is 0 if
+    /proc does not show the launcher. `environ`: See `launcher_here`.
     """
     first = os.getpid()
     for process in procfs.ancestors(first):
@@ -104,8 +104,8 @@ def launcher_among(own: tuple[str, ...],
 
     Args:
         own: The rank's identity (`launch_env.identity`).
-        ancestors: From the parent upwards, each with its environment. The environment is None if it cannot be read
-            because the process belongs to another user, as Slurm's do.
+        ancestors: From the parent upwards, each with its environment. The environment is None if it cannot be read,
+            because the process belongs to another user, as the processes of Slurm do.
     """
     for process, environ in ancestors:
         if environ is None or identity(environ) != own:
@@ -116,8 +116,8 @@ def launcher_among(own: tuple[str, ...],
 def notify_abort(environ: Mapping[str, str]) -> None:
     """Send ABORTED to `mpistrat run` if it started the launcher of this rank on this host.
 
-    MPI_Abort reaches mpirun, but mpirun may then wait for hosts that it cannot reach. `mpistrat run` ends it after a
-    time limit. An `mpistrat run` further up, around a rank that started an mpirun itself, gets no signal.
+    MPI_Abort reaches mpirun, but mpirun may then wait for hosts that it cannot reach. `mpistrat run` ends mpirun after
+    a time limit. If a rank of an outer `mpistrat run` started this mpirun, the outer `mpistrat run` gets no signal.
     """
     launcher = launcher_here(environ)
     number = environ.get(RUN_NAME, "").partition("-")[0]
@@ -128,4 +128,4 @@ def notify_abort(environ: Mapping[str, str]) -> None:
         try:
             os.kill(int(number), ABORTED)
         except OSError:
-            pass  # It has just ended.
+            pass  # `mpistrat run` has just ended.

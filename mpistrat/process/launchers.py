@@ -1,8 +1,8 @@
-"""The launchers: programs that start the ranks of a job. All that differs between them stands in this table.
+"""The launchers: programs that start the ranks of a job. All differences between launchers are in this table.
 
-A new launcher is an entry here and a row of tests/unit/test_launchers.py. Each fact that an entry leaves out has a
-default with which `mpistrat run` does without it. `mpistrat run` starts jobs with those that have a `version`; the
-others are known by the variables of the processes that they have started.
+A new launcher needs an entry in this table and a row of tests/unit/test_launchers.py. For each field that an entry
+leaves out, the default means that `mpistrat run` does not use the feature. `mpistrat run` starts jobs with launchers
+that have a `version`. The others are recognised by the environment variables of the processes that they start.
 
 The module imports nothing but the standard library, because the start-up code of `mpistrat run` executes this file
 alone, before the script imports anything (cli/startup). Patterns are text for the same reason: few processes need them.
@@ -17,64 +17,64 @@ from dataclasses import dataclass, field, replace
 class Launcher:
     """A program that starts ranks."""
 
-    name: str  # Its maker's, as `mpirun --version` and messages say it.
-    title: str  # What has started a process, in messages.
+    name: str  # The name of the MPI, as `mpirun --version` and messages have it.
+    title: str  # The name of the launcher program in messages.
 
-    # What a process knows that it has started.
-    # rank, size: The variables with the rank of a process that it has started, and with their number. Without a `size`
-    # only the MPI library knows it.
+    # The environment variables of the ranks.
+    # rank, size: The variables with the rank of a process, and with the number of ranks. Without a `size` only the MPI
+    # library knows the number.
     rank: str
     size: str = ""
-    needs: tuple[str, ...] = ()  # Variables without which the process is none of its ranks although it has `rank`.
-    local: tuple[str, str] = ("", "")  # The variables with the rank among those of the host, and with their number.
-    process: tuple[str, ...] = ()  # Variables that differ between its processes, or its jobs, beside `rank`.
+    needs: tuple[str, ...] = ()  # Variables without which a process with the variable `rank` is not a rank.
+    local: tuple[str, str] = ("", "")  # The variables with the local rank, and with the number of ranks of the host.
+    process: tuple[str, ...] = ()  # Variables, other than `rank`, that differ between its processes or its jobs.
 
     # How it is found and identified.
-    version: str = ""  # A pattern of what its `--version` prints, with the version as its group.
+    version: str = ""  # A pattern for the output of `--version`, with the version as its group.
     programs: tuple[str, ...] = ("mpirun", "mpiexec")  # Its names in a directory of programs.
     libraries: tuple[str, ...] = ()  # The MPI libraries whose ranks it starts, by the names of mpi4py.get_vendor.
 
-    # How it is told what to start, and where.
+    # The options that name the program to start, and the hosts.
     count: str = "-np"  # The option for the number of ranks.
     always: tuple[str, ...] = ()  # Options of every job.
     hosts: str = ""  # The option for a list of hosts.
-    per_host: str = ""  # The option for the ranks of each host. Without one the number follows each host of the list.
+    per_host: str = ""  # The option for the ranks per host. Without it, the number follows each host of the list.
     hostfile: str = ""  # The option for a file of hosts.
     has_colons: bool = False  # Whether a line of that file may be `node1:4`.
-    has_comments: bool = False  # Whether it may have comments, and users (`me@node1`).
+    has_comments: bool = False  # Whether that file may have comments, and users (`me@node1`).
     needs_slots: bool = True  # Whether each host must have a number.
     slot_keys: tuple[str, ...] = ()  # Keys of a line of the file, for the number of ranks: `slots=4`.
     host_keys: tuple[str, ...] = ()  # Other keys of a line.
-    # Options with which it binds no rank to a core, which the ranks do themselves (process/cores.py).
+    # Options with which the launcher binds no rank to a core. The ranks bind themselves (process/cores.py).
     unbound: tuple[str, ...] = ()
     binding: tuple[str, ...] = ()  # How options begin that bind ranks.
     is_binding: bool = False  # Whether it gives each rank a share of the cores itself.
     oversubscribe: tuple[str, ...] = ()  # Options for more ranks than slots.
-    export: str = ""  # The option by which a variable goes to the ranks; "": all of them go there.
-    sets: Mapping[str, str] = field(default_factory=dict)  # Variables for it.
-    sets_as_root: Mapping[str, str] = field(default_factory=dict)  # The same if the user is root.
-    sets_when_crowded: Mapping[str, str] = field(default_factory=dict)  # The same if there are more ranks than cores.
+    export: str = ""  # The option that exports a variable to the ranks; "": all variables are exported.
+    sets: Mapping[str, str] = field(default_factory=dict)  # Environment variables to set for the launcher.
+    sets_as_root: Mapping[str, str] = field(default_factory=dict)  # Variables to set if the user is root.
+    sets_when_crowded: Mapping[str, str] = field(default_factory=dict)  # Variables to set for more ranks than cores.
     # Its options that are used with training jobs, without dashes, and the number of values of each.
     options: Mapping[str, int] = field(default_factory=dict)
     tag: str = ""  # Its option by which each line that it prints begins with the rank.
-    # Options with which it reads no stdin, and all ranks have an empty one; without it that of MPICH's has no end.
+    # Options with which it reads no stdin, and all ranks have an empty stdin. Without them MPICH's stdin has no end.
     no_stdin: tuple[str, ...] = ()
     interface: str = ""  # The variable with the network interface.
     ssh_arguments: tuple[str, ...] = ()  # The variables with arguments for ssh.
-    # The variables with which it starts processes on other hosts by something else than ssh.
+    # The variables that make it start processes on other hosts with a program other than ssh.
     ssh_agents: tuple[str, ...] = ()
 
-    # What it hands on, and what it prints.
-    # For SIGTERM and SIGINT the signals by which `mpistrat run` has it hand them on to the ranks; {}: it cannot.
+    # The signals that it forwards, and the texts that it prints.
+    # For SIGTERM and SIGINT: the signals to send to the launcher so that the ranks get them; {}: not possible.
     handed_on: Mapping[int, tuple[signal.Signals, ...]] = field(default_factory=dict)
-    hands_on_since: tuple[int, ...] = ()  # The least version with that.
+    hands_on_since: tuple[int, ...] = ()  # The first version with `handed_on`.
     # Patterns of its texts on how a process has ended, with the groups rank, host, code and signal.
     endings: tuple[bytes, ...] = ()
     consequences: tuple[bytes, ...] = ()  # Patterns of texts that say only that other processes were ended too.
-    errors: tuple[bytes, ...] = ()  # Patterns of texts that say what error of MPI it was.
-    # How texts begin that are a line each. Others stand between two lines of dashes.
+    errors: tuple[bytes, ...] = ()  # Patterns of texts on the error of MPI.
+    # The beginnings of texts of a single line. Other texts stand between two lines of dashes.
     line_starts: tuple[bytes, ...] = ()
-    # Whether its exit code N is both that of a rank and that of a rank that signal N has killed.
+    # Whether its exit code N may mean both a rank's exit code N and a rank killed by signal N.
     is_code_ambiguous: bool = False
 
 
@@ -94,7 +94,7 @@ OPEN_MPI = Launcher(
     sets={"OMPI_MCA_osc": "^ucx"},
     # mpirun passes the permission on to its daemons on other hosts.
     sets_as_root={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
-    # A rank that waits in MPI spins. With more ranks than cores it would take the core of the rank it waits for.
+    # A rank that waits in MPI spins. With more ranks than cores, it would take the core of the rank that it waits for.
     sets_when_crowded={"OMPI_MCA_mpi_yield_when_idle": "1"},
     options={
         **dict.fromkeys(("mca", "prtemca", "pmixmca", "gmca"), 2),
@@ -104,7 +104,7 @@ OPEN_MPI = Launcher(
         **dict.fromkeys(("tag-output", "timestamp-output", "merge-stderr-to-stdout", "report-bindings", "display-map",
                          "display-allocation", "display-topo", "nolocal", "nooversubscribe", "use-hwthread-cpus",
                          "allow-run-as-root", "enable-recovery", "disable-recovery", "verbose", "v", "q", "quiet"), 0)},
-    # With a stdin of its own it never tells rank 0 that the end has come (tried with 5.0).
+    # If mpirun reads a stdin, it never tells rank 0 about the end of the stdin (tried with 5.0).
     tag="--tag-output", no_stdin=("--stdin", "none"), interface="OMPI_MCA_btl_tcp_if_include",
     ssh_arguments=("PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args"),  # of Open MPI 5, and of 4
     ssh_agents=("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "OMPI_MCA_orte_launch_agent"),
@@ -115,7 +115,7 @@ OPEN_MPI = Launcher(
              rb"MPI_ABORT was invoked on rank (?P<rank>\d+) .*?(?:errorcode|Errorcode:) (?P<code>-?\d+)",
              rb'process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) calling "abort"'),
     consequences=(rb"a non-zero exit code\. Per user-direction, the job has been aborted\.",
-                  # It prints a text once, and then a line that others have it too, with the name of the text.
+                  # It prints a text once, then a line that other processes have the same text, with the text's name.
                   rb"^\[\S+\] \d+ more process\w* ha\w+ sent help message help-mpi-api\.txt / mpi-abort",
                   rb'^\[\S+\] Set MCA parameter "orte_base_help_aggregate" to 0 to see all help',
                   # Open MPI 5 sends to a process that has just ended.
@@ -154,7 +154,7 @@ MPICH = Launcher(
     endings=(rb"^Abort\((?P<code>-?\d+)\) on node \d+ \(rank (?P<rank>\d+) in comm \d+\): "
              rb"application called MPI_Abort",),
     line_starts=(b"Abort(",), is_code_ambiguous=True)
-# Derived from MPICH's. Before it, because this one says that it is Hydra too.
+# Derived from MPICH. Before MPICH in LAUNCHERS, because Intel MPI's `--version` names Hydra too.
 INTEL_MPI = replace(MPICH, name="Intel MPI", version=r"Intel\(R\) MPI Library.*?Version (\S+)", hostfile="-machinefile",
                     is_binding=True, ssh_agents=("I_MPI_HYDRA_BOOTSTRAP",))
 # mpirun_rsh of MVAPICH2; its mpiexec is Hydra.
@@ -168,21 +168,21 @@ SRUN = Launcher("Slurm", "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", needs=(
 # A process gets the size from a PMIx library, not from the environment.
 PMIX = Launcher("PMIx", "a PMIx launcher", "PMIX_RANK", process=("PMIX_NAMESPACE",))
 
-# In the order in which they are looked for. A job of mpirun may run in a step of srun, whose variables its ranks then
-# have too, and most launchers speak PMIx to the MPI library.
+# In the order of the search. A job of mpirun may run in a step of srun, whose ranks then also have the variables of
+# srun, and most launchers use PMIx with the MPI library.
 LAUNCHERS = (OPEN_MPI, PALS, INTEL_MPI, MPICH, MVAPICH, SRUN, PMIX)
-# Those that `mpistrat run` starts jobs with.
+# The launchers with which `mpistrat run` starts jobs.
 STARTED = tuple(each for each in LAUNCHERS if each.version)
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
-    """The launcher that has started a process with this environment; None if none has. Pure."""
+    """The launcher that started the process with this environment; None if there is no launcher. Pure."""
     return next((each for each in LAUNCHERS if environ.get(each.rank, "").isdigit()
                  and all(name in environ for name in each.needs)), None)
 
 
 def local_rank(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Local rank and local size; None unless a launcher's variables have both. Pure."""
+    """Return (local rank, local size) from a launcher's variables; None if no launcher has set both. Pure."""
     for each in LAUNCHERS:
         rank, size = (environ.get(name, "") for name in each.local)
         if rank.isdigit() and size.isdigit():
@@ -191,7 +191,7 @@ def local_rank(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def rank_in_shell() -> str:
-    """An expression of a POSIX shell for the rank of its process, under the launchers that `mpistrat run` starts."""
+    """A POSIX shell expression for the rank of the shell's process, under all launchers of `mpistrat run`."""
     expression = f"${PMIX.rank}"
     for each in reversed(STARTED):
         expression = f"${{{each.rank}-{expression}}}"

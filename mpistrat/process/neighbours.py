@@ -1,12 +1,12 @@
 """Reports ranks of this host whose process has ended in the middle of the job, or was stopped.
 
-mpirun mostly ends the job within half a second then. Sometimes it does not see the end: a shell around the rank lives
-on, or the job is to go on without the rank. And the other ranks, which wait in shared memory, see nothing.
+If a rank ends, mpirun usually ends the job within half a second. Sometimes mpirun does not: a shell around the rank
+lives on, or the job is to go on without the rank. The other ranks, which wait in shared memory, do not notice the end.
 
-The kernel reports the end of a process by a descriptor (pidfd, from Linux 5.3 on). Without these the processes are
-looked up now and then. A process that is stopped, or busy, has not ended. One that is stopped is looked for in /proc,
-by one other rank. Ranks in containers with processes of their own are not watched: a process of that number has another
-start time here.
+The kernel reports the end of a process by a descriptor (pidfd, from Linux 5.3 on). Without pidfd the processes are
+polled. A process that is stopped, or busy, has not ended. One other rank polls /proc for whether a process is stopped.
+Ranks in containers with a separate pid namespace are not watched: in this container their pid belongs to a process with
+another start time.
 """
 
 import logging
@@ -21,22 +21,22 @@ from .procfs import Process
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.05  # between two looks at what the launcher reports of ranks that are not watched here
-_STOP_LOOK_S = 1.0  # between two looks whether a process is stopped; each costs 0.02 ms
+_LOOK_S = 0.05  # between two checks of the launcher's reports on ranks that are not watched by process
+_STOP_LOOK_S = 1.0  # between two checks whether a process is stopped; a check costs 0.02 ms
 
 
 class Neighbours:
-    """Calls `when_ended` with ranks whose processes have ended, each rank once, until `stop` is called.
+    """Calls `when_ended` with ranks whose processes have ended, once for each rank, until `stop` is called.
 
     Args:
         processes: The process of each other rank of this host.
-        others: All other ranks, also those of other hosts.
+        others: All other ranks, including ranks of other hosts.
         when_ended: Called in a thread of this object. It must not call `stop`.
-        reported: Returns the ranks of which something else knows that they have ended. It is called 20 times a second,
-            if there are ranks whose processes cannot be watched; None: there is nothing else.
-        beside: One of `processes`, of which this rank tells that it is stopped; None: of none.
-        when_stopped: Called with this rank every second while it is stopped, with the seconds since then during which
-            this process has run: a batch system may stop all of them. Called with 0.0 when it goes on.
+        reported: Returns the ranks that have ended according to another source, such as MPI. Called 20 times a second
+            if some ranks' processes cannot be watched; None: there is no other source.
+        beside: The rank in `processes` that this rank checks for being stopped; None: no rank.
+        when_stopped: Called with `beside` in each second in which its process is stopped, and the seconds since then in
+            which this process ran (a batch system may stop all). Called with 0.0 when the stopped process continues.
     """
 
     def __init__(self, processes: Mapping[int, Process], others: Collection[int],
@@ -73,7 +73,7 @@ class Neighbours:
             os.close(descriptor)  # Of another process, in another container.
 
     def stop(self) -> None:
-        """Stop watching; `when_ended` is not called afterwards. May be called twice. Not from `when_ended`."""
+        """Stop watching; `when_ended` is not called afterwards. May be called twice, but not in `when_ended`."""
         if self._stop >= 0:
             os.close(self._stop)
             self._stop = -1
@@ -104,7 +104,7 @@ class Neighbours:
                 look_at = time.monotonic() + _STOP_LOOK_S
 
     def _look_beside(self) -> None:
-        """Tell whether the process beside this one is stopped, or goes on."""
+        """Call `when_stopped` if the process of the rank `beside` is stopped, or continues."""
         if self._beside is None:
             return
         rank, process = self._beside

@@ -1,15 +1,15 @@
-"""Which processes at the other end of a connection have left or died, and which are on a host that is lost.
+"""Detects peers that have left or died, and peers on a host that is lost.
 
-One rank, the centre, listens; each other one has a connection to it, and both ends watch. Three ends are told apart:
+One rank, the centre, listens. Each other rank has a connection to the centre, which both ends watch. A peer ends so:
 
-- A peer that *leaves* says so, with the ranks whose death it knows.
-- A peer that *dies* does not. The kernel closes the connection of a process that ends, however it ends. So waiting
-  costs no processor time, needs no limit, and does not depend on MPI, whose collectives cannot complete without it.
-- A *host is lost* if it is down, or the link to it is cut: its kernel does not answer the probes of this one. Kernels
-  answer whatever the processes do: one that is stopped, or holds the interpreter's lock, is not lost.
+- A peer that *leaves* sends a message with the ranks that it knows to have died.
+- A peer that *dies* sends no message. The kernel closes the connection when the process ends, for whatever reason. So
+  waiting costs no processor time, needs no limit, and does not depend on MPI, whose collectives need the dead peer.
+- A *host is lost* if it is down, or if the link to it is cut: its kernel does not answer the probes of this kernel. A
+  kernel answers for a process that is stopped or holds the interpreter's lock, so such a process is not lost.
 
-The job watches other hosts with it (api/lost_ranks.py), clusters with parameter servers watch all ranks
-(cluster/cluster.py). Agents of elastic jobs send signs of life besides, since one that is stopped keeps no commit.
+Used for other hosts of a job (api/lost_ranks.py), and for all ranks of clusters with parameter servers
+(cluster/cluster.py). Agents of elastic jobs also send heartbeats, since a stopped agent keeps no commit.
 """
 
 import enum
@@ -27,7 +27,7 @@ _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOW
 
 
 class End(enum.Enum):
-    """How a peer has ended, for people."""
+    """How a peer has ended. The value is the text for messages."""
 
     LEFT = "has left"
     DIED = "has died"
@@ -36,23 +36,23 @@ class End(enum.Enum):
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where the centre listens."""
+    """The address at which the centre listens, and the secret."""
 
-    addresses: Sequence[str]  # The addresses of its host.
+    addresses: Sequence[str]  # The addresses of the centre's host.
     port: int  # The port.
-    secret: bytes  # Random bytes, which the others must know.
+    secret: bytes  # Random bytes, which the other ranks must know.
 
 
 class Peers:
     """The connections of one rank, until `stop` is called.
 
-    `probes`: Seconds between two probes, at least 1, and seconds without an answer after which a host is lost; None:
-    those of a connection.
+    `probes`: Seconds between two probes (at least 1), and seconds without an answer after which a host is lost; None:
+    the defaults of Connection.
     """
 
     def __init__(self, rank: int, probes: tuple[float, float] | None = None):
         self._rank, self._probes = rank, probes
-        # Ranks that have died, or whose host is lost, as far as this rank, or a peer that has left, knows.
+        # Ranks that have died, or whose host is lost, as known to this rank and to peers that have left.
         self.died: set[int] = set()
         self._connections: dict[Connection, int] = {}  # of peers that have not ended
         self._left: list[Connection] = []  # of peers that have left, and still want to know when this rank leaves
@@ -65,37 +65,37 @@ class Peers:
         self._thread: threading.Thread | None = None
 
     def listen(self, ranks: Sequence[int], addresses: Sequence[str], is_local: bool = False) -> Invitation:
-        """On the centre: expect connections of these ranks. Local.
+        """On the centre: listen for connections of `ranks`. Local.
 
         Args:
-            ranks: The others.
+            ranks: All ranks except the centre.
             addresses: The addresses of this host.
-            is_local: Whether all of them are on this host.
+            is_local: Whether all `ranks` are on this host.
 
         Raises:
             OSError: There is no free port.
         """
         listener = socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=1024)
         invitation = Invitation(addresses, listener.getsockname()[1], os.urandom(32))
-        with self._changed:  # `_greet` closes what listens.
+        with self._changed:  # `_greet` closes `_listening`.
             self._missing = set(ranks)
             self._listening = Listening(listener, invitation.secret, self._greet)
         return invitation
 
     def await_all(self, limit_s: float) -> None:
-        """On the centre: wait until the connections of all ranks are there.
+        """On the centre: wait until all ranks have connected.
 
-        Raises OSError: None of those that are missing has arrived for `limit_s`.
+        Raises OSError: No missing rank has connected for `limit_s`.
         """
         with self._changed:
             while missing := len(self._missing):
                 if not self._changed.wait_for(lambda: len(self._missing) < missing, limit_s):
-                    raise OSError(f"no connection of ranks {sorted(self._missing)} has arrived here")
+                    raise OSError(f"ranks {sorted(self._missing)} have not connected to rank {self._rank}")
 
     def connect(self, invitation: Invitation, rank: int, limit_s: float) -> Connection:
-        """On another rank: connect to rank `rank`, and return the connection, whose reader this object is.
+        """On ranks other than the centre: connect to the centre, `rank`, and return the connection.
 
-        Raises OSError: It cannot be reached within `limit_s`; with a problem for each address.
+        Only this object may read it. Raises OSError: No address answers within `limit_s`. Has an error per address.
         """
         addresses = [(address, invitation.port) for address in invitation.addresses]
         connection = connect(addresses, invitation.secret, limit_s)
@@ -104,15 +104,15 @@ class Peers:
         return connection
 
     def watch(self, when_ended: Callable[[int, End], None] = lambda *_: None) -> None:
-        """Notice the ends of peers from now on.
+        """Start a thread that watches for the ends of peers.
 
-        `when_ended`: Called with each peer that ends, and how it has ended, in a thread of this object.
+        `when_ended`: Called with each peer that ends, and with the kind of its end, in this thread.
         """
         self._thread = threading.Thread(target=self._run, args=(when_ended,), name="mpistrat-peers", daemon=True)
         self._thread.start()
 
     def end_of(self, rank: int, timeout_s: float | None) -> End | None:
-        """How a peer has ended; None if it has not within `timeout_s`."""
+        """Wait for the end of a peer, and return how it has ended; None if it has not ended within `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: rank in self._ends, timeout_s)
             return self._ends.get(rank)
@@ -120,7 +120,7 @@ class Peers:
     def leave(self) -> None:
         """Tell all peers that this rank leaves, with the ranks that have died. The ends of peers are still noticed."""
         with self._changed:
-            self._take_ends()  # A death just before is told, too.
+            self._take_ends()  # To report deaths just before, too.
             for connection in (*self._connections, *self._left):
                 connection.send(died=sorted(self.died))
 
@@ -131,7 +131,7 @@ class Peers:
             self._wake.close()  # The thread sees the end of this socket.
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        # The thread may have ended already, or was never there.
+        # The thread may have ended already, or was never started.
         if self._listening is not None:
             self._listening.close()
         for connection in (*self._connections, *self._left):
@@ -142,7 +142,7 @@ class Peers:
         try:
             rank = connection.receive()["rank"]
         except OSError:
-            return  # It has ended already, and is missed.
+            return  # The rank has ended already, and stays in `_missing`.
         self._watch(connection, rank)
         with self._changed:
             self._missing.discard(rank)
@@ -175,7 +175,7 @@ class Peers:
                     when_ended(rank, end)
 
     def _take_ends(self) -> list[tuple[int, End]]:
-        """Read the last messages of peers that have ended. Returns the peers."""
+        """Read the last messages of peers that have ended. Returns these peers and their ends."""
         found = []
         for connection in self._connections.keys() & wait(self._connections, 0):  # type: ignore[arg-type]
             rank = self._connections.pop(connection)

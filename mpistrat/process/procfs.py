@@ -15,11 +15,11 @@ _ENDED = "ZX"  # Zombies stay listed until their parent has collected their exit
 class Process:
     """A process."""
 
-    pid: int  # Its number. The kernel may give the number to another process after this one has ended.
-    started: int  # Its start time, in clock ticks since boot. `pid` and `started` together identify a process.
+    pid: int  # The pid. The kernel may give the pid to another process after this process has ended.
+    started: int  # The start time, in clock ticks since boot. `pid` and `started` together identify a process.
     parent: int  # The number of its parent process; 0 if the parent is in another container.
     group: int  # Its process group.
-    state: str = field(default="", compare=False)  # The kernel's letter for what it does.
+    state: str = field(default="", compare=False)  # The kernel's letter for the state of the process.
 
     def is_alive(self) -> bool:
         """Whether the process has not ended."""
@@ -82,7 +82,7 @@ def ancestors(pid: int) -> Iterator[Process]:
 
 
 def descendants(pid: int, processes: Iterable[Process]) -> list[Process]:
-    """Return those of `processes` that are children of `pid`, children of these, and so on."""
+    """Return the children of `pid` among `processes`, the children of these children, and so on."""
     children: dict[int, list[Process]] = {}
     for process in processes:
         children.setdefault(process.parent, []).append(process)

@@ -1,14 +1,14 @@
 """The report of a rank that fails: the rank prints it to stderr (`announce`), `mpistrat run` reads it (ReportReader).
 
-Under `mpistrat run` a rank prints a report in place of the traceback: marked lines, each with the rank, so that the
-lines of several ranks may mix; and its last operations, in code. `mpistrat run` collects them, and prints one summary
-after the job has ended. Without `mpistrat run` a rank prints one sentence beside the traceback. process/abort.py calls
-`announce`, on the thread of the exception.
+Under `mpistrat run` a rank prints a report instead of the traceback: marked lines with the rank, so that the lines of
+several ranks may mix, and its encoded last operations. `mpistrat run` collects the reports, and prints one summary
+after the job has ended. Without `mpistrat run` a rank prints one sentence after the traceback. process/abort.py calls
+`announce`, in the thread of the exception.
 
-The lines go by mpirun's stderr, which comes from all hosts. A wrapper may have joined the stderr of Python with its
-stdout (`python train.py 2>&1 | tee log`). So a rank opens, in /proc, the stderr of the process that mpirun has started.
-A shell could instead keep it open under another number for the programs after it, but mpirun waits until all processes
-have closed it, also one that a wrapper leaves behind. What PMIx offers (PMIx_Log) exists only after MPI_Init.
+The lines go through mpirun's stderr, which comes from all hosts. A wrapper may have joined the stderr of Python with
+its stdout (`python train.py 2>&1 | tee log`). So a rank opens, in /proc, the stderr of the process that mpirun started.
+A shell could instead keep that stderr open under another number, but mpirun waits until all processes have closed it,
+also a process that a wrapper leaves behind. The alternative of PMIx (PMIx_Log) exists only after MPI_Init.
 """
 
 import contextlib
@@ -32,16 +32,16 @@ SUMMARY = "summary"
 TRACEBACK = "traceback"  # the whole traceback as well
 
 _MOST_CHARACTERS = 100_000  # of a message
-_WRITE_BYTES = 4000  # A pipe takes up to 4096 bytes at once, and mpirun reads as many.
-_READ_S = 0.1  # How long mpirun may take to read what was written before.
+_WRITE_BYTES = 4000  # A pipe takes up to 4096 bytes at once, and mpirun reads up to 4096 bytes at once.
+_READ_S = 0.1  # How long mpirun may take to read the earlier lines.
 # A rank on another host, or of an elastic job, prints this before its command begins.
 STARTS = "[mpistrat] rank {rank} starts as process {pid} on {host}"
-# What a rank tells of itself in three words: init() has been called; it takes SIGURG for SIGTERM (process/hand_on.py);
-# it has ended without init() (cli/startup, which imports nothing, and has the text once more).
+# The states that a rank reports: it has called init(); it handles SIGURG as SIGTERM (process/hand_on.py); it has ended
+# without init() (cli/startup, which imports nothing, has a copy of this text).
 IN_INIT, HANDS_ON, WITHOUT_INIT = "is in init()", "hands SIGTERM on", "has ended without init()"
-# What a rank has measured follows, as JSON (process/step_timer.py).
+# Followed by the measurements of a rank, as JSON (process/step_timer.py).
 MEASURES = "measures"
-# Its last operations follow, as lines of trace/last.py, of which the first one begins.
+# Followed by a line of the last operations of a rank (trace/last.py): LAST_BEGIN by the first line, LAST by the others.
 LAST_BEGIN, LAST = "begins", "has"
 _BEGIN = "[mpistrat] rank {rank} on {host} fails with exit code {code}:\n"
 _LINE = "[mpistrat] rank {rank} {kind} {text}\n"
@@ -55,20 +55,20 @@ _LAST_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) (begins|has) (\S+)\s*$")
 _LINE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) ([|>]) ?(.*?)[\r\n]*$")
 
 _mode: str | None = None
-_descriptor: int | None = None  # where mpirun reads, if it is not the stderr of this process
+_descriptor: int | None = None  # the stderr that mpirun reads, if it is not the stderr of this process
 
 
 @dataclass(frozen=True)
 class Report:
-    """Why a rank has failed."""
+    """The report of a rank that has failed."""
 
-    rank: int  # Its rank in MPI_COMM_WORLD.
+    rank: int  # The rank in MPI_COMM_WORLD.
     host: str
-    code: int  # The exit code that it gives the job.
+    code: int  # The exit code of the rank.
     text: ErrorText  # The user's frames and the message.
 
     def lines(self) -> list[str]:
-        """The lines to print, each with its end."""
+        """The lines to print, with line ends."""
         message = self.text.message
         if len(message) > _MOST_CHARACTERS:
             message = f"{message[:_MOST_CHARACTERS]}\n(and {len(message) - _MOST_CHARACTERS} more characters)"
@@ -82,14 +82,14 @@ class ReportReader:
     """Collects the reports of all ranks from the lines of a stream."""
 
     def __init__(self) -> None:
-        # The ranks that have said that they start, with host and process number.
+        # The ranks that have reported their start, with host and pid.
         self.started: dict[int, tuple[str, int]] = {}
         self.in_init: set[int] = set()  # The ranks that have called init().
-        self.handing_on: set[int] = set()  # The ranks to which mpirun hands SIGTERM on.
-        self.without_init: set[int] = set()  # The ranks that say that they have ended without init().
+        self.handing_on: set[int] = set()  # The ranks to which mpirun forwards SIGTERM.
+        self.without_init: set[int] = set()  # The ranks that have reported an end without init().
         self._in_state = {IN_INIT: self.in_init, HANDS_ON: self.handing_on, WITHOUT_INIT: self.without_init}
-        self.measured: dict[int, str] = {}  # What ranks have measured, as JSON.
-        # The last operations of ranks that have told them, as lines of trace/last.py.
+        self.measured: dict[int, str] = {}  # The measurements of ranks, as JSON.
+        # The reported last operations of ranks, as lines of trace/last.py.
         self.last: dict[int, list[str]] = {}
         self._begun: list[tuple[int, str, int, dict[str, list[str]]]] = []
 
@@ -103,8 +103,8 @@ class ReportReader:
         """Take a line if it belongs to a report.
 
         Returns:
-            What stands before the report in the line: nothing, a tag of mpirun, or a line that another rank had not
-            ended. None if the line belongs to no report.
+            The text before the report in the line: nothing, a tag of mpirun, or an unfinished line of another rank.
+            None if the line belongs to no report.
         """
         if b"[mpistrat] rank " not in line:
             return None
@@ -134,7 +134,7 @@ class ReportReader:
 def mode(environ: MutableMapping[str, str]) -> str:
     """Return SUMMARY or TRACEBACK if this process is a rank that `mpistrat run` has started, else "".
 
-    The variable is removed, because it is not for the programs that this process starts.
+    Removes the variable, because programs that this process starts must not inherit it.
     """
     global _mode, _descriptor
     if _mode is None:
@@ -145,9 +145,9 @@ def mode(environ: MutableMapping[str, str]) -> str:
 
 
 def _finds_launcher(number: str, environ: MutableMapping[str, str]) -> bool:
-    """Set _descriptor. Returns whether mpirun reads there; not if a wrapper prints elsewhere (`exec >log 2>&1`).
+    """Set _descriptor. Returns whether mpirun reads it, which is false if a wrapper redirects (`exec >log 2>&1`).
 
-    `number`: Under which number the process that mpirun has started has it; "": as its stderr.
+    `number`: The number of the descriptor in the process that mpirun has started; "": that of stderr.
     """
     global _descriptor
     first, launcher = launcher_watch.start_of_rank(environ)
@@ -164,15 +164,15 @@ def _finds_launcher(number: str, environ: MutableMapping[str, str]) -> bool:
             return False
         _descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except OSError:
-        pass  # /proc does not show it. Most wrappers leave stderr as it is.
+        pass  # /proc does not show the descriptor. Most wrappers do not redirect stderr.
     return True
 
 
 def replaces_traceback(environ: MutableMapping[str, str]) -> bool:
-    """Return whether the report is all that this rank prints of an exception.
+    """Return whether this rank prints only the report of an exception, without the traceback.
 
-    It is not if the script has replaced sys.stderr, or if stderr is a file or a pipe of a wrapper, which may lead to a
-    log of this rank.
+    The rank also prints the traceback if the script has replaced sys.stderr, or if stderr is a file or a pipe of a
+    wrapper, which may lead to a log of this rank.
     """
     stream = sys.__stderr__
     if mode(environ) != SUMMARY or stream is None or sys.stderr is not stream:
@@ -187,9 +187,9 @@ def replaces_traceback(environ: MutableMapping[str, str]) -> bool:
 
 def announce(rank: int, host: str, code: int, text: ErrorText, environ: MutableMapping[str, str],
              ends_job: bool = True) -> None:
-    """Say why this rank fails, as a report under `mpistrat run`, else in one line or as many as the message has.
+    """Print why this rank fails: as a report under `mpistrat run`, else as a text with all lines of the message.
 
-    `ends_job`: Whether the other ranks end, too.
+    `ends_job`: Whether the other ranks end too.
     """
     if not mode(environ):
         how = ("ends the job" if ends_job else "ends") + (f" with exit code {code}" if code != 1 else "")
@@ -199,28 +199,28 @@ def announce(rank: int, host: str, code: int, text: ErrorText, environ: MutableM
 
 
 def tell(rank: int, text: str, environ: MutableMapping[str, str]) -> None:
-    """Say something to `mpistrat run`, in one line. Does nothing where it does not listen."""
+    """Send a text of one line to `mpistrat run`. Does nothing without `mpistrat run`."""
     if mode(environ):
         _send([f"[mpistrat] rank {rank} {text}\n"])
 
 
 def tell_last(rank: int, lines: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Tell `mpistrat run` the last operations of this rank, the lines of trace/last.py. As `tell`."""
+    """Send the last operations of this rank, as lines of trace/last.py, to `mpistrat run`. See `tell`."""
     if mode(environ):
         _send([f"[mpistrat] rank {rank} {LAST if place else LAST_BEGIN} {line}\n" for place, line in enumerate(lines)])
 
 
 def _send(lines: list[str]) -> None:
-    """Write to the stderr of mpirun, unless there is none, or no reader."""
+    """Write to the stderr that mpirun reads. Does nothing if there is no stderr, or no reader."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()
-        # Not sys.stderr, which the script may have replaced, while the reader is at the other end of this one.
+        # Not sys.stderr: the script may have replaced it, whereas mpirun reads the original stderr.
         stderr = sys.__stderr__.fileno() if _descriptor is None else _descriptor  # type: ignore[union-attr]
         _write(stderr, lines)
 
 
 def _write(descriptor: int, lines: list[str]) -> None:
-    """Write whole lines at once as far as possible, so that those of other ranks do not come in between."""
+    """Write whole lines at once as far as possible, so that lines of other ranks do not come in between."""
     block = b""
     for line in [*(line.encode(errors="backslashreplace") for line in lines), b""]:
         if block and (not line or len(block) + len(line) > _WRITE_BYTES):
@@ -237,7 +237,7 @@ def _await_reader(descriptor: int) -> None:
         try:
             unread, = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, struct.pack("i", 0)))
         except OSError:
-            return  # It is no pipe.
+            return  # The descriptor is not a pipe.
         if not unread:
             return
         time.sleep(0.001)

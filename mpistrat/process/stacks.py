@@ -1,7 +1,7 @@
-"""Where the Python threads of a process are now, in the lines of the user's code. Local; any thread may call it.
+"""The current stacks of the Python threads of a process, in lines of the user's code. Local; for any thread.
 
-Another process of this host may be unable to say that itself, because a thread of it keeps the interpreter lock. It is
-looked at from outside by py-spy, if that is installed.
+Another process of this host may be unable to report its stacks, because one of its threads holds the interpreter lock.
+In this case py-spy reads the stacks from outside, if py-spy is installed.
 """
 
 import faulthandler
@@ -26,14 +26,14 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) ")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _COLLECTING = "Python's garbage collector runs in one of its threads, and waits for the destructor of an object."
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
-_PY_SPY_LIMIT_S = 3.0  # It takes 0.03 s, unless the process is stopped.
+_PY_SPY_LIMIT_S = 3.0  # py-spy takes 0.03 s, unless the process is stopped.
 
 
 def where() -> str:
     """Return where the main thread is, and other threads that run code of the user.
 
-    Each thread has a heading and its last frames of the user's code, outermost first, as Python prints them; the main
-    thread its last frame of all if none is the user's.
+    Each thread has a heading and its last frames of the user's code, outermost first, in Python's format. The main
+    thread has its very last frame if no frame is of the user's code.
     """
     names = {thread.ident: f'thread "{thread.name}"' for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -45,7 +45,7 @@ def where() -> str:
 
 
 def main_line() -> str:
-    """Return the line of the user's code in which the main thread is, or "" if there is none."""
+    """Return the line of the user's code in which the main thread is, or "" if it is in no such code."""
     main = threading.main_thread().ident
     frames = [frame for ident, frames in _stacks()[0] if ident == main for frame in _users(frames)]
     if not frames:
@@ -55,13 +55,13 @@ def main_line() -> str:
 
 
 def _stacks() -> tuple[list[tuple[int, list[Frame]]], bool]:
-    """The threads that Python knows, with their frames, outermost first, at most 100 of each.
+    """Return the threads of Python with their frames, and whether Python's garbage collector runs.
 
-    And whether Python's garbage collector runs: in another thread, which waits in a destructor, since this one runs.
+    Frames are outermost first, at most 100 per thread. A running collector waits in a destructor, in another thread.
 
-    By faulthandler, which makes no objects. To walk the frames of sys._current_frames() has crashed Python 3.11.7, as
-    others have seen (https://github.com/python/cpython/issues/99110). Most likely making a frame object ran the garbage
-    collector, whose finalizers let the thread go on whose frame it was.
+    Uses faulthandler, which makes no objects. Walking the frames of sys._current_frames() has crashed Python 3.11.7
+    (see https://github.com/python/cpython/issues/99110). Most likely the creation of a frame object ran the garbage
+    collector, whose finalizers let the thread of this frame continue.
     """
     with open(os.memfd_create("mpistrat-stacks"), "w+b") as file:  # not a pipe, which may be full
         faulthandler.dump_traceback(file)
@@ -77,14 +77,14 @@ def _stacks() -> tuple[list[tuple[int, list[Frame]]], bool]:
 
 
 def _decoded(text: str) -> str:
-    """The text with the characters that faulthandler has written by their numbers."""
+    """The text with faulthandler's escape sequences replaced by their characters."""
     return _ESCAPE.sub(lambda match: chr(int(match[1] or match[2] or match[3], 16)), text)
 
 
 def look(processes: Mapping[int, Process], rank: int) -> str:
-    """Return where a rank is, or how to find out, as text that begins a new line. It takes up to 3 s.
+    """Return where a rank is, or how to find out, as text that begins a new line. Takes up to 3 s.
 
-    `processes`: Those of other ranks of this host.
+    `processes`: The processes of the other ranks of this host.
     """
     if rank not in processes:
         return f'\n"py-spy dump --pid PID" on its host shows where rank {rank} is.'
@@ -106,11 +106,11 @@ def look(processes: Mapping[int, Process], rank: int) -> str:
 
 
 def _seen(output: bytes) -> str:
-    """Raises ValueError, KeyError or TypeError if it is not what `py-spy dump --json` prints."""
+    """The stacks in the output of `py-spy dump --json`. Raises ValueError, KeyError, TypeError: The output is other."""
     threads = []
     found = json.loads(output)
     if not isinstance(found, list):
-        raise TypeError("no list of threads")
+        raise TypeError(f"py-spy must print a list of threads. Received: {type(found).__name__}")
     for thread in found:
         frames = [Frame(each["filename"], each["line"], each["name"]) for each in reversed(thread["frames"])]
         threads.append(("" if thread["os_thread_id"] == thread["pid"] else f'thread "{thread["thread_name"]}"', frames))
@@ -118,9 +118,9 @@ def _seen(output: bytes) -> str:
 
 
 def _text_of(threads: Iterable[tuple[str, list[Frame]]]) -> str:
-    """The text of `where` on threads.
+    """The text of `where` on some threads.
 
-    `threads`: In order. For each what it is called, which is "" for the main thread, and its frames, outermost first.
+    `threads`: The threads in order, as (name, frames outermost first). The name is "" for the main thread.
     """
     parts = []
     for name, every in threads:

@@ -1,8 +1,8 @@
 """Times the first steps of a script for `mpistrat run --efficiency`, and ends the script after them.
 
-What a step is: a batch of Keras' fit (keras/fit/fit_callbacks.py), or elsewhere one averaging of gradients
-(tensorflow/timed_steps.py). All ranks count the same steps, so all of them end at the same one: with SystemExit, as if
-the script had called sys.exit(). What it does after training does not run, and its `finally` does.
+A step is a batch in Keras' fit (keras/fit/fit_callbacks.py), and elsewhere one averaging of gradients
+(tensorflow/timed_steps.py). All ranks count the same steps, so all ranks end at the same step, with SystemExit, as if
+the script had called sys.exit(). Code after the training does not run, except `finally` blocks.
 """
 
 import atexit
@@ -15,27 +15,27 @@ from dataclasses import asdict, dataclass, field
 from ..core.slowest import Waits
 from . import launch_env, report
 
-# The time begins after so many calls: TensorFlow traces in the first step, and the optimizer makes its variables.
+# The calls before the timing begins: in the first step TensorFlow traces, and the optimizer makes its variables.
 _SKIPPED = 2
 LEAST_STEPS = _SKIPPED + 1
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What one rank has measured."""
+    """The measurements of one rank."""
 
-    steps: int  # How many were timed; 0 if the script has ended before.
-    seconds: float  # What they took.
-    rows: int | None  # How many rows of this rank they had; None where nothing counts them.
+    steps: int  # The number of timed steps; 0 if the script has ended before them.
+    seconds: float  # The duration of the timed steps.
+    rows: int | None  # The rows of this rank in the timed steps; None if rows are not counted.
     is_global: bool  # Whether the script's batches are those of all ranks together, as under MPIStrategy.
-    counted: int  # All steps, with those that were not timed.
-    waits: Waits = field(default=Waits())  # Its waits for collectives in that time.
+    counted: int  # The number of all steps, including the steps that were not timed.
+    waits: Waits = field(default=Waits())  # The waits of this rank for collectives during the timed steps.
 
 
 class StepTimer:
-    """Times the steps of this rank until there were `last`.
+    """Times the steps of this rank until step number `last` has ended.
 
-    `is_in_fit`: Whether fit counts the steps, so that averagings of gradients do not.
+    `is_in_fit`: Whether fit counts the steps. In this case averagings of gradients do not count as steps.
     """
 
     def __init__(self, last: int, rank: int):
@@ -47,9 +47,9 @@ class StepTimer:
 
     def end_step(self, steps: int, rows: int | None, is_global: bool,
                  waits_between: Callable[[float, float], Waits]) -> None:
-        """So many more steps have ended, and this rank has trained on `rows` rows since its start. In any thread.
+        """Count `steps` more steps. This rank has trained on `rows` rows since its start. Any thread may call it.
 
-        `waits_between`: Returns the waits of this rank from a time to another one, as `time.perf_counter` has it.
+        `waits_between`: Returns the waits of this rank between two times of `time.perf_counter`.
         """
         self._calls, self._steps = self._calls + 1, self._steps + steps
         now = time.perf_counter()
@@ -62,12 +62,12 @@ class StepTimer:
                                  waits_between(self._began, now)))
 
     def end_script(self) -> None:
-        """Raises SystemExit if the last step has ended. In the thread that trains, between two steps."""
+        """Raise SystemExit if the last step has ended. To be called in the training thread, between two steps."""
         if self._has_ended:
             raise SystemExit
 
     def tell_of_early_end(self) -> None:
-        """At the end of the script: say how many steps there were, if they were too few."""
+        """At the end of the script: report the number of steps if there were too few steps."""
         if not self._has_ended:
             self._tell(StepTimes(0, 0.0, None, False, self._steps))
 
@@ -79,9 +79,9 @@ _timer: StepTimer | None = None
 
 
 def current(environ: MutableMapping[str, str] = os.environ) -> StepTimer | None:
-    """The timer of this rank; None unless `mpistrat run --efficiency` has started it.
+    """The timer of this rank; None unless `mpistrat run --efficiency` has started this rank.
 
-    The variable is removed, because it is not for the programs that this process starts.
+    Removes the variable, because programs that this process starts must not inherit it.
     """
     global _timer
     steps = environ.pop(launch_env.RUN_STEPS, None)

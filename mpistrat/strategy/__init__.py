@@ -1,6 +1,6 @@
-"""MPIStrategy: tf.distribute with one replica per rank, and Keras under it, in the package `keras`.
+"""MPIStrategy: tf.distribute with one replica per rank. The package `keras` adapts Keras to MPIStrategy.
 
-`mpistrat.tensorflow` has the public names of this package, by lazy attributes.
+`mpistrat.tensorflow` exports the public names of this package as lazy attributes.
 """
 
 import logging
@@ -21,17 +21,17 @@ _logger = logging.getLogger(__name__)
 
 
 def _adapt_keras(is_needed: bool) -> Callable[[], None]:
-    """The function that adapts Keras to MPIStrategy; without Keras 3 it does nothing, unless it is needed.
+    """Return the function that adapts Keras to MPIStrategy. Without Keras 3 the function does nothing.
 
-    Keras 2 is adapted too, if the process has it by now.
+    Keras 2 is adapted too, if the process has imported it by now.
 
     Raises:
-        MissingDependencyError: It cannot adapt this version of Keras. Without it each rank would train a model of its
-            own, and no error would say so.
+        MissingDependencyError: This version of Keras cannot be adapted, or `is_needed` and there is no Keras 3. Without
+            the error each rank would silently train a model of its own.
     """
     if is_needed and is_keras2_in_use():
-        raise MissingDependencyError('variables="sharded" divides the state of optimizers of Keras 3, and tf.keras is '
-                                     'Keras 2 (TF_USE_LEGACY_KERAS). Take variables="mirrored", or Keras 3.')
+        raise MissingDependencyError('variables="sharded" needs optimizers of Keras 3, but tf.keras is Keras 2 '
+                                     '(TF_USE_LEGACY_KERAS). Write variables="mirrored", or use Keras 3.')
     try:
         apply: Callable[[], None] = import_module("mpistrat.strategy.keras").apply
         if is_keras2_in_use() or "tf_keras" in sys.modules:

@@ -1,12 +1,12 @@
-"""tf.train.Checkpoint, CheckpointManager and tf.saved_model.save with a strategy's variables: the chief writes.
+"""tf.train.Checkpoint, CheckpointManager and tf.saved_model.save with a strategy's variables: rank 0 writes.
 
-All ranks call them. They are patched when the first strategy is created, and behave as before for objects without its
-variables.
+All ranks call these functions. They are patched when the first strategy is created, and behave as before for objects
+without variables of a strategy.
 
 An asynchronous checkpoint (CheckpointOptions) has two Checkpoint objects: the user's, which copies the variables in the
-thread that saves, and an inner one, which writes the copies in its own thread. Only the user's reads the variables, so
-the values on all ranks are those at the time of the call. The writing threads of the ranks synchronise before and after
-the chief writes, in the name space of this checkpoint.
+thread that saves, and an inner one, which writes the copies in its own thread. Only the user's object reads the
+variables, so all ranks have the values at the time of the call. The writing threads of the ranks synchronise before and
+after rank 0 writes, in the name space of this checkpoint.
 """
 
 import copy
@@ -30,7 +30,7 @@ from .variables import RankMirroredVariable, RankSyncOnReadVariable
 
 Options: TypeAlias = tf.train.CheckpointOptions | None
 
-# Which checkpoints a CheckpointManager has kept, and when.
+# The attributes in which a CheckpointManager records the checkpoints that it has kept, and the time.
 _STATE_OF_MANAGER = ("_maybe_delete", "_latest_checkpoint", "_last_preserved_timestamp")
 _originals: dict[str, Callable[..., Any]] = {}
 _NAME_SPACE = "_mpistrat_name_space"  # an attribute of the checkpoint that writes asynchronously
@@ -56,15 +56,15 @@ def with_values_of(trackable: object) -> AbstractContextManager[None]:
             try:
                 values[variable.ref()] = tf.convert_to_tensor(variable._get_cross_replica())
             except ShutdownError:
-                # The other ranks have ended, so this rank's value is all there is.
+                # The other ranks have ended, so only this rank's value is left.
                 values[variable.ref()] = variable._get_replica(0).read_value()
     return files.known(values)
 
 
 def _strategy_variables(trackable: object) -> Iterable[RankMirroredVariable | RankSyncOnReadVariable]:
     """The variables of an MPIStrategy that a checkpoint of `trackable` contains, in the same order on all ranks."""
-    # A Keras variable is no tf.Variable but has one. (getattr of a missing attribute is a collective for a variable
-    # that is synchronised on reading: TensorFlow looks for the attribute in its value.)
+    # A Keras variable is no tf.Variable but contains one. (getattr of a missing attribute is a collective for a
+    # variable that is synchronised on reading: TensorFlow looks for the attribute in the variable's value.)
     found = (node if isinstance(node, tf.Variable) else getattr(node, "_value", node)
              for node in tf.train.TrackableView(trackable).descendants())
     return (variable for variable in found if isinstance(variable, RankMirroredVariable | RankSyncOnReadVariable))
@@ -82,15 +82,15 @@ def _write(self: tf.train.Checkpoint, file_prefix: str, options: Options = None)
     gather = _gathering(self)
     if _is_asynchronous(options):
         if gather is not None:
-            raise InvalidRequestError("an asynchronous checkpoint would have this rank's part of a sharded optimizer "
-                                      'only (MPIStrategy(variables="sharded")). Leave out '
+            raise InvalidRequestError("an asynchronous checkpoint cannot save the divided state of optimizers "
+                                      '(MPIStrategy(variables="sharded")). Leave out '
                                       "experimental_enable_async_checkpoint.")
         return original(self, file_prefix, options)
     name_space = getattr(self, _NAME_SPACE, None)
     if name_space is not None:
         with names.name_space(name_space):
             return _write_copies(self, file_prefix, options)
-    # A rank may still be looking for the newest checkpoint, and must not find this one.
+    # Wait, since a rank may still be looking for the newest checkpoint, and must not find this one.
     files.exchange_status()
     with with_values_of(self):
         files.write_once(f"{file_prefix}.index", lambda: original(self, file_prefix, options), gather)
@@ -98,7 +98,7 @@ def _write(self: tf.train.Checkpoint, file_prefix: str, options: Options = None)
 
 
 def _gathering(trackable: object) -> Callable[[int], None] | None:
-    """What gathers the states of optimizers on a rank that are divided among the ranks; None if there are none."""
+    """Return a function that gathers the divided states of optimizers on a rank; None if no state is divided."""
     optimizers = filter(is_optimizer, tf.train.TrackableView(trackable).descendants())
     states = {id(state): state for optimizer in optimizers for find in divided_states for state in find(optimizer)}
 
@@ -110,7 +110,7 @@ def _gathering(trackable: object) -> Callable[[int], None] | None:
 
 
 def _write_copies(checkpoint: tf.train.Checkpoint, file_prefix: str, options: Options) -> str:
-    """Write the copies, in the writing thread. The variables themselves may have changed since."""
+    """Write the copies, in the writing thread. The variables may have changed since they were copied."""
     files.exchange_status()
     files.write_once(f"{file_prefix}.index", lambda: _originals["_write"](checkpoint, file_prefix, options))
     for callback in getattr(options, "experimental_write_callbacks", None) or ():
@@ -120,12 +120,12 @@ def _write_copies(checkpoint: tf.train.Checkpoint, file_prefix: str, options: Op
 
 
 def _save_model(obj: object, export_dir: str | os.PathLike, *args: object, **kwargs: object) -> object:
-    """Replaces what tf.saved_model.save calls. Ranks that write to one directory remove each other's temporary files.
+    """Replaces the inner function of tf.saved_model.save: the ranks would remove each other's temporary files.
 
-    (TensorFlow loads tf.saved_model late, and would put tf.saved_model.save itself back then.)
+    (Not tf.saved_model.save itself: TensorFlow loads tf.saved_model late, and would restore the original function.)
     """
     original = functools.partial(_originals["_save_model"], obj, export_dir, *args, **kwargs)
-    # TensorFlow says what is wrong with an object of another class.
+    # TensorFlow raises the error for an object of another class.
     if not isinstance(obj, tf.__internal__.tracking.Trackable) or not _is_of_strategy(obj):
         return original()
     files.exchange_status()  # As in _write.
@@ -141,7 +141,7 @@ def _is_asynchronous(options: Options) -> bool:
 def _async_checkpointer(self: tf.train.Checkpoint) -> Any:
     """Replaces Checkpoint._async_checkpointer, which creates the inner checkpoint, in the thread that saves.
 
-    The first save creates it, so the ranks agree on the number of each asynchronous checkpoint of a thread.
+    The first save creates the inner checkpoint, so the ranks number the asynchronous checkpoints of a thread alike.
     """
     helper = _originals["_async_checkpointer"](self)
     writer = helper.checkpointer()
@@ -152,7 +152,7 @@ def _async_checkpointer(self: tf.train.Checkpoint) -> Any:
 
 
 class _ManagerMark:
-    """Marks an asynchronous write of a CheckpointManager whose state the ranks share, among the write's callbacks."""
+    """A callback of an asynchronous write. It marks the CheckpointManager whose state the ranks must share."""
 
     def __init__(self, manager: tf.train.CheckpointManager):
         self.manager = manager
@@ -163,7 +163,7 @@ class _ManagerMark:
 
 def _save(self: tf.train.CheckpointManager, checkpoint_number: int | tf.Variable | None = None,
           check_interval: bool = True, options: Options = None) -> str | None:
-    """Replaces CheckpointManager.save; all ranks then have the writer's list of kept and deleted checkpoints."""
+    """Replaces CheckpointManager.save. After it all ranks have the writer's list of kept and deleted checkpoints."""
     together = _is_of_strategy(self.checkpoint)
     if together and options is not None and _is_asynchronous(options):
         options = copy.copy(options)

@@ -1,7 +1,7 @@
 """The collectives of strategies. In a graph they run one after the other, in program order.
 
-Each collective is submitted in program order, as all are (see bridge.program_order), and here the next one is submitted
-when it is complete. The tensors of one call are reduced together.
+Like all collectives they are submitted in program order (see bridge.program_order). A strategy's collective is also
+complete before the next one is submitted. The tensors of one call are reduced together.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ def all_reduce(values: Sequence[Reducible], op: tf.distribute.ReduceOp | ReduceO
     """Reduce tensors and tf.IndexedSlices over the ranks, in one call. Collective, differentiable.
 
     Args:
-        values: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
-        op: SUM or MEAN; or an operation of core.request.
-        operation: The purpose; part of the name that identifies the collective on all ranks.
+        values: Tensors, with the same number, dtypes and shapes on all ranks; slices may differ in the number of rows.
+        op: SUM, MEAN or an operation of core.request.
+        operation: The purpose, a part of the name that identifies the collective on all ranks.
         bucket_bytes: The size of the buckets.
     """
     tensors = list(map(as_tensor, values))
@@ -43,17 +43,17 @@ def all_reduce(values: Sequence[Reducible], op: tf.distribute.ReduceOp | ReduceO
 
 
 def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
-    """Concatenate the ranks' values along `axis`, in rank order. Their extents there may differ. Collective.
+    """Concatenate the ranks' values along `axis`, in rank order. The sizes of `axis` may differ. Collective.
 
     Raises:
         ValueError: A value is a scalar, or has no such axis.
-        tf.errors.InvalidArgumentError: On every rank, when the values differ in anything else. Eagerly it is a
-            MismatchError too.
+        tf.errors.InvalidArgumentError: On every rank, when the values differ in rank, dtype or the size of another
+            axis. In eager mode the error is also a MismatchError.
     """
     tensors = [tf.convert_to_tensor(v) for v in values]
     for tensor in tensors:
         if tensor.shape.rank == 0:
-            raise ValueError("a scalar has no axis to be gathered along; reshape it to (1,).")
+            raise ValueError("all_gather needs tensors with at least one axis. Reshape a scalar to (1,).")
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
     fronts = [_swapped(tensor, axis) for tensor in tensors]
@@ -65,14 +65,14 @@ def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
 
 
 class GatherError(MismatchError, tf.errors.InvalidArgumentError):
-    """The ranks' values cannot be concatenated. TensorFlow's own strategies raise the second base class for that."""
+    """The ranks' values cannot be concatenated. TensorFlow's own strategies raise InvalidArgumentError here."""
 
     def __init__(self, text: str):
         tf.errors.InvalidArgumentError.__init__(self, None, None, text)
 
 
 def _swapped(tensor: tf.Tensor, axis: int) -> tf.Tensor:
-    """The tensor with `axis` and the first dimension exchanged."""
+    """Return the tensor with `axis` and the first dimension exchanged."""
     if axis == 0:
         return tensor
     order = list(range(tensor.shape.rank))
@@ -81,7 +81,7 @@ def _swapped(tensor: tf.Tensor, axis: int) -> tf.Tensor:
 
 
 def broadcast_from_first(tensor: tf.Tensor, operation: str = "broadcast", label: str = "") -> tf.Tensor:
-    """Rank 0's value on every rank. Collective."""
+    """Return rank 0's `tensor` on every rank. Collective."""
     if runtime.current().topology.size == 1:
         return tensor
     return in_program_order(operation, lambda name: broadcast_list([tensor], 0, name, (label,) if label else ()))[0]
@@ -91,8 +91,8 @@ def in_program_order(operation: str, collective: Callable[[str], list[T]]) -> li
     """Call `collective(name)` so that it runs after all earlier collectives of the program."""
     if tf.executing_eagerly() and files.in_alone():
         raise InvalidRequestError(
-            f"{operation}: this rank writes a file without the other ranks, so none of them takes part in this "
-            "collective. Compute the value on all ranks before the model is saved.")
+            f"{operation} is a collective, but this rank writes a file without the other ranks. Compute the value on "
+            "all ranks before the model is saved.")
     results = collective(made(f"strategy/{operation}"))
     if not tf.executing_eagerly():
         complete_in_order(tf.nest.flatten(results, expand_composites=True), device_here())

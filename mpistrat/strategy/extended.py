@@ -1,7 +1,7 @@
 """`strategy.extended`, the interface that tf.distribute and Keras call: one replica per rank.
 
-TensorFlow's own class for several processes runs each replica in its own thread, and so cannot run collectives in
-branches and loops. One replica per process needs no thread, and `merge_call` is a plain call.
+TensorFlow's class for several processes runs each replica in its own thread, so it cannot run collectives in branches
+and loops. One replica per process needs no thread, and `merge_call` is a plain call.
 """
 
 import functools
@@ -41,17 +41,17 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     """The extended part of MPIStrategy. TensorFlow and Keras call its methods.
 
     Args:
-        strategy: The strategy that this is a part of.
-        device: Where variables and computation are.
+        strategy: The MPIStrategy of which this is the extended part.
+        device: The device of variables and computation.
         options: tf.distribute.experimental.CommunicationOptions, the default for all collectives.
         random_per_rank: Whether Keras' layers draw different random numbers on each rank.
-        variables: Which rank has the optimizers' slots, as for MPIStrategy.
-        gradient_options: How gradients are sent.
+        variables: The placement of the optimizers' slots, as for MPIStrategy.
+        gradient_options: Compression, sparse gradients and groups.
     """
 
     # Gradients are averaged here. DistributedOptimizer and DistributedGradientTape raise an error if this is set.
     averages_gradients = True
-    # TensorFlow's handling of datasets that end earlier on some ranks, where input.py does not switch it off.
+    # TensorFlow's handling of datasets that end earlier on some ranks, unless input.py switches the handling off.
     experimental_enable_get_next_as_optional = True
     # There is one device, so no function needs a trace per device.
     _retrace_functions_for_each_device = False
@@ -67,7 +67,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     @property
     def _topology(self) -> Topology:
-        """The ranks there are now; after shutdown() those that there were."""
+        """The topology of the current job; after shutdown() the last topology."""
         if runtime.is_initialized():
             self._known = runtime.current().topology
         return self._known
@@ -91,17 +91,17 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return getattr(v, "_distribute_strategy", None) is self._container_strategy()
 
     def read_var(self, v: DistributedVariable) -> tf.Tensor:
-        """The aggregated value. Collective for variables that are synchronised on reading."""
+        """Return the aggregated value of `v`. Collective for variables that are synchronised on reading."""
         return v._get_cross_replica() if is_sync_on_read(v) else tf.identity(v._get())
 
     def value_container(self, value: object) -> object:
-        """The distributed variable that `value` is a component of, or `value`."""
+        """Return the distributed variable that has `value` as its component, or `value` if there is none."""
         return value_container(value)
 
     def assigned_in_lockstep(self, variable: tf.Variable) -> None:
-        """Declare that all ranks assign equal values to a variable of ONLY_FIRST_REPLICA, so none needs to be sent.
+        """Declare that all ranks assign equal values to a variable of ONLY_FIRST_REPLICA, so no broadcast is needed.
 
-        Keras counts its optimizer's steps in such a variable. Without this, each step would have a broadcast.
+        Keras counts an optimizer's steps in such a variable. Without the declaration each step would have a broadcast.
         """
         variable.is_in_lockstep = True
 
@@ -162,7 +162,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return self._reduced(reduce_op, [value for value, _ in value_destination_pairs], options)
 
     def bucket_bytes(self, options: CommunicationOptions | None = None) -> int:
-        """The size of the buckets of a call; 0: the default. `options` are the call's own, whose timeout is applied."""
+        """Return the bucket size of a call with `options`; 0 is the default. Also apply the timeout of `options`."""
         if options is not None:
             apply_timeout(options)
         return int(self._options.merge(options).bytes_per_pack)
@@ -181,7 +181,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return results
 
     def local(self, value: object) -> Any:
-        """This rank's part of a distributed value, or the value of this rank's component of a distributed variable."""
+        """Return this rank's part of a distributed value, or of a distributed variable the value of its component."""
         if isinstance(value, DistributedVariable):
             return value._get_replica(0).read_value()
         if isinstance(value, tf.distribute.DistributedValues):
@@ -189,11 +189,11 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return value
 
     def is_everywhere(self, variable: tf.Variable) -> bool:
-        """As slots.is_everywhere."""
+        """Call slots.is_everywhere."""
         return is_everywhere(variable)
 
     def known_values(self, trackable: object) -> AbstractContextManager[None]:
-        """As checkpoints.with_values_of."""
+        """Call checkpoints.with_values_of."""
         return with_values_of(trackable)
 
     def _gather_to_implementation(self, value: TensorLike, destinations: object, axis: int,
@@ -233,7 +233,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank writes checkpoints and summaries, which the chief does."""
+        """Whether this rank writes checkpoints and summaries: rank 0 does."""
         return self._topology.rank == 0
 
     should_save_summary = should_checkpoint
@@ -245,7 +245,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     def _in_multi_worker_mode(self) -> bool:
         return self._topology.size > 1
 
-    # Keras 2 and KerasTuner read these of a strategy of several workers, by TensorFlow's private names.
+    # Keras 2 and KerasTuner read these private attributes of TensorFlow's strategies with several workers.
     @property
     def _task_type(self) -> str:
         return str(self._cluster_resolver.task_type)
@@ -266,10 +266,10 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
 @functools.cache
 def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """The resolver from which programs find out the chief. All ranks are workers; worker 0 counts as the chief.
+    """Return the resolver that tells programs which rank is the chief. All ranks are workers; worker 0 is the chief.
 
     TensorFlow's own strategies report a cluster without a chief in the same way, so programs that check only for
-    workers are right too. No server listens on the ports; MPIClusterResolver forms a cluster of servers.
+    workers work too. No server listens on the ports. MPIClusterResolver, in contrast, forms a cluster of servers.
     """
     alone = len(topology.hosts) == 1
     workers = [f"{'localhost' if alone else host}:0" for host in topology.host_of]

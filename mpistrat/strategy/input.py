@@ -1,13 +1,13 @@
 """Datasets of a strategy: each rank reads its part of every global batch. TensorFlow shards and rebatches.
 
-What the policy AUTO means is decided here. TensorFlow's AUTO shards by files as far as it can, and if it finds a source
-without files after that, it shards the graph that it has changed by rows: a zip of files and memory then pairs rows of
-a rank's files with other labels (TensorFlow 2.21, grappler/optimizers/data/auto_shard.cc). And where it can, `take`,
-`skip` or `zip` count the rows of a rank's files, and not those of the dataset. So AUTO is FILE here where each rank has
-rows of the dataset then, and else DATA of the unchanged dataset.
+This module replaces the policy AUTO. TensorFlow's AUTO shards by files as far as possible. If it then finds a source
+without files, it shards the changed graph by rows: a zip of files and memory pairs rows of a rank's files with wrong
+labels (TensorFlow 2.21, grappler/optimizers/data/auto_shard.cc). And with sharding by files `take`, `skip` and `zip`
+count the rows of the rank's files instead of the dataset's rows. So AUTO here means FILE if the ranks' rows are those
+of the dataset with FILE, and otherwise DATA of the unchanged dataset.
 
-Datasets may end at different times on different ranks. For that, TensorFlow runs a collective before each step, which
-finds out whether any rank has data left. It is switched off where all ranks are known to have the same number of
+Datasets may end at different times on different ranks. So TensorFlow runs a collective before each step, which finds
+out whether any rank has data left. The collective is switched off where all ranks are known to have the same number of
 batches.
 """
 
@@ -35,8 +35,8 @@ _Policy = tf.data.experimental.AutoShardPolicy
 # The kinds of datasets that TensorFlow shards by files.
 _READERS = ("ArrayRecordDataset", "FixedLengthRecordDataset", "RecordIODataset", "SSTableDataset", "TextLineDataset",
             "TFRecordDataset")
-# The kinds of datasets, of those that TensorFlow shards by files, whose rows depend on the rows before, or beside. A
-# cache in memory has all rows if the program has read it before, and keeps them when it is sharded.
+# The kinds of datasets whose rows depend on other rows, so that sharding their inputs by files changes the rows. A
+# cache in memory has all rows if the program has read the cache before, and keeps them when the dataset is sharded.
 _OF_ALL_ROWS = ("Cache", "Shard", "Skip", "Take", "Window", "Zip")
 
 _in_order: ContextVar[bool] = ContextVar("mpistrat_rows_in_order", default=False)
@@ -53,9 +53,7 @@ def rows_in_order() -> Iterator[None]:
 
 
 class Pipelines:
-    """Creates the distributed datasets of a strategy, whose replica computes on `device`. `topology` returns the ranks
-    that there are now.
-    """
+    """Creates the distributed datasets of a strategy. `topology` is a function that returns the current topology."""
 
     def __init__(self, strategy: tf.distribute.Strategy, topology: Callable[[], Topology], device: str):
         self._strategy, self._topology, self._device = strategy, topology, device
@@ -69,13 +67,13 @@ class Pipelines:
         return self._topology().size
 
     def distribute(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
-        """This rank's part of a dataset that has global batches. Collective.
+        """Return this rank's part of a dataset of global batches. Collective.
 
         Raises:
             NotImplementedError: For InputReplicationMode.PER_REPLICA.
             ValueError: On every rank, when the ranks' elements differ in structure, dtype or shape (except for the
-                number of rows), or the policy is FILE and TensorFlow cannot shard by files, as with fewer files than
-                ranks.
+                number of rows), or the policy is FILE and TensorFlow cannot shard by files, for example with fewer
+                files than ranks.
         """
         if options is not None and _is_per_replica(options):
             raise NotImplementedError("InputReplicationMode.PER_REPLICA is only supported in "
@@ -97,7 +95,7 @@ class Pipelines:
             if self._rank == 0:
                 _say_once(f"AutoShardPolicy.AUTO: {problem} So each rank reads all files and takes its share of the "
                           "rows.")
-            if not _reads_generator(dataset):  # One may end at another time on each rank.
+            if not _reads_generator(dataset):  # A generator may end at another time on each rank.
                 policy = _Policy.DATA
         if self._size > 1 and policy in (_Policy.AUTO, _Policy.DATA):
             dataset = self._by_rows(dataset)
@@ -105,8 +103,8 @@ class Pipelines:
         if same and (policy == _Policy.DATA or batches != tf.data.UNKNOWN_CARDINALITY):
             _end_on_all_ranks_together(distributed)
         if self._size > 1 and policy == _Policy.OFF:
-            # Each rank reads all parts of its batches, and goes on until the last rank has finished. For Keras, which
-            # counts the batches before they are split.
+            # Each rank reads all parts of its batches, and goes on until the last rank has finished. Keras counts the
+            # batches before they are split, and gets the number of steps from this attribute.
             distributed.mpistrat_steps = most * self._size if most >= 0 else None
         return distributed
 
@@ -125,16 +123,16 @@ class Pipelines:
 
     def _by_files(self, dataset: tf.data.Dataset, policy: tf.data.experimental.AutoShardPolicy,
                   options: InputOptions) -> tuple[tf.distribute.DistributedDataset | None, str]:
-        """The dataset sharded by files and ""; or None and why not. Collective; the same on all ranks.
+        """Return the dataset sharded by files and "", or None and the reason. Collective; the same on all ranks.
 
-        With the policy AUTO it is None too if the ranks would have other rows than the dataset.
+        With the policy AUTO the result is also None if sharding by files would change the rows or their order.
         """
         distributed, own, names_of_files = None, "", _names_of_files(dataset)
         if policy == _Policy.AUTO and _in_order.get():
-            own = "sharded by files, a dataset would have another order."
+            own = "sharding by files would change the order of the rows."
         elif policy == _Policy.AUTO and names_of_files is None:
-            own = ("sharded by files, a dataset would have other rows if it zips, caches or counts them (take, skip, "
-                   "window, shard), or has rows in memory too.")
+            own = ("sharding by files would change the rows of a dataset that zips, caches or counts rows (take, skip, "
+                   "window, shard), or also has rows in memory.")
         else:
             try:
                 distributed = self._distributed(_with_policy(dataset, _Policy.FILE), options)
@@ -144,10 +142,10 @@ class Pipelines:
                     for _ in _datasets_of(distributed)[0].take(1):
                         break
                 elif any(0 <= count < self._size for count in counts):
-                    own = f"rank {self._rank}: there are fewer files than the {self._size} ranks."
+                    own = f"rank {self._rank}: the dataset has fewer files than the {self._size} ranks."
             except (tf.errors.InvalidArgumentError, tf.errors.NotFoundError) as error:
                 if "FILE based sharding" in str(error):
-                    own = f"rank {self._rank}: there are fewer files than the {self._size} ranks."
+                    own = f"rank {self._rank}: the dataset has fewer files than the {self._size} ranks."
                 elif distributed is None:
                     own = f"TensorFlow cannot shard the dataset by files ({error.message.split(':')[0]})."
                 else:
@@ -157,18 +155,18 @@ class Pipelines:
         return (None if problem else distributed), problem
 
     def _by_rows(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """The dataset with the policy DATA. Each rank reads all rows, so they must have one order on all ranks."""
+        """Return the dataset with the policy DATA. Each rank reads all rows, which must have one order on all ranks."""
         if self._rank == 0 and any(getattr(part, "_deterministic", "") == "false" for part in _parts_of(dataset)):
-            _say_once("a part of the dataset has deterministic=False: each rank may have another order of rows, and "
-                      "leave out rows or read them twice. Leave deterministic out.")
+            _say_once("a part of the dataset has deterministic=False. The order of rows may differ among the ranks, so "
+                      "rows may be left out or read twice. Leave out deterministic=False.")
         return _with_policy(dataset, _Policy.DATA)
 
     def distribute_from_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
                                  options: InputOptions) -> tf.distribute.DistributedDataset:
-        """The dataset that `dataset_fn` returns, without sharding or rebatching. Collective."""
+        """Return the dataset of `dataset_fn` as a distributed one, without sharding or rebatching. Collective."""
         if options is not None and _is_per_replica(options):
-            raise NotImplementedError("InputReplicationMode.PER_REPLICA has no meaning with one replica per process; "
-                                      "leave it out.")
+            raise NotImplementedError("MPIStrategy has one replica per process, so InputReplicationMode.PER_REPLICA "
+                                      "has no meaning. Leave it out.")
         distributed = get_distributed_datasets_from_function(
             dataset_fn, self._workers(options), [self._context()], self._strategy, self._iteration(options))
         self._read_ahead(distributed, options)
@@ -206,9 +204,9 @@ class Pipelines:
             datasets[:] = [dataset.prefetch(size) for dataset in datasets]
 
     def _agree(self, dataset: tf.data.Dataset, sources: list[str]) -> tuple[int, int, bool]:
-        """The number of batches on this rank, the largest one, and whether all ranks have the same. Collective.
+        """Return this rank's number of batches, the ranks' largest number, and whether all are equal. Collective.
 
-        The largest one is UNKNOWN_CARDINALITY if a rank does not know its own.
+        The largest number is UNKNOWN_CARDINALITY if the number of any rank is unknown.
 
         Rank 0 logs a warning if the ranks have different sources.
         """
@@ -239,7 +237,7 @@ def _say_once(text: str) -> None:
 
 @functools.cache
 def _warn_of_policy_off(size: int) -> None:
-    logger.warning("AutoShardPolicy.OFF: each rank reads the whole dataset that it has, and a batch of B rows becomes "
+    logger.warning("AutoShardPolicy.OFF: each rank reads its whole dataset, and a batch of B rows becomes "
                    "%d steps with B / %d rows on each rank. So batch(...) is the size of the global batch here too.",
                    size, size)
 
@@ -253,7 +251,7 @@ def _kind(spec: tf.TypeSpec) -> str:
 
 
 def _parts_of(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """A dataset, its inputs, and theirs."""
+    """Yield a dataset and all its direct and indirect inputs."""
     yield dataset
     for other in dataset._inputs():
         yield from _parts_of(other)
@@ -277,9 +275,9 @@ def _reads_files(dataset: tf.data.Dataset) -> bool:
 
 
 def _names_of_files(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
-    """The datasets that TensorFlow shards under the policy FILE; None if the ranks' rows would not be the dataset's.
+    """Return the datasets of file names that the policy FILE shards; None if sharding would change the rows.
 
-    They are if each row comes from a file, and what follows on the files takes each row alone.
+    The rows stay the same if each row comes from a file, and all later datasets treat each row separately.
     """
     if _has_reader(dataset):
         return list(getattr(dataset, "_impl", dataset)._inputs())
@@ -290,7 +288,7 @@ def _names_of_files(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
 
 
 def _with_policy(dataset: tf.data.Dataset, policy: tf.data.experimental.AutoShardPolicy) -> tf.data.Dataset:
-    """The dataset with a policy. With DATA its rows have one order, as on all ranks."""
+    """Return the dataset with a policy. With DATA the order of rows is deterministic, the same on all ranks."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = policy
     if policy == _Policy.DATA and dataset.options().deterministic is False:
@@ -299,7 +297,7 @@ def _with_policy(dataset: tf.data.Dataset, policy: tf.data.experimental.AutoShar
 
 
 def _datasets_of(distributed: tf.distribute.DistributedDataset) -> list[tf.data.Dataset]:
-    """The dataset of each worker, of which a process has one: made from a dataset, or from a function."""
+    """Return the list of the workers' datasets, one in each process, made from a dataset or from a function."""
     found: list[tf.data.Dataset] = getattr(distributed, "_cloned_datasets", None) or distributed._datasets
     return found
 
@@ -319,16 +317,16 @@ def _reads_generator(dataset: tf.data.Dataset) -> bool:
 
 
 def _with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A dataset whose elements are copies of arrays that Python owns.
+    """Return a dataset with copies of the elements that a Python generator yields, and any other dataset as it is.
 
-    TensorFlow does not copy what a generator yields. After it has split an element into the ranks' parts, it treats
-    that memory as its own and writes results to it, which would change the user's arrays. (Seen in TensorFlow 2.21
-    without mpistrat too.)
+    TensorFlow does not copy the arrays that a generator yields. After splitting an element into the ranks' parts,
+    TensorFlow writes results to that memory, which would change the user's arrays. (Seen in TensorFlow 2.21 without
+    mpistrat too.)
     """
     if not any(operation in ("PyFunc", "EagerPyFunc", "PyFuncStateless")
                for part in _parts_of(dataset) for operation in _operations(part)):
         return dataset
-    # By the spec an element keeps its structure, also a tuple of one.
+    # The spec keeps an element's structure, also a tuple of one.
     return dataset.map(lambda *element: tf.nest.pack_sequence_as(dataset.element_spec, [
         tf.raw_ops.DeepCopy(x=x) if isinstance(x, tf.Tensor) and x.dtype != tf.string else x
         for x in tf.nest.flatten(element)]))
@@ -339,11 +337,11 @@ def _is_split_by_rows(spec: tf.TypeSpec) -> bool:
 
 
 def _sparse_by_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A dataset with ragged indices and values, and a shape for each row, instead of each sparse tensor.
+    """Return a dataset with ragged indices and values, and a shape for each row, instead of each sparse tensor.
 
-    TensorFlow splits them into the ranks' parts. It cannot make a sparse tensor of a part without rows ("Serialized
-    sparse should have at least 1 serialized tensor"), and splits only tensors whose indices are sorted. scipy's
-    matrices may have column order or no order.
+    TensorFlow splits ragged tensors into the ranks' parts. For sparse tensors it fails at a part without rows
+    ("Serialized sparse should have at least 1 serialized tensor"), and needs sorted indices. scipy's matrices may have
+    column order or no order.
     """
     def by_rows(x: tf.Tensor) -> tf.Tensor | tuple[tf.Tensor, ...]:
         if not isinstance(x, tf.SparseTensor):
@@ -360,7 +358,7 @@ def _sparse_by_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def _sparse_again(dataset: tf.data.Dataset, spec: object) -> tf.data.Dataset:
     """The inverse of _sparse_by_rows, for elements of this spec."""
     def sparse(of: tf.TypeSpec, indices: tf.RaggedTensor, values: tf.RaggedTensor, shapes: tf.Tensor) -> tf.Tensor:
-        # A part without rows has lost what is not known from the spec, and has no elements there.
+        # In a part without rows the sizes that the spec does not know are lost, and become 0.
         known = tf.constant([0 if size is None else size for size in of.shape[1:]], tf.int64)
         rest = tf.reduce_max(tf.concat([shapes, known[tf.newaxis]], 0), 0)
         # Without rows a ragged tensor loses the shape of its values.

@@ -24,9 +24,9 @@ from .seeds import seed_alike
 
 logger = logging.getLogger(__name__)
 
-# Called while a strategy is made, with whether it needs them: they raise if there is a version that they cannot adapt,
-# and return the function that adapts it, to be called when the strategy is there. The package appends that of Keras,
-# which imports this module.
+# Called while a strategy is made, with True if the strategy needs the integration. Each raises an error if it cannot
+# adapt the installed version, and else returns the function that adapts it, which is called once the strategy exists.
+# The package appends the integration of Keras, which imports this module.
 integrations: list[Callable[[bool], Callable[[], None]]] = []
 
 
@@ -38,56 +38,56 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             model = build_and_compile_model()
         model.fit(dataset_of_global_batches, epochs=3)
 
-    The strategy needs no TF_CONFIG: the ranks are those of mpirun, and plain `python` is one rank. It is a subclass of
-    MultiWorkerMirroredStrategy only because Keras checks for that class; it uses none of its code. The constructor is
-    collective, and calls mpistrat.init() unless the script has. It sets TensorFlow's seed on all ranks to the seed of
-    rank 0, or to a random seed if rank 0 has none, so that all ranks shuffle in the same order.
+    The strategy needs no TF_CONFIG: mpirun defines the ranks, and plain `python` is one rank. MPIStrategy is a subclass
+    of MultiWorkerMirroredStrategy only because Keras checks for that class, and uses none of its code. The constructor
+    is collective, and calls mpistrat.init() unless the script has called it. It sets TensorFlow's seed on all ranks to
+    the seed of rank 0, or to a random seed if rank 0 has none, so that all ranks shuffle in the same order.
 
-    Differences from TensorFlow's strategies: a rank has one replica, so `run` returns tensors and no PerReplica;
-    `reduce` takes nested values, and ignores an axis for scalars; files (models, checkpoints, and those of Keras'
-    callbacks) are written by rank 0, in calls that all ranks make; optimizers and tapes must not be wrapped in
+    Differences from TensorFlow's strategies: a rank has one replica, so `run` returns tensors instead of PerReplica;
+    `reduce` takes nested values, and ignores an axis for scalars; rank 0 writes files (models, checkpoints, and files
+    of Keras' callbacks), in calls that all ranks make; optimizers and tapes must not be wrapped in
     DistributedOptimizer and DistributedGradientTape. The docstrings of inherited methods are TensorFlow's; the API
-    reference says which of them are collective, and what they do here.
+    reference says which of these methods are collective, and what they do here.
 
     Several threads of a rank may use the strategy at the same time, for example to read a metric. The ranks must be
-    able to distinguish the threads: by the name that a thread was given, or else by the function that it runs. Two
+    able to distinguish the threads: by the name that was given to the thread, or else by the function that it runs. Two
     threads that the ranks cannot distinguish are an error.
 
     Args:
         communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks. `bytes_per_pack`
-            is the size of the buckets in which the tensors of one call are reduced; the default is 16 MiB, 4 with
-            several hosts, and 32 on a GPU. `timeout_seconds` is the time after which a collective that only some ranks
-            have called ends the job; from then on it replaces MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. For
-            `implementation`, NCCL logs a warning where it is not available; RING and AUTO have no effect.
-        device: Where variables and computation are, for example "GPU:0". The default is the GPU that pin_gpu() assigns
-            to this rank (it is called here, under the same conditions as by init()), or the CPU if there is none.
+            is the size of the buckets in which the tensors of one call are reduced; default: 16 MiB, with several hosts
+            4 MiB, and on a GPU 32 MiB. `timeout_seconds` is the time after which a collective that only some ranks have
+            called ends the job; it replaces MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. For `implementation`, NCCL logs a
+            warning where NCCL is not available; RING and AUTO have no effect.
+        device: The device of variables and computation, for example "GPU:0". The default is the GPU that pin_gpu()
+            assigns to this rank, or the CPU. The constructor calls pin_gpu() under the same conditions as init().
         random_per_rank: Whether Keras' layers (Dropout, augmentation) draw different numbers on each rank, as a single
             process does for each row of the global batch.
-        variables: "mirrored", or "sharded" or "central" to save memory. In all three every rank has the model's
-            variables, and those that you make in the scope. With "sharded" the slots of Keras' optimizers and the work
-            of the update are divided among the ranks, as ShardedOptimizer does it: gradients are reduce-scattered, each
-            rank updates its part of the weights and has the slots for that part, and the new weights are gathered. A
-            step sends as many bytes as with "mirrored". SGD and Adam give the bits of "mirrored" on one host, in steps
-            that XLA does not compile; norms (clipping) and accumulated gradients, which are reduced in every pass,
-            differ by rounding. It is for optimizers with an update_step, made in the scope or not built before.
-            `optimizer.variables` has what all ranks have, such as the counter of steps. Files and checkpoints are those
-            of "mirrored", with any number of ranks: to save gathers the slots on the rank that writes. "central" is
-            the same, but all slots and the whole update are rank 0's: gradients are all-reduced, and rank 0 sends the
-            new weights to all ranks, so a step sends more than with "mirrored".
+        variables: "mirrored", or "sharded" or "central" to save memory. In all three modes every rank has the model's
+            variables, and the variables that you make in the scope. "sharded" divides the slots of Keras' optimizers
+            and the work of the update among the ranks, like ShardedOptimizer: gradients are reduce-scattered, each rank
+            updates its part of the weights and has the slots for that part, and the new weights are all-gathered. A
+            step sends as many bytes as with "mirrored". On one host SGD and Adam give bit for bit the weights of
+            "mirrored", unless XLA compiles the steps. Norms (clipping) and accumulated gradients, which are reduced in
+            every pass, differ by rounding. Optimizers need an update_step, and must be made in the scope or not built
+            before. `optimizer.variables` has only variables that all ranks have, such as the counter of steps. Files
+            and checkpoints are those of "mirrored", for any number of ranks: saving gathers the slots on the rank that
+            writes. "central" works like "sharded", but rank 0 has all slots and makes the whole update. Gradients are
+            all-reduced, and rank 0 broadcasts the new weights, so a step sends more than with "mirrored".
         compression: One of Compression, for the gradients that a Keras optimizer applies.
-        sparse_as_dense: Convert tf.IndexedSlices of these gradients to dense tensors first.
-        groups: Which of these gradients are reduced together, all by default: a number of groups of about as many
-            gradients. (Lists of variables, as DistributedOptimizer has them, do not exist yet when the strategy is
-            made.)
+        sparse_as_dense: Convert tf.IndexedSlices among these gradients to dense tensors first.
+        groups: The number of groups, of about equal numbers of gradients, that are reduced together; default: all
+            gradients together. (DistributedOptimizer also takes lists of variables, but no variables exist yet when the
+            strategy is made.)
 
     Raises:
-        InvalidRequestError: `variables` or `groups` has another value; on this rank, before anything is sent.
+        InvalidRequestError: `variables` or `groups` is invalid; on this rank, before anything is sent.
         MissingDependencyError: This version of TensorFlow or Keras is not supported, or `variables` is not
-            "mirrored" and there is no Keras 3, or tf.keras is Keras 2; on this rank, before anything is sent.
+            "mirrored" and tf.keras is Keras 2 or Keras 3 is missing; on this rank, before anything is sent.
         MismatchError: The ranks disagree on `variables`, `compression`, `sparse_as_dense` or `groups`; on every rank.
     """
 
-    is_mpi_strategy = True  # by which mpistrat.keras, which this package imports, knows it
+    is_mpi_strategy = True  # mpistrat.keras, which this package imports, knows the class by this attribute
 
     def __init__(self, communication_options: CommunicationOptions | None = None, device: str | None = None,
                  random_per_rank: bool = True, variables: str = "mirrored",
@@ -95,9 +95,9 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                  groups: int | None = None):
         """Connect the ranks and agree on the options. Collective. The class describes the arguments and errors."""
         if variables not in ("mirrored", "central", "sharded"):
-            raise InvalidRequestError(f'variables are "mirrored", "central" or "sharded". Received: {variables!r}')
+            raise InvalidRequestError(f'variables must be "mirrored", "central" or "sharded". Received: {variables!r}')
         if groups is not None and not isinstance(groups, int):
-            raise InvalidRequestError(f"groups is a number for MPIStrategy. Received: {groups!r}")
+            raise InvalidRequestError(f"MPIStrategy(groups=) must be a number. Received: {groups!r}")
         gradient_options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups))
         adaptations = [integration(variables != "mirrored") for integration in integrations]
         runtime.init()
@@ -114,14 +114,14 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             adapt()
 
     def __repr__(self) -> str:
-        # TensorFlow has it in errors, which are printed once for ranks with the same text.
+        # TensorFlow shows this in errors, and an error with the same text on several ranks is printed once.
         return f"<MPIStrategy of {basics.size()} ranks>" if runtime.is_initialized() else "<MPIStrategy>"
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
                axis: int | Sequence[int] | None = None) -> Structure:
         """Reduce over the replicas, after reducing each value over `axis`. Collective.
 
-        As tf.distribute.Strategy.reduce, with two differences: `value` may be nested, and is reduced in one
+        Like tf.distribute.Strategy.reduce, with two differences: `value` may be nested, and is reduced in one
         collective; and scalars ignore `axis`, because Keras passes an axis for the logs of a step.
 
         Args:
@@ -146,7 +146,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
 
 def _require_equal(arguments: dict[str, object]) -> None:
-    """Raise MismatchError on every rank unless all ranks have these arguments of the constructor. Collective."""
+    """Raise MismatchError on every rank unless all ranks have the same constructor arguments. Collective."""
     of_ranks = array_ops.allgather_object(arguments, names.eager("strategy/arguments"))
     for name in arguments:
         values = [other[name] for other in of_ranks]
@@ -165,7 +165,7 @@ def _full_name(device: str) -> str:
 
 
 def _default_device() -> str:
-    """This rank's GPU, the only one that TensorFlow sees unless the process has decided otherwise; else the CPU."""
+    """Return this rank's GPU, or the CPU. TensorFlow sees only that GPU, unless the process has decided otherwise."""
     try:
         pin_by_default()
     except InvalidRequestError as error:

@@ -1,10 +1,10 @@
 """tf.distribute.experimental.CommunicationOptions: the meaning of each field under MPIStrategy.
 
-bytes_per_pack: the size of the buckets in which the tensors of one call are reduced; 0: that of core.tuning, which is
-    larger on a GPU.
+bytes_per_pack: the size of the buckets in which the tensors of one call are reduced; 0: the size in core.tuning, which
+    is larger on a GPU.
 timeout_seconds: the time after which a collective that only some ranks have called ends the job, instead of
     MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. It is set in the engine, so it applies to all later collectives.
-implementation: NCCL logs a warning where NCCL is not available. RING and AUTO have no effect; the settings choose.
+implementation: NCCL logs a warning where NCCL is not available. RING and AUTO have no effect; mpistrat's settings do.
 """
 
 import logging
@@ -25,7 +25,7 @@ def agreed(options: CommunicationOptions | None) -> CommunicationOptions:
     """Check the options of a strategy, apply them to the engine, and return them, or the defaults. Collective.
 
     Raises:
-        ValueError: Not CommunicationOptions, on this rank; or not the same on all ranks, on every rank.
+        ValueError: On this rank if `options` are not CommunicationOptions; on every rank if the ranks' options differ.
     """
     if options is not None and not hasattr(options, "bytes_per_pack"):
         raise ValueError("communication_options must be tf.distribute.experimental.CommunicationOptions. "
@@ -39,7 +39,7 @@ def agreed(options: CommunicationOptions | None) -> CommunicationOptions:
                                   + "; ".join(f"{other} on rank {rank}" for rank, other in enumerate(everybody)))
     nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
     if options.implementation == nccl and not basics.nccl_built() and basics.rank() == 0:
-        logger.warning("CommunicationOptions ask for NCCL, which is not there; tensors are reduced over MPI.")
+        logger.warning("CommunicationOptions ask for NCCL, which is not available. MPI reduces the tensors.")
     apply_timeout(options)
     return options
 

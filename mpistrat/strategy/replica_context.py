@@ -1,6 +1,6 @@
-"""The replica context: what tf.distribute.get_replica_context() returns in strategy.run. A rank runs one replica.
+"""The replica context, which tf.distribute.get_replica_context() returns in strategy.run. A rank runs one replica.
 
-Made by extended.py; users call its methods, most of which are collective.
+extended.py creates the context. Users call its methods, most of which are collective.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from .options import CommunicationOptions
 
 
 class RankReplicaContext(tf.distribute.ReplicaContext):
-    """TensorFlow's replica context with two collectives of its own; the other methods call `strategy.extended`."""
+    """TensorFlow's replica context with two replaced collectives. The other methods call `strategy.extended`."""
 
     def all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
                    options: CommunicationOptions | None = None) -> Structure:
         """Reduce over the replicas. Collective, differentiable.
 
-        It replaces TensorFlow's method, each call of which in a graph keeps that graph alive until the process ends.
+        It replaces TensorFlow's method, which keeps each graph that calls it alive until the process ends.
 
         Args:
             reduce_op: tf.distribute.ReduceOp, or its name.
@@ -35,9 +35,9 @@ class RankReplicaContext(tf.distribute.ReplicaContext):
         return self.strategy.extended._replica_ctx_all_reduce(reduce_op, value, options)
 
     def all_gather(self, value: Structure, axis: int, options: CommunicationOptions | None = None) -> Structure:
-        """Concatenate the replicas' values along `axis`, where their extents may differ. Collective, differentiable.
+        """Concatenate the replicas' values along `axis`. The sizes of `axis` may differ. Collective, differentiable.
 
-        TensorFlow's method has a gradient for equal shapes only.
+        TensorFlow's method is differentiable for equal shapes only.
 
         Args:
             value: A tensor or a nested structure of tensors.
@@ -59,13 +59,13 @@ class RankReplicaContext(tf.distribute.ReplicaContext):
 
 
 def reduce_op_of(op: tf.distribute.ReduceOp | str) -> tf.distribute.ReduceOp:
-    """The operation that `op` names."""
+    """Return `op`, or the operation with this name."""
     return tf.distribute.ReduceOp(op.upper()) if isinstance(op, str) else op
 
 
 @dataclass(frozen=True)
 class AllGatherGradient(Gradient):
-    """The gradient of an all-gather: of the sum over the replicas, the part that this one contributed."""
+    """The gradient of an all-gather: this replica's part of the upstream gradient summed over the replicas."""
 
     axis: int
 

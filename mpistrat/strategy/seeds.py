@@ -1,4 +1,4 @@
-"""Equal random states on all ranks, so that all shuffle the data in the same order before each takes its part."""
+"""Equal random states on all ranks: the ranks shuffle the data in the same order, and then each takes its part."""
 
 import os
 import random
@@ -12,7 +12,7 @@ from tensorflow.python.eager.context import context, global_seed
 from ..api import array_ops, runtime
 from ..tensorflow.bridge import names
 
-_VERSION = random.getstate()[0]  # of the state of a generator of Python, the same on all ranks
+_VERSION = random.getstate()[0]  # The version of the state of Python's `random`, the same on all ranks
 
 
 def seed_alike() -> None:
@@ -25,7 +25,7 @@ def seed_alike() -> None:
 
 @contextmanager
 def state_of_first_rank() -> Iterator[None]:
-    """A context in which all ranks shuffle as rank 0 does. Collective.
+    """A context in which all ranks shuffle with the random state of rank 0. Collective.
 
     TensorFlow's random state is restored afterwards. The state of Python's `random` stays rank 0's, because Keras
     shuffles a PyDataset from it later, in another thread.
@@ -54,7 +54,7 @@ def _state() -> tuple[int | None, tuple, tuple]:
 
 
 def _as_array(state: tuple[int | None, tuple, tuple]) -> np.ndarray:
-    """A state as numbers of 64 bits: the seed, and of each generator the words and the next normal number, or NaN."""
+    """Return a state as 64-bit numbers: the seed, then each generator's words and next normal number (or NaN)."""
     seed, *generators = state
     parts = [np.array([seed], np.int64)]
     for _, words, normal in generators:
@@ -73,4 +73,4 @@ def _from_array(array: np.ndarray) -> tuple[int, tuple, tuple]:
 
 def _set(seed: int | None, numbers: tuple) -> None:
     tf.random.set_seed(seed)
-    context()._rng.setstate(numbers)  # It exists, since a global seed has been set.
+    context()._rng.setstate(numbers)  # _rng exists, since a global seed has been set.

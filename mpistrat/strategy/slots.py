@@ -1,4 +1,4 @@
-"""variables="sharded" and "central": which rank has the optimizers' slots of a strategy."""
+"""The placement of a strategy's optimizer slots on the ranks, for variables="sharded" and "central"."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,20 +13,20 @@ _MARK = "_mpistrat_is_slot"
 
 
 def is_everywhere(variable: tf.Variable) -> bool:
-    """Whether all ranks have the contents of a variable, and not only its owner; the same on all ranks."""
+    """Return whether all ranks have the value of a variable, and not only its owner. Equal on all ranks."""
     return _MARK not in vars(variable)  # Not by hasattr, which may run a collective; see checkpoints.
 
 
 class Slots:
-    """The optimizers' variables of one strategy. `variables` is as for MPIStrategy."""
+    """The optimizer slots of one strategy. `variables` is as for MPIStrategy."""
 
     def __init__(self, strategy: tf.distribute.Strategy, variables: str):
         topology = runtime.current().topology
         self._strategy, self._creates_slots = strategy, False
         self.option = f'MPIStrategy(variables="{variables}")'  # What the user has written
-        # Whether each rank has its part of them. With one rank it has all.
+        # Whether the slots are divided among the ranks. With one rank they are not.
         self.are_sharded = variables != "mirrored" and topology.size > 1
-        self.owner = 0 if variables == "central" else None  # The rank whose part is all of them
+        self.owner = 0 if variables == "central" else None  # The rank that has all slots
         if self.are_sharded:
             owners, what = (range(topology.size), "its part of the") if self.owner is None else ([self.owner], "the")
             runtime.current().losses.irreplaceable.update(
@@ -42,7 +42,7 @@ class Slots:
             self._creates_slots = before
 
     def create(self, device: str, next_creator: Callable, **kwargs: Any) -> tf.Variable:
-        """Create a variable, which may be a slot. Collective, unless it is one."""
+        """Create a variable, or a slot in the context `created`. Collective, except for a slot."""
         if not self._creates_slots:
             return create(self._strategy, device, next_creator, **kwargs)
         slot = create_alone(self._strategy, device, next_creator, **kwargs)

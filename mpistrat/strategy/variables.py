@@ -1,6 +1,6 @@
-"""The variables of a strategy: TensorFlow's distributed variables, with one component here and rank 0's initial value.
+"""The variables of a strategy: distributed variables with one component per process and rank 0's initial value.
 
-They differ from TensorFlow's where TensorFlow assumes that this process has all replicas. Made by extended.py.
+They differ from TensorFlow's where TensorFlow assumes that one process has all replicas. extended.py creates them.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Initial: TypeAlias = TensorLike | Callable[[], TensorLike] | None
 
 
 class _Number:
-    """float(), int() and np.array() of a variable, which TensorFlow's distributed variables lack, or for a scalar."""
+    """float(), int() and np.array(), which TensorFlow's distributed variables lack, or which fail for a scalar."""
 
     def __float__(self) -> float:
         return float(self.numpy())  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ class _Number:
         return int(self.numpy())  # type: ignore[attr-defined]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        # TensorFlow's returns a numpy scalar for a scalar, which numpy refuses.
+        # For a scalar TensorFlow's method returns a numpy scalar, which numpy refuses.
         array = np.asarray(self.numpy(), dtype)  # type: ignore[attr-defined]
         return array.copy() if copy else array
 
@@ -51,11 +51,11 @@ class RankMirroredVariable(_Number, MirroredVariable):
 
 
 class RankSyncOnReadVariable(_Number, SyncOnReadVariable):
-    """A variable that each rank writes without the others. It is aggregated when it is read outside of a replica."""
+    """A variable that each rank writes alone. Reading it outside of a replica aggregates the ranks' values."""
 
     def _get_cross_replica(self) -> tf.Tensor:
         if files.in_alone():
-            known = files.known_value(self)  # Without the other ranks, this rank's value is all there is.
+            known = files.known_value(self)  # If there is none, this rank's own value is used.
             return self._get_replica(0).read_value() if known is None else known
         if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             return collectives.broadcast_from_first(self._get_replica(0).read_value(), "read", self.name)
@@ -63,9 +63,9 @@ class RankSyncOnReadVariable(_Number, SyncOnReadVariable):
 
     def assign(self, value: TensorLike, use_locking: bool = False, name: str | None = None,
                read_value: bool = True) -> Any:
-        """As SyncOnReadVariable.assign, but outside of a replica it does not read the value back.
+        """Like SyncOnReadVariable.assign, but do not read the value back outside of a replica.
 
-        That would be a collective, with an unused result, for each metric variable that Keras resets.
+        Reading would be a collective with an unused result, for each metric variable that Keras resets.
         """
         in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
         if tf.executing_eagerly() and not in_replica:
@@ -79,10 +79,10 @@ _CLASSES = {tf.VariableSynchronization.ON_WRITE: RankMirroredVariable,
 
 
 def create(strategy: tf.distribute.Strategy, device: str, next_creator: Callable, **kwargs: Any) -> DistributedVariable:
-    """Create a variable in the strategy's scope. Collective: every rank creates the same ones in the same order.
+    """Create a variable in the strategy's scope. Collective: all ranks create the same variables in the same order.
 
-    Not where one rank writes a file without the others. Keras creates an optimizer there, to list an optimizer's
-    attributes, and drops it.
+    Local while one rank writes a file without the others: Keras then creates an optimizer to list the attributes, and
+    drops it.
     """
     if not files.in_alone():
         kwargs["initial_value"] = _of_first_rank(kwargs["initial_value"], kwargs.get("dtype"), kwargs.get("name"))
@@ -91,7 +91,7 @@ def create(strategy: tf.distribute.Strategy, device: str, next_creator: Callable
 
 def create_alone(strategy: tf.distribute.Strategy, device: str, next_creator: Callable,
                  **kwargs: Any) -> DistributedVariable:
-    """As `create`, but with this rank's own initial value. Not collective."""
+    """Create a variable like `create`, but with this rank's own initial value. Local."""
     def component(**kwargs: Any) -> list[tf.Variable]:
         with tf.device(device):
             return [next_creator(**kwargs)]
@@ -100,7 +100,7 @@ def create_alone(strategy: tf.distribute.Strategy, device: str, next_creator: Ca
 
 
 def _of_first_rank(initial: Initial, dtype: tf.DType | None, name: str | None) -> Initial:
-    """Rank 0's initial value: a function that broadcasts it; for a tensor of a graph, the broadcast tensor."""
+    """Return a function that broadcasts rank 0's initial value; for a graph tensor, return the broadcast tensor."""
     if initial is None:  # A SavedModel is being loaded, and each variable gets its value later, from the file.
         return None
     if isinstance(initial, tf.Tensor) and not hasattr(initial, "numpy"):

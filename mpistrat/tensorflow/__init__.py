@@ -42,7 +42,7 @@ from .ops import (
     grouped_allreduce,
     join,
 )
-from .pin_gpu import init as init  # as the two of objects, in place of that of api.common
+from .pin_gpu import init as init  # replaces api.common's, as do the two functions of objects
 from .pin_gpu import pin_gpu
 from .query_ops import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
@@ -65,7 +65,7 @@ __all__ = [
 __all__ += common.__all__
 
 # There is nothing to convert in mpistrat, and AutoGraph needs seconds at the first trace to find that out. TensorFlow
-# itself has it convert what the user gives to `run` or `merge_call`.
+# itself makes AutoGraph convert the user's functions for `run` or `merge_call`.
 _autograph.CONVERSION_RULES = (_autograph.DoNotConvert("mpistrat"), *_autograph.CONVERSION_RULES)
 _annotations.add(_tf.profiler.experimental.Trace, _is_profiled)  # Shows reductions in TensorFlow's profiler.
 _freeze_libraries()

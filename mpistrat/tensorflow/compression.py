@@ -16,7 +16,7 @@ from .async_op import call_site
 
 logger = logging.getLogger(__name__)
 
-_told: list[str] = []  # the formats of which it was said that they change nothing
+_told: list[str] = []  # the formats for which the warning that they have no effect was logged
 
 
 class Compressor:
@@ -34,7 +34,7 @@ class Compressor:
 
 
 def require_compression(compression: object) -> None:
-    """Raise InvalidRequestError unless it is one of Compression, or a class with the methods of Compressor."""
+    """Raise InvalidRequestError unless `compression` is one of Compression, or a class with Compressor's methods."""
     if not (isinstance(compression, type) and hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise InvalidRequestError("compression must be one of Compression, for example hvd.Compression.int8. Received: "
                                   f"{compression!r}")
@@ -81,26 +81,26 @@ class BF16Compressor(_CastCompressor):
 
 
 class Int8Compressor(NoneCompressor):
-    """A quarter of the bytes of float32 between hosts: whole numbers, with a scale for each 256 of them.
+    """A quarter of the bytes of float32 between hosts: 8-bit integers, with one scale for each 256 integers.
 
-    Does not change tensors: the engine sends them so.
+    `compress` does not change tensors: the engine converts the values when it sends them.
     """
 
 
 class _Choices(type):
     def __getattr__(cls, name: str) -> Any:
-        raise AttributeError(f"Compression has no {name!r}. There are: Compression."
+        raise AttributeError(f"Compression has no attribute {name!r}. Use one of Compression."
                              f"{', '.join(each for each in vars(cls) if isinstance(vars(cls)[each], type))}.")
 
 
 class Compression(metaclass=_Choices):
     """The choices: `Compression.none`, `fp16`, `bf16` and `int8`.
 
-    With fp16 and bf16 the CPU sums in float32 in any case, a GPU in the dtype in which gradients are sent.
+    With fp16 and bf16 a CPU still sums in float32; a GPU sums in the dtype in which gradients are sent.
 
-    int8 changes only what hosts send each other: each host's own sum, in float32. On one host, and for what is not a
-    sum or an average of floating-point tensors by an all-reduce, it changes nothing; nor for less than 16 KiB at a time
-    and for `tf.IndexedSlices`. Error feedback adds the rounding error of a gradient to the next gradient of the same
+    int8 compresses only the data between hosts, and each host still sums in float32. int8 has an effect only on an
+    all-reduce of floating-point tensors with Sum or Average, of at least 16 KiB at a time. It has no effect on one host
+    and on `tf.IndexedSlices`. Error feedback adds the rounding error of a gradient to the next gradient of the same
     variables, and takes up to 4 bytes of host memory for each value.
     """
 
@@ -113,11 +113,11 @@ class Compression(metaclass=_Choices):
     def error_feedback(process_set: ProcessSet = global_process_set) -> dict[str, np.ndarray]:
         """Return the error feedback of int8 on all ranks, for a checkpoint. Collective.
 
-        Call it between two steps. Files of the model lack the error feedback; a commit of an elastic job has it.
+        Call it between two steps. A saved model does not contain the error feedback; a commit of an elastic job does.
 
         Returns:
-            Flat float32 arrays by the names of collectives, the same on all ranks. On one host: the arrays that were
-            restored.
+            A dict from the names of collectives to flat float32 arrays, the same on all ranks. On one host, the arrays
+            that were restored.
         """
         feedback = resolved(process_set).group("error_feedback").feedback
         return {name: array_ops.allreduce(own, op=Sum, name=f"error feedback of {name}", process_set=process_set)
@@ -126,7 +126,7 @@ class Compression(metaclass=_Choices):
     @staticmethod
     def restore_error_feedback(errors: Mapping[str, np.ndarray],
                                process_set: ProcessSet = global_process_set) -> None:
-        """Begin the next step with the result of `error_feedback`. On all ranks, whose number may be another one."""
+        """Begin the next step with the result of `error_feedback`. Call on all ranks; their number may have changed."""
         feedback = resolved(process_set).group("restore_error_feedback").feedback
         if feedback is not None:
             feedback.restore(errors)
@@ -135,12 +135,12 @@ class Compression(metaclass=_Choices):
 class Compressed:
     """Dense tensors, compressed.
 
-    fp16 and bf16 do not cast tensors on a GPU in the graph: the kernel that packs them into a fusion buffer casts them.
+    With fp16 and bf16 the graph does not cast tensors on a GPU: the kernel that packs the fusion buffer casts them.
 
     Args:
         tensors: The tensors.
         compression: One of Compression.
-        by_host: Whether tensors on a GPU are going to be copied to the host, which casts nothing.
+        by_host: Whether tensors on a GPU will be copied to the host, a copy that casts nothing.
 
     Attributes:
         tensors: The tensors to reduce.
@@ -160,8 +160,8 @@ class Compressed:
             topology = runtime.group_of("compression", process_set).topology
             if len(topology.hosts) == 1 and topology.rank == 0 and not _told:
                 _told.append(self.wire_dtype)
-                logger.warning("mpistrat: Compression.%s changes nothing here: it is for what hosts send each other, "
-                               "and all ranks run on one.", self.wire_dtype)
+                logger.warning("mpistrat: Compression.%s has no effect here: it compresses the data between hosts, and "
+                               "all ranks run on one host.", self.wire_dtype)
             return
         is_cast = compression in (Compression.fp16, Compression.bf16)
         is_on_gpu = call_site.are_on_gpu if tf.executing_eagerly() else call_site.device_of

@@ -1,14 +1,14 @@
 """Checks of the first reductions of gradients: the ranks train the same weights, and not all on the same data.
 
 With each of the first reductions a rank sends digests of its weights and of its local gradients, without waiting for
-those of the others. They have arrived when a later reduction begins, because each rank sends them before its gradients.
-Then the rank decides. All ranks have the same digests, so all decide the same. Whether a rank sends depends on the
-number of reductions only, which is the same on all ranks.
+the digests of the other ranks. The digests have arrived when a later reduction begins, because each rank sends digests
+before gradients. Then each rank decides. All ranks have the same digests, so all ranks decide the same. Whether a rank
+sends digests depends only on the number of reductions, which is the same on all ranks.
 
-- Weights that differ are an error before the third step. A difference before the first step is none: models without an
-  Input layer, and loops as in Horovod's examples, broadcast after it.
+- Weights that differ are an error before the third step. A difference before the first step is no error: models without
+  an Input layer, and loops as in Horovod's examples, broadcast after the first step.
 - Gradients with the same bits on all ranks in two steps, from the same weights, mean that the batches are the same, or
-  that a tape has reduced them before an optimizer does. That is a warning. It is none while other gradients differ: the
+  that a tape has reduced the gradients before an optimizer does. The rank warns, unless other gradients differ: the
   generator of a GAN may get the same noise on all ranks, and its discriminator other images.
 
 Called by the gradient reducers, the callbacks and fit.
@@ -48,7 +48,7 @@ _WINDOW = 8
 _OF_GRAPHS = 24  # where the first gap is
 _RANK_BYTES = 4
 _NOTHING = bytes(DIGEST_BYTES)  # the digest of gradients that are all zero, or not finite: they may well be equal
-# Digests of an earlier step are there already, unless steps overlap. Then the check is left out.
+# Digests of an earlier step have arrived, unless steps overlap. Then the check is left out.
 _WAIT_S = 1.0
 
 SHARD = "x, y = hvd.shard(x, y)"
@@ -74,10 +74,10 @@ class FirstSteps:
     """The digests of the first reductions of an optimizer, or of all tapes.
 
     Args:
-        name: The same on all ranks.
-        is_of_tapes: There may be several in a step, or a new one in each step. Reductions for other variables are
-            looked at on their own.
-        way_out: How each rank gets data of its own, for the warning.
+        name: The name of the optimizer or the purpose of the tapes, the same on all ranks.
+        is_of_tapes: Whether tapes reduce. A step may use several tapes, or a new tape. Reductions of different lists
+            of variables are checked separately.
+        way_out: For the warning: the code by which each rank gets different data.
     """
 
     def __init__(self, name: str, process_set: ProcessSet = global_process_set, is_of_tapes: bool = False,
@@ -99,8 +99,8 @@ class FirstSteps:
     def observer(self, variables: Sequence[Variable], labels: Sequence[str], may_read: bool = True) -> Observer | None:
         """The function to call with this rank's gradients before they are reduced; None if there is nothing to check.
 
-        It raises MismatchError, on every rank, when the ranks train different weights. `may_read`: no variable changes
-        before its gradient is reduced. Otherwise weights are not compared.
+        The function raises MismatchError, on every rank, if the ranks train different weights. `may_read`: Whether no
+        variable changes before its gradient is reduced. If False, weights are not compared.
         """
         if self.is_done or not runtime.current().settings.is_checked:
             return None
@@ -111,9 +111,9 @@ class FirstSteps:
         return partial(self._observe, [weakref.ref(v) for v in variables], labels, may_read, in_graph)
 
     def conclude(self) -> None:
-        """Decide now, if an epoch ends after two or three steps. All ranks call it, after as many reductions.
+        """Decide now, for an epoch of two or three steps. All ranks must call it after the same number of reductions.
 
-        Raises MismatchError: On every rank, when the ranks train different weights.
+        Raises MismatchError: On every rank, if the ranks train different weights.
         """
         if not self._has_joined and not self.is_done:
             self._require_equal_weights()
@@ -155,12 +155,12 @@ class FirstSteps:
         self._exchanges.clear()
 
     def _index_of(self, variables: Sequence["weakref.ref[Variable]"]) -> int:
-        """The number of this list of variables, in the order of their first reductions."""
+        """The index of this list among all lists of variables, in the order of their first reductions."""
         if not self._is_of_tapes:
             self._lists = [variables]
             return 0
         for index, known in enumerate(self._lists):
-            # While it is kept, there is one reference to an object, also when the object is gone.
+            # While a weakref.ref is kept, it is the only one of its object, even after the object was deleted.
             if len(known) == len(variables) and all(map(is_, known, variables)):
                 return index
         self._lists.append(variables)
@@ -196,11 +196,11 @@ class FirstSteps:
         if self._group.topology.rank or not is_same_data(received):
             return
         apart = [(other, other._lists[there]) for other in list(_all) for there in other._lists_that_differ()]
-        own = set(map(id, self._lists[index]))  # While they are kept, there is one reference to an object.
+        own = set(map(id, self._lists[index]))  # Each object has only one weakref.ref, see _index_of.
         if not self._is_of_tapes and any(other._is_of_tapes and own <= set(map(id, variables))
                                          for other, variables in apart):
             _warn_once("gradients are reduced twice: by a DistributedGradientTape, and then by a DistributedOptimizer. "
-                       "Keep one of them: the optimizer that was wrapped applies the gradients of the tape.")
+                       "Keep only one: apply the gradients of the tape with the optimizer that was wrapped.")
         elif not apart:
             warn_of_equal_data("their gradients had the same bits in the first steps", self._way_out)
 
@@ -232,7 +232,7 @@ def _warn_once(sentence: str) -> None:
 
 
 def differing(digests: Sequence[Digests]) -> list[int]:
-    """The numbers of the variables that are not the same on all ranks; [] if the ranks cannot be compared."""
+    """The indices of the variables that differ among the ranks; [] if the ranks cannot be compared."""
     if len({len(of_rank) for of_rank in digests}) != 1:
         return []
     return [i - 1 for i in range(1, len(digests[0])) if len({of_rank[i] for of_rank in digests}) > 1]
@@ -248,7 +248,7 @@ def is_same_data(received: Sequence[Sequence[Digests]]) -> bool:
 
 
 def has_other_data(received: Sequence[Sequence[Digests]]) -> bool:
-    """Whether the gradients of the same weights differed among the ranks. `received` is that of is_same_data."""
+    """Whether the gradients of the same weights differed among the ranks. `received`: As for is_same_data."""
     return any(len(found) > 1 for found in _gradients(received))
 
 
@@ -261,9 +261,9 @@ def _gradients(received: Sequence[Sequence[Digests]]) -> list[set[bytes]]:
 
 
 def describe_differing(labels: Sequence[str], digests: Sequence[Digests], ranks_of: Sequence[int] = ()) -> str:
-    """Which variables differ, and among which ranks. At least one does.
+    """A text that says which variables differ, and among which ranks. At least one variable must differ.
 
-    `ranks_of` has the rank of each in the job; () means in order.
+    `ranks_of`: The rank in the job for each element of `digests`; () means 0, 1, 2 and so on.
     """
     different = differing(digests)
     groups: dict[bytes, list[int]] = {}
@@ -277,19 +277,19 @@ def describe_differing(labels: Sequence[str], digests: Sequence[Digests], ranks_
 
 
 def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of: Sequence[int] = ()) -> str:
-    """The error of ranks that train different weights. The arguments are those of describe_differing."""
+    """The text of the error of ranks that train different weights. The arguments are those of describe_differing."""
     return (f"the ranks train different weights: {describe_differing(labels, digests, ranks_of)}"
             " Broadcast them before training: add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks "
             "of fit, or call hvd.broadcast_variables(model.weights, root_rank=0) before a loop of your own; in a "
-            "session add hvd.BroadcastGlobalVariablesHook(0), or run hvd.broadcast_global_variables(0). A "
-            "variable that each rank has for itself is exempt with register_local_var (of the optimizer) or "
-            "register_local_source (of the tape). If each rank adapts the weights on purpose before the gradient, as "
-            "in MAML, give check_weights=False to DistributedGradientTape or DistributedOptimizer. "
-            "MPISTRAT_CHECK_ACTION=off leaves out this check.")
+            "session add hvd.BroadcastGlobalVariablesHook(0), or run hvd.broadcast_global_variables(0). "
+            "Exempt a variable that is local to each rank with register_local_var (of the optimizer) or "
+            "register_local_source (of the tape). If each rank changes the weights on purpose before the gradient, as "
+            "in MAML, pass check_weights=False to DistributedGradientTape or DistributedOptimizer. "
+            "MPISTRAT_CHECK_ACTION=off switches this check off.")
 
 
 def by_rank(rows: np.ndarray) -> list[Digests]:
-    """The digests of each rank, from the gathered rows, which begin with their rank."""
+    """The digests of each rank, from the gathered rows. Each row begins with its rank."""
     found: dict[int, Digests] = {}
     for row in rows:
         found.setdefault(int.from_bytes(row[:_RANK_BYTES].tobytes(), "little"), []).append(row[_RANK_BYTES:].tobytes())
@@ -340,9 +340,9 @@ def _forget(key: int, _: object) -> None:
 
 
 def read_alone(variables: Sequence[Variable], reader: str) -> list[Variable]:
-    """Those of the variables that no other reducer than `reader` reads in a graph. Local.
+    """The variables of this list that only the reducer `reader` reads in a graph. Local.
 
-    Nothing orders a callback that reads a variable for one optimizer and what another one does to it in the same step.
+    Nothing orders a callback that reads a variable for one optimizer, and another optimizer's change in the same step.
     """
     for variable in variables:
         key = id(variable)

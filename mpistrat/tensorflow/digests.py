@@ -1,10 +1,10 @@
 """digest_of: eight bytes of an array, by which ranks compare weights and gradients. Local.
 
-The array is divided into parts of 509 * 521 words of 64 bits. Of each part there are two tables of sums: of the words
-whose places in it have the same remainder by 509, and by 521. These numbers are prime. So by the Chinese remainder
-theorem two words of a part have at most one sum in common, and no change of one or of two words, by other values or
-because they change places, leaves all sums as they were. Blocks that change places are many such pairs: some sum
-differs, unless the block itself repeats after 509 words and the distance is a multiple of 521 words, or the reverse.
+The array is divided into parts of 509 * 521 words of 64 bits. Each part has two tables of sums: over the words whose
+positions in the part are equal modulo 509, and modulo 521. These numbers are prime. So by the Chinese remainder theorem
+two words of a part have at most one sum in common. A change of one or two words, or a swap of two words, changes at
+least one sum. A swap of two blocks swaps many pairs of words: some sum changes, unless the block itself repeats after
+509 words and the distance is a multiple of 521 words, or the reverse.
 """
 
 import hashlib

@@ -39,7 +39,7 @@ __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TensorFlow
 __getattr__ = missing_names.explain(__name__)
 
 
-# Each returns the states of an optimizer, and of those in it, that are divided among the ranks.
+# Functions that return the states of an optimizer and of its inner optimizers that are divided among the ranks.
 divided_states: list[Callable[[object], list[Any]]] = []
 
 
@@ -47,13 +47,13 @@ class TensorFlowState(ObjectState):
     """Variables and Python objects that are the state of a training script.
 
     In an elastic job every MPISTRAT_CHECK_EVERY-th commit first compares the trainable variables of all ranks, except
-    those that an optimizer or a tape leaves to each rank. MPISTRAT_CHECK_ACTION chooses between error and warning.
-    Each commit of such a job has the error feedback of Compression.int8.
+    variables that were registered as local to each rank. MPISTRAT_CHECK_ACTION chooses between error and warning.
+    Each commit of an elastic job also contains the error feedback of Compression.int8.
 
     Args:
         variables: tf.Variables or Keras variables, the same ones in the same order on all ranks.
-        session: The session of tf.compat.v1 that has the variables; default: the session of the `with` block, if any.
-            `variables` then defaults to all global variables of its graph, which commits do not compare.
+        session: The tf.compat.v1 session that has the variables; default: the session of the `with` block, if any.
+            With a session, `variables` defaults to all global variables of its graph, and commits do not compare them.
         kwargs: Python objects, see ObjectState.
 
     Raises:
@@ -67,8 +67,8 @@ class TensorFlowState(ObjectState):
             with self._session.graph.as_default():
                 variables = tf.compat.v1.global_variables()
         if not variables:
-            raise ValueError("TensorFlowState needs a list of variables, since TensorFlow 2 has no collection of all: "
-                             "TensorFlowState([*model.variables, *optimizer.variables], epoch=0)")
+            raise ValueError("TensorFlowState needs a list of variables. Write "
+                             "TensorFlowState([*model.variables, *optimizer.variables], epoch=0).")
         self._variables = list(variables)
         self._errors: dict[str, np.ndarray] | None = None  # Compression.error_feedback() of the last commit.
         super().__init__(**kwargs)
@@ -98,8 +98,8 @@ class TensorFlowState(ObjectState):
         values = snapshot["variables"]
         shapes = [tuple(value.shape) for value in values]
         if shapes != [tuple(variable.shape) for variable in self._variables]:
-            raise ElasticError(f"the commit has {len(values)} variables, which do not fit the {len(self._variables)} "
-                               "of this state: the script has changed since it was made.")
+            raise ElasticError(f"the commit has {len(values)} variables, which do not match the {len(self._variables)} "
+                               "variables of this state in number or shapes. The script has changed since the commit.")
         self._assign(values)
         self._restore_errors(snapshot["errors"])
         super()._take(snapshot)
@@ -111,7 +111,7 @@ class TensorFlowState(ObjectState):
             Compression.restore_error_feedback(self._errors)
 
     def _compare(self, number: int) -> bool:
-        """Also gather the error feedback of 8-bit numbers. A single rank keeps the feedback of its last commit."""
+        """Also gather the error feedback of int8. The only rank of a job keeps the feedback of its last commit."""
         settings = runtime.current().settings
         if runtime.current().topology.size > 1:
             self._errors = Compression.error_feedback()
@@ -131,7 +131,7 @@ class TensorFlowState(ObjectState):
 
 
 class Averaging(Protocol):
-    """What averages the weights of ranks that train by themselves: LocalSGD and DiLoCo of mpistrat.keras.callbacks."""
+    """A callback that averages the weights of ranks: LocalSGD or DiLoCo of mpistrat.keras.callbacks."""
 
     @property
     def variables(self) -> list[Any]: ...
@@ -145,11 +145,11 @@ class TensorFlowKerasState(TensorFlowState):
     """A Keras model, its optimizer, and Python objects that are the state of a training script.
 
     Args:
-        model: A model that has its weights already.
-        optimizer: Default: the one that the model was compiled with. Its variables are created if they do not exist.
+        model: A model whose weights have been created.
+        optimizer: Default: the optimizer of `model.compile`. Its variables are created if they do not exist.
         backend: Accepted for compatibility with Horovod, ignored.
         averaging: The hvd.callbacks.LocalSGD or DiLoCo with which the model is trained. In an elastic job the ranks
-            synchronise before a commit, which has the state of the callback, too.
+            synchronise before each commit. The commit also contains the state of the callback.
         kwargs: Python objects, see ObjectState.
 
     Raises:
@@ -159,8 +159,8 @@ class TensorFlowKerasState(TensorFlowState):
     def __init__(self, model: Any, optimizer: Any = None, backend: object = None, averaging: Averaging | None = None,
                  **kwargs: Any):
         if not model.built or not model.weights:
-            raise ValueError("the model has no weights yet. Call model.build(input_shape), or give it an Input layer, "
-                             "before its state is made.")
+            raise ValueError("the model has no weights yet. Call model.build(input_shape), or add an Input layer, "
+                             "before TensorFlowKerasState(model).")
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         if self.optimizer is not None:
@@ -192,10 +192,10 @@ class TensorFlowKerasState(TensorFlowState):
         return "the state of the sharded optimizer is divided among the ranks anew" if self._divided else ""
 
     def _compare(self, number: int) -> bool:
-        """Also give all ranks the mean of their sums of gradients that wait for an update, which is the same update.
+        """Also average the accumulated gradients over the ranks, which does not change the next update.
 
-        Each rank has sums of its own rows, and new processes get those of one rank. The state of a sharded optimizer is
-        gathered, so that the commit of each rank has that of a rank that is lost.
+        Each rank has accumulated gradients of its own rows, but new processes get those of a single rank. The state of
+        a sharded optimizer is gathered too, so that the commit of every rank has the state of a rank that is lost.
         """
         has_changed = self._averaging is not None and self._averaging.before_commit()
         has_changed = super()._compare(number) or has_changed
@@ -213,10 +213,10 @@ class TensorFlowKerasState(TensorFlowState):
         return has_changed
 
     def _waiting_gradients(self) -> dict[ReduceOp, list[Any]]:
-        """The variables in which Keras accumulates gradients, by the operation that makes one of those of all ranks.
+        """The variables in which Keras accumulates gradients, by the operation that reduces them over the ranks.
 
-        Where the gradient is the weight's next value, Keras accumulates the largest. Weights that each rank has for
-        itself are left out.
+        For a weight with overwrite_with_gradient Keras accumulates the largest gradient, so the operation is Max.
+        Weights that are local to each rank are left out.
         """
         found: dict[ReduceOp, list[Any]] = {}
         for weight, variable in accumulators_among(self._variables, self.model.trainable_variables):

@@ -1,7 +1,7 @@
 """Whether all ranks have the same weights, by digests that are compared in one all-reduce of 32 bytes. Collective.
 
-fit calls it within epochs and when they end, elastic states in a commit, and MPIStrategy when training begins. A
-difference is an error; once training has begun MPISTRAT_CHECK_ACTION may say otherwise.
+fit calls it within epochs and at their end, elastic states in a commit, and MPIStrategy when training begins. A
+difference is an error; after training has begun, MPISTRAT_CHECK_ACTION may make it a warning.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ from .graph.cpu import to_array
 logger = logging.getLogger(__name__)
 
 # Ranks on different processors, or with other numbers of threads, may round differently, and atomic additions of a GPU
-# have no fixed order. Differences of this part of the largest absolute value are taken for that; in half precision it
-# is 13 units of bfloat16.
+# have no fixed order. Differences up to this part of the largest absolute value count as rounding; in half precision
+# that is 13 units of bfloat16.
 _ROUNDING, _ROUNDING_OF_HALVES = 1e-4, 0.1
 
 CAUSES = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; an "
-          "optimizer of the model that is no hvd.DistributedOptimizer; code that loads or assigns weights on some "
-          "ranks only, without hvd.broadcast_variables(model.weights, root_rank=0) after it. A variable that each "
-          "rank has for itself is exempt with register_local_var of the optimizer.")
+          "optimizer of the model that is not a hvd.DistributedOptimizer; code that loads or assigns weights on some "
+          "ranks only, without hvd.broadcast_variables(model.weights, root_rank=0) after it. Exempt a variable that is "
+          "local to each rank with register_local_var of the optimizer.")
 
 _has_warned = False
 
@@ -42,21 +42,21 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
                           process_set: ProcessSet = global_process_set, suspects: str = "",
                           causes: str = CAUSES, action: str = "abort",
                           rates: tuple[bytes, Callable[[], None]] = (b"", lambda: None)) -> None:
-    """Check that all ranks have the same values. Collective. It copies no CPU tensor.
+    """Check that all ranks have the same values. Collective. CPU tensors are not copied.
 
     If the values differ by rounding only, the first rank logs a warning, once in this process.
 
     Args:
-        variables: Keras variables or tf.Variables; on all ranks as many, in the same order.
-        name: Begins the names of the collectives.
-        place: When this is, for messages: "at the end of epoch 3".
-        suspects: A sentence on what may be the cause in this training, for the message.
-        causes: The usual causes, and the way out.
-        action: What a difference is. "abort": an error. "warn": a warning of the first rank.
-        rates: Other values that must be equal, as bytes, and what all ranks call if they are not. It may be collective.
+        variables: Keras variables or tf.Variables; the same number in the same order on all ranks.
+        name: The beginning of the names of the collectives.
+        place: The time of the check, for messages: "at the end of epoch 3".
+        suspects: A sentence about probable causes in this training, for the message.
+        causes: The usual causes and their remedies, for the message.
+        action: "abort": a difference is an error. "warn": a difference is a warning of the first rank.
+        rates: Other values that must be equal, as bytes, and a function, maybe collective, that all ranks call if not.
 
     Raises:
-        MismatchError: On every rank, when values differ and the action is "abort", or their number or shapes differ.
+        MismatchError: On every rank, if values differ and `action` is "abort", or if their number or shapes differ.
     """
     with SynchronousExecution():
         arrays = [to_array(tf.convert_to_tensor(variable)) for variable in variables]
@@ -89,7 +89,7 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     problem = f"{place} the ranks have different weights, so they no longer train one model: {where} " \
         f"{suspects}{' ' if suspects else ''}Usual causes: {causes}"
     if action == "abort" or not have_same_shapes:
-        raise MismatchError(f"{problem} MPISTRAT_CHECK_ACTION=off leaves out this check.")
+        raise MismatchError(f"{problem} MPISTRAT_CHECK_ACTION=off switches this check off.")
     if process_set.rank() == 0:
         logger.warning("mpistrat: %s Training goes on with them, because MPISTRAT_CHECK_ACTION is warn.", problem)
 
@@ -105,7 +105,7 @@ def _warn_of_rounding(place: str, where: str, process_set: ProcessSet) -> None:
 
 
 def _differs_by_rounding(array: np.ndarray, name: str, process_set: ProcessSet) -> bool:
-    """Whether a weight has almost the same values on all ranks. The same result on all of them. Collective."""
+    """Whether a weight has almost the same values on all ranks. All ranks get the same result. Collective."""
     if array.dtype.kind in "iubc":
         return False
     is_half = array.dtype.itemsize <= 2

@@ -1,9 +1,9 @@
-"""Files under a strategy: a file that all ranks write is written once, and all ranks wait until it is there.
+"""Files under a strategy: a file that all ranks write is written once, and all ranks wait until the file exists.
 
 All ranks call `write_once`, and the chief writes. Then the ranks exchange their paths and errors, so that an error is
-raised on all of them, whichever of these functions they have called. Ranks that name a different path write that file
-themselves. So does one rank of each host that does not see the chief's file: hosts need no common file system, as long
-as each finds the file under the same path.
+raised on all ranks, whichever of these functions they have called. Ranks that name a different path write that file
+themselves. On each host that does not see the chief's file, one rank writes it too: hosts need no common file system,
+as long as each host finds the file under the same path.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ T = TypeVar("T")
 class FileStatus:
     """The status of a file on one rank."""
 
-    path: str = ""  # Its absolute path; "" if this is about no file.
-    # The error there was: errno or None, whether it is an OSError, and the text.
+    path: str = ""  # The absolute path of the file; "" without a file.
+    # The error of this rank: errno or None, whether it is an OSError, and the text.
     error: tuple[int | None, bool, str] | None = None
-    # Time of change and size of the file, as this rank sees it; None if there is none.
+    # Time of change and size of the file, as this rank sees it; None if there is no file.
     stamp: tuple[int, int] | None = None
     value: Any = None  # Anything else to send to the other ranks.
 
@@ -55,11 +55,11 @@ def is_alone() -> bool:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """A context for what one rank does without the others: nothing in it is a collective of the strategy.
+    """A context for work of one rank without the others: nothing in it is a collective of the strategy.
 
-    write_once only calls its function, new variables get this rank's initial value, and a variable that is aggregated
-    when it is read has the value that `known` was given, or else this rank's. Anything else that would wait for the
-    other ranks is an error.
+    write_once only calls its function, and new variables get this rank's initial value. A variable that is aggregated
+    when it is read has the value that was passed to `known`, or else this rank's value. Anything else that would wait
+    for the other ranks is an error.
     """
     before, _state.alone = _state.alone, True
     try:
@@ -88,12 +88,12 @@ def write_once(path: str, write: Callable[[], object], prepare: Callable[[int], 
 
     Args:
         path: The file or directory, on this rank.
-        write: Writes it; must not be collective.
+        write: Writes the file; must not be collective.
         prepare: Called with a rank on all ranks, before that rank writes; may be collective.
 
     Raises:
-        OSError: On every rank, when a rank could not write.
-        CollectiveError: On the other ranks, when a rank has had another error.
+        OSError: On every rank, if a rank could not write.
+        CollectiveError: On the other ranks, if `write` has raised another error on a rank.
     """
     if is_alone():
         write()
@@ -133,7 +133,7 @@ def writes_too(rank: int, paths: Sequence[str], local_ranks: Sequence[int], sees
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Call `action` in `alone`. Returns its result, or its error, to be raised once the other ranks have it too."""
+    """Call `action` in `alone`. Returns its result and its error; raise the error when the other ranks know of it."""
     try:
         with alone():
             return action(), None
@@ -147,7 +147,7 @@ def exchange_status(error: Exception | None = None, path: str = "", value: objec
 
     Args:
         error, path, value: This rank's FileStatus.
-        name: The name of the collective; None for that of a strategy.
+        name: The name of the collective; None: the name for files of a strategy.
         process_set: The ranks that take part.
 
     Returns:

@@ -37,9 +37,9 @@ class GradientGroups:
     """Divides lists of gradients into groups.
 
     Args:
-        groups: A number of groups of about the same number of gradients, in their order; or lists of variables, whose
-            gradients are a group each. The gradients of other variables are one more group. None: all are one group.
-        num_groups: Deprecated form of a number; 0 means None.
+        groups: A number: that many groups, of about equal numbers of gradients, in order. Lists of variables: a group
+            for the gradients of each list, and one group for the gradients of all other variables. None: one group.
+        num_groups: Deprecated form of `groups` as a number; 0 means None.
 
     Raises:
         InvalidRequestError: `groups` is neither None, a positive number nor a list of lists of variables.
@@ -49,8 +49,8 @@ class GradientGroups:
         is_valid = (groups is None and num_groups >= 0) or (isinstance(groups, int) and groups > 0) or (
             isinstance(groups, list | tuple) and all(isinstance(group, list | tuple) for group in groups))
         if not is_valid:
-            raise InvalidRequestError("groups should be a non-negative integer or a list of list of variables, and not "
-                                      f"0. Received: groups={groups!r}, num_groups={num_groups!r}")
+            raise InvalidRequestError("groups should be a positive integer or a list of lists of variables. "
+                                      f"Received: groups={groups!r}, num_groups={num_groups!r}")
         self._count = groups if isinstance(groups, int) else num_groups
         self._sets = [] if groups is None or isinstance(groups, int) else [IdentitySet(group) for group in groups]
 
@@ -64,7 +64,7 @@ class GradientGroups:
         return not self._sets and self._count <= 1
 
     def divide(self, variables: Sequence[object]) -> list[list[int]]:
-        """The indices of the variables in each group that has any, as lists. Local."""
+        """Return for each group that is not empty the indices of its variables. Local."""
         indices = range(len(variables))
         if not self._sets:
             count = min(max(self._count, 1), len(indices))
@@ -83,22 +83,22 @@ class GradientOptions:
     groups: GradientGroups = field(default_factory=GradientGroups)  # Which gradients are reduced together.
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequestError."""
+        """Raises InvalidRequestError if `compression` is not a compressor."""
         require_compression(self.compression)
 
 
 def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,
                      variables: Sequence[Variable] = (),
                      exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
-    """Return the reduced gradients, and after them the reduced tensors of `exact`. Collective.
+    """Return the reduced gradients, followed by the reduced tensors of `exact`. Collective.
 
     Args:
         gradients: Dense tensors or tf.IndexedSlices; no None. At least one if there is an `exact` tensor.
-        spec: How to reduce them. The observer is called before they are reduced, in a graph with those of the first
-            collective.
+        spec: How to reduce the gradients. The observer is called before the reduction, in a graph with the gradients of
+            the first collective.
         options: How to send the gradients.
-        variables: Those of the gradients, for groups that are lists of variables.
-        exact: As in list_ops.reduce_tensors. They go with the group that is reduced last.
+        variables: The variables of the gradients, for groups that are lists of variables.
+        exact: As in list_ops.reduce_tensors. They are reduced with the last group.
     """
     # XLA adds the rows of slices on a GPU by atomic additions, in another order on each rank, unless ours are the last.
     is_dense = options.sparse_as_dense or (tf.IndexedSlices in map(type, gradients) and xla.device_here() != HOST)
@@ -127,8 +127,8 @@ class GradientReducer:
     """Averages (or sums) lists of gradients over the ranks. With one rank it does not change them.
 
     Args:
-        optimizer: The name of the optimizer whose gradients are reduced; None: those of a tape are.
-        options: How they are sent.
+        optimizer: The name of the optimizer whose gradients are reduced; None: the gradients of a tape are reduced.
+        options: How gradients are sent.
         op, gradient_predivide_factor, scale_local_gradients, process_set: As for DistributedGradientTape.
 
     Attributes:
@@ -164,13 +164,13 @@ class GradientReducer:
 
     @cached_property
     def checks(self) -> FirstSteps | None:
-        """What checks the first reductions; None: what is kept for the variables, as tapes need it."""
+        """The checks of the first reductions of an optimizer; None for a tape, see consistency.of_tapes."""
         return None if self.optimizer is None else FirstSteps(self.name, self.process_set)
 
     def register_local(self, variable: Variable) -> None:
         """Exclude this variable's gradients from the reduction."""
         self._local.add(variable)
-        setattr(variable, _IS_LOCAL, True)  # A tape is gone when an elastic state asks.
+        setattr(variable, _IS_LOCAL, True)  # A tape may have been deleted when an elastic state asks.
 
     @property
     def has_local(self) -> bool:
@@ -183,12 +183,12 @@ class GradientReducer:
                reduce_shared: Callable[..., list[Tensor]] = reduce_gradients) -> list[OptionalGradient]:
         """Return the reduced gradients of `variables`. Collective. None stays None.
 
-        Of variables that their gradient overwrites, the largest values of all ranks are returned. `reduce_shared`
-        reduces the others that are not local; it has the arguments of reduce_gradients.
+        For variables with overwrite_with_gradient, the largest values of all ranks are returned. `reduce_shared`
+        reduces the other gradients that are not local; its arguments are those of reduce_gradients.
 
         Raises:
-            InvalidRequestError: In a replica of MPIStrategy, which reduces gradients too.
-            MismatchError: On every rank, when the ranks train different weights.
+            InvalidRequestError: In a replica of MPIStrategy, which reduces gradients itself.
+            MismatchError: On every rank, if the ranks train different weights.
         """
         self.require_no_strategy()
         count_step(self.is_global)
@@ -210,7 +210,7 @@ class GradientReducer:
         labels = list(map(label_of, trained))
         observer = self._observer(purpose, number, trained, labels)
         name = names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
-        # What a tape returns may be differentiated; an optimizer applies it.
+        # Gradients of a tape may be differentiated; those of an optimizer are applied.
         spec = ReduceSpec(name, self._scaled, labels, shared, number, observer=observer,
                           has_gradient=self.optimizer is None)
         reduced = reduce_shared([results[i] for i in shared], spec, self._options, trained)
@@ -235,24 +235,24 @@ class GradientReducer:
     def require_no_strategy(self) -> None:
         if _is_under_mpi_strategy():
             raise InvalidRequestError("a DistributedOptimizer or DistributedGradientTape under MPIStrategy would "
-                                      "average gradients twice. Take the optimizer or the tape that it was made from.")
+                                      "average gradients twice. Use the plain optimizer or tf.GradientTape.")
 
     def all_true(self, value: tf.Tensor, purpose: str) -> tf.Tensor:
-        """Whether a boolean scalar is true on every rank of the process set. Collective."""
+        """Return whether a boolean scalar is true on every rank of the process set. Collective."""
         if not self.process_set.has_others():
             return value
         number = number_of(self.process_set, self.name)
         return all_true(value, names.of(f"{self.name}/{purpose}", number), number)
 
     def sum(self, values: tf.Tensor, purpose: str) -> tf.Tensor:
-        """The sum of a tensor over the ranks of the process set. Collective."""
+        """Return the sum of a tensor over the ranks of the process set. Collective."""
         number = number_of(self.process_set, self.name)
         spec = ReduceSpec(names.of(f"{self.name}/{purpose}", number), ScaledOp(Sum), process_set=number)
         return reduce_dense([values], spec)[0]
 
     def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable],
                   labels: Sequence[str]) -> Observer | None:
-        """What checks the reduction of the gradients of these sources, as long as there is something to check."""
+        """The observer that checks the reduction of these sources' gradients; None if there is nothing to check."""
         if self.checks is not None and self.checks.is_done:
             return None
         variables = [source for source in sources if hasattr(source, "assign")]  # A tape has tensors as sources too.
@@ -285,7 +285,7 @@ class GradientReducer:
 
 
 def observed_eagerly(gradients: Sequence[Tensor], spec: ReduceSpec) -> ReduceSpec:
-    """Outside of graphs, call the observer of a reduction, and return how to reduce without one."""
+    """In eager code call the observer of `spec`, and return `spec` without it. In a graph return `spec`."""
     if spec.observer is None or not tf.executing_eagerly():
         return spec
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
@@ -308,13 +308,13 @@ def warn_of_strategy(process_set: ProcessSet) -> None:
     name = type(tf.distribute.get_strategy()).__name__
     logger.warning("mpistrat: gradients are averaged over the ranks within a tf.distribute.%s, which knows nothing of "
                    "the other ranks: it divides each batch of this rank among the devices of this process, and counts "
-                   "steps and rows by itself. Take one of the two. In a script with a strategy of tf.distribute, write "
-                   "in its place: strategy = mpistrat.tensorflow.MPIStrategy(), and leave out the distributed "
-                   "optimizer or tape. In a script like Horovod's, leave out the strategy and its scope.", name)
+                   "steps and rows by itself. Use only one of the two. To keep a strategy, write strategy = "
+                   "mpistrat.tensorflow.MPIStrategy() instead, and leave out the distributed optimizer or tape. To "
+                   "keep the distributed optimizer or tape, leave out the strategy and its scope.", name)
 
 
 def is_local_of_any(variable: Variable) -> bool:
-    """Whether any optimizer or tape leaves this variable to each rank. Local."""
+    """Return whether a variable is registered with any optimizer or tape as local to each rank. Local."""
     # Not by hasattr, which may run a collective for a variable of a strategy.
     return any(_IS_LOCAL in getattr(each, "__dict__", ()) for each in (variable, getattr(variable, "value", None)))
 
@@ -337,7 +337,7 @@ def register_local_layers(layers: Layer | Sequence[Layer] | None, register: Call
     listed: list[Any] = list(layers) if isinstance(layers, list | tuple) else [] if layers is None else [layers]
     for layer in listed:
         if not hasattr(layer, "weights"):
-            raise InvalidRequestError(f"local_layers is a Keras layer or a list of layers. Received: {layer!r}")
+            raise InvalidRequestError(f"local_layers must be a Keras layer or a list of layers. Received: {layer!r}")
         if not layer.built:
             raise InvalidRequestError(f"local_layers: {getattr(layer, 'name', layer)} has no weights yet. Build the "
                                       "model first: give it an Input layer, or call it once.")

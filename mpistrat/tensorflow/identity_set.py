@@ -9,7 +9,7 @@ T = TypeVar("T")
 class IdentitySet(Generic[T]):
     """A set that compares objects by identity, in the order in which they were added.
 
-    It keeps them alive: the id of a deleted object may be reused.
+    The set keeps its members alive, since the id of a deleted object may be reused.
     """
 
     def __init__(self, members: Iterable[T] = ()):

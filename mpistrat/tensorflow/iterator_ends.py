@@ -1,7 +1,7 @@
-"""Iterators of tf.data end at once where other ranks wait: they have no thread that tunes them.
+"""Makes iterators of tf.data end at once, so that other ranks do not wait: the iterators have no autotuning thread.
 
 The destructor of an iterator waits for the thread that tunes the dataset. That thread may miss the request to end, and
-then sleeps on, for as long as the iterator is old, up to 60 s. Its loop is notified by a callback of StartCancel and
+then sleeps for as long as the iterator has existed, up to 60 s. Its loop is notified by a callback of StartCancel and
 asks IsCancelled(), which StartCancel sets only after its callbacks:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/framework/model.cc#L2563
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/framework/cancellation.cc#L84

@@ -1,6 +1,6 @@
-"""Keras 3 and Keras 2 (tf_keras): what their optimizers and weights have under other names, by one set of names.
+"""One set of functions for the optimizers and weights of Keras 3 and Keras 2 (tf_keras), whose attributes differ.
 
-By the names of classes and attributes, so that neither is imported here. Local.
+Classes and attributes are compared by name, so that this module imports neither Keras. Local.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ KERASES = ("keras", "tf_keras")  # The packages. tf.keras is one of them.
 
 
 class Optimizer(Protocol):
-    """What optimizers have, of Keras 3 or of Keras 2."""
+    """The attributes of optimizers of Keras 3 and Keras 2."""
 
     built: bool
     variables: Any
@@ -28,13 +28,13 @@ class Optimizer(Protocol):
     _variables: list[Variable]
 
     def build(self, variables: list[Variable]) -> None:
-        """Make the variables for these weights."""
+        """Create the optimizer's variables for these weights."""
 
     def _decayed_lr(self, dtype: tf.DType) -> object:
-        """The learning rate of the next step, of `legacy` ones."""
+        """Return the learning rate of the next step. Only of `legacy` optimizers."""
 
     def _create_all_weights(self, variables: list[Variable]) -> None:
-        """The same, of `legacy` ones."""
+        """As build. Only of `legacy` optimizers."""
 
 
 def is_keras2_in_use() -> bool:
@@ -44,12 +44,12 @@ def is_keras2_in_use() -> bool:
 
 
 def is_of_keras(value: object, *names: str) -> bool:
-    """Whether the class of a value, or a base of it, is one of these names of either Keras."""
+    """Whether the class of a value, or a base class, is a class of either Keras with one of these names."""
     return any(base.__name__ in names and package_of(base) in KERASES for base in type(value).__mro__)
 
 
 def is_keras2(value: object) -> bool:
-    """Whether a value is of a class of Keras 2, or of one of the user's that is derived from it. A class counts too."""
+    """Whether the class of a value, or `value` itself if it is a class, is one of Keras 2 or derived from one."""
     cls = value if isinstance(value, type) else type(value)
     return any(package_of(base) == "tf_keras" for base in cls.__mro__)
 
@@ -60,7 +60,7 @@ def package_of(cls: type) -> str:
 
 
 def is_optimizer(value: object) -> bool:
-    """Whether a value is an optimizer of either Keras. OptimizerV2 has Keras 2's `legacy` ones."""
+    """Whether a value is an optimizer of either Keras. OptimizerV2 is the base of Keras 2's `legacy` optimizers."""
     return is_of_keras(value, "Optimizer", "OptimizerV2")
 
 
@@ -74,7 +74,7 @@ def is_built(optimizer: Optimizer) -> bool:
 
 
 def build(optimizer: Optimizer, weights: list[Variable]) -> None:
-    """Make an optimizer's variables for these weights, unless it has them."""
+    """Create an optimizer's variables for these weights, unless they exist."""
     if is_built(optimizer):
         return
     with tf.init_scope():
@@ -85,7 +85,7 @@ def build(optimizer: Optimizer, weights: list[Variable]) -> None:
 
 
 def variables_of(optimizer: Optimizer) -> list[Variable]:
-    """The variables of an optimizer; a `legacy` one has a method. Keras 2 leaves out the scale of a loss."""
+    """The variables of an optimizer (a method if it is `legacy`), and the loss scale, which Keras 2 leaves out."""
     found = optimizer.variables
     state: Any = vars(optimizer).get("_loss_scale")
     scale = [state.current_loss_scale, state.counter] if hasattr(state, "current_loss_scale") else []
@@ -93,14 +93,14 @@ def variables_of(optimizer: Optimizer) -> list[Variable]:
 
 
 def steps_of(optimizer: Optimizer) -> Variable:
-    """The variable that counts an optimizer's steps: of Keras 3 all calls, of Keras 2 those that update weights."""
+    """The variable that counts an optimizer's steps: in Keras 3 all calls, in Keras 2 calls that update weights."""
     # Where gradients are accumulated, `iterations` of Keras 3 is a quotient. In its first versions it is the variable.
     is_variable = is_keras2(optimizer) or not hasattr(optimizer, "_iterations")
     return optimizer.iterations if is_variable else optimizer._iterations
 
 
 def accumulated_passes(optimizer: Optimizer) -> int:
-    """How many passes an optimizer accumulates for an update; 0 or 1 if it does not."""
+    """The number of passes that an optimizer accumulates for one update; 0 or 1 if it does not accumulate."""
     return getattr(optimizer, "gradient_accumulation_steps", None) or 0
 
 
@@ -123,7 +123,7 @@ def aggregation_of(variable: Variable) -> str:
 
 
 def learning_rate_of(optimizer: Optimizer) -> object:
-    """The learning rate of the next step; None if it is a function of the user."""
+    """The learning rate of the next step; None if it is a user-defined function."""
     hyper = vars(optimizer).get("_hyper")  # of a `legacy` one
     rate = getattr(optimizer, "_learning_rate", None) if hyper is None else hyper.get("learning_rate")
     if callable(rate) and not is_of_keras(rate, "LearningRateSchedule"):
@@ -143,5 +143,5 @@ def slots_of(optimizer: Optimizer, weight: tf.Variable) -> list[Variable]:
 
 
 def calls_of(optimizer: Optimizer) -> int:
-    """How often gradients have been given to an optimizer."""
+    """The number of times that gradients were passed to an optimizer."""
     return int(vars(optimizer).get("_mpistrat_passes", steps_of(optimizer)))

@@ -1,6 +1,6 @@
 """Reductions and gathers of lists of tensors, with gradients: what the collectives and the gradient reducer share.
 
-Process sets are ids here, see Request. All functions are collective unless their docstring says otherwise.
+A `process_set` is an id here, see Request. All functions are collective unless their docstring says otherwise.
 """
 
 import math
@@ -31,7 +31,7 @@ from .xla import context as xla
 
 
 def number_of(process_set: ProcessSet | None, operation: str) -> int:
-    """The id of a process set that this rank is in. Raises InvalidRequestError if it is in none; names `operation`."""
+    """Return the id of a process set. Raises InvalidRequestError, naming `operation`, if it does not have this rank."""
     try:
         found = resolved(process_set)
         found.group(operation)
@@ -42,7 +42,7 @@ def number_of(process_set: ProcessSet | None, operation: str) -> int:
 
 
 def topology_of(process_set: int) -> Topology:
-    """The ranks of a process set that this rank is in. Raises InvalidRequestError if it has been removed."""
+    """Return the ranks of a process set of this rank. Raises InvalidRequestError if the set has been removed."""
     try:
         return runtime.group_of("The process set of a collective", process_set).topology
     except MpistratError as error:
@@ -50,7 +50,7 @@ def topology_of(process_set: int) -> Topology:
 
 
 def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
-    """This rank's place in a process set, and the number of its ranks: if ranks may be lost, when the graph runs.
+    """This rank's index in a process set, and the size of the set. If ranks may be lost, a graph reads both as it runs.
 
     Raises InvalidRequestError: As topology_of.
     """
@@ -67,13 +67,13 @@ def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
 
 
 def as_tensor(value: Reducible) -> Tensor:
-    """The value as a tensor, or as tf.IndexedSlices of tensors; those that a user makes may have tuples or arrays."""
+    """Convert a value to a tensor; in tf.IndexedSlices convert values and indices, which may be tuples or arrays."""
     if isinstance(value, tf.IndexedSlices):
         # In a graph this turns tensors from outside into tensors of the graph, which have names.
         return tf.IndexedSlices(tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices),
                                 value.dense_shape)
     if isinstance(value, np.ndarray) and value.dtype == object:
-        raise ValueError("an array of Python objects is no tensor; use broadcast_object or allgather_object.")
+        raise ValueError("an array of Python objects is not a tensor. Use broadcast_object or allgather_object.")
     return tf.convert_to_tensor(value)
 
 
@@ -81,13 +81,13 @@ def reduce_tensors(tensors: Sequence[Tensor], spec: ReduceSpec, compression: typ
                    exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
     """Reduce dense tensors in buckets, and each tf.IndexedSlices by gathering. Collective.
 
-    Returns the reduced tensors, and after them those of `exact`.
+    Returns the reduced tensors, followed by the reduced tensors of `exact`.
 
     Args:
-        tensors: The same number, dtypes and shapes on all ranks; of slices, the number of rows may differ.
-        spec: How. The names of slices have their indices too.
-        compression: Of the dense tensors; one of Compression.
-        exact: Dense tensors by their labels, which are reduced with the others and not compressed.
+        tensors: The same number, dtypes and shapes on all ranks; slices may have different numbers of rows.
+        spec: How to reduce. The name of each collective of slices also contains the index of the slices.
+        compression: One of Compression, for the dense tensors.
+        exact: More dense tensors, by label, which are reduced with the others but not compressed.
     """
     numbers = spec.indices or range(len(tensors))
     results, dense, observer = list(tensors), [], spec.observer
@@ -101,7 +101,7 @@ def reduce_tensors(tensors: Sequence[Tensor], spec: ReduceSpec, compression: typ
                             process_set=spec.process_set)
     of_dense = replace(spec.of(dense), observer=observer, wire_dtype=compressed.wire_dtype)
     sent, apart = compressed.tensors, list[tf.Tensor]()
-    if compressed.wire_dtype:  # It is for all tensors of a collective.
+    if compressed.wire_dtype:  # It applies to all tensors of a collective.
         apart = reduce_dense(list(exact.values()), ReduceSpec(
             f"{spec.name}/exact", spec.scaled, tuple(exact), process_set=spec.process_set, may_wait=False,
             has_gradient=spec.has_gradient))
@@ -117,7 +117,7 @@ def reduce_tensors(tensors: Sequence[Tensor], spec: ReduceSpec, compression: typ
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tensor]:
-    """As buckets.reduce_list; if the spec has a gradient, that is reduced in the same way as the value."""
+    """As buckets.reduce_list. If `spec.has_gradient`, the gradient is reduced in the same way as the value."""
     if not tensors:
         return []
     if not spec.has_gradient:
@@ -142,25 +142,25 @@ class ReduceGradient(Gradient):
 
 
 def all_true(value: tf.Tensor, name: str, process_set: int = 0) -> tf.Tensor:
-    """Whether a boolean scalar is true on every rank. Collective."""
+    """Return whether a boolean scalar is true on every rank. Collective."""
     spec = ReduceSpec(name, ScaledOp(Min), process_set=process_set)
     return tf.cast(reduce_list([tf.cast(value, tf.int32)], spec)[0], tf.bool)
 
 
 def reduce_slices(slices: tf.IndexedSlices, spec: ReduceSpec) -> tf.IndexedSlices:
-    """All ranks' slices, concatenated. Collective.
+    """Return the slices of all ranks, concatenated. Collective.
 
     The observer is called with the values. For Average the values are divided by the number of ranks that submit
     slices.
 
-    Rows with the same index stay apart. Keras 3 does not add them up either, and its optimizers square each of them. So
-    the result is that of one process with the rows of all ranks.
+    Rows with the same index are not added. Keras 3 does not add them either: its optimizers square each row. So the
+    result is the same as in one process with the rows of all ranks.
     """
     (op, prescale, postscale), process_set = spec.scaled, spec.process_set
     if op not in (Average, Sum):
         raise NotImplementedError(f"tf.IndexedSlices can be reduced with Average or Sum. Received: {op.name}")
     if not math.isclose(prescale * postscale, 1.0):
-        raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices; use "
+        raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices. Use "
                                   "sparse_as_dense=True, or tf.convert_to_tensor.")
     slices = as_tensor(slices)
     gathered = gather if spec.has_gradient else gather_list
@@ -177,7 +177,7 @@ def reduce_slices(slices: tf.IndexedSlices, spec: ReduceSpec) -> tf.IndexedSlice
 
 
 def with_unique_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The slices with one row for each index, the sum of its rows. Local. XLA knows no tf.unique."""
+    """Return slices with one row for each index: the sum of the rows with that index. Local. XLA has no tf.unique."""
     indices, places = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
     return tf.IndexedSlices(values, indices, slices.dense_shape)
@@ -211,27 +211,27 @@ class GatherGradient(Gradient):
 
 def equal_parts(joined: Sequence[tf.Tensor], values: Sequence[tf.Tensor], name: str, process_set: int = 0,
                 axis: int = 0) -> list[tf.Tensor]:
-    """This rank's parts of what has the shape of gathered `values`, if all ranks have given as many rows. Local.
+    """Split tensors of the shapes of gathered `values` into equal parts, and return this rank's parts. Local.
 
-    Raises InvalidRequestError: They have not, as far as the shapes are known. `name` is that of the gather.
+    Raises InvalidRequestError: The known shapes show that the parts are not equal. `name` is the name of the gather.
     """
     topology = topology_of(process_set)
     for whole, value in zip(joined, values, strict=True):
         rows, own = whole.shape[axis], value.shape[axis]
         if None not in (rows, own) and rows != topology.size * own:
-            raise InvalidRequestError(f"{name}: XLA compiles the gradient of a gather only where all ranks have as "
-                                      "many rows. Leave jit_compile out of the function.")
+            raise InvalidRequestError(f"{name}: XLA compiles the gradient of a gather only if all ranks have the same "
+                                      "number of rows. Leave jit_compile out of the function.")
     return [tf.split(whole, topology.size, axis)[topology.rank] for whole in joined]
 
 
 def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, observer: Observer | None = None,
                 shapes: Sequence[tf.TensorShape] = ()) -> list[tf.Tensor]:
-    """The ranks' tensors, each concatenated along the first dimension. One collective, not differentiable.
+    """Return each tensor, concatenated over the ranks along the first dimension. One collective, not differentiable.
 
     Args:
         tensors, name, process_set, observer: As in cpu.run.
-        shapes: Those of the results, if they are known. XLA must know them; by default it takes it that all ranks have
-            as many rows.
+        shapes: The shapes of the results, if they are known. XLA needs the shapes; by default it assumes that all ranks
+            have the same number of rows.
     """
     device = call_site.device_of(tensors, process_set)
     has_rows = all(t.shape.rank for t in tensors)
@@ -245,7 +245,7 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, o
 
 def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str, labels: tuple[str, ...] = (),
                    process_set: int = 0) -> list[tf.Tensor]:
-    """Root_rank's values of dense tensors, in one collective. Collective."""
+    """Return root_rank's values of dense tensors. One collective."""
     ranks, device = topology_of(process_set).job_ranks, call_site.device_of(tensors, process_set)
     wait = cpu.Wait.ALWAYS if len(tensors) > 1 else cpu.Wait.IF_LAST
     run = partial(cpu.run, wait=wait) if device is None else partial(call_site.run, device)

@@ -1,7 +1,7 @@
 """Collectives on TensorFlow tensors: eager, in tf.function, and differentiable. Signatures and semantics are Horovod's.
 
-The calls of different ranks are matched by name. An unnamed eager call has the name of its operation, and one in a
-graph that of the function and its number in it, see names.py.
+The calls of different ranks are matched by name. An unnamed eager call gets the name of its operation. An unnamed call
+in a graph gets the name of its function and the number of the call in that function, see names.py.
 """
 
 import logging
@@ -46,9 +46,9 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
     Args:
         tensor: A tensor or variable, the same shape and dtype on all ranks; or tf.IndexedSlices, which are gathered
             (Average and Sum only; duplicate indices are not merged, compression does not apply).
-        average: Deprecated form of `op`: True is Average, False is Sum.
+        average: Deprecated form of `op`: True means Average, False means Sum.
         device_dense: Accepted for compatibility with Horovod, ignored. The result is on the device of `tensor`.
-        device_sparse: Likewise.
+        device_sparse: Accepted for compatibility with Horovod, ignored.
         compression: One of Compression, or any class with two static methods: `compress(tensor)` returns the tensor to
             reduce and a context, and `decompress(tensor, context)` converts the result back.
         op: Average (the default), Sum, Min, Max or Product.
@@ -59,11 +59,11 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
         ignore_name_scope: Leave name scopes out of the name.
 
     Raises:
-        MismatchError: On every rank, when the ranks disagree. Eagerly it is a tf.errors.FailedPreconditionError too.
-        InvalidRequestError: On this rank, for a dtype that `op` does not support, or a name in flight. Eagerly it is
-            a tf.errors.InvalidArgumentError too.
+        MismatchError: On every rank, if the ranks' calls differ. Eagerly also a tf.errors.FailedPreconditionError.
+        InvalidRequestError: On this rank, for a dtype that `op` does not support, or a name that is already in flight.
+            Eagerly also a tf.errors.InvalidArgumentError.
         NotImplementedError: On this rank, for tf.IndexedSlices with an `op` other than Average and Sum.
-        EngineError: The engine has ended. Eagerly it is a tf.errors.UnknownError too.
+        EngineError: The engine has ended. Eagerly also a tf.errors.UnknownError.
     """
     number = number_of(process_set, "Allreduce")
     scaled = _op_for([tensor], op, average, prescale_factor, postscale_factor)
@@ -79,7 +79,7 @@ def grouped_allreduce(tensors: Sequence[Reducible], average: bool | None = None,
                       op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
                       name: str | None = None) -> list[Tensor]:
-    """As allreduce, for a list of tensors that are reduced together. Dtypes may differ; `[]` gives `[]`."""
+    """As allreduce, for a list of tensors that are reduced together. Dtypes may differ. An empty list returns []."""
     number = number_of(process_set, "Allreduce")
     tensors = list(tensors)
     scaled = _op_for(tensors, op, average, prescale_factor, postscale_factor)
@@ -92,11 +92,11 @@ def grouped_allreduce(tensors: Sequence[Reducible], average: bool | None = None,
 
 def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set) -> tf.Tensor:
-    """Return the ranks' tensors, concatenated along the first dimension, whose extents may differ. Collective.
+    """Return the tensors of all ranks, concatenated along the first dimension, which may differ in size. Collective.
 
-    As in Horovod, the gradient is this rank's part of the *average* of the ranks' gradients. For a loss of rows of all
-    ranks (a contrastive loss), whose gradients are averaged again, this part is 1/N of the gradient of one process.
-    Exact is `allgather(size() * z - tf.stop_gradient((size() - 1) * z))`, with the value of `allgather(z)`.
+    As in Horovod, the gradient is this rank's part of the *average* of the ranks' gradients. If a loss uses rows of all
+    ranks (a contrastive loss) and its gradients are averaged again, they are 1/N of those of a single process. For the
+    exact gradient use `allgather(size() * z - tf.stop_gradient((size() - 1) * z))`, which equals `allgather(z)`.
 
     Raises:
         As allreduce.
@@ -108,7 +108,7 @@ def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: boo
 
 def grouped_allgather(tensors: Sequence[Reducible], name: str | None = None, ignore_name_scope: bool = False,
                       process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
-    """As allgather, for a list of tensors in one collective. Dtypes may differ; `[]` gives `[]`."""
+    """As allgather, for a list of tensors in one collective. Dtypes may differ. An empty list returns []."""
     number = number_of(process_set, "Allgather")
     converted = [as_tensor(tensor) for tensor in tensors]
     if not converted:
@@ -120,8 +120,8 @@ def broadcast(tensor: Reducible, root_rank: int, name: str | None = None, ignore
               process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Return root_rank's `tensor` on every rank. Collective; shape and dtype are the same on all ranks.
 
-    `root_rank` is a rank of the job, also with a process set. As in Horovod, the gradient is the average of the ranks'
-    gradients on the root, and zero on other ranks.
+    `root_rank` is a rank of the job, not an index in the process set. As in Horovod, the gradient on the root is the
+    average of the ranks' gradients, and zero on other ranks.
 
     Raises:
         As allreduce.
@@ -156,13 +156,13 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Wait until every rank of the set has called join(). Until then other ranks' collectives go on without this rank.
 
-    See mpistrat.join. Collective; in tf.function it is executed after the collectives before it have been submitted.
+    See mpistrat.join. Collective. In a tf.function, join runs after all earlier collectives have been submitted.
 
     Returns:
         The rank that was the last to join, an int32 scalar, the same on all ranks.
 
     Raises:
-        DuplicateNameError, EngineError: As mpistrat.join. In a tf.function they are exceptions of tf.errors.
+        DuplicateNameError, EngineError: As mpistrat.join. In a tf.function, exceptions of tf.errors instead.
     """
     number = number_of(process_set, "Join")
     if tf.executing_eagerly():
@@ -179,7 +179,7 @@ def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_s
                         inplace: bool = False) -> tf.Operation | None:
     """Assign root_rank's values to the variables of all ranks, in one collective, eager or in tf.function. Collective.
 
-    In the graph of a session it returns the operation that assigns them.
+    Returns None, or in the graph of a tf.compat.v1 session the operation that assigns the values.
 
     Args:
         variables: tf.Variables or Keras variables; the same number, shapes and dtypes on all ranks.
@@ -212,12 +212,12 @@ def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None
 
 
 def _count_call(tensor: object, process_set: int) -> None:
-    """Count a call of allreduce with a small dense tensor. For the last of MANY in one function rank 0 logs a hint.
+    """Count a call of allreduce with a small dense tensor. At the MANY-th call in one function, rank 0 logs a hint.
 
-    One call for all tensors is much faster. The calls do not share their nodes by themselves: the first one returns
-    before the second is traced, so its tensor would have to wait for the last. A program that waits for the first
-    result in between, in a way that the graph does not show, would never end. A list that the user passes says that
-    nothing does.
+    One call for all tensors is much faster. mpistrat cannot merge the calls by itself: the first call returns before
+    the second is traced, so the first tensor would have to wait for the last one. A program that waits for the first
+    result between the calls, in a way that the graph does not show, would hang. A list of tensors from the user rules
+    such a program out.
     """
     if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor) or session_graph() is not None:
         return
@@ -229,13 +229,13 @@ def _count_call(tensor: object, process_set: int) -> None:
     counts[process_set] += 1
     if counts[process_set] == MANY and topology.rank == 0 and topology.size > 1 and not _hints:
         _hints.append(function.name)
-        logger.warning("mpistrat: %s() calls allreduce for each of %d small tensors or more. That takes much longer "
-                       "than one call for all of them: results = hvd.grouped_allreduce([...]).", function.name, MANY)
+        logger.warning("mpistrat: %s() calls allreduce separately for %d or more small tensors, which is slow. Reduce "
+                       "them in one call: results = hvd.grouped_allreduce([...]).", function.name, MANY)
 
 
 def _op_for(tensors: Sequence[Reducible], op: ReduceOp | None, average: bool | None, prescale: float,
             postscale: float) -> ScaledOp:
-    """The requested operation. Raises as allreduce if it does not support tensors of these kinds."""
+    """The requested reduction. Raises NotImplementedError for Adasum of tf.IndexedSlices; else as resolve_op."""
     if average is None and op == Adasum and any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         raise NotImplementedError("The Adasum reduction does not currently support sparse tensors. As a workaround "
                                   "please pass sparse_as_dense=True to DistributedOptimizer")  # Horovod's words
@@ -243,7 +243,7 @@ def _op_for(tensors: Sequence[Reducible], op: ReduceOp | None, average: bool | N
 
 
 def name_of(operation: str, name: str | None, process_set: int, ignore_name_scope: bool = False) -> str:
-    """The name by which the ranks match a collective: the user's, if there is one. In a graph a new one for each call.
+    """The name by which the ranks match a collective: `name`, or if it is None a new name for each call in a graph.
 
     Raises InvalidRequestError: As names.made.
     """

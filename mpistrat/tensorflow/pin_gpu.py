@@ -25,9 +25,9 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
          process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Do what mpistrat.init does, and then make TensorFlow use only this rank's GPU, as pin_gpu does. Collective.
 
-    The GPUs stay as they are if MPISTRAT_BIND is cores or none; if this process has chosen its visible GPUs or
-    configured logical ones before; or if it has begun to use them. After init() it may still choose others by
-    tf.config.set_visible_devices, as long as it has not begun to use them.
+    init() changes no GPU settings if MPISTRAT_BIND is cores or none, if this process has already chosen visible GPUs or
+    configured logical GPUs, or if TensorFlow has begun to use the GPUs. After init() the script may still choose other
+    GPUs with tf.config.set_visible_devices, until TensorFlow begins to use them.
 
     Args:
         comm: As for mpistrat.init.
@@ -46,10 +46,10 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
 def pin_gpu() -> int | None:
     """Make TensorFlow use only this rank's GPU, and allocate its memory as needed.
 
-    init() of this module calls it; a script needs it only where init() leaves the GPUs as they are. Call it after
-    init() and before any other use of TensorFlow. The ranks of a host get its GPUs in order, or those that
-    CUDA_VISIBLE_DEVICES names. If there are more ranks than GPUs, ranks share GPUs. Without a GPU it does nothing. It
-    logs one line per host. Not collective; a repeated call does nothing.
+    init() of this module calls pin_gpu(). A script needs it only where init() changes no GPU settings. Call pin_gpu()
+    after init() and before any other use of TensorFlow. The ranks of a host get its GPUs in order, or the GPUs in
+    CUDA_VISIBLE_DEVICES. If there are more ranks than GPUs, ranks share GPUs. Without a GPU the function does nothing.
+    It logs one line per host. Not collective; a repeated call does nothing.
 
     Returns:
         The GPU's index in tf.config.list_physical_devices("GPU"); None without a GPU.
@@ -94,7 +94,7 @@ def _reason_to_leave() -> str:
         return f"MPISTRAT_BIND is {bind}"
     gpus = tf.config.list_physical_devices("GPU")
     visible = tf.config.get_visible_devices("GPU")
-    # What an earlier init() has chosen does not bind a later one, in which this rank may have another local rank.
+    # The choice of an earlier init() does not bind a later one, in which this rank may have another local rank.
     index = _pinned[1].index if _pinned is not None else None
     chosen_here = index is not None and visible == [gpus[index]]
     if visible != gpus and not chosen_here:

@@ -1,7 +1,7 @@
 """Ranks and sizes as tensors, which are read when a graph runs. Names and semantics are Horovod's.
 
-A Python number of rank() or size() is a constant of the graph. These are not: a graph that was traced before init(), or
-before another init(), returns what is true when it runs. All functions are local. For users.
+The Python numbers of rank() and size() become constants of a graph. The tensors of these functions do not: a graph that
+was traced before init(), or before another init(), reads the values when it runs. All functions are local. For users.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from ..core.errors import InvalidRequestError, MpistratError
 from .bridge.tf_errors import as_tf_error
 from .graph import cpu
 
-# What process_set_included_op returns in place of 0 and 1; Horovod's numbers.
+# Results of process_set_included_op other than 0 and 1; Horovod's numbers.
 _NOT_INITIALIZED = -1
 _UNKNOWN_SET = -3
 
@@ -23,20 +23,20 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Return the number of ranks of a process set, an int32 scalar. Local.
 
     Args:
-        process_set_id: The number of a registered process set; 0 is the set of all ranks. This rank need not be in it.
+        process_set_id: The id of a registered process set, which need not contain this rank; 0 is the set of all ranks.
         name: A name for the result in a graph.
 
     Raises:
-        NotInitializedError: Before init(). In a graph it is a tf.errors.InvalidArgumentError when the graph runs.
-        InvalidRequestError: No set has this number. In a graph likewise.
+        NotInitializedError: Before init(). In a graph, a tf.errors.InvalidArgumentError when the graph runs.
+        InvalidRequestError: No process set has this id. In a graph, a tf.errors.InvalidArgumentError when it runs.
     """
     return _scalar(partial(_size, process_set_id), name)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return whether this rank is in a process set, an int32 scalar: 1 or 0. Local.
+    """Return 1 if this rank is in a process set and 0 if not, an int32 scalar. Local.
 
-    The result is -1 before init(), and -3 if no set has this number.
+    The result is -1 before init(), and -3 if no process set has this id.
     """
     return _scalar(partial(_included, process_set_id), name)
 
@@ -60,8 +60,8 @@ def _size(process_set_id: int) -> int:
     found = runtime.current().registry.find(process_set_id)
     size = None if found is None else found.size()
     if size is None:
-        raise InvalidRequestError(f"size_op: no process set with the number {process_set_id} is registered. "
-                                  "ProcessSet.process_set_id has the number of a set.")
+        raise InvalidRequestError(f"size_op: no process set with the id {process_set_id} is registered. "
+                                  "Pass the process_set_id of a registered ProcessSet.")
     return size
 
 
@@ -73,7 +73,7 @@ def _included(process_set_id: int) -> int:
 
 
 def _scalar(read: Callable[[], int], name: str | None) -> tf.Tensor:
-    """Call `read` now, or when the graph runs; the result as an int32 scalar."""
+    """Call `read` now, or in a graph when the graph runs. Return the result as an int32 scalar."""
     if tf.executing_eagerly():
         try:
             return tf.constant(read(), tf.int32, name=name)

@@ -1,7 +1,7 @@
 """Whether the ranks' datasets are made of the same data. MPIStrategy shards a dataset, so all ranks must have the same.
 
-A dataset is compared by what its parts were made with: arrays, shards, counts and seeds. No element is read. What a
-generator yields, or a function of Python, is not seen. Local, except for what the caller exchanges.
+Datasets are compared by the arguments of their transformations: arrays, shards, counts and seeds. No element is read.
+The results of generators and of Python functions are not compared. Local; the caller exchanges the arguments.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from ..core.topology import describe_by_rank
 
 ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of every global batch, so rows are left out "
           "or trained on twice. Pass the same data in the same order on all ranks, without hvd.shard, dataset.shard or "
-          "slices by rank; batch(...) is the size of the global batch. If each rank shall read data of its own, use "
+          "slices by rank; batch(...) is the size of the global batch. If each rank must read different data, use "
           "strategy.distribute_datasets_from_function.")
 
 
@@ -25,7 +25,7 @@ _NUMBERS = ("_num_shards", "_index", "_count", "_seed", "_seed2")
 
 
 def sources_of(dataset: tf.data.Dataset) -> list[str]:
-    """What a dataset was made with, in an order that the program determines."""
+    """The arguments that a dataset and its inputs were made with, in an order that the program determines."""
     numbers = [f"{name.strip('_')}={getattr(dataset, name).numpy()}" for name in _NUMBERS
                if hasattr(getattr(dataset, name, None), "numpy")]
     arrays = [array for array in getattr(dataset, "_tensors", ()) if tf.is_tensor(array)]

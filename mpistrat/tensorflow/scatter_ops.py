@@ -39,8 +39,8 @@ def reducescatter(tensor: Reducible, device_dense: str = "", compression: type[C
                   prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> tf.Tensor:
     """Return this rank's rows of the reduction of `tensor` over all ranks. Collective, differentiable.
 
-    The rows are dealt out in rank order. Where they do not divide evenly, the first ranks get one more. As in Horovod,
-    the gradient is allgather(gradients) for Average, and size() * allgather(gradients) for Sum.
+    The rows are distributed in rank order. If they do not divide evenly, the first ranks get one row more each. As in
+    Horovod, the gradient is allgather(gradients) for Average, and size() * allgather(gradients) for Sum.
 
     Args:
         tensor: A tensor of at least one dimension, the same shape and dtype on all ranks.
@@ -54,7 +54,7 @@ def reducescatter(tensor: Reducible, device_dense: str = "", compression: type[C
         postscale_factor: Multiplies the result.
 
     Raises:
-        As allreduce. A scalar, and an `op` other than Average and Sum, are InvalidRequestError.
+        As allreduce. Also InvalidRequestError for a scalar, and for an `op` other than Average and Sum.
     """
     number = number_of(process_set, "Reducescatter")
     tensor = _dense(tensor, "reducescatter")
@@ -67,7 +67,7 @@ def grouped_reducescatter(tensors: Sequence[Reducible], device_dense: str = "",
                           process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                           postscale_factor: float = 1.0, name: str | None = None,
                           ignore_name_scope: bool = False) -> list[tf.Tensor]:
-    """As reducescatter, for a list of tensors in one collective. Dtypes may differ; `[]` gives `[]`."""
+    """As reducescatter, for a list of tensors in one collective. Dtypes may differ. An empty list returns []."""
     number = number_of(process_set, "Reducescatter")
     dense = [_dense(tensor, "reducescatter") for tensor in tensors]
     if not dense:
@@ -96,7 +96,7 @@ def _scatter_list(tensors: Sequence[tf.Tensor], scaled: ScaledOp, name: str, pro
 
 @dataclass(frozen=True)
 class ReduceScatterGradient(Gradient):
-    """The gathered gradients, times the factors, and times the number of ranks for Sum: Horovod's convention."""
+    """The gathered gradients, multiplied by the scale factors and, for Sum, by the number of ranks, as in Horovod."""
 
     name: str
     scaled: ScaledOp  # a list after JSON
@@ -119,8 +119,8 @@ def alltoall(tensor: Reducible, splits: Reducible | Sequence[int] | None = None,
 
     Args:
         tensor: A tensor of at least one dimension. The first dimension may differ among ranks.
-        splits: How many rows each rank gets, in rank order: 1-D integers. They may add up to less than all rows.
-            Default: the same number for each rank, which must divide the rows evenly.
+        splits: The number of rows for each rank, in rank order: 1-D integers. Their sum may be less than all rows.
+            Default: the same number for each rank; all rows must divide evenly among the ranks.
         name: Identifies the collective on all ranks.
         ignore_name_scope: Leave name scopes out of the name.
         process_set: The ranks that take part.
@@ -130,7 +130,7 @@ def alltoall(tensor: Reducible, splits: Reducible | Sequence[int] | None = None,
         from each rank (1-D int32).
 
     Raises:
-        As allreduce. Splits that are negative, or more than the rows, are InvalidRequestError on all ranks.
+        As allreduce. Also InvalidRequestError on all ranks, if splits are negative or their sum exceeds the rows.
     """
     number = number_of(process_set, "Alltoall")
     tensor = _dense(tensor, "alltoall")
@@ -146,12 +146,12 @@ def _splits(name: str, splits: Reducible | Sequence[int]) -> tf.Tensor:
     given = tf.convert_to_tensor(splits)
     if not given.dtype.is_integer:
         raise as_tf_error(no_int32_splits(name, splits))
-    # What is beyond 32 bits becomes the largest number, which is more than the rows: an error on all ranks.
+    # A split beyond 32 bits becomes the largest int32, which is more than all rows: an error on all ranks.
     return tf.saturate_cast(given, tf.int32)
 
 
 def _even(name: str, tensor: tf.Tensor, size: int | tf.Tensor) -> tf.Tensor:
-    """The splits that give all ranks as many rows. In a graph an uneven number of rows is found when it runs."""
+    """Splits that give all ranks the same number of rows. A graph detects an uneven number of rows when it runs."""
     if isinstance(size, int) and tensor.shape.rank and tensor.shape[0] is not None:
         try:
             return tf.constant(even_splits(name, int(tensor.shape[0]), size), tf.int32)
@@ -164,7 +164,7 @@ def _even(name: str, tensor: tf.Tensor, size: int | tf.Tensor) -> tf.Tensor:
 
 def _exchange_rows(tensor: tf.Tensor, splits: tf.Tensor, name: str,
                    process_set: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """As _exchange, with the gradient of the rows."""
+    """As _exchange, but differentiable with respect to the rows."""
     received: list[tf.Tensor] = []
 
     def exchange(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -204,8 +204,8 @@ class AllToAllGradient(Gradient):
 
 def _dense(tensor: Reducible, operation: str) -> tf.Tensor:
     if isinstance(tensor, tf.IndexedSlices):
-        raise as_tf_error(InvalidRequestError(f"{operation} does not take tf.IndexedSlices; convert them to a tensor "
-                                              "first."))
+        raise as_tf_error(InvalidRequestError(f"{operation} does not take tf.IndexedSlices. Convert them to a tensor "
+                                              "first: tf.convert_to_tensor(slices)."))
     return as_tensor(tensor)
 
 

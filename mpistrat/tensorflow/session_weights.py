@@ -39,7 +39,7 @@ class ReadingObserver:
 
     Args:
         observer: Called with the arrays.
-        weights: Reads them.
+        weights: Reads the variables.
     """
 
     def __init__(self, observer: Observer, weights: SessionWeights, variables: Sequence[Variable]):

@@ -1,6 +1,6 @@
-"""Counts the averagings of gradients for `mpistrat run --efficiency`, where no fit counts steps: process/step_timer.py.
+"""Counts averagings of gradients as steps for `mpistrat run --efficiency`, outside of fit: process/step_timer.py.
 
-Called where the optimizers, the tape and the strategy average gradients, with one rank too.
+The optimizers, the tape and the strategy call it where they average gradients, with one rank too.
 """
 
 import functools
@@ -17,13 +17,13 @@ from .xla.context import is_compiled
 
 
 def count_step(is_global: bool) -> None:
-    """Count a step: now, or in a graph each time that it runs there. Does nothing outside of `--efficiency`. Local.
+    """Count a step now, or in a graph each time the graph runs. Does nothing without `--efficiency` or in fit. Local.
 
     Args:
         is_global: Whether the script's batches are those of all ranks together.
 
     Raises:
-        InvalidRequestError: While a function is traced that XLA compiles, or in the graph of a session.
+        InvalidRequestError: In the graph of a session, or in a function that XLA compiles.
     """
     timer = step_timer.current()
     if timer is None or timer.is_in_fit:
@@ -33,10 +33,10 @@ def count_step(is_global: bool) -> None:
         timer.end_script()
         return
     if session_graph() is not None:
-        raise InvalidRequestError("mpistrat run --efficiency cannot count the steps of a session. Measure without it, "
-                                  "or put the step into a tf.function.")
+        raise InvalidRequestError("mpistrat run --efficiency cannot count steps in the graph of a session. Leave out "
+                                  "--efficiency, or put the step into a tf.function.")
     if is_compiled():
-        raise InvalidRequestError("mpistrat run --efficiency cannot count the steps of a loop that XLA compiles. Leave "
+        raise InvalidRequestError("mpistrat run --efficiency cannot count steps in a function that XLA compiles. Leave "
                                   "out jit_compile=True while you measure, or train with fit.")
     _end_after_calls(timer)
     tf.numpy_function(lambda: timer.end_step(1, None, is_global, waits_between), [], [])
@@ -44,9 +44,9 @@ def count_step(is_global: bool) -> None:
 
 @functools.cache
 def _end_after_calls(timer: StepTimer) -> None:
-    """End the script when a call of a graph from Python returns: the exception of a node is an error of TensorFlow.
+    """End the script after a call of a graph from Python. A node cannot: TensorFlow would replace its exception.
 
-    Every call goes through this method, see bridge/calls.py.
+    Every call of a graph goes through AtomicFunction.call_flat, see bridge/calls.py.
     """
     call = AtomicFunction.call_flat
 

@@ -1,1 +1,1 @@
-"""The recorder of operations, and what is made of it: the status file and the timeline. It imports only core."""
+"""The recorder of operations, the status file and the timeline. The package imports only core."""

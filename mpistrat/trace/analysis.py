@@ -1,4 +1,4 @@
-"""What a timeline says: where each rank's time went, who came last or never, what was not fused. Pure functions."""
+"""Analysis of a timeline: where each rank's time went, late and missing ranks, unfused operations. Pure functions."""
 
 import re
 import statistics
@@ -12,7 +12,7 @@ from .spans import Span, hidden, length, union
 from .timeline import label
 
 _FUSED = ("allreduce", "broadcast")
-# What mpistrat checks and exchanges by itself: the first steps, commits, and at the end of each epoch of fit.
+# The names of mpistrat's own operations: of the checks of first steps, of commits, and at the end of fit's epochs.
 _OWN = re.compile(r"check/|elastic\.|(?:.*/)?optimizer\d+/(?:fit|callbacks|weights)\b")
 
 
@@ -23,9 +23,9 @@ class RankTime:
     rank: int
     computing: float  # No operation was outstanding.
     waiting: float  # An operation was outstanding, which some rank had not submitted.
-    agreeing: float  # All ranks had submitted what was outstanding, and nothing was reduced: negotiation and queue.
+    agreeing: float  # All ranks had submitted the outstanding operations, and none ran: negotiation and queue.
     moving: float  # A reduction ran, or a gather or another operation.
-    # The share of the time of a step's operations in which it still made gradients; None without steps.
+    # The share of the time of a step's operations in which the step still made gradients; None without steps.
     hidden: float | None
 
 
@@ -35,17 +35,17 @@ class Straggler:
 
     rank: int
     operations: int  # In how many operations it was the last.
-    late_s: float  # How late it was in them after the first rank, the median.
-    cost_s: float  # For how long some rank has waited for it.
+    late_s: float  # The median delay after the first rank in these operations.
+    cost_s: float  # The seconds in which some rank has waited for this rank.
 
 
 @dataclass(frozen=True)
 class Unfused:
-    """Operations that shared no reduction with another one, for the same reason. mpistrat's own are left out."""
+    """Operations that were not fused with others, for the same reason. mpistrat's own operations are left out."""
 
     reason: str  # The reason, as a clause.
-    operations: int  # How many there were, on one rank of each process set.
-    names: tuple[str, ...]  # Their names, the most frequent ones first.
+    operations: int  # The number of these operations, counted on one rank of each process set.
+    names: tuple[str, ...]  # The names of the operations, the most frequent names first.
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,18 @@ class Unfinished:
     """An operation on which the ranks had not agreed when the job failed."""
 
     name: str
-    waiting: tuple[int, ...]  # The ranks that had submitted it.
-    missing: tuple[int, ...]  # Those that had not.
-    absent: int  # How many more take part, of which the timeline has nothing.
-    seconds: float  # For how long the first one had waited.
+    waiting: tuple[int, ...]  # The ranks that had submitted the operation.
+    missing: tuple[int, ...]  # The ranks that had not submitted the operation.
+    absent: int  # The number of further ranks in the process set, of which the timeline has no records.
+    seconds: float  # The seconds that the first rank had waited.
 
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast one rank's tensors were reduced or gathered."""
+    """The speed at which one rank's tensors were reduced or gathered."""
 
-    what: str  # "SHM_ALLREDUCE", say.
-    # operations, nbytes: How many there were, and their bytes.
+    what: str  # The kind of operation, such as "SHM_ALLREDUCE".
+    # operations, nbytes: The number of operations of this kind, and their bytes.
     operations: int
     nbytes: int
     bytes_per_s: float  # While such an operation ran.
@@ -72,20 +72,20 @@ class Rate:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What the records of a timeline say."""
+    """The results of `analyse`."""
 
     seconds: float  # From the first submission to the last result.
     steps: int  # How many steps of training the timeline has.
-    operations: int  # How many operations were carried out, each counted once.
-    ranks: tuple[RankTime, ...]  # In order.
-    stragglers: tuple[Straggler, ...]  # The one that has cost most comes first.
-    unfinished: tuple[Unfinished, ...]  # The one that has waited for longest comes first.
+    operations: int  # How many operations were carried out. An operation of several ranks counts once.
+    ranks: tuple[RankTime, ...]  # In the order of the ranks.
+    stragglers: tuple[Straggler, ...]  # The rank with the greatest `cost_s` comes first.
+    unfinished: tuple[Unfinished, ...]  # The operation with the longest wait comes first.
     unfused: tuple[Unfused, ...]  # The most frequent reason comes first.
     rates: tuple[Rate, ...]  # In the order of their names; of the lowest rank of each process set.
 
 
 def analyse(records: Sequence[Record]) -> Analysis:
-    """The analysis of at least one record."""
+    """Return the analysis of `records`, of which there must be at least one."""
     by_rank: defaultdict[int, list[Record]] = defaultdict(list)
     for record in records:
         by_rank[record.rank].append(record)
@@ -100,7 +100,7 @@ def analyse(records: Sequence[Record]) -> Analysis:
 
 
 def last_submissions(records: Sequence[Record]) -> dict[tuple[int, int], int]:
-    """The time of each operation's last submission, by process set and number; its end if a rank never submitted it."""
+    """The time of each operation's last submission, or of its end if a rank did not submit it, by set and number."""
     last: dict[tuple[int, int], int] = {}
     for record in records:
         key = record.process_set, record.number

@@ -1,6 +1,6 @@
-"""The files of a timeline, in Chrome's trace format, which https://ui.perfetto.dev reads. Readable at every moment.
+"""The files of a timeline, in Chrome's trace format, which https://ui.perfetto.dev reads, also while one is written.
 
-A file has groups of tracks. The spans of a track do not overlap, but a span may have parts.
+A file has groups of tracks. The spans of a track do not overlap. A span may have parts.
 """
 
 import contextlib
@@ -20,39 +20,39 @@ _CLOSE = b"\n]"
 
 
 def spans_in(path: str) -> tuple[list[tuple[str, int, Values]], bool]:
-    """The operations in a file, also in one that was cut.
+    """Return the operations in a file, which may be truncated.
 
     Returns:
-        (name, begin, values) of each, and whether the end of the file is missing.
+        (name, begin, values) of each operation, and whether the end of the file is missing.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is not a timeline.
+        OSError: The file cannot be read.
+        ValueError: The file is not a timeline.
     """
     events, is_cut = _events(Path(path).read_bytes())
     try:
         spans = [(event["name"], round(event["ts"] * 1000), event["args"]) for event in events
                  if event.get("cat") == OPERATION]
     except (KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"it is not written by mpistrat: {error!r}.") from error
+        raise ValueError(f"the file was not written by mpistrat: {error!r}.") from error
     if not spans:
-        raise ValueError(f"{path} has no operation of mpistrat. It is empty, or not written by mpistrat.")
+        raise ValueError(f"{path} has no operation of mpistrat. The file is empty, or was not written by mpistrat.")
     return spans, is_cut
 
 
 def places_in(path: str) -> list[tuple[int, int, str]]:
-    """Where in the script the ranks were, once a second, in a file of `spans_in`: (rank, nanoseconds, place)."""
+    """Return where in the script each rank was in each second, as (rank, nanoseconds, place). `path`: A timeline."""
     return [(event["pid"], round(event["ts"] * 1000), event["name"]) for event in _events(Path(path).read_bytes())[0]
             if event.get("cat") == PLACE]
 
 
 class TraceFile:
-    """A file that is being written. What is added is in the file after `flush`. Times are nanoseconds.
+    """A trace file that is being written. Added events are in the file after `flush`. Times are nanoseconds.
 
-    It is an array of events, one per line. Each write replaces the closing bracket, and ends in a new one.
+    The file is a JSON array of events, one per line. Each write replaces the closing bracket and adds a new bracket.
 
     Raises:
-        OSError: From every method: the file cannot be created or written.
+        OSError: The file cannot be created or written. Every method may raise this error.
     """
 
     def __init__(self, path: str):
@@ -68,28 +68,28 @@ class TraceFile:
             raise OSError(error.errno, error.strerror, path) from None
 
     def track(self, group: int, group_name: str, track: int, name: str) -> None:
-        """Name a track, before its first span."""
+        """Add a track and its name. To be called before the first span of the track."""
         for kind, values in (("process_name", {"name": group_name}), ("process_sort_index", {"sort_index": group}),
                              ("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track})):
             self._add({"name": kind, "ph": "M", "pid": group, "tid": track, "args": values})
 
     def span(self, group: int, track: int, category: str, part: Part, values: Values,
              parts: Iterable[Part] = ()) -> None:
-        """Add a span with its parts, which are in order."""
+        """Add a span with its parts, which must be in the order of time."""
         for name, begin, end in (part, *parts):
             self._add({"name": name, "cat": category, "ph": "X", "pid": group, "tid": track, "ts": begin / 1000,
                        "dur": (end - begin) / 1000, "args": values})
             category, values = "phase", {}
 
     def mark(self, group: int, track: int, name: str, at: int, category: str = "") -> None:
-        """Add a moment."""
+        """Add a mark at the time `at`."""
         self._add({"name": name, "cat": category, "ph": "i", "s": "t", "pid": group, "tid": track, "ts": at / 1000})
 
     def _add(self, event: dict[str, Any]) -> None:
         self._events.append(json.dumps(event, separators=(",", ":")).encode())
 
     def flush(self) -> None:
-        """Write what was added."""
+        """Write the added events."""
         events, self._events = self._events, []
         block: list[bytes] = []
         size = 0
@@ -110,7 +110,7 @@ class TraceFile:
             while done < len(data):
                 done += os.pwrite(self._file, data[done:], self._end + done)
         except OSError:
-            # The disk is full. The bracket overwrites what was written, which needs no room.
+            # The disk is full. The bracket overwrites part of the written data, which needs no further space.
             os.ftruncate(self._file, self._end)
             os.pwrite(self._file, _CLOSE, self._end)
             raise
@@ -124,7 +124,7 @@ class TraceFile:
 
 
 def _events(data: bytes) -> tuple[list[dict[str, Any]], bool]:
-    """The events of a file, and whether its end is missing."""
+    """The events in the data of a file, and whether the end of the file is missing."""
     is_cut = False
     try:
         found = json.loads(data)

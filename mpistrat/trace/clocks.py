@@ -1,8 +1,8 @@
-"""How far the monotonic clock of each rank is from that of rank 0.
+"""The offset of each rank's monotonic clock from the clock of rank 0.
 
-Ranks on one kernel read one clock, CLOCK_MONOTONIC, and their offset is 0. A time namespace may shift it, so a clock is
-identified by the kernel's boot and by the namespace. Between other ranks messages go back and forth: in init() over
-MPI, and later with the messages of the trace, because clocks drift.
+Ranks on one kernel read the same clock, CLOCK_MONOTONIC, and their offset is 0. A time namespace may shift the clock,
+so a clock is identified by the kernel's boot and by the namespace. Offsets of other ranks are measured by messages back
+and forth: in init() over MPI, and later with the messages of the trace, because clocks drift.
 """
 
 import os
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 _ROUNDS = 30  # Of messages in init(). The shortest one counts: about 50 us between two hosts, so 2 ms.
 _KEPT = 64  # later measurements
-# Two clocks that nobody disciplines drift apart by at most so much.
+# The largest drift, in seconds per second, between two clocks that are not synchronised.
 _DRIFT = 50e-6
 
 
 def identity() -> str:
-    """What is equal for processes that read the same clock; "" if that is not known, as without Linux's /proc."""
+    """Return a text that is equal for processes that read the same clock; "" if unknown (without Linux's /proc)."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -30,7 +30,7 @@ def identity() -> str:
 
 
 def measure(comm: "MPI.Intracomm") -> dict[int, "Offset"]:
-    """How far the clock of each rank of `comm` is from that of its rank 0. Collective; the same on all ranks."""
+    """Measure each rank's clock offset from rank 0 of `comm`. Collective; the same result on all ranks."""
     identities = comm.allgather(identity())
     rank = comm.Get_rank()
     # The first rank that reads a clock measures it.
@@ -52,7 +52,7 @@ def measure(comm: "MPI.Intracomm") -> dict[int, "Offset"]:
 
 
 def _round(comm: "MPI.Intracomm") -> tuple[int, int]:
-    """The nanoseconds that a message to rank 0 and back takes, and the offset that it shows."""
+    """The nanoseconds of one round trip to rank 0, and the clock offset measured by this round trip."""
     sent = time.monotonic_ns()
     comm.send(None, dest=0)
     there = comm.recv(source=0)
@@ -61,12 +61,12 @@ def _round(comm: "MPI.Intracomm") -> tuple[int, int]:
 
 
 class Offset:
-    """The offset of one rank's clock, as rank 0 knows it.
+    """The offset of one rank's clock from the clock of rank 0, as known on rank 0.
 
     Args:
-        measured: In init(), in nanoseconds. 0 on rank 0's own clock.
-        now: When, on the clock of rank 0.
-        is_shared: The rank reads the same clock as rank 0.
+        measured: The offset measured in init(), in nanoseconds. 0 for rank 0's own clock.
+        now: The time of this measurement on the clock of rank 0.
+        is_shared: Whether the rank reads the same clock as rank 0.
     """
 
     def __init__(self, measured: int, now: int, is_shared: bool):
@@ -75,13 +75,13 @@ class Offset:
         self._rounds: deque[tuple[int, int, int]] = deque([(0, measured, now)], maxlen=_KEPT)
 
     def add(self, sent: int, received: int, answered: int, returned: int) -> None:
-        """A message to the rank and its answer: `sent` and `returned` on this clock, the others on that of the rank."""
+        """Add a round trip to the rank. `sent` and `returned` are of this clock, the other times of the rank's."""
         if not self._is_shared:
             took = (returned - sent) - (answered - received)
             self._rounds.append((took, (received + answered - sent - returned) // 2, returned))
 
     def at(self, now: int) -> int:
-        """The offset in nanoseconds. An older measurement is worse by the drift since then."""
+        """The offset in nanoseconds at the time `now`. An older measurement counts as worse by the possible drift."""
         if self._is_shared:
             return 0
         rounds = self._rounds.copy()  # The engine's thread adds to them.

@@ -1,7 +1,7 @@
 """The last operations of each rank of a job that has failed: kept, as lines of text, and as a timeline.
 
-Each rank prints its own, because ranks that fail may not reach each other any more, nor a common disk. `mpistrat run`
-reads the stderr of all of them, and writes the file.
+Each rank prints its own operations, because failing ranks may reach neither each other nor a common disk.
+`mpistrat run` reads the stderr of all ranks, and writes the timeline.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ from .records import Record, from_message, record_of, to_messages, unfinished
 from .timeline import Timeline
 
 FAILURES = Path(".mpistrat")
-MOST_FILES = 10  # in it
+MOST_FILES = 10  # in FAILURES
 _LINE_BYTES = 3800  # With the rank in front it is less than what a rank writes at once (process/report.py).
 _Kept = tuple[Operation, int, str, int]  # what `record_of` takes after the rank
 
 
 class LastReport:
-    """Keeps the last operations of this rank, and tells them. The tracer calls it.
+    """Keeps the last operations of this rank, and reports them after a failure. Used by the tracer.
 
     Args:
         offsets: See Tracer.
-        tell: Takes the lines of LastOperations.
+        tell: Called with the lines of LastOperations.
     """
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], tell: Callable[[list[str]], None]):
@@ -46,14 +46,14 @@ class LastReport:
                        min(REPORTED_OPERATIONS, REPORTED_OPERATIONS_OF_ALL // topology.size)))
         self._in_flight: list[_Kept] = []
         self.has_failed = False  # A rank has failed.
-        self.is_reported = threading.Event()  # Set when the lines were told.
+        self.is_reported = threading.Event()  # Set after `tell` was called.
 
     def keep(self, operation: Operation, traced: Traced, step: int) -> None:
-        """An operation is complete. In the order in which they were."""
+        """Keep an operation that is complete. To be called in the order of completion."""
         self._last.append((operation, traced.ranks, traced.backend, step))
 
     def fail(self, every: Iterable[Traced], step: int) -> None:
-        """A rank fails: note what is in flight, which soon gets an error. Returns at once. Any thread may call it."""
+        """Note the operations in flight when a rank fails, before they get an error. Any thread may call it."""
         if not self.has_failed:
             now = time.monotonic_ns()
             self._in_flight = [(unfinished(entry, now), traced.ranks, traced.backend, step)
@@ -61,7 +61,7 @@ class LastReport:
             self.has_failed = True
 
     def tell(self) -> None:
-        """Tell the last operations, if a rank has failed, and they were not told. One thread at a time calls it."""
+        """Report the last operations once, if a rank has failed. Only one thread at a time may call it."""
         if not self.has_failed or self.is_reported.is_set():
             return
         topology, now = self._topology, time.monotonic_ns()
@@ -75,24 +75,24 @@ class LastReport:
 
 @dataclass(frozen=True)
 class LastOperations:
-    """The last operations of one rank, and what it had submitted and the ranks had not agreed on."""
+    """The last complete operations of one rank, and the submitted operations on which the ranks had not agreed."""
 
-    rank: int  # Its rank in the job.
+    rank: int  # The rank in the job.
     size: int  # How many ranks the job has.
     host: str
-    # How many nanoseconds the clocks of ranks are ahead of rank 0's, as far as this rank knows. Those that are not in
-    # it are equal.
+    # How many nanoseconds the clocks of ranks are ahead of rank 0's clock, as far as this rank knows. Clocks of other
+    # ranks are equal to rank 0's clock.
     offsets: Mapping[int, int] = field(default_factory=dict)
-    records: Sequence[Record] = ()  # In order, with times of its own clock.
+    records: Sequence[Record] = ()  # In order, with times of this rank's clock.
 
     def lines(self) -> list[str]:
-        """Lines of printable ASCII, which `from_lines` reads."""
+        """This object as lines of printable ASCII, for `from_lines`."""
         head = json.dumps([self.rank, self.size, self.host, list(self.offsets.items())]).encode()
         return [each.decode() for each in [_encode(head), *to_messages(self.records, _encode, _LINE_BYTES)]]
 
 
 def from_lines(lines: Sequence[str]) -> LastOperations:
-    """The inverse of LastOperations.lines. Raises ValueError: A line was cut, or is of another version."""
+    """The inverse of LastOperations.lines. Raises ValueError: A line is truncated, or of another version."""
     try:
         head, *messages = (zlib.decompress(b64decode(line, validate=True)) for line in lines)
         rank, size, host, offsets = json.loads(head)
@@ -107,15 +107,15 @@ def _encode(message: bytes) -> bytes:
 
 
 def save(told: Iterable[Sequence[str]]) -> str:
-    """Write a timeline to a new file of FAILURES, in the current directory. Returns a sentence on it; "" without one.
+    """Write a timeline to a new file in FAILURES, under the current directory. Returns a sentence on the file, or "".
 
-    `told`: The lines of each rank. A rank whose lines were cut is left out.
+    `told`: The lines of each rank. A rank with truncated lines is left out. Returns "" if there is nothing to write.
     """
     ranks = []
     for lines in told:
         try:
             ranks.append(from_lines(lines))
-        except ValueError:  # The rank was killed while it told them.
+        except ValueError:  # The rank was killed while it printed the lines.
             continue
     ranks.sort(key=lambda each: each.rank)
     if not any(each.records for each in ranks):
@@ -133,7 +133,7 @@ def save(told: Iterable[Sequence[str]]) -> str:
 
 
 def _make_room() -> None:
-    """Make the directory if it is not there, invisible for git, and remove all but the newest files. Raises OSError."""
+    """Make FAILURES if missing, ignored by git, and remove all but the newest files. Raises OSError."""
     own_directory(FAILURES, 0o755, 0o022)
     (FAILURES / ".gitignore").write_text("*\n")
     with contextlib.suppress(FileNotFoundError):  # Another job has just removed it.
@@ -142,8 +142,8 @@ def _make_room() -> None:
 
 
 def _write(path: str, ranks: Sequence[LastOperations]) -> None:
-    """Write a timeline of the ranks that are known: at least one, in order. Raises OSError."""
-    # Rank 0, which has measured the clocks for longest, is the last to say.
+    """Write a timeline of `ranks`: at least one, in rank order. Raises OSError."""
+    # The offsets of rank 0, which has measured the clocks for longest, come last and override those of other ranks.
     offsets = {rank: offset for each in reversed(ranks) for rank, offset in each.offsets.items()}
     hosts = dict.fromkeys(range(max(each.size for each in ranks)), "?") | {each.rank: each.host for each in ranks}
     records = [record.shifted(offsets.get(each.rank, 0)) for each in ranks for record in each.records]

@@ -1,4 +1,4 @@
-"""What is new in the rings of this rank's engines: each operation once, with its step, and how many there were."""
+"""Reads the new operations from the rings of this rank's engines, with the step of each operation, and counts them."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from .totals import StepCounter
 
 
 class Read(NamedTuple):
-    """An operation that was read, the engine that has executed it, and the step that it is part of."""
+    """An operation that was read, the engine that executed the operation, and the step of the operation."""
 
     operation: Operation
     traced: Traced
@@ -16,17 +16,17 @@ class Read(NamedTuple):
 
 
 class Reader:
-    """Reads the rings. One thread at a time."""
+    """Reads the rings. Only one thread at a time may use it."""
 
     def __init__(self) -> None:
         self._next: dict[int, int] = {}  # The serial of the next operation of each process set.
         self.steps = StepCounter()  # Counts the steps of the script.
-        # operations: How many operations this rank has completed, with those that the rings have lost.
-        # nbytes: Bytes of those that were read.
+        # operations: How many operations this rank has completed, including operations that the rings have lost.
+        # nbytes: Bytes of the operations that were read.
         self.operations = self.nbytes = 0
 
     def read(self, every: Mapping[int, Traced]) -> tuple[list[Read], int]:
-        """Return the operations that are new, and how many others came faster than they were read."""
+        """Return the new operations, and the number of operations that were lost because reading was too slow."""
         found: list[Read] = []
         lost = 0
         for number, traced in every.items():
@@ -37,7 +37,7 @@ class Reader:
             self._next[number] = operations[-1].serial + 1
             self.operations += operations[-1].serial + 1 - expected
             lost += operations[0].serial - expected
-            # Without a timeline so many are read in a second that this takes a few milliseconds.
+            # Without a timeline, the many operations of a whole second are read here, in a few milliseconds.
             for each in operations:
                 self.nbytes += each.nbytes
                 found.append(Read(each, traced, self.steps.add(each.request)))

@@ -1,4 +1,4 @@
-"""The last operations of one engine. The engine appends to it; any thread may read it."""
+"""The last operations of one engine, in a ring. The engine appends to the ring; any thread may read the ring."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,15 +14,15 @@ from ..core.request import Request
 class Operation(NamedTuple):
     """An operation that is complete. Times are nanoseconds of this host's CLOCK_MONOTONIC."""
 
-    serial: int  # Its place in the ring, from 0. Operations are recorded when they are complete.
-    number: int  # Its place in the order in which its process set executes, the same on all ranks of the set.
+    serial: int  # The number of operations recorded before this operation. Operations are recorded when complete.
+    number: int  # The index of the operation in the process set's order of execution, the same on all its ranks.
     bucket: int  # The number of the first operation in the same reduction.
     request: Request  # What the ranks have agreed on.
     nbytes: int  # Bytes of this rank's tensors.
-    submitted: int  # When this rank has submitted it; 0: it waits in join(), and has not.
-    agreed: int  # When this rank learned that all ranks have.
+    submitted: int  # When this rank submitted the operation; 0: this rank waits in join(), and did not submit it.
+    agreed: int  # When this rank learned that all ranks have submitted the operation.
     began: int  # When the reduction began.
-    ended: int  # When the reduction ended. On a GPU, when this rank saw that.
+    ended: int  # When the reduction ended. On a GPU, when this rank noticed the end.
     delivered: int  # When the result was handed over.
 
 
@@ -30,8 +30,8 @@ class OperationRing(Observer):
     """The last operations of one engine.
 
     Args:
-        capacity: How many; 0: none.
-        tracer: Exchanges messages over this engine; None: nothing does.
+        capacity: How many operations the ring keeps; 0: none.
+        tracer: The tracer that exchanges messages over this engine; None: no tracer.
     """
 
     def __init__(self, capacity: int, tracer: Observer | None = None):
@@ -49,7 +49,7 @@ class OperationRing(Observer):
             self._serial += 1  # One thread at a time drives the engine.
 
     def since(self, serial: int) -> list[Operation]:
-        """The operations from this one on, as far as they are kept: the first one may be a later one."""
+        """The operations from `serial` on, without operations that are no longer in the ring."""
         operations = self._operations.copy()
         if not operations or operations[-1][0] < serial:
             return []
@@ -58,11 +58,11 @@ class OperationRing(Observer):
 
 @dataclass(frozen=True)
 class Traced:
-    """What the trace reads of the engine of one process set."""
+    """The data that the trace reads from the engine of one process set."""
 
-    ring: OperationRing  # Its last operations.
+    ring: OperationRing  # The last operations of the engine.
     ranks: int  # How many ranks the set has.
-    backend: str  # What reduces tensors on CPUs.
-    in_flight: Callable[[], Iterable[Entry]]  # Returns what is submitted and not complete.
-    # Returns what this rank has chosen for all ranks by the times of collectives, in sentences.
+    backend: str  # The name of the data plane that reduces tensors on CPUs.
+    in_flight: Callable[[], Iterable[Entry]]  # Returns the entries that are submitted and not complete.
+    # Returns sentences on the choices that this rank has made for all ranks by the times of collectives.
     choices: Callable[[], list[str]] = list

@@ -1,6 +1,6 @@
-"""A timeline while it is recorded: rank 0 writes the operations of all ranks, the others send it theirs.
+"""The recording of a timeline: rank 0 writes the operations of all ranks, and the other ranks send their operations.
 
-Pure of threads: the tracer calls it, with its lock held but for `receive`.
+Starts no threads: the tracer calls the methods, with its lock held (except for `receive`).
 """
 
 import contextlib
@@ -20,29 +20,29 @@ from .timeline import Timeline, Window
 
 logger = logging.getLogger(__name__)
 
-_MOST_WAITING = 1000  # messages that the engine has not sent. Operations that come then are lost.
+_MOST_WAITING = 1000  # messages that the engine has not sent. Operations after the limit are lost.
 _EVERYTHING: Window = (NO_STEP, 2**62)
 _COUNTS = struct.Struct("<QQ")  # the rank, and how many operations it has lost
 
-# The first byte of a message. From rank 0: begin to send operations, with the window, or end. From another rank:
-# operations, and that it has sent its last one.
+# The first byte of a message. From rank 0: begin to send operations (with the window), or end. From another rank:
+# operations, or the notice that it has sent its last operation.
 BEGIN, END = b"B", b"E"
 RECORDS, LAST = b"R", b"L"
 
 
 class Recording:
-    """The timeline that is recorded, or none.
+    """The timeline that is being recorded, if any.
 
     Args:
-        offsets: The offset of each rank's clock. Rank 0 uses it.
-        send: Sends a message to rank 0, or from there to all ranks.
-        waiting: The messages that were not sent yet.
+        offsets: The offset of each rank's clock. Used on rank 0.
+        send: Sends a message to rank 0, or, on rank 0, to all ranks.
+        waiting: The messages that have not been sent yet.
     """
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], send: Callable[[bytes], None],
                  waiting: Sized):
         self._topology, self._offsets, self._send, self._waiting = topology, offsets, send, waiting
-        # Which steps this rank sends, or writes; None: nothing. Rank 0 decides, and may end it.
+        # The steps whose operations this rank sends or writes; None: none. Rank 0 sets the window, and may end it.
         self._window: Window | None = None
         self._must_end = False
         self._lost = 0
@@ -55,7 +55,7 @@ class Recording:
 
     @property
     def is_on(self) -> bool:
-        """Whether operations are to be read often."""
+        """Whether a timeline is being recorded, so that operations must be read often."""
         return self._window is not None
 
     @property
@@ -71,13 +71,13 @@ class Recording:
     # -- on rank 0 ----------------------------------------------------------------------------------------------------
 
     def begin(self, path: str, mark_cycles: bool, window: Window | None, is_first: bool) -> None:
-        """Begin to write a timeline of all ranks. What cannot be done is a warning.
+        """Begin to write a timeline of all ranks. Logs a warning if this is not possible.
 
         Args:
             path: The file, which is replaced.
             mark_cycles: See Timeline.
-            window: The first step, from 0, and the one after the last; None: everything from now on.
-            is_first: Whether no operation was executed yet.
+            window: The first step, from 0, and the step after the last one; None: everything from now on.
+            is_first: Whether no operation has been executed yet.
         """
         if self._timeline is not None:
             logger.warning("mpistrat: start_timeline(%r) does nothing: %s is being written. Call stop_timeline() "
@@ -97,7 +97,7 @@ class Recording:
         self._send(BEGIN + json.dumps(self._window).encode())
 
     def write(self) -> None:
-        """Write what other ranks have sent."""
+        """Write the operations that other ranks have sent."""
         while self._incoming:
             message = self._incoming.popleft()
             if message.startswith(RECORDS):
@@ -108,16 +108,16 @@ class Recording:
                 self._timeline.lost += lost
 
     def mark_places(self, places: Mapping[int, str], now: int) -> None:
-        """Where in the script each rank is, for the file, if there is one; written with the next operations."""
+        """Add to the file, if any, where in the script each rank is. Written with the next operations."""
         if self._timeline is not None:
             self._timeline.add_places(places, now)
 
     def end(self, steps: int, limit_s: float | None) -> None:
-        """Close the file, if there is one, and say what is not in it.
+        """Close the file, if any, and log a warning on missing operations.
 
         Args:
-            steps: How many there were.
-            limit_s: How long other ranks were waited for; None: the job has ended, and nobody waits for them.
+            steps: The number of steps so far.
+            limit_s: How long rank 0 has waited for other ranks; None: the job has ended, and rank 0 did not wait.
         """
         self.write()
         timeline, self._timeline, window, self._window = self._timeline, None, self._window, None
@@ -135,7 +135,7 @@ class Recording:
         if lost:
             lacks.append(f"{lost} operations came faster than they could be read")
         if window not in (None, _EVERYTHING) and not timeline.operations:
-            lacks.append(f"it is empty, because steps {window[0]} to {window[1] - 1} have not come: there were "
+            lacks.append(f"it is empty, because steps {window[0]} to {window[1] - 1} were not executed: the job had "
                          f"{steps} steps")
         if lacks:
             logger.warning("mpistrat: the timeline %s is not complete: %s.", self._path, "; ".join(lacks))
@@ -160,16 +160,16 @@ class Recording:
     # -- on all ranks -------------------------------------------------------------------------------------------------
 
     def is_over(self, steps: int) -> bool:
-        """Whether the window is behind this rank, after so many steps."""
+        """Whether this rank has passed the end of the window after `steps` steps."""
         return self._window is not None and steps > self._window[1]
 
     def take(self, new: Sequence[Read], lost: int, steps: int) -> None:
-        """Send or write what belongs to the timeline.
+        """Send or write the operations that belong to the timeline.
 
         Args:
-            new: The operations that were read now.
-            lost: How many others came faster than they were read.
-            steps: How many steps there were.
+            new: The operations that have just been read.
+            lost: The number of operations that were lost because reading was too slow.
+            steps: The number of steps so far.
         """
         window = self._window
         if window is None:
@@ -190,14 +190,14 @@ class Recording:
             self.send_last()
 
     def send_last(self) -> None:
-        """On another rank than 0: say that no more operations come, if any were asked for."""
+        """On ranks other than 0: tell rank 0 that no more operations follow, if a timeline is being recorded."""
         if self._window is not None and self._topology.rank:
             self._window = None
             self._send(LAST + _COUNTS.pack(self._topology.rank, self._lost))
             self._lost = 0
 
     def receive(self, message: bytes) -> None:
-        """A message of the four kinds has arrived. In any thread."""
+        """Take a message of one of the four kinds. Any thread may call it."""
         kind = message[:1]
         if kind == BEGIN:
             first, end = json.loads(message[1:])

@@ -1,7 +1,7 @@
-"""Operations as they travel to rank 0, and as a timeline has them. Pure functions.
+"""Records of operations, in messages to rank 0 and in a timeline. Pure functions.
 
-A message is JSON. It can be read without any earlier one, and is small: MPI sends a message of a few KB at once, a
-larger one only when the receiver answers. What a rank prints when it fails (last.py) is the same in another code.
+A message is JSON, and can be read without earlier messages. Messages are small: MPI sends a message of a few KB at once
+and a larger message only when the receiver answers. A failing rank prints the same messages, encoded (last.py).
 """
 
 import json
@@ -20,19 +20,19 @@ NO_STEP = -1  # of a record before the first step; StepCounter counts from there
 
 
 class Record(NamedTuple):
-    """An operation of one rank. Times are nanoseconds, in a message of that rank's clock, in a timeline of rank 0's."""
+    """An operation of one rank. Times are nanoseconds: of that rank's clock in messages, of rank 0's in a timeline."""
 
-    rank: int  # The rank of the job.
+    rank: int  # The rank in the job.
     process_set: int
     ranks: int  # How many ranks the set has.
-    backend: str  # What reduces tensors on CPUs.
+    backend: str  # See Traced.
     name: str
     kind: str  # "allreduce" and so on, a value of CollectiveType.
     op: str  # The reduction; "" for an operation that does not reduce.
-    dtype: str  # That of the tensors, joined by "+"; and " as " what they are sent as, if that is another one.
+    dtype: str  # The dtypes of the tensors, joined by "+". " as DTYPE" follows if they are sent in another dtype.
     device: str  # "cpu" or "gpu".
-    # number, bucket, nbytes, submitted, agreed, began, ended, delivered: As in Operation. The number is negative if the
-    # ranks had not agreed on the operation when this rank failed; the later times are that moment.
+    # number, bucket, nbytes, submitted, agreed, began, ended, delivered: See Operation. `number` is negative if the
+    # ranks had not agreed on the operation when this rank failed. The later times are then the time of the failure.
     number: int
     bucket: int
     nbytes: int
@@ -49,7 +49,7 @@ class Record(NamedTuple):
         return self.number >= 0
 
     def shifted(self, offset: int) -> "Record":
-        """The same on a clock that is `offset` nanoseconds behind."""
+        """Return this record with the times of a clock that is `offset` nanoseconds behind."""
         return self._replace(submitted=self.submitted and self.submitted - offset, agreed=self.agreed - offset,
                              began=self.began - offset, ended=self.ended - offset, delivered=self.delivered - offset)
 
@@ -58,15 +58,15 @@ _HEAD = Record._fields.index("number")  # The fields from here on differ among o
 
 
 class Arrival(NamedTuple):
-    """When the ranks came to an operation."""
+    """When the ranks submitted an operation."""
 
-    first: int  # When the first rank has submitted it.
-    last: int  # When the last rank has.
-    rank: int  # That last rank.
+    first: int  # When the first rank submitted the operation.
+    last: int  # When the last rank submitted the operation.
+    rank: int  # The last rank.
 
 
 def arrival_of(records: Iterable[Record]) -> Arrival | None:
-    """How the ranks came to an operation, by their records of it; None unless two have submitted it, and all came."""
+    """The Arrival of one operation, from its records; None if fewer than two ranks submitted and completed it."""
     came = [(each.submitted, each.rank) for each in records if each.submitted and each.is_complete]
     return Arrival(min(came)[0], *max(came)) if len(came) > 1 else None
 
@@ -80,7 +80,7 @@ def by_operation(records: Iterable[Record]) -> dict[tuple[int, int], list[Record
 
 
 def record_of(rank: int, operation: Operation, ranks: int, backend: str, step: int) -> Record:
-    """The record of an operation of a rank; `ranks` and `backend` as in Traced."""
+    """Return the record of an operation of a rank. For `ranks` and `backend` see Traced."""
     request = operation.request
     is_reduced = request.kind in (CollectiveType.ALLREDUCE, CollectiveType.REDUCESCATTER)
     dtype = "+".join(sorted({tensor.dtype for tensor in request.tensors}))
@@ -91,7 +91,7 @@ def record_of(rank: int, operation: Operation, ranks: int, backend: str, step: i
 
 
 def unfinished(entry: Entry, now: int) -> Operation:
-    """What a rank has submitted, and the ranks have not agreed on, as an operation that ends `now`."""
+    """Return an entry that a rank has submitted, and the ranks have not agreed on, as an Operation that ends `now`."""
     number = -1 - zlib.crc32(entry.request.name.encode())  # The same on all ranks.
     return Operation(0, number, number, entry.request, entry.nbytes, entry.submitted, now, now, now,
                      now)
@@ -99,7 +99,7 @@ def unfinished(entry: Entry, now: int) -> Operation:
 
 def to_messages(records: Sequence[Record], encode: Callable[[bytes], bytes] = bytes,
                 most_bytes: int = _MESSAGE_BYTES) -> list[bytes]:
-    """Messages with these records, in order, each encoded, and then of `most_bytes` unless it has a single record."""
+    """The records in order, as encoded messages of at most `most_bytes`. A single record may make a longer message."""
     if not records:
         return []
     heads: dict[tuple[Any, ...], int] = {}
@@ -112,6 +112,6 @@ def to_messages(records: Sequence[Record], encode: Callable[[bytes], bytes] = by
 
 
 def from_message(message: bytes) -> Iterable[Record]:
-    """The inverse of to_messages, for one of them without its encoding."""
+    """The inverse of `to_messages`: the records of one message, which is not encoded."""
     heads, rows = json.loads(message)
     return [Record(*heads[head], *row) for head, *row in rows]

@@ -1,6 +1,6 @@
-"""What each rank reports of itself once a second, and what rank 0 makes of all reports: warnings, and the status file.
+"""The report that each rank makes once a second, and the use of all reports on rank 0: warnings and the status file.
 
-Pure of threads: the tracer calls it.
+Starts no threads: the tracer calls the methods.
 """
 
 import json
@@ -28,13 +28,13 @@ class Reports:
     """The reports of this rank, and on rank 0 those of all ranks.
 
     Args:
-        place: Returns where in the script this rank is, for sentences on a rank that is slow.
-        status: Where rank 0 writes the reports; None: nowhere.
+        place: Returns where in the script this rank is, for the warning on a slow rank.
+        status: The file to which rank 0 writes the reports; None: no file.
     """
 
     def __init__(self, topology: Topology, place: Callable[[], str], status: StatusFile | None):
         self._topology, self._place, self._status = topology, place, status
-        # stragglers: On rank 0, knows which ranks it has named.
+        # stragglers: On rank 0, the watch for slow ranks, which names each rank once.
         self._use, self.stragglers = ProcessorUse(), StragglerWatch()
         self._newest: dict[int, dict[str, Any]] = {}  # the report of each rank
         self._totals: dict[int, Totals] = {topology.rank: Totals()}
@@ -44,11 +44,11 @@ class Reports:
         """Return the report of this rank on an interval, for rank 0.
 
         Args:
-            interval: Since the last report.
-            reader: Has counted the operations and steps.
-            recent: The operations that were read since then.
-            in_flight: What is submitted and not complete.
-            rows: How many rows this rank has trained on; None: nobody counts them.
+            interval: The time since the last report.
+            reader: The reader, which has counted the operations and steps.
+            recent: The operations that were read since the last report.
+            in_flight: The entries that are submitted and not complete.
+            rows: How many rows this rank has trained on; None: the rows are not counted.
         """
         in_flight = list(in_flight)
         found = waits(recent, in_flight, interval)
@@ -65,12 +65,12 @@ class Reports:
         return json.dumps(self._newest[rank]).encode()
 
     def add(self, report: bytes) -> None:
-        """On rank 0: the report of another rank has arrived."""
+        """On rank 0: take the report of another rank."""
         found = json.loads(report)
         self._newest[found["rank"]] = found
 
     def publish(self) -> None:
-        """On rank 0: warn of a rank for which the others wait, and write the status file."""
+        """On rank 0: log a warning on a rank for which the others wait, if any, and write the status file."""
         straggler = self.stragglers.add(self._newest)
         if straggler is not None:
             logger.warning("mpistrat: %s", straggler)
@@ -83,16 +83,16 @@ class Reports:
 
     @property
     def places(self) -> dict[int, str]:
-        """On rank 0: where in the script each rank is, as far as it is known."""
+        """On rank 0: where in the script each rank is. Ranks whose place is unknown are left out."""
         return {rank: report["place"] for rank, report in self._newest.items() if report["place"]}
 
     @property
     def own_totals(self) -> bytes:
-        """What this rank has done in all, for rank 0."""
+        """The totals of this rank over the whole job, as a message for rank 0."""
         return json.dumps([self._topology.rank, astuple(self._totals[self._topology.rank])]).encode()
 
     def add_totals(self, totals: bytes) -> None:
-        """On rank 0: what another rank has done in all, which is its last report."""
+        """On rank 0: take the totals of another rank, which are its last message."""
         rank, (waits, *counts) = json.loads(totals)
         self._totals[rank] = Totals(Waits(*waits), *counts)
 
@@ -111,7 +111,7 @@ class Reports:
 
 
 def status_file(topology: Topology, environ: Mapping[str, str]) -> StatusFile | None:
-    """The status file of the job, on rank 0; None on other ranks, and where none can be made, which is logged."""
+    """Return the status file of the job on rank 0; None on other ranks, and if the file cannot be made (logged)."""
     if topology.rank:
         return None
     try:

@@ -6,7 +6,7 @@ Span = tuple[int, int]
 
 
 def union(spans: Iterable[Span], within: Span | None = None) -> list[Span]:
-    """The same time as disjoint spans in order, and only what is `within` a span."""
+    """The union of `spans` as disjoint spans in order, clipped to the span `within` if it is given."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if within is not None:
@@ -21,9 +21,9 @@ def union(spans: Iterable[Span], within: Span | None = None) -> list[Span]:
 
 
 def hidden(steps: Iterable[Sequence[Span]]) -> list[Span]:
-    """What computing gradients hides of the operations of steps, from their submission to the result, as a union.
+    """The union of the times in which operations were outstanding while their step still computed gradients.
 
-    A step computes gradients until it has submitted the last ones. What is outstanding later is exposed.
+    `steps`: For each step the spans of its operations, from submission to result. The last submission ends computing.
     """
     return union((begin, min(end, max(some)[0])) for some in steps for begin, end in some)
 

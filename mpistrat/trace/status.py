@@ -1,7 +1,7 @@
-"""The status file: what each rank does now, written by rank 0 once a second, for `mpistrat top`.
+"""The status file: the current state of each rank, written by rank 0 once a second, for `mpistrat top`.
 
-The file is `<host>-<pid>.json` in `${XDG_RUNTIME_DIR:-/tmp}/mpistrat-<uid>/`, which only the user may read. It is there
-from the first second of a job to its end.
+The file is `<host>-<pid>.json` in `${XDG_RUNTIME_DIR:-/tmp}/mpistrat-<uid>/`, which only the user may read. The file
+exists from the first second of a job to its end.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ def status_directory(environ: Mapping[str, str]) -> Path:
 
 
 def waits(operations: Sequence[Operation], in_flight: Iterable[Entry], interval: Span) -> Waits:
-    """How long a rank was in collectives in an interval.
+    """How long a rank waited for collectives, moved bytes and hid collectives in an interval.
 
-    It waits while something that it has submitted is not agreed on, and moves bytes from then until the result is
-    delivered. Otherwise it computes. While it waits, other threads may compute: that is hidden, see spans.py.
+    A rank waits while the ranks have not agreed on an operation that it has submitted, and moves bytes from then until
+    the result is delivered. Otherwise it computes. Waits while other threads compute count as hidden, see spans.py.
 
-    `operations`: In the order in which they were executed.
+    `operations`: In the order of execution.
     """
     moving = length(union([(each.agreed, each.delivered) for each in operations], interval))
     joined = [(each.agreed, each.delivered) for each in operations if not each.submitted]
@@ -56,14 +56,14 @@ def waits(operations: Sequence[Operation], in_flight: Iterable[Entry], interval:
 
 
 def outstanding(in_flight: Iterable[Entry], now: int) -> list[dict[str, Any]]:
-    """The operations that have been outstanding for longest: their names, and for how many seconds."""
+    """The operations that have been outstanding for the longest time, with their names and seconds."""
     oldest = sorted((entry for entry in in_flight if entry.submitted), key=lambda entry: entry.submitted)
     return [{"name": entry.request.name[:_MOST_CHARACTERS], "since_s": round((now - entry.submitted) / 1e9, 3)}
             for entry in oldest[:_MOST_OUTSTANDING]]
 
 
 def rss_bytes() -> int:
-    """The memory of this process that is in RAM; 0 where /proc does not say."""
+    """The resident memory of this process in bytes; 0 if /proc is not available."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -76,10 +76,10 @@ class StatusFile:
 
     Args:
         size: The number of ranks.
-        environ: Names the directory, and the job if a launcher has named it.
+        environ: The environment, which may name the runtime directory, and the job's id given by a launcher.
 
     Raises:
-        OSError: There is no directory that only this user may read, and it cannot be made.
+        OSError: The directory, which only this user may read, does not exist and cannot be made.
     """
 
     def __init__(self, size: int, environ: Mapping[str, str]):
@@ -96,20 +96,20 @@ class StatusFile:
                       "started": time.time(), "size": size, "script": sys.argv[0] if sys.argv else ""}
 
     def write(self, ranks: Sequence[dict[str, Any]]) -> None:
-        """Replace the file, whole: a reader sees the old one or the new one.
+        """Replace the file atomically: a reader sees the old file or the new file.
 
         Args:
-            ranks: The latest report of each rank that has sent one.
+            ranks: The latest report of each rank that has sent a report.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps({**self._head, "written": time.time(), "ranks": ranks}))
         new.replace(self.path)
 
     def remove(self) -> None:
-        """Remove the file if it can be. May be called twice; in a forked process it does nothing."""
+        """Remove the file if possible. May be called twice. Does nothing in a forked process."""
         if os.getpid() == self._pid:
             for path in (self.path, self.path.with_suffix(".new")):
                 with contextlib.suppress(OSError):

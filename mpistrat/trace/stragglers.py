@@ -1,7 +1,7 @@
-"""Stragglers: the rank for which the others wait, and what it does meanwhile. Pure, but for `ProcessorUse`.
+"""Stragglers: the rank for which the others wait, and its activity during their waits. Pure, except `ProcessorUse`.
 
-The rank that comes last to a collective waits for nobody. So the slowest rank is the one that waits least, and what the
-others wait longer than it is what it costs.
+The last rank to submit a collective does not wait. So the slowest rank is the rank that waits least. Its cost is the
+time that the other ranks wait longer than the slowest rank.
 """
 
 import os
@@ -24,11 +24,11 @@ _MOST_OF_COST = 2 / 3
 class Straggler:
     """A rank for which the others wait."""
 
-    # rank, host: Which one.
+    # rank, host: The slow rank and its host.
     rank: int
     host: str
-    cost: float  # The share of the time that the others wait longer for other ranks than it does.
-    cause: str  # What it does meanwhile, as the end of a sentence.
+    cost: float  # The share of the time that the other ranks wait longer than this rank.
+    cause: str  # A sentence on what this rank does during these waits.
 
     def __str__(self) -> str:
         return (f"rank {self.rank} on {self.host} is slower than the others, which wait for it {self.cost:.0%} of the "
@@ -36,14 +36,14 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Finds the straggler of a job in the reports that all ranks make in the same intervals. Names each rank once."""
+    """Finds the straggler of a job in the reports of all ranks on the same intervals. Names each rank once."""
 
     def __init__(self) -> None:
         self._intervals: deque[Mapping[int, Mapping[str, Any]]] = deque(maxlen=_INTERVALS)
         self._named: set[int] = set()
 
     def add(self, reports: Mapping[int, Mapping[str, Any]]) -> Straggler | None:
-        """Add the reports of an interval, by rank. Returns a straggler that was not named before, if there is one."""
+        """Add the reports of an interval, by rank. Returns a straggler that was not named before, or None."""
         reports = dict(reports)  # The engine's thread adds to them.
         if len(reports) < 2 or any(report["steps"] is None for report in reports.values()):
             return None
@@ -67,11 +67,11 @@ class StragglerWatch:
 
 
 def cause_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], cost: float) -> str:
-    """A sentence on what a rank has done.
+    """A sentence on why a rank is slow.
 
     Args:
-        reports: Of the rank, in some intervals.
-        others: Of the other ranks, in the same intervals.
+        reports: The reports of the rank on some intervals.
+        others: The reports of the other ranks on the same intervals.
         cost: See Straggler.
     """
     delayed, cores = (fmean(report[key] for report in reports) for key in ("delayed", "cores"))
@@ -80,9 +80,9 @@ def cause_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str,
     delayed_alike = cores * fmean(report["delayed"] for report in others) / used_by_others if used_by_others else 0.0
     place = _place_of(reports, others)
     at = f" Its main thread was {place}" if place else ""
-    # The rank has lost at most the delays of all its threads together. On a busy machine a rank that sleeps has some
-    # too: 0.4 of its cost, where a rank with three processes on its core had twice its cost. The delay of the main
-    # thread says less: 0.08 s of 0.92 on such a core, while TensorFlow's threads computed the step.
+    # The rank has lost at most the sum of the delays of its threads. On a busy machine a sleeping rank has delays too:
+    # 0.4 of its cost, whereas a rank with three processes on its core had twice its cost. The delay of the main thread
+    # alone says less: 0.08 s of 0.92 on such a core, while TensorFlow's threads computed the step.
     if delayed - delayed_alike > max(_MUCH_DELAY, _MOST_OF_COST * cost):
         return (f"Other processes run on its cores: its threads were ready, and have waited for a core for "
                 f"{delayed:.1f} s in each second.{at}")
@@ -97,9 +97,9 @@ def cause_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str,
 
 
 def _place_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> str:
-    """Where the main thread of a rank was more often than those of the others; "" if that is not known.
+    """The place in the script where a rank's main thread was more often than those of other ranks; "" if unknown.
 
-    All ranks spend most of their time in the step. A callback that sleeps is what only the slow rank is seen in.
+    All ranks spend most of their time in the step. Only the slow rank is seen in, for example, a callback that sleeps.
     """
     places = [report["place"] for report in reports if report["place"]]
     elsewhere = [report["place"] for report in others if report["place"]]
@@ -107,24 +107,24 @@ def _place_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str
     def excess(place: str) -> float:
         return places.count(place) / len(places) - (elsewhere.count(place) / len(elsewhere) if elsewhere else 0.0)
 
-    return max(reversed(places), key=excess, default="")  # Of those seen as often, the latest.
+    return max(reversed(places), key=excess, default="")  # Of places with equal excess, the latest.
 
 
 class ProcessorUse:
-    """How much of the processor this process uses, and waits for. Read from /proc; (0, 0) without it."""
+    """The processor time that this process uses, and waits for. Linux only: (0, 0) without /proc."""
 
     def __init__(self) -> None:
         self._before = self._now()
 
     def since_last(self) -> tuple[float, float]:
-        """Return, since the last call, the cores in use, and the seconds in each second that ready threads waited."""
+        """Return the cores in use since the last call, and the seconds per second that ready threads waited."""
         before, self._before = self._before, self._now()
         elapsed, used, delayed = (now - then for now, then in zip(self._before, before, strict=True))
         return (used / elapsed, max(delayed, 0) / elapsed) if elapsed > 0 else (0.0, 0.0)
 
     @staticmethod
     def _now() -> tuple[int, int, int]:
-        """The time, the processor time of all threads, and for how long they were ready and had no core; in ns."""
+        """The time, the processor time of all threads, and the time that ready threads waited for a core, in ns."""
         times = os.times()
         delayed = 0
         try:

@@ -1,9 +1,9 @@
 """The timeline of a job, which rank 0 writes: the operations of all ranks in one file, on the clock of rank 0.
 
-Each rank is a group. Its first track has the reductions, and other tracks have the operations, each from its submission
-to its result, with Horovod's phases: NEGOTIATE_ALLREDUCE until all ranks have submitted it, QUEUE until its reduction
-begins, and the reduction itself, as SHM_ALLREDUCE. Copies into and out of the fusion buffer are not shown: they are
-parts of the reduction, chunk by chunk. One more group shows, for each operation, which rank came last.
+Each rank is a group. Its first track has the reductions. Other tracks have the operations, from submission to result,
+with Horovod's phases: NEGOTIATE_ALLREDUCE until all ranks have submitted the operation, QUEUE until its reduction
+begins, and the reduction itself, such as SHM_ALLREDUCE. Copies into and out of the fusion buffer are not shown, since
+they are parts of the reduction, chunk by chunk. One more group shows, for each operation, which rank came last.
 """
 
 from collections import deque
@@ -25,13 +25,13 @@ class Timeline:
 
     Args:
         hosts: The host of each rank.
-        mark_cycles: Whether to mark when each rank begins to execute what was agreed on together.
+        mark_cycles: Whether to mark when each rank begins to execute the operations agreed on at the same time.
     """
 
     def __init__(self, file: TraceFile, hosts: Sequence[str], mark_cycles: bool):
         self._file, self._mark_cycles = file, mark_cycles
         self._names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)] + ["the rank that came last"]
-        # Of the tracks of each group: the name of each, and from when on it is free.
+        # For the tracks of each group: the name of the track, and the time from which on the track is free.
         self._tracks: dict[int, list[tuple[str, int]]] = {}
         self._submitted: dict[tuple[int, int], list[Record]] = {}
         self._order: deque[tuple[int, int]] = deque()
@@ -39,12 +39,12 @@ class Timeline:
         self._cycles: dict[int, int] = {}
         self._choices: set[str] = set()
         self._now = 0  # the end of the last operation of rank 0
-        # operations: How many were written.
-        # lost: How many were not, because they came faster than they could be read.
+        # operations: How many operations were written.
+        # lost: How many operations were lost, because they came faster than they could be read.
         self.operations = self.lost = 0
 
     def add(self, records: Iterable[Record]) -> None:
-        """Write records, whose times are of rank 0's clock. Raises OSError: The file cannot be written."""
+        """Write records with times of rank 0's clock. Raises OSError: The file cannot be written."""
         for record in records:
             self.operations += 1
             self._write(record)
@@ -56,7 +56,7 @@ class Timeline:
         self._file.close()
 
     def add_choices(self, sentences: Iterable[str]) -> None:
-        """Mark what rank 0 has chosen by the times of collectives, where it is new. Raises as `add`."""
+        """Mark new sentences on choices that rank 0 has made by the times of collectives. Raises: See `add`."""
         for sentence in sentences:
             if sentence not in self._choices:
                 self._choices.add(sentence)
@@ -64,7 +64,7 @@ class Timeline:
                 self._file.flush()
 
     def add_places(self, places: Mapping[int, str], now: int) -> None:
-        """Mark where in the script each rank is. Raises as `add`."""
+        """Mark where in the script each rank is. Raises: See `add`."""
         for rank, place in places.items():
             self._file.mark(rank, 0, place, now, PLACE)
 
@@ -92,7 +92,7 @@ class Timeline:
                         (record.name, begin, record.delivered), values, [part for part in parts if part[2] > part[1]])
 
     def _track(self, group: int, name: str, begin: int, end: int) -> int:
-        """The first track of the group with this name that is free from `begin` on. It is taken until `end`."""
+        """Occupy a track with this name from `begin` to `end`, and return its index. Adds a track if none is free."""
         tracks = self._tracks.setdefault(group, [])
         for track, (its_name, free) in enumerate(tracks):
             if its_name == name and free <= begin:
@@ -103,7 +103,7 @@ class Timeline:
         return len(tracks) - 1
 
     def _compare(self, record: Record) -> None:
-        """Write which rank came last, once all ranks have sent their record of an operation."""
+        """Write which rank came last, when all ranks have sent their records of an operation."""
         key = record.process_set, record.number
         together = self._submitted.get(key)
         if together is None:
@@ -124,14 +124,14 @@ class Timeline:
 
 
 def label(record: Record) -> str:
-    """What carries out an operation, as Horovod's timeline names it."""
+    """The name of the backend that executes an operation, as in Horovod's timeline."""
     return "GPU" if record.device == "gpu" else _LABELS.get(record.backend, record.backend.upper())
 
 
 def records_in(spans: Iterable[tuple[str, int, Values]]) -> list[Record]:
-    """The records that a file has, from files.spans_in.
+    """Return the records of a file, given the result of chrome_trace.spans_in.
 
-    Raises ValueError: A field is missing, or is of another type: another version of mpistrat has written the file.
+    Raises ValueError: A field is missing or has another type, since another version of mpistrat wrote the file.
     """
     records = []
     for name, begin, values in spans:
@@ -142,8 +142,8 @@ def records_in(spans: Iterable[tuple[str, int, Values]]) -> list[Record]:
             record = Record(**fields)
             for (field, kind), value in zip(Record.__annotations__.items(), record, strict=True):
                 if type(value) is not kind:
-                    raise TypeError(f"{field} is {value!r}")
+                    raise TypeError(f"the field {field} must be {kind.__name__}. Received: {value!r}")
             records.append(record)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"it was written by another version of mpistrat: {error}.") from error
+            raise ValueError(f"the timeline was written by another version of mpistrat: {error}.") from error
     return records

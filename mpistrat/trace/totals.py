@@ -1,4 +1,4 @@
-"""What a rank has done in the whole job: its steps, its time, and the line that rank 0 prints at the end. Pure."""
+"""The totals of a rank over the whole job (steps and times), and the line that rank 0 prints at the end. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 from ..core.request import CollectiveType, Request
 from ..core.slowest import Waits, figure, shares_of, total
 
-# A job with less is not worth a line.
+# A job with less than either gets no line.
 _LEAST_S, _LEAST_OPERATIONS = 5.0, 20
 
 
 def is_of_gradients(request: Request) -> bool:
-    """Whether a request reduces gradients: no other reductions have the user's names of the tensors."""
+    """Whether a request reduces gradients. Of all reductions, only those of gradients have labels (variable names)."""
     return bool(request.labels) and request.kind is CollectiveType.ALLREDUCE
 
 
 class StepCounter:
-    """Counts the steps of one rank. A step begins with a gradient, and ends with one whose name it has already.
+    """Counts the steps of one rank. A new step begins when the name of a gradient occurs for the second time.
 
-    So it is a step of the distributed optimizer, of the tape or of the strategy. Two optimizers with names of their own
-    that take turns make one step.
+    A step is a step of the distributed optimizer, of the tape or of the strategy. Two optimizers that take turns, with
+    different names of gradients, make one step together.
     """
 
     def __init__(self) -> None:
@@ -27,9 +27,9 @@ class StepCounter:
         self._names: set[tuple[int, str]] = set()
 
     def add(self, request: Request) -> int:
-        """The step that a request belongs to, from 0; NO_STEP before the first one.
+        """The step that a request belongs to, from 0; NO_STEP before the first step.
 
-        `request`: They come in the order in which they were executed.
+        `request`: The next request, in the order of execution.
         """
         if is_of_gradients(request):
             key = request.process_set, request.name
@@ -42,17 +42,17 @@ class StepCounter:
 
 @dataclass
 class Totals:
-    """The sums of a rank over the intervals in which it had collectives, without the first one, in which it starts."""
+    """The sums of a rank over the intervals with collectives, except the first interval, in which the rank starts."""
 
-    waits: Waits = field(default=Waits())  # Those of these intervals.
-    steps: int = 0  # Steps of training in them; 0 where nothing counts them.
-    operations: int = 0  # Collectives in them.
+    waits: Waits = field(default=Waits())  # The waits in these intervals.
+    steps: int = 0  # Steps of training in these intervals; 0 if steps are not counted.
+    operations: int = 0  # Collectives in these intervals.
 
     def __post_init__(self) -> None:
         self._before: tuple[int, int] | None = None
 
     def add(self, waits: Waits, steps: int, operations: int) -> None:
-        """Add an interval, at the end of which there were so many steps and operations since the start."""
+        """Add an interval. `steps` and `operations` are the counts from the start of the job to its end."""
         before, self._before = self._before, (steps, operations)
         if before is None:
             self._before = self._before if operations else None
@@ -63,7 +63,7 @@ class Totals:
 
 
 def line_of(totals: Mapping[int, Totals], names: Mapping[int, str]) -> str:
-    """The line on a job, given the totals of all its ranks and their names; "" if there is nothing to say."""
+    """The line on a job, from the totals and the names of all its ranks; "" for one rank or a very short job."""
     ranks = sorted(totals)
     shortest = min((each.waits.seconds for each in totals.values()), default=0.0)
     fewest = min((each.operations for each in totals.values()), default=0)

@@ -1,12 +1,12 @@
-"""The tracer of one rank: a thread that reads what the engines have recorded, and tells rank 0 about it.
+"""The tracer of one rank: a thread that reads the operations recorded by the engines, and reports to rank 0.
 
-Once a second each rank sends rank 0 a report, for the status file (reports.py). While a timeline is written, it sends
-its operations too, ten times a second: a timeline has all but the last moment of a job that is killed (recording.py).
-Rank 0 sends a message in each second to all ranks: their answers show how far their clocks are from its own
-(clocks.py). When a rank fails, all ranks tell `mpistrat run` their last operations (last.py).
+Once a second each rank sends rank 0 a report, for the status file (reports.py). While a timeline is written, each rank
+also sends its operations, ten times a second. So a killed job lacks only the last moment (recording.py). Once a second
+rank 0 sends a message to all ranks, whose answers give the offsets of their clocks (clocks.py). When a rank fails, all
+ranks report their last operations to `mpistrat run` (last.py).
 
-The messages travel with those of the negotiation, and a rank that is in a collective sends none. The tracer never waits
-for another rank, but in `stop_timeline` for a while. What it cannot do is a warning: training goes on.
+The messages travel with those of the negotiation, and a rank that is in a collective sends none. Only `stop_timeline`
+waits for other ranks, for a limited time. Problems of the tracer are logged as warnings: training goes on.
 """
 
 import logging
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
 _TIMELINE_INTERVAL_S = 0.1
-_LAST_RECORDS_S = 5.0  # How long rank 0 waits for those of other ranks when a timeline ends.
+_LAST_RECORDS_S = 5.0  # How long rank 0 waits for the last records of other ranks when a timeline ends.
 _LAST_RECORDS_POLL_S = 0.01
 
-# The first byte of a message, besides those of recording.py. From rank 0: the time, for the clocks. From another rank:
-# its answer about clocks, its report, and its totals when it ends. From any rank: that a rank fails.
+# The first byte of a message, besides those in recording.py. From rank 0: the time, for the clocks. From another rank:
+# its answer on clocks, its report, or (at its end) its totals. From any rank: the notice that a rank fails.
 _CLOCK, _FAILURE = b"C", b"F"
 _REPORT, _TOTALS = b"S", b"T"
 _SENT = struct.Struct("<q")
@@ -42,28 +42,28 @@ _ANSWER = struct.Struct("<Qqqq")  # the rank, and the times of Offset.add but th
 
 
 class Tracer(Observer):
-    """Reads the rings of this rank's engines. `start` begins, `stop` and then `close` end.
+    """Reads the rings of this rank's engines. To be used with `start`, then `stop`, then `close`.
 
     Args:
-        offsets: The offset of each rank's clock. Rank 0 uses it.
+        offsets: The offset of each rank's clock. Used on rank 0.
         environ: See StatusFile.
-        place: Returns where in the script this rank is, for sentences on a rank that is slow.
-        tell: Takes the lines of LastOperations when a rank fails; None: nobody reads them.
+        place: Returns where in the script this rank is, for the warning on a slow rank.
+        tell: Called with the lines of LastOperations when a rank fails; None: last operations are not reported.
     """
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], environ: Mapping[str, str],
                  place: Callable[[], str] = str, tell: Callable[[list[str]], None] | None = None):
         super().__init__()
         self._topology, self._offsets = topology, offsets
-        # Returns the rows that this rank has trained on; None: nobody counts them.
+        # Returns the number of rows that this rank has trained on; None: the rows are not counted.
         self.rows: Callable[[], int] | None = None
-        self.is_line_due = True  # Whether nothing else tells the user how fast the job was.
-        self.reader = Reader()  # Counts what it has read.
-        self.reports = Reports(topology, place, status_file(topology, environ))  # What rank 0 knows of all ranks.
+        self.is_line_due = True  # Whether to print `line`, since nothing else reports the speed of the job.
+        self.reader = Reader()  # Counts the operations and steps that it has read.
+        self.reports = Reports(topology, place, status_file(topology, environ))  # On rank 0, of all ranks.
         self._recording = Recording(topology, offsets, self._send, self.outgoing)
         self._last_report = None if tell is None else LastReport(topology, offsets, tell)
         self._recent: list[Operation] = []  # since the last report
-        self._asked = (0, 0)  # When rank 0 has sent the latest message about clocks, and when it arrived.
+        self._asked = (0, 0)  # When rank 0 sent its latest message on clocks, and when this rank received it.
 
         # The thread, and those who call it.
         self._traced: Callable[[], Mapping[int, Traced]] = dict
@@ -77,8 +77,8 @@ class Tracer(Observer):
         """Start the thread.
 
         Args:
-            traced: Returns what there is to read of each process set of this rank, by its id.
-            wake: Lets the engine of all ranks look at `outgoing`.
+            traced: Returns the readable data of each process set of this rank, by the id of the set.
+            wake: Makes the engine of the set of all ranks check `outgoing`.
         """
         self._traced, self._wake = traced, wake
         self._thread = threading.Thread(target=self._run, name="mpistrat-trace", daemon=True)
@@ -91,7 +91,7 @@ class Tracer(Observer):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
-            self._traced, self._wake = dict, lambda: None  # They refer to what has the memory that ranks share.
+            self._traced, self._wake = dict, lambda: None  # They refer to objects that hold the shared memory.
 
     def close(self) -> None:
         """Complete the timeline, after the engines have ended. Local. May be called twice."""
@@ -106,9 +106,9 @@ class Tracer(Observer):
             self._called.set()
 
     def fail_all(self, limit_s: float) -> bool:
-        """This rank fails: let all ranks tell their last operations. Any thread may call it.
+        """Make all ranks report their last operations, since this rank fails. Any thread may call it.
 
-        Returns when this rank has told its own, or after `limit_s`: whether anybody reads them.
+        Waits until this rank has reported, for at most `limit_s`. Returns False if last operations are not reported.
         """
         if self._last_report is None or self._thread is None:
             return False
@@ -118,7 +118,7 @@ class Tracer(Observer):
         return True
 
     def tell_last(self) -> None:
-        """Tell the last operations if a rank has failed, once. In the thread of this object, or after `stop`."""
+        """Report the last operations once if a rank has failed. In the thread of this object, or after `stop`."""
         if self._last_report is not None:
             self._last_report.tell()
 
@@ -133,14 +133,14 @@ class Tracer(Observer):
         """Start the timeline of all ranks (Recording.begin). Local: rank 0 writes, and the other ranks do nothing."""
         if self._topology.rank == 0:
             with self._lock:
-                self._read()  # What came before is not in it.
+                self._read()  # Operations before this point do not belong to the timeline.
                 self._recording.begin(path, mark_cycles, window, is_first=self.reader.operations == 0)
                 self._called.set()
 
     def stop_timeline(self) -> None:
-        """Complete the timeline. Local; on other ranks than 0, and without a timeline, it does nothing.
+        """Complete the timeline. Local. Does nothing on ranks other than 0, and without a timeline.
 
-        It waits a moment for the last operations of the other ranks.
+        Waits a moment for the last operations of the other ranks.
         """
         if not self._recording.has_file:
             return
@@ -215,7 +215,7 @@ class Tracer(Observer):
         self.reports.close()
 
     def _report(self, began: int, now: int) -> None:
-        """Send rank 0 the report of this rank; on rank 0, publish those that there are."""
+        """Send the report of this rank to rank 0. On rank 0, publish the reports of all ranks so far."""
         report, rank = self._own_report(began, now), self._topology.rank
         if rank == 0:
             self._send(_CLOCK + _SENT.pack(now))
@@ -233,7 +233,7 @@ class Tracer(Observer):
         return self.reports.add_own((began, now), self.reader, recent, in_flight, self.rows and self.rows())
 
     def _read(self) -> None:
-        """Read what the engines have recorded, for the report, the timeline and the last operations."""
+        """Read the operations that the engines have recorded, for report, timeline and last operations."""
         new, lost = self.reader.read(self._traced())
         self._recent += [each.operation for each in new]
         if self._last_report is not None:

@@ -1,8 +1,8 @@
 """Passes descriptors from the first rank of a host to the others (SCM_RIGHTS), and keeps other processes out.
 
-Every user of a machine can read the names of Unix sockets, and connect to those in Linux's abstract namespace. So the
-first rank listens under such a name during init() only. Both sides check that the peer has the same user id, as the
-kernel reports it (SO_PEERCRED), and that it has a secret, which the ranks exchange over MPI. Used by one thread.
+Every user of a machine can read the names of Unix sockets, and connect to sockets in Linux's abstract namespace. So the
+first rank listens under an abstract name during init() only. Both sides check that the peer has the same user id, which
+the kernel reports (SO_PEERCRED), and the same secret, which the ranks exchange over MPI. Used by one thread.
 """
 
 import array
@@ -45,7 +45,7 @@ class FdExchange:
 
     Args:
         local_ranks: The ranks of this host.
-        interruption: Ends `give`; None: nothing does.
+        interruption: Interrupts `give`; None: `give` cannot be interrupted.
 
     Raises:
         OSError: This rank cannot listen.
@@ -54,7 +54,7 @@ class FdExchange:
     def __init__(self, rank: int, local_ranks: Sequence[int], interruption: Interruption | None = None):
         self._rank, self._giver, self._interruption = rank, local_ranks[0], interruption or Interruption()
         self._listener: socket.socket | None = None
-        # For the other ranks of the host; None on these, and if there are none.
+        # On the first rank, the argument of `take` of the other ranks; None on the other ranks, and without others.
         self.invitation: Invitation | None = None
         if rank == self._giver and len(local_ranks) > 1:
             # The name is random, so no other process can have bound it.
@@ -68,7 +68,7 @@ class FdExchange:
                 raise
 
     def give(self, descriptors: Mapping[int, Sequence[int]]) -> None:
-        """Pass each rank its descriptors, in order. They stay open here. Returns when all ranks have theirs.
+        """Send each rank its descriptors, in order. Returns when all ranks have received them. Closes no descriptor.
 
         Args:
             descriptors: At least one descriptor for each other rank of this host.
@@ -91,7 +91,7 @@ class FdExchange:
                 if left_s > _CHECK_S:
                     continue
                 raise OSError(f"ranks {sorted(missing)} have not connected to rank {self._rank} on the same host in "
-                              f"{_LIMIT_S:.0f} s. Do they run in containers that do not share their network?") from None
+                              f"{_LIMIT_S:.0f} s. Do the ranks run in containers with separate networks?") from None
             with connection:
                 rank = self._identify(connection)
                 if rank in missing:
@@ -103,7 +103,7 @@ class FdExchange:
                     missing.remove(rank)
 
     def _identify(self, connection: socket.socket) -> int | None:
-        """The rank of the peer; None if it does not belong to the job."""
+        """The rank of the peer; None if the peer does not belong to the job."""
         assert self.invitation is not None
         process, user = _peer_of(connection)
         if user != os.geteuid():
@@ -131,10 +131,10 @@ class FdExchange:
             connection.sendmsg([header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
             # Wait, since the kernel limits how many descriptors of a user are in transit.
             if connection.recv(1) != b"\0":
-                raise ConnectionResetError("it has ended")
+                raise ConnectionResetError("the process of that rank has ended")
 
     def take(self, invitation: Invitation) -> list[int]:
-        """Receive this rank's descriptors from the first rank of the host, in order. They are close-on-exec.
+        """Receive this rank's descriptors, which are close-on-exec, from the first rank of the host, in order.
 
         Raises OSError: The first rank sends nothing, or another process answers in its place.
         """
@@ -144,11 +144,11 @@ class FdExchange:
             try:
                 connection.connect("\0" + invitation.name)
             except OSError as error:
-                raise OSError(f"rank {self._giver} on the same host cannot be reached: {error}. Do they run in "
-                              "containers that do not share their network?") from error
+                raise OSError(f"rank {self._giver} on the same host cannot be reached: {error}. Do the ranks run in "
+                              "containers with separate networks?") from error
             process, user = _peer_of(connection)
             if user != os.geteuid():
-                raise OSError(f"process {process} of user {user} answers for rank {self._giver}")
+                raise OSError(f"process {process} of another user ({user}) answers in the place of rank {self._giver}")
             connection.settimeout(_LIMIT_S)
             connection.send(_GREETING.pack(invitation.secret[:_PROOF_BYTES], self._rank))
             taken: list[int] = []
@@ -175,8 +175,8 @@ class FdExchange:
             if not hmac.compare_digest(peer_proof, proof):
                 raise OSError(f"the process that answers for rank {self._giver} does not belong to the job")
             if flags & socket.MSG_CTRUNC or not ancillary or len(taken) > total:
-                raise OSError(f"of the {total} descriptors of rank {self._giver} only some can be taken. How many a "
-                              "process may have is limited (ulimit -n)")
+                raise OSError(f"this rank received only some of the {total} descriptors of rank {self._giver}. Raise "
+                              "the limit on open files (ulimit -n)")
             connection.send(b"\0")
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class FdExchange:
 
 
 def _peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process and effective user of the peer of a Unix socket, at the time it connected or began to listen."""
+    """Process and effective user of the peer of a Unix socket, at the time the peer connected or began to listen."""
     process, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED,
                                                                  _CREDENTIALS.size))
     return process, user

@@ -1,7 +1,7 @@
 """Connects the ranks of one host: sockets between all pairs of them, and an anonymous file of shared memory.
 
-The first rank of the host makes both, and passes their descriptors to the others. Neither has a name, so other
-processes cannot open them. Used in init(), by one thread.
+The first rank of the host makes the sockets and the file, and passes their descriptors to the other ranks. Sockets and
+file have no names, so other processes cannot open them. Used in init(), by one thread.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class HostLink:
 
     Args:
         local_ranks: The ranks on this host. The first one makes the sockets and the file.
-        job_ranks: Their ranks in the job, for messages; None: the same.
-        interruption: Ends the wait for the other ranks; None: nothing does.
+        job_ranks: The ranks of `local_ranks` in the job, for error messages; None: equal to `local_ranks`.
+        interruption: Interrupts the wait for the other ranks; None: the wait cannot be interrupted.
 
     Raises:
         OSError: This rank cannot listen.
@@ -31,11 +31,11 @@ class HostLink:
         self._exchange = FdExchange(self._job_ranks[rank], list(self._job_ranks.values()), interruption)
         self._file: HostFile | None = None
         self._first = f"rank {self._job_ranks[local_ranks[0]]}"
-        self._no_file = OSError(f"{self._first} could not make it")
+        self._no_file = OSError(f"{self._first} could not make the file of shared memory")
 
     @property
     def invitation(self) -> Invitation | None:
-        """The argument of `connect` for the other ranks; None on these, and if there are none."""
+        """On the first rank, the argument of `connect` of the other ranks; None elsewhere, and if it is alone."""
         return self._exchange.invitation
 
     def connect(self, invitation: Invitation | None) -> UnixSocketChannel:
@@ -45,7 +45,7 @@ class HostLink:
             invitation: From the first rank of the host.
 
         Raises:
-            OSError: The ranks cannot be connected. It may be raised on only some of them.
+            OSError: The ranks cannot be connected. Only some ranks may raise this error.
         """
         sockets = self._give() if self._rank == self._ranks[0] else self._take(invitation)
         return UnixSocketChannel(self._rank, sockets)
@@ -67,7 +67,7 @@ class HostLink:
             raise
         finally:
             self._exchange.close()
-            # The other ranks have these now. With a copy open here, a rank's end would not close its inbox.
+            # The other ranks have their inboxes now. With a copy open here, a rank's end would not close its inbox.
             for rank in self._ranks[1:]:
                 made[rank].inbox.close()
         return made[self._rank]
@@ -95,7 +95,7 @@ class HostLink:
     def file(self) -> HostFile:
         """Return the file of shared memory, which is open until `close`. Local.
 
-        Raises OSError: This rank has no file. Other ranks may have it.
+        Raises OSError: This rank has no file. Other ranks may have one.
         """
         if self._file is None:
             raise self._no_file

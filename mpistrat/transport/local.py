@@ -12,7 +12,7 @@ from ..core.signal_handlers import WakeUp
 
 
 class LocalControl(ControlPlane):
-    """There is nobody to send messages to, or to get some from."""
+    """The control plane of a single rank, which neither sends nor receives messages."""
 
     def __init__(self) -> None:
         self._wake_up = WakeUp()
@@ -40,7 +40,7 @@ class LocalControl(ControlPlane):
 
 
 class LocalAgreement(AgreementRound):
-    """The votes of one rank: it agrees with itself, at once."""
+    """The votes of a single rank, which agrees with itself at once."""
 
     _outcome: Outcome | None = None
 
@@ -59,7 +59,7 @@ class LocalAgreement(AgreementRound):
 
 
 class LocalData(DataPlane):
-    """Collectives of one rank: its own arrays, scaled."""
+    """Collectives of a single rank, whose results are its own arrays, scaled."""
 
     name = "local"
 

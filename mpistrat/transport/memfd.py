@@ -14,16 +14,16 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 class HostFile:
-    """The file. Its memory is zero at first. `descriptor`: The descriptor of the file. `close` closes it."""
+    """The file of shared memory, which is zero at first. `descriptor`: The file's descriptor; `close` closes it."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
 
     @classmethod
     def make(cls) -> "HostFile":
-        """Make a file that can grow, but not shrink. Other processes get it only if this process passes it on.
+        """Make a file that can grow, but not shrink. Other processes get the file only if this process passes it on.
 
-        Raises OSError: The kernel refuses it.
+        Raises OSError: The kernel does not make the file.
         """
         descriptor = os.memfd_create("mpistrat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -38,15 +38,15 @@ class HostFile:
     def over(cls, descriptor: int) -> "HostFile":
         """Wrap a file that another rank made with `make`.
 
-        Raises OSError: It is not such a file. The descriptor is closed.
+        Raises OSError: The descriptor is not of a file made with `make`. The descriptor is closed.
         """
         try:
             seals, owner = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS), os.fstat(descriptor).st_uid
             if seals != _SEALS or owner != os.geteuid():
-                raise OSError(f"the memory belongs to user {owner}, and its seals allow changes other than growing")
+                raise OSError(f"expected user {os.geteuid()} and seals {_SEALS}. Received: user {owner}, seals {seals}")
         except OSError as error:
             os.close(descriptor)
-            raise OSError(f"this is not the file that was to be shared: {error}") from error
+            raise OSError(f"the received descriptor is not a file of shared memory: {error}") from error
         return cls(descriptor)
 
     def fileno(self) -> int:
@@ -54,11 +54,11 @@ class HostFile:
         return self._descriptor
 
     def map(self, nbytes: int) -> mmap.mmap:
-        """Map the first `nbytes` of the file, at least one. Local.
+        """Map the first `nbytes` (at least 1) of the file. Local.
 
-        Raises OSError: There is not enough memory. There may be enough for less.
+        Raises OSError: There is not enough memory for `nbytes`. There may be enough for fewer bytes.
         """
-        # Allocates now. Otherwise the kernel would kill this rank in a reduction, if there is not enough memory.
+        # Allocates the memory now. Otherwise, without enough memory, the kernel would kill this rank in a reduction.
         os.posix_fallocate(self._descriptor, 0, nbytes)
         return mmap.mmap(self._descriptor, nbytes)
 

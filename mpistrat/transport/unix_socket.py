@@ -1,4 +1,4 @@
-"""Messages among the ranks of one host over Unix datagram sockets. A receiver sleeps in the kernel until one arrives.
+"""Messages among the ranks of one host over Unix datagram sockets. A waiting receiver sleeps in the kernel.
 
 Used by the engine's thread, except `UnixSocketChannel.wake`, which any thread may call.
 """
@@ -20,7 +20,7 @@ from ..core.tuning import SOCKET_FRAGMENT_BYTES
 _LAST, _MORE, _WAKE = b"\0", b"\1", b"\2"
 _HEADER_BYTES = 5  # one of these bytes, and the sender
 _SELECT_LIMIT = 1024  # select() takes lower descriptors only, but has timeouts in microseconds; poll() in milliseconds
-# Errors when the receiver has ended. The launcher or its last message reports that.
+# Errors of a send to a rank that has ended. The launcher, or the last message of that rank, reports the end.
 _GONE = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE)
 
 
@@ -28,15 +28,15 @@ _GONE = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE)
 class ChannelSockets:
     """The sockets of one rank."""
 
-    inbox: socket.socket  # Receives the messages to this rank. No other rank has it.
-    # For each rank of the host, including this one, the socket to write to its inbox. All ranks have them.
+    inbox: socket.socket  # Receives the messages to this rank. No other rank has this socket.
+    # For each rank of the host, including this one, the socket that writes to its inbox. All ranks share the outboxes.
     outboxes: Mapping[int, socket.socket]
 
     @staticmethod
     def make(ranks: Sequence[int]) -> "dict[int, ChannelSockets]":
         """Make the sockets of all `ranks` of a host. All ranks share the same outboxes.
 
-        They are socket pairs without names, so only processes that are given an outbox can write to its inbox.
+        The sockets are pairs without names, so only processes that are given an outbox can write to its inbox.
 
         Raises:
             OSError: The process has reached its limit of descriptors.
@@ -58,14 +58,14 @@ class ChannelSockets:
     def over(descriptors: Sequence[int], ranks: Sequence[int]) -> "ChannelSockets":
         """Wrap received descriptors: the inbox, and the outboxes in the order of `ranks`.
 
-        Raises OSError: A descriptor is not such a socket. All descriptors are still open.
+        Raises OSError: A descriptor is not a Unix datagram socket. All descriptors stay open.
         """
         made: list[socket.socket] = []
         try:
             for descriptor in descriptors:
                 made.append(socket.socket(fileno=descriptor))
                 if (made[-1].family, made[-1].type) != (socket.AF_UNIX, socket.SOCK_DGRAM):
-                    raise OSError(f"{made[-1]} is no socket for messages")
+                    raise OSError(f"{made[-1]} is not a Unix datagram socket")
                 made[-1].setblocking(False)
         except OSError:
             for taken in made:
@@ -81,14 +81,14 @@ class ChannelSockets:
 
 
 class UnixSocketChannel:
-    """One rank's connection to the ranks of its host. The kernel removes it when the process ends.
+    """One rank's connection to the ranks of its host. The kernel closes the connection when the process ends.
 
-    Messages of one sender arrive in order and are not lost. If a receiver's queue is full, they wait in the sender, and
-    a later call sends them.
+    Messages of one sender arrive in order and are not lost. If a receiver's queue is full, messages wait in the sender,
+    and a later call sends them.
 
     Args:
         rank: This rank.
-        sockets: Closed by `close`.
+        sockets: The sockets of this rank. `close` closes them.
     """
 
     def __init__(self, rank: int, sockets: ChannelSockets):
@@ -163,15 +163,15 @@ class UnixSocketChannel:
                 continue
             kind, sender = datagram[:1], int.from_bytes(datagram[1:_HEADER_BYTES], "little")
             if len(datagram) < _HEADER_BYTES or kind not in (_LAST, _MORE) or sender not in self._outboxes:
-                raise MessageError(f"a part of a message came that begins with {datagram[:_HEADER_BYTES]!r}, as no "
-                                   "rank of this host sends it.")
+                raise MessageError("this rank received a datagram whose header no rank of this host sends. Received: "
+                                   f"{datagram[:_HEADER_BYTES]!r}.")
             parts = self._partial.setdefault(sender, [])
             parts.append(datagram[_HEADER_BYTES:])
             if kind == _LAST:
                 messages.append((sender, b"".join(self._partial.pop(sender))))
 
     def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
-        """Wait for at most `timeout_s` until `ready`, spinning for the first `spin_s`. Returns whether it is ready."""
+        """Wait for at most `timeout_s` until `ready()`, spinning for the first `spin_s`. Returns whether it was."""
         if spin_s:
             until = time.monotonic() + min(spin_s, timeout_s)
             while time.monotonic() < until:
@@ -181,7 +181,7 @@ class UnixSocketChannel:
         return self._await(timeout_s)
 
     def ready(self) -> bool:
-        """Whether a message has arrived. Makes a system call, during which other threads may run."""
+        """Whether a message has arrived, or `has_news()`. Makes a system call, during which other threads may run."""
         return self._await(0.0) or self._has_other_news()
 
     def _await(self, timeout_s: float) -> bool:

@@ -32,8 +32,8 @@ from ..support.levels import sample
 # The launcher has to work where nobody has prepared the environment for Open MPI.
 BARE = ["env", "-u", "OMPI_ALLOW_RUN_AS_ROOT", "-u", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "-u", "OMPI_MCA_osc", "-u",
         "OMPI_MCA_mpi_yield_when_idle", sys.executable, "-m", "mpistrat"]
-NO_ANSWER = ("node9 cannot be reached by ssh (connect to host node9 port 22: Connection timed out). Is it on, and does "
-             "a firewall let ssh through?")
+NO_ANSWER = ("node9 cannot be reached by ssh (connect to host node9 port 22: Connection timed out). Check that the "
+             "host is on and no firewall blocks ssh.")
 RANK = "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
 
 
@@ -230,7 +230,7 @@ def test_ctrl_c_interrupts_all_ranks_in_the_same_step_and_leaves_them_time_to_sa
     one, other = map(int, re.findall(r"interrupted in steps \[(\d+), (\d+)\]", job.output)[0])
     assert abs(one - other) <= 1, job.output
     ends = {"raises": "mpistrat run: the job has ended with exit code 130: it was ended by Ctrl-C",
-            "again": "mpistrat run: this is the second signal; it is sent SIGKILL"}
+            "again": "mpistrat run: this is the second signal; mpirun gets SIGKILL"}
     assert ends.get(way, "saved") in job.output.splitlines(), job.output
 
 
@@ -274,7 +274,7 @@ def silent(tmp_path: Path) -> dict[str, str]:
 def test_a_host_that_is_off_is_named_and_nothing_is_left(silent: dict[str, str]) -> None:
     job = mpistrat("run", "-np", "2", "--start-timeout", "1", "-H", "node9:2", "--", "true", env=silent)
     assert (job.code, job.left) == (1, ()), job.output
-    assert "mpirun has not started all ranks within 1 s (--start-timeout); it is sent SIGKILL" in job.output, job.output
+    assert "has not started all ranks within 1 s (--start-timeout); mpirun gets SIGKILL" in job.output, job.output
     assert job.output.splitlines()[-1] == f"mpistrat run: the job has ended with exit code 1: {NO_ANSWER}", job.output
 
 
@@ -354,7 +354,7 @@ CORES = ("import os, mpistrat; mpistrat.init(); "
 @pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.parametrize(("limit", "options", "variable", "why"), [
-    (["taskset", "-c", "{first}"], [], "all", "for 2 ranks of this host are more than its cores"),
+    (["taskset", "-c", "{first}"], [], "all", "because the host has fewer cores than its 2 ranks"),
     ([], ["--bind-to", "none"], "cores", "as it was started: MPISTRAT_BIND=none"),
     ([], [], "gpu", "as it was started: MPISTRAT_BIND=gpu")], ids=["one-core", "bind-to-none", "off"])
 def test_what_the_user_has_said_of_cores_wins_and_is_no_error(limit: list[str], options: list[str], variable: str,

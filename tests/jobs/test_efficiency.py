@@ -26,4 +26,4 @@ def test_all_ranks_end_after_the_same_steps_and_their_speed_is_told() -> None:
 def test_a_script_that_ends_too_early_is_told() -> None:
     job = run_limited([*LINE, "short"])
     assert job.code == 2, job.output
-    assert "the script has ended after 3 steps, and 20 were to be timed (--efficiency)." in job.output, job.output
+    assert "the script ended after 3 steps, but --efficiency should time 20 steps." in job.output, job.output

@@ -314,7 +314,7 @@ def test_an_unknown_setting_on_all_ranks_is_an_error_on_every_rank() -> None:
     job = run(2, "init_only.py", env={"MPISTRAT_FUSION_TRESHOLD": "1"})
     for rank in range(2):
         assert said(job, rank) == ("SettingsError: all ranks: MPISTRAT_FUSION_TRESHOLD is not a setting of mpistrat. "
-                                   "Did you mean MPISTRAT_FUSION_THRESHOLD? If it is of another program: unset "
+                                   "Did you mean MPISTRAT_FUSION_THRESHOLD? If another program uses it: unset "
                                    "MPISTRAT_FUSION_TRESHOLD."), job.output
 
 
@@ -322,7 +322,7 @@ def test_an_unknown_setting_on_one_rank_is_an_error_on_every_rank_that_names_it(
     job = run(3, "init_only.py", "1:MPISTRAT_FUSION_TRESHOLD=1")
     for rank in range(3):
         assert said(job, rank) == ("SettingsError: ranks [1]: MPISTRAT_FUSION_TRESHOLD is not a setting of mpistrat. "
-                                   "Did you mean MPISTRAT_FUSION_THRESHOLD? If it is of another program: unset "
+                                   "Did you mean MPISTRAT_FUSION_THRESHOLD? If another program uses it: unset "
                                    "MPISTRAT_FUSION_TRESHOLD."), job.output
 
 

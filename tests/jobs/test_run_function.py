@@ -34,12 +34,12 @@ def test_results_come_in_the_order_of_ranks_and_an_exception_comes_home() -> Non
     assert not job.left
 
 
-NO_RESULT = r"RunError, cause None: the job has ended with exit code \d+, and ranks \[0, 1\] have returned no result; "
+NO_RESULT = r"RunError, cause None: the job has ended with exit code \d+, and ranks \[0, 1\] have returned no result\. "
 CASES = {
     "files": "done", "leaves": "done",
     "dies": NO_RESULT,
     "exits": r"RunError, cause SystemExit\(0\): rank 1 on ",
-    "nests": r"RunError, cause LaunchError\('run\(\) starts a job, and this process is a rank",
+    "nests": r"RunError, cause LaunchError\('run\(\) starts a job, but this process is already a",
     "remote": NO_RESULT,
     "nowhere": NO_RESULT,
     "late": r"RunError, cause None: the ranks have not started within 1 s\. ",

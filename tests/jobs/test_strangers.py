@@ -27,7 +27,7 @@ def test_ranks_that_cannot_be_connected_are_an_error_on_every_rank() -> None:
     said = job.of_rank(0)
     assert len(said) == 1, job.output
     assert job.of_rank(1) == job.of_rank(2) == said, job.output
-    assert re.fullmatch(r"MpistratError: The ranks of a host cannot be connected\. rank 0 on \S+: ranks \[1\] have not "
-                        r"connected to rank 0 on the same host in 1 s\. Do they run in containers that do not share "
-                        r"their network\?; rank 1 on \S+: process 7 of user 8 answers in the place of rank 0",
+    assert re.fullmatch(r"MpistratError: Ranks of one host cannot connect to each other\. rank 0 on \S+: ranks \[1\] "
+                        r"have not connected to rank 0 on the same host in 1 s\. Do the ranks run in containers "
+                        r"with separate networks\?; rank 1 on \S+: process 7 of user 8 answers in the place of rank 0",
                         said[0]), said

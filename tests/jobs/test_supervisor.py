@@ -119,8 +119,8 @@ def test_the_first_signal_goes_to_mpirun_and_the_second_kills(number: signal.Sig
         assert run.process.poll() is None
         run.process.send_signal(number)
         assert run.code() == 128 + number
-        assert "mpistrat run: this is the second signal; it is sent SIGKILL\n" in run.output
-        assert "mpistrat run: what is left of the job is killed: processes " in run.output
+        assert "mpistrat run: this is the second signal; mpirun gets SIGKILL\n" in run.output
+        assert "mpistrat run: killing the remaining processes of the job: " in run.output
 
 
 @pytest.mark.parametrize(("number", "name", "got"), [
@@ -134,11 +134,11 @@ def test_ranks_that_hand_a_signal_on_have_some_time_before_mpirun_gets_sigterm(n
         run.process.send_signal(number)
         run.process.send_signal(number)  # As from a sender that signals a process and its group.
         assert run.code() == 128 + number
-        ends = f"mpistrat run: the ranks have not ended within 1 s after {name} (--grace-period); it is sent SIGTERM\n"
+        ends = f"mpistrat run: the ranks have not ended within 1 s after {name} (--grace-period); mpirun gets SIGTERM\n"
         assert ends in run.output
         assert [line.removeprefix("got ") for line in run.output.splitlines() if line.startswith("got ")] == [
             *got, "SIGTERM"]
-        assert "it is sent SIGKILL" in run.output
+        assert "mpirun gets SIGKILL" in run.output
 
 
 @pytest.mark.nightly
@@ -150,7 +150,7 @@ def test_a_signal_that_comes_twice_at_once_is_one() -> None:
         run.process.send_signal(signal.SIGTERM)
         run.named("sleep").kill()
         assert run.code() == 128 + signal.SIGTERM
-        assert "it is sent" not in run.output
+        assert "mpirun gets" not in run.output
 
 
 def test_mpirun_that_does_not_end_after_a_signal_is_killed() -> None:
@@ -159,7 +159,7 @@ def test_mpirun_that_does_not_end_after_a_signal_is_killed() -> None:
         run.process.send_signal(signal.SIGINT)
         assert run.code() == 130
         assert "got SIGTERM\n" in run.output
-        assert "mpirun has not ended within 0.5 s after a signal; it is sent SIGKILL\n" in run.output
+        assert "mpirun has not ended within 0.5 s after a signal; mpirun gets SIGKILL\n" in run.output
 
 
 @pytest.mark.nightly
@@ -192,7 +192,7 @@ def test_other_signals_go_to_mpirun_and_end_nothing() -> None:
 def test_mpirun_that_does_not_end_when_a_rank_has_ended_the_job_is_ended() -> None:
     with supervised("stays", sys.executable, "-c", ABORT, abort_s=0.5, kill_s=0.5, left_s=0.1) as run:
         assert run.code() == 1
-        assert run.output.index("it is sent SIGTERM\n") < run.output.index("it is sent SIGKILL\n")
+        assert run.output.index("mpirun gets SIGTERM\n") < run.output.index("mpirun gets SIGKILL\n")
         assert "a rank ended the job, and mpirun has not ended within 0.5 s" in run.output
 
 
@@ -200,15 +200,15 @@ def test_mpirun_that_does_not_end_when_a_rank_has_ended_the_job_is_ended() -> No
 def test_a_job_that_takes_too_long_is_ended() -> None:
     with supervised("stays", *SLEEP, total_s=2.0, kill_s=0.5, left_s=0.1) as run:
         assert run.code() == 1
-        assert "the job has not ended within 2 s; it is sent SIGTERM\n" in run.output
-        assert "the job has not ended within 2 s; it is sent SIGKILL\n" in run.output
+        assert "the job has not ended within 2 s; mpirun gets SIGTERM\n" in run.output
+        assert "the job has not ended within 2 s; mpirun gets SIGKILL\n" in run.output
 
 
 @pytest.mark.nightly
 def test_mpirun_that_ends_after_a_rank_has_ended_the_job_has_the_exit_code() -> None:
     with supervised("ends", sys.executable, "-c", f"{ABORT} raise SystemExit(7)") as run:
         assert run.code() == 7
-        assert "it is sent" not in run.output
+        assert "mpirun gets" not in run.output
 
 
 @pytest.mark.nightly
@@ -217,7 +217,7 @@ def test_a_job_that_a_rank_starts_may_abort_without_ending_the_job_around_it() -
     outer = f"import subprocess, time; code = subprocess.run({inner!r}).returncode; time.sleep(2); exit(code)"
     with supervised("ends", sys.executable, "-c", outer, abort_s=0.5, kill_s=0.5, left_s=0.1) as run:
         assert run.code() == 7
-        assert "it is sent" not in run.output
+        assert "mpirun gets" not in run.output
 
 
 def test_what_is_left_of_a_job_whose_mpirun_was_killed_is_killed() -> None:
@@ -225,7 +225,7 @@ def test_what_is_left_of_a_job_whose_mpirun_was_killed_is_killed() -> None:
         run.await_text("the rank begins")
         run.named(MPIRUN).kill()
         assert run.code() == 128 + signal.SIGKILL
-        assert "mpistrat run: what is left of the job is killed: processes " in run.output
+        assert "mpistrat run: killing the remaining processes of the job: " in run.output
 
 
 @pytest.mark.nightly

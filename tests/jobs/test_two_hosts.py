@@ -365,7 +365,7 @@ def test_mpistrat_run_ends_a_job_whose_hosts_are_cut_off_from_each_other(tmp_pat
                              sys.executable, "tests/scripts/cut_and_raise.py", str(tmp_path / "mark")])
     assert job.code == 1, job.output
     assert "RuntimeError: failed on purpose\n" in job.output, job.output
-    assert "a rank ended the job, and mpirun has not ended within 15 s; it is sent SIGTERM\n" in job.output
+    assert "a rank ended the job, and mpirun has not ended within 15 s; mpirun gets SIGTERM\n" in job.output
     assert job.output.splitlines()[-1].startswith("mpistrat run: the job has ended with exit code 1"), job.output
 
 

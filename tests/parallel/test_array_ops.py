@@ -395,7 +395,7 @@ def test_a_group_is_one_asynchronous_operation(rank: int, size: int) -> None:
     (lambda: mpistrat.reducescatter(np.ones(1), op=mpistrat.Max), "reducescatter supports Average and Sum"),
     (lambda: mpistrat.reducescatter(1.0), "reducescatter does not support scalar inputs"),
     (lambda: mpistrat.alltoall(1.0), "alltoall needs at least one dimension"),
-    (lambda: mpistrat.alltoall(np.ones(mpistrat.size() + 1)), "that the number of ranks, ., divides"),
+    (lambda: mpistrat.alltoall(np.ones(mpistrat.size() + 1)), "must be divisible by the number of ranks, ."),
     (lambda: mpistrat.alltoall(np.ones(2), [1]), "splits with one integer for each of the . ranks"),
     (lambda: mpistrat.allreduce(np.ones(1), True, op=mpistrat.Sum), "The op parameter supersedes average"),
     (lambda: mpistrat.allgather(np.float32(1)), "allgather needs at least one dimension"),

@@ -50,7 +50,7 @@ def test_the_from_dlpack_of_a_library_makes_the_results(kind: str, rank: int, si
 
 
 def test_a_dtype_that_numpy_has_not_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(mpistrat.InvalidRequestError, match=r"cannot read Foreign .*no bfloat16: cast it"):
+    with pytest.raises(mpistrat.InvalidRequestError, match=r"cannot read Foreign .*no bfloat16\. Cast the"):
         mpistrat.allreduce(Foreign(np.ones(2), "bfloat16"))
 
 

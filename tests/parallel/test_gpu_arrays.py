@@ -479,8 +479,8 @@ def test_ranks_whose_streams_wait_and_ranks_that_wait_on_the_host_meet(
     mpistrat.shutdown()
     monkeypatch.undo()
     mpistrat.init()
-    assert caplog.messages == [f"rank {rank}: the host waits for the results of collectives on the GPU, since no "
-                               "stream can: the GPU has no memory left for a check that needs 96 bytes"] * (rank == 0)
+    assert caplog.messages == [f"rank {rank}: the host waits for the results of GPU collectives, since streams "
+                               "cannot wait: the GPU has no memory left for a check that needs 96 bytes"] * (rank == 0)
 
 
 @pytest.mark.parametrize("begins", ["at once", "later"])

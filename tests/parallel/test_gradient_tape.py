@@ -330,7 +330,7 @@ def test_many_gradients_of_all_sizes(rank: int, size: int) -> None:
 
 def test_double_wrapping_is_refused() -> None:
     tape = hvd.DistributedGradientTape(tf.GradientTape())
-    with pytest.raises(ValueError, match="is a DistributedGradientTape already; its gradients would be averaged twice"):
+    with pytest.raises(ValueError, match="is already a DistributedGradientTape"):
         hvd.DistributedGradientTape(tape)
 
 
@@ -350,7 +350,7 @@ def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int,
     ({"gradient_predivide_factor": 2.0, "op": mpistrat.Sum}, "gradient_predivide_factor not supported with op"),
     ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor must be positive"),
     ({"op": mpistrat.Adasum, "gradient_predivide_factor": 2.0}, "not supported with op != Average"),
-    ({"groups": 0}, "not 0. Received: groups=0"),
+    ({"groups": 0}, "variables. Received: groups=0"),
     ({"groups": "all"}, "groups should be"),
     ({"num_groups": -1}, "groups should be"),
     ({"process_set": object()}, "process_set must be a ProcessSet")],

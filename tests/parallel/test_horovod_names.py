@@ -42,9 +42,9 @@ def test_queries_are_answered_when_the_graph_runs(rank: int, size: int) -> None:
 
 @pytest.mark.horovod("unknown-set")
 def test_the_size_of_an_unknown_set_is_an_error() -> None:
-    with pytest.raises(InvalidRequestError, match="no process set with the number 77 is registered"):
+    with pytest.raises(InvalidRequestError, match="no process set with the id 77 is registered"):
         hvd.size_op(77)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="no process set with the number 77 is registered"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no process set with the id 77 is registered"):
         tf.function(lambda: hvd.size_op(77))()
 
 

@@ -274,7 +274,7 @@ def test_uneven_steps_are_averages_over_the_ranks_that_make_them(rank: int, size
 
 
 def test_the_ranks_must_agree_on_uneven(rank: int, size: int) -> None:
-    with pytest.raises(mpistrat.MismatchError, match=r"DistributedOptimizer\(uneven=\) being 'join': "
+    with pytest.raises(mpistrat.MismatchError, match=r"only some ranks pass uneven='join': "
                                                      r"True on ranks \[0\]; False on ranks \[1"):
         new_model(uneven="join" if rank == 0 else "error").fit(*rows_of(0), verbose=0)
 

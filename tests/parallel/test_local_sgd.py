@@ -247,14 +247,14 @@ def test_gradients_are_averaged_within_a_scope_and_weights_over_all_ranks(rank: 
 
 
 @pytest.mark.parametrize(("make", "says"), [
-    (lambda: hvd.callbacks.LocalSGD(every=0), r"LocalSGD\(every=\) is a number of steps, 1 or more. Received: 0"),
-    (lambda: hvd.callbacks.DiLoCo(every=2.5), r"DiLoCo\(every=\) is a number of steps"),
+    (lambda: hvd.callbacks.LocalSGD(every=0), r"LocalSGD\(every=\) must be a number of steps, 1 or more. Received: 0"),
+    (lambda: hvd.callbacks.DiLoCo(every=2.5), r"DiLoCo\(every=\) must be a number of steps"),
     (lambda: hvd.callbacks.LocalSGD(every=2, warmup=-1), r"LocalSGD\(warmup=\)"),
     (lambda: hvd.callbacks.LocalSGD(every=2, scope="host"), "scope must be None, \"hosts\" or a ProcessSet"),
     (lambda: hvd.callbacks.LocalSGD(every=2, uneven="wait"), "uneven must be"),
-    (lambda: hvd.callbacks.DiLoCo(2, scope="hosts", uneven="join"), "leave out scope="),
-    (lambda: hvd.callbacks.DiLoCo(every=2, outer="sgd"), r"DiLoCo\(outer=\) is a Keras optimizer"),
-    (lambda: hvd.callbacks.DiLoCo(2, hvd.DistributedOptimizer(keras.optimizers.SGD())), "is not distributed"),
+    (lambda: hvd.callbacks.DiLoCo(2, scope="hosts", uneven="join"), "Leave out scope="),
+    (lambda: hvd.callbacks.DiLoCo(every=2, outer="sgd"), r"DiLoCo\(outer=\) must be a Keras optimizer"),
+    (lambda: hvd.callbacks.DiLoCo(2, hvd.DistributedOptimizer(keras.optimizers.SGD())), "must not be distributed"),
     (lambda: hvd.callbacks.DiLoCo(every=2, compression="int8"), "compression must be one of Compression"),
 ])
 def test_arguments_are_checked(make: Callable[[], Any], says: str) -> None:
@@ -269,7 +269,7 @@ def test_what_does_not_go_together_is_an_error_on_every_rank(rank: int, size: in
     shared = keras.optimizers.SGD(0.1)
     for optimizer, callbacks, says in [
             (sgd, [local, diloco], "fit has LocalSGD and DiLoCo among its callbacks"),
-            (hvd.DistributedOptimizer(adam), [diloco], r"give compile\(\) keras.optimizers.Adam\(...\) itself"),
+            (hvd.DistributedOptimizer(adam), [diloco], r"Give compile\(\) keras.optimizers.Adam\(...\) itself"),
             (adam, [everybody], "process_set=local.process_set"),
             (shared, [hvd.callbacks.DiLoCo(2, shared)], "is the optimizer of the model too")]:
         with pytest.raises(ValueError, match=says):

@@ -86,7 +86,7 @@ def test_on_one_host_it_is_said_once_that_nothing_changes(rank: int, monkeypatch
         hvd.allreduce(tf.ones(5000), compression=hvd.Compression.int8)
     texts = [each.getMessage() for each in caplog.records if "Compression.int8 changes nothing" in each.getMessage()]
     assert len(texts) == (rank == 0)
-    with pytest.raises(AttributeError, match=r"There are: Compression\.none, fp16, bf16, int8"):
+    with pytest.raises(AttributeError, match=r"Use one of Compression\.none, fp16, bf16, int8"):
         getattr(hvd.Compression, "int4")  # noqa: B009 - a user's slip, which mypy sees otherwise
 
 
@@ -203,7 +203,7 @@ def test_a_rank_without_memory_for_the_errors_tells_all(rank: int, size: int, mo
         variable = tf.Variable(tf.ones([10_000]))
         with hvd.DistributedGradientTape(tf.GradientTape(), compression=hvd.Compression.int8) as tape:
             loss = tf.reduce_sum(variable)
-        with pytest.raises(mpistrat.EngineError, match=r"no memory for the error feedback.*40000 bytes\. Take "
+        with pytest.raises(mpistrat.EngineError, match=r"no memory for the error feedback.*40000 bytes\. Use "
                                                        r"Compression\.bf16"):
             tape.gradient(loss, variable)
         monkeypatch.undo()

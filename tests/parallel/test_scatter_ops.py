@@ -163,7 +163,7 @@ def test_tensors_are_exchanged_and_have_gradients(way: Callable, rank: int, size
 
 @pytest.mark.parametrize("wrong", [[0.5, 1.5], ["1", "1"]], ids=["fractions", "strings"])
 def test_splits_of_tensors_are_integers(wrong: list, size: int) -> None:
-    with pytest.raises(tf.errors.InvalidArgumentError, match="the splits of an alltoall are integers of 32 bits"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the splits of an alltoall must be 32-bit integers"):
         hvd.alltoall(tf.ones([2, 2]), wrong)
 
 

@@ -544,7 +544,7 @@ def test_what_is_refused(session: Any, rank: int) -> None:
         hvd.DistributedOptimizer("sgd")
     with pytest.raises(ValueError, match=r"at least 1\. Received: 0"):
         hvd.DistributedOptimizer(sgd, backward_passes_per_step=0)
-    with pytest.raises(ValueError, match="does not go with backward_passes_per_step"):
+    with pytest.raises(ValueError, match="does not support backward_passes_per_step"):
         hvd.DistributedOptimizer(sgd, op=hvd.Adasum, backward_passes_per_step=2)
 
 

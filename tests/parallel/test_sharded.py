@@ -255,7 +255,7 @@ def test_a_rank_without_the_state_cannot_save_or_copy(model: Any, rank: int, siz
                  lambda: pickle.dumps(model.optimizer)):
         with pytest.raises(ValueError, match=r"optimizer\.consolidate_state\(\) on all ranks"):
             save()
-    with pytest.raises(ValueError, match=r"tf\.train\.Checkpoint would have this rank's part"):
+    with pytest.raises(ValueError, match=r"tf\.train\.Checkpoint would save only this rank's part"):
         tf.train.Checkpoint(optimizer=model.optimizer).write(f"{shared_dir}/{rank}")
     model.optimizer.consolidate_state(to=size - 1)
     if rank == size - 1:
@@ -325,7 +325,7 @@ def test_swapped_averages_are_an_error_on_every_rank(is_under_strategy: bool, ra
     model = new_model(strategy=strategy)
     with nullcontext() if strategy is None else strategy.scope():
         model.compile(optimizer if is_under_strategy else hvd.ShardedOptimizer(optimizer), "mse", jit_compile=False)
-    with nullcontext() if size == 1 else pytest.raises(ValueError, match="SwapEMAWeights would leave the model"):
+    with nullcontext() if size == 1 else pytest.raises(ValueError, match="SwapEMAWeights does not work"):
         fit(model, 0, keras.callbacks.SwapEMAWeights())
 
 

@@ -74,7 +74,7 @@ def test_gather(strategy: MPIStrategy, way: Callable, axis: int, size: int) -> N
 
 
 def test_a_scalar_cannot_be_gathered(strategy: MPIStrategy) -> None:
-    with pytest.raises(ValueError, match=r"reshape it to \(1,\)"):
+    with pytest.raises(ValueError, match=r"Reshape a scalar to \(1,\)"):
         strategy.gather(tf.constant(1.0), 0)
 
 

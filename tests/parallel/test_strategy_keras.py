@@ -90,7 +90,7 @@ def test_arguments_that_differ_are_an_error_on_every_rank(argument: dict, rank: 
 
 
 def test_groups_are_a_number() -> None:
-    with pytest.raises(ValueError, match="groups is a number for MPIStrategy"):
+    with pytest.raises(ValueError, match=r"MPIStrategy\(groups=\) must be a number"):
         MPIStrategy(groups=[[]])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="groups should be"):
         MPIStrategy(groups=0)

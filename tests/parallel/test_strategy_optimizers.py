@@ -83,7 +83,7 @@ def test_an_optimizer_made_elsewhere_agrees_on_an_overflow(strategy: MPIStrategy
 
 def test_one_with_an_apply_of_its_own_is_made_in_the_scope(strategy: MPIStrategy) -> None:
     optimizer, own = Doubles(0.1), variable(strategy)
-    with pytest.raises(ValueError, match=r"Doubles has an apply\(\) of its own, .* made in strategy\.scope\(\)"):
+    with pytest.raises(ValueError, match=r"Doubles defines its own apply\(\), .* created in strategy\.scope\(\)"):
         strategy.run(lambda: optimizer.apply([tf.ones([2])], [own]))
 
 

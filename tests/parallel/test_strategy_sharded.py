@@ -263,7 +263,7 @@ def test_what_cannot_be_sharded_is_an_error_on_every_rank(make: Callable, words:
 
 def test_it_is_applied_in_a_replica(sharded: MPIStrategy) -> None:
     loop = Loop(sharded, MAKERS["SGD"])
-    with pytest.raises(ValueError, match=r"Call optimizer\.apply in a function for strategy\.run"):
+    with pytest.raises(ValueError, match=r"Call optimizer\.apply in a function that strategy\.run"):
         loop.optimizer.apply([tf.ones([5, 3]), tf.ones([3])])
 
 
@@ -279,7 +279,7 @@ def test_an_asynchronous_checkpoint_is_an_error_on_every_rank(sharded: MPIStrate
 
 
 def test_another_kind_of_variables_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r'variables are "mirrored", "central" or "sharded"\. Received: .part'):
+    with pytest.raises(ValueError, match=r'variables must be "mirrored", "central" or "sharded"\. Received: .part'):
         MPIStrategy(variables="partitioned")
 
 

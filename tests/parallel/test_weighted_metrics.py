@@ -125,7 +125,7 @@ def test_validation_on_one_rank_only_is_a_warning_and_the_epoch_goes_on(weighted
     if rank == 0:
         assert history["val_loss"] == pytest.approx([model.evaluate(*validation, verbose=0)[0]] * 2)
     texts = [record.getMessage() for record in caplog.records if "only some ranks" in record.getMessage()]
-    expected_text = "val_loss on ranks [0]; val_mae on ranks [0]. Callbacks that read them may decide differently"
+    expected_text = "val_loss on ranks [0]; val_mae on ranks [0]. Callbacks that read these metrics may"
     assert len(texts) == (1 if rank == 0 and size > 1 else 0) and all(expected_text in text for text in texts)
 
 
@@ -151,8 +151,8 @@ def test_batches_that_the_step_does_not_get_are_an_error_on_every_rank(rank: int
             if mpistrat.rank() == 1:
                 self.train_function = function
 
-    with pytest.raises(ValueError, match=r"^loss cannot be weighted by rows: ranks \[1\] have had batches that the "
-                                         r"model's train_step did not get"):
+    with pytest.raises(ValueError, match=r"^loss cannot be weighted by rows\. On ranks \[1\] the number of rows is "
+                                         r"unknown, because batches did not go through the model's train_step"):
         fit(new_model(Bypasses, is_distributed=False), rank, steps_per_epoch=1)
 
 

@@ -241,7 +241,7 @@ def test_ranks_that_disagree_get_the_error_of_the_step(way: Callable, rank: int,
 
 
 def test_rows_that_differ_are_an_error_of_a_gather(rank: int) -> None:
-    with pytest.raises(tf.errors.InvalidArgumentError, match="all ranks must give as many rows to a collective that"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must pass the same number of rows to a collective"):
         by_xla(hvd.allgather)(tf.ones([5 if rank else 3]))
 
 
@@ -294,7 +294,7 @@ def test_ctrl_c_ends_a_collective_that_waits(rank: int, size: int, restart: Call
             MPI.COMM_WORLD.send(None, other)
     else:
         MPI.COMM_WORLD.recv(source=0)  # The collective of rank 0 must not be complete when the signal comes.
-        with pytest.raises(tf.errors.UnknownError, match=r"KeyboardInterrupt|Ctrl-C has interrupted it on a rank"):
+        with pytest.raises(tf.errors.UnknownError, match=r"KeyboardInterrupt|Ctrl-C interrupted the collective"):
             for _ in range(2):  # The first is complete here if rank 0 had given its tensor before the signal came.
                 function(tf.ones([2]))
     restart()

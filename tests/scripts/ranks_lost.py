@@ -148,7 +148,7 @@ def function() -> Callable[[], float]:
         try:
             training_step()
         except tf.errors.InvalidArgumentError as error:
-            assert f"XLA has compiled it for {SIZE} ranks, and there are {mpistrat.size()}" in str(error), error
+            assert f"compiled this collective for {SIZE} ranks, but there are {mpistrat.size()}" in str(error), error
         else:
             raise AssertionError("a result has the shape of another number of ranks")
         training_step = made()

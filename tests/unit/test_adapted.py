@@ -68,8 +68,8 @@ def test_a_difference_names_layer_and_ranks_and_what_to_write() -> None:
     text, may_go_on = problem_of_adapted([[N, A], [N, B], [N, A], [N, NEW]])
     assert not may_go_on
     assert text == ("the layer words (StringLookup) has another vocabulary on each of these ranks: [0, 2]; [1]; [3]. "
-                    "Call its adapt on all rows, before hvd.shard; or on rank 0 only, and then on all ranks: "
-                    "layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary(), 0)).")
+                    "Call layer.adapt with all rows, before hvd.shard. Or call it on rank 0 only, and then on all ranks"
+                    " layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary(), 0)).")
 
 
 @pytest.mark.parametrize(("states", "is_said", "may_go_on"), [
@@ -80,7 +80,7 @@ def test_a_difference_names_layer_and_ranks_and_what_to_write() -> None:
 def test_what_the_broadcast_callback_makes_equal_is_no_error(states: list, is_said: bool, may_go_on: bool) -> None:
     text, goes_on = problem_of_adapted(states)
     assert (bool(text), goes_on) == (is_said, may_go_on)
-    assert ("BroadcastGlobalVariablesCallback takes that of its root" in text) == (is_said and may_go_on)
+    assert ("BroadcastGlobalVariablesCallback broadcasts only what its root" in text) == (is_said and may_go_on)
 
 
 LOOKUP = keras.layers.StringLookup(vocabulary=["a"])

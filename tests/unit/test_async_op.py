@@ -353,8 +353,8 @@ def test_where_the_stream_does_not_wait_the_host_does(
     monkeypatch.setattr(type(device), "wait", wait)
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == ([] if why == "setting" else [
-        "rank 0: TensorFlow waits on the host for what is reduced on its GPU, since its stream cannot: memory was read "
-        "before it was complete: 0 instead of 1"])
+        "rank 0: TensorFlow's stream cannot wait for reductions on its GPU, so the host waits for them: memory was "
+        "read before it was complete: 0 instead of 1"])
     assert hvd.allreduce(tf.fill([3], 2.0), op=hvd.Sum).numpy().tolist() == [2, 2, 2]
 
 
@@ -375,7 +375,7 @@ def test_the_check_refuses_a_way_that_reads_too_early(device: Any, monkeypatch: 
 def test_the_check_of_work_that_is_over_proves_nothing(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "_LONGEST_S", 0.0)
     for stream in (device.current_stream(), device.stream()):  # The second one has nothing to do with TensorFlow.
-        with pytest.raises(proof.UnprovenError, match="40 pieces of work were over"):
+        with pytest.raises(proof.UnprovenError, match="the GPU finished 40 copies or kernels"):
             check(stream, device, WHERE)
 
 
@@ -406,7 +406,7 @@ def test_the_driver_is_asked_for_an_event_of_the_context(device: Any, monkeypatc
 def test_xla_tells_no_stream_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpistrat.tensorflow.xla import ffi
     if ffi.api() is None:
-        with pytest.raises(EngineError, match="does not tell its stream"):
+        with pytest.raises(EngineError, match="hides its stream"):
             streams.stream_of_handler(Device(), WHERE)
         return
     with pytest.raises(tf.errors.OpError, match="stream"):

@@ -63,7 +63,7 @@ def test_busy_cores_are_told_at_first(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(bench_command, "measure", lambda name, *of: point(case=name, ranks=1, mpi_s=None))
     assert bench_command.main(["1KB"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"mpistrat bench: on \S+ other processes want its cores: .* 1000\.0 on ", lines[0])
+    assert re.match(r"mpistrat bench: on \S+ other processes use the cores: .* 1000\.0 on ", lines[0])
 
 
 def test_the_file_says_the_same_as_the_table() -> None:
@@ -201,10 +201,10 @@ def test_lines_stand_above_the_bar_and_the_cursor_is_never_left_hidden(monkeypat
 
 
 @pytest.mark.parametrize(("arguments", "has_matplotlib", "text"), [
-    (["2KB"], True, "'2KB' is not a case; there are: 1KB, 64KB"),
-    (["--repeats", "0"], True, "a number from 1 is needed"),
+    (["2KB"], True, "'2KB' is not a case. The cases are: 1KB, 64KB"),
+    (["--repeats", "0"], True, "a whole number of at least 1"),
     (["--plot", "figure.png"], False, re.escape(pip_extra("bench"))),
-    (["alltoall-1KB", "--plot", "figure.png"], True, "there is none among the cases"),
+    (["alltoall-1KB", "--plot", "figure.png"], True, "no chosen case is an all-reduce"),
     (["1KB", "--plot", "figure.gif"], True, "figure.gif: the name must end with .png, .svg, .pdf"),
     (["1KB", "--plot", "/no/such/folder/figure.png"], True, "figure.png cannot be written: No such file or directory"),
     (["1KB", "--json", "."], True, r"\. cannot be written: Is a directory")])

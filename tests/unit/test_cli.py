@@ -105,13 +105,13 @@ def test_split(line, own, mpirun, command) -> None:
 
 def test_a_misspelt_option_is_told_the_right_one() -> None:
     for words in ("--efficency 5 python x.py", "--efficency=5 python x.py", "--elastik python x.py"):
-        with pytest.raises(LaunchError, match=r"--e\w+ is no option\. Did you mean --(efficiency|elastic)\? If it is "):
+        with pytest.raises(LaunchError, match=r"--e\w+ is no option .* Did you mean --(efficiency|elastic)\? If mp"):
             split_arguments(["-np", "2", *words.split()])
     assert split_arguments(["-np", "2", "--efficency", "5", "--", "python", "x.py"]).mpirun == ("--efficency", "5")
 
 
 def test_an_unknown_option_needs_the_two_dashes() -> None:
-    with pytest.raises(LaunchError, match=r"--new is no option .* If it is .*-np 2 --new \.\.\. -- python train.py"):
+    with pytest.raises(LaunchError, match=r"--new is no option .* If mpirun .*-np 2 --new \.\.\. -- python train.py"):
         split_arguments(["-np", "2", "--new", "python", "train.py"])
 
 
@@ -166,9 +166,9 @@ def test_a_script_from_stdin_is_given_to_each_rank(words, expected, tmp_path) ->
 
 
 @pytest.mark.parametrize(("content", "words", "complaint"), [
-    (b"#" * 200_000, ["python"], "the script on stdin has 200000 bytes, and can have 131071 of text. Write it to a "),
+    (b"#" * 200_000, ["python"], "the script on stdin has 200000 bytes, but may have 131071 bytes of text. Write "),
     (b"\0", ["python", "-"], "has 1 bytes"),
-    (b"1", ["python", "-i"], "Python without a script is interactive, and cannot be so on several ranks")])
+    (b"1", ["python", "-i"], "Python without a script is interactive, which is impossible on several")])
 def test_a_script_from_stdin_that_ranks_cannot_get_is_refused(content, words, complaint, tmp_path) -> None:
     (tmp_path / "script").write_bytes(content)
     with open(tmp_path / "script") as stdin, pytest.raises(LaunchError, match=complaint):
@@ -193,8 +193,8 @@ def test_few_files_are_named_where_mpirun_fails(fake, tmp_path) -> None:
     line = f"ulimit -n 100; exec '{sys.executable}' -m mpistrat run --mpirun {path} -np 2 true"
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (
-        186, "mpistrat run: the job has ended with exit code 186: only 100 files may be opened here, too few for "
-             "mpirun. Type: ulimit -n 65536\n")
+        186, "mpistrat run: the job has ended with exit code 186: a process may open only 100 files here, "
+             "too few for mpirun. Type: ulimit -n 65536\n")
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def test_ranks_have_time_after_sigterm_where_mpirun_hands_it_on(supervised, vers
     ({}, 0, "", 2, "-np auto is 2 ranks, one for each pair of cores"), ({}, 3, "", 3, "3 ranks, one for each GPU"),
     ({"CUDA_VISIBLE_DEVICES": "0, 5"}, 3, "", 2, "2 ranks, one for each GPU"),
     ({"CUDA_VISIBLE_DEVICES": "-1"}, 3, "", 2, "pair of cores"), ({"CUDA_VISIBLE_DEVICES": ""}, 3, "", 2, "of cores"),
-    ({}, 3, "-H a:4,b:2", 6, "as many as the hosts have slots")])
+    ({}, 3, "-H a:4,b:2", 6, "one for each slot of the hosts")])
 def test_the_machine_may_choose_how_many_ranks(fake, capsys, monkeypatch, variables, gpus, words, ranks, said) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in variables.items():
@@ -299,18 +299,18 @@ def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
 
 
 @pytest.mark.parametrize("words, complaint", [
-    ("true", "how many ranks? Say it with -np"),
+    ("true", "-np is missing. Write the number of ranks"),
     ("-np 5000 true", "-np 5000 is more than 100 ranks for each slot; there are 4 slots (the 4 cores of this host)"),
     ("-np 0 true", "-np: 0 is not a number of ranks; write for example: -np 2"),
     ("-np -2 true", "-np: -2 is not a number of ranks"),
     ("-np two true", "-np: two is not a number of ranks"),
     ("-np auto --hostfile {file} true", "-np auto does not know how many ranks hosts without a number (node1) can"),
-    ("-np 2 --grace-period -1 true", "--grace-period: -1 is not a number of seconds from 0 on"),
+    ("-np 2 --grace-period -1 true", "--grace-period: -1 is not a number of seconds of at least 0"),
     ("-np", "-np needs a value"),
     ("-np 2 --start-timeout 0 true", "--start-timeout 0 is not a number of seconds above 0"),
     ("-np 2 --start-timeout nan true", "--start-timeout nan is not a number of seconds above 0"),
-    ("-np 2", "what is to be run? Write the command last"),
-    ("-np 2 --", "what is to be run?"),
+    ("-np 2", "there is no command to run. Write the command last"),
+    ("-np 2 --", "there is no command to run"),
     ("-np 2 no-such-command", "no-such-command: no such command"),
     ("-np 2 no_such_script.py", "no_such_script.py: no such file"),
     ("-np 2 -H a:2 --hostfile h true", "argument --hostfile: not allowed with argument -H"),
@@ -356,7 +356,7 @@ def test_each_command_has_help(capsys, command) -> None:
 
 @pytest.mark.parametrize("argv, complaint", [
     (["rnu"], "'rnu' is not a command. Did you mean run?"),
-    (["-np", "2", "python"], "-np comes after the name of a command, for example: mpistrat run -np 2"),
+    (["-np", "2", "python"], "write -np after the name of a command, for example: mpistrat run -np 2"),
 ])
 def test_an_unknown_command(capsys, argv, complaint) -> None:
     assert main(argv) == 2
@@ -490,7 +490,7 @@ def test_doctor_with_ranks_fails_where_there_is_no_mpirun(machine, capsys) -> No
 
 
 @pytest.mark.parametrize("words, complaint", [
-    ("-np 0", "-np: 0 is not a number of ranks"), ("--hostfile {file}", "say how many ranks"),
+    ("-np 0", "-np: 0 is not a number of ranks"), ("--hostfile {file}", "Write the number of ranks"),
     ("train.py", "unrecognized"), ("-np 100000", "-np 100000 is more than 100 ranks for each slot; there are "),
     ("-H localhost:100000", "-np 100000 is more than 100 ranks for each slot"),
     ("-np 2 --timeout=-5", "--timeout: -5 is not a number of seconds above 0"),
@@ -569,7 +569,7 @@ def test_mpi_args_are_options_of_mpirun(fake, capsys):
 
 @pytest.mark.horovod("horovodrun-refused")
 @pytest.mark.parametrize("words, text", [
-    ("--gloo", "--gloo is an option of horovodrun that mpistrat run does not have: the ranks use MPI. Leave it out."),
+    ("--gloo", "--gloo is an option of horovodrun that mpistrat run does not have: the ranks use MPI. Leave "),
     ("--ssh-port 22", "~/.ssh/config"),  # MPICH has no option for it.
     ("--autotune", "nothing to tune"),
     ("--config-file x", "docs/settings.md"),

@@ -128,7 +128,7 @@ def test_the_first_address_that_works_is_taken(listening) -> None:
     assert (connection.peer[0], connection.own[0]) == ("127.0.0.1", "127.0.0.1")
     with pytest.raises(OSError, match=r"^127\.0\.0\.1:1: .*refused; no such name:1: "):
         connect([("127.0.0.1", 1), ("no such name", 1)], secret, LIMIT_S)
-    with pytest.raises(OSError, match="it has no address"):
+    with pytest.raises(OSError, match="the other process has no address"):
         connect([], secret, LIMIT_S)
 
 

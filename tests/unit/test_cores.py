@@ -94,7 +94,7 @@ def test_ranks_that_nobody_has_bound_share_the_cores(taken: list[set[int]], capl
 
 
 @pytest.mark.parametrize(("cpus_of", "wanted", "why"), [
-    ([[100], [101], [100]], "all", "as it was started"), ([[100], [100], [100]], "cores", "are more than its cores"),
+    ([[100], [101], [100]], "all", "as it was started"), ([[100], [100], [100]], "cores", "fewer cores than its"),
     ([[100, 101]] * 3, "gpu", "MPISTRAT_BIND=gpu"), ([[100, 101]] * 3, "none", "MPISTRAT_BIND=none"),
     ([[]] * 3, "all", "")])
 def test_others_stay_as_they_are(cpus_of: list[list[int]], wanted: str, why: str, taken: list[set[int]],

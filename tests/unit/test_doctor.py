@@ -71,7 +71,7 @@ def links_of(*rates: float) -> list[Link]:
     (job(healthy(0, shm=None)), "shared memory", WARNING, "cannot be written", "mount -t tmpfs"),
     (job(mpi=[MpiFacts(rank, 4, "x", "no memfd" if rank > 1 else "") for rank in range(4)]), "shared memory", WARNING,
      "node2: ranks cannot share memory (no memfd)", "memfd_create"),
-    (job(healthy(2, cores=1)), "cores", WARNING, "node2: 2 ranks take turns on 1 core", "-H node2:1"),
+    (job(healthy(2, cores=1)), "cores", WARNING, "node2: 2 ranks share 1 core", "-H node2:1"),
     (job(healthy(2, quota=2.5)), "cores", WARNING, "may use 2.5 of the 8 cores", "--cpuset-cpus=0-1"),
     (job(healthy(2, load=40.0)), "cores", WARNING, "40.0 on 8 cores", "ps aux"),
     (job(healthy(1, files=100)), "files", FAILURE, "node1: a rank may open 100 more files", "ulimit -n 65536"),

@@ -110,7 +110,7 @@ def test_the_slowest_rank_decides() -> None:
 
 
 @pytest.mark.parametrize("times, complaint", [
-    ({0: StepTimes(0, 0.0, None, False, 7)}, "ended after 7 steps, and 12 were to be timed .* Ask for fewer than 7"),
+    ({0: StepTimes(0, 0.0, None, False, 7)}, "ended after 7 steps, but .* should time 12 steps. Ask for fewer than 7"),
     ({0: StepTimes(0, 0.0, None, False, 0)}, "ended without a step that averages gradients, .* Steps are counted in "
      "fit"),
     ({}, "ended without a step"),
@@ -121,9 +121,9 @@ def test_a_script_without_enough_steps_is_told(times: Mapping[int, StepTimes], c
 
 
 @pytest.mark.parametrize("words, complaint", [
-    ("-np 2 --efficiency 2", "at least 3 steps are needed"), ("-np 1 --efficiency 9", "say how many with -np"),
-    ("--efficiency 9", "say how many with -np"), ("-np 2 --elastic --efficiency 9", "--elastic"),
-    ("-np 2 --efficiency 9 --merge-stderr-to-stdout", "their stderr"),
+    ("-np 2 --efficiency 2", "at least 3 steps are needed"), ("-np 1 --efficiency 9", "the number of ranks, for"),
+    ("--efficiency 9", "Write the number of ranks"), ("-np 2 --elastic --efficiency 9", "--elastic"),
+    ("-np 2 --efficiency 9 --merge-stderr-to-stdout", "the ranks' stderr"),
 ])
 def test_options_that_make_no_sense(capsys: Any, words: str, complaint: str) -> None:
     assert main(["run", *words.split(), "true"]) == 2
@@ -136,7 +136,7 @@ def test_busy_cores_are_told_at_first(capsys: Any, monkeypatch: pytest.MonkeyPat
     options = argparse.Namespace(efficiency=9, np=2)
     monkeypatch.setattr("mpistrat.cli.elastic_run.is_asked_for", lambda _: False)
     assert run(options, lambda *_: Outcome(7, "")) == 7
-    assert ("other processes want its cores: in the last five minutes 1000000.0 on" in capsys.readouterr().err
+    assert ("other processes use the cores: in the last five minutes 1000000.0 on" in capsys.readouterr().err
             ) == is_told
 
 

@@ -75,7 +75,7 @@ def test_hosts_are_probed_five_times_within_the_limit_and_no_more_than_once_a_se
     ("CPU_OPERATIONS", ["best"], "one of auto, shared_memory, mpi"),
     ("GPU_OPERATIONS", ["hierarchical", "mpi"], "one of auto, nccl, staged, host"),  # They were there once.
     ("LOG_LEVEL", ["best"], "one of debug, info, warning, error"),
-    *(("DISABLE", [text], "none, or some of fast_path, fixed_input, shadow, small_buckets, stream_order, xla, "
+    *(("DISABLE", [text], "none, or one or more of fast_path, fixed_input, shadow, small_buckets, stream_order, xla, "
        f"separated by commas. Unknown: '{word}'")
       for text, word in (("xla,votes", "votes"), ("none,xla", "none"), ("", "")))])
 def test_a_wrong_value_is_an_error_that_says_what_is_expected(name: str, texts: list[str], expected: str) -> None:
@@ -94,11 +94,11 @@ def test_fast_ways_are_used_unless_the_list_names_them() -> None:
     ("FUSION_TRESHOLD", "Did you mean MPISTRAT_FUSION_THRESHOLD?"),
     ("TIMELINE_DIR", "Did you mean MPISTRAT_TIMELINE or MPISTRAT_TIMELINE_STEPS or MPISTRAT_TIMELINE_MARK_CYCLES?"),
     ("STALL_CHECK", "Did you mean MPISTRAT_STALL_CHECK_DISABLE or MPISTRAT_STALL_CHECK_TIME_SECONDS?"),
-    ("FOO", "The page Settings of the documentation (docs/settings.md) has all of them.")])
+    ("FOO", "The page Settings of the documentation (docs/settings.md) has all settings.")])
 def test_an_unknown_name_is_an_error_with_the_names_that_are_like_it(name: str, near: str) -> None:
     with pytest.raises(errors.SettingsError) as caught:
         read(**{name: "1"})
-    assert str(caught.value) == (f"MPISTRAT_{name} is not a setting of mpistrat. {near} If it is of another program: "
+    assert str(caught.value) == (f"MPISTRAT_{name} is not a setting of mpistrat. {near} If another program uses it: "
                                  f"unset MPISTRAT_{name}.")
 
 
@@ -168,5 +168,5 @@ def test_no_wait_has_a_limit_without_stall_checks(settings: Settings, limit_s: f
 @pytest.mark.parametrize(("text", "next_one"), [("1", 4096), ("4095", 4096), ("4097", 8192), ("3000000", 2**22)])
 def test_the_bytes_of_a_chunk_are_a_power_of_two(text: str, next_one: int) -> None:
     with pytest.raises(errors.SettingsError, match=f"MPISTRAT_CHUNK_BYTES={text}: expected 0 or a power of two, at "
-                                                   f"least 4096; the next one is {next_one}."):
+                                                   f"least 4096; the next power of two is {next_one}."):
         read(CHUNK_BYTES=text)

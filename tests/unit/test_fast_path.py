@@ -369,7 +369,7 @@ def test_an_operation_that_was_ready_and_is_no_longer_is_an_error() -> None:
     entry, other = (Entry(request, [array], Handle(request.name)) for request in requests)
     assert executor.prepare(entry)
     assert executor.prepare(other)
-    with pytest.raises(EngineError, match="a was ready when all ranks agreed on it, and is no longer"):
+    with pytest.raises(EngineError, match="a: all ranks have voted that they are ready, but this rank is not"):
         executor.execute([entry], all_ready=True)
 
 

@@ -331,7 +331,7 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
     job.settle()
     assert values_of(handle) == [[1, 1, 1]]
     warning, = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warning == "rank 0: the host waits for the results of collectives on the GPU, since no stream can: too early"
+    assert warning == "rank 0: the host waits for the results of GPU collectives, since streams cannot wait: too early"
 
 
 def test_work_that_is_over_before_it_is_raced_with_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +344,7 @@ def test_work_that_is_over_before_it_is_raced_with_proves_nothing(monkeypatch: p
         self.run_all()
 
     monkeypatch.setattr(Device, "copy", over_at_once)
-    with pytest.raises(UnprovenError, match="40 pieces of work were over before"):
+    with pytest.raises(UnprovenError, match="the GPU finished 40 copies or kernels before"):
         check_waiting(device := Device(), cast("GpuArray", device.scratch(192)))
     monkeypatch.setattr(Device, "wait", lambda self, stream, event: None)
     with pytest.raises(UnprovenError):  # As before: it would not be found.
@@ -672,8 +672,8 @@ def test_a_bucket_that_is_wrong_is_an_error_that_names_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(Device, "batched_copy", lambda self, table, *of: copy(self, table[:1], *of))
     handle = job.submit("layer/kernel", np.full(3, 2.0), np.full(5, 7.0))
     job.engine.start()
-    with pytest.raises(EngineError, match=r"NCCL has not given .* on the CPU: rank 0: layer/kernel, element 0: .* "
-                                          r"instead of 7\.0\. Look for errors .*MPISTRAT_DISABLE=shadow does not look"):
+    with pytest.raises(EngineError, match=r"NCCL's results differ .* on the CPU: rank 0: layer/kernel, element 0: .* "
+                                          r"instead of 7\.0\. Check the GPUs .*MPISTRAT_DISABLE=shadow switches"):
         handle.wait(30)
 
 
@@ -698,7 +698,7 @@ def test_results_that_are_not_finite_are_compared_too(
     monkeypatch.setattr(Communicator, "allReduce", write)
     handle = job.submit("a", np.array(given, dtype))
     job.engine.start()
-    with pytest.raises(EngineError, match=r"NCCL has not given .* a, element") if is_wrong else nullcontext():
+    with pytest.raises(EngineError, match=r"NCCL's results differ .* a, element") if is_wrong else nullcontext():
         handle.wait(30)
 
 

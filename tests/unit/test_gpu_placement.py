@@ -131,8 +131,8 @@ def test_gpus_that_the_script_has_hidden_are_not_there(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("lacking, reason", [
-    ("api", f"TensorFlow {tf.__version__} has not the C API for it"),
-    ("old TensorFlow", f"TensorFlow {tf.__version__} does not tell its stream; 2.21 does; the driver has no such call"),
+    ("api", f"TensorFlow {tf.__version__} lacks the C API for asynchronous operations"),
+    ("old TensorFlow", f"TensorFlow {tf.__version__} hides its stream (2.21 does not); the driver has no such call"),
     ("stream", "XLA gives no stream; the driver has no such call")])
 def test_what_is_lacking_on_the_way_to_the_stream_is_in_one_warning(
         lacking: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

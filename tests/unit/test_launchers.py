@@ -81,8 +81,8 @@ def test_every_pattern_of_an_ending_names_the_rank() -> None:
 
 
 def test_pals_starts_equally_many_ranks_on_each_host() -> None:
-    with pytest.raises(LaunchError, match=r"PALS's and starts equally many ranks on each host, not a:2, b:1\. Write "
-                                          "the same number after each: -H a:2,b:2"):
+    with pytest.raises(LaunchError, match=r"PALS's and starts the same number of ranks on each host\. "
+                                          r"Received: a:2, b:1\. Write for example: -H a:2,b:2"):
         compose(Job(3, ("sh",), parse_list("a:2,b:1")), Mpirun("mpiexec", PALS, "1"), Machine(4), {})
 
 

@@ -356,7 +356,7 @@ try:
     import mpistrat.keras
 except ImportError as error:
     print(type(error).__name__, error)
-""") == "MissingDependencyError mpistrat.keras needs KERAS_BACKEND=tensorflow, and the variable is 'jax'.\n"
+""") == "MissingDependencyError mpistrat.keras needs KERAS_BACKEND=tensorflow. Received: 'jax'\n"
 
 
 @pytest.fixture

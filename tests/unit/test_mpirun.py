@@ -170,7 +170,7 @@ def test_each_mpirun_gets_a_hostfile_that_it_reads_or_a_list(tmp_path, text, slo
 
 
 @pytest.mark.parametrize("text, complaint", [
-    ("node1 slots=2\nnode2\n", r"hosts\.txt:2: this mpirun is MPICH's and must be told how many .* write node2:4"),
+    ("node1 slots=2\nnode2\n", r"hosts\.txt:2: this mpirun is MPICH's and needs the number of .* example: node2:4"),
     ("node1 slots=2 port=22\n", r"hosts\.txt:1: this mpirun is MPICH's.*port=22 cannot be translated"),
     ("me@node1 slots=2\n", r"hosts\.txt:1: .*me@node1 cannot be translated"),
 ])
@@ -193,7 +193,7 @@ def test_files_without_hosts(tmp_path) -> None:
         read_hostfile(str(tmp_path / "nope"))
     with pytest.raises(LaunchError, match="Is a directory"):
         read_hostfile(str(tmp_path))
-    with pytest.raises(LaunchError, match="no host in it"):
+    with pytest.raises(LaunchError, match="contains no host"):
         read_hostfile(write(tmp_path, "# nothing\n\n"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(LaunchError, match="not a text file"):
@@ -243,9 +243,9 @@ def test_a_wanted_mpirun_is_a_path_or_a_name(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("script, text", [
-    ("echo My Launcher 1", r"is no mpirun of .*prints: My Launcher 1.*Start the job with it: "),
+    ("echo My Launcher 1", r"is no mpirun of .*prints: My Launcher 1.*Start the job without mpistrat run: "),
     ("exit 0", "prints: nothing"),
-    ("echo Error: no disk >&2; exit 1", r"mpirun --version fails with exit code 1: Error: no disk\. Mend that, or "),
+    ("echo Error: no disk >&2; exit 1", r"mpirun --version fails with exit code 1: Error: no disk\. Repair this "),
     ("exec sleep 30", "--version fails")])
 def test_an_mpirun_of_another_kind_and_one_that_fails_are_refused(tmp_path, monkeypatch, script, text) -> None:
     monkeypatch.setattr(mpirun, "VERSION_TIMEOUT_S", 0.2 if "sleep" in script else 60.0)

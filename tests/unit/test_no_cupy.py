@@ -65,5 +65,5 @@ def test_nvrtc_that_is_nowhere_is_an_error_with_the_command_that_installs_it(
 def test_tensorflows_tensors_on_a_gpu_belong_to_its_own_functions() -> None:
     tensor = type("EagerTensor", (), {"__module__": "tensorflow.python.framework.ops",
                                       "__dlpack_device__": lambda self: (2, 0)})()
-    with pytest.raises(InvalidRequestError, match=r"goes to the functions of mpistrat\.tensorflow"):
+    with pytest.raises(InvalidRequestError, match=r"Call the function of the same name in mpistrat\.tensorflow"):
         tensors.tensors_of("a", [tensor])

@@ -106,7 +106,7 @@ def test_an_optimizer_of_keras_2_is_distributed_beside_keras_3(door: str) -> Non
         optimizer = hvd.DistributedOptimizer(module.Adam(0.5), name="mine")
         assert optimizer.is_distributed and type(optimizer).__name__ == "Adam"
         assert optimizer.get_config()["name"] == "mine"
-    with pytest.raises(ValueError, match=r"knows the optimizers of tf_keras.optimizers and of "
+    with pytest.raises(ValueError, match=r"takes optimizers of tf_keras.optimizers and of "
                                          r"tf_keras.optimizers.legacy. Received one of the class SGD"):
         hvd.DistributedOptimizer(importlib.import_module("tf_keras.src.optimizers.optimizer_v1").SGD())
 

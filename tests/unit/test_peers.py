@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     centre, other = Peers(0), Peers(1)
     invitation = centre.listen([1, 2], HERE)
     other.connect(invitation, 0, LIMIT_S)
-    with pytest.raises(OSError, match=r"no connection of ranks \[2\] has arrived here"):
+    with pytest.raises(OSError, match=r"ranks \[2\] have not connected to rank 0"):
         centre.await_all(0.2)
     centre.stop()
     with pytest.raises(ConnectionRefusedError):

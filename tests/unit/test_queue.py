@@ -201,7 +201,7 @@ def test_closing_hands_out_all_that_is_in_flight_taken_or_not_or_waits_for_its_n
     closed = queue.close(ShutdownError("over"))
     assert sorted(closed, key=[taken, new, behind].index) == [taken, new, behind]
     assert queue.take_new() == [] and not queue.new
-    with pytest.raises(EngineError, match="a was decided on, but is not in flight"):
+    with pytest.raises(EngineError, match="a: the ranks have agreed on it, but it is not in flight"):
         queue.finish("a")
 
 

@@ -157,9 +157,9 @@ def test_what_is_no_process_set_is_refused(wrong: object, text: str) -> None:
                                     [True]], ids=str)
 def test_splits_that_are_no_integers_of_32_bits_are_refused(splits: object) -> None:
     mpistrat.init()
-    with pytest.raises(InvalidRequestError, match=r"alltoall: the splits of an alltoall are integers of 32 bits. Rec"):
+    with pytest.raises(InvalidRequestError, match=r"alltoall: the splits of an alltoall must be 32-bit integers. Rec"):
         mpistrat.alltoall(np.zeros((2, 1)), splits)
-    with pytest.raises(InvalidRequestError, match="integers of 32 bits"):  # They are even, and they are too large.
+    with pytest.raises(InvalidRequestError, match="32-bit integers"):  # They are even, and they are too large.
         mpistrat.alltoall(np.empty((2**31, 0)))
     assert mpistrat.alltoall(np.zeros((2, 1)), np.array([1], np.uint8))[1].dtype == np.int32
 

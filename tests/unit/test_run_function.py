@@ -25,8 +25,8 @@ from mpistrat.core.errors import LaunchError, RunError
     ({"hosts": "a:1", "hostfile": "b"}, "hosts or hostfile, not both"),
     ({"hosts": "a:x"}, "is not host:slots"),
     ({"hostfile": "/nowhere"}, "No such file"),
-    ({"mpi_args": "-np 3"}, "'-np 3' is not a list of options for mpirun: -np=3 is no option of mpirun, or an option"),
-    ({"mpi_args": "prog"}, "is not a list of options for mpirun: prog -- is no option of mpirun"),
+    ({"mpi_args": "-np 3"}, "'-np 3' is not a list of options for mpirun: mpirun has no option -np=3, or mpistrat "),
+    ({"mpi_args": "prog"}, "is not a list of options for mpirun: mpirun has no option prog --"),
     ({"mpi_args": "'"}, "is not a list of options for mpirun: No closing quotation"),
 ])
 def test_wrong_arguments_are_errors(arguments: dict[str, Any], text: str) -> None:
@@ -46,7 +46,7 @@ def test_what_is_no_function_is_an_error() -> None:
 def test_a_rank_cannot_call_it(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match="this process is a rank of one already"):
+    with pytest.raises(LaunchError, match="this process is already a rank of a job"):
         mpistrat.run(print, np=2)
 
 

@@ -223,7 +223,7 @@ def test_an_order_of_each_ranks_own_is_an_error(tf: Any, place: Any, tmp_path: A
     place(0, 2)
     shuffled = [tf.data.Dataset.list_files(pattern), rows.shuffle(6).map(lambda row: row + 1)]
     for dataset in shuffled:
-        with pytest.raises(mpistrat.InvalidRequestError, match=r"argument 1 .* order of its own.*shuffle=False"):
+        with pytest.raises(mpistrat.InvalidRequestError, match=r"argument 1 .* without a seed.*shuffle=False"):
             mpistrat.shard(dataset)
     ordered = [tf.data.Dataset.list_files(pattern, shuffle=False), rows.shuffle(6, seed=0), rows]
     for dataset in ordered:
@@ -248,5 +248,5 @@ def test_none_among_elements_of_unknown_number_is_an_error(tf: Any, place: Any) 
     place(0, 2)
     dataset = tf.data.Dataset.range(4).map(lambda row: (row, None))
     assert [int(row) for row, _ in mpistrat.shard(dataset)] == [0, 2]
-    with pytest.raises(mpistrat.InvalidRequestError, match=r"contain None .*assert_cardinality\(n\)"):
+    with pytest.raises(mpistrat.InvalidRequestError, match=r"contain None\. .*assert_cardinality\(n\)"):
         mpistrat.shard(dataset.filter(lambda row, nothing: True))

@@ -33,9 +33,9 @@ def why_unreachable(hosts: list[str], environ: dict[str, str], *needed: str) -> 
      "Correct the name in -H or in the hostfile; `getent hosts b` must find it."),
     ("root@b: Permission denied (publickey).",
      "Your key is not accepted there: `ssh-copy-id b`, or --ssh-identity-file."),
-    ("@@@@@\nHost key verification failed.", "Connect once by hand to accept its key: `ssh b`."),
-    ("ssh: connect to host b port 22: Connection refused", "No ssh server listens there; --ssh-port is the port."),
-    ("ssh: connect to host b port 22: Connection timed out", "Is it on, and does a firewall let ssh through?")])
+    ("@@@@@\nHost key verification failed.", "Connect once by hand to accept the host key: `ssh b`."),
+    ("ssh: connect to host b port 22: Connection refused", "No ssh server listens on this port; set --ssh-port."),
+    ("ssh: connect to host b port 22: Connection timed out", "Check that the host is on and no firewall blocks ssh.")])
 def test_the_host_and_the_remedy_are_named(environ: dict[str, str], said: str, remedy: str) -> None:
     put(environ, FAIL.format(said=said))
     assert ssh.reached(["a", "b"], environ) == {"a"} and ssh.reached(["a"], {"PATH": "/nowhere"}) == set()
@@ -50,7 +50,7 @@ def test_a_host_that_does_not_answer_is_not_waited_for(environ: dict[str, str],
     for script in ("exec /bin/sleep 60", "/bin/sleep 60", "/usr/bin/setsid /bin/sleep 60"):
         put(environ, script)
         began = time.monotonic()
-        assert why_unreachable(["b"], environ).startswith("b cannot be reached by ssh (it does not answer). Is it on, ")
+        assert why_unreachable(["b"], environ).startswith("b cannot be reached by ssh (it does not answer). Check ")
         assert time.monotonic() - began < 30.0
 
 
@@ -81,6 +81,6 @@ def test_the_arguments_for_ssh_are_those_of_mpirun(environ: dict[str, str], tmp_
 
 
 def test_without_ssh_it_is_to_be_installed(environ: dict[str, str]) -> None:
-    assert why_unreachable(["node7"], environ).startswith("there is no ssh on this host, with which mpirun starts "
-                                                          "ranks on node7. Install it: ")
+    assert why_unreachable(["node7"], environ).startswith("there is no ssh on this host, but mpirun needs ssh to "
+                                                          "start ranks on node7. Install it: ")
     assert not os.path.exists(Path(environ["PATH"], "ssh"))

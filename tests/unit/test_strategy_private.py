@@ -47,7 +47,7 @@ def test_keras_has_what_is_patched_and_gets_it_back() -> None:
 def test_sharded_variables_need_keras_3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpistrat.strategy.is_keras2_in_use", lambda: True)
     with pytest.raises(mpistrat.MissingDependencyError,
-                       match='variables="sharded" divides the state of optimizers of Keras 3'):
+                       match='variables="sharded" needs optimizers of Keras 3'):
         importlib.import_module("mpistrat.strategy").MPIStrategy(variables="sharded")
     monkeypatch.undo()
     monkeypatch.setattr("mpistrat.strategy.import_module",
@@ -92,7 +92,7 @@ def test_a_lone_rank_trains_on_every_batch_of_a_generator(is_dataset: bool) -> N
 
 
 @pytest.mark.parametrize(("module", "version", "text"), [
-    ("mpistrat.strategy.keras", "3.9.2", r"needs Keras 3\.10 or later, and this is 3\.9\.2 \(pip"),
+    ("mpistrat.strategy.keras", "3.9.2", r"needs Keras 3\.10 or later \(pip.*Received: 3\.9\.2"),
     ("mpistrat.keras", "3.99.0", "mpistrat.keras needs keras>=3")])
 def test_a_version_of_keras_that_was_not_run_is_refused(module: str, version: str, text: str,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,8 +69,8 @@ def test_an_error_in_mpi_is_shown_where_no_rank_reports() -> None:
     said = [Words(b"Socket closed\n", is_error=True), words(Ending(0, "vm"))]
     text, lines = summarize(14, [], said)
     assert text == b"Socket closed\n"
-    assert lines == [f"{END} 14: rank 0 on vm called MPI_Abort. After \"Socket closed\": another rank, or its host, "
-                     "has died"]
+    assert lines == [f"{END} 14: rank 0 on vm called MPI_Abort. If \"Socket closed\" is above, another rank or its "
+                     "host has died"]
     assert summarize(1, [report(1, "x")], said)[0] == b""
 
 
@@ -88,7 +88,7 @@ def test_a_crash_of_mpirun_is_explained() -> None:
 
 
 def test_mpich_gives_a_signal_as_the_exit_code() -> None:
-    assert "or a rank was killed by signal 9 (SIGKILL)" in summarize(9, [], [], launcher=MPICH)[1][0]
+    assert "or was killed by signal 9 (SIGKILL)" in summarize(9, [], [], launcher=MPICH)[1][0]
     assert summarize(9, [], [], launcher=OPEN_MPI)[1] == [f"{END} 9"]
 
 

@@ -235,10 +235,10 @@ def test_rates_are_compared_with_what_bench_has_measured(tmp_path: Path, capsys:
         {"case": "gather", "operation": "allgather", "nbytes": 2_000_000, "mpistrat_s": 1e-5}]))
     path = written(tmp_path / "f.json", JOB)
     assert main(["timeline", str(path), "--bench", str(bench)]) == 0
-    assert "in operations of 2 MB: 25.0 % of 4 GB/s, as bench has measured 1MB\n" in capsys.readouterr().out
+    assert "in operations of 2 MB: 25.0 % of 4 GB/s, the rate of bench for 1MB\n" in capsys.readouterr().out
     bench.write_text('[{"case": 1}]')
     assert main(["timeline", str(path), "--bench", str(bench)]) == 2
-    assert "cannot be read as a file of mpistrat bench --json: KeyError" in capsys.readouterr().err
+    assert "is not a file of mpistrat bench --json: KeyError" in capsys.readouterr().err
 
 
 def test_a_file_that_was_cut_is_read_and_has_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,7 +275,7 @@ def test_a_field_of_another_type_is_a_sentence_too(field: str, value: Any, tmp_p
             event["args"][field] = value
     path.write_text(json.dumps(events))
     assert main(["timeline", str(path)]) == 2
-    assert "it was written by another version of mpistrat: " in capsys.readouterr().err
+    assert "the timeline was written by another version of mpistrat: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("before", ["\n", "\n\n  ", '{"traceEvents":', '\n{\n"traceEvents":'])
@@ -443,7 +443,7 @@ def test_a_window_that_never_comes_is_a_warning(job: Job, tmp_path: Path) -> Non
     job.work(3)
     job.end()
     warning, = job.warnings
-    assert "it is empty, because steps 20 to 39 have not come: there were 3 steps" in warning
+    assert "it is empty, because steps 20 to 39 were not executed: the job had 3 steps" in warning
 
 
 def test_a_second_start_is_a_warning(job: Job, tmp_path: Path) -> None:

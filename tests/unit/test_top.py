@@ -79,14 +79,14 @@ def test_no_directory_is_no_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text, why", [
-    (json.dumps(content(rank(0)))[:-30], "is cut, or is no JSON"), ("", "is cut, or is no JSON"),
+    (json.dumps(content(rank(0)))[:-30], "is truncated, or is not JSON"), ("", "is truncated, or is not JSON"),
     ("[]", "version None"),
-    (content(rank(0), version=2), "is of version 2, and this mpistrat reads version 1. Remove it if its job has ended"),
+    (content(rank(0), version=2), "has version 2, but this mpistrat reads version 1. Remove the file if its job has"),
     (content({"rank": 0}), "is incomplete: 'outstanding'"), (content(rank(0), ranks=None), "is incomplete"),
-    (content({"rank": 0, "outstanding": []}), "is incomplete: 'host'. Another version of mpistrat has written it. "
-     "Remove it if its job has ended"),
-    (content(rank(0, pid=2**31 - 1), written=NOW - 60), "is old: it was written 60 s ago, and the first rank"),
-    (content(written=NOW - 60), "is old"),
+    (content({"rank": 0, "outstanding": []}), "is incomplete: 'host'. Another version of mpistrat has written the "
+     "file. Remove it if its job has ended"),
+    (content(rank(0, pid=2**31 - 1), written=NOW - 60), "was written 60 s ago, and the first rank"),
+    (content(written=NOW - 60), "was written 60 s ago"),
 ], ids=["cut", "empty", "a list", "a later version", "half a rank", "no ranks", "an earlier build",
         "an ended job", "a silent job"])
 def test_a_file_that_is_of_no_use_is_named_with_the_reason(directory: Path, text: Any, why: str) -> None:
@@ -135,9 +135,9 @@ def test_what_nothing_counts_is_not_known() -> None:
 
 @pytest.mark.parametrize("waiting, slowest, why", [
     ((0.4, 0.02, 0.38, 0.4), 1, "the others wait 39% of the time, and it 2%. It computes: it has used 0.9 cores."),
-    ((0.1, 0.11, 0.1, 0.12), None, "each waits 11% of the time"),
-    ((0.0, 0.01), None, "none waits for another"),
-    ((0.4,), None, "there is one rank"),
+    ((0.1, 0.11, 0.1, 0.12), None, "each rank waits 11% of the time"),
+    ((0.0, 0.01), None, "no rank waits for another"),
+    ((0.4,), None, "the job has only one rank"),
 ])
 def test_the_slowest_rank_is_the_one_that_waits_least(waiting: tuple[float, ...], slowest: int | None,
                                                       why: str) -> None:
@@ -208,7 +208,7 @@ def test_a_picture(words: list[str], job: Path, tmp_path: Path, capsys: pytest.C
     assert "train.py" in text.replace("\xa0", " ")
     assert "url(http" not in (tmp_path / "top.svg").read_text()  # A font, for example.
     assert main(["top", "--svg", str(tmp_path / "none" / "top.svg")]) == 2
-    assert "none/top.svg: No such file" in capsys.readouterr().err
+    assert "none/top.svg cannot be written: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["-1", "0", "nan", "inf", "1e10", "x"])
@@ -221,7 +221,7 @@ def test_with_a_wrong_name_the_jobs_are_listed(directory: Path, job: Path, capsy
     put(directory, content(rank(0), job="other-3", script="b.py", started=NOW, written=time.time()), "other.json")
     assert main(["top", "digit5"]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("No job, and no script of one, has a name that begins with digit5. There are: other-3 (b.py)")
+    assert out.startswith("The name of no job or script begins with digit5. Running jobs: other-3 (b.py)")
 
 
 def test_several_jobs_are_listed_and_one_is_chosen_by_its_beginning(directory: Path, job: Path,
@@ -229,7 +229,7 @@ def test_several_jobs_are_listed_and_one_is_chosen_by_its_beginning(directory: P
     put(directory, content(rank(0), job="other-3", script="b.py", written=time.time()), "other.json")
     assert main(["top", "--once"]) == 0
     out = capsys.readouterr().out
-    assert "digits-17" in out and "other-3" in out and "Choose one: mpistrat top JOB" in out
+    assert "digits-17" in out and "other-3" in out and "To show one job, type: mpistrat top JOB" in out
     for name in "other", "b.py":
         assert main(["top", name, "--once"]) == 0
         assert "b.py" in (out := capsys.readouterr().out) and "digits-17" not in out
@@ -239,8 +239,8 @@ def test_without_a_job_the_reason_is_said(directory: Path, capsys: pytest.Captur
     put(directory, "{")
     assert main(["top"]) == 1
     out = capsys.readouterr().out
-    assert "not shown: " in out and "is cut, or is no JSON" in out
-    assert f"No job of yours runs here ({directory})" in out
+    assert "not shown: " in out and "is truncated, or is not JSON" in out
+    assert f"No job of yours runs on this host ({directory})" in out
 
 
 def test_it_is_drawn_until_the_job_has_ended_and_another_job_takes_no_place(
@@ -268,7 +268,7 @@ def test_metrics_for_prometheus(job: Path, tmp_path: Path, capsys: pytest.Captur
     assert 'mpistrat_steps_total{host="node1",job="digits-17",rank="1"} 122.0' in lines
     assert 'mpistrat_share{host="node1",job="digits-17",rank="1",what="waiting"} 0.02' in lines
     assert main(["top", "--once", "--prometheus", str(tmp_path / "none" / "m.prom")]) == 2
-    assert "Name a file in a directory that you may write" in capsys.readouterr().err
+    assert "Name a file in a directory to which you may " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package, words", [("prometheus_client", ["--prometheus", "f"]), ("rich", ["--once"])])
@@ -295,5 +295,5 @@ def test_the_file_of_a_real_job_is_understood(directory: Path) -> None:
     assert not found.problems
     status, = found.jobs
     assert (status.size, [rank.pid for rank in status.ranks]) == (1, [job.pid])
-    assert summarize(status, None, time.time()).why == "there is one rank"
+    assert summarize(status, None, time.time()).why == "the job has only one rank"
     assert not list(directory.glob("*.json"))

@@ -122,7 +122,7 @@ def test_only_the_file_of_a_rank_is_taken_and_what_is_not_is_closed() -> None:
     made = HostFile.make()
     unsealed, ordinary = os.memfd_create("other", os.MFD_ALLOW_SEALING), os.open(os.devnull, os.O_RDWR)
     for wrong in (unsealed, ordinary):
-        with pytest.raises(OSError, match=r"^this is not the file that was to be shared: "):
+        with pytest.raises(OSError, match=r"^the received descriptor is not a file of shared memory: "):
             HostFile.over(wrong)
         with pytest.raises(OSError):
             os.fstat(wrong)

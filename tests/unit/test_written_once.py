@@ -44,7 +44,7 @@ def test_one_rank_runs_what_ranks_share(entries: list, hosts: str, expected: lis
 
 
 def test_ranks_with_a_backup_have_one_order() -> None:
-    with pytest.raises(mpistrat.MismatchError, match="callbacks in different orders, and a BackupAndRestore"):
+    with pytest.raises(mpistrat.MismatchError, match="callbacks in different orders, but a BackupAndRestore"):
         role_of(BACKUP, 0, [[BACKUP, OTHER], [OTHER, BACKUP]], "aa")
 
 

@@ -78,7 +78,7 @@ def test_sizes_on_64_bits() -> None:
 @needs_ffi
 def test_an_error_of_the_api_is_raised_with_its_text() -> None:
     custom_call._targets.add(Doubled(False))
-    with pytest.raises(RuntimeError, match=r"refuses handler_register: .*mpistrat"):
+    with pytest.raises(RuntimeError, match=r"handler_register of .* has failed: .*mpistrat"):
         ffi.register("mpistrat", "Host", lambda call: None)  # There is one of this name.
 
 
@@ -174,4 +174,4 @@ def test_what_signal_handlers_raise_comes_when_the_collective_no_longer_writes_t
         thread.join()
         signal.signal(signal.SIGUSR1, before)
     assert handle.is_done and type(site.raised) is raised
-    assert broken_off == ["a: Ctrl-C has interrupted it on a rank."] * (2 if raised is KeyboardInterrupt else 0)
+    assert broken_off == ["a: Ctrl-C interrupted the collective on a rank."] * (2 if raised is KeyboardInterrupt else 0)

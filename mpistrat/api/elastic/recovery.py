@@ -1,8 +1,8 @@
-"""Recovery: after the loss of ranks, the others connect anew in the same processes, with new ranks.
+"""Recovery: after a loss of ranks, the surviving ranks reconnect in the same processes, with new rank numbers.
 
-It needs Open MPI under `mpirun --with-ft ulfm`. Everything between init() and shutdown() is made again over the ranks
-that are left: communicators, shared memory, engines, roles and process sets. What belongs to the script stays: models,
-optimizers, traced functions, strategies, ProcessSet objects.
+It needs Open MPI under `mpirun --with-ft ulfm`. All parts of the job are made again over the surviving ranks:
+communicators, shared memory, engines, roles and process sets. Objects of the script are kept: models, optimizers,
+traced functions, strategies, ProcessSet objects.
 """
 
 import logging
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DISCARD_S = 0.2  # for MPI to end the requests on the old communicators
-_QUIET_S = 0.02  # in which no further rank is lost
-_NEWS_S, _NEWS_POLL_S = 0.5, 0.01  # for MPI to learn of a loss, after another rank has noticed it
+_DISCARD_S = 0.2  # Time for MPI to end the requests on the old communicators.
+_QUIET_S = 0.02  # Recovery begins when no further rank was lost for this long.
+_NEWS_S, _NEWS_POLL_S = 0.5, 0.01  # Time for MPI to learn of a loss that another rank has noticed.
 
 
 def recover(limit_s: float = 5.0) -> None:
-    """Connect the ranks that are left after a RanksLostError. Collective over these; in the main thread.
+    """Reconnect the surviving ranks after a RanksLostError. Collective over the surviving ranks; in the main thread.
 
-    Afterwards rank(), size() and so on are those of the ranks that are left, in their old order. Averages divide by the
-    new size. Process sets are without the lost ranks, the others renumbered; one that has lost all ranks is removed.
-    What was in flight is lost.
+    The surviving ranks are renumbered in their old order, so rank(), size() and so on change. Averages divide by the
+    new size. Process sets lose the lost ranks, and a set without any surviving rank is removed. Collectives that were
+    in flight are lost.
 
     Args:
-        limit_s: Seconds until it must be done. A rank that is long in coming, because it computes, counts.
+        limit_s: The time limit in seconds. It includes the wait for ranks that still compute.
 
     Raises:
-        RecoveryError: It is not done within the limit, MPI fails, or the job cannot recover. The caller must end the
-            process with os._exit then, since threads may hang in MPI.
+        RecoveryError: The limit has passed, MPI fails, or the job cannot recover. The caller must then end the process
+            with os._exit, since threads may hang in MPI.
     """
     forked.require_rank()
     require_no_driver("recover()")
     former = runtime.current()
     if not former.losses.is_tolerant:
-        raise RecoveryError("a job can recover only if it has several ranks, with Open MPI and mpirun --with-ft ulfm.")
+        raise RecoveryError("a job can recover only with several ranks, Open MPI, and mpirun --with-ft ulfm.")
     began = time.monotonic()
     if former.losses.interruption.error is None:
         former.losses.lose(())
@@ -58,7 +58,7 @@ def recover(limit_s: float = 5.0) -> None:
     thread.join(limit_s)
     if thread.is_alive():
         raise RecoveryError(f"rank {former.topology.rank} {attempt.stage} for more than {limit_s:g} s. Start the job "
-                            "again; it goes on from the last commit in a file, if there is one.")
+                            "again; it continues from the last commit that is in a file, if any.")
     if attempt.made is None:
         raise RecoveryError(f"rank {former.topology.rank} cannot recover: {attempt.problem}") from attempt.problem
     runtime.replace(former, attempt.made)
@@ -67,13 +67,13 @@ def recover(limit_s: float = 5.0) -> None:
 
 
 class _Attempt:
-    """One recovery. `run` is for a thread of its own, since MPI has no time limits."""
+    """One recovery. `run` is called in a separate thread, since calls of MPI have no time limits."""
 
     def __init__(self, former: Job, deadline: float):
         self._former, self._deadline = former, deadline
-        self.stage = "ends its engines"  # What this rank does now.
+        self.stage = "ends its engines"  # The current step of this rank, for errors.
         self.made: Job | None = None  # The new Job; None before it is made.
-        self.problem: Exception | None = None  # Why there is none.
+        self.problem: Exception | None = None  # The error of `run`, if it has failed.
 
     def run(self) -> None:
         try:
@@ -86,7 +86,7 @@ class _Attempt:
         from ...transport.mpi import ulfm
         base = self._former.comm
         assert base is not None  # The job is tolerant.
-        # Often several end together. Open MPI 5.0.11 has crashed in MPIX_Comm_shrink when a rank ended meanwhile.
+        # Often several ranks end together. Open MPI 5.0.11 has crashed if a rank ended during MPIX_Comm_shrink.
         known = -1
         while known < len(self._former.losses.lost) and time.monotonic() < self._deadline:
             known = len(self._former.losses.lost)
@@ -113,12 +113,12 @@ class _Attempt:
             logger.debug("rank %d: ranks were lost during the recovery, which begins again", self._former.topology.rank)
 
     def _connected(self, comm: "MPI.Intracomm", base: "MPI.Intracomm") -> tuple[Job | None, Exception | None]:
-        """The new Job over `comm`, as far as it was made, and why it is not complete. Collective."""
+        """Return the new Job over `comm`, or None, and the error that has interrupted making it. Collective."""
         made = None
         try:
             former_ranks = mpi_library.ranks_in(comm, base)
             new_ranks = {former: rank for rank, former in enumerate(former_ranks)}
-            # A communicator that is made while a rank ends may crash Open MPI, so this makes as few as it can.
+            # Open MPI may crash if a rank ends while a communicator is made, so make as few as possible.
             hosts = [self._former.topology.host_of[rank] for rank in former_ranks]
             made = runtime.connected(comm, binds=False, hosts=hosts)
             made.spans_hosts = self._former.spans_hosts
@@ -133,7 +133,7 @@ class _Attempt:
             return made, error
 
     def _is_lost_by_now(self, comm: "MPI.Intracomm") -> bool:
-        """Whether a rank of `comm` is lost, after a moment in which MPI may learn of it."""
+        """Return whether a rank of `comm` is lost. Waits a moment, since MPI may learn of a loss late."""
         from ...transport.mpi import ulfm
         until = min(time.monotonic() + _NEWS_S, self._deadline)
         while not ulfm.failed_ranks(comm):

@@ -1,8 +1,8 @@
 """States of a training script that can be committed, restored and synchronised: Horovod's elastic API.
 
-In a job of `mpistrat run --elastic` a commit outlives the processes: when ranks or hosts are lost, the ranks that are
-left, or those of the next generation, go on from it. In other jobs the number of ranks is fixed, `commit` keeps a copy
-in memory, and the loss of a rank ends the job. For users; `sync` is collective, and so is `commit` in an elastic job.
+In a job of `mpistrat run --elastic` a commit outlives the processes: when ranks or hosts are lost, the surviving ranks,
+or the ranks of the next generation, resume from the commit. In other jobs the number of ranks is fixed, `commit` keeps
+a copy in memory, and the loss of a rank ends the job. For users; `sync` is collective, `commit` in elastic jobs only.
 """
 
 import copy
@@ -27,18 +27,18 @@ Snapshot = dict[str, Any]
 
 
 class HostsUpdatedInterrupt(Exception):  # noqa: N818 - Horovod's name
-    """Raised by commit() of all ranks: the number of ranks changes, and this generation ends. `run` handles it."""
+    """Raised by commit() on all ranks if the number of ranks changes: this generation ends. `run` handles it."""
 
 
 class ObjectState:
-    """Python objects that are the state of a training script. Each is an attribute.
+    """The state of a training script: Python objects, each an attribute of the state.
 
-    With an ElasticSampler among them `sync` and `commit` exchange the processed rows of all ranks.
+    If an attribute is an ElasticSampler, `sync` and `commit` exchange the processed rows of all ranks.
 
     Args:
-        bcast_object: Replaces broadcast_object, for compatibility with Horovod.
+        bcast_object: Called instead of broadcast_object, for compatibility with Horovod.
         get_rank: Accepted for compatibility with Horovod, ignored.
-        kwargs: The names of the attributes and their first values, which can be copied and pickled.
+        kwargs: The names of the attributes, with their initial values. It must be possible to copy and pickle these.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None,
@@ -47,7 +47,7 @@ class ObjectState:
         self._names = list(kwargs)
         self._reset_callbacks: list[Callable[[], object]] = []
         self._saved: Snapshot = {}
-        self._number = 0  # of the last commit that all ranks have made in this process
+        self._number = 0  # The number of the last commit that all ranks have made in this process.
         self._set(kwargs)
         self.save()
 
@@ -61,19 +61,19 @@ class ObjectState:
         self._saved = self._snapshot()
 
     def restore(self) -> None:
-        """Return to the state of the last save or commit. Local."""
+        """Restore the state of the last save or commit. Local."""
         self._take(self._saved)
 
     def commit(self) -> None:
-        """Keep a copy of the state, to which restore() returns.
+        """Keep a copy of the state, which restore() restores.
 
-        Local, except in an elastic job: there it is collective, and the copy goes to the agents of all hosts while the
-        script goes on.
+        In an elastic job commit() is collective, and the agents of all hosts get the copy while the script goes on. In
+        other jobs it is local.
 
         Raises:
-            HostsUpdatedInterrupt: On all ranks of an elastic job, if hosts come or go. The commit is kept.
+            HostsUpdatedInterrupt: On all ranks of an elastic job, if hosts are added or removed. The commit is kept.
             RuntimeError: The commit before this one could not be kept.
-            MismatchError: On all ranks of an elastic job, if a state with variables finds that they differ.
+            MismatchError: On all ranks of an elastic job, if the ranks' variables in the state differ.
         """
         own = membership.current()
         if own is None:
@@ -83,7 +83,7 @@ class ObjectState:
         before = self._saved
         self.save()
         try:
-            # All ranks do so before they agree. A rank that is lost later cannot be missing in what is committed.
+            # All ranks wait for their GPU before they agree, so the commit has the work of a rank that is lost later.
             runtime.current().await_gpu()
             said = array_ops.allgather_object((own.number, own.why_leave, self._saved["samplers"]),
                                               name="elastic.commit")
@@ -105,7 +105,7 @@ class ObjectState:
     def sync(self) -> None:
         """Copy the state of one rank to all ranks, and save it. Collective.
 
-        The rank is rank 0; in an elastic job the rank with the newest commit, if there is a commit.
+        The copied state is that of rank 0, or in an elastic job that of the rank with the newest commit, if any.
         """
         own, held = membership.current(), None
         root: int | None = 0
@@ -122,7 +122,7 @@ class ObjectState:
                      runtime.current().topology.local_rank == 0)
 
     def check_host_updates(self) -> None:
-        """Do nothing: commit() looks for changes of the hosts. Local."""
+        """Do nothing: commit() checks whether the hosts have changed. Local."""
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Register functions that on_reset() calls. Local."""
@@ -136,30 +136,30 @@ class ObjectState:
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def _snapshot(self) -> Snapshot:
-        """A copy of the state, which does not change any more."""
+        """Return a copy of the state that later training does not change."""
         return {"values": copy.deepcopy(self._values_but_samplers()),
                 "samplers": {name: getattr(self, name).state_dict() for name in self._samplers()}}
 
     def _take(self, snapshot: Snapshot) -> None:
-        """Return to the state of a snapshot, which another process may have made."""
+        """Restore a snapshot, which another process may have made."""
         self._set(copy.deepcopy(snapshot["values"]))
         for name, state in snapshot["samplers"].items():
             getattr(self, name).load_state_dict(state)
 
     def _portable(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot as what can be pickled. Called in another thread."""
+        """Return the snapshot in a form that can be pickled. Called in another thread."""
         return snapshot
 
     def _compare(self, number: int) -> bool:
-        """Compare the ranks' states, or make them equal, before the commit of this number is kept. Collective.
+        """Compare the ranks' states, or make them equal, before commit `number` is kept. Collective.
 
         Returns:
-            Whether the state has changed, on some rank.
+            Whether the state has changed on any rank.
         """
         return False
 
     def _broadcast(self, root: int) -> None:
-        """Make the objects of all ranks those of `root`. Collective."""
+        """Copy the objects of `root` to all ranks. Collective."""
         own = self._values_but_samplers()
         values = self._broadcast_object(own) if self._broadcast_object is not None else \
             array_ops.broadcast_object(own, root, name="elastic.state")
@@ -167,17 +167,17 @@ class ObjectState:
         self._set(values)
 
     def _needs_new_processes(self) -> str:
-        """Why the processes that are left after a loss cannot go on with this state; "" if they can. Local."""
+        """Return why the surviving processes cannot continue with this state after a loss, or "". Local."""
         return ""
 
     # -- elastic jobs --------------------------------------------------------------------------------------------------
 
     def _restore_newest(self, own: "Member") -> tuple[int | None, CommitId | None]:
-        """Return to the newest commit on a rank that has it. Collective.
+        """Restore the newest commit on the first rank that has it, or on all ranks if all have it. Collective.
 
         Returns:
-            That rank; 0 if there is no commit; None if all ranks have returned to it. And the commit, if it is of this
-            job's agents.
+            The rank that has restored it; 0 if there is no commit; None if all ranks have restored it. And the commit,
+            if it comes from the agents of this job.
         """
         rank = runtime.current().topology.rank
         found: CommitId | None = CommitId(own.job.generation, self._number)
@@ -208,7 +208,7 @@ class ObjectState:
         return None if is_everywhere else root, newest if is_kept else None
 
     def _kept(self, own: "Member") -> tuple[CommitId | None, Snapshot | None]:
-        """The newest commit in the agent of this host."""
+        """Return the id and the state of the newest commit in this host's agent, or None for both."""
         if own.newest is None:
             return None, None
         try:
@@ -219,14 +219,14 @@ class ObjectState:
         return found, snapshot
 
     def _take_processed(self, by_rank: list[dict[str, dict[str, Any]]]) -> None:
-        """Let the samplers, and what is saved of them, know the rows that all ranks have processed."""
+        """Add the rows that all ranks have processed to the samplers, and to their saved states."""
         for name in self._samplers():
             state = ElasticSampler.together([samplers[name] for samplers in by_rank])
             getattr(self, name).processed_indices |= state["processed_indices"]
             self._saved["samplers"][name] = state
 
     def _where(self) -> str:
-        """Where the training is, for people: the whole numbers of the state."""
+        """Return the progress of the training, for people: up to three integers of the state."""
         numbers = [f"{name} {value}" for name, value in self._values_but_samplers().items() if type(value) is int]
         return ", ".join(numbers[:3])
 
@@ -243,11 +243,11 @@ class ObjectState:
 
 
 def keep_going(state: ObjectState, train: Callable[[], R], when_it_fails: Callable[[], object] = lambda: None) -> R:
-    """Synchronise a state and train; in an elastic job again after each loss, from the last commit. Collective.
+    """Synchronise a state and train. In an elastic job, repeat this after each loss, from the last commit. Collective.
 
     Args:
-        train: Trains what is left, and returns the result.
-        when_it_fails: Called with an exception of `train` under way, unless ranks were lost and the others go on.
+        train: Trains from the current state to the end, and returns the result.
+        when_it_fails: Called while an exception of `train` is handled, except if the surviving ranks of a loss go on.
     """
     while True:
         state.sync()
@@ -256,7 +256,7 @@ def keep_going(state: ObjectState, train: Callable[[], R], when_it_fails: Callab
         except HostsUpdatedInterrupt as interrupt:
             own = membership.current()
             if own is None:
-                raise ElasticError("HostsUpdatedInterrupt is for jobs of mpistrat run --elastic") from None
+                raise ElasticError("only jobs of `mpistrat run --elastic` can handle HostsUpdatedInterrupt") from None
             own.leave(str(interrupt))
         except Exception:
             if not _go_on_after_loss(state._needs_new_processes()):
@@ -267,13 +267,13 @@ def keep_going(state: ObjectState, train: Callable[[], R], when_it_fails: Callab
 
 
 def _go_on_after_loss(why_not: str) -> bool:
-    """Connect the ranks that are left, if an exception was caused by the loss of ranks, in an elastic job. Collective.
+    """Reconnect the surviving ranks of an elastic job, if a loss of ranks has caused the exception. Collective.
 
-    If they cannot be connected in these processes, or `why_not` says why these cannot go on, this process ends, and the
-    next generation goes on.
+    This process ends, and the next generation of processes continues, if the ranks cannot reconnect, or if `why_not`
+    gives a reason.
 
     Returns:
-        Whether the ranks are connected; else the exception has another cause, or the job ends with its ranks.
+        True if the ranks are connected. False if the exception has another cause, or the job cannot survive a loss.
     """
     own = membership.current()
     if own is None or not runtime.is_initialized():
@@ -296,17 +296,17 @@ def _go_on_after_loss(why_not: str) -> bool:
 def run(func: Callable[..., R]) -> Callable[..., R]:
     """Decorate a training function whose first argument is a state: synchronise the state, then call the function.
 
-    In an elastic job the function is called again, with the state of the last commit, when ranks are lost; or the next
-    generation of processes calls it. In other jobs an exception of the function returns the state to its last commit
-    and goes on, which ends the job. The function that is returned is collective.
+    In an elastic job, after a loss of ranks, the surviving ranks or the next generation of processes call the function
+    again with the state of the last commit. In other jobs, if the function raises an exception, the state is restored
+    to the last commit, and the exception is raised. The decorated function is collective.
     """
     @functools.wraps(func)
     def synchronised(state: ObjectState, *args: Any, **kwargs: Any) -> R:
         def return_to_commit() -> None:
             state.restore()
             rank = runtime.current().topology.rank if runtime.is_initialized() else 0
-            logger.warning("rank %d: the training function has raised an exception; its state is that of the last "
-                           "commit", rank)
+            logger.warning("rank %d: the training function has raised an exception; the state was restored to the "
+                           "last commit", rank)
 
         return keep_going(state, lambda: func(state, *args, **kwargs), return_to_commit)
 

@@ -1,1 +1,1 @@
-"""`mpistrat bench`: measure collectives, or synthetic training, on the ranks of a job."""
+"""`mpistrat bench`: measure collectives on the ranks of a job."""

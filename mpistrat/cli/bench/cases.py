@@ -36,7 +36,7 @@ def bert_base() -> Shapes:
     return [*shapes, (width, width), vector]
 
 
-# By mpistrat's name: MPI's name of the same operation.
+# Maps mpistrat's name of a collective to the name of the same collective in MPI.
 OPERATIONS = {"allreduce": "MPI_Allreduce", "reducescatter": "MPI_Reduce_scatter", "alltoall": "MPI_Alltoallv"}
 
 
@@ -44,12 +44,12 @@ OPERATIONS = {"allreduce": "MPI_Allreduce", "reducescatter": "MPI_Reduce_scatter
 class Case:
     """A collective on float32 arrays."""
 
-    shapes: Shapes  # The shapes on each rank: of one array, or for an all-reduce of a group.
+    shapes: Shapes  # Shapes of the arrays on each rank. Only an all-reduce may have several arrays.
     operation: str = "allreduce"  # A key of OPERATIONS.
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays of one rank."""
+        """The bytes of all arrays of one rank together."""
         return 4 * sum(math.prod(shape) for shape in self.shapes)
 
 

@@ -1,6 +1,6 @@
-"""The plot of `mpistrat bench --plot`: bytes against bytes per second, beside MPI_Allreduce and memcpy.
+"""The plot of `mpistrat bench --plot`: bytes per second against bytes, compared with MPI_Allreduce and memcpy.
 
-Called by command.py, on rank 0.
+Called by bench_command.py, on rank 0.
 """
 
 import math
@@ -26,15 +26,15 @@ def require_matplotlib() -> None:
 
 
 def plot(points: Sequence[Point], path: str, title: str) -> None:
-    """Draw points of all-reduces to a file.
+    """Plot the measurements of all-reduces to a file.
 
-    The upper part has bytes per second, compared with MPI_Allreduce and memcpy. The lower part, with more than one
-    rank, has the time as a multiple of MPI_Allreduce's. A curve joins the single tensors of different sizes. The groups
-    of tensors are separate marks, because each differs from the others in more than its size.
+    The upper plot shows bytes per second, compared with MPI_Allreduce and memcpy. The lower plot, with more than one
+    rank, shows the time as a multiple of the time of MPI_Allreduce. A curve joins the cases of one tensor. Each case
+    of a group of tensors is a separate mark, because groups differ in more than their size.
 
     Args:
-        points: At least one, in any order.
-        path: The file. Its extension selects the format (.png, .svg, .pdf).
+        points: The measurements, at least one, in any order.
+        path: The file. The extension selects the format (.png, .svg, .pdf).
     """
     import matplotlib
     matplotlib.use("agg")
@@ -60,7 +60,7 @@ def plot(points: Sequence[Point], path: str, title: str) -> None:
 
 
 def _draw_rates(axes: "Axes", points: Sequence[Point]) -> None:
-    """Bytes per second of mpistrat, and of what it is compared with."""
+    """Draw the bytes per second of mpistrat, of MPI_Allreduce and of memcpy."""
     sizes = [point.nbytes for point in points]
     copied = [point.nbytes / point.memcpy_s for point in points]
     axes.plot(sizes, copied, "^:", label="for comparison: memcpy", **_COMPARED)
@@ -79,7 +79,7 @@ def _draw_rates(axes: "Axes", points: Sequence[Point]) -> None:
 
 
 def _draw_ratios(axes: "Axes", points: Sequence[Point]) -> None:
-    """The time of mpistrat over that of MPI_Allreduce."""
+    """Draw the time of mpistrat divided by the time of MPI_Allreduce."""
     ratios = [point.times_as_long_as_mpi or math.nan for point in points]
     axes.axhline(1.0, linestyle="--", color=_COMPARED["color"], linewidth=_COMPARED["linewidth"])
     _draw_own(axes, points, ratios)
@@ -92,7 +92,7 @@ def _draw_ratios(axes: "Axes", points: Sequence[Point]) -> None:
 
 
 def _draw_own(axes: "Axes", points: Sequence[Point], values: Sequence[float]) -> None:
-    """mpistrat's values: a curve of the single tensors, and a mark for each group of tensors."""
+    """Draw mpistrat's values: a curve of the single tensors, and a mark for each group of tensors."""
     single = [(point.nbytes, value) for point, value in zip(points, values, strict=True) if point.tensors == 1]
     groups = [(point, value) for point, value in zip(points, values, strict=True) if point.tensors > 1]
     if single:
@@ -103,7 +103,7 @@ def _draw_own(axes: "Axes", points: Sequence[Point], values: Sequence[float]) ->
 
 
 def _draw_sizes(axes: "Axes", sizes: Sequence[int]) -> None:
-    """The axis of bytes, which all parts share: powers of 4, with units."""
+    """Draw the axis of bytes, which both plots share: powers of 4, with units."""
     from matplotlib.ticker import LogLocator
     axes.set_xscale("log", base=2)
     axes.set_xlim(min(sizes) / 2, max(sizes) * 2.5)
@@ -124,7 +124,7 @@ def decimal_text(rate: float) -> str:
 
 
 def ratio_text(ratio: float) -> str:
-    """Return a power of two, as a fraction if it is below 1: "1/128"."""
+    """Return a ratio as text; a ratio below 1 is written as a fraction: "1/128"."""
     return f"{ratio:g}" if ratio >= 1 else f"1/{1 / ratio:g}"
 
 

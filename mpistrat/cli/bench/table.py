@@ -1,7 +1,7 @@
 """What `mpistrat bench` prints while it measures: lines, and on a terminal a progress bar below them.
 
 The bar is rich's, because Keras depends on rich, so most users have it. Without rich, and where stdout is no terminal,
-the lines are plain text. Called by command.py.
+the lines are plain text. Called by bench_command.py.
 """
 
 import os
@@ -17,15 +17,15 @@ from .measure import Point
 if TYPE_CHECKING:
     import rich.progress
 
-_WIDTH = 78  # Ranks do not know the width of the terminal: the pty that Open MPI gives them has none.
+_WIDTH = 78  # Ranks cannot ask for the width of the terminal: the pty that Open MPI gives them has no size.
 # Wide enough for any case and the times of slow machines, because a row is printed before the next is measured.
 _TITLES = {"ms": 10, "MPI ms": 10, "memcpy ms": 10, "bus GB/s": 8, "hidden": 6, "against MPI": 12}
 
 
 class Output:
-    """The output of one rank: lines on rank 0, with a bar where it has a terminal, and nothing on others.
+    """The output of one rank: lines on rank 0, with a progress bar on a terminal; nothing on other ranks.
 
-    The bar is drawn only when a measurement begins. A thread that refreshes it would take time from what is measured.
+    The bar is drawn only when a measurement begins. A thread that refreshes the bar would disturb the measurement.
     """
 
     def __init__(self, steps: int, is_chief: bool):
@@ -48,7 +48,7 @@ class Output:
             print(text, flush=True)
 
     def begin(self, what: str) -> None:
-        """Show what is measured from now on."""
+        """Show the name of the measurement that begins now."""
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=self._begun, description=what, refresh=True)
         self._begun += 1
@@ -56,7 +56,7 @@ class Output:
     def __enter__(self) -> "Output":
         if self.bar is not None:
             self.bar.start()
-            self.bar.console.show_cursor(True)  # A job that is killed would leave the terminal without a cursor.
+            self.bar.console.show_cursor(True)  # Otherwise a killed job would leave the terminal without a cursor.
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -65,10 +65,10 @@ class Output:
 
 
 def has_terminal(environ: Mapping[str, str]) -> bool:
-    """Whether stdout is a terminal on which a line can be drawn again. `environ`: this process' environment.
+    """Whether stdout is a terminal on which a line can be redrawn. `environ`: the environment of this process.
 
-    Open MPI gives each rank a pty as stdout, and copies what it reads there to its own stdout, which may be a file. So
-    under a launcher the launcher's stdout must be a terminal too.
+    Open MPI gives each rank a pty as stdout, and copies the rank's output to mpirun's stdout, which may be a file. So
+    under a launcher the launcher's stdout must be a terminal, too.
     """
     if environ.get("TERM", "dumb") == "dumb" or not sys.stdout.isatty():
         return False
@@ -78,11 +78,11 @@ def has_terminal(environ: Mapping[str, str]) -> bool:
     try:
         return os.readlink(f"/proc/{launcher.pid}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
     except OSError:
-        return False  # It belongs to another user, or has ended.
+        return False  # The launcher belongs to another user, or has ended.
 
 
 class Table:
-    """A table with aligned columns, of which each row can be printed as soon as its case is measured."""
+    """A table with aligned columns. Each row can be printed as soon as its case is measured."""
 
     def __init__(self, cases: Mapping[str, Case]):
         names = ["case", *cases]

@@ -1,1 +1,1 @@
-"""`mpistrat doctor`: what this machine has, and what will go wrong on the hosts of a job, before the job does."""
+"""`mpistrat doctor`: show what this machine has, and find problems on the hosts of a job before the job runs."""

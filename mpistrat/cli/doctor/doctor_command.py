@@ -1,4 +1,4 @@
-"""`mpistrat doctor`: print what this machine has, look at the hosts of a job, and say what is wrong with the remedy.
+"""`mpistrat doctor`: print what this machine has, examine the hosts of a job, and print problems with their remedies.
 
 Called by main.py.
 """
@@ -28,14 +28,14 @@ from .links import Link
 from .slurm import sizes_of_srun
 
 DEFAULT_TIMEOUT_S = 120.0
-_START_S = 30.0  # for ranks on other hosts
+_START_S = 30.0  # time limit for the start of ranks on other hosts
 
 _EPILOG = """\
-Without -np and hosts doctor looks at this machine. With them it starts the ranks, and each rank reports versions,
-cores, memory, disks and limits. Then it measures the links between hosts, and runs an all-reduce. Every wait has a
-limit.
+Without -np and hosts doctor examines this machine alone. Otherwise doctor starts the ranks, and each rank reports
+versions, cores, memory, disks and limits. Then the ranks measure the links between hosts, and run an all-reduce. Every
+wait has a time limit.
 
-The exit code is 0 without failures, also with warnings; 1 with a failure, which will fail a job; 2 for wrong input.
+The exit code is 0 without failures, also with warnings; 1 if a failure will make a job fail; 2 for wrong input.
 
 examples:
   mpistrat doctor
@@ -45,7 +45,7 @@ examples:
 
 
 def main(argv: list[str]) -> int:
-    """Run the subcommand and return the exit code: 0 if no finding will fail a job, else 1.
+    """Run the subcommand and return the exit code: 1 if a finding will make a job fail, else 0.
 
     Raises LaunchError: The input is wrong.
     """
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         options.np, _ = automatic(hosts, this_machine(os.environ), os.environ)
     ranks = options.np or (0 if hosts is None else hosts.slots or 0)
     if hosts is not None and not ranks:
-        raise LaunchError("the hostfile has a host without a number of slots: say how many ranks, for example: "
+        raise LaunchError("a host in the hostfile has no number of slots. Write the number of ranks, for example: "
                           "mpistrat doctor -np 2")
     mpirun, mpirun_error = _find_mpirun(options.mpirun)
     machine = this_machine(os.environ)
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
         say("\n".join(_measured(observed)))
     else:
         observed = Observed(facts=[collect()])
-    # Ranks may all run elsewhere, and tell of their own host if they run here.
+    # Ranks report on this machine if they run here; they may all run on other hosts.
     wrong = [*([] if ranks else _machine_findings(rows, backends)), *findings(observed)]
     if options.json:
         print(json.dumps(_as_json(wrong, observed, rows, backends), indent=1))
@@ -97,12 +97,12 @@ def table(title: str, rows: Sequence[Row]) -> str:
 
 def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpirun_error: str,
              timeout_s: float) -> Observed:
-    """Look at the hosts from outside, then start ranks there unless one cannot be reached.
+    """Try ssh to the other hosts, then start the ranks unless a host cannot be reached.
 
     Args:
-        others: The hosts that are reached by ssh.
-        command: Starts the ranks; None: there is no mpirun, and `mpirun_error` says why.
-        timeout_s: Limit for the job of the ranks.
+        others: The hosts on which mpirun starts ranks by ssh.
+        command: The command that starts the ranks; None if there is no mpirun, for the reason `mpirun_error`.
+        timeout_s: Time limit for the job of the ranks, in seconds.
     """
     away = unreachable(others, os.environ, (sys.executable,)) if others else {}
     sizes = sizes_of_srun(os.environ)
@@ -119,7 +119,7 @@ def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpiru
 
 def observed_of(ranks: int, said: Sequence[dict[str, Any]], outcome: Outcome, line: str,
                 sizes: Mapping[str, int]) -> Observed:
-    """What the ranks have said, and how the job has ended."""
+    """Combine the lines that the ranks have printed and the outcome of the job."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for each in said:
         by_kind.setdefault(each["kind"], []).append({name: value for name, value in each.items() if name != "kind"})
@@ -144,9 +144,9 @@ def _machine_findings(rows: Sequence[Row], backends: Sequence[Row]) -> list[Find
 
 
 def _measured(observed: Observed) -> list[str]:
-    """Lines on hosts, links and the all-reduce."""
+    """Return the lines on hosts, links and the all-reduce."""
     lines = []
-    # Without MPI's facts no rank has started, and those of this machine are there.
+    # Without MPI's facts no rank has started, and `facts` are those of this machine.
     for host in dict.fromkeys(each.host for each in observed.facts if observed.mpi):
         local = [each for each in observed.facts if each.host == host]
         one = local[0]
@@ -166,7 +166,7 @@ def _measured(observed: Observed) -> list[str]:
 
 
 def _report(wrong: Sequence[Finding]) -> str:
-    """The findings, each with its remedy in the line below, and their number."""
+    """Return the text of the findings, each with its remedy in the next line, and their number."""
     lines = [line for finding in wrong for line in (f"{finding.severity}: {finding.text}.", f"  {finding.fix}")]
     failures = sum(finding.severity == FAILURE for finding in wrong)
     if not wrong:
@@ -186,7 +186,7 @@ def _parser() -> Parser:
     add_launch_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object with the findings and all facts")
     parser.add_argument("--timeout", type=positive_seconds, default=DEFAULT_TIMEOUT_S, metavar="SECONDS",
-                        help=f"limit for the job that looks at the hosts (default {DEFAULT_TIMEOUT_S:g})")
+                        help=f"time limit for the job on the hosts (default {DEFAULT_TIMEOUT_S:g})")
     return parser
 
 

@@ -1,6 +1,6 @@
-"""What a process sees of its host, before it loads MPI: facts, which `judge` judges. Reads Linux's /proc and /sys.
+"""Collect facts about the host of a process, before it loads MPI, for `judge`. Reads Linux's /proc and /sys.
 
-Called on each rank (rank.py), and by command.py for this machine.
+Called on each rank (rank.py), and by doctor_command.py for this machine.
 """
 
 import os
@@ -21,40 +21,40 @@ from ...process.cores import own_cpus, physical_cores
 
 SHARED_MEMORY = "/dev/shm"
 RESOLVE_LIMIT_S = 3.0
-_UNLIMITED = 1 << 60  # cgroups of version 1 write numbers near 2**63 where there is no limit.
+_UNLIMITED = 1 << 60  # Cgroups of version 1 write a number near 2**63 for no limit.
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of one process. Bytes, seconds."""
+    """The facts of one process. Sizes are in bytes, times in seconds."""
 
-    rank: int = 0  # As the launcher says it; 0 without one.
+    rank: int = 0  # The rank that the launcher assigned; 0 without a launcher.
     host: str = ""
-    # Of Python and packages, by name; "none" for one that is not installed.
+    # Versions of Python and of packages, by name; "none" for a package that is not installed.
     versions: dict[str, str] = field(default_factory=dict)
     cores: int = 0  # The physical cores of the CPUs that the process may use; 0 if the system does not say.
-    quota: float | None = None  # How many CPUs the container may use at a time; None: no limit.
-    load: float = 0.0  # Processes that want a CPU of the host, a mean over five minutes.
-    memory: int = 0  # Bytes that processes here may still take.
+    quota: float | None = None  # Number of CPUs that the container may use at a time; None: no limit.
+    load: float = 0.0  # Load average of the host over five minutes.
+    memory: int = 0  # Bytes that processes on this host may still allocate.
     swapped: float = 0.0  # The share of the swap that is in use; 0 without swap.
-    shm: int | None = None  # Free bytes of /dev/shm; None: there is none, or it cannot be written.
+    shm: int | None = None  # Free bytes of /dev/shm; None: /dev/shm does not exist, or cannot be written.
     files: int | None = None  # How many more files and sockets the process may open; None: no limit.
     locked: int | None = None  # Bytes of memory that the process may lock; None: no limit.
-    has_infiniband: bool = False  # Whether there is an adapter that needs locked memory.
-    # Free bytes of directories; None for one that cannot be written.
+    has_infiniband: bool = False  # Whether the host has InfiniBand, which needs locked memory.
+    # Free bytes of each directory; None if the directory cannot be written.
     disks: dict[str, int | None] = field(default_factory=dict)
-    resolve_s: float = 0.0  # The time in which the name of the host was resolved.
-    resolve_problem: str = ""  # Why it was not, or "".
+    resolve_s: float = 0.0  # Seconds in which the host resolved its own name.
+    resolve_problem: str = ""  # Why the host did not resolve its own name; "" if it did.
 
     @classmethod
     def of(cls, received: dict[str, Any]) -> "Facts":
-        """The facts that another version may have sent: with other fields, too."""
+        """Return the Facts in `received`, which another version may have sent. Unknown fields are dropped."""
         known = {each.name for each in fields(cls)}
         return cls(**{name: value for name, value in received.items() if name in known})
 
 
 def collect(rank: int = 0) -> Facts:
-    """The facts of this process. Takes RESOLVE_LIMIT_S at most, and some milliseconds without a slow name server."""
+    """Return the facts of this process. Takes some milliseconds; RESOLVE_LIMIT_S at most with a slow name server."""
     host = platform.node()
     quota, memory_left = limits_of_cgroups()
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -75,7 +75,7 @@ def collect(rank: int = 0) -> Facts:
 
 
 def free_bytes(path: str) -> int | None:
-    """The bytes that this user may still write to the file system of a directory; None if it cannot be written."""
+    """Return the bytes that this user may still write to the file system of a directory; None if not writable."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -85,7 +85,7 @@ def free_bytes(path: str) -> int | None:
 
 def limits_of_cgroups(root: Path = Path("/sys/fs/cgroup"),
                       own: Path = Path("/proc/self/cgroup")) -> tuple[float | None, int | None]:
-    """What the cgroups of this process leave: (CPUs at a time, bytes of memory). None: no limit."""
+    """Return what the cgroups of this process still allow: (CPUs at a time, bytes of memory). None: no limit."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -109,7 +109,7 @@ def limits_of_cgroups(root: Path = Path("/sys/fs/cgroup"),
 
 
 def _upwards(path: str) -> list[str]:
-    """The cgroup and those around it. A container may see its own as the root, whatever its path is."""
+    """Return the path of a cgroup and of all its parents. A container may see its own cgroup as the root."""
     parts = [part for part in path.split("/") if part and part != ".."]
     return ["/".join(parts[:n]) for n in range(len(parts), -1, -1)]
 
@@ -119,7 +119,7 @@ def _pairs(found: Sequence[list[int]]) -> list[tuple[int, int]]:
 
 
 def _numbers(path: Path) -> list[int]:
-    """The numbers in a file; [] if there is none, or "max" for no limit."""
+    """Return the numbers in a file; [] if the file does not exist, or contains "max" (no limit)."""
     try:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError):
@@ -127,7 +127,7 @@ def _numbers(path: Path) -> list[int]:
 
 
 def resolving(name: str, limit_s: float = RESOLVE_LIMIT_S) -> tuple[float, str]:
-    """The seconds in which this host resolves a name, and why it does not, or ""."""
+    """Return the seconds in which this host resolves a name, and the error message, or ""."""
     answers: queue.Queue[str] = queue.Queue()
 
     def resolve() -> None:
@@ -139,7 +139,7 @@ def resolving(name: str, limit_s: float = RESOLVE_LIMIT_S) -> tuple[float, str]:
             answers.put("")
 
     began = time.monotonic()
-    threading.Thread(target=resolve, daemon=True).start()  # The system's call has no limit of its own.
+    threading.Thread(target=resolve, daemon=True).start()  # The system call has no timeout.
     try:
         problem = answers.get(timeout=limit_s)
     except queue.Empty:

@@ -1,7 +1,7 @@
-"""What is wrong, given what was observed: findings, each with the line that mends it. Pure.
+"""Derive findings from observations of the hosts and of a job: each problem with its remedy. Pure.
 
-A failure will fail a job, or have its ranks run alone. A warning makes it slow, or may fail it later. Called by
-command.py.
+A failure makes the job fail, or each rank train alone. A warning makes the job slow, or may make it fail later. Called
+by doctor_command.py.
 """
 
 import statistics
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 FAILURE, WARNING = "failure", "warning"
 _MIB, _GIB = 1 << 20, 1 << 30
-# Open MPI 5.0.11 makes a file of this size in /dev/shm for each rank, MPICH 5.0 one of 2 MiB. Docker gives 64 MB.
+# Open MPI 5.0.11 creates a file of this size in /dev/shm per rank; MPICH 5.0 of 2 MiB. Docker gives 64 MB in all.
 _SHM_OF_RANK = 16 * _MIB
 # TensorFlow and a small model take half a gigabyte on each rank.
 _MEMORY_OF_RANK = _GIB
 _DISK_FAILS, _DISK_WARNS = 16 * _MIB, _GIB
 _CLOCK_S = 1.0
 _RESOLVE_S = 1.0
-# A gigabit link. At that rate the 102 MB of gradients of ResNet-50 take about a second.
+# The rate of a gigabit link, at which the 102 MB of gradients of ResNet-50 take about a second.
 _SLOW_BYTES_PER_S = 125e6
 _SLOW_LATENCY_S = 1e-3
 _SLOWER_THAN_OTHERS = 4.0
@@ -35,49 +35,49 @@ _SLOWER_THAN_OTHERS = 4.0
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong."""
+    """A problem, and its remedy."""
 
-    subject: str  # What it is about, in a word or two.
+    subject: str  # The topic, in a word or two.
     severity: str  # FAILURE or WARNING.
-    text: str  # What was seen, with the hosts or ranks.
-    fix: str  # What to type or to do.
+    text: str  # What was observed, with the hosts or ranks.
+    fix: str  # The remedy: what to type or to do.
 
 
 @dataclass(frozen=True)
 class MpiFacts:
-    """What a rank has seen after it has loaded MPI."""
+    """What a rank has observed after loading MPI."""
 
-    rank: int  # As the launcher says it.
+    rank: int  # The rank that the launcher assigned.
     size: int  # The number of ranks that MPI sees.
-    library: str  # Maker and version of the MPI library.
-    shared_memory: str = ""  # Why ranks of its host cannot share memory, or "".
+    library: str  # Vendor and version of the MPI library.
+    shared_memory: str = ""  # Why the ranks of this host cannot share memory; "" if they can.
 
 
 @dataclass(frozen=True)
 class Observed:
     """All that was observed of a job."""
 
-    ranks: int = 0  # How many were to be started; 0: none, only this machine was looked at.
-    facts: Sequence[Facts] = ()  # Of each rank that has started; of this machine where none was to be started.
-    mpi: Sequence[MpiFacts] = ()  # Of each rank that has loaded MPI.
-    links: Sequence[Link] = ()  # Between hosts.
-    # The pairs of hosts that did not reach each other over MPI; () where ranks could not say which.
+    ranks: int = 0  # Number of ranks to start; 0: no job, only this machine was examined.
+    facts: Sequence[Facts] = ()  # One per rank that has started; those of this machine if no rank was started.
+    mpi: Sequence[MpiFacts] = ()  # One per rank that has loaded MPI.
+    links: Sequence[Link] = ()  # The measured links between hosts.
+    # The pairs of hosts that did not reach each other over MPI; () if the ranks do not know the hosts.
     silences: Sequence[tuple[str, ...]] = ()
-    # Why hosts cannot be reached by ssh, with the remedy.
+    # (reason, remedy) of each host on which mpirun cannot start ranks by ssh.
     unreachable: dict[str, tuple[str, str]] = field(default_factory=dict)
-    mpirun_problem: str = ""  # Why there is no mpirun, or "".
-    # How many of two ranks saw each other under `srun` with each value of --mpi; "": without it.
+    mpirun_problem: str = ""  # Why no mpirun was found; "" if one was.
+    # The number of ranks, of two, that MPI saw under `srun`, by value of --mpi; "" is srun without --mpi.
     sizes_of_srun: dict[str, int] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)  # What mpistrat has said, by rank.
-    result: dict[str, Any] = field(default_factory=dict)  # What came of the all-reduce; {} if it did not end.
-    end: str = ""  # How the job has ended, if not with exit code 0; else "".
+    errors: dict[int, str] = field(default_factory=dict)  # Messages of mpistrat's errors, by rank.
+    result: dict[str, Any] = field(default_factory=dict)  # The result of the all-reduce; {} if there is none.
+    end: str = ""  # How the job ended, if the exit code is not 0; else "".
     line: str = ""  # The command that was run.
-    # What ranks have found out about their GPUs: {"rank", "right", "findings"} of each.
+    # The result of each rank on its GPU, with the keys "rank", "right" and "findings".
     gpus: Sequence[dict[str, Any]] = ()
 
 
 def findings(observed: Observed) -> list[Finding]:
-    """All that is wrong, failures first."""
+    """Return all findings, failures first."""
     found = [finding for rule in _RULES for finding in rule(observed)]
     if observed.ranks and not any(finding.severity == FAILURE for finding in found):
         found += _unexplained(observed)
@@ -114,7 +114,7 @@ def _versions(observed: Observed) -> Iterator[Finding]:
         found = [each.get(name, "none") for each in versions]
         if len(set(found)) < 2:
             continue
-        # init() refuses other versions of mpistrat; what TensorFlow's versions do differently shows later, or never.
+        # init() refuses different versions of mpistrat. Different versions of TensorFlow may fail later, or never.
         yield Finding("versions", FAILURE if name == "mpistrat" or "none" in found else WARNING,
                       f"{name} differs: {_by_rank(facts, found)}", _install(name, found))
     makers = [mpi.library for mpi in observed.mpi]
@@ -133,21 +133,21 @@ def _memory_of_hosts(observed: Observed) -> Iterator[Finding]:
     for host, ranks in _by_host(observed.facts).items():
         one, count = ranks[0], len(ranks)
         if one.shm is None:
-            yield Finding("shared memory", WARNING, f"{host}: /dev/shm is not there or cannot be written; Open MPI "
+            yield Finding("shared memory", WARNING, f"{host}: /dev/shm cannot be written, or is missing; Open MPI "
                           "and NCCL use it between the ranks of a host", "mount -t tmpfs tmpfs /dev/shm; in Kubernetes "
                           "an emptyDir with medium: Memory")
         elif one.shm < count * _SHM_OF_RANK:
             yield Finding("shared memory", WARNING, f"{host}: /dev/shm has {_size(one.shm)} left for "
-                          f"{counted(count, 'rank')}, and Open MPI takes {_size(_SHM_OF_RANK)} of it for each. With "
-                          "less it warns, and is slower", "docker run --shm-size=1g; in Kubernetes an emptyDir with "
-                          "medium: Memory")
+                          f"{counted(count, 'rank')}, and Open MPI takes {_size(_SHM_OF_RANK)} for each rank. With "
+                          "less, Open MPI warns and is slower", "docker run --shm-size=1g; in Kubernetes an emptyDir "
+                          "with medium: Memory")
         if one.memory < count * _MEMORY_OF_RANK:
             yield Finding("memory", WARNING, f"{host}: {_size(one.memory)} of memory are left for "
                           f"{counted(count, 'rank')}; TensorFlow takes half a gigabyte on each",
                           "start fewer ranks there, or raise the limit of the container (docker run --memory=)")
         if one.swapped > 0.5:
             yield Finding("memory", WARNING, f"{host}: {one.swapped:.0%} of the swap is in use; a rank that swaps "
-                          "holds up all others", "end what takes the memory: ps aux --sort=-rss | head")
+                          "holds up all others", "end the processes that take the memory: ps aux --sort=-rss | head")
     host_of = {each.rank: each.host for each in observed.facts}
     for host, reasons in _grouped((host_of.get(mpi.rank, f"rank {mpi.rank}"), mpi.shared_memory)
                                   for mpi in observed.mpi).items():
@@ -164,12 +164,12 @@ def _cores(observed: Observed) -> Iterator[Finding]:
         if not one.cores:
             continue
         if count > one.cores:
-            yield Finding("cores", WARNING, f"{host}: {counted(count, 'rank')} take turns on "
+            yield Finding("cores", WARNING, f"{host}: {counted(count, 'rank')} share "
                           f"{counted(one.cores, 'core')}", f"start {one.cores} there, for example "
                           f"-H {host}:{one.cores}")
         if one.quota is not None and one.quota < one.cores:
             yield Finding("cores", WARNING, f"{host}: the container may use {one.quota:g} of the {one.cores} cores "
-                          "that TensorFlow counts its threads by, and is stopped when it has used them up",
+                          "by which TensorFlow counts its threads, and pauses when the quota is used up",
                           f"docker run --cpuset-cpus=0-{max(0, int(one.quota) - 1)} in place of --cpus; in Kubernetes "
                           "whole CPUs, and requests equal to limits")
         if busy := busy_cores(one.load, one.cores):
@@ -195,7 +195,7 @@ def _disks(observed: Observed) -> Iterator[Finding]:
         for path, free in ranks[0].disks.items():
             if free is None:
                 yield Finding("disk", WARNING, f"{host}: {path} cannot be written",
-                              "set TMPDIR, or HOME, to a directory that can")
+                              "set TMPDIR, or HOME, to a writable directory")
             elif free < _DISK_WARNS:
                 yield Finding("disk", FAILURE if free < _DISK_FAILS else WARNING,
                               f"{host}: {_size(free)} are left in {path}",
@@ -215,16 +215,16 @@ def _names(observed: Observed) -> Iterator[Finding]:
 def _links(observed: Observed) -> Iterator[Finding]:
     for pair in observed.silences:
         who = f"{pair[0]} and {pair[1]} do not reach each other" if pair else "the ranks do not reach each other"
-        yield Finding("links", FAILURE, f"{who} over MPI, although the ranks have started: a firewall, or a network "
-                      "interface that leads nowhere", "open all TCP ports between the hosts, or name the interface: "
+        yield Finding("links", FAILURE, f"{who} over MPI, although the ranks have started: check for a firewall and "
+                      "a wrong network interface", "open all TCP ports between the hosts, or name the interface: "
                       "OMPI_MCA_btl_tcp_if_include=eth0 (Open MPI), FI_TCP_IFACE=eth0 (MPICH)")
     usual = statistics.median(link.bytes_per_s for link in observed.links) if len(observed.links) > 2 else 0.0
     for link in observed.links:
         between = f"between {link.hosts[0]} and {link.hosts[1]}"
         rate = f"{link.bytes_per_s / 1e6:.3g} MB per second"
         if link.bytes_per_s * _SLOWER_THAN_OTHERS < usual:
-            yield Finding("links", WARNING, f"{rate} {between}, and {usual / 1e6:.3g} between most hosts: it holds up "
-                          "all ranks", f"leave one of them out, or look for what else it carries: iperf3 -c "
+            yield Finding("links", WARNING, f"{rate} {between}, and {usual / 1e6:.3g} between most hosts: this link "
+                          "slows down all ranks", f"leave one of the hosts out, or look for other traffic: iperf3 -c "
                           f"{link.hosts[1]}")
         elif link.bytes_per_s < _SLOW_BYTES_PER_S:
             yield Finding("links", WARNING, f"{rate} {between}: the 102 MB of gradients of ResNet-50 need "
@@ -233,37 +233,37 @@ def _links(observed: Observed) -> Iterator[Finding]:
                           "the bytes, backward_passes_per_step=2 averages half as often")
         if link.latency_s > _SLOW_LATENCY_S:
             yield Finding("links", WARNING, f"a message needs {1e3 * link.latency_s:.3g} ms {between}",
-                          "take hosts of one network; each step waits for several messages")
+                          "use hosts in one network; each step waits for several messages")
         if abs(link.offset_s) - link.offset_error_s > _CLOCK_S:
             late, early = link.hosts if link.offset_s > 0 else link.hosts[::-1]
             yield Finding("clocks", WARNING, f"the clock of {early} is {abs(link.offset_s):.1f} s ahead of that of "
-                          f"{late}: logs and the times of files do not fit together",
+                          f"{late}: times in logs and of files cannot be compared",
                           "timedatectl set-ntp true, on both")
 
 
 def _result(observed: Observed) -> Iterator[Finding]:
     if observed.result and not observed.result.get("right"):
         yield Finding("all-reduce", FAILURE, "the all-reduce gave a wrong result",
-                      "please report it, with the output of `mpistrat doctor --json`; MPISTRAT_CPU_OPERATIONS=mpi "
-                      "reduces by MPI alone")
+                      "report this, with the output of `mpistrat doctor --json`. MPISTRAT_CPU_OPERATIONS=mpi "
+                      "reduces with MPI alone")
     said = list(dict.fromkeys(observed.errors.values()))
     if said:
-        yield Finding("all-reduce", FAILURE, said[0].removesuffix("."), f"run it again: {observed.line}")
+        yield Finding("all-reduce", FAILURE, said[0].removesuffix("."), f"run the command again: {observed.line}")
 
 
 def _unexplained(observed: Observed) -> Iterator[Finding]:
-    """What is said of a job that has failed where nothing else explains it."""
+    """Yield a finding for a job that has failed, where no other finding explains the failure."""
     silent = sorted(set(range(observed.ranks)) - {each.rank for each in observed.facts})
     if observed.end and silent:
         yield Finding("start", FAILURE, f"{counted(len(silent), 'rank')} of {observed.ranks} did not start: "
                       f"{observed.end}", "install mpistrat and the same Python under the same path on all hosts, which "
                       "must reach this host by TCP. The line was: " + observed.line)
     elif observed.end and len(_by_host(observed.facts)) > 1 and not observed.links and not observed.errors:
-        # The first message between hosts did not arrive, and mpirun has lost what the rank said of that.
+        # The first message between hosts did not arrive, and mpirun has lost the rank's line on the silence.
         yield from _links(replace(observed, silences=[()]))
     elif observed.end:
         yield Finding("all-reduce", FAILURE, f"the all-reduce did not end: {observed.end}",
-                      f"run it again, and read what MPI says: {observed.line}")
+                      f"run the command again, and read the messages of MPI: {observed.line}")
 
 
 _RULES: tuple[Callable[[Observed], Iterator[Finding]], ...] = (
@@ -282,14 +282,14 @@ def _grouped(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
 
 
 def _by_rank(facts: Sequence[Facts], values: Sequence[str]) -> str:
-    """ "2.20.0 on node1; 2.21.0 on node2"."""
+    """Return the different values with their hosts: "2.20.0 on node1; 2.21.0 on node2"."""
     hosts = {value: list(dict.fromkeys(each.host for each, other in zip(facts, values, strict=True) if other == value))
              for value in dict.fromkeys(values)}
     return "; ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
 
 
 def _packages(versions: dict[str, str]) -> dict[str, str]:
-    """The versions, with one for TensorFlow, under whichever name it is installed."""
+    """Return the versions by package. All distributions of TensorFlow become one key, "tensorflow"."""
     names = [name for name in versions if name.startswith("tensorflow")]
     found = next((versions[name] for name in names if versions[name] != "none"), "none")
     return {name: version for name, version in versions.items() if name not in names} | {"tensorflow": found}

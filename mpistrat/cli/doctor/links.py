@@ -1,6 +1,6 @@
-"""Measure the links between hosts over MPI: latency, bandwidth, and how far the clocks are apart.
+"""Measure the links between hosts over MPI: latency, bandwidth, and the offset of the clocks.
 
-Every wait has a limit, so a link that lets nothing through is found and not waited for. Called on each rank (rank.py).
+Every wait has a timeout, so a link that passes no messages is reported. Called on each rank (rank.py).
 """
 
 import statistics
@@ -16,43 +16,43 @@ if TYPE_CHECKING:
 
 WAIT_S = 8.0
 _ROUND_TRIPS = 20
-_REPEATS = 3  # The first message of a size is slow: memory is touched for the first time.
+_REPEATS = 3  # The first message of a size is slow, because the memory of its buffers is touched for the first time.
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 24
-_LONG_ENOUGH_S = 0.05  # A message that takes so long shows the bandwidth.
+_LONG_ENOUGH_S = 0.05  # A message that takes at least this long shows the bandwidth.
 _TAG = 7
-# So many hosts are measured in all pairs; more than that, each with the next and with the first.
+# Up to this number of hosts, all pairs are measured; above, each host with the next and with the first.
 _ALL_PAIRS = 8
 
 
 class NoAnswerError(Exception):
-    """The other rank has not answered within WAIT_S."""
+    """The other rank has not answered within the time limit, WAIT_S or a multiple."""
 
 
 @dataclass(frozen=True)
 class Link:
     """What was measured between the first ranks of two hosts."""
 
-    hosts: tuple[str, str]  # Their names.
+    hosts: tuple[str, str]  # The names of the hosts.
     latency_s: float  # Half of the median round trip of a small message.
-    bytes_per_s: float  # Of a large message.
-    offset_s: float  # The clock of the second host less that of the first.
-    offset_error_s: float  # At most so far is `offset_s` from the truth.
+    bytes_per_s: float  # The bandwidth, measured with a large message.
+    offset_s: float  # The clock of the second host minus the clock of the first.
+    offset_error_s: float  # The greatest error of `offset_s`.
 
 
 def pairs(hosts: int) -> list[tuple[int, int]]:
-    """Which of so many hosts are measured with which."""
+    """Return the pairs of host indices to measure, given the number of hosts."""
     if hosts <= _ALL_PAIRS:
         return list(combinations(range(hosts), 2))
     return sorted({(0, host) for host in range(1, hosts)} | {(host, host + 1) for host in range(hosts - 1)})
 
 
 def first_ranks(host_of: list[str]) -> list[int]:
-    """The lowest rank of each host."""
+    """Return the lowest rank of each host, in ascending order."""
     return sorted({host: rank for rank, host in reversed(list(enumerate(host_of)))}.values())
 
 
 def wait(request: "MPI.Request", limit_s: float = WAIT_S, nap_s: float = 0.0) -> None:
-    """Wait for a request. Raises NoAnswerError. A nap leaves the core to others, and the time is less exact."""
+    """Wait for a request. Raises NoAnswerError. `nap_s`: Sleep between polls; frees the core, but blurs the time."""
     until = time.monotonic() + limit_s
     while not request.Test():
         if time.monotonic() > until:
@@ -61,7 +61,7 @@ def wait(request: "MPI.Request", limit_s: float = WAIT_S, nap_s: float = 0.0) ->
 
 
 def hosts_of(comm: "MPI.Comm", host: str) -> list[str]:
-    """The host of each rank. Collective. Raises NoAnswerError."""
+    """Return the host of each rank. Collective. Raises NoAnswerError."""
     own = np.zeros(256, np.uint8)
     name = host.encode()[:own.size]
     own[:len(name)] = np.frombuffer(name, np.uint8)
@@ -71,7 +71,7 @@ def hosts_of(comm: "MPI.Comm", host: str) -> list[str]:
 
 
 def measure(comm: "MPI.Comm", hosts: tuple[str, str], ranks: tuple[int, int]) -> Link | None:
-    """Measure a link. The two ranks call it; the first gets the result. Raises NoAnswerError."""
+    """Measure the link between two ranks. Both ranks call this; the second gets None. Raises NoAnswerError."""
     if comm.Get_rank() == ranks[1]:
         _answer(comm, ranks[0])
         return None
@@ -94,7 +94,7 @@ def measure(comm: "MPI.Comm", hosts: tuple[str, str], ranks: tuple[int, int]) ->
 
 
 def _seconds_of(comm: "MPI.Comm", other: int, size: int, round_trip_s: float) -> float:
-    """The time that so many bytes take, without that of the small messages around them."""
+    """Return the seconds that a message of `size` bytes takes, without the small messages around it."""
     data, clock, began = np.zeros(size, np.uint8), np.zeros(1), time.perf_counter()
     _exchange(comm, other, np.array([float(size)]), clock)
     wait(comm.Isend(data, other, _TAG))
@@ -108,7 +108,7 @@ def _exchange(comm: "MPI.Comm", other: int, sent: np.ndarray, received: np.ndarr
 
 
 def _answer(comm: "MPI.Comm", other: int) -> None:
-    """Answer each message with this host's clock, until -1 comes. A number above 0 says how many bytes follow."""
+    """Answer each message with this host's clock, until -1 arrives. A number above 0 is the next message's size."""
     size = np.zeros(1)
     while True:
         wait(comm.Irecv(size, other, _TAG))

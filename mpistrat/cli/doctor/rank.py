@@ -1,8 +1,8 @@
 """One rank of `mpistrat doctor`: `mpirun -np 2 python -m mpistrat.cli.doctor.rank 2`.
 
-It prints what it finds as lines of JSON, each as soon as it is known: what a rank sees of its host needs no other rank,
-and so is there also if MPI ends the rank, or if no other rank can be reached. Started by command.py, under mpirun or
-srun.
+The rank prints each fact as one line of JSON, as soon as the fact is known. So the facts about the rank's host, which
+need no other rank, are printed even if MPI ends the rank, or if no other rank can be reached. Started by
+doctor_command.py, under mpirun or srun.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 _COUNT = 1024  # float32 elements of the all-reduce
 _ROUNDS, _WARM_UP_ROUNDS = 50, 5
-_LARGE_BYTES, _LARGE_ROUNDS = 64 * 2**20, 12  # of all ranks together
+_LARGE_BYTES, _LARGE_ROUNDS = 64 * 2**20, 12  # bytes of all ranks together
 _FLUSH_S = 0.3  # mpirun may lose what a rank prints just before it ends the job.
 
 
 def main(expected: int) -> int:
-    """Return 0 if all was measured and the all-reduce gave the right result, else 1. Collective."""
+    """Return 0 if all measurements were made and the all-reduce gave the right result, else 1. Collective."""
     rank = launched_rank(os.environ)
     say("facts", **dataclasses.asdict(collect(rank)))
     from mpi4py import MPI
@@ -57,7 +57,7 @@ def main(expected: int) -> int:
 def _measure_links(comm: "MPI.Intracomm") -> None:
     """Measure the links between the hosts, one after the other. Collective.
 
-    Raises NoAnswerError: Ranks do not reach each other. The ranks that know which have said it.
+    Raises NoAnswerError: Ranks do not reach each other. The ranks that noticed have printed a "silence" line.
     """
     rank = comm.Get_rank()
     try:
@@ -81,7 +81,7 @@ def _measure_links(comm: "MPI.Intracomm") -> None:
 
 
 def _allreduce() -> int:
-    """All-reduce numbers whose sum is known. Collective; rank 0 says what came of it.
+    """All-reduce numbers whose sum is known. Collective; rank 0 prints the result.
 
     Raises MpistratError: init() or the all-reduce has failed.
     """
@@ -97,7 +97,7 @@ def _allreduce() -> int:
         result = array_ops.allreduce(array, op=common.Sum, name="doctor")
         seconds.append(time.perf_counter() - began)
         is_right = is_right and bool(np.array_equal(result, right))
-    # Large ones, after which the ranks have chosen the bytes of a chunk. With several hosts they choose nothing.
+    # Large arrays, after which the ranks have chosen the chunk size. With several hosts ranks choose nothing.
     large = np.ones(_LARGE_BYTES // size // 4, np.float32)
     for _ in range(_LARGE_ROUNDS if len(common.hosts()) == 1 else 0):
         is_right = is_right and bool((array_ops.allreduce(large, op=common.Sum, name="doctor.large") == size).all())
@@ -112,9 +112,9 @@ def _allreduce() -> int:
 
 
 def _allreduce_on_gpus() -> bool:
-    """Likewise on GPUs, if all ranks have cupy and a GPU. Collective; each rank says what it has found out there.
+    """All-reduce such numbers on GPUs, if all ranks have cupy and a GPU. Collective; each rank prints its findings.
 
-    Three times: the first two are also done on the CPU, and compared.
+    The all-reduce runs three times. The first two runs are also done on the CPU, and the results compared.
     """
     if not all(array_ops.allgather_object(common.gpu_available())):
         return True

@@ -1,6 +1,6 @@
-"""Which --mpi of srun fits the MPI library, found by starting two processes with each. `mpistrat doctor` asks it.
+"""Find the --mpi of srun that fits the MPI library, by starting two ranks with each value. For `mpistrat doctor`.
 
-As a program it is one of these processes, and prints how many MPI sees.
+Run as a program, this module is one of the two ranks, and prints the size that MPI sees.
 """
 
 import re
@@ -15,10 +15,10 @@ _TRY_S = 20.0
 
 
 def sizes_of_srun(environ: Mapping[str, str]) -> dict[str, int]:
-    """How many of two processes MPI sees under `srun` with each value of --mpi; 0 if they fail or do not end.
+    """Start two ranks under `srun` with each value of --mpi, and return the size that MPI sees; 0 for a failure.
 
-    The key "" is srun without --mpi. If that fits, no other is tried, and none after the first that fits. {} outside of
-    an allocation of Slurm, and in one of a single task, where two processes have no place.
+    The key "" is srun without --mpi, which is tried first. The trials end at the first value with which MPI sees both
+    ranks. {} outside of an allocation of Slurm, and in an allocation of one task, which has no place for two ranks.
     """
     srun = shutil.which("srun", path=environ.get("PATH"))
     if srun is None or "SLURM_JOB_ID" not in environ or environ.get("SLURM_NTASKS", "2") == "1":
@@ -32,7 +32,7 @@ def sizes_of_srun(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def _names(srun: str) -> list[str]:
-    """The values of --mpi that start ranks, PMIx first."""
+    """Return the values of --mpi with which srun can start ranks, PMIx first."""
     try:
         done = subprocess.run([srun, "--mpi=list"], capture_output=True, text=True, timeout=_TRY_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -41,7 +41,7 @@ def _names(srun: str) -> list[str]:
 
 
 def listed(text: str) -> list[str]:
-    """The values of --mpi in the output of `srun --mpi=list`, which differs between versions of Slurm. Pure."""
+    """Return the values of --mpi in the output of `srun --mpi=list`, in the format of any version of Slurm. Pure."""
     words = re.findall(r"\b(?:pmix\w*|pmi2|cray_shasta)\b", text)
     return sorted(dict.fromkeys(words), key=lambda word: (not word.startswith("pmix"), len(word), word))
 

@@ -1,7 +1,7 @@
-"""What `mpistrat run` adds to the environment of the ranks, so that a rank that fails reports why.
+"""The variables that `mpistrat run` adds to the environment of the ranks, so that a rank that fails reports why.
 
-A rank reports errors from init() on by itself. For errors before that, such as a package that is not installed,
-Python imports the module `sitecustomize` of this directory when it starts on a rank.
+From init() on, a rank reports errors by itself. Earlier errors, such as a missing package, are reported by the module
+`sitecustomize` of this directory, which Python imports when it starts on a rank.
 """
 
 import os
@@ -25,9 +25,9 @@ def variables(command: Sequence[str], is_here: bool, environ: Mapping[str, str],
     """Return the variables to add to the environment of mpirun.
 
     Args:
-        is_here: Whether all ranks run on this host. Another host may have a PYTHONPATH that this one does not know.
-        environ: The environment without them.
-        is_whole: Whether ranks print whole tracebacks as well.
+        is_here: Whether all ranks run on this host. The PYTHONPATH of another host is not known here.
+        environ: The environment before the additions.
+        is_whole: Whether ranks also print whole tracebacks.
     """
     added = {RUN_REPORTS: TRACEBACK if is_whole else SUMMARY}
     path = environ.get("PYTHONPATH")

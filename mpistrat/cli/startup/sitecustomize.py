@@ -1,10 +1,10 @@
-"""Python imports this when it starts on a rank of `mpistrat run`: the rank takes its share of the cores, and errors of
-the script before init() are reported.
+"""Python imports this module when it starts on a rank of `mpistrat run`. The module binds the rank to its share of the
+cores, and reports errors of the script before init().
 
-A rank that ends without init() says so, and `mpistrat run` tells the user if no rank has called it.
+A rank that ends without init() prints a line, and `mpistrat run` tells the user if no rank has called init().
 
-It leaves no trace: PYTHONPATH and sys.path are again what they were, and a sitecustomize of the user is imported.
-mpistrat is imported only after an error, because it imports numpy, whose settings the script may want to change first.
+The module restores PYTHONPATH and sys.path, and imports a sitecustomize of the user. It imports mpistrat only after an
+error, because mpistrat imports numpy, and the script may want to change the settings of numpy first.
 """
 
 import atexit
@@ -18,19 +18,19 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PROCESS = os.getpid()
-_WRAPPER_S = 1.0  # A process whose children have computed for so long has perhaps only started the script.
+_WRAPPER_S = 1.0  # If child processes have used more CPU time, this process may only have started the script.
 
 
 def _own(module: str) -> dict[str, Any]:
-    """What a module of mpistrat/process defines. An import of mpistrat would import numpy."""
+    """Return the names that a module of mpistrat/process defines. An import of mpistrat would import numpy."""
     return runpy.run_path(os.path.join(_HERE, "..", "..", "process", f"{module}.py"))
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """In place of sys.excepthook, until init()."""
+    """Report an exception to `mpistrat run`. Replaces sys.excepthook until init()."""
     atexit.unregister(_say_without_init)
     try:
-        if os.getpid() != _PROCESS:  # A process that the script has forked is no rank.
+        if os.getpid() != _PROCESS:  # A process that the script has forked is not a rank.
             raise ImportError
         from mpistrat.process.abort import report_before_init
     except ImportError:
@@ -43,10 +43,10 @@ _report._mpistrat_before_init = True  # type: ignore[attr-defined]
 
 
 def _say_without_init(rank: str) -> None:
-    """When Python exits. With several ranks init() loads MPI, which a script may also use without mpistrat."""
+    """At exit, print that init() was not called. If MPI is loaded, init() was called, or the script itself uses MPI."""
     is_wrapper = os.times().children_user > _WRAPPER_S
     if os.getpid() == _PROCESS and "mpi4py.MPI" not in sys.modules and not is_wrapper and sys.__stderr__ is not None:
-        with contextlib.suppress(OSError, ValueError):  # There is no stderr, or no reader.
+        with contextlib.suppress(OSError, ValueError):  # stderr is closed, or has no reader.
             os.write(sys.__stderr__.fileno(), f"[mpistrat] rank {rank} has ended without init()\n".encode())
 
 
@@ -59,11 +59,11 @@ def _restore_path() -> None:
 
 
 def _take_cores(rank: str, place: tuple[int, int] | None) -> None:
-    """Before a library is imported, which counts its threads by the cores."""
+    """Bind the rank to its cores, before a library is imported that creates a thread per core."""
     try:
         taken = _own("cores")["take_share_at_start"](place, os.environ)
     except OSError:
-        return  # It may not be allowed; init() tries again, and logs why.
+        return  # Binding may be forbidden. init() tries again, and logs the reason.
     if os.environ.get("_MPISTRAT_CORES") == "report" and taken and sys.stderr is not None:
         print(f"mpistrat: rank {rank} runs on CPUs {','.join(map(str, sorted(taken)))}", file=sys.stderr)
 
@@ -82,7 +82,7 @@ def _begin() -> None:
         atexit.register(_say_without_init, rank)
     own = sys.modules.pop(__name__)
     try:
-        importlib.import_module(__name__)  # the user's
+        importlib.import_module(__name__)  # the user's sitecustomize
     except ImportError as error:
         if error.name != __name__:
             raise

@@ -1,1 +1,1 @@
-"""stderr of mpirun: lines that are shown at once, lines that several ranks print, and the summary at the end."""
+"""Filter the stderr of mpirun: lines shown at once, lines that several ranks print, and the summary at the end."""

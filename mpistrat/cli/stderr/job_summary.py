@@ -12,16 +12,16 @@ from .mpirun_lines import Ending, Words
 JOB = "the job"
 MOST_GROUPS = 3
 _MOST_HOSTS = 4
-# Raised on the ranks that wait for one that has ended. If that one says why, this is only a consequence.
+# Raised on ranks that wait for a rank that has ended. If the ended rank reports why, this error is a consequence.
 _CONSEQUENCE = f"{OWN_ERRORS}ShutdownError:"
-_WITHOUT_INIT = ("no rank has called init(): each of {} processes has run the whole script alone, and has trained a "
-                 "model of its own if it trains. To train together, write in the script: import mpistrat.keras as hvd; "
+_WITHOUT_INIT = ("no rank has called init(): each of {} processes has run the whole script alone, and has trained "
+                 "its own model if it trains. To train together, write in the script: import mpistrat.keras as hvd; "
                  "hvd.init(); optimizer = hvd.DistributedOptimizer(optimizer). Or, in place of a strategy of "
                  "tf.distribute: strategy = mpistrat.tensorflow.MPIStrategy()")
 _SIGNAL_HINTS = {
     signal.SIGKILL: "by a user (kill -9), or by the kernel for lack of memory (see dmesg)",
     signal.SIGSEGV: "it crashed in compiled code; PYTHONFAULTHANDLER=1 prints where",
-    signal.SIGABRT: "a library ended it; its message is above",
+    signal.SIGABRT: "a library ended the rank; the message of the library is above",
     signal.SIGBUS: "it crashed in compiled code; PYTHONFAULTHANDLER=1 prints where",
 }
 
@@ -29,26 +29,26 @@ _SIGNAL_HINTS = {
 def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, interrupted_by: int | None = None,
               died_of: int | None = None, launcher: Launcher | None = None, can_show_more: bool = True,
               without_init: int = 0, why_not_started: str = "", subject: str = JOB) -> tuple[bytes, list[str]]:
-    """Return what to print after the job: words of mpirun as they are, and lines.
+    """Return what to print after the job: unchanged output of mpirun, and lines of mpistrat.
 
     Args:
-        reports: Of the ranks, in order of arrival.
-        words: Of mpirun, which were kept back.
-        interrupted_by: The signal with which the user has ended the job.
-        died_of: The signal that has killed mpirun itself, unless this process sent it.
-        launcher: That has run the job.
+        reports: The reports of ranks that failed, in order of arrival.
+        words: The texts of mpirun that were held back.
+        interrupted_by: The signal with which the user has ended the job, or None.
+        died_of: The signal that has killed mpirun itself, unless this process sent the signal; or None.
+        launcher: The launcher that ran the job.
         can_show_more: Whether --traceback would show more.
-        without_init: How many ranks have ended without init().
+        without_init: Number of ranks that have ended without init().
         why_not_started: Why some ranks have not started, or "".
-        subject: Of the sentence on the exit code: the job, or a generation of it.
+        subject: The subject of the sentence on the exit code: the job, or a generation of the job.
     """
     if code == 0:
-        # The reports are those of another job, which a rank has started, and whose failure it has handled.
+        # The reports are from another job, which a rank has started, and whose failure the rank has handled.
         alone = [_WITHOUT_INIT.format(without_init)] if without_init > 1 else []
         return b"".join(each.text for each in words), [*_lines_of(_groups(reports)), *alone]
     if interrupted_by == signal.SIGINT:
         reports = [report for report in reports if report.text.message != KeyboardInterrupt.__name__]
-    # The reports without those that are only a consequence of others.
+    # The reports that are not a consequence of another report.
     causes = [report for report in reports if not report.text.message.startswith(_CONSEQUENCE)]
     groups = _groups(causes or reports)
     end = f"{subject} has ended with exit code {code}"
@@ -67,7 +67,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
 
 def _reason(code: int, endings: Sequence[Ending], interrupted_by: int | None, died_of: int | None,
             launcher: Launcher | None, subject: str) -> str:
-    """How the sentence on the exit code goes on."""
+    """Return the end of the sentence on the exit code: the reason, or ""."""
     if interrupted_by is not None:
         return f": it was ended by {'Ctrl-C' if interrupted_by == signal.SIGINT else _signal(interrupted_by)}"
     if died_of == signal.SIGKILL:
@@ -79,22 +79,22 @@ def _reason(code: int, endings: Sequence[Ending], interrupted_by: int | None, di
         ending = endings[0]
         where = f"rank {ending.rank}" + (f" on {ending.host}" if ending.host else "")
         if ending.signal is None and ending.code is None:
-            return f": {where} called MPI_Abort. After \"Socket closed\": another rank, or its host, has died"
+            return f": {where} called MPI_Abort. If \"Socket closed\" is above, another rank or its host has died"
         if ending.signal is None:
             return f", that of {where}" if ending.code == code else f": {where} has ended with {ending.code}"
         hint = _SIGNAL_HINTS.get(ending.signal)  # type: ignore[call-overload]
         return f": {where} was killed, {_signal(ending.signal)}" + (f": {hint}" if hint else "")
     if code > 128 and _signal_name(code - 128):
-        return (f": mpirun ended as by {_signal(code - 128)}, and named no rank: it has probably crashed itself. Were "
+        return (f": mpirun ended as by {_signal(code - 128)}, and named no rank. Probably mpirun itself crashed. Were "
                 "there more ranks than this machine can start (-np)?")
     if launcher is not None and launcher.is_code_ambiguous and code in (
             signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGTERM):
-        return f": that of a rank, or a rank was killed by {_signal(code)}; {launcher.name} has the same code for both"
+        return f": a rank returned this code, or was killed by {_signal(code)}; {launcher.name} has one code for both"
     return ""
 
 
 def _groups(reports: Sequence[Report]) -> list[tuple[list[Report], Report]]:
-    """Put reports with the same message together: all of them, and the one of the lowest rank."""
+    """Group reports by message. Returns (reports with this message, the report of the lowest rank) for each message."""
     by_message: dict[str, list[Report]] = {}
     for report in reports:
         by_message.setdefault(report.text.message, []).append(report)
@@ -102,7 +102,7 @@ def _groups(reports: Sequence[Report]) -> list[tuple[list[Report], Report]]:
 
 
 def _lines_of(groups: Sequence[tuple[list[Report], Report]]) -> list[str]:
-    """The lines on groups of reports. The one that came first is the last, next to the end of the output."""
+    """Return the lines on groups of reports. The first group comes last, next to the end of the output."""
     lines = []
     if len(groups) > MOST_GROUPS:
         left = [report for group, _ in groups[MOST_GROUPS:] for report in group]
@@ -113,7 +113,7 @@ def _lines_of(groups: Sequence[tuple[list[Report], Report]]) -> list[str]:
 
 
 def _who(reports: Sequence[Report]) -> str:
-    """Ranks and hosts: "rank 1 on node1", "ranks 0-3, 5 on node1, node2"."""
+    """Return ranks and hosts as text: "rank 1 on node1", "ranks 0-3, 5 on node1, node2"."""
     ranks = sorted({report.rank for report in reports})
     hosts = sorted({report.host for report in reports})
     numbers = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs_of(ranks))

@@ -1,6 +1,6 @@
-"""What mpirun prints about the end of a process, as text and as data. Pure.
+"""Parse the lines that mpirun prints about the end of a process. Pure.
 
-The texts stand in the table of launchers (process/launchers.py). MPICH's frame of "BAD TERMINATION" goes to stdout,
+The patterns are in the table of launchers (process/launchers.py). MPICH's "BAD TERMINATION" block goes to stdout,
 which is not read.
 """
 
@@ -19,25 +19,25 @@ class Ending:
     """How a rank has ended."""
 
     rank: int
-    host: str = ""  # Its host, or "" if mpirun does not name it.
-    code: int | None = None  # Its exit code; None if a signal has ended it, or if mpirun does not say it.
-    signal: int | None = None  # The number of the signal that has ended it, or None.
+    host: str = ""  # The host of the rank, or "" if mpirun does not name the host.
+    code: int | None = None  # The exit code of the rank; None after a signal, or if mpirun does not say.
+    signal: int | None = None  # The number of the signal that ended the rank, or None.
 
 
 @dataclass(frozen=True)
 class Words:
     """A text of mpirun, or of MPI on a rank, about the end of a process."""
 
-    text: bytes  # As it was printed.
-    # What it says; None if it only says that other processes were ended, or what error it was.
+    text: bytes  # The unchanged text.
+    # How a rank has ended; None if the text only says that other processes were ended, or names an error.
     ending: Ending | None = None
-    is_error: bool = False  # Whether it says what error it was.
+    is_error: bool = False  # Whether the text names the error.
 
 
 def understand(text: bytes) -> Words | None:
-    """Return a text of mpirun as Words, or None if it is not about the end of a process.
+    """Parse a text of mpirun. Returns None if the text is not about the end of a process.
 
-    `text`: A line, or the lines from a rule to the next rule, with both.
+    `text`: A line, or the lines from a rule to the next rule, including both rules.
     """
     flat = b" ".join(text.split())
     for launcher in STARTED:

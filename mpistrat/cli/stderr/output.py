@@ -1,14 +1,14 @@
-"""What of mpirun's stderr is shown at once, and what is kept for the end. Pure: bytes and times are arguments.
+"""Decide which lines of mpirun's stderr are shown at once or held back. Pure: bytes and times are arguments.
 
-Bytes pass unchanged, apart from the following, which needs whole lines:
+Bytes pass unchanged, with these exceptions, for which whole lines are needed:
 
-- The report of a rank that fails is kept, and so are its last operations, and the line of a rank that ends without
-  init(); the summary at the end has them.
-- mpirun's words about the end of a rank are kept.
+- Held back for the summary at the end: the report and the last operations of a rank that fails, and the line of a rank
+  that ends without init().
+- Texts of mpirun about the end of a rank are also held back.
 - Log lines of TensorFlow, warnings of Python and errors in the arguments of a script are shown once, and not for each
   rank (`tensorflow_lines`).
 
-A line that is not complete passes after a moment, so that prompts and progress bars appear.
+An incomplete line passes after a moment, so that prompts and progress bars appear.
 """
 
 import math
@@ -18,10 +18,10 @@ from ...process.report import ReportReader
 from .mpirun_lines import LINE_STARTS, RULE, Words, understand
 from .tensorflow_lines import Records
 
-PARTIAL_S = 0.1  # A line that is not complete waits so long for its end,
-BLOCK_S = 1.0  # and a text between two rules for the second rule.
+PARTIAL_S = 0.1  # The longest time for which an incomplete line is held back.
+BLOCK_S = 1.0  # The longest time for which a text after a rule waits for the second rule.
 _BLOCK_LINES = 60
-# What mpirun puts before the lines of a rank (--tag-output, -prepend-rank).
+# The tag that mpirun puts before the lines of a rank (--tag-output, -prepend-rank).
 _TAG = re.compile(rb"[^<>]*<stderr>:? ?|\[\d+\] ?")
 
 
@@ -31,27 +31,27 @@ def _untagged(line: bytes) -> bytes:
 
 
 class Output:
-    """The stderr of one mpirun.
+    """The filter of the stderr of one mpirun.
 
     Args:
-        is_all: Keep nothing back but reports.
-        least_severity: Of log lines of TensorFlow, as in TF_CPP_MIN_LOG_LEVEL.
-        has_driver: Whether a rank may find a driver for GPUs.
+        is_all: Show everything except reports.
+        least_severity: Least severity of TensorFlow's log lines to show, as in TF_CPP_MIN_LOG_LEVEL.
+        has_driver: Whether a rank may find a GPU driver.
     """
 
     def __init__(self, is_all: bool = False, least_severity: int = 0, has_driver: bool = True):
         self._is_all = is_all
-        # told: What ranks have told so far.
+        # told: The reports that ranks have printed so far.
         self.told, self._records = ReportReader(), Records(least_severity, has_driver)
         self._partial, self._partial_until = b"", math.inf
-        self._is_inside_line = False  # The beginning of the line that comes has been returned.
+        self._is_inside_line = False  # Whether the beginning of the next line has been returned.
         self._block: list[bytes] = []
         self._block_until = math.inf
-        self.words: list[Words] = []  # mpirun's words about the end of ranks, in order.
-        self.is_at_line_start = True  # Whether what was returned so far ends with a line.
+        self.words: list[Words] = []  # Texts of mpirun about the end of ranks, in order.
+        self.is_at_line_start = True  # Whether the bytes returned so far end with a newline.
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Take what mpirun has printed, and return what is to be shown."""
+        """Take bytes that mpirun has printed, and return the bytes to show now."""
         *lines, partial = (self._partial + data).split(b"\n")
         shown = [self._line(line + b"\n", now) for line in lines]
         if not self._is_inside_line:
@@ -59,12 +59,12 @@ class Output:
         if not partial:
             self._partial_until = math.inf
         elif lines or not self._partial:
-            self._partial_until = now + PARTIAL_S  # More of the same line does not put it off.
+            self._partial_until = now + PARTIAL_S  # More bytes of the same line do not extend the time.
         self._partial = partial
         return self._shown(b"".join(shown))
 
     def due(self, now: float) -> bytes:
-        """Return what was kept back and is to be shown now, because time has passed."""
+        """Return the bytes that were held back and must be shown now, because their time has passed."""
         shown = b""
         if self._block and self._block_until <= now:
             shown += self._end_block()
@@ -74,12 +74,12 @@ class Output:
         return self._shown(shown)
 
     def next_s(self, now: float) -> float | None:
-        """Return the time until `due` may return something, or None."""
+        """Return the seconds until `due` may return bytes; None if nothing is held back for a time."""
         until = min(self._partial_until, self._block_until)
         return max(0.0, until - now) if until < math.inf else None
 
     def end(self) -> bytes:
-        """Return what is still to be shown when mpirun has ended."""
+        """Return the remaining bytes to show when mpirun has ended."""
         last, self._partial, self._partial_until = self._partial, b"", math.inf
         shown = self._line(last, math.inf) if last else b""
         return self._shown(shown) + self.due(math.inf)
@@ -111,7 +111,7 @@ class Output:
         return self._once(line)
 
     def _without_null(self, line: bytes) -> bytes:
-        """The line without the null character that Open MPI 5 prints after its last words, or after lines of ranks."""
+        """Remove the null character that Open MPI 5 prints after its last texts, or after lines of ranks."""
         bare = _untagged(line)
         if not self.words or not bare.startswith(b"\0"):
             return line
@@ -126,7 +126,7 @@ class Output:
         if text and self._keep(text + line):
             self._block, self._block_until = [], math.inf
             return text + line if self._is_all else b""
-        # The first rule, or the second one of a text of another kind, or the first one after a line like it.
+        # The first rule, or the second rule of an unrelated text, or the first rule after a line like a rule.
         self._block, self._block_until = [line], now + BLOCK_S
         return text
 
@@ -135,7 +135,7 @@ class Output:
         return text
 
     def _keep(self, text: bytes) -> bool:
-        """Keep a text if it is mpirun's about the end of a rank. Returns whether it is."""
+        """Hold back a text of mpirun about the end of a rank. Returns False if the text is about something else."""
         words = understand(text)
         if words is None:
             return False

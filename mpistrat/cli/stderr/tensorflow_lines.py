@@ -1,6 +1,6 @@
-"""Lines that several ranks print are shown once: TensorFlow's log, warnings of Python, errors of commands. Pure.
+"""Show lines that several ranks print only once: TensorFlow's log, warnings of Python, errors of commands. Pure.
 
-TensorFlow's C++ code prints several lines when it starts, on each rank, and some in spite of TF_CPP_MIN_LOG_LEVEL.
+TensorFlow's C++ code prints several lines at its start, on each rank, and some in spite of TF_CPP_MIN_LOG_LEVEL.
 """
 
 import re
@@ -8,16 +8,16 @@ import re
 _MOST_KEYS = 10_000
 
 # "2024-01-31 09:30:00.123456: I tensorflow/core/util/port.cc:153] text" and "I0000 00:00:1706.123456  4711 port.cc:153]
-# text". The zeros in place of a date are those of C++ code that has not set up its log, which TensorFlow never does.
+# text". C++ code that has not initialised its log prints zeros for the date, and TensorFlow never initialises the log.
 _RECORD = re.compile(rb"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: ([IWEF]) |([IWEF])0000 00:00:[\d.]+ +\d+ )"
                      rb"(\S+\.(?:cc|h):\d+\] .*)")
 _SEVERITIES = b"IWEF"
-# These two belong to lines of information.
+# These two lines belong to log lines of severity INFO.
 _OF_INFO = (b"WARNING: All log messages before absl::InitializeLog()", b"To enable the following instructions:")
-_WARNING = re.compile(rb"\S.*\.py:\d+: \w*Warning: ")  # Python's, with the line of source in the next line
+_WARNING = re.compile(rb"\S.*\.py:\d+: \w*Warning: ")  # a warning of Python; the next line is the line of source
 _COMMAND = re.compile(rb"mpistrat [a-z]+: ")  # an error of a command that runs on all ranks
 _NO_FILE = re.compile(rb"\S*python[\d.]*: can't open file ")
-_USAGE = re.compile(rb"usage: (\S+)")  # argparse's, before its error. The next lines of the usage are indented.
+_USAGE = re.compile(rb"usage: (\S+)")  # argparse prints it before an error. Its other lines are indented.
 _USAGE_INDENT = b" " * len("usage: ")
 _NO_DRIVER = b"failed call to cuInit"
 
@@ -27,17 +27,17 @@ class Records:
 
     Args:
         least: The least severity of the log lines to show, as in TF_CPP_MIN_LOG_LEVEL: 0 is INFO, 1 WARNING, 2 ERROR.
-        has_driver: Whether a rank may find a driver for GPUs. Without one, TensorFlow's error that says so is left out.
+        has_driver: Whether a rank may find a GPU driver. If not, TensorFlow's error about the missing driver is hidden.
     """
 
     def __init__(self, least: int = 0, has_driver: bool = True) -> None:
         self._least, self._has_driver = least, has_driver
-        self._programs: set[bytes] = set()  # that have printed a usage
-        self._warning = b""  # the previous line, if it is one
+        self._programs: set[bytes] = set()  # programs that have printed a usage
+        self._warning = b""  # the previous line, if that was a warning
         self._seen: set[bytes] = set()
 
     def is_shown(self, line: bytes) -> bool:
-        """Whether to show a line. To be called once for each line, in order."""
+        """Whether to show a line. Call this once for each line, in order."""
         text = line.rstrip()
         warning, self._warning = self._warning, text if _WARNING.match(text) else b""
         match = _RECORD.match(text)
@@ -60,7 +60,7 @@ class Records:
         return is_new
 
     def _is_usage(self, text: bytes) -> bool:
-        """Whether a line is of argparse's usage, or of its error after that."""
+        """Whether a line belongs to a usage text of argparse, or is the error after the usage."""
         match = _USAGE.match(text)
         if match and len(self._programs) < _MOST_KEYS:
             self._programs.add(match[1])

@@ -1,1 +1,1 @@
-"""`mpistrat timeline`: what a timeline says, as text and as a page with charts."""
+"""`mpistrat timeline`: summarise a timeline as text, and as a page with charts."""

@@ -10,10 +10,10 @@ from .text import MEANINGS, shown, stragglers_of, text_of
 
 _COLOURS = {"computing": "#4c9f70", "waiting": "#d1495b", "agreeing": "#edae49", "moving": "#30638e"}
 _WIDTH, _LEFT, _ROW, _BAR = 960, 70, 26, 18
-_SPAN = _WIDTH - _LEFT - 30  # what an axis spans
-_MOST_SPANS = 600  # of operations that are drawn on a rank
+_SPAN = _WIDTH - _LEFT - 30  # the length of an axis
+_MOST_SPANS = 600  # the most operations that are drawn for a rank
 _SHOWN_NS = 500_000_000
-_NEAR_NS = 1_500_000_000  # Ranks say once a second where they are.
+_NEAR_NS = 1_500_000_000  # Ranks record their place in the script once a second.
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #222 }
 svg { width: 100%; height: auto; background: #fafafa; border: 1px solid #ddd }
@@ -25,7 +25,7 @@ pre { background: #f4f4f4; padding: 1em; overflow-x: auto }
 """
 
 
-Place = tuple[int, int, str]  # rank, nanoseconds, where in the script it was
+Place = tuple[int, int, str]  # rank, time in nanoseconds, place in the script where the rank was
 
 
 def page(analysis: Analysis, records: Sequence[Record], places: Sequence[Place], title: str) -> str:
@@ -41,11 +41,11 @@ def page(analysis: Analysis, records: Sequence[Record], places: Sequence[Place],
 <h2>Who came last</h2>
 {slow}
 {_lateness(records)}
-<p>Each dot is an operation: how long after the first rank the last one has submitted it.</p>
+<p>Each dot is an operation: the time from the first to the last rank that submitted the operation.</p>
 <h2>The longest wait</h2>
 {_operations(records)}
 <p>{escape(wait_of(records, places))}</p>
-<p>The operations around the longest wait, from the submission to the result of each.</p>
+<p>The operations around the longest wait, each from its submission to its result.</p>
 <h2>All figures</h2>
 <pre>{escape(text_of(analysis, title))}</pre>
 </body></html>
@@ -89,12 +89,12 @@ def _lateness(records: Sequence[Record]) -> str:
 
 
 def longest_wait(records: Sequence[Record]) -> Record:
-    """The record of the rank that has waited longest, for the others or for the ranks' agreement."""
+    """Return the record with the longest wait, for other ranks or for the agreement of all ranks."""
     return max(records, key=lambda each: each.agreed - (each.submitted or each.agreed))
 
 
 def wait_of(records: Sequence[Record], places: Sequence[Place]) -> str:
-    """A sentence on the longest wait: who waited for whom, in which step, and where the late rank was in the script."""
+    """Return a sentence on the longest wait: the two ranks, the step, and where the late rank was in the script."""
     longest = longest_wait(records)
     together = [each for each in records if (each.process_set, each.number) == (longest.process_set, longest.number)]
     arrival = arrival_of(together)
@@ -110,7 +110,7 @@ def wait_of(records: Sequence[Record], places: Sequence[Place]) -> str:
 
 
 def _operations(records: Sequence[Record]) -> str:
-    """The operations of all ranks around the longest wait."""
+    """Draw the operations of all ranks around the longest wait."""
     longest = longest_wait(records)
     since = longest.submitted or longest.agreed
     start = min(each.submitted or each.agreed for each in records)
@@ -140,7 +140,7 @@ def _operations(records: Sequence[Record]) -> str:
 
 
 def _axis(top: int, first: float, last: float, unit: str) -> list[str]:
-    """A scale from `first` to `last` below the shapes, with some five round numbers."""
+    """Draw an axis from `first` to `last` below the shapes, with about five round numbers."""
     if last <= first:
         return []
     step = 10.0 ** math.floor(math.log10((last - first) / 2))

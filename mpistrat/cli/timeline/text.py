@@ -9,19 +9,19 @@ from ...trace.analysis import Analysis, Rate, Unfinished, Unfused
 from ..arguments import counted
 
 _MOST_NAMES, _MOST_UNFINISHED = 3, 8
-# A rank for which others have waited for less than this share of the time is not worth a line.
+# A rank is listed if others have waited for it for more than this share of the time.
 LEAST_COST = 0.01
 MEANINGS = {
     "computing": "no operation was outstanding",
-    "waiting": "for the rank that came last",
-    "agreeing": "all ranks had come, and nothing was reduced yet",
+    "waiting": "the rank waited for the rank that came last",
+    "agreeing": "all ranks had submitted the operation, and nothing was reduced yet",
     "moving": "bytes were reduced or gathered",
-    "hidden": "part of the operations of a step while it still made gradients",
+    "hidden": "share of a step's operations that ran while the step still computed gradients",
 }
 
 
 def text_of(analysis: Analysis, path: str, measured: Sequence[Mapping[str, Any]] = ()) -> str:
-    """What the command prints. `measured` are the points of `mpistrat bench --json`, to compare with."""
+    """Return the output of the command. `measured`: the points of `mpistrat bench --json`, for comparison."""
     steps = f", {counted(analysis.steps, 'step')}" if analysis.steps else ""
     lines = [f"{path}: {counted(analysis.operations, 'operation')} on {counted(len(analysis.ranks), 'rank')} in "
              f"{analysis.seconds:.3g} s{steps}", "", "rank" + "".join(f"{title:>11}" for title in MEANINGS)]
@@ -32,19 +32,19 @@ def text_of(analysis: Analysis, path: str, measured: Sequence[Mapping[str, Any]]
     if analysis.unfinished:
         lines += [*map(_unfinished, analysis.unfinished[:_MOST_UNFINISHED]), ""]
     if analysis.unfused:
-        lines += ["Operations that shared no reduction with another one:", *map(_unfused, analysis.unfused), ""]
-    lines.append("Reductions and gathers, of the tensors of one rank:")
+        lines += ["Operations that were not fused with another operation:", *map(_unfused, analysis.unfused), ""]
+    lines.append("Reductions and gathers of the tensors of one rank:")
     lines += [_rate(rate, measured) for rate in analysis.rates]
     return "\n".join(lines)
 
 
 def shown(share: float | None) -> str:
-    """A share in percent."""
+    """Return a share in percent as text; "-" for None."""
     return "-" if share is None else f"{share * 100:.1f} %"
 
 
 def stragglers_of(analysis: Analysis) -> list[str]:
-    """A sentence on each rank for which others have waited long."""
+    """Return a sentence on each rank for which others have waited long."""
     return [f"Rank {each.rank} came last in {each.operations} of {counted(analysis.operations, 'operation')}, "
             f"{each.late_s * 1e3:.3g} ms after the first (median): others waited {each.cost_s:.3g} s for it, "
             f"{shown(each.cost_s / analysis.seconds)} of the time."
@@ -74,7 +74,7 @@ def _rate(rate: Rate, measured: Sequence[Mapping[str, Any]]) -> str:
         return line
     nearest = min(alike, key=lambda point: abs(math.log(point["nbytes"] / mean)))
     at_best = nearest["nbytes"] / nearest["mpistrat_s"]
-    return f"{line}: {shown(rate.bytes_per_s / at_best)} of {_speed(at_best)}, as bench has measured {nearest['case']}"
+    return f"{line}: {shown(rate.bytes_per_s / at_best)} of {_speed(at_best)}, the rate of bench for {nearest['case']}"
 
 
 def _speed(bytes_per_s: float) -> str:

@@ -1,4 +1,4 @@
-"""`mpistrat timeline FILE`: where each rank's time went, who came last, what was not fused and why.
+"""`mpistrat timeline FILE`: where the time of each rank went, which rank came last, what was not fused and why.
 
 Called by main.py.
 """
@@ -18,7 +18,7 @@ from .page import page
 from .text import text_of
 
 _EPILOG = """\
-The exit code is 0 if the file is whole; 2 if its end is missing, as when the job was killed, or if it is no timeline.
+The exit code is 0 if the file is complete; 2 if its end is missing (the job was killed), or if it is not a timeline.
 
 examples:
   MPISTRAT_TIMELINE=steps.json MPISTRAT_TIMELINE_STEPS=100:120 mpistrat run -np 2 python train.py
@@ -31,7 +31,7 @@ examples:
 def main(argv: list[str]) -> int:
     """Run the subcommand and return the exit code.
 
-    Raises LaunchError: The file cannot be read, or is no timeline; or the page cannot be written.
+    Raises LaunchError: The file cannot be read, or is not a timeline; or the page cannot be written.
     """
     options = _parser().parse_args(argv)
     try:
@@ -55,18 +55,18 @@ def main(argv: list[str]) -> int:
 
 
 def _measured(path: str) -> list[dict[str, Any]]:
-    """The points of a file of `mpistrat bench --json`."""
+    """Return the points in a file that `mpistrat bench --json` has written."""
     try:
         points = json.loads(Path(path).read_bytes())
         return [{key: point[key] for key in ("case", "operation", "nbytes", "mpistrat_s")} for point in points]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LaunchError(f"{path} cannot be read as a file of mpistrat bench --json: {error!r}") from error
+        raise LaunchError(f"--bench {path} is not a file of mpistrat bench --json: {error!r}") from error
 
 
 def _parser() -> Parser:
     parser = Parser("timeline", "Summarise a timeline, the file of MPISTRAT_TIMELINE or of start_timeline().",
                     _EPILOG)
     parser.add_argument("file", metavar="FILE", help="a timeline")
-    parser.add_argument("--bench", metavar="FILE", help="compare with what `mpistrat bench --json FILE` has measured")
-    parser.add_argument("--html", metavar="OUT", help="write a page with charts to OUT, which needs no network")
+    parser.add_argument("--bench", metavar="FILE", help="compare with the file of `mpistrat bench --json FILE`")
+    parser.add_argument("--html", metavar="OUT", help="write a page with charts to OUT; the page needs no network")
     return parser

@@ -1,1 +1,1 @@
-"""`mpistrat top`: what the ranks of a running job do, from the file that its first rank writes once a second."""
+"""`mpistrat top`: show the ranks of a running job, from the status file that rank 0 writes once a second."""

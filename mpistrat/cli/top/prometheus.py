@@ -1,4 +1,4 @@
-"""Write the status of jobs as a text file for Prometheus' node exporter. Called by command.py."""
+"""Write the status of jobs as a text file for Prometheus' node exporter. Called by top_command.py."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ _LABELS = ("job", "rank", "host")
 
 
 def require() -> None:
-    """Raises MissingDependencyError if prometheus_client is not installed."""
+    """Raise MissingDependencyError if prometheus_client is not installed."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:
@@ -23,9 +23,9 @@ def require() -> None:
 
 
 def write(jobs: Sequence[JobStatus], path: Path) -> None:
-    """Write the file; a reader sees the old one or the new one, never a part.
+    """Write the file atomically: a reader sees the old file or the new file.
 
-    Raises LaunchError: It cannot be written.
+    Raises LaunchError: The file cannot be written.
     """
     from prometheus_client import CollectorRegistry, write_to_textfile
     from prometheus_client.registry import Collector
@@ -39,8 +39,8 @@ def write(jobs: Sequence[JobStatus], path: Path) -> None:
     try:
         write_to_textfile(str(path), registry)
     except OSError as error:
-        raise LaunchError(f"--prometheus {path}: {error.strerror}. Name a file in a directory that you may write, for "
-                          "example the one of node_exporter's --collector.textfile.directory.") from None
+        raise LaunchError(f"--prometheus {path}: {error.strerror}. Name a file in a directory to which you may write, "
+                          "such as node_exporter's --collector.textfile.directory.") from None
 
 
 def _metrics(jobs: Sequence[JobStatus]) -> "Iterator[Metric]":
@@ -55,9 +55,9 @@ def _metrics(jobs: Sequence[JobStatus]) -> "Iterator[Metric]":
                 counter.add_metric(labels, value)
         yield counter
     share = GaugeMetricFamily("mpistrat_share", "Share of the last interval: computing, waiting for ranks, moving "
-                              "bytes, either of the two while the backward pass goes on.", labels=(*_LABELS, "what"))
+                              "bytes, hidden (waiting or moving in the backward pass).", labels=(*_LABELS, "what"))
     memory = GaugeMetricFamily("mpistrat_rss_bytes", "Memory of the process.", labels=_LABELS)
-    written = GaugeMetricFamily("mpistrat_written_seconds", "When the rank was last heard of.", labels=_LABELS)
+    written = GaugeMetricFamily("mpistrat_written_seconds", "Time of the last report of the rank.", labels=_LABELS)
     oldest = GaugeMetricFamily("mpistrat_oldest_outstanding_seconds", "The time that the rank has waited for its "
                                "oldest operation; 0 if it waits for none.", labels=_LABELS)
     for labels, rank in ranks:

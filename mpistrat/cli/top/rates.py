@@ -1,6 +1,6 @@
-"""What is said of a job, given its status now and a moment ago. Pure.
+"""Summarise a job, given its status now and a moment ago. Pure.
 
-Called by command.py.
+Called by top_command.py.
 """
 
 from dataclasses import asdict, dataclass
@@ -15,7 +15,7 @@ STALLED_S = 5.0
 
 @dataclass(frozen=True)
 class RankLine:
-    """A rank. `steps_per_s` and `rows_per_s` are None where nothing counts them, or no time has passed."""
+    """The state of a rank. `steps_per_s` and `rows_per_s` are None if nothing counts them, or no time has passed."""
 
     rank: int
     host: str
@@ -33,7 +33,7 @@ class RankLine:
 
 @dataclass(frozen=True)
 class Stall:
-    """An operation that some ranks wait for: those that have submitted it, and those that have not."""
+    """An operation that some ranks wait for. `waiting`: ranks that have submitted it. `missing`: the other ranks."""
 
     name: str
     since_s: float
@@ -43,32 +43,32 @@ class Stall:
 
 @dataclass(frozen=True)
 class Summary:
-    """A job."""
+    """The state of a job."""
 
-    # job, script, size, hosts: Its name, its script, and how many ranks it has on which hosts.
+    # job, script, size, hosts: The name of the job, its script, its number of ranks, and its hosts.
     job: str
     script: str
     size: int
     hosts: tuple[str, ...]
-    age_s: float  # Since its start.
-    silent_s: float  # Since its file was written; 0 if that is less than SILENT_S ago.
-    steps_per_s: float | None  # Of the job: a step is one of all ranks.
-    rows_per_s: float | None  # Of all ranks together.
-    communication: float  # The share of the last interval that the ranks waited for collectives, a mean.
-    hidden: float  # The share of the last interval that they did while the backward pass went on, a mean.
+    age_s: float  # Seconds since the start of the job.
+    silent_s: float  # Seconds since the status file was written; 0 if less than SILENT_S.
+    steps_per_s: float | None  # Steps of the job; all ranks together make one step.
+    rows_per_s: float | None  # Rows of all ranks together.
+    communication: float  # The share of the last interval in which ranks waited for collectives, on average.
+    hidden: float  # The share in which they waited during the backward pass, on average.
     slowest: int | None  # The rank that the others wait for; None if there is none.
-    why: str  # What is known of it, or why there is none.
-    ranks: tuple[RankLine, ...]  # What each rank does.
-    stalls: tuple[Stall, ...]  # What ranks wait for.
+    why: str  # The cause of the slowness, or why there is no slowest rank.
+    ranks: tuple[RankLine, ...]  # The state of each rank.
+    stalls: tuple[Stall, ...]  # The operations that ranks have waited for long.
 
 
 def summarize(now: JobStatus, before: JobStatus | None, time_s: float) -> Summary:
     """Summarize a job.
 
     Args:
-        now: Its newest status.
-        before: An older one; None if there is none.
-        time_s: The time, in seconds since 1970.
+        now: The newest status of the job.
+        before: An older status; None if there is none.
+        time_s: The current time, in seconds since 1970.
     """
     earlier = {rank.rank: rank for rank in before.ranks} if before is not None and before.started == now.started else {}
     lines = tuple(_line(rank, earlier.get(rank.rank), now.written) for rank in now.ranks)
@@ -100,13 +100,13 @@ def _silence(seconds: float) -> float:
 
 
 def _slowest(ranks: tuple[RankStatus, ...]) -> tuple[int | None, str]:
-    """The rank that waits least, if the others clearly wait for it."""
+    """Return the rank that waits least, if the others clearly wait for it, else None; and the cause or the reason."""
     if len(ranks) < 2:
-        return None, "there is one rank"
+        return None, "the job has only one rank"
     found = slowest([rank.waiting for rank in ranks])
     if found is None:
         share = fmean(rank.waiting for rank in ranks)
-        return None, f"each waits {share:.0%} of the time" if share >= LEAST_COST else "none waits for another"
+        return None, f"each rank waits {share:.0%} of the time" if share >= LEAST_COST else "no rank waits for another"
     place, cost = found
     last, others = ranks[place], [asdict(rank) for rank in ranks if rank is not ranks[place]]
     return last.rank, (f"the others wait {last.waiting + cost:.0%} of the time, and it {last.waiting:.0%}. "
@@ -114,7 +114,7 @@ def _slowest(ranks: tuple[RankStatus, ...]) -> tuple[int | None, str]:
 
 
 def _stalls(ranks: tuple[RankStatus, ...]) -> tuple[Stall, ...]:
-    """The operations that a rank has waited for long, the oldest first."""
+    """Return the operations for which a rank has waited at least STALLED_S, the oldest first."""
     since: dict[str, dict[int, float]] = {}
     for rank in ranks:
         for each in rank.outstanding:

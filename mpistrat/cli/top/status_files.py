@@ -1,7 +1,7 @@
-"""Read the status files of the jobs of this user, which the first rank of each writes once a second on its host.
+"""Read the status files of this user's jobs. Rank 0 of each job writes its file once a second, on its own host.
 
-The directory belongs to the user alone (mode 0700). A file that is not the user's, is cut, or is of another version is
-not shown; why is part of the result. Called by command.py.
+The directory belongs to the user alone (mode 0700). A file of another user or version, or a truncated file, is not
+shown. The result has the reason. Called by top_command.py.
 """
 
 import json
@@ -15,13 +15,13 @@ from ...core.ownership import foreign
 from ...process import procfs
 from ...trace.status import VERSION
 
-# A rank, or a job, of which nothing was heard for so long is called silent.
+# A rank or a job that has not reported for this time is called silent.
 SILENT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Outstanding:
-    """An operation that a rank has submitted, and `since_s` seconds later is not complete."""
+    """An operation that a rank submitted `since_s` seconds ago, and that is not complete."""
 
     name: str
     since_s: float
@@ -29,37 +29,37 @@ class Outstanding:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A rank, when it was last heard of."""
+    """The last report of a rank."""
 
-    # rank, host, pid: Who it is.
+    # rank, host, pid: The rank, its host, and its process ID.
     rank: int
     host: str
     pid: int
-    # steps, rows: Since the start; None where nothing counts them.
+    # steps, rows: Numbers since the start; None if nothing counts them.
     steps: int | None
     rows: int | None
-    # operations, bytes: Collectives since the start, and what they have reduced or sent.
+    # operations, bytes: Number of collectives since the start, and the bytes that they have reduced or sent.
     operations: int
     bytes: int
-    # computing, waiting, moving, hidden: Shares of the last interval: the rank did something else, waited for other
-    # ranks, and waited for the bytes; and waited for either while the backward pass went on.
+    # computing, waiting, moving, hidden: Shares of the last interval in which the rank had no collective in flight,
+    # waited for other ranks, waited for the bytes, and waited for ranks or bytes during the backward pass.
     computing: float
     waiting: float
     moving: float
     hidden: float
-    # cores, delayed: In the last interval: the cores that its threads used, and the seconds in each second that they
-    # were ready and had none.
+    # cores, delayed: In the last interval, the number of cores that the rank's threads used, and the seconds per second
+    # in which threads were ready to run but had no core.
     cores: float
     delayed: float
-    place: str  # Where its main thread was; "" if that is not known.
-    rss_bytes: int  # The memory that its process has.
-    outstanding: tuple[Outstanding, ...]  # What it waits for.
-    written: float  # When it was heard of, in seconds since 1970.
+    place: str  # The place of the main thread in the script; "" if not known.
+    rss_bytes: int  # The memory of the process.
+    outstanding: tuple[Outstanding, ...]  # The operations that the rank waits for.
+    written: float  # The time of the report, in seconds since 1970.
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job, as its file has it. Times in seconds since 1970."""
+    """The content of the status file of a job. Times are in seconds since 1970."""
 
     job: str
     started: float
@@ -78,7 +78,7 @@ class Found:
 
 
 def read(directory: Path, uid: int, time_s: float) -> Found:
-    """The jobs of the user with this number, by their start. `time_s`: the time, in seconds since 1970."""
+    """Return the jobs of the user with this ID, in order of start. `time_s`: the time now, in seconds since 1970."""
     try:
         if (problem := foreign(directory.lstat(), uid, 0o077)):
             return Found((), (f"{directory} {problem}: its files are not read",))
@@ -92,8 +92,8 @@ def read(directory: Path, uid: int, time_s: float) -> Found:
             silent_s, first = time_s - job.written, job.ranks[0].pid if job.ranks else None
             if silent_s >= SILENT_S and (first is None or procfs.find(first) is None):
                 # A job that is killed leaves its file behind.
-                raise ValueError(f"is old: it was written {silent_s:.0f} s ago, and the first rank (process {first}) "
-                                 "has ended. Remove it")
+                raise ValueError(f"was written {silent_s:.0f} s ago, and the first rank (process {first}) has ended. "
+                                 "Remove the file")
             jobs.append(job)
         except FileNotFoundError:
             continue  # The job has just ended.
@@ -103,7 +103,7 @@ def read(directory: Path, uid: int, time_s: float) -> Found:
 
 
 def _read_file(path: Path, uid: int) -> JobStatus:
-    """Raises ValueError with what is wrong with it, or OSError."""
+    """Read one status file. Raises ValueError with the problem, or OSError."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
         if (problem := foreign(os.fstat(file.fileno()), uid, 0o022)):
             raise ValueError(problem)
@@ -111,20 +111,20 @@ def _read_file(path: Path, uid: int) -> JobStatus:
     try:
         content = json.loads(text)
     except ValueError:
-        raise ValueError("is cut, or is no JSON") from None
+        raise ValueError("is truncated, or is not JSON") from None
     if not isinstance(content, dict) or content.get("version") != VERSION:
         version = content.get("version") if isinstance(content, dict) else None
-        raise ValueError(f"is of version {version}, and this mpistrat reads version {VERSION}. Remove it if "
+        raise ValueError(f"has version {version}, but this mpistrat reads version {VERSION}. Remove the file if "
                          "its job has ended")
     try:
         return parse(content)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"is incomplete: {error}. Another version of mpistrat has written it. Remove it if its job "
-                         "has ended") from None
+        raise ValueError(f"is incomplete: {error}. Another version of mpistrat has written the file. Remove it if "
+                         "its job has ended") from None
 
 
 def parse(content: Mapping[str, Any]) -> JobStatus:
-    """The content of a file. Fields that a later version may add are left out. Raises KeyError or TypeError."""
+    """Parse the content of a status file. Unknown fields are ignored. Raises KeyError or TypeError."""
     ranks = []
     for each in content["ranks"]:
         outstanding = tuple(Outstanding(str(one["name"]), float(one["since_s"])) for one in each["outstanding"])

@@ -1,4 +1,4 @@
-"""`mpistrat top`: show a running job, again and again. Called by main.py."""
+"""`mpistrat top`: show a running job, and update the display. Called by main.py."""
 
 import argparse
 import dataclasses
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _INTERVAL_S = 1.0
-_ONCE_S = 2.2  # Each rank reports once a second, or later where cores are busy; two readings give the speed.
+_ONCE_S = 2.2  # Each rank reports once a second, or later if cores are busy. The speed needs two reports.
 EXIT_NO_JOB = 1
 
 _EPILOG = """\
@@ -31,9 +31,9 @@ top reads the status file that rank 0 of each job writes once a second into $XDG
 /tmp/mpistrat-UID). So run it on the host of rank 0, as the same user. Nothing listens on a port.
 
 "computes", "waits" and "moves" are shares of the last second. A rank waits from the submission of its gradients to the
-submission of the last rank: the slowest rank waits least. "moves" is the time from there to the result.
+submission of the last rank. So the slowest rank waits least. "moves" is the time from this submission to the result.
 
-The exit code is 0; 1 if there is no such job; 2 for wrong input. Ctrl-C ends it.
+The exit code is 0; 1 if no such job runs; 2 for wrong input. Ctrl-C ends top.
 
 examples:
   mpistrat top
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 
     Raises:
         LaunchError: The input is wrong.
-        MissingDependencyError: What draws, or writes for Prometheus, is not installed.
+        MissingDependencyError: rich, or prometheus_client for --prometheus, is not installed.
     """
     options = _parser().parse_args(argv)
     if options.prometheus:
@@ -61,9 +61,9 @@ def main(argv: list[str]) -> int:
             print(f"not shown: {problem}")
         if found.jobs:
             there = ", ".join(f"{job.job} ({job.script})" for job in found.jobs)
-            print(f"No job, and no script of one, has a name that begins with {options.job}. There are: {there}.")
+            print(f"The name of no job or script begins with {options.job}. Running jobs: {there}.")
         else:
-            print(f"No job of yours runs here ({directory}). Call it on the host of rank 0.")
+            print(f"No job of yours runs on this host ({directory}). Run mpistrat top on the host of rank 0.")
         return EXIT_NO_JOB
     if options.json or options.once or options.svg:
         time.sleep(_ONCE_S)
@@ -84,16 +84,16 @@ def _show_once(options: argparse.Namespace, summaries: Sequence[Summary], found:
     console.print(draw(summaries, found.problems, len(summaries) != 1))
     if options.svg:
         try:
-            # Without the fonts that it would load from the network.
+            # Remove the fonts that the picture would load from the network.
             options.svg.write_text(re.sub(r"@font-face {.*?}", "", console.export_svg(title="mpistrat top"),
                                           flags=re.DOTALL), encoding="utf-8")
         except OSError as error:
-            raise LaunchError(f"--svg {options.svg}: {error.strerror}") from None
+            raise LaunchError(f"--svg {options.svg} cannot be written: {error.strerror}") from None
     return 0
 
 
 def _show(look: Callable[[], Found], options: argparse.Namespace) -> int:
-    """Draw until Ctrl-C, or until no job is left: the job that is there at the start, or the list of several."""
+    """Draw the one job that runs at the start, or the list of several jobs, until Ctrl-C or until no job is left."""
     console, draw = _rich()
     from rich.live import Live
     first = before = _chosen(look(), options.job)
@@ -116,11 +116,11 @@ def _show(look: Callable[[], Found], options: argparse.Namespace) -> int:
 
 def _rich(file: io.StringIO | None = None
           ) -> tuple["Console", Callable[[Sequence[Summary], Sequence[str], bool], "RenderableType"]]:
-    """A console that remembers what it prints, to `file` or stdout, and the function that draws jobs."""
+    """Return a console that records its output to `file` or stdout, and the function that draws jobs."""
     try:
         from rich.console import Console
     except ImportError as error:
-        raise MissingDependencyError(f"mpistrat top needs rich ({pip_extra('top')}). --json does not."
+        raise MissingDependencyError(f"mpistrat top needs rich ({pip_extra('top')}). Or use --json without rich."
                                      ) from error
     from .screen import drawn, listed
 
@@ -136,20 +136,20 @@ def _summaries(jobs: Sequence[JobStatus], before: Sequence[JobStatus]) -> list[S
 
 
 def _chosen(found: Found, wanted: str | None) -> list[JobStatus]:
-    """The jobs that are meant: all, or those whose name, or that of whose script, begins with `wanted`."""
+    """Return all jobs if `wanted` is None, else the jobs whose name or script begins with `wanted`."""
     return [job for job in found.jobs if wanted is None
             or any(name.startswith(wanted) for name in (job.job, job.script, os.path.basename(job.script)))]
 
 
 def _parser() -> Parser:
     parser = Parser("top", "Show what the ranks of a running job do.", _EPILOG)
-    parser.add_argument("job", nargs="?", metavar="JOB", help="the name of a job or of its script, or its beginning; "
-                        "default: the job, or a list if there are several")
-    parser.add_argument("--once", action="store_true", help="show the job once, after the two seconds that speed needs")
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the name of a job or of its script, or the beginning of "
+                        "a name; default: the one job, or a list of jobs")
+    parser.add_argument("--once", action="store_true", help="show the job once, after measuring it for two seconds")
     parser.add_argument("--json", action="store_true", help="print JSON, once")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="show the job once, and save the picture")
-    parser.add_argument("--prometheus", type=Path, metavar="FILE", help="also write metrics to a file, each second or "
-                        "once, for the textfile collector of Prometheus' node_exporter")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="show the job once, and save the display as a picture")
+    parser.add_argument("--prometheus", type=Path, metavar="FILE", help="also write metrics to a file, at each update, "
+                        "for the textfile collector of Prometheus' node_exporter")
     parser.add_argument("--interval", type=positive_seconds, default=_INTERVAL_S, metavar="SECONDS",
-                        help=f"seconds between two pictures (default {_INTERVAL_S:g})")
+                        help=f"seconds between two updates (default {_INTERVAL_S:g})")
     return parser

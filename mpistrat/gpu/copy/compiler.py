@@ -9,7 +9,7 @@ from cupy.cuda import compiler
 from ...core.errors import EngineError
 from .nvrtc import load_nvrtc
 
-# A float below the normal ones stays what it is.
+# Denormal floats are not flushed to zero.
 OPTIONS = ("-std=c++17", "-ftz=false")
 
 
@@ -19,7 +19,7 @@ def compiled(code: str) -> bytes:
     Not by cupy's RawModule, which appends -ftz=true to the options.
 
     Raises:
-        EngineError: There is no NVRTC that works, or it refuses the code. Has the compiler's message.
+        EngineError: NVRTC does not work, or rejects the code. The error has the compiler's message.
     """
     try:
         find_nvrtc()
@@ -30,7 +30,7 @@ def compiled(code: str) -> bytes:
 
 
 def find_nvrtc() -> None:
-    """Load NVRTC, where cupy does not find it by itself. Raises OSError if there is none."""
+    """Load NVRTC, if cupy does not find it. Raises OSError if NVRTC is not installed."""
     try:
         compiler.nvrtc.getVersion()  # cupy's own way
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The CUDA source of the batched copy kernel, for each pair of dtypes and each kind of scale. See copy.plan.
+"""The CUDA source of the batched copy kernel, for each pair of dtypes and each kind of scale. See copy_plan.
 
 Called by device.py.
 """
@@ -138,8 +138,8 @@ def source(job: CopyJob) -> str:
     the factor (float64), the divisor (int64), and the address of a number in pinned memory, or 0: if the number is not
     0, the targets become NaN. A launch needs `block_count` blocks.
 
-    `guard`, which is the same for all jobs, turns memory into NaN in that case. Its arguments are the address, the
-    bytes (uint64) and the address of the number. A launch has one block.
+    `guard`, which is the same for all jobs, turns memory into NaN if the number is not 0. Its arguments are the address
+    and the bytes of the memory (uint64), and the address of the number. A launch has one block.
     """
     into, out_of = TYPES[job.target], TYPES[job.source]
     if job.factor == 1.0 and job.divisor == 1:

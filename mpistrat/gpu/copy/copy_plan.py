@@ -1,7 +1,7 @@
 """The plan of launches of the batched copy kernel, as plain data: pieces, scale, and the blocks of each piece. Pure.
 
 A launch packs tensors of a bucket into a fusion buffer, or unpacks them, and converts and scales the elements. The
-kernel (copy.kernel) reads the table of pieces; tests execute the same table with numpy.
+kernel (copy_kernel) reads the table of pieces; tests execute the same table with numpy.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from ...core.arithmetic import IDENTITY, Scale
 from ...core.memory import rounded_up
 from ...core.tuning import COPY_BLOCK_ELEMENTS
 
-# The row of one piece: addresses, elements, and the first of its blocks, which end before those of the next row.
+# The row of one piece: addresses, number of elements, and first block. Its blocks end before those of the next row.
 PIECE = np.dtype([("source", np.uint64), ("target", np.uint64), ("count", np.uint64), ("first_block", np.uint64)])
-# A GPU thread can load and store 16 bytes at a time, if both addresses are multiples of that.
+# A GPU thread can load and store 16 bytes at a time, if both addresses are multiples of 16.
 ALIGNMENT = 16
-# The rows of a table. It is a parameter of the launch, and all parameters together may have 4 KB. So a launch needs no
-# GPU memory, and a rank without any does not fail when the others wait for it in the collective.
+# The rows of a table. The table is a parameter of the launch, and all parameters together may have 4 KB. So a launch
+# needs no GPU memory, and a rank that is out of memory does not fail when other ranks wait for it in the collective.
 PIECES_PER_LAUNCH = 120
 
 
@@ -31,7 +31,7 @@ class CopyJob:
     factor is 1, and scaled in float64 otherwise.
     """
 
-    # source, target: Names of dtypes in copy.kernel.TYPES.
+    # source, target: Names of dtypes in copy_kernel.TYPES.
     source: str
     target: str
     factor: float = 1.0
@@ -72,8 +72,8 @@ def block_count(table: np.ndarray) -> int:
 class FusedCopies:
     """The launches that copy arrays of the same sizes to a fusion buffer, and back, again and again.
 
-    What both methods return is each launch's table with its blocks. They change with the next call: a launch takes them
-    by value.
+    Both methods return the table and the number of blocks of each launch. The tables change with the next call: a
+    launch takes its table by value.
 
     Args:
         counts: Elements of each array.

@@ -15,11 +15,11 @@ _NVRTC = {12: ("nvidia-cuda-nvrtc-cu12", "gpu"), 13: ("nvidia-cuda-nvrtc", "gpu1
 def load_nvrtc(cuda: int) -> None:
     """Make libnvrtc of this CUDA version (12 or 13) known to the process, under the name by which cupy opens it.
 
-    cupy 13 looks for it only where the dynamic linker does, which does not know the wheels; cupy 14 finds them. Does
-    nothing if the linker finds it. May be called again.
+    cupy 13 looks for libnvrtc only where the dynamic linker does, which does not search wheels; cupy 14 finds wheels.
+    Does nothing if the linker finds libnvrtc. May be called again.
 
     Raises:
-        OSError: It is nowhere; says how to install it.
+        OSError: libnvrtc is not installed. The message says how to install it.
     """
     name = f"libnvrtc.so.{cuda}"
     try:

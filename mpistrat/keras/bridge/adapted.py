@@ -1,7 +1,7 @@
 """The state of layers that learn from data by adapt(): vocabularies, boundaries, means and variances.
 
-Ranks that adapt on their own rows have other vocabularies, so a word has another number on each rank. Called by what
-mpistrat adds to fit; local. The decision is a function of the states of all ranks.
+Ranks that adapt on their own rows have different vocabularies, so a word has a different number on each rank. The
+callbacks that mpistrat adds to fit call this module. Local. The decision is a function of the states of all ranks.
 """
 
 import functools
@@ -20,32 +20,32 @@ from .private_names import all_layers
 from .rates import are_equal
 
 _LOOKUPS = ("StringLookup", "IntegerLookup")
-# Classes of layers, and attributes with what they have learned. The broadcast callback makes the second equal.
+# Classes of layers, and the attributes that they learn. The broadcast callback makes those in _VARIABLE equal.
 _FIXED = ((("Discretization",), "bin_boundaries"), (_LOOKUPS, "idf_weights"))
 _VARIABLE = ((("Normalization",), "mean"), (("Normalization",), "variance"))
-_DEPTH = 4  # of functions that call functions
+_DEPTH = 4  # The depth of nested functions to search
 
 
 @dataclass(frozen=True)
 class Adapted:
     """The state that a layer has learned."""
 
-    label: str  # What users call the layer
-    table: bytes = b""  # A digest of its lookup tables; b"" without any
-    fixed: tuple[float, ...] = ()  # Two numbers that depend on all boundaries and weights of words; () without any
-    variable: tuple[float, ...] = ()  # The same for means and variances
-    is_new: bool = False  # The layer has learned nothing yet
-    is_broadcast: bool = False  # A BroadcastGlobalVariablesCallback makes its means and variances equal
+    label: str  # The name of the layer for users
+    table: bytes = b""  # A digest of the lookup tables; b"" if there are none
+    fixed: tuple[float, ...] = ()  # Two numbers computed from all boundaries and word weights; () if there are none
+    variable: tuple[float, ...] = ()  # Two numbers computed from all means and variances; () if there are none
+    is_new: bool = False  # Whether the layer has learned nothing yet
+    is_broadcast: bool = False  # Whether a BroadcastGlobalVariablesCallback makes means and variances equal
 
     def differs_from(self, other: "Adapted") -> str:
-        """The kind of state that differs by more than rounding; "" if none does."""
+        """Return the kind of state that differs by more than rounding; "" if no kind differs."""
         return "vocabulary" if self.table != other.table \
             else "boundaries or weights" if not _are_close(self.fixed, other.fixed) \
             else _STATISTICS if not _are_close(self.variable, other.variable) else ""
 
 
 _STATISTICS = "mean and variance"
-# How to copy what a layer of rank 0 has learned.
+# The code that copies the learned state of a layer from rank 0.
 _COPY = {
     "vocabulary": "layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary(), 0))",
     "boundaries or weights": "layer.bin_boundaries = hvd.broadcast_object(layer.bin_boundaries, 0), or set_vocabulary "
@@ -55,9 +55,9 @@ _COPY = {
 
 
 def problem_of_adapted(of_ranks: Sequence[Sequence[Adapted]]) -> tuple[str, bool]:
-    """Which layer has learned different things on the ranks, with the way out; and whether training may go on.
+    """Return a message on the first layer that has learned different states, and whether training may go on.
 
-    ("", True) if all are equal, or the ranks have different numbers of such layers.
+    Return ("", True) if all layers are equal, or the ranks have different numbers of such layers.
     """
     warning = ""
     if len(set(map(len, of_ranks))) > 1:
@@ -70,18 +70,18 @@ def problem_of_adapted(of_ranks: Sequence[Sequence[Adapted]]) -> tuple[str, bool
         groups = list(dict.fromkeys((s.table, s.fixed, s.variable) for s in states))
         numbers = [f"{groups.index((s.table, s.fixed, s.variable)) + 1}" for s in states]
         text = (f"the layer {states[0].label} has another {kind} on each of these ranks: "
-                f"{describe_by_rank(numbers, '{ranks}')}. Call its adapt on all rows, before hvd.shard; or on rank 0 "
-                f"only, and then on all ranks: {_COPY[kind]}.")
+                f"{describe_by_rank(numbers, '{ranks}')}. Call layer.adapt with all rows, before hvd.shard. Or call it "
+                f"on rank 0 only, and then on all ranks {_COPY[kind]}.")
         if kind != _STATISTICS or not states[0].is_broadcast:
             return text, False
-        warning = warning or f"{text} BroadcastGlobalVariablesCallback takes that of its root, of the root's rows only."
+        warning = warning or f"{text} BroadcastGlobalVariablesCallback broadcasts only what its root has learned."
     return warning, True
 
 
 def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tuple[Adapted, ...]:
-    """The states of layers, in this order, and of those in them. `is_broadcast`: a callback makes the variables equal.
+    """Return the states of layers and their inner layers, in order.
 
-    A TextVectorization stands for the StringLookup in it.
+    `is_broadcast` tells whether a callback makes the variables equal. A TextVectorization includes its StringLookup.
     """
     found: list[Adapted] = []
     inside: set[int] = set()
@@ -101,7 +101,7 @@ def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tupl
 
 
 def layers_of_inputs(inputs: object) -> list[keras.layers.Layer]:
-    """The layers that the functions of tf.data pipelines refer to, and those in them. `inputs` are x and y of fit."""
+    """Return the layers that functions of tf.data pipelines use, and inner layers. `inputs` are x and y of fit."""
     found: dict[int, keras.layers.Layer] = {}
     for value in tf.nest.flatten(inputs):
         for function in _functions_of(value):
@@ -112,7 +112,7 @@ def layers_of_inputs(inputs: object) -> list[keras.layers.Layer]:
 
 
 def _functions_of(dataset: object) -> Iterator[object]:
-    """The functions that a tf.data pipeline calls; for other objects, none."""
+    """Yield the functions that a tf.data pipeline calls. Yield nothing for other objects."""
     if isinstance(dataset, tf.data.Dataset):
         for wrapper in dataset._functions():
             yield getattr(wrapper, "_func", None)
@@ -129,7 +129,7 @@ def _layers_in(value: object, depth: int) -> Iterator[keras.layers.Layer]:
 
 
 def _referenced(value: object) -> Iterable[object]:
-    """What a function, a method or a container refers to."""
+    """Return the objects to which a function, a method or a container refers."""
     if isinstance(value, types.FunctionType):
         # A cell without a value equals a new one.
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
@@ -149,7 +149,7 @@ def _arrays(parts: Iterable[keras.layers.Layer], attributes: Iterable[tuple[tupl
 
 
 def _numbers(arrays: list[np.ndarray]) -> tuple[float, ...]:
-    """A projection of all values to a fixed direction, and their length."""
+    """Return the projection of all values onto a fixed direction, and the norm of the values."""
     if not arrays:
         return ()
     values = np.concatenate([array.reshape(-1) for array in arrays])
@@ -158,13 +158,13 @@ def _numbers(arrays: list[np.ndarray]) -> tuple[float, ...]:
 
 
 def _are_close(numbers: tuple[float, ...], others: tuple[float, ...]) -> bool:
-    """Whether two results of _numbers are equal. The length is the scale of the projection."""
+    """Return whether two results of _numbers are equal. The norm is the scale of the projection."""
     return len(numbers) == len(others) and (not numbers or (
         are_equal(numbers[1], others[1]) and are_equal(numbers[0] + numbers[1], others[0] + numbers[1])))
 
 
 def _digest_of_table(table: tf.lookup.StaticHashTable) -> bytes:
-    """Eight bytes that depend on the entries, in any order; zeros for a table that has none."""
+    """Return eight bytes that depend on the table's entries, in any order; zeros for an empty table."""
     if not int(table.size()):
         return bytes(8)
     pair = [each if each.dtype == tf.string else tf.strings.as_string(each) for each in table.export()]

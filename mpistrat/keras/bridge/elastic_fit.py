@@ -1,7 +1,7 @@
 """The callback Elastic: in an elastic job, fit goes on in its epoch and batch after the loss of ranks or hosts.
 
-A script of the next generation calls fit as the one before did. Elastic, which fit has among its callbacks, finds the
-newest commit, so that fit begins in that epoch. The batches of this epoch that are done are read, but not trained.
+In each generation the script calls fit alike. The callback Elastic finds the newest commit, so that fit begins
+in the epoch of the commit. The finished batches of this epoch are read, but not trained.
 """
 
 import contextlib
@@ -20,26 +20,26 @@ from .training import in_fit, is_under_strategy
 
 logger = logging.getLogger(__name__)
 
-_fits = 0  # How often this process has called fit with Elastic, in the job.
+_fits = 0  # The number of calls of fit with Elastic in this process, in an elastic job
 
 
 class Elastic(Callback):
     """Commits weights, optimizer, epoch and batch, so that fit survives the loss of ranks and hosts. Collective.
 
-    For jobs of `mpistrat run --elastic`; in other jobs it does nothing. Pass it to fit on all ranks, as the last
-    callback. The model must have its weights, by an Input layer or by `build`. After a loss fit goes on with the next
-    batch of the epoch, in the order of the dataset; a dataset that is shuffled anew in each epoch has a new order. The
-    logs of this epoch are those of the batches after the commit.
+    For jobs of `mpistrat run --elastic`; in other jobs the callback does nothing. Pass it to fit on all ranks, as the
+    last callback. The model must have its weights, by an Input layer or by `build`. After a loss of ranks fit goes on
+    with the next batch of the epoch, in the order of the dataset; a dataset that is shuffled anew in each epoch has a
+    new order. The logs of this epoch cover the batches after the commit.
 
-    With a distributed optimizer each rank trains the rows that its script has chosen. New processes choose anew. If an
-    epoch has another number of batches then, fit goes on at the same share of it, rounded down, so the rows of up to
-    one batch are trained twice (up to k with steps_per_execution=k). If Keras cannot tell the number, as with a
-    generator, an epoch is taken to have fewer batches the more ranks there are. Ranks that go on in the same processes
-    keep theirs, and the rows of a lost rank are left out. With `MPIStrategy`, or with `hvd.elastic.ElasticSampler` in a
-    loop of your own, the ranks that are left train them.
+    With a distributed optimizer each rank trains the rows that its script has chosen. New processes choose rows anew.
+    If an epoch then has another number of batches, fit goes on at the same fraction of the epoch, rounded down, so the
+    rows of up to one batch are trained twice (up to k batches with steps_per_execution=k). If Keras does not know the
+    number, as with a generator, the number of batches is taken to be inversely proportional to the number of ranks.
+    Processes that survive keep their rows, and the rows of a lost rank are left out. With `MPIStrategy`, or with
+    `hvd.elastic.ElasticSampler` in a loop of your own, the remaining ranks train the rows of a lost rank.
 
     Args:
-        commit_every: Batches between two commits, rounded up to whole executions. Each epoch also ends with a commit.
+        commit_every: The number of batches per commit, rounded up to whole executions. Each epoch ends with a commit.
 
     Raises:
         ValueError: `commit_every` is below 1.
@@ -72,8 +72,8 @@ class Elastic(Callback):
             return
         self.state.batch = done
         self._remaining -= each
-        # After the last batch the commit at the end of the epoch serves: one before it would leave an epoch that begins
-        # anew without a batch, and so without a loss for callbacks. The last execution may have fewer batches.
+        # No commit after the last batch, since the epoch ends with one. After a restart from such a commit the epoch
+        # would have no batch, and so no loss for callbacks. The last execution may have fewer batches.
         if self._remaining <= 0 and (self.params["steps"] is None or done < self.params["steps"]):
             self._remaining = self.commit_every
             self.state.commit()
@@ -91,10 +91,10 @@ class Elastic(Callback):
             self.state.commit()
 
     def _skip(self, batches: int) -> None:
-        """Let the next `batches` batches be read only, which have no logs.
+        """Read the next `batches` batches without training. Such batches have no logs.
 
-        An execution of several batches (steps_per_execution) is read or trained as a whole: rounded down, so that no
-        batch is left out. Those before the place in it are trained twice.
+        An execution of several batches (steps_per_execution) is read or trained as a whole. `batches` is rounded down,
+        so that no batch is left out; the finished batches of a trained execution are trained twice.
         """
         self._train_function, each = self.model.train_function, self.model.steps_per_execution
         left = batches // each * each
@@ -111,11 +111,11 @@ class Elastic(Callback):
 
         self.model.train_function = read_first
         self._tell(is_reading=True)
-        # If no batch is left, Keras still asks for the metrics, which the first trained batch of a process makes.
+        # If no batch is left, Keras still asks for the metrics, which exist only after a batch was trained.
         self.model.get_metrics_result = dict
 
     def train_again(self) -> None:
-        """End the reading of batches: train the next batches."""
+        """Stop reading only, and train the next batches."""
         if self._train_function is not None:
             self.model.train_function, self._train_function = self._train_function, None
             del self.model.get_metrics_result
@@ -127,15 +127,15 @@ class Elastic(Callback):
 
 
 class FitState(TensorFlowKerasState):
-    """Where a fit is.
+    """The progress of a call of fit.
 
     Attributes:
-        fit: Which call of fit of the script it is.
-        epoch, batch: The epoch, and how many of its batches are done.
-        size: Among how many ranks the rows were divided then.
-        steps: How many batches an epoch had then, on the rank with the most; None: Keras could not tell.
-        past: The epochs that are done, and their logs.
-        done_in: A later fit of which the newest commit is; 0 if there is none.
+        fit: The number of the call of fit in the script.
+        epoch, batch: The epoch, and the number of its finished batches.
+        size: The number of ranks among which the rows were divided.
+        steps: The number of batches per epoch, on the rank with the most; None if Keras did not know it.
+        past: The finished epochs, and their logs.
+        done_in: The number of a later fit, if the newest commit belongs to it; else 0.
     """
 
     batch: int
@@ -143,13 +143,13 @@ class FitState(TensorFlowKerasState):
     steps: int | None
 
     def __init__(self, model: keras.Model, fit: int, epoch: int, averaging: Averaging | None = None):
-        # This process, which outlives the loss of other ranks, keeps the rows that are its own now.
+        # If this process survives a loss of ranks, it keeps its current rows.
         self._own_size = _size()
         super().__init__(model, averaging=averaging, fit=fit, epoch=epoch, batch=0, size=self._own_size, past=[],
                          done_in=0, steps=None)
 
     def find_place(self, steps: int | None, is_under_strategy: bool) -> None:
-        """Let `batch` be the same share of an epoch that has `steps` batches on this rank. Collective."""
+        """Scale `batch` to an epoch that has `steps` batches on this rank. Collective."""
         each: list[int | None] = array_ops.allgather_object(steps, name="elastic.steps")
         known = [count for count in each if count is not None]
         steps = max(known) if len(known) == len(each) else None
@@ -168,7 +168,7 @@ class FitState(TensorFlowKerasState):
 
 def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, initial_epoch: int,
             averaging: Averaging | None = None) -> Any:
-    """Call `fit` with the epoch in which it begins, again and again until it ends. Collective. In an elastic job only.
+    """Call `fit` with its first epoch, again after each loss of ranks, until it ends. Collective. In elastic jobs only.
     """
     global _fits
     _fits += 1
@@ -192,7 +192,7 @@ def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, in
 
 
 def _with_past(past: list[tuple[int, dict[str, float]]], history: keras.callbacks.History) -> keras.callbacks.History:
-    """A History also of the epochs that earlier generations have done."""
+    """Add the epochs of earlier generations to a History, and return it."""
     for epoch, logs in reversed([each for each in past if each[0] not in history.epoch]):
         history.epoch.insert(0, epoch)
         for name, value in logs.items():

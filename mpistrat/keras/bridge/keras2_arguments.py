@@ -1,10 +1,10 @@
-"""The arguments of a call of Keras; those of Keras 2 are an error that says what to write, as old scripts have them."""
+"""The arguments of a call of Keras. Arguments of Keras 2, in old scripts, raise an error that says what to write."""
 
 import inspect
 
 from .patches import Function
 
-_DATASET = "Leave it out. A keras.utils.PyDataset takes it, as an argument of super().__init__()."
+_DATASET = "Leave it out. A keras.utils.PyDataset passes it to super().__init__()."
 _KERAS_2 = {
     "experimental_run_tf_function": "Leave it out: Keras 3 always calls the distributed optimizer.",
     "sample_weight_mode": "Leave it out, and give fit a sample_weight with a weight for each step in time.",
@@ -14,10 +14,10 @@ _KERAS_2 = {
 
 
 def bound(original: Function, *args: object, **kwargs: object) -> inspect.BoundArguments:
-    """The arguments of a call of `original`, by their names. Local.
+    """Return the arguments of a call of `original`, bound to their names. Local.
 
     Raises:
-        TypeError: They do not fit, as of the call itself.
+        TypeError: The arguments do not match the signature, as for the call itself.
     """
     try:
         return inspect.signature(original).bind(*args, **kwargs)

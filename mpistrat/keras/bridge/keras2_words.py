@@ -1,7 +1,7 @@
-"""Three words of Keras 2 that scripts for Horovod say, for Keras 3, by `mpistrat run --as-horovod=keras2` only.
+"""Three spellings of Keras 2 in Horovod scripts, made valid in Keras 3 by `mpistrat run --as-horovod=keras2` only.
 
-`compile(experimental_run_tf_function=...)`, which has no meaning any more, `optimizer.variables()`, which is an
-attribute now, and the argument `lr` of optimizers, which is learning_rate. They are for the whole process.
+`compile(experimental_run_tf_function=...)` is ignored, `optimizer.variables()` is an attribute in Keras 3, and the
+argument `lr` of optimizers is learning_rate in Keras 3. The change is for the whole process.
 """
 
 import functools
@@ -24,7 +24,7 @@ class _Variables(list):
 
 @functools.cache
 def install() -> None:
-    """Let Keras take the words. Local; a second call does nothing."""
+    """Make Keras accept the three spellings. Local; a second call does nothing."""
     keras.Model.compile = _compile(keras.Model.compile)
     base = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "variables" in vars(cls))
     variables: Function = vars(base)["variables"].fget
@@ -40,7 +40,7 @@ def _compile(original: Function) -> Function:
         kwargs.pop(_WORD, None)
         return original(*args, **kwargs)
 
-    known = inspect.signature(original)  # Who binds the arguments of a call by it must find the word there.
+    known = inspect.signature(original)  # Code that binds arguments by the signature must find the word.
     word = inspect.Parameter(_WORD, inspect.Parameter.KEYWORD_ONLY, default=None)
     compile_model.__signature__ = known.replace(parameters=[*known.parameters.values(), word])  # type: ignore[attr-defined]
     return compile_model

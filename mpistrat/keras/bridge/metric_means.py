@@ -17,20 +17,19 @@ logger = logging.getLogger(__name__)
 
 
 class MetricMeans:
-    """Averages the metrics that all ranks of a process set have, and warns once if a rank lacks one, or has validated
-    on more batches than another.
+    """Averages the metrics that all ranks of a process set have. Logs one warning if a rank lacks a metric, or if the
+    ranks have validated on different numbers of batches.
     """
 
     def __init__(self, process_set: ProcessSet):
         self._process_set, self._has_warned = process_set, False
 
     def replace(self, name: str, logs: dict[str, Any], rows: tuple[int, int] | None = None, batches: int = 0) -> None:
-        """Replace the metrics in `logs` by their means. Collective. Metrics that some ranks lack stay as they are.
+        """Replace the metrics in `logs` by their means. Collective. Metrics that some ranks lack are not changed.
 
-        Metrics are numbers and arrays of numbers, such as one for each class. Of another shape it is another metric.
-
-        `rows` are this rank's rows of training and of validation, to weight by; None on all ranks: no weights.
-        `batches` are those of its validation, if they are known. Raises ValueError on every rank, as weighted_means.
+        Metrics are numbers and arrays of numbers, such as one for each class. Arrays of different shapes are different
+        metrics. `rows` are the weights: this rank's rows of training and of validation; None on all ranks: no weights.
+        `batches` is its number of validation batches, if known. Raises ValueError on every rank, as weighted_means.
         """
         own = {key: number for key, value in logs.items() if (number := _number(value)) is not None}
         found = array_ops.allgather_object((rows, batches, own), name, self._process_set)
@@ -45,19 +44,19 @@ class MetricMeans:
         problem = ""
         if missing:
             where = "; ".join(f"{key} on ranks {rank_list(ranks)}" for key, ranks in missing.items())
-            problem = (f"fit cannot average metrics that only some ranks have: {where}. Callbacks that read them may "
-                       "decide differently on each rank: give validation_data to all ranks.")
+            problem = (f"fit cannot average metrics that only some ranks have: {where}. Callbacks that read these "
+                       "metrics may decide differently on each rank. Give validation_data to all ranks.")
         elif rows is None and len({batches for _, batches, _ in found}) > 1:
             problem = (f"the ranks validate on different numbers of batches: "
-                       f"{describe_by_rank([batches for _, batches, _ in found])}. The means of their metrics count "
-                       "each rank alike. By rows: hvd.callbacks.MetricAverageCallback(weighted=True).")
+                       f"{describe_by_rank([batches for _, batches, _ in found])}. The means of the metrics give all "
+                       "ranks the same weight. To weight by rows: hvd.callbacks.MetricAverageCallback(weighted=True).")
         if problem and not self._has_warned and self._process_set.rank() == 0:
             logger.warning("mpistrat: %s", problem)
         self._has_warned |= bool(problem)
 
 
 class AverageMetrics(Callback):
-    """When an epoch ends, replaces metrics by their means if callbacks decide by them. Collective; fit adds it."""
+    """Replaces metrics by their means when an epoch ends, if callbacks decide by metrics. Collective; fit adds it."""
 
     def __init__(self, name: str, process_set: ProcessSet):
         super().__init__()
@@ -65,7 +64,7 @@ class AverageMetrics(Callback):
         self._is_needed = False
 
     def begin(self, readers: Sequence[Sequence[str]]) -> None:
-        """Training begins; `readers` are the classes of callbacks on each rank that decide by metrics. Local."""
+        """Begin training. `readers` has each rank's classes of callbacks that decide by metrics. Local."""
         found = {rank: of_rank for rank, of_rank in enumerate(readers) if of_rank}
         self._is_needed = bool(found)
         if found and self._process_set.rank() == 0:
@@ -78,7 +77,7 @@ class AverageMetrics(Callback):
 
 
 def _number(value: object) -> np.ndarray | None:
-    """A number, an array or a tensor of numbers, in float64; None for anything else."""
+    """Return a number, or an array or tensor of numbers, as a float64 array. Return None for anything else."""
     if not isinstance(value, int | float) and not hasattr(value, "dtype"):
         return None
     array = np.asarray(value)
@@ -86,34 +85,34 @@ def _number(value: object) -> np.ndarray | None:
 
 
 def weighted_means(names: Sequence[str], rows: np.ndarray, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The mean of each metric over the ranks, weighted by rows.
+    """Return the mean of each metric over the ranks, weighted by rows.
 
     Args:
-        names: Those of the metrics; `val_...` are weighted by the rows of the validation.
-        rows: For each rank its rows of training and of validation; UNKNOWN where there were batches but no rows.
-        values: For each metric an array with those of the ranks.
+        names: The names of the metrics; `val_...` are weighted by the rows of the validation.
+        rows: Each rank's rows of training and of validation; UNKNOWN if the rank had batches without rows.
+        values: For each metric an array of the ranks' values.
 
     Raises:
-        ValueError: Some rank does not know the rows that a metric needs, or no rank has any.
+        ValueError: The number of rows that a metric needs is unknown on a rank, or 0 on all ranks.
     """
     means = []
     for name, of_ranks in zip(names, values, strict=True):
         weights, step = (rows[:, 1], "test_step") if name.startswith("val_") else (rows[:, 0], "train_step")
         unknown = np.flatnonzero(weights == UNKNOWN).tolist()
         if unknown:
-            raise ValueError(f"{name} cannot be weighted by rows: ranks {unknown} have had batches that the model's "
-                             f"{step} did not get, or without a tensor that has rows, so their rows are not known. Use "
+            raise ValueError(f"{name} cannot be weighted by rows. On ranks {unknown} the number of rows is unknown, "
+                             f"because batches did not go through the model's {step}, or have no tensor with rows. Use "
                              "MetricAverageCallback(weighted=False).")
         if not weights.any():
-            raise ValueError(f"{name} cannot be weighted by rows: no rank has had any in {step}. Use "
+            raise ValueError(f"{name} cannot be weighted by rows, since no rank has had rows in {step}. Use "
                              "MetricAverageCallback(weighted=False).")
-        # A rank without rows may have nan for a metric.
+        # The metric of a rank without rows may be nan.
         means.append(np.average(of_ranks[weights > 0], axis=0, weights=weights[weights > 0]))
     return means
 
 
 def shared_names(metrics: Sequence[dict[str, np.ndarray]]) -> tuple[list[str], dict[str, list[int]]]:
-    """The names of the metrics that all ranks have, sorted, and the ranks of each other metric, with its shape."""
+    """Return the sorted names of metrics that all ranks have, and for each other metric (with shape) its ranks."""
     ranks: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for rank, of_rank in enumerate(metrics):
         for name, value in of_rank.items():

@@ -1,6 +1,6 @@
 """The parts of a Keras optimizer: the optimizers inside of a LossScaleOptimizer or a MultiOptimizer.
 
-Called by what mpistrat adds to optimizers, to fit and to compile; local.
+mpistrat's additions to optimizers, fit and compile call these functions. Local.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,9 +12,9 @@ from ...tensorflow.kerases import is_optimizer
 
 
 def parts_of(optimizer: Optimizer | None) -> Iterator[Optimizer]:
-    """`optimizer`, and then the optimizers inside of it; nothing for None.
+    """Yield `optimizer`, and then its inner optimizers. Yield nothing for None.
 
-    A MultiOptimizer that chooses optimizers by a function has no parts before it is built.
+    A MultiOptimizer that gets its optimizers from a function has no inner optimizers before it is built.
     """
     if optimizer is None:
         return
@@ -24,7 +24,7 @@ def parts_of(optimizer: Optimizer | None) -> Iterator[Optimizer]:
 
 
 def passes_on(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` passes gradients on to optimizers inside of it, also if it has none yet."""
+    """Return whether `optimizer` passes gradients on to inner optimizers, even if it has none yet."""
     return hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers")
 
 
@@ -34,14 +34,14 @@ def distributed_in(optimizer: Optimizer | None) -> list[Any]:
 
 
 def states_in(optimizers: Iterable[Optimizer | None]) -> list[Any]:
-    """The WholeState of each of the optimizers, and of those in them, whose state is divided among the ranks now."""
+    """Return the WholeStates of the optimizers and inner optimizers whose state is divided among the ranks now."""
     found = {id(part): getattr(vars(part).get("_mpistrat"), "whole", None)
              for optimizer in optimizers for part in parts_of(optimizer)}
     return [state for state in found.values() if state is not None]
 
 
 def optimizers_in(value: object) -> Iterator[Optimizer]:
-    """An optimizer, or those in lists, tuples and dicts, which may be nested, also in themselves."""
+    """Yield an optimizer, or the optimizers in lists, tuples and dicts, which may be nested or contain themselves."""
     seen, left = set(), [value]
     while left:
         each = left.pop()

@@ -1,8 +1,8 @@
-"""The registry of the functions of Keras that mpistrat replaces: by what, why, and the line of Keras that is the cause.
+"""The registry of the Keras functions that mpistrat replaces: the replacement, the reason, and the cause in Keras.
 
-The modules that have the replacements register them with `replaces`, those of mpistrat.strategy.keras with
-`replaces_for_strategy`. A replacement behaves as the original does unless a model has a DistributedOptimizer, or an
-MPIStrategy, but for the order in which `scatter` adds. Those for strategies were run with Keras 3.10 to 3.15.
+Modules register their replacements with `replaces`, and modules of mpistrat.strategy.keras with
+`replaces_for_strategy`. A replacement behaves like the original unless a model has a DistributedOptimizer or an
+MPIStrategy, except for the order in which `scatter` adds. Those for strategies were tested with Keras 3.10 to 3.15.
 """
 
 import functools
@@ -22,13 +22,13 @@ class Patch:
     owner: type | ModuleType  # Has the function
     name: str
     replacement: Function  # Called with the original, and then the arguments of the call
-    reason: str  # What would happen without it
+    reason: str  # What would happen without the replacement
     # A part of the function's source in the newest version of Keras that the reason is about, or a link. A test looks
-    # for it: once it is gone, the replacement may be needless.
+    # for this text: if the text is missing, the replacement may be needless.
     upstream: str
-    # It is applied when the first MPIStrategy is made; others also with the first DistributedOptimizer, LocalSGD or
-    # DiLoCo, and with the first slices of a DistributedGradientTape; and fit when mpistrat.keras is imported, since
-    # Python looks it up before it makes callbacks in its arguments.
+    # True: applied when the first MPIStrategy is made. False: also with the first DistributedOptimizer, LocalSGD or
+    # DiLoCo, and the first slices of a DistributedGradientTape. fit is replaced when mpistrat.keras is imported, since
+    # Python looks up model.fit before it evaluates the arguments, which may make callbacks.
     is_for_strategy: bool
 
 
@@ -39,7 +39,7 @@ _applied: list[tuple[Patch, Any]] = []
 
 def replaces(owner: type | ModuleType, name: str, reason: str, upstream: str,
              is_for_strategy: bool = False) -> Callable[[F], F]:
-    """A decorator that registers a function as the replacement of `owner.name`; for the arguments see Patch."""
+    """A decorator that registers a function as the replacement of `owner.name`. For the arguments see Patch."""
     def register(replacement: F) -> F:
         PATCHES.append(Patch(owner, name, replacement, reason, upstream, is_for_strategy))
         return replacement
@@ -50,9 +50,9 @@ replaces_for_strategy = functools.partial(replaces, is_for_strategy=True)
 
 
 def apply(for_strategy: bool = False, only: str = "") -> None:
-    """Replace the functions, or only those of one name, each once.
+    """Replace the registered functions, or only the functions with the name `only`, each once.
 
-    Those for strategies come last, so that they are called first.
+    Replacements for strategies are applied last, so they are called first.
     """
     applied = {id(patch) for patch, _ in _applied}
     for patch in sorted(PATCHES, key=lambda each: each.is_for_strategy):
@@ -75,7 +75,7 @@ def _bound(replacement: Function, original: Function) -> Function:
 
 
 def undo() -> None:
-    """Put the originals of the functions back that are replaced for strategies."""
+    """Restore the original functions that were replaced for strategies."""
     for patch, own in reversed(_applied):
         if patch.is_for_strategy and own is None:
             delattr(patch.owner, patch.name)

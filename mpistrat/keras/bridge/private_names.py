@@ -1,4 +1,4 @@
-"""Private names of Keras that several modules use; run with all versions that `import mpistrat.keras` accepts.
+"""Private names of Keras that several modules use. Tested with all versions that `import mpistrat.keras` accepts.
 
 (keras.optimizer checks the hooks that Keras calls while it applies gradients.)
 """
@@ -18,18 +18,18 @@ from ...tensorflow.kerases import is_keras2
 __all__ = ["BaseTrainer", "CalledByKeras2", "Callback", "Logs", "TensorFlowTrainer", "all_layers", "legacy_h5_format",
            "non_trainable_variables", "saving_lib", "serialise_as", "trained_by", "trainer", "weights_of"]
 
-# The classes that keras.Model inherits from: that of all backends, and TensorFlow's. Keras 3.16 has other names.
+# The base classes of keras.Model: the class of all backends, and TensorFlow's class. Keras 3.16 has other names.
 BaseTrainer = getattr(trainer.base_trainer, "BaseTrainer", None) or trainer.base_trainer.Trainer
 TensorFlowTrainer = getattr(trainer, "TensorFlowTrainer", None) or trainer.Trainer
 
-Logs = dict[str, Any] | None  # What a callback gets of a batch or an epoch.
+Logs = dict[str, Any] | None  # The logs of a batch or an epoch that a callback gets
 
 
 class CalledByKeras2:
-    """A mix-in before a class of callbacks of Keras 3: fit of Keras 2 calls them too, and reads these of them."""
+    """A mix-in before callback classes of Keras 3, with the attributes and methods that fit of Keras 2 reads."""
 
     _chief_worker_only = None
-    _supports_tf_logs = False  # So it gets numbers.
+    _supports_tf_logs = False  # So the callback gets numbers.
 
     def _implements_train_batch_hooks(self) -> bool:
         return self._implements("batch", "train_batch")
@@ -46,7 +46,7 @@ class CalledByKeras2:
 
 
 class Callback(CalledByKeras2, keras.callbacks.Callback):
-    """A callback that fit of either Keras calls. Those of mpistrat do not read the logs of a batch."""
+    """A callback for fit of Keras 3 and Keras 2. mpistrat's callbacks do not read the logs of a batch."""
 
     _supports_tf_logs = True
 
@@ -54,8 +54,8 @@ class Callback(CalledByKeras2, keras.callbacks.Callback):
 def serialise_as(subclass: type, original: type) -> None:
     """Make Keras save `subclass` under the public name of `original`.
 
-    Keras looks up the public name of a class in a registry. A subclass made at run time is not in it, so Keras would
-    save the private module path of its original, which only this version of Keras can load.
+    Keras looks up the public name of a class in a registry. A subclass made at run time is not registered, so Keras
+    would save the private module path of the original, which only this version of Keras can load.
     """
     for registry in (REGISTERED_OBJS_TO_NAMES, GLOBAL_CUSTOM_NAMES):  # Keras' own classes, and those of users
         if original in registry:
@@ -66,29 +66,29 @@ def serialise_as(subclass: type, original: type) -> None:
 
 
 def all_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """The layers of a model or layer and those in them."""
+    """Return all layers inside of a model or layer, at any depth."""
     return list(model._flatten_layers(include_self=False, recursive=True))
 
 
 def weights_of(model: keras.Model) -> list[keras.Variable]:
-    """The weights of a model that exist. To Keras 2 the sums of metrics in attributes are weights too, but not here."""
+    """Return the existing weights of a model. Unlike in Keras 2, the variables of metrics are not weights."""
     if not is_keras2(model):
         return list(model.weights)
-    # `weights` of Keras 2 is an error if a model in this one gets its weights from its first batch (tf_keras'
-    # Model._assert_weights_created). A tf.Module that is no layer has `variables` only.
+    # In Keras 2 `weights` raises an error if an inner model gets its weights from the first batch (tf_keras'
+    # Model._assert_weights_created). A tf.Module that is no layer has only `variables`.
     return list(IdentitySet(variable for module in model._flatten_modules() for variable in (
         (*module._trainable_weights, *module._non_trainable_weights) if "_trainable_weights" in vars(module)
         else module.variables)))
 
 
 def non_trainable_variables(model: keras.Model) -> list[keras.Variable]:
-    """The variables of a model and of all layers in it that are no weights, not even weights of a frozen layer."""
+    """Return the variables of a model and its layers that are never trained, without weights of frozen layers."""
     name = "_non_trainable_weights" if is_keras2(model) else "_non_trainable_variables"
     return [variable for layer in (model, *all_layers(model)) for variable in getattr(layer, name)]
 
 
 def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """The variables that an optimizer was built for."""
-    variables: list[keras.Variable] = getattr(optimizer, "_trainable_variables", [])  # Keras 2 has none of its own.
+    """Return the variables that an optimizer was built for."""
+    variables: list[keras.Variable] = getattr(optimizer, "_trainable_variables", [])  # Not an attribute of Keras 2.
     inner = getattr(optimizer, "inner_optimizer", None)
     return variables if variables or inner is None else trained_by(inner)  # A LossScaleOptimizer of Keras 3.0 has none.

@@ -1,6 +1,6 @@
 """The numbers of an optimizer that must be equal on all ranks: learning rate, weight decay, loss scale, momentum.
 
-Called by what mpistrat adds to fit; local.
+The callbacks that mpistrat adds to fit call these functions. Local.
 """
 
 import inspect
@@ -20,26 +20,26 @@ _RELATIVE = 1e-5
 
 
 def number(value: object) -> float:
-    """A number or a variable as a number. A variable of Keras 3.0 has no __float__."""
+    """Return a number or the value of a variable as a float. A variable of Keras 3.0 has no __float__."""
     return float(keras.ops.convert_to_numpy(value))
 
 
 def rates_of(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, float], ...]:
-    """A label and a value for each number by which the optimizers, in this order, multiply now.
+    """Return a label and the current value for each rate of the optimizers, in order.
 
-    Learning rates that are functions of the user are left out, since a call may have effects.
+    Learning rates that are user-defined functions are left out, since a call may have side effects.
     """
     return tuple((f"{name} of {type(optimizer).__name__}", value)
                  for optimizer in optimizers for name, value in _rates_of_one(optimizer).items())
 
 
 def are_equal(a: float, b: float) -> bool:
-    """Whether two ranks may have computed the same number. NaN equals NaN."""
+    """Return whether two ranks' numbers are equal up to rounding. NaN equals NaN."""
     return math.isclose(a, b, rel_tol=_RELATIVE) or (math.isnan(a) and math.isnan(b))
 
 
 def different_rate(of_ranks: Sequence[Sequence[tuple[str, float]]]) -> str:
-    """The sentences on the first number that the ranks have different values of; "" if there is none."""
+    """Return a message on the first rate that differs between the ranks; "" if none differs."""
     for values in zip(*of_ranks, strict=False):
         label, numbers = values[0][0], [value for _, value in values]
         if not all(are_equal(value, numbers[0]) for value in numbers):
@@ -49,10 +49,10 @@ def different_rate(of_ranks: Sequence[Sequence[tuple[str, float]]]) -> str:
 
 
 def require_equal_rates(of_ranks: Sequence[Sequence[tuple[str, float]]], place: str) -> None:
-    """Raise MismatchError if the ranks have different rates. `place` is for its text: "fit: at the end of epoch 3"."""
+    """Raise MismatchError if the ranks have different rates. `place` begins the text: "fit: at the end of epoch 3"."""
     different = different_rate(of_ranks)
     if different:
-        raise MismatchError(f"{place} {different} Set it to the same value on all ranks, and give all ranks the same "
+        raise MismatchError(f"{place} {different} Set the same value on all ranks, and give all ranks the same "
                             "callbacks.")
 
 

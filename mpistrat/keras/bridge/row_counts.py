@@ -1,9 +1,9 @@
-"""Rows that a model has trained on and evaluated, counted inside of its compiled steps.
+"""The numbers of rows that a model has trained on and evaluated, counted inside of its compiled steps.
 
-Keras says how many batches a step of fit has seen, but not how many rows, and the last batch of an epoch may be short.
-`train_step` and `test_step` are public methods that get each batch, those of the user's own classes too, so the count
-is exact for arrays, datasets and generators, and does not run ahead of training as a dataset with prefetching would.
-Called by the callbacks, in the thread of fit.
+Keras counts the batches of fit, but not the rows, and the last batch of an epoch may be short. `train_step` and
+`test_step` are public methods that get each batch, also in user-defined classes. So the count is exact for arrays,
+datasets and generators, and does not run ahead of training, as a count in a dataset with prefetching would.
+The callbacks call this module, in the thread of fit.
 """
 
 import itertools
@@ -19,9 +19,9 @@ _numbers = itertools.count()
 
 
 class LocalScalar:
-    """A number of this rank that steps read or add to: a variable on the host, and one where compiled steps run.
+    """A local number that steps read or add to: one variable on the host, and one on the device of compiled steps.
 
-    XLA refuses variables of another device. A tf.Variable that is made in a strategy's scope would be the strategy's.
+    XLA refuses variables of another device. A tf.Variable made in a strategy's scope would belong to the strategy.
     """
 
     def __init__(self, dtype: tf.DType, value: int):
@@ -35,15 +35,15 @@ class LocalScalar:
             self._assign_to(handle)
 
     def add(self, value: tf.Tensor) -> None:
-        """Add to the number, where the step runs that is being traced."""
+        """Add to the number, on the device of the step that is being traced."""
         tf.raw_ops.AssignAddVariableOp(resource=self._handle(), value=value)
 
     def read(self) -> tf.Tensor:
-        """The assigned number, where the step runs that is being traced."""
+        """Return the assigned number, on the device of the step that is being traced."""
         return self._read_from(self._handle())
 
     def sum(self) -> int:
-        """What was added since the number is 0, on all devices. Eager."""
+        """Return the sum of the additions on all devices, if the assigned number is 0. Eager."""
         return sum(int(self._read_from(handle)) for handle in self._handles.values())
 
     def _handle(self) -> tf.Tensor:
@@ -64,19 +64,19 @@ class LocalScalar:
 
 
 class RowCount:
-    """The rows that one step of a model has got on this rank since it is counted. It only grows; callers subtract."""
+    """The number of rows that a step function of a model has got on this rank. It only grows; callers subtract."""
 
     def __init__(self) -> None:
         self._count = LocalScalar(tf.int64, 0)
 
     @property
     def rows(self) -> int:
-        """The number of rows. Batches in which none can be counted (`rows_of`) have none."""
+        """The number of rows. Batches whose rows cannot be counted (see `rows_of`) add 0."""
         return self._count.sum()
 
     @classmethod
     def of(cls, model: keras.Model, step: str) -> "RowCount":
-        """The count of a model's `train_step` or `test_step`. The first call makes Keras trace the step anew. Local.
+        """Return the count of a model's `train_step` or `test_step`. The first call makes Keras retrace it. Local.
 
         The wrapper stays on the model, so that the next fit need not trace again.
         """
@@ -100,7 +100,7 @@ class RowCount:
 
 
 def rows_of(data: object) -> tf.Tensor | None:
-    """The number of rows of a batch, int64: the first dimension of its first tensor that has one; None without any."""
+    """Return the rows of a batch, int64: the first dimension of the first tensor that is no scalar. None if none."""
     for leaf in tf.nest.flatten(data):
         if isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and leaf.shape.rank != 0:
             return tf.shape(leaf, tf.int64)[0] if isinstance(leaf, tf.Tensor) else \

@@ -1,12 +1,11 @@
 """State that layers update from each rank's own rows, such as the running statistics of BatchNormalization.
 
-When an epoch ends, and before the model is saved within an epoch, all ranks get the same: of floating-point numbers the
-mean, as for moving averages; of int32 and int64, which count, the largest. A variable that was made with
-aggregation="sum" gets what all ranks have added to it; under a strategy assign_add does so at once. The sums of
-gradients that wait for an update get their mean, which does not change the update: a file that one rank writes then has
-the gradients of all.
-
-Called by what mpistrat adds to fit, and under a strategy; averaging is collective.
+When an epoch ends, and before the model is saved within an epoch, all ranks get the same state. Variables of floats,
+such as moving averages, get the mean over the ranks. Variables of int32 and int64, which are counters, get the largest
+value. Variables made with aggregation="sum" get the sum of all ranks' additions; under a strategy assign_add does this
+at once. Accumulated gradients get their mean. This does not change the update, and a file that one rank writes has the
+gradients of all ranks.
+The callbacks that mpistrat adds to fit, and strategies, call this module. Averaging is collective.
 """
 
 from collections.abc import Sequence
@@ -28,12 +27,12 @@ from .training import Training
 
 
 def running_statistics(model: keras.Model) -> list[keras.Variable]:
-    """The running statistics of all layers, those of a frozen layer included."""
+    """Return the running statistics of all layers, including frozen layers."""
     return [v for v in _state(model) if tf.as_dtype(v.dtype).is_floating and not _is_aggregated(v)]
 
 
 def counters(model: keras.Model) -> list[keras.Variable]:
-    """The state of all layers that counts. The random state of a layer, which is each rank's own, is uint32."""
+    """Return the integer counters of all layers. (The random state of a layer, which differs by rank, is uint32.)"""
     return [v for v in _state(model) if v.dtype in ("int32", "int64") and not _is_aggregated(v)]
 
 
@@ -46,9 +45,9 @@ def _is_aggregated(variable: keras.Variable) -> bool:
 
 
 def average_statistics(training: Training) -> None:
-    """Set running statistics and sums of gradients on all ranks to their mean, counters to the largest. Collective.
+    """Set running statistics and accumulated gradients to the ranks' mean, and counters to the maximum. Collective.
 
-    Variables that are local to each rank stay as they are.
+    Variables that are local to each rank are not changed.
     """
     model = training.model
     for op, variables in ((Average, [*running_statistics(model), *training.accumulators]),
@@ -60,7 +59,7 @@ def average_statistics(training: Training) -> None:
 
 def _reduced(training: Training, op: ReduceOp, variables: list[keras.Variable],
              before: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
-    """The values of variables, less those before, reduced over the ranks. Collective."""
+    """Return the values of variables, minus the values `before` if given, reduced over the ranks. Collective."""
     tensors = [training.value_of(v) for v in variables]
     tensors = [t - b for t, b in zip(tensors, before, strict=True)] if before else tensors
     name = f"{training.name}/statistics"
@@ -70,14 +69,14 @@ def _reduced(training: Training, op: ReduceOp, variables: list[keras.Variable],
 
 @dataclass(frozen=True)
 class SaveSchedule:
-    """The state of a ModelCheckpoint's count, which goes on from epoch to epoch, and from fit to fit."""
+    """The state of a ModelCheckpoint's batch count, which continues across epochs and calls of fit."""
 
     save_freq: int  # Batches between two saves
     seen: int = 0  # Batches since the last save
     last: int | None = None  # The number of the last batch in its epoch; None before the first
 
     def after(self, batch: int) -> "SaveSchedule":
-        """The state after this batch. A step of several batches has the number of its last batch, as in Keras."""
+        """Return the state after `batch`. For a step of several batches it is the last batch's number, as in Keras."""
         seen = self.seen + (batch + 1 if self.last is None or batch <= self.last else batch - self.last)
         return replace(self, seen=0 if seen >= self.save_freq else seen, last=batch)
 
@@ -91,30 +90,30 @@ _schedules: WeakKeyDictionary[Callback, SaveSchedule] = WeakKeyDictionary()
 
 
 def schedules_of(callbacks: Sequence[Callback]) -> tuple[SaveSchedule, ...]:
-    """The schedules of those callbacks that save the model within an epoch."""
+    """Return the schedules of the callbacks that save the model within an epoch."""
     return tuple(_schedules.setdefault(callback, SaveSchedule(callback.save_freq)) for callback in callbacks
                  if is_of_keras(callback, "ModelCheckpoint", "BackupAndRestore")
                  and callback.save_freq and callback.save_freq != "epoch")
 
 
 class AverageStatistics(Callback):
-    """Makes the state of layers, except local variables, equal when an epoch ends. Collective; fit adds it.
+    """Makes the state of layers, except local variables, equal on all ranks when an epoch ends. Collective.
 
-    So it does before a callback of any rank saves the model within an epoch, and it gathers the state of sharded
-    optimizers. It comes before callbacks that save the model. Validation in fit comes before it, with each rank's own
-    statistics.
+    It also does this before a callback of any rank saves the model within an epoch, and gathers the state of sharded
+    optimizers. fit adds it before the callbacks that save the model. Validation in fit comes before it, with each
+    rank's own statistics.
 
     Args:
-        training: That of the model.
+        training: The training of the model.
         callbacks: The callbacks of fit on this rank.
     """
 
     def __init__(self, training: Training, callbacks: Sequence[Callback]):
         super().__init__()
         self._training, self._callbacks = training, callbacks
-        # Those of the callbacks of all ranks that save within an epoch. FitChecks sets them.
+        # The schedules of all ranks' callbacks that save within an epoch. FitChecks sets them.
         self.schedules: list[SaveSchedule] = []
-        self._summed: dict[int, tf.Tensor] = {}  # the value that all ranks had last, by the variable's id
+        self._summed: dict[int, tf.Tensor] = {}  # the last value that all ranks had in common, by the variable's id
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         for state in self._training.divided_states:
@@ -135,7 +134,7 @@ class AverageStatistics(Callback):
         self._average()
 
     def _sums(self) -> list[keras.Variable]:
-        """The variables that get what all ranks have added to them. Under a strategy assign_add does it at once."""
+        """Return the variables that get the sum of all ranks' additions. None under a strategy: assign_add does it."""
         return [] if self._training.is_under_strategy else [
             variable for variable in _state(self.model) if aggregation_of(variable) == "sum"]
 
@@ -146,7 +145,7 @@ class AverageStatistics(Callback):
             return
         average_statistics(self._training)
         variables = self._training.shared(self._sums())
-        # A variable that the first step has made began at zero.
+        # A variable that the first step has made was 0 at first.
         before = [self._summed.get(id(v), tf.zeros(v.shape, v.dtype)) for v in variables]
         for variable, value, increment in zip(variables, before, _reduced(self._training, Sum, variables, before),
                                               strict=True):

@@ -1,6 +1,6 @@
-"""How fast the ranks train: the rows, or steps, of all ranks per second, for each epoch and for the whole of fit.
+"""The speed of training: the rows or steps of all ranks per second, for each epoch and for the whole of fit.
 
-Only training counts, not validation or the first step, in which TensorFlow traces. Run in the thread of fit.
+Only training counts, not validation or the first step, in which TensorFlow traces. Runs in the thread of fit.
 """
 
 import math
@@ -23,10 +23,10 @@ from .training import name_in_fit
 class Work:
     """The training of one rank."""
 
-    rows: int  # UNKNOWN if there were steps and no row was counted
-    steps: int  # Those of Keras, each with one batch
+    rows: int  # UNKNOWN if steps have run but no row was counted
+    steps: int  # The number of Keras' steps, each with one batch
     seconds: float  # The time from the beginning of the first step, or of the epoch, to the end of the last step
-    waits: Waits = field(default=Waits(), compare=False)  # Those of the last part of it, where collectives are known
+    waits: Waits = field(default=Waits(), compare=False)  # In the last part of the time, where collectives are known
 
     def __add__(self, other: "Work") -> "Work":
         return Work(UNKNOWN if UNKNOWN in (self.rows, other.rows) else self.rows + other.rows,
@@ -35,14 +35,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast all ranks together have trained."""
+    """The speed of training of all ranks together."""
 
-    unit: str  # "rows"; or "steps" if some rank does not know its rows. A step is one of all ranks.
+    unit: str  # "rows", or "steps" if the rows of some rank are unknown. All ranks together make a step.
     per_second: float  # nan if nothing was measured
 
 
 def speed_of(works: Sequence[Work]) -> Speed:
-    """The speed of ranks that have done this work side by side."""
+    """Return the speed of ranks that have done `works` in parallel."""
     seconds = max(work.seconds for work in works)
     is_known = all(work.rows != UNKNOWN for work in works)
     done = sum(work.rows for work in works) if is_known else max(work.steps for work in works)
@@ -50,7 +50,7 @@ def speed_of(works: Sequence[Work]) -> Speed:
 
 
 def line_of(speed: Speed, works: Sequence[Work], names: Sequence[str]) -> str:
-    """What the chief prints at the end of fit. The works and names are those of the ranks, in their order."""
+    """Return the line that rank 0 prints at the end of fit. `works` and `names` are in rank order."""
     return (f"mpistrat: fit has trained {figure(speed.per_second)} {speed.unit} per second on {len(works)} ranks"
             f"{shares_of([work.waits for work in works], names)}.")
 
@@ -58,19 +58,19 @@ def line_of(speed: Speed, works: Sequence[Work], names: Sequence[str]) -> str:
 class Throughput(Callback):
     """Adds the rows per second of all ranks together to the logs of each epoch. Collective.
 
-    The key is `rows_per_second`, or `steps_per_second` if some rank's batches have no rows that can be counted; a step
-    is one of all ranks. All ranks get the same number. Put it before callbacks that read the logs (CSVLogger,
-    TensorBoard); Keras' own line of the epoch has it too. The time is that of the slowest rank, from the beginning of
-    the epoch to the end of its last step: with waiting for data, and without validation. The first step of fit does not
-    count, because TensorFlow traces it. The value is nan for an epoch without a second step.
+    The key is `rows_per_second`, or `steps_per_second` if the rows of some rank cannot be counted. All ranks together
+    make one step. All ranks get the same number. Put the callback before callbacks that read the logs (CSVLogger,
+    TensorBoard). Keras' own line of the epoch shows the number too. The time is that of the slowest rank, from the
+    beginning of the epoch to the end of the last step, including waits for data, but not validation. The first step of
+    fit does not count, because TensorFlow traces it. The value is nan for an epoch without a second step.
 
-    At the end of fit rank 0 prints the figure of all epochs, also without this callback, unless `verbose=0`.
+    At the end of fit rank 0 prints the speed of all epochs, also without this callback, unless `verbose=0`.
 
     Args:
         process_set: The ranks that take part. On other ranks the callback does nothing.
     """
 
-    async_safe = True  # Keras may call on_train_batch_end in another thread; it waits for it before on_epoch_end.
+    async_safe = True  # Keras may call on_train_batch_end in another thread, but waits for it before on_epoch_end.
 
     def __init__(self, process_set: ProcessSet = global_process_set):
         super().__init__()
@@ -84,7 +84,7 @@ class Throughput(Callback):
             return
         self._rows = rows = RowCount.of(self.model, "train_step")
         if (tracer := runtime.current().tracer) is not None:  # `mpistrat top` shows the rows, too.
-            tracer.is_line_due = False  # That of fit, unless it is silent, has more.
+            tracer.is_line_due = False  # The line of fit, unless fit is silent, has more.
             before = (tracer.rows() if tracer.rows is not None else 0) - rows.rows
             tracer.rows = lambda: before + rows.rows
 
@@ -94,7 +94,7 @@ class Throughput(Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         self._begun += 1
-        if self._begun == 2 and self._steps:  # What comes before the second step of fit does not count.
+        if self._begun == 2 and self._steps:  # The time before the second step of fit does not count.
             self._begin()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -122,10 +122,10 @@ class Throughput(Callback):
 
 
 class FitThroughput(Throughput):
-    """Prints the speed of the whole of fit on the first rank of a process set. Collective, as `name`; fit adds it.
+    """Prints the speed of the whole of fit on the first rank of a process set. Collective, with `name`; fit adds it.
 
     Args:
-        is_silent: Whether the first rank prints nothing; the same on all ranks, which exchange nothing then.
+        is_silent: A function, the same on all ranks. If it returns True, the ranks exchange and print nothing.
     """
 
     def __init__(self, name: str, process_set: ProcessSet, is_silent: Callable[[], bool]):

@@ -1,7 +1,7 @@
-"""Training: who trains a model in fit, by which names, and what the ranks have in common. Both doors have one, and
-callbacks may have one of their own (TrainsApart).
+"""Training: the ranks that train a model in fit, the names of their collectives, and the state that they share.
 
-Called by what mpistrat adds to fit, in the thread of fit; local.
+Distributed optimizers and strategies have a subclass each, and so may callbacks (TrainsApart). The callbacks that
+mpistrat adds to fit call this module, in the thread of fit. Local.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,23 +29,23 @@ from ...tensorflow.kerases import accumulated_passes, calls_of, is_keras2, slots
 from .nested_optimizers import distributed_in, optimizers_in, parts_of, states_in
 from .private_names import non_trainable_variables, trained_by, weights_of
 
-LOCAL_SGD = "local_sgd"  # Names the collectives of all ranks that train apart, by names.eager.
+LOCAL_SGD = "local_sgd"  # The name, by names.eager, of the collectives of ranks that each train alone
 
 
 class Training:
-    """The training of a model by several ranks, of which it has one while it fits. Each door has a subclass."""
+    """The training of a model by several ranks. A model has one while it fits."""
 
-    name: str  # Begins the names of collectives
+    name: str  # The prefix of the names of collectives
     process_set: ProcessSet  # The ranks that take part
     averages_statistics = True  # Whether fit averages the running statistics
-    # Whether a strategy has the ranks train: it shards the data, so all ranks have the same, and reduces metrics.
+    # Whether the ranks train under a strategy, which shards the data, so all have the same data, and reduces metrics.
     is_under_strategy = False
     joins = False  # Whether ranks with fewer steps join at the end of each epoch
     accumulates = False  # Whether gradients are accumulated
-    is_reading = False  # Whether batches are read only
+    is_reading = False  # Whether batches are read without training
     shards_state = False  # Whether the state of optimizers is divided among the ranks, once they are built
-    causes = CAUSES  # The usual causes of different weights, and the way out
-    settings = ""  # How the ranks average their weights, in words; "" if they have the same ones in every step
+    causes = CAUSES  # The usual causes of different weights, with advice
+    settings = ""  # How the ranks average their weights, in words; "" if the weights are the same in every step
 
     def __init__(self, model: keras.Model):
         self.model = model
@@ -68,7 +68,7 @@ class Training:
 
     @property
     def leaves_weights_uncompared(self) -> bool:
-        """Whether first reductions are to come that cannot compare the weights."""
+        """Whether some of the coming first reductions cannot compare the weights."""
         return False
 
     @property
@@ -87,17 +87,17 @@ class Training:
 
     @property
     def counters(self) -> list[keras.Variable]:
-        """Variables of the optimizers that count, each rank for itself."""
+        """The counters of the optimizers, which each rank counts alone."""
         return []
 
     @property
     def calls(self) -> int:
-        """The steps of this rank. Those that may join have it."""
+        """The number of steps of this rank. Only for trainings that may join."""
         raise NotImplementedError
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The state that a rank which has joined gets besides the weights. Likewise."""
+        """The state that joined ranks get in addition to the weights. Only for trainings that may join."""
         raise NotImplementedError
 
     @property
@@ -106,20 +106,20 @@ class Training:
         return True
 
     def synchronise(self) -> None:
-        """Give all ranks the same weights, if each trains its own. Collective."""
+        """Give all ranks the same weights, if each rank trains its own weights. Collective."""
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
-        """The variables among them that must be equal on all ranks."""
+        """Return those of `variables` that must be equal on all ranks."""
         raise NotImplementedError
 
     def compared(self) -> list[Variable]:
-        """The shared weights and state of the optimizers."""
+        """Return the shared weights and the shared state of the optimizers."""
         own = IdentitySet(non_trainable_variables(self.model))
         return [v for v in self.shared(list(IdentitySet([*weights_of(self.model), *compared_in(self.parts)])))
                 if v not in own]
 
     def consolidate(self, place: int = 0) -> None:
-        """Gather the state of sharded optimizers on a rank, where the model may be saved. Collective."""
+        """Gather the state of sharded optimizers on a rank, which may then save the model. Collective."""
         for state in self.divided_states:
             state.consolidate(to=self.process_set.group("fit").topology.job_ranks[place])
 
@@ -136,9 +136,9 @@ class DistributedTraining(Training):
     """Training with distributed optimizers of one process set.
 
     Args:
-        optimizers: At least one. The first, which is the same on all ranks, gives the name and the process set. Those
-            of other process sets are left out: fit neither checks them nor averages statistics for them.
-        wholes: The optimizers of the model that these are, or are in.
+        optimizers: At least one optimizer. The first, which is the same on all ranks, gives the name and the process
+            set. fit neither checks optimizers of other process sets, nor averages statistics for them.
+        wholes: The optimizers of the model that are, or contain, the `optimizers`.
     """
 
     def __init__(self, model: keras.Model, optimizers: Sequence[Optimizer], wholes: Sequence[Optimizer]):
@@ -161,7 +161,7 @@ class DistributedTraining(Training):
 
     @property
     def leaves_weights_uncompared(self) -> bool:
-        """Weight decay changes weights before the reduction reads them; a sharded step overwrites a difference."""
+        """Whether weight decay changes weights before the reduction reads them, or sharded steps hide a difference."""
         return any(reducer.checks_weights and reducer.checks is not None and (
             self.shards_state or (reducer.changes_early and not reducer.checks.is_done)) for reducer in self.reducers)
 
@@ -180,7 +180,7 @@ class DistributedTraining(Training):
 
     @property
     def calls(self) -> int:
-        """How often this rank has called `apply`. The public `iterations` is less, if gradients are accumulated."""
+        """The number of this rank's calls of `apply`. `iterations` is less if gradients are accumulated."""
         return sum(map(calls_of, self._optimizers))
 
     @property
@@ -192,9 +192,9 @@ class DistributedTraining(Training):
         return [variable for optimizer in self._optimizers for variable in accumulators_of(optimizer)]
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Those of the variables that are neither local to each rank nor trained in another process set.
+        """Return those of `variables` that are neither local to each rank nor trained in another process set.
 
-        An optimizer's state of a local variable is local.
+        The optimizer state of a local variable is local.
         """
         local = IdentitySet(slot for optimizer, reducer in zip(self._optimizers, self.reducers, strict=True)
                             for slot in _local_slots(optimizer, reducer))
@@ -217,12 +217,12 @@ class StrategyTraining(Training):
         self.name, self.process_set = eager("strategy"), global_process_set
         self.accumulates = any(map(accumulated_passes, self.parts))
         self.usual_rows = 1  # The rows of this rank's part of the first batch, once they are known
-        self.has_begun = False  # Whether the ranks have exchanged them
+        self.has_begun = False  # Whether the ranks have exchanged these numbers
         self._extended = model.distribute_strategy.extended
         self.shards_state = self._extended.slots.are_sharded
 
     def begin(self, usual_rows: int, reads_logs: bool) -> None:
-        """Take what the ranks have exchanged: the rows of a full batch on each rank, and whether a rank reads logs."""
+        """Store the values that the ranks have agreed on: the rows of a full batch, and whether a rank reads logs."""
         self.has_begun = True
         step_values_of(self.model).train_rows, step_values_of(self.model).reads_logs = max(1, usual_rows), reads_logs
 
@@ -237,27 +237,27 @@ class StrategyTraining(Training):
 
 
 class TrainsApart(keras.callbacks.Callback, Averaging):
-    """A callback of fit with which each rank trains weights of its own, and the ranks synchronise them now and then.
+    """A callback of fit with which each rank trains its own weights, which the ranks synchronise from time to time.
 
-    Its string has the arguments that all ranks must agree on.
+    str() of the callback has the arguments that all ranks must agree on.
     """
 
     def training(self, model: keras.Model) -> Training:
-        """Train this model from now on. Local. Raises InvalidRequestError: It cannot be trained so."""
+        """Train this model from now on. Local. Raises InvalidRequestError if the model cannot be trained so."""
         raise NotImplementedError
 
 
 def trains_apart(callbacks: Iterable[keras.callbacks.Callback]) -> TrainsApart | None:
-    """The one among the callbacks of fit; None: there is none. Raises InvalidRequestError if there are several."""
+    """Return the TrainsApart among the callbacks of fit, or None. Raises InvalidRequestError if there are several."""
     found = [callback for callback in callbacks if isinstance(callback, TrainsApart)]
     if len(found) > 1:
         raise InvalidRequestError(f"fit has {' and '.join(type(each).__name__ for each in found)} among its callbacks. "
-                                  "Each averages the weights in its own way: keep one of them.")
+                                  "Each averages the weights in another way. Keep one of them.")
     return found[0] if found else None
 
 
 def problem_of_settings(of_ranks: Sequence[str]) -> str:
-    """The sentence on ranks that average in different ways; "" if none. Each is the string of a TrainsApart."""
+    """Return a message if the ranks average in different ways, or "". `of_ranks` has str() of their TrainsApart."""
     if len(set(of_ranks)) == 1:
         return ""
     found = describe_by_rank([each or "none" for each in of_ranks])
@@ -267,9 +267,9 @@ def problem_of_settings(of_ranks: Sequence[str]) -> str:
 
 @dataclass
 class StepValues:
-    """What the steps of a model under a strategy depend on, equal on all ranks."""
+    """The values that the steps of a model under a strategy depend on. They are equal on all ranks."""
 
-    # The rows of a full batch on each rank.
+    # The number of rows of a full batch on each rank.
     train_rows: int = 1
     test_rows: int = 1
     reads_logs: bool = True  # Whether a callback reads the logs of each batch, which are reduced over the ranks then
@@ -279,7 +279,7 @@ _step_values: "WeakKeyDictionary[keras.Model, StepValues]" = WeakKeyDictionary()
 
 
 def step_values_of(model: keras.Model) -> StepValues:
-    """The values of a model. They are no attribute of it, which Keras would track."""
+    """Return the values of a model. They are not an attribute of the model, because Keras would track the attribute."""
     return _step_values.setdefault(model, StepValues())
 
 
@@ -288,10 +288,10 @@ in_fit: "WeakKeyDictionary[keras.Model, Training]" = WeakKeyDictionary()
 
 
 def training_of(model: keras.Model) -> Training | None:
-    """The training of a model, if several ranks are to train it together: by a strategy, or by distributed optimizers.
+    """Return the training of a model under a strategy or with distributed optimizers, and None for other models.
 
-    These are those of `compile`, then those in attributes of the model. None for a model of Keras 2 under a strategy,
-    which needs no more than what TensorFlow asks of a strategy.
+    The distributed optimizers are those of `compile`, then those in attributes of the model. None also for a Keras 2
+    model under a strategy, which needs no more than TensorFlow's interface of strategies.
     """
     if is_under_strategy(model):
         return None if is_keras2(model) else StrategyTraining(model)
@@ -302,7 +302,7 @@ def training_of(model: keras.Model) -> Training | None:
 
 
 def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> str:
-    """The name of a callback's collective: that of the optimizers of fit, if their ranks take part, else the thread's.
+    """Return the name of a callback's collective: with the name of fit's optimizers if their ranks take part, or eager.
 
     Raises:
         InvalidRequestError: As names.eager.
@@ -314,22 +314,22 @@ def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> 
 
 
 def is_under_strategy(model: keras.Model) -> bool:
-    """Whether a model was made in the scope of an MPIStrategy, which has the ranks train it together."""
-    # The public attribute is the strategy of the caller's scope for a model that was made outside of one.
+    """Return whether a model was made in the scope of an MPIStrategy."""
+    # For a model that was made outside of a scope, the public attribute is the strategy of the caller's scope.
     return getattr(getattr(model, "_distribute_strategy", None), "is_mpi_strategy", False)
 
 
 def optimizers_of(model: keras.Model) -> list[Optimizer]:
-    """The optimizer of `compile`, then those in public attributes of a model, or in lists, tuples or dicts of these."""
+    """Return the optimizer of `compile`, then the optimizers in public attributes, also in lists, tuples or dicts."""
     public = [value for name, value in vars(model).items() if not name.startswith("_")]
     return list(IdentitySet(optimizers_in([getattr(model, "optimizer", None), *public])))
 
 
 def compared_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
-    """The state of optimizers that is the same on all ranks in a right program, but for that of local variables.
+    """Return the optimizer state that must be the same on all ranks, and that of local variables.
 
-    Sums of gradients are of each rank's rows. The counter of steps counts one more on a rank that finds the end of its
-    data by an error: it does not depend on the data, and TensorFlow runs it before the step fails.
+    Without accumulated gradients, which come from each rank's rows, and without the counters of steps: a rank that
+    finds the end of its data by an error counts one more, since TensorFlow counts before the step fails.
     """
     optimizers = list(optimizers)
     own = IdentitySet(variable for optimizer in optimizers
@@ -338,9 +338,9 @@ def compared_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
 
 
 def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:
-    """The variables of an optimizer that belong to local variables of its reducer.
+    """Return the variables of an optimizer that belong to local variables of its reducer.
 
-    Their names begin with the path of the variable that is trained.
+    Their names begin with the path of the trained variable.
     """
     if not reducer.has_local:
         return []
@@ -358,6 +358,6 @@ def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.V
 
 
 def _by_place(optimizers: Iterable[Any]) -> dict[int, Any]:
-    """Distributed optimizers in the order in which they were made: that of attributes may differ among the ranks."""
+    """Return distributed optimizers in the order of creation, since the order of attributes may differ by rank."""
     found = {o._mpistrat.reducer.optimizer.place: o for o in optimizers}
     return dict(sorted(found.items()))

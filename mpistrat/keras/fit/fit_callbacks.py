@@ -1,9 +1,8 @@
 """Makes fit add mpistrat's own callbacks, if several ranks train a model, with distributed optimizers or by a strategy.
 
-It also lets one rank run a callback that writes files to a path which other ranks name too; see written_once.py.
+fit also lets only one rank run a callback that writes files, if other ranks name the same path; see written_once.py.
 
-CallbackList is left alone: users call its methods in loops of their own, maybe on one rank. So are evaluate and
-predict, which may run on one rank.
+CallbackList, evaluate and predict are not replaced, since users may call them on one rank (CallbackList in loops).
 """
 
 import functools
@@ -65,7 +64,7 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
                                       "Type model.fit(..., callbacks=[..., hvd.callbacks.Elastic()])")
         return _fit_once(original, self, call)
     if is_keras2(self):
-        raise InvalidRequestError(f"the callback Elastic works with models of Keras 3. {_COMMITS_IN_KERAS_2}")
+        raise InvalidRequestError(f"the callback Elastic needs a model of Keras 3. {_COMMITS_IN_KERAS_2}")
 
     def from_epoch(epoch: int) -> Any:
         call.arguments["initial_epoch"] = epoch
@@ -75,8 +74,8 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
 
 @functools.cache
 def _say_that_nothing_commits(remedy: str) -> None:
-    logger.warning("mpistrat: this job is elastic, but its training begins anew after each loss: nothing in fit "
-                   "commits. %s", remedy)
+    logger.warning("mpistrat: this job is elastic, but nothing in fit commits, so training begins anew after each "
+                   "loss of a rank. %s", remedy)
 
 
 def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
@@ -95,12 +94,12 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
     if training is None or not (training.process_set.has_others() or timer):
         return original(*call.args, **call.kwargs)
     if training.shards_state and any(is_of_keras(callback, "SwapEMAWeights") for callback in users):
-        raise InvalidRequestError("SwapEMAWeights would leave the model as it is: a sharded optimizer has moving "
-                                  "averages of this rank's parts of the weights only. Take hvd.DistributedOptimizer, "
+        raise InvalidRequestError("SwapEMAWeights does not work with a sharded optimizer, which has the moving "
+                                  "averages of this rank's part of the weights only. Use hvd.DistributedOptimizer, "
                                   'or MPIStrategy(variables="mirrored").')
     own: list[Callback] = []
     if training.process_set.has_others():
-        if averaging is not None:  # It comes before all that compares, reads or saves weights.
+        if averaging is not None:  # The averaging comes before all callbacks that compare, read or save weights.
             own, users = [averaging], [callback for callback in users if callback is not averaging]
         wrapped = written_once(users, training)
         own += own_callbacks(training, users, wrapped, [call.arguments.get("x"), call.arguments.get("y")])
@@ -124,12 +123,12 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
 
 
 def _require_no_averaging(training: Training | None, callbacks: Sequence[Callback]) -> None:
-    """Meet the ranks whose fit averages weights, when it begins without that here. Collective.
+    """Check that fit averages weights on no rank, since this rank's fit does not. Collective.
 
-    A rank that trains by itself, or with the ranks of its host, can meet all others only where all have a broadcast.
+    A rank that trains alone, or with the ranks of its host, can meet all others only if all ranks have a broadcast.
 
     Raises:
-        MismatchError: On every rank, if some average weights.
+        MismatchError: On every rank, if some ranks average weights.
     """
     is_for_all = any(isinstance(callback, BroadcastGlobalVariablesCallback)
                      and callback.process_set.process_set_id == 0 for callback in callbacks)
@@ -146,7 +145,7 @@ def _is_list(callbacks: object) -> TypeGuard[keras.callbacks.CallbackList]:
 
 
 def users_callbacks(callbacks: object) -> list[Callback]:
-    """The callbacks that the user has given to fit: one, a nested structure or a CallbackList."""
+    """Return a list of the callbacks passed to fit, which may be one callback, a nested structure or a CallbackList."""
     if _is_list(callbacks):
         return list(callbacks.callbacks)
     return list(tf.nest.flatten(callbacks)) if callbacks else []
@@ -154,12 +153,12 @@ def users_callbacks(callbacks: object) -> list[Callback]:
 
 def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[Callback],
                   inputs: list[Any]) -> list[Callback]:
-    """The callbacks that fit adds before those of the user.
+    """Return the callbacks that fit adds before the user's callbacks.
 
     Args:
-        training: That of the model.
-        callbacks: Those of the user.
-        wrapped: What fit gets in their place.
+        training: The training of the model.
+        callbacks: The user's callbacks.
+        wrapped: The callbacks that replace the user's in fit.
         inputs: The arguments x and y of fit.
     """
     own: list[Callback] = []
@@ -171,8 +170,8 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
     statistics = AverageStatistics(training, callbacks) if has_own_state else None
     has_own_rows = is_checked and not training.is_under_strategy
     if has_own_rows and training.process_set.rank() == 0 and any(map(is_sharded_in_own_order, tf.nest.flatten(inputs))):
-        logger.warning("mpistrat: fit got a dataset that each rank shuffles in an order of its own before it takes "
-                       "its shard, so rows are read by several ranks or by none. %s", OWN_ORDER)
+        logger.warning("mpistrat: fit got a dataset that each rank shuffles in a different order before it takes "
+                       "its shard, so some rows are read by several ranks, and some by none. %s", OWN_ORDER)
     averages = AverageMetrics(f"{training.name}/metrics", training.process_set)
     checks = FitChecks(training, callbacks, wrapped, digest_of_rows(inputs) if has_own_rows else 0, statistics,
                        averages, layers_of_inputs(inputs) if has_own_rows else [])
@@ -181,14 +180,14 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
         own.append(ChecksWithinEpochs(checks.require_equal_weights, settings.check_every, training))
     if statistics is not None:
         own.append(statistics)
-    if is_checked or training.is_under_strategy:  # What checks that all ranks end fit together comes before it.
+    if is_checked or training.is_under_strategy:  # After the check that all ranks end fit together.
         own.append(FitThroughput(f"{training.name}/throughput", training.process_set, lambda: checks.is_silent))
     return own
 
 
 @contextmanager
 def _extended(given: object, model: keras.Model, own: list[Callback], users: list[Callback]) -> Iterator[Any]:
-    """A context with what fit gets in place of the callbacks that are given: its own, and then the user's."""
+    """A context with the `callbacks` argument for fit: the added callbacks, and then the user's."""
     if not _is_list(given):
         yield [*own, *users]
         return
@@ -196,7 +195,7 @@ def _extended(given: object, model: keras.Model, own: list[Callback], users: lis
         callback.set_params(given.params)
         callback.set_model(model)
     before, given.callbacks = given.callbacks, [*own, *users]
-    given._should_call_train_batch_hooks = True  # Keras 2 has looked when the list was made whether any callback asks.
+    given._should_call_train_batch_hooks = True  # Keras 2 sets it when the list is made.
     try:
         yield given
     finally:
@@ -204,9 +203,9 @@ def _extended(given: object, model: keras.Model, own: list[Callback], users: lis
 
 
 class TimedSteps(Callback):
-    """Counts the steps and rows of fit for `mpistrat run --efficiency`, and ends the script after the last step timed.
+    """Counts the steps and rows of fit for `mpistrat run --efficiency`. Ends the script after the last step to time.
 
-    Local; fit adds it on all ranks, and on one rank alone. See process/step_timer.py.
+    Local. fit adds this callback with several ranks, and with one. See process/step_timer.py.
     """
 
     def __init__(self, timer: StepTimer, is_global: bool):
@@ -226,9 +225,9 @@ class TimedSteps(Callback):
 
 
 def digest_of_rows(inputs: object) -> int:
-    """A digest of the shapes, and of rows at equal distances; 0 unless all inputs are arrays or tensors of numbers.
+    """Return a digest of the inputs' shapes and of equidistant rows; 0 unless all are arrays or tensors of numbers.
 
-    `inputs` are the arguments x and y of fit: arrays in any structure. None is left out.
+    `inputs` are the arguments x and y of fit: arrays in any structure. None is skipped.
     """
     digest = hashlib.blake2b(digest_size=7)
     arrays = [each for each in tf.nest.flatten(inputs) if each is not None]
@@ -239,6 +238,6 @@ def digest_of_rows(inputs: object) -> int:
         if rows.dtype.hasobject:
             return 0
         digest.update(f"{tuple(array.shape)} {rows.dtype}".encode())
-        # By way of bytes: hashlib does not take bfloat16.
+        # As bytes, since hashlib does not take bfloat16.
         digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
     return int.from_bytes(digest.digest(), "little") if arrays else 0

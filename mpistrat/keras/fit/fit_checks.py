@@ -1,13 +1,13 @@
-"""FitChecks: the ranks make as many steps and epochs in fit, with callbacks that fit together, and stop together.
+"""FitChecks: checks that all ranks make the same steps and epochs in fit, with compatible callbacks, and stop together.
 
 All ranks exchange a few values when training begins, in the first step of each epoch and when training ends, under one
-name. So a rank that stops alone meets the others' exchange, and every rank raises an error that says so. The decisions
-are functions of the values of all ranks, in fit_states.py. Under a strategy, which reduces metrics and ends all ranks'
-data together, the ranks exchange values when training begins only.
+name. So a rank that stops alone meets the others' exchange, and every rank raises an error about it. The decisions are
+functions of the values of all ranks, in fit_states.py. Under a strategy, which reduces metrics and ends all ranks' data
+together, the ranks exchange values only when training begins.
 
-In that step the ranks compare their learning rates, and where the first reductions cannot compare the weights also
-digests of these. When an epoch ends they compare the weights and the state of the optimizers;
-ChecksWithinEpochs lets them do so within an epoch.
+In the first step of an epoch the ranks compare their learning rates, and digests of the weights if the first reductions
+cannot compare the weights. At the end of an epoch the ranks compare the weights and the state of the optimizers.
+ChecksWithinEpochs makes this comparison within an epoch.
 """
 
 import hashlib
@@ -54,24 +54,24 @@ from .written_once import assign_roles, entry_of, require_backups
 
 logger = logging.getLogger(__name__)
 
-_COMPARED_STEPS = 3  # In the first of them there may be no weights yet.
+_COMPARED_STEPS = 3  # The model may have no weights yet in the first step.
 _FIRST_BATCHES = 10  # after which fit compares weights for the first time
 
 
 class FitChecks(Callback):
-    """Checks that the ranks train in the same way. Collective; fit adds it.
+    """Checks that the ranks train in the same way. Collective; fit adds this callback.
 
     Args:
-        training: That of the model.
+        training: The training of the model.
         callbacks: The callbacks of fit on this rank.
-        wrapped: What fit gets in their place.
+        wrapped: The callbacks that replace `callbacks` in fit.
         rows: A digest of some rows of the arrays that fit got; 0 for other inputs.
-        statistics: Gets the schedules of the callbacks of all ranks that save the model within an epoch.
-        averages: Gets the callbacks of all ranks that read metrics.
-        layers: Those that the pipelines of the input call.
+        statistics: Gets the schedules of all ranks' callbacks that save the model within an epoch.
+        averages: Gets the names of all ranks' callbacks that read metrics.
+        layers: The layers that the pipelines of the input call.
     """
 
-    async_safe = True  # Keras may call on_train_batch_end in another thread; it waits for it before on_epoch_end.
+    async_safe = True  # Keras may call on_train_batch_end in another thread, but waits for it before on_epoch_end.
 
     def __init__(self, training: Training, callbacks: Sequence[Callback], wrapped: Sequence[Callback], rows: int,
                  statistics: AverageStatistics | None, averages: AverageMetrics,
@@ -83,9 +83,9 @@ class FitChecks(Callback):
         self._is_checked = runtime.current().settings.is_checked
         self._names_steps = self._compares_rates = False
         self._averages = averages
-        self._weights_to_compare = 0  # in so many steps
+        self._weights_to_compare = 0  # the number of steps in which to compare weights
         self._suspects = ""  # a sentence on callbacks that only some ranks have
-        self._differed: set[str] = set()  # what differed in the latest step that was compared
+        self._differed: set[str] = set()  # the kinds of values that differed in the latest comparison
         self._epochs: int | None = None
         self._batches = 0
         self.is_silent = False  # whether the first rank prints nothing
@@ -100,8 +100,8 @@ class FitChecks(Callback):
         except CollectiveError as error:
             if not training.settings:
                 raise
-            raise type(error)(f"{error} fit averages weights here, by {training.settings}: give it to the callbacks of "
-                              "all ranks.") from error
+            raise type(error)(f"{error} fit averages weights on this rank, by {training.settings}: give it to the "
+                              "callbacks of all ranks.") from error
         self.is_silent = bool(marks[0][2])
         if isinstance(training, StrategyTraining):
             training.begin(max(rows for _, rows, _ in marks), any(begin.reads_logs for begin in begins))
@@ -120,7 +120,7 @@ class FitChecks(Callback):
                 callback.first_steps = training.first_steps
 
     def _begin(self) -> Begin:
-        """The state of this rank."""
+        """Return the state of this rank."""
         training, params = self._training, self.params or {}
         entries = tuple(entry_of(callback, training) for callback in self._callbacks)
         saves = schedules_of(self._callbacks)
@@ -156,17 +156,17 @@ class FitChecks(Callback):
         # With "join" the ranks may have different steps.
         if any(begin.compares_weights for begin in begins) and not self._training.joins:
             self._weights_to_compare = _COMPARED_STEPS
-            # After the first step local weights differ in any case, and those of sharded optimizers never.
+            # After the first step local weights differ in any case, and weights of sharded optimizers never do.
             if self._training.settings or self._training.shards_state:
                 self._differed = {"weights"}
         self._names_steps = not self._training.joins and any(begin.steps is None for begin in begins) \
             and not any(begin.accumulates for begin in begins) and not self._training.is_under_strategy
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, when some rank is elsewhere. The first step tells, if all ranks have one.
+        """Raises MismatchError on every rank, if a rank is elsewhere in fit. If all ranks have steps, the first checks.
         """
         if self._is_checked and self._training.joins:
-            self._require_together(Progress(epoch))  # In the first epoch too: ranks may begin in different ones.
+            self._require_together(Progress(epoch))  # Also in the first: initial_epoch may differ.
         self._epochs, self._batches, self._compares_rates = epoch, 0, not self._training.is_under_strategy
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
@@ -178,7 +178,7 @@ class FitChecks(Callback):
         self._batches = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Raises an error of the engine, when this rank has stopped within the epoch, and others go on."""
+        """Raises an error of the engine, if this rank has stopped within the epoch, and other ranks go on."""
         self._epochs = epoch + 1
         if self._is_checked:
             self._check_end()
@@ -189,22 +189,22 @@ class FitChecks(Callback):
         if self._names_steps:
             self._require_ended(f"ended epoch {self._epochs} after {self._batches} steps")
         elif self.model.stop_training and is_within and not self._training.joins \
-                and not self._training.is_under_strategy:  # If it joins, the others go on without it.
+                and not self._training.is_under_strategy:  # The others go on without a rank that joins.
             self._require_ended(f"stopped within epoch {self._epochs}")
         for first_steps in self._training.first_steps:
-            first_steps.conclude()  # It says more of weights that were never equal.
+            first_steps.conclude()  # Its error says more about weights that were never equal.
         self.require_equal_weights(f"fit: at the end of epoch {self._epochs}")
 
     def on_train_end(self, logs: Logs = None) -> None:
-        """As on_epoch_begin."""
+        """Raises MismatchError on every rank, if a rank is elsewhere in fit."""
         if self._is_checked and not self._training.is_under_strategy:
             self._require_together(Progress(self._epochs or 0, True, self._cause()))
 
     def require_equal_weights(self, place: str) -> None:
-        """Compare what is the same on all ranks in a right program: weights, and the state of the optimizers.
+        """Compare the weights and the state of the optimizers, which must be the same on all ranks. Collective.
 
         Args:
-            place: When this is, for messages: "fit: at the end of epoch 3".
+            place: The time of the comparison, for messages, such as "fit: at the end of epoch 3".
 
         Raises:
             MismatchError: On every rank, when ranks differ and MPISTRAT_CHECK_ACTION is abort.
@@ -225,13 +225,13 @@ class FitChecks(Callback):
                               runtime.current().settings.check_action, (repr(rates).encode(), compare_rates))
 
     def _adapted(self) -> tuple[Adapted, ...]:
-        """The state of the layers that learn by adapt()."""
+        """Return the state of the layers that learn by adapt()."""
         layers = IdentitySet(all_layers(self.model))
         is_broadcast = any(isinstance(callback, BroadcastGlobalVariablesCallback) for callback in self._callbacks)
         return adapted_in(layers, is_broadcast) + adapted_in([e for e in self._layers if e not in layers], False)
 
     def _exchange(self, state: State, marks: Sequence[int] = (0, 0, 0)) -> tuple[list[Any], list[list[int]]]:
-        """The states of all ranks, all of one class, and their marks. Collective; see Group.exchange."""
+        """Return the states of all ranks, which are of one class, and the marks. Collective; see Group.exchange."""
         states: list[Any]
         states, of_ranks = array_ops.exchange(state, marks, f"{self._name}/fit", self._process_set)
         if len(set(map(type, states))) > 1:
@@ -239,12 +239,12 @@ class FitChecks(Callback):
         return states, of_ranks
 
     def _numbering(self) -> str:
-        """How to read the numbers of ranks in a message."""
+        """Return an explanation of the rank numbers in a message; "" if they are ranks of the job."""
         return "" if self._process_set.process_set_id == 0 else \
             f" (ranks 0, 1, ... of the process set of ranks {rank_list(self._process_set.ranks or ())})"
 
     def _require_together(self, state: Progress | Step) -> list[Any]:
-        """The states of all ranks, as _exchange. Raises MismatchError unless all are at the same place."""
+        """Return the states of all ranks, like _exchange. Raises MismatchError if the ranks' places in fit differ."""
         states, _ = self._exchange(state)
         problem = problem_between_epochs(states)
         if problem:
@@ -252,7 +252,7 @@ class FitChecks(Callback):
         return states
 
     def _compare(self, batch: int) -> None:
-        """Raise MismatchError if weights or rates differ before two steps. They may be broadcast after the first."""
+        """Raise MismatchError if weights or rates differ before two steps; a broadcast may follow the first step."""
         variables = self._trained() if self._weights_to_compare and self._training.is_synchronised else []
         states: list[Step] = self._require_together(
             Step(self._epochs or 0, batch + 1, tuple(digests_of_weights(variables)),
@@ -274,24 +274,24 @@ class FitChecks(Callback):
             if kind in self._differed:
                 raise MismatchError(problem)
         self._differed, self._compares_rates = set(problems), bool(rates)
-        # The sentence numbers the ranks of the set, and that on the weights those of the job.
+        # This sentence has ranks of the process set, and the sentence on the weights has ranks of the job.
         self._suspects = setters_on_some(states) if self._process_set.process_set_id == 0 else ""
 
     def _require_ended(self, progress: str) -> None:
-        """Wait until all ranks have ended this epoch after the same batch. Those that have not wait for gradients.
+        """Wait until all ranks have ended this epoch after the same batch. Ranks that go on wait for gradients.
 
-        Reports of the wait name `progress`, such as "stopped within epoch 3".
+        Reports of the wait contain `progress`, such as "stopped within epoch 3".
         """
         try:
             array_ops.barrier(f"{self._name}/{progress}", self._process_set)
         except CollectiveError as error:
             if not self.model.stop_training:
                 raise
-            raise type(error)(f"{error} This rank has {progress}{self._cause()}, and others have not: all ranks must "
-                              "stop after the same batch.") from error
+            raise type(error)(f"{error} This rank has {progress}{self._cause()}, and other ranks have not. All ranks "
+                              "must stop after the same batch.") from error
 
     def _cause(self) -> str:
-        """Which callback has stopped this rank, as far as that is known."""
+        """Return a note on the callback that has stopped this rank, as far as it is known."""
         if not self.model.stop_training:
             return ""
         stoppers = [c for c in self._callbacks if getattr(c, "stopped_epoch", 0)] \
@@ -302,16 +302,16 @@ class FitChecks(Callback):
 
 
 class ChecksWithinEpochs(Callback):
-    """Calls `check` before a batch when so many have passed, in the epoch or since the last call. Collective.
+    """Calls `check` before a batch, after every `every` batches since the epoch's begin or the last call. Collective.
 
-    So weights that drift apart are found within an epoch, and after ten batches if they do from the beginning. fit adds
-    it. With steps_per_execution it is before the next execution. Nothing is called after a batch, because Keras may do
-    that in another thread while the next step runs.
+    So weights that drift apart are found within an epoch, and after ten batches if they drift from the beginning. fit
+    adds this callback. With steps_per_execution `check` is called before the next execution. It is not called after a
+    batch, because Keras may call callbacks in another thread then, while the next step runs.
 
     Args:
-        check: Gets the place for messages: "fit: before batch 1001 of epoch 3".
+        check: A function of the place for messages, such as "fit: before batch 1001 of epoch 3".
         every: The number of batches.
-        training: If its ranks train weights of their own, the next batch counts before which they have the same ones.
+        training: If its ranks train local weights, `check` waits for a batch before which all ranks have the same.
     """
 
     def __init__(self, check: Callable[[str], None], every: int, training: Training):

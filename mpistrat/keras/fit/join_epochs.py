@@ -1,7 +1,7 @@
 """JoinEpochs: ranks with fewer batches wait at the end of an epoch, and then get the weights of the others.
 
-They wait in join(), which negotiation/joined.py describes. `own_callbacks` adds the callback for an optimizer with
-uneven="join". It runs in the thread that called fit.
+The ranks wait in join(), which negotiation/joined.py describes. `own_callbacks` adds the callback for an optimizer with
+uneven="join". The callback runs in the thread that called fit.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ class JoinEpochs(Callback):
     """Calls join() after the last batch of each epoch. Collective; fit adds it for uneven="join", before all others.
 
     Until all ranks have joined, gradients are averaged over the ranks that still have batches. The rank with the most
-    batches has made all updates, so all ranks get its trainable weights and optimizer state then, except local
-    variables: before the validation of the epoch, and before callbacks read or save the model. (It need not be the last
-    to join: where gradients are accumulated, a batch may need no other rank.)
+    batches has made all updates, so its trainable weights and optimizer state, except local variables, are broadcast to
+    all ranks: before the validation of the epoch, and before callbacks read or save the model. (This rank need not be
+    the last to join: with accumulated gradients some batches do not communicate.)
     """
 
     def __init__(self, training: Training):
@@ -48,15 +48,15 @@ class JoinEpochs(Callback):
         calls = array_ops.allgather([self._training.calls], f"{self._training.name}/calls", process_set)
         variables = [*self.model.trainable_variables, *self._training.variables]
         ranks = process_set.ranks
-        assert ranks is not None  # The set has been registered: it has joined.
-        most = ranks[int(np.argmax(calls))]  # Of ranks with as many batches the first; a root is a rank of the job.
+        assert ranks is not None  # The set is registered, since it has joined.
+        most = ranks[int(np.argmax(calls))]  # The first of ranks with as many batches; the root is a rank of the job.
         broadcast_(self._training.shared(variables), most, f"{self._training.name}/joined", process_set)
 
 
 def use_longest_epoch(callbacks: Sequence[keras.callbacks.Callback], steps: Sequence[int | None]) -> None:
-    """Let learning rates that change within an epoch follow the rank with most batches, so that ranks have the same.
+    """Let schedules within an epoch use the steps of the rank with most batches, so that all ranks have equal rates.
 
-    `steps` are those per epoch of each rank; None where Keras does not know them. Called before the callbacks begin.
+    `steps` has each rank's steps per epoch, or None where Keras does not know. Called before the callbacks begin.
     """
     known = [count for count in steps if count is not None]
     for callback in callbacks:

@@ -3,10 +3,10 @@
 The ranks exchange their callbacks and paths when training begins (fit_checks.py). The other ranks wait until the
 callback has written, when training begins and ends and at the end of each epoch, if all ranks have their common
 callbacks in the same order. Otherwise waiting could be a deadlock, and the ranks meet when the next epoch begins.
-There the other ranks get the state of the callback: its counts, its best metric.
+When they wait, the other ranks also get the state of the callback: its counts and its best metric.
 
-Only Keras' own classes are run by one rank. A class that is derived from them may call collectives, so it runs on all
-ranks; whole_files.py keeps their models whole. `role_of` is pure.
+Only callbacks of Keras' own classes run on one rank. A derived class may call collectives, so it runs on all ranks, and
+whole_files.py keeps its models whole. `role_of` is pure.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from ..callbacks import broadcast_state
 # The classes, and the attribute that has the path of the files.
 _BACKUP = "BackupAndRestore"
 _PATHS = {"ModelCheckpoint": "filepath", _BACKUP: "backup_dir", "CSVLogger": "filename", "TensorBoard": "log_dir"}
-_INITIAL_EPOCH = "_initial_epoch"  # of a model; fit of an old Keras begins anew, with the weights of the backup
+_INITIAL_EPOCH = "_initial_epoch"  # Of a model. fit of an old Keras begins anew, with the weights of the backup.
 _HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
 _MEETINGS = ("on_train_begin", "on_epoch_end", "on_train_end")
 _SAVE = "_save_model"  # the method of Keras 3's callbacks that save, and of Keras 2's ModelCheckpoint
@@ -39,12 +39,12 @@ _SAVE = "_save_model"  # the method of Keras 3's callbacks that save, and of Ker
 
 @dataclass(frozen=True)
 class Entry:
-    """A callback, as the ranks exchange it. Those that write the same files are equal."""
+    """A callback, as the ranks exchange it. Callbacks that write the same files have equal entries."""
 
-    kind: str  # Its class; "" for one of Keras' that does not write files, since its order does not matter
-    path: str = ""  # Where it writes; "" for a class that is not in `_PATHS`
+    kind: str  # The class; "" for a Keras class that does not write files, whose order does not matter
+    path: str = ""  # The path of the files; "" for a class that is not in `_PATHS`
     # The directory of the path as this rank's host sees it. Hosts with equal values share the directory. () for
-    # callbacks of which one rank runs for all hosts.
+    # callbacks that one rank runs for all hosts.
     place: tuple[str | int, ...] = field(default=(), compare=False)
 
 
@@ -52,8 +52,8 @@ class Entry:
 class Role:
     """The part of one rank in running a callback."""
 
-    runs: bool  # Whether it runs the callback
-    meets: bool  # Whether all ranks wait for those that run it
+    runs: bool  # Whether the rank runs the callback
+    meets: bool  # Whether all ranks wait for the ranks that run it
 
 
 def is_backup(entry: Entry) -> bool:
@@ -61,12 +61,12 @@ def is_backup(entry: Entry) -> bool:
 
 
 def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of: Sequence[str]) -> Role:
-    """The role of a rank in running `entry`, given the callbacks of each rank in their order, and the host of each.
+    """Return the role of `rank` for `entry`, given each rank's callbacks in their order, and each rank's host.
 
     Raises:
-        MismatchError: All ranks have a BackupAndRestore with one directory, and not the same order of callbacks.
+        MismatchError: All ranks have a BackupAndRestore with one directory, but different orders of callbacks.
     """
-    # A callback that a rank has once more than the others does not communicate.
+    # Callbacks that some ranks have more often than others do not communicate.
     common = {each for each in entries[0] if each.kind and len({of_rank.count(each) for of_rank in entries}) == 1}
     is_in_order = len({tuple(each for each in of_rank if each in common) for of_rank in entries}) == 1
     # Ranks that restore a backup must all begin where it ends.
@@ -74,33 +74,33 @@ def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of
             or (is_backup(entry) and entry not in common):
         return Role(runs=True, meets=False)
     if is_backup(entry) and not is_in_order:
-        raise MismatchError("the ranks have their callbacks in different orders, and a BackupAndRestore among them. "
-                            "Give all ranks the same order.")
+        raise MismatchError("the ranks have their callbacks in different orders, but a BackupAndRestore needs the same "
+                            "order on all ranks. Pass the callbacks in the same order.")
     runs = not any(other == entry and (host_of[before] == host_of[rank] or other.place == entry.place)
                    for before in range(rank) for other in entries[before])
     return Role(runs, entry in common and is_in_order)
 
 
 def require_backups(entries: Sequence[Sequence[Entry]], training: Training) -> None:
-    """Raise MismatchError, on every rank, unless the ranks that need a BackupAndRestore have theirs in fit.
+    """Raise MismatchError on every rank unless all ranks that need a BackupAndRestore of their own have one.
 
-    `entries` are those of the callbacks of each rank.
+    `entries` are the entries of each rank's callbacks.
     """
     backups = [rank for rank, of_rank in enumerate(entries) if any(map(is_backup, of_rank))]
     if training.is_under_strategy and 0 < len(backups) < len(entries):
-        raise MismatchError(f"only ranks {rank_list(backups)} have a BackupAndRestore, and the others would not "
-                            "begin where those do. Give it to all ranks; only the chief writes.")
+        raise MismatchError(f"only ranks {rank_list(backups)} have a BackupAndRestore, so the others would begin at "
+                            "another epoch. Pass BackupAndRestore on all ranks; only rank 0 writes.")
     if is_keras2(training.model) and any(is_backup(entry) and sum(entry in of_rank for of_rank in entries) > 1
                                          for entry in entries[0]):
-        raise MismatchError("several ranks have a BackupAndRestore with the same directory, and that of Keras 2 "
-                            "tells only the rank that restores it where to go on. Give each rank a directory of "
-                            'its own: BackupAndRestore(f"backup-{hvd.rank()}").')
+        raise MismatchError("several ranks have a BackupAndRestore with the same directory, but in Keras 2 only the "
+                            "rank that restores knows the epoch to go on from. Give each rank another directory: "
+                            'BackupAndRestore(f"backup-{hvd.rank()}").')
 
 
 def assign_roles(callbacks: Sequence[Callback], entries: Sequence[Sequence[Entry]], training: Training) -> None:
-    """Tell the callbacks of this rank that write files which ranks run them. Local.
+    """Assign this rank's roles to its callbacks that write files. Local.
 
-    `callbacks` are those that `written_once` has returned, and `entries` those of each rank, in their order. Raises
+    `callbacks` is the result of `written_once`, and `entries` has each rank's entries in their order. Raises
     MismatchError on every rank, as role_of.
     """
     topology = training.process_set.group("fit").topology
@@ -110,12 +110,12 @@ def assign_roles(callbacks: Sequence[Callback], entries: Sequence[Sequence[Entry
 
 
 def entry_of(callback: Callback, training: Training) -> Entry:
-    """A callback as the ranks exchange it."""
+    """Return the entry of a callback, which the ranks exchange."""
     cls, kind = type(callback), _kind_of(callback)
     if not kind:
         return Entry("" if package_of(cls) in KERASES else f"{cls.__module__}.{cls.__qualname__}")
     if kind == _BACKUP and training.is_under_strategy:
-        return Entry(kind, "that of the chief")  # Each rank names it as its host sees it, or not at all.
+        return Entry(kind, "that of the chief")  # Each rank has the path of its host, or none.
     path = str(getattr(callback, _PATHS[kind]))
     if "://" in path:
         return Entry(kind, path)
@@ -124,18 +124,18 @@ def entry_of(callback: Callback, training: Training) -> Entry:
 
 
 def _kind_of(callback: Callback) -> str:
-    """The class of Keras' own that a callback is of, if it writes files; else ""."""
+    """Return the name of a callback's class if it is one of Keras' classes that write files, and "" otherwise."""
     cls = type(callback)
     return cls.__name__ if package_of(cls) in KERASES and cls.__name__ in _PATHS else ""
 
 
 def written_once(callbacks: Sequence[Callback], training: Training) -> list[Callback]:
-    """The callbacks that fit gets on this rank in place of the user's. Local; FitChecks assigns their roles."""
+    """Return the callbacks that replace the user's in fit on this rank. Local; FitChecks assigns their roles."""
     return [WrittenOnce(callback, training) if _kind_of(callback) else callback for callback in callbacks]
 
 
 def _place(path: str) -> tuple[str | int, ...]:
-    """The nearest directory above a path that exists. The time of its last change is unlikely to be another's."""
+    """Return the nearest existing directory above a path, its inode and its last change, which identify it."""
     directory = os.path.dirname(path)
     while not os.path.isdir(directory):
         directory = os.path.dirname(directory)
@@ -144,9 +144,9 @@ def _place(path: str) -> tuple[str | int, ...]:
 
 
 class WrittenOnce(Callback):
-    """Takes the place of a callback that writes files. Collective, where all ranks have the callback with one path.
+    """Replaces a callback that writes files. Collective, if all ranks have the callback with the same path.
 
-    The callback gets its model once the ranks know which of them run it: TensorBoard begins to write then.
+    The callback gets its model after the roles are assigned, because TensorBoard begins to write then.
     """
 
     def __init__(self, callback: Callback, training: Training):
@@ -156,14 +156,14 @@ class WrittenOnce(Callback):
         self._given: keras.Model | None = None
         self._known = self._state()  # as all ranks have it
         for hook in _HOOKS:
-            if not getattr(getattr(callback, hook), "_is_default", False):  # Keras looks which of them do something.
+            if not getattr(getattr(callback, hook), "_is_default", False):  # Keras calls no default hooks.
                 setattr(self, hook, partial(self._call, hook))
 
     def set_model(self, model: keras.Model) -> None:
         self._given = model
 
     def assign(self, role: Role) -> None:
-        """Begin: this rank has this part in running the callback."""
+        """Set this rank's role, and prepare the callback if this rank runs it."""
         self.role = role
         if role.runs and self.params is not None:
             self.callback.set_params(self.params)
@@ -187,7 +187,7 @@ class WrittenOnce(Callback):
                 self._on_all_ranks(action)
 
     def _count(self, action: Callable[[], None]) -> None:
-        """Call a hook between two meetings without saving: this rank counts batches and epochs as those that save."""
+        """Call a hook between two meetings without saving, so that this rank counts batches like the writing ranks."""
         setattr(self.callback, _SAVE, lambda *args, **kwargs: None)
         try:
             action()
@@ -195,15 +195,15 @@ class WrittenOnce(Callback):
             delattr(self.callback, _SAVE)
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which this rank writes without the others; with distributed optimizers it always does."""
+        """A context in which this rank writes without the others. With distributed optimizers it always does that."""
         return files.alone() if self._training.is_under_strategy else contextlib.nullcontext()
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> Any:
-        """Do an action on the ranks that run the callback. Returns the first rank's result. Collective.
+        """Run `action` on the ranks that run the callback, and return the first rank's result. Collective.
 
-        All callbacks have one name for it, so that an error of one reaches the ranks that are in another.
+        All callbacks use one name for the exchange, so that an error reaches ranks that run another callback.
         """
-        before = self._known, self._state()  # The other ranks have one of them: not all count between two meetings.
+        before = self._known, self._state()  # The other ranks have one of these states: not all ranks count batches.
         result, error = files.attempt(action) if self.role.runs else (None, None)
         changed = {name: value for name, value in self._state().items()
                    if any(name not in each or each[name] != value for each in before)}
@@ -219,12 +219,12 @@ class WrittenOnce(Callback):
         return result
 
     def _state(self) -> dict[str, Any]:
-        """The counts and marks of the callback, and what it was made with, which does not change."""
+        """Return the callback's scalar attributes: counts and marks, and constructor arguments, which are constant."""
         return {name: value for name, value in vars(self.callback).items()
                 if value is None or isinstance(value, bool | int | float | str | np.generic)}
 
     def _restore(self, action: Callable[[], None]) -> None:
-        """Restore a backup on the first rank, and broadcast what it has restored."""
+        """Restore a backup on the first rank, and broadcast the restored state."""
         model, process_set = self._training.model, self._training.process_set
         directory, optimizer = self.callback.backup_dir, model.optimizer
         found = self._on_all_ranks(lambda: tf.io.gfile.exists(directory) and bool(tf.io.gfile.listdir(directory)))

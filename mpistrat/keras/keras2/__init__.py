@@ -1,1 +1,1 @@
-"""What mpistrat needs of Keras 2 (tf_keras), which is imported with the first module or optimizer of it."""
+"""mpistrat's support of Keras 2 (tf_keras), imported with the first module or optimizer of Keras 2."""

@@ -1,7 +1,7 @@
-"""Where an optimizer of Keras 2 averages gradients. Keras calls it; collective.
+"""The averaging of gradients in an optimizer of Keras 2. Keras calls these methods. Collective.
 
-Keras 2 has a method for that in its optimizers, which it calls before it clips. A LossScaleOptimizer calls that of the
-optimizer in it before it looks for gradients that are not finite, so that all ranks find the same.
+Keras 2 optimizers have a method that aggregates gradients, which is called before clipping. A LossScaleOptimizer calls
+the inner optimizer's method before it looks for gradients that are not finite, so that all ranks find the same.
 """
 
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ Pairs = list[tuple[OptionalGradient, tf.Variable]]
 
 
 def applying_of(original: type) -> type:
-    """The base of the distributed class of a class of optimizers.
+    """Return the mix-in for the distributed class of a class of optimizers.
 
     Raises:
-        InvalidRequestError: The class has none of Keras' methods that average gradients.
+        InvalidRequestError: The class has none of Keras' methods that aggregate gradients.
     """
     if passes_on(original):
         return ApplyingScaled
@@ -30,14 +30,14 @@ def applying_of(original: type) -> type:
         return Applying
     if hasattr(original, "_aggregate_gradients"):
         return ApplyingLegacy
-    raise InvalidRequestError(f"DistributedOptimizer knows the optimizers of tf_keras.optimizers and of "
+    raise InvalidRequestError(f"DistributedOptimizer takes optimizers of tf_keras.optimizers and of "
                               f"tf_keras.optimizers.legacy. Received one of the class {original.__qualname__}.")
 
 
 class _Accumulating:
-    """Gradients of several passes are summed, and applied in the last of them.
+    """A mix-in that sums the gradients of several passes, and applies the sum in the last pass.
 
-    In the other passes the optimizer counts no step, so that schedules and Adam's corrections are those of the updates.
+    In the other passes the optimizer counts no step, so schedules and Adam's corrections follow the number of updates.
     """
 
     _mpistrat: OptimizerState
@@ -46,7 +46,7 @@ class _Accumulating:
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]], *args: object,
                         **kwargs: object) -> Any:
-        """As the original class', with the gradients averaged over the ranks. Collective."""
+        """Average the gradients over the ranks, and call the original class' apply_gradients. Collective."""
         if self.gradient_accumulation_steps < 2:
             return super().apply_gradients(grads_and_vars, *args, **kwargs)  # type: ignore[misc]
         pairs = list(grads_and_vars)
@@ -80,8 +80,8 @@ class _Accumulating:
         return self.iterations
 
     def _mpistrat_sums(self, pairs: Pairs) -> tuple[tf.Variable, list[tf.Variable | None]]:
-        """The number of passes, and the sum of each gradient; None of those that are None."""
-        own = vars(self)  # Keras would save what it finds in attributes.
+        """Return the number of passes, and the sum of each gradient. The sum for None is None."""
+        own = vars(self)  # Keras would save variables in plain attributes.
         if "_mpistrat_passes" not in own:
             with tf.init_scope():
                 own["_mpistrat_passes"] = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -98,8 +98,8 @@ class _Accumulating:
         pairs = list(grads_and_vars)
         if self.gradient_accumulation_steps > 1 and self._mpistrat.accumulating is None:
             raise InvalidRequestError("backward_passes_per_step does not work in a LossScaleOptimizer of Keras 2, with "
-                                      "which mixed_float16 wraps the optimizer. Leave it out, or train in "
-                                      "mixed_bfloat16 or float32.")
+                                      "which mixed_float16 wraps the optimizer. Leave out backward_passes_per_step, or "
+                                      "train in mixed_bfloat16 or float32.")
         variables = [variable for _, variable in pairs]
         vars(self)["_trainable_variables"] = variables
         return list(zip(self._mpistrat.reducer.reduce([gradient for gradient, _ in pairs], variables), variables,
@@ -107,10 +107,10 @@ class _Accumulating:
 
 
 class Applying(_Accumulating):
-    """A mix-in before the class of an optimizer."""
+    """A mix-in before the class of an optimizer of tf_keras.optimizers."""
 
     def aggregate_gradients(self, grads_and_vars: Pairs) -> Pairs:
-        """The gradients averaged over the ranks. Collective."""
+        """Return the gradients averaged over the ranks. Collective."""
         pairs = self._mpistrat_averaged(grads_and_vars)
         return super().aggregate_gradients(pairs) if tf.distribute.has_strategy() else pairs  # type: ignore[misc]
 
@@ -124,9 +124,9 @@ class ApplyingLegacy(_Accumulating):
 
 
 class ApplyingScaled(_Accumulating):
-    """A mix-in before the class of a LossScaleOptimizer, which has no gradients of its own to accumulate."""
+    """A mix-in before the class of a LossScaleOptimizer, which accumulates no gradients itself."""
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]], *args: object,
                         **kwargs: object) -> Any:
-        """As the original class', with the gradients averaged over the ranks. Collective."""
+        """Average the gradients over the ranks, and call the original class' apply_gradients. Collective."""
         return super().apply_gradients(self._mpistrat_averaged(grads_and_vars), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Lets fit of Keras 2 do what fit of several ranks does in Keras 3: the same functions replace those of tf_keras.
+"""Replaces fit of Keras 2 (tf_keras) by the same function that replaces fit of Keras 3.
 
 Applied with the first DistributedOptimizer of an optimizer of Keras 2.
 """

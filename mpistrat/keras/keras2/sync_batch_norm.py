@@ -12,7 +12,7 @@ from ..sync_batch_norm import checked, moments_of_all_ranks, with_axes
 
 
 class SyncBatchNormalization(tf_keras.layers.BatchNormalization):
-    """As mpistrat.keras.SyncBatchNormalization, a layer of Keras 2."""
+    """mpistrat.keras.SyncBatchNormalization as a layer of Keras 2. It has the same arguments."""
 
     def __init__(self, fused: bool = False, process_set: ProcessSet = global_process_set, **kwargs: Any):
         process_set = checked(fused, process_set, kwargs)

@@ -1,6 +1,6 @@
-"""Where an optimizer of Keras 3 averages gradients. (Those of Keras 2 have mpistrat/keras/keras2/applying.py.)
+"""The averaging of gradients in an optimizer of Keras 3. For Keras 2 see mpistrat/keras/keras2/applying.py.
 
-Keras calls it; collective.
+Keras calls these methods. Collective.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,23 +15,23 @@ from ..bridge.private_names import trained_by
 from ..clone import original_class
 from ..sharded.optimizer_state import OptimizerState
 
-# Private methods that Keras calls while it applies gradients. Accumulated gradients are reduced there.
+# Private methods that Keras calls while it applies gradients. These methods reduce accumulated gradients.
 _HOOKS = ("_backend_apply_gradients", "_clip_gradients")
-_CLIPS_BEFORE = "it clips gradients before it accumulates them"
+_CLIPS_BEFORE = "this Keras clips gradients before it accumulates them"
 
 
 class Applying:
-    """A mix-in before a Keras optimizer's class: it reduces gradients before Keras uses them.
+    """A mix-in before a Keras optimizer's class that reduces gradients before Keras uses them.
 
-    With gradient accumulation it reduces the sum of the steps once per update, not each step's gradient. In both cases
-    clipping comes after the reduction, so Keras clips the averaged gradient.
+    With gradient accumulation it reduces the sum over the steps once per update, not the gradient of each step.
+    With and without accumulation Keras clips after the reduction, so Keras clips the averaged gradient.
     """
 
     _mpistrat: OptimizerState
 
     def apply(self, grads: Iterable[OptionalGradient],
               trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
-        """As the original class' apply, with the gradients averaged over the ranks. Collective.
+        """Average the gradients over the ranks, and call the original class' apply with the averages. Collective.
 
         Raises:
             MissingDependencyError: Gradients are accumulated, and this Keras does not call the hooks that average them.
@@ -42,7 +42,7 @@ class Applying:
         variables = trained_by(self) if given is None else given
         if len(grads) != len(variables):
             if given is None:
-                return super().apply(grads)  # type: ignore[misc]  # Keras says what is wrong.
+                return super().apply(grads)  # type: ignore[misc]  # Keras raises the error.
             raise InvalidRequestError(f"apply() has {len(grads)} gradients for {len(given)} variables.")
         return self._mpistrat_apply(grads, given, variables) if grads else super().apply(grads, given)  # type: ignore[misc]
 
@@ -55,7 +55,7 @@ class Applying:
     def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
                                     variables: list[keras.Variable]) -> tf.Tensor | None:
         self._mpistrat.reducer.require_no_strategy()
-        # Keras assigns the gradients of some variables directly, and calls no hook for them.
+        # Keras assigns some gradients to their variables directly, without a hook.
         overwritten = indices_of(variables)
         grads = self._mpistrat.reducer.reduce_overwritten(grads, variables, overwritten)
         if self._mpistrat.called.issuperset(_HOOKS):
@@ -68,13 +68,13 @@ class Applying:
             expected.discard("_clip_gradients")  # This step is no update. In a graph Keras traces both branches.
         result = super().apply(grads, given)  # type: ignore[misc]
         if not expected <= self._mpistrat.called:
-            raise _unknown(f"it has applied gradients with {type(self).__name__} and not called "
+            raise _unknown(f"{type(self).__name__}.apply did not call "
                            f"{', '.join(sorted(expected - self._mpistrat.called))}")
         return result
 
     def _backend_apply_gradients(self, grads: Sequence[OptionalGradient],
                                  trainable_variables: Sequence[keras.Variable]) -> None:
-        # Keras calls this from apply. In turn this calls _clip_gradients, only in the branch of the update.
+        # Keras calls this from apply. Keras' method calls _clip_gradients, only in the branch of the update.
         self._mpistrat.called.add("_backend_apply_gradients")
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             self._mpistrat.accumulating = list(trainable_variables)
@@ -85,8 +85,8 @@ class Applying:
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]]
                                   ) -> list[tuple[OptionalGradient, tf.Variable]]:
-        # Without a strategy Keras' method changes nothing. But it has a custom gradient, for which TensorFlow keeps the
-        # graph of the train step until the process ends.
+        # Without a strategy Keras' method changes nothing. But the method has a custom gradient, and TensorFlow keeps
+        # the graph of the train step for that gradient until the process ends.
         if tf.distribute.has_strategy():
             return super()._all_reduce_sum_gradients(grads_and_vars)  # type: ignore[misc]
         return list(grads_and_vars)
@@ -115,6 +115,6 @@ def require_hooks(cls: type) -> None:
 
 def _unknown(what: str) -> MissingDependencyError:
     return MissingDependencyError(
-        f"DistributedOptimizer cannot average accumulated gradients with Keras {keras.__version__}: {what}. It was run "
-        "with Keras 3.5 and 3.15. Leave out backward_passes_per_step and gradient_accumulation_steps, or take such a "
-        "version.")
+        f"DistributedOptimizer cannot average accumulated gradients with Keras {keras.__version__}: {what}. Leave out "
+        "backward_passes_per_step and gradient_accumulation_steps, or install "
+        "Keras 3.5 or 3.15, with which averaging was tested.")

@@ -42,17 +42,17 @@ _classes: dict[tuple[type, tuple[type, ...]], type] = {}
 
 
 class _Distributed:
-    """The first base of a class of distributed optimizers. The second one has the methods that reduce gradients."""
+    """The first base of each class of distributed optimizers. The second base has the methods that reduce gradients."""
 
     is_distributed = True
 
     @functools.cached_property
     def _mpistrat(self) -> OptimizerState:
-        # _distribute sets it in vars(): by plain assignment Keras would track what is in it.
+        # _distribute sets this attribute in vars(): after a plain assignment Keras would track its contents.
         return OptimizerState(type(self).__name__)
 
     def get_config(self) -> dict[str, Any]:
-        """As the original class' get_config. In this process an optimizer that is made of it is distributed too."""
+        """Return the original class' configuration. In this process `from_config` makes a distributed optimizer."""
         return marked(super().get_config(), self._mpistrat_again(is_in_process=True))  # type: ignore[misc]
 
     @classmethod
@@ -60,18 +60,18 @@ class _Distributed:
         """Return an optimizer with the arguments of the distributed optimizer that `config` comes from.
 
         Raises:
-            InvalidRequestError: It comes from a file or from another optimizer, and does not say how gradients are
-                averaged.
+            InvalidRequestError: `config` comes from a file or from an optimizer that is not distributed, and does not
+                say how gradients are averaged.
         """
         if again_of(config) is None:
             raise InvalidRequestError(
-                "a configuration of a file, or of another optimizer, does not say how gradients are averaged. "
-                "Distribute the optimizer that it is for: "
+                "this configuration does not say how gradients are averaged, since it comes from a file or from an "
+                "optimizer that is not distributed. Write "
                 f"hvd.DistributedOptimizer(keras.optimizers.{cls.__name__}.from_config(config)).")
         return original_class(cls).from_config(config, **arguments)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """What pickle and copy call: the copy is distributed too."""
+        """Make pickle and copy return a distributed copy."""
         how: Any = super().__reduce_ex__(protocol)
         return distributed_when_loaded(self, how)
 
@@ -80,7 +80,7 @@ class _Distributed:
 
         Args:
             is_in_process: The copy stays in this process; pickle cannot copy a process set.
-            is_whole: False if the copy is a part of another optimizer's (MultiOptimizer).
+            is_whole: False if the copy is one of several optimizers in another optimizer (MultiOptimizer).
         """
         its = self._mpistrat.arguments
         is_known = is_whole and its is not None and (is_in_process or its.process_set is None) \
@@ -105,43 +105,43 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
 
     The class of the new optimizer is a subclass of the same name. It compiles, saves and loads like the original, and a
-    saved model loads where mpistrat is not installed. Clipping applies to the averaged gradient. A variable that its
-    gradient overwrites (Keras' overwrite_with_gradient, as float8 has it) gets the largest value of all ranks. All
-    ranks must create their optimizers in the same order, except those that are deleted before any has been used.
+    saved model loads where mpistrat is not installed. Clipping applies to the averaged gradient. A variable that
+    Keras overwrites with its gradient (overwrite_with_gradient, for float8) gets the largest value of all ranks. All
+    ranks must create their optimizers in the same order, except optimizers that are deleted before the first is used.
     Model.compile takes jit_compile="auto", its default, as False where XLA cannot compile collectives. Local; `apply`
     is collective.
 
     Args:
-        optimizer: Any Keras optimizer, also a LossScaleOptimizer, built or not. It is not changed. One of Keras 2
-            (tf_keras) that is built has its variables in common with the new one.
-        name: The name of the new optimizer; the default is the old one's.
+        optimizer: Any Keras optimizer, also a LossScaleOptimizer, built or not. It is not changed. An optimizer of
+            Keras 2 (tf_keras) that is built shares its variables with the new optimizer.
+        name: The name of the new optimizer; default: the name of `optimizer`.
         device_dense: Accepted for compatibility with Horovod, ignored.
-        device_sparse: Likewise.
+        device_sparse: Accepted for compatibility with Horovod, ignored.
         compression: One of Compression.
         sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
-        gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
-            N / factor after it. Average only.
+        gradient_predivide_factor: Splits the division by the number of ranks N. Gradients are divided by this factor
+            before the sum, and by N / factor after the sum. Average only.
         op: Average or Sum.
         backward_passes_per_step: k > 1 sums k gradients before they are averaged and applied, with Keras' gradient
             accumulation.
-        average_aggregated_gradients: Divide that sum by k.
+        average_aggregated_gradients: Divide the sum of the k gradients by k.
         num_groups: Deprecated form of `groups`.
-        groups: Which gradients are reduced together, all by default: the number of groups, of about equal numbers of
-            gradients; or lists of variables: the gradients of each list are a group, and those of all other
-            variables are one more.
+        groups: Which gradients are reduced together; default: all. A number makes so many groups, with about equal
+            numbers of gradients. Lists of variables make a group of the gradients of each list, and one more group of
+            the gradients of all other variables.
         process_set: The ranks that take part. On other ranks the optimizer works as the original.
         scale_local_gradients: Whether gradients that are excluded by `register_local_var` are divided by N.
-        average_statistics: At the end of each epoch fit sets the running statistics of layers such as
-            BatchNormalization to their mean over the ranks, and also before a ModelCheckpoint saves within an epoch.
-            False: each rank keeps its own, as in Horovod.
-        uneven: What fit does if the ranks have different numbers of batches. "error": an error when it begins, if Keras
-            knows the numbers. "join": ranks without batches wait at the end of each epoch, gradients are averaged over
-            the others, and then all ranks get the weights and the optimizer's state of the last one. Gradients that a
-            rank has accumulated for an update that it does not make are dropped. All ranks must pass the same value.
+        average_statistics: Whether fit averages the running statistics of layers such as BatchNormalization over the
+            ranks, at the end of each epoch and before a ModelCheckpoint saves within an epoch. False: each rank keeps
+            its own statistics, as in Horovod.
+        uneven: What fit does if the ranks have different numbers of batches. "error": fit raises an error when it
+            begins, if Keras knows the numbers. "join": ranks without batches wait at the end of each epoch, and the
+            other ranks average their gradients. Then all ranks get the weights and the optimizer's state of the rank
+            with the most batches. Accumulated gradients of an incomplete update are dropped. Same value on all ranks.
         use_locking: Accepted for compatibility with Horovod, ignored. It is for optimizers of TensorFlow 1.
-        check_weights: Whether the first reductions check that the ranks train the same weights. False: each rank adapts
-            the weights on purpose before it takes the gradient, as in MAML.
-        shard_state: Divide the state among the ranks, as ShardedOptimizer says.
+        check_weights: Whether the first reductions check that the ranks train the same weights. Pass False if each rank
+            adapts the weights on purpose before it computes the gradient, as in MAML.
+        shard_state: Divide the optimizer's state among the ranks, see ShardedOptimizer.
 
     Raises:
         ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range; or the
@@ -173,19 +173,19 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
 def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # noqa: N802
     """Return a DistributedOptimizer whose state and update are divided among the ranks (ZeRO-1, arXiv 1910.02054).
 
-    A step reduce-scatters the gradients, updates this rank's parts of the weights, and gathers the weights of all
-    ranks. A rank has 1/N of the state (for Adam twice the weights), a copy of its parts of the weights, and 1/N of the
-    work of the update. Optimizers that compute each element by itself (SGD, Adam, AdamW, Nadam, Adamax, Adadelta,
-    Adagrad, RMSprop, Ftrl, Lion) divide variables; Lamb, Muon and optimizers of the user have whole
-    variables, whose gradients are all-reduced. On one host SGD and Adam give the bits of a DistributedOptimizer,
-    in steps that XLA does not compile. Gradients that are accumulated are reduced in every pass, and each rank
-    accumulates its part.
+    A step reduce-scatters the gradients, updates this rank's parts of the weights, and all-gathers the weights. With N
+    ranks, a rank has 1/N of the state (for Adam twice the weights), a copy of its parts of the weights, and 1/N of the
+    work of the update. Optimizers that compute each element separately (SGD, Adam, AdamW, Nadam, Adamax, Adadelta,
+    Adagrad, RMSprop, Ftrl, Lion) divide variables among the ranks. With Lamb, Muon and user-defined optimizers a
+    variable belongs to one rank as a whole, and gradients are all-reduced. On one host SGD and Adam give bit for bit
+    the weights of a DistributedOptimizer, unless XLA compiles the steps. Gradients that are accumulated are reduced in
+    every pass, and each rank accumulates its part.
 
-    `optimizer.variables` has what all ranks have: the counter and the learning rate. Files are those of the original,
-    and load with any number of ranks. fit gathers the whole state on rank 0 at the end of each epoch; elsewhere call
-    `optimizer.consolidate_state(to=0)` on all ranks before rank 0 saves. A rank without the state that saves or copies
-    gets an error. Load a file on all ranks, or on rank 0 before a fit with BroadcastGlobalVariablesCallback.
-    Local; `apply` is collective.
+    `optimizer.variables` has only the variables that are the same on all ranks: the counter and the learning rate.
+    Files are those of the original optimizer, and load with any number of ranks. fit gathers the whole state on rank 0
+    at the end of each epoch. Elsewhere call `optimizer.consolidate_state(to=0)` on all ranks before rank 0 saves: a
+    rank that saves or copies without the state gets an error. Load a file on all ranks, or on rank 0 before a fit with
+    BroadcastGlobalVariablesCallback. Local; `apply` is collective.
 
     Args:
         optimizer: Any Keras 3 optimizer without inner optimizers. It is not changed.
@@ -207,10 +207,10 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
                                 local_layers: Layer | Sequence[Layer] | None = None,
                                 scale_local_gradients: bool = True, uneven: str = "error",
                                 average_statistics: bool = True, check_weights: bool = True) -> Optimizer:
-    """As DistributedOptimizer, but some layers are each rank's own: fit averages neither gradients nor statistics.
+    """Return a DistributedOptimizer that averages neither gradients nor running statistics of the local layers.
 
-    Pass the weights of these layers to BroadcastGlobalVariablesCallback(local_variables=...) too, if each rank is to
-    start with its own.
+    If each rank is to start with its own weights in these layers, pass the weights also to
+    BroadcastGlobalVariablesCallback(local_variables=...).
 
     Args:
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense: As for DistributedOptimizer.
@@ -232,9 +232,9 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
 
 def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName, changes: Mapping[str, object],
                 passes: int) -> Optimizer:
-    """A distributed optimizer with the configuration of `optimizer`, with `changes` in it, and its state.
+    """Return a distributed optimizer with the state of `optimizer`, and the configuration updated by `changes`.
 
-    `its` are valid arguments, and `passes` is how many times as many passes as in the original are accumulated.
+    `its` must be valid arguments. `passes` multiplies the number of passes that the original accumulates.
     """
     process_set = resolved(its.process_set)
     reducer = GradientReducer(name, its.options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
@@ -242,7 +242,7 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
     distributed = _copy_or_share(optimizer, changes, its.shard_state)
     reducer.checks_weights = its.check_weights
     reducer.changes_early = any(
-        # A MultiOptimizer that chooses by a function has no parts yet.
+        # A MultiOptimizer that gets its optimizers from a function has none yet.
         getattr(part, "weight_decay", 0) or getattr(part, "optimizers", None) == [] for part in parts_of(distributed))
     vars(distributed)["_mpistrat"] = OptimizerState(type(distributed).__name__, reducer, its)
     if is_keras2(optimizer):
@@ -254,9 +254,9 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
 
 
 def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
-    """Distribute a copy of an optimizer as the original; without arguments so that training is an error.
+    """Distribute a copy of an optimizer like the original. If `its` is None, training with the copy is an error.
 
-    The ranks make the copies that they train in the same order.
+    All ranks make the copies that they train in the same order.
     """
     if its is not None:
         process_set = resolved(its.process_set)
@@ -269,9 +269,9 @@ def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
 
 
 def _copy_or_share(optimizer: Optimizer, changes: Mapping[str, object], is_sharded: bool = False) -> Optimizer:
-    """A distributed optimizer with the configuration of `optimizer`. One of Keras 2 that has its variables gives them.
+    """Return a distributed optimizer with the configuration of `optimizer`.
 
-    It does not keep the weights that it has them for, so no other one can be made.
+    A built optimizer of Keras 2 shares its variables: it does not keep the weights, so new variables cannot be built.
     """
     make = sharing if is_keras2(optimizer) and is_built(optimizer) else copy_of
     return make(optimizer, _distributed_class(type(optimizer), is_sharded), changes)
@@ -299,23 +299,23 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
                                   f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{_advice(optimizer)}")
     # A script that distributes a copy that Keras has made does not know that the copy is distributed already.
     if distributed_in(optimizer) and not (isinstance(optimizer, _Distributed) and optimizer._mpistrat.is_copy):
-        raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice.")
+        raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice. "
+                                  "Leave out this DistributedOptimizer.")
     if op not in (Average, Sum):
-        raise InvalidRequestError("op currently only supports Average and Sum. Received: "
-                                  f"{getattr(op, 'name', op)}")
+        raise InvalidRequestError(f"op currently only supports Average and Sum. Received: {getattr(op, 'name', op)}")
     if passes < 1:
         raise InvalidRequestError(f"backward_passes_per_step must be at least 1. Received: {passes}")
     if passes > 1 and passes_on(optimizer):
-        advice = ". Keras 2 accumulates no gradients there." if is_keras2(optimizer) \
-            else ". Give gradient_accumulation_steps to the optimizer in it."
+        advice = ". Keras 2 accumulates no gradients there. Leave it out." if is_keras2(optimizer) \
+            else ". Give gradient_accumulation_steps to the inner optimizer."
         raise InvalidRequestError(f"backward_passes_per_step does not work with {type(optimizer).__name__}{advice}")
     if passes > 1 and accumulated_passes(optimizer):
-        raise InvalidRequestError("give either backward_passes_per_step here or gradient_accumulation_steps to the "
-                                  "optimizer.")
+        raise InvalidRequestError("give either backward_passes_per_step to DistributedOptimizer, or "
+                                  "gradient_accumulation_steps to the Keras optimizer, not both.")
 
 
 def _advice(optimizer: object) -> str:
-    """The end of a sentence: what to write in place of an optimizer of TensorFlow 1; "" for others."""
+    """Return advice for the end of a message if `optimizer` is one of TensorFlow 1, and "" otherwise."""
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(cls, tf.compat.v1.train.Optimizer):
         return (", which is an optimizer of TensorFlow 1: take one of keras.optimizers for a Keras model, or average "
@@ -330,7 +330,7 @@ def _distributed_class(original: type[Optimizer], is_sharded: bool = False) -> t
 
 
 def class_with(mix_ins: tuple[type, ...], original: type[Optimizer]) -> type[Optimizer]:
-    """The subclass of a class of optimizers with these bases before it. There is one for each class and bases."""
+    """Return the subclass of `original` with the bases `mix_ins` before it. Equal arguments give the same class."""
     if (original, mix_ins) not in _classes:
         body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
         _classes[original, mix_ins] = type(original.__name__, (*mix_ins, original), body)

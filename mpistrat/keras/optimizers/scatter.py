@@ -1,16 +1,16 @@
 """Keras' optimizers add the rows of tf.IndexedSlices in one order, so that repeated rows have one sum on all ranks.
 
-Keras adds slices to a variable with TensorFlow's ResourceScatterAdd and ResourceScatterSub. On the CPU these run in
-several threads from 1024 rows on, and add the rows that have the same index in the order in which the threads come to
-them: the ranks, which have the same slices, come to other bits. ResourceScatterNdAdd and ResourceScatterNdSub do the
-same row after row, and take no longer (ScatterFunctorBase and ScatterNdFunctor in
-https://github.com/tensorflow/tensorflow/tree/v2.21.0/tensorflow/core/kernels). XLA makes the same of both. What Keras
-makes dense it sums with UnsortedSegmentSum, whose threads each have rows of the result.
+Keras adds slices to a variable with TensorFlow's ResourceScatterAdd and ResourceScatterSub. On the CPU they use several
+threads from 1024 rows on, and add rows with the same index in the order of the threads, so ranks with the same slices
+get different bits. ResourceScatterNdAdd and ResourceScatterNdSub add row after row, and take no longer. (See
+ScatterFunctorBase and ScatterNdFunctor: https://github.com/tensorflow/tensorflow/tree/v2.21.0/tensorflow/core/kernels.)
+XLA compiles both to the same code. When Keras makes slices dense, it sums with UnsortedSegmentSum, in which each thread
+has its own rows of the result.
 
-On a GPU all of these add by atomic additions. There rows that repeat are summed before they are added, by
-UnsortedSegmentSum, which has one order with the variable that init() sets (set_cuda_variables). In steps that XLA
-compiles for a GPU gradients are dense before they are averaged (reduce_gradients). Elsewhere rows that repeat are not
-summed before: Keras' optimizers square each of them, and so they do in one process.
+On a GPU all of these operations use atomic additions. There repeated rows are summed before they are added, by
+UnsortedSegmentSum, which is deterministic with the variable that init() sets (set_cuda_variables). In steps that XLA
+compiles for a GPU gradients are dense before they are averaged (reduce_gradients). Elsewhere repeated rows are not
+summed first, because Keras' optimizers square each row, also in one process.
 
 Applied with the first DistributedOptimizer, the first MPIStrategy, and the first slices of a DistributedGradientTape.
 """
@@ -53,5 +53,5 @@ def _scatter(operation: Callable, variable: keras.Variable | tf.Variable, slices
 
 
 def _adds_atomically(resource: tf.Variable) -> bool:
-    """Whether rows are added to a variable in any order, and can be summed before."""
+    """Return whether TensorFlow adds rows to a variable in any order. If so, repeated rows must be summed first."""
     return "GPU" in resource.device and not is_compiled()

@@ -1,8 +1,8 @@
-"""Keras' functions that save a model leave a whole file, or the one that was there before; so does BackupAndRestore.
+"""Keras' functions that save a model, and BackupAndRestore, replace files atomically.
 
-They write to a directory of their own beside the file, and rename it at the end. So a process that dies while it saves
-destroys nothing, and ranks that save to one path at the same time leave a whole file too. Local, but for a model of a
-strategy: all ranks save it, one writes, and all wait for it (tensorflow/files.py).
+They write to a temporary directory next to the file, and rename the new file at the end. So a process that dies while
+it saves leaves the old file, and ranks that save to one path at the same time leave a complete file. Local, except for
+a model of a strategy: all ranks save such a model, one rank writes, and all ranks wait for it (tensorflow/files.py).
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def save(original: Function, model: object, filepath: object, *args: object, **k
 
 
 def _by_all_ranks(model: object, filepath: object, write: Callable[[], object]) -> object:
-    """Write a model; one of a strategy on one rank, while the others wait. Collective for such a model."""
+    """Write a model. One rank writes a model of a strategy, and the others wait. Collective for such a model."""
     is_alone = files.is_alone() or hasattr(filepath, "write")
     if is_alone or not isinstance(model, keras.Model) or not is_under_strategy(model):
         return write()
@@ -60,15 +60,15 @@ def _save_whole(original: Function, model: object, filepath: object, *args: obje
     is_one_file = name.endswith(_ENDINGS) and call.arguments.get("max_shard_size") is None
     if not is_one_file or not os.path.isdir(directory) or not os.access(directory, os.W_OK):
         return original(model, filepath, *args, **kwargs)
-    # Not a file beside the others: programs look for the newest file with this ending. The name is the same in the
-    # next job, so that a process that dies leaves no more than one of them.
+    # A directory, since programs look for the newest file with this ending. The name is the same in the next job, so
+    # that processes that die leave one directory per rank at most.
     own = os.path.join(directory, f".{name}.saving-{launched_rank(os.environ)}")
     os.makedirs(own, exist_ok=True)
     try:
         result = original(model, os.path.join(own, name), *args, **kwargs)
         os.replace(os.path.join(own, name), path)
     finally:
-        shutil.rmtree(own, ignore_errors=True)  # An error of this would hide that of Keras.
+        shutil.rmtree(own, ignore_errors=True)  # An error here would hide Keras' error.
     return result
 
 
@@ -85,6 +85,6 @@ def save_backup(original: Function, self: BackupAndRestore) -> None:
         os.replace(part, path)
     finally:
         self._training_metadata_path = path
-        with contextlib.suppress(OSError):  # It is not there, or Keras' error says what is wrong.
+        with contextlib.suppress(OSError):  # The file does not exist, or Keras has raised an error.
             os.remove(part)
     return None

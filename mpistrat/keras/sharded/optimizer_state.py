@@ -1,4 +1,4 @@
-"""OptimizerState: what mpistrat knows of a Keras optimizer. It is the attribute `_mpistrat` of the optimizer; local."""
+"""OptimizerState: mpistrat's state of a Keras optimizer, in the optimizer's attribute `_mpistrat`. Local."""
 
 from dataclasses import dataclass, field
 
@@ -15,10 +15,10 @@ from .shard_state import WholeState
 
 @dataclass
 class Arguments:
-    """The arguments of DistributedOptimizer that a configuration of Keras does not have. Copies have the same."""
+    """The arguments of DistributedOptimizer that a Keras configuration does not contain. Copies have the same."""
 
-    name: names.OptimizerName  # Begins the names of collectives; those of copies begin with it too
-    factor: float  # What the mean of accumulated gradients is multiplied by
+    name: names.OptimizerName  # The prefix of the names of collectives, also of copies
+    factor: float  # The factor for the mean of accumulated gradients
     options: GradientOptions
     op: ReduceOp
     gradient_predivide_factor: float
@@ -28,7 +28,7 @@ class Arguments:
     uneven: str
     check_weights: bool
     shard_state: bool
-    passes: int  # How many passes an optimizer of Keras 2 accumulates. Keras 3 has it in the configuration.
+    passes: int  # The number of passes that a Keras 2 optimizer accumulates. Keras 3 has it in the configuration.
 
 
 @dataclass
@@ -36,28 +36,28 @@ class OptimizerState:
     """The attribute `_mpistrat` of an optimizer whose gradients are averaged, by itself or by a strategy."""
 
     class_name: str  # The class of the optimizer
-    reducer_or_none: GradientReducer | None = None  # None: it can be loaded, copied and saved, and does not train
-    arguments: Arguments | None = None  # Those of a distributed optimizer
-    is_copy: bool = False  # Keras has made the optimizer from the original
-    # This rank's parts of the variables, and the whole state, if these are divided among the ranks.
+    reducer_or_none: GradientReducer | None = None  # None: the optimizer cannot train, but be loaded, copied and saved
+    arguments: Arguments | None = None  # The arguments of a distributed optimizer
+    is_copy: bool = False  # Whether Keras has made the optimizer from the original
+    # This rank's parts of the variables, and the whole state, if the state is divided among the ranks.
     parts: Parts | None = None
     whole: WholeState | None = None
-    owner: int | None = None  # The rank that has all parts; None: they are divided
+    owner: int | None = None  # The rank that has all parts; None: the parts are divided
     called: set[str] = field(default_factory=set)  # The hooks that Keras has called
-    accumulating: list[keras.Variable] | None = None  # While accumulated gradients are applied, their variables
+    accumulating: list[keras.Variable] | None = None  # The variables of accumulated gradients while these are applied
 
     @property
     def reducer(self) -> GradientReducer:
-        """What averages the gradients."""
+        """The reducer of the gradients. Raises InvalidRequestError if the optimizer cannot train."""
         if self.reducer_or_none is None:
             raise InvalidRequestError(
-                f"this {self.class_name} cannot average gradients: it was made by the class of a distributed "
-                "optimizer, or it is a copy that does not know the original's local variables (register_local_var), "
-                "groups of variables, process set or parts. Write hvd.DistributedOptimizer(keras.optimizers."
-                f"{self.class_name}(...)) in its place.")
+                f"this {self.class_name} cannot average gradients. It was made by calling the class of a distributed "
+                "optimizer, or is a copy without the original's local variables (register_local_var), groups of "
+                "variables, process set or parts. Write hvd.DistributedOptimizer(keras.optimizers."
+                f"{self.class_name}(...)) instead.")
         return self.reducer_or_none
 
     @property
     def factor(self) -> float:
-        """What the mean of accumulated gradients is multiplied by."""
+        """The factor for the mean of accumulated gradients."""
         return 1.0 if self.arguments is None else self.arguments.factor

@@ -1,8 +1,8 @@
-"""Parts: what one rank has of the variables that a sharded optimizer trains, and what it exchanges in a step.
+"""Parts: one rank's parts of the variables that a sharded optimizer trains, and the exchanges of a step.
 
-A rank updates its parts in variables of its own, and all ranks gather the new weights. Whole variables are updated in
-index. The optimizer's own variables for a part have the part's shape; those for a variable without a part here have no
-elements. So all ranks have as many of them, in the order of the optimizer without sharding.
+A rank updates its parts in separate variables, and all ranks gather the new weights. Whole variables are updated in
+place. The optimizer's own variables for a part have the part's shape, and for a variable without a part on this rank
+no elements. So all ranks have the same number of optimizer variables, in the order of the optimizer without sharding.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,9 +35,9 @@ from .shard_plan import Part, Planned, plan_of
 
 
 class _Noting(list):
-    """The shards for which an optimizer is built. It tells which of them build() looks at.
+    """The shards for which an optimizer is built. `current` is the index of the shard that build() is looking at.
 
-    A slice, which build() keeps, has the variables that are trained.
+    A slice, which build() keeps, has the trained variables instead of the shards.
     """
 
     def __init__(self, shards: Sequence[keras.Variable], variables: Sequence[keras.Variable]):
@@ -55,23 +55,23 @@ class _Noting(list):
 
 
 class Parts:
-    """This rank's parts. One thread at a time uses them, as it uses the optimizer.
+    """This rank's parts. Not thread-safe, like the optimizer.
 
     Args:
-        variables: Those that the optimizer trains, the same on all ranks.
-        reducer: What reduces the gradients; its process set has several ranks.
+        variables: The variables that the optimizer trains, the same on all ranks.
+        reducer: The reducer of the gradients, with a process set of several ranks.
         is_split: Whether a variable may be divided.
-        owner: The rank that has all parts; None: they are divided among the ranks.
+        owner: The rank that has all parts; None: the parts are divided among the ranks.
 
     Attributes:
         variables, reducer: The arguments.
         topology, number: The ranks, and the id of their process set.
         plan: The division.
         of_index: This rank's part of each variable, by its index in the list.
-        shards: For each variable what this rank updates: a variable with its part; the variable itself, if it is this
-            rank's as a whole; or one without elements. Gradients overwrite some variables, on all ranks.
-        noting: The same for build(), which makes the optimizer's variables for them: `note` is told of these.
-        slots: The index of the trained variable by the id of each of the optimizer's variables for it.
+        shards: For each variable the one that this rank updates: a variable with its part; the variable itself, if this
+            rank has the whole or gradients overwrite it (on all ranks); or a variable without elements.
+        noting: The shards for build(). `note` records the optimizer's variables that are made meanwhile.
+        slots: The index of the trained variable, by the id of each optimizer variable that belongs to it.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], reducer: GradientReducer, is_split: bool,
@@ -99,7 +99,7 @@ class Parts:
         shape = part.shape if self.plan.is_split else (0, *(1 for _ in variable.shape[1:]))
         shard = keras.Variable(np.zeros(shape, _planned(variable).dtype), dtype=variable.dtype, trainable=False,
                                name=variable.name)
-        shard._path = variable.path  # Slots are named after it.
+        shard._path = variable.path  # Slots are named after this path.
         return shard
 
     @contextmanager
@@ -112,27 +112,27 @@ class Parts:
             self.noting.current = before
 
     def note(self, slot: keras.Variable) -> None:
-        """Begin: the optimizer has made a variable, in `made_for` or for the shard that build() looks at."""
+        """Record a new variable of the optimizer, made in `made_for` or for the shard that build() looks at."""
         index = self.noting.current
         if index is not None and index in self.of_index:
             self.slots[id(slot)] = index
 
     def index_of(self, variable: Variable) -> int:
-        """The index of a variable that the optimizer trains.
+        """Return the index of a variable that the optimizer trains.
 
         Raises:
-            InvalidRequestError: It was not built for this variable.
+            InvalidRequestError: The optimizer was not built for this variable.
         """
         index = self._indices.get(id(variable))
         if index is None:
             raise InvalidRequestError(f"a sharded optimizer was not built for {label_of(variable)}. Call "
-                                      "optimizer.build(variables) with all variables that it is to train.")
+                                      "optimizer.build(variables) with all variables to train.")
         return index
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def reduce(self, gradients: Sequence[OptionalGradient]) -> list[OptionalGradient]:
-        """This rank's parts of the reduced gradients of all variables. None stays None. Collective."""
+        """Reduce the gradients of all variables, and return this rank's parts. None stays None. Collective."""
         return self.reducer.reduce(gradients, self.variables, self._reduce_to_owners)
 
     def read(self, indices: Sequence[int]) -> None:
@@ -142,7 +142,7 @@ class Parts:
                 self.shards[i].assign(_cut(tf.convert_to_tensor(self.variables[i]), self.of_index[i]))
 
     def updated(self, indices: Sequence[int]) -> list[int]:
-        """Those of the variables that have a part here; if there is none, the first, so that the step counts."""
+        """Return the indices with a part on this rank. If there is none, return the first, so that the step counts."""
         return [i for i in indices if i not in self.of_index or self.of_index[i].size] or list(indices[:1])
 
     def begin(self, shards: Sequence[Variable]) -> None:
@@ -150,12 +150,12 @@ class Parts:
         self._applied = [self._shard_indices[id(shard)] for shard in shards]
 
     def original_of(self, shard: Variable) -> Variable:
-        """The variable of which `shard` is a part; both are Keras' or both are TensorFlow's."""
+        """Return the variable of which `shard` is a part: a Keras variable for a Keras one, else a tf.Variable."""
         original = self.variables[self._shard_indices[id(shard)]]
         return original if isinstance(shard, keras.Variable) else original.value
 
     def squares(self, gradients: Sequence[Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The sum of the squares of each gradient that is applied here, as a whole, and that of all. Collective."""
+        """Return the sums of squares of the whole gradients that are applied here, and of all gradients. Collective."""
         dtype = tf.float64 if any(v.dtype == "float64" for v in self.variables) else tf.float32
         own = [tf.zeros([], dtype)] * len(self.variables)
         for i, gradient in zip(self._applied, gradients, strict=True):
@@ -175,7 +175,7 @@ class Parts:
             own = [tf.reshape(_joined([tf.reshape(self.shards[i], [-1]) for i in block.members]),
                               [block.rows[self.topology.rank], *block.shape[1:]]) for block in blocks]
             name = names.of(f"{self.reducer.name}/weights", self.number)
-            # While two buckets are under way no third is submitted: results of all of them would be a second model.
+            # At most two buckets are in flight: the results of all buckets would need the memory of a second model.
             with tf.control_dependencies(assigned.pop(0) if len(assigned) == 2 else []):
                 gathered = gather_list(own, name, self.number, shapes=[tf.TensorShape(block.shape) for block in blocks])
             assigned.append([])
@@ -189,7 +189,7 @@ class Parts:
     def _reduce_to_owners(self, gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,
                           variables: Sequence[Variable],
                           exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
-        """As gradients.reduce_gradients, but this rank's parts of the gradients only. `exact` has scalars."""
+        """Call gradients.reduce_gradients, but return only this rank's parts. `exact` has scalars."""
         indices = list(spec.indices)
         casts = options.compression in (Compression.none, Compression.fp16, Compression.bf16)
         dense = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
@@ -248,13 +248,13 @@ class Parts:
         """This rank's part of a reduced gradient."""
         part = self.of_index[index]
         if not self.plan.is_split:
-            # Without a part a rank makes the step all the same: for the first variable, and without elements.
+            # A rank without a part makes the step too, for the first variable and without elements.
             return gradient if part.size else tf.zeros(self.shards[index].shape, gradient.dtype)
         return _rows_of(gradient, part) if isinstance(gradient, tf.IndexedSlices) else _cut(gradient, part)
 
 
 def _component(variable: keras.Variable) -> tf.Variable:
-    """The tf.Variable of a variable; one of a strategy has it inside."""
+    """Return the tf.Variable of a variable. A variable of a strategy contains it."""
     return getattr(variable.value, "values", [variable.value])[0]
 
 
@@ -274,7 +274,7 @@ def _cut(tensor: tf.Tensor, part: Part) -> tf.Tensor:
 
 
 def _rows_of(slices: tf.IndexedSlices, part: Part) -> tf.IndexedSlices:
-    """The rows of tf.IndexedSlices that are in a part, in their order. Their values may be finer rows than slices."""
+    """Return the rows of tf.IndexedSlices in a part, in order. The rows of a part may be finer than the slices."""
     each = slices.values.shape[1:].num_elements() // part.width
     values = tf.reshape(slices.values, [-1] if part.width == 1 else [-1, part.width])
     indices = tf.reshape(slices.indices[:, tf.newaxis] * each + tf.range(each, dtype=slices.indices.dtype), [-1])
@@ -283,7 +283,7 @@ def _rows_of(slices: tf.IndexedSlices, part: Part) -> tf.IndexedSlices:
     shape = tf.constant(part.shape, tf.int64)
     if not xla.is_compiled():
         return tf.IndexedSlices(tf.boolean_mask(values, is_inside), tf.boolean_mask(indices - first, is_inside), shape)
-    # XLA must know how many rows there are: those of other ranks add nothing to the first row.
+    # XLA needs a fixed number of rows: the rows of other ranks become zeros, which are added to the first row.
     mask = is_inside if part.width == 1 else is_inside[:, tf.newaxis]
     return tf.IndexedSlices(tf.where(mask, values, tf.zeros_like(values)),
                             tf.where(is_inside, indices - first, tf.zeros_like(indices)), shape)

@@ -1,6 +1,6 @@
-"""Which part of which variable each rank updates: the same on all ranks, and balanced by bytes. Pure.
+"""The plan of which rank updates which part of each variable. It is the same on all ranks, balanced by bytes. Pure.
 
-The division is that of ZeRO-1 (Rajbhandari et al., arXiv 1910.02054): each rank has the optimizer's state of its parts.
+As in ZeRO-1 (Rajbhandari et al., arXiv 1910.02054) each rank has the optimizer's state for its parts.
 """
 
 import math
@@ -12,7 +12,7 @@ from ...core.fusion import buckets_from_last
 from ...core.rows import rows_of_ranks
 from ...core.tuning import BUCKET_BYTES, JOINED_TENSOR_BYTES
 
-# A matrix is divided between its rows if each rank gets so many: an embedding's gradient has some of the rows only.
+# A matrix is divided between rows if each rank gets at least so many: the gradient of an embedding has only some rows.
 _LEAST_ROWS = 64
 
 
@@ -52,19 +52,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Block:
-    """Variables of one dtype that are one array of a collective, one behind the other."""
+    """Variables of one dtype, concatenated to one array of a collective."""
 
     members: tuple[int, ...]  # The indices of the variables
-    sizes: tuple[int, ...]  # How many elements each has
-    width: int  # How many elements a row of the array has
-    rows: tuple[int, ...]  # How many rows each rank has, in rank order
+    sizes: tuple[int, ...]  # The number of elements of each variable
+    width: int  # The number of elements of a row of the array
+    rows: tuple[int, ...]  # The number of rows of each rank, in rank order
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (sum(self.rows),) if self.width == 1 else (sum(self.rows), self.width)
 
     def parts(self, rank: int) -> list[Part]:
-        """The part of each member that a rank has; empty ones, too."""
+        """Return a rank's part of each member. A part may be empty."""
         stop = sum(self.rows[:rank + 1]) * self.width
         start = stop - self.rows[rank] * self.width
         found = []
@@ -76,15 +76,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """The division."""
+    """The division of the variables among the ranks."""
 
     # The blocks of each collective, in the order in which the backward pass computes gradients.
     buckets: tuple[tuple[Block, ...], ...]
-    is_split: bool  # Whether a rank may have a part of a variable; False: whole ones only
-    size: int  # How many ranks there are
+    is_split: bool  # Whether a rank may have a part of a variable; False: whole variables only
+    size: int  # The number of ranks
 
     def parts(self, rank: int) -> dict[int, Part]:
-        """The part of each variable that a rank has, by the index of the variable."""
+        """Return a rank's part of each variable, by the index of the variable."""
         return {member: part for bucket in self.buckets for block in bucket
                 for member, part in zip(block.members, block.parts(rank), strict=True)}
 
@@ -97,11 +97,11 @@ def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, indices: Sequ
     Args:
         tensors: All variables.
         size: The number of ranks.
-        is_split: Whether a variable may be divided: each rank has an equal part of each large one, and of the small
-            ones together. False: each is of one rank, the largest first to the rank that has the fewest bytes so far.
-        indices: Those of the variables to divide, in rising order; None: all.
+        is_split: True: each rank gets an equal part of each large variable, and of the small variables together. False:
+            variables stay whole. Each, from the largest on, goes to the rank that has the fewest bytes so far.
+        indices: The indices of the variables to divide, in rising order; None: all.
         bucket_bytes, first_bytes, small_bytes: As in tensorflow/graph/buckets.py.
-        owner: The rank that has all of them, whole ones; None: each rank has some.
+        owner: The rank that gets all variables as a whole; None: all ranks get some.
     """
     indices = range(len(tensors)) if indices is None else indices
     groups = buckets_from_last([tensors[index].nbytes for index in indices], bucket_bytes, first_bytes)
@@ -133,7 +133,7 @@ def _blocks(tensors: Sequence[Planned], group: Sequence[int], size: int, owners:
 
 
 def _owners(tensors: Sequence[Planned], indices: Sequence[int], size: int) -> dict[int, int]:
-    """The rank of each whole variable."""
+    """Return the rank that owns each whole variable."""
     loads, owners = [0] * size, {}
     for index in sorted(indices, key=lambda index: (-tensors[index].nbytes, index)):
         owners[index] = loads.index(min(loads))

@@ -1,6 +1,6 @@
-"""WholeState: the state of a sharded optimizer as files have it, on a rank that has gathered or loaded it.
+"""WholeState: the whole state of a sharded optimizer, for files, on a rank that has gathered or loaded the state.
 
-The order is that of the optimizer without sharding, so a file loads with any number of ranks.
+The variables have the order of the optimizer without sharding, so a file loads with any number of ranks.
 """
 
 import math
@@ -19,13 +19,13 @@ from ...tensorflow.bridge.types import TensorLike
 from ...tensorflow.list_ops import broadcast_list, gather_list
 from .parts import Parts
 
-# The collectives of a state have so many elements at most, so that a rank that does not keep it needs little memory.
+# A collective gathers at most so many elements, so that a rank that does not keep the state needs little memory.
 _MOST_ELEMENTS = 16 * 1024 * 1024
 _VALUE = "VARIABLE_VALUE"  # TensorFlow's name of a variable's value in a checkpoint
 
 
 class WholeState:
-    """The whole state of an optimizer, where it is known. One thread at a time uses it, as it uses the optimizer.
+    """The whole state of an optimizer, on ranks that have it. Not thread-safe, like the optimizer.
 
     Args:
         parts: This rank's parts.
@@ -36,21 +36,21 @@ class WholeState:
 
     def __init__(self, parts: Parts, steps: keras.Variable):
         self._parts, self._steps = parts, steps
-        self._known: tuple[int, list[np.ndarray]] | None = None  # after so many steps
+        self._known: tuple[int, list[np.ndarray]] | None = None  # (number of steps, state after them)
         self._shown: list[Any] | None = None
 
     def shown(self) -> list[Any]:
-        """The variables that the optimizer shows: those that all ranks have, or in `showing` the whole state."""
+        """Return the optimizer's `variables`: the variables that all ranks have, or in `showing` the whole state."""
         if self._shown is not None:
             return self._shown
         return [v for v in self.variables if id(v) not in self._parts.slots]
 
     @contextmanager
     def showing(self, is_read: bool) -> Iterator[None]:
-        """A context in which `shown` has the whole state; this rank takes its parts of what is assigned to it. Local.
+        """A context in which `shown` returns the whole state. This rank takes its parts of assigned values. Local.
 
         Raises:
-            InvalidRequestError: The state is read, and this rank does not have it.
+            InvalidRequestError: `is_read`, and this rank does not have the whole state.
         """
         whole = self._read() if is_read else self._now()
         shown = self._shown = [Shown(v, None if whole is None else whole[i], self) if id(v) in self._parts.slots else v
@@ -63,9 +63,9 @@ class WholeState:
             self._know([np.asarray(each) for each in shown])
 
     def checkpointed(self, slot: keras.Variable) -> dict[str, Any]:
-        """The methods of one of the optimizer's variables that tf.train.Checkpoint calls, with the whole state."""
+        """Return methods for `slot` by which tf.train.Checkpoint saves and restores the whole state."""
         def to_tensors() -> dict[str, tf.Tensor]:
-            # A rank that restores a checkpoint asks for the names only; one that writes is alone.
+            # A rank that writes a checkpoint does so alone. A rank that restores one needs only the names.
             found = [value for v, value in zip(self.variables, self._read(), strict=True) if v is slot] \
                 if files.in_alone() else [slot]
             return {_VALUE: tf.convert_to_tensor(found[0])}
@@ -77,7 +77,7 @@ class WholeState:
         return {"_serialize_to_tensors": to_tensors, "_restore_from_tensors": from_tensors}
 
     def consolidate(self, to: int | None) -> None:
-        """Gather the state on a rank of the job; None: on all. Collective, eager."""
+        """Gather the state on the rank `to` of the job, or on all ranks if `to` is None. Collective, eager."""
         parts, name = self._parts, self._name
         self._known = None
         keeps = to is None or to == parts.topology.job_ranks[parts.topology.rank]
@@ -98,7 +98,7 @@ class WholeState:
             self._know(whole)
 
     def share(self, root_rank: int) -> None:
-        """Give all ranks the state that a rank of the job has loaded, if it has. Collective, eager."""
+        """Broadcast the whole state of the rank `root_rank` of the job, if that rank has it. Collective, eager."""
         parts, own = self._parts, self._now()
         kinds = array_ops.broadcast_object(None if own is None else [(value.shape, value.dtype) for value in own],
                                            root_rank, f"{self._name}/loaded", parts.reducer.process_set)
@@ -109,13 +109,13 @@ class WholeState:
                 process_set=parts.number)])
 
     def save(self) -> list[Any]:
-        """What `load` takes: the whole state, if this rank has it, which is forgotten then; else its parts. Local."""
+        """Return the argument for `load`: the whole state (which is then freed), or else this rank's parts. Local."""
         whole = self._now()
         self.forget()
         return whole or [tf.convert_to_tensor(v) for v in self.variables]
 
     def load(self, saved: Sequence[Any]) -> None:
-        """Return to what `save` has returned; whole also in another process, with another number of ranks. Local."""
+        """Restore a result of `save`. A whole state loads in any process, with any number of ranks. Local."""
         is_whole = isinstance(saved[0], np.ndarray)
         for variable, value in zip(self.variables, saved, strict=True):
             if is_whole and id(variable) in self._parts.slots:
@@ -126,7 +126,7 @@ class WholeState:
             self._know(list(saved))
 
     def assign(self, slot: keras.Variable, value: TensorLike) -> None:
-        """Set one of the optimizer's variables for a part to this rank's part of a whole value. Local."""
+        """Assign this rank's part of a whole value to an optimizer variable that belongs to a part. Local."""
         part = self._parts.of_index[self._parts.slots[id(slot)]]
         if part.size and self._parts.plan.is_split:
             slot.assign(np.reshape(np.reshape(value, -1)[part.start:part.stop], part.shape))
@@ -141,16 +141,16 @@ class WholeState:
         self._known = int(self._steps), whole
 
     def _now(self) -> list[np.ndarray] | None:
-        """The state after the last step, if this rank has it."""
+        """Return the whole state after the last step, or None if this rank does not have it."""
         return self._known[1] if self._known is not None and self._known[0] == int(self._steps) else None
 
     def _read(self) -> list[np.ndarray]:
         whole = self._now()
         if whole is None:
             raise InvalidRequestError(
-                "this rank does not have the whole state of the sharded optimizer, which is to be saved or copied. "
-                "Call optimizer.consolidate_state() on all ranks before, for rank 0, or consolidate_state(to=None) for "
-                "all ranks. fit does so for rank 0 at the end of each epoch; a step makes it necessary again.")
+                "this rank cannot save or copy the sharded optimizer, since it does not have the whole state. First "
+                "call optimizer.consolidate_state() on all ranks, for rank 0, or consolidate_state(to=None) for all "
+                "ranks. A step makes another call necessary. fit calls it for rank 0 at the end of each epoch.")
         return whole
 
     @property
@@ -159,11 +159,11 @@ class WholeState:
 
     def _flat_part(self, slot: keras.Variable) -> tf.Tensor:
         flat = tf.reshape(tf.convert_to_tensor(slot), [-1])
-        # A factor of the state (Adafactor) has elements also on a rank without a part.
+        # A rank without a part has elements of a factor of the state too (Adafactor).
         return flat if self._parts.of_index[self._parts.slots[id(slot)]].size else flat[:0]
 
     def _shape_of(self, slot: keras.Variable) -> tuple[int, ...] | None:
-        """The shape in the whole state, as far as this rank knows it."""
+        """Return the shape in the whole state, or None if this rank does not know it."""
         index = self._parts.slots.get(id(slot))
         if index is not None and self._parts.plan.is_split:
             return tuple(self._parts.variables[index].shape)
@@ -171,11 +171,11 @@ class WholeState:
 
 
 class Shown:
-    """Stands for a variable of a sharded optimizer, with the whole state in place of this rank's part.
+    """Replaces a variable of a sharded optimizer, with the whole value instead of this rank's part.
 
     Attributes:
-        path, name: Those of the variable.
-        value: The whole state; None until it is assigned.
+        path, name: The path and the name of the variable.
+        value: The whole value; None until it is assigned.
     """
 
     def __init__(self, variable: keras.Variable, value: np.ndarray | None, state: WholeState):

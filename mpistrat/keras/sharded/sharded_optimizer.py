@@ -1,8 +1,8 @@
-"""Sharded: the mix-in of an optimizer whose ranks each update a part of the variables, and have the state for it.
+"""Sharded: a mix-in for an optimizer with which each rank updates a part of the variables, and has the state for it.
 
-It is before the mix-in that averages gradients, and the optimizer's class. Keras' own `apply` of that class gets the
-parts as its variables, with their gradients: weight decay, averages of weights and accumulation are those of Keras.
-Norms are those of the whole gradients. keras/optimizers/optimizer.py makes the class.
+The mix-in comes before the mix-in that averages gradients, and the optimizer's class. Keras' `apply` gets the parts as
+its variables, with the parts' gradients, so Keras' own code does weight decay, moving averages of weights and
+accumulation. Norms are computed from the whole gradients. keras/optimizers/optimizer.py makes the class.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,14 +25,14 @@ from ..clone import original_class
 from .parts import Parts
 from .shard_state import WholeState
 
-# They compute each element of a variable from the same element of the gradient and of the state alone.
+# These classes compute each element of a variable only from the same element of the gradient and of the state.
 _ELEMENT_WISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
-_INSTEAD = 'Take hvd.DistributedOptimizer, or MPIStrategy(variables="mirrored").'
+_INSTEAD = 'Use hvd.DistributedOptimizer, or MPIStrategy(variables="mirrored").'
 _NO_LOCAL = f"a sharded optimizer has no local variables (register_local_var, local_layers). {_INSTEAD}"
 
 
 def is_element_wise(cls: type[Optimizer]) -> bool:
-    """Whether an optimizer of this class may update parts of variables. A class of the user gets whole ones."""
+    """Return whether optimizers of this class may update parts of variables. User-defined classes get whole ones."""
     return cls in [getattr(keras.optimizers, name, None) for name in _ELEMENT_WISE]
 
 
@@ -40,15 +40,15 @@ def require_shardable(optimizer: Optimizer, uneven: str) -> None:
     """Raise InvalidRequestError if the state of an optimizer cannot be divided."""
     cls = type(optimizer)
     if is_keras2(optimizer):
-        raise InvalidRequestError(f"ShardedOptimizer takes an optimizer of Keras 3. Received {cls.__name__} of Keras 2 "
-                                  f"(tf_keras). {_INSTEAD}")
+        raise InvalidRequestError(f"ShardedOptimizer needs an optimizer of Keras 3. {_INSTEAD} "
+                                  f"Received: {cls.__name__} of Keras 2 (tf_keras)")
     if passes_on(optimizer):
-        raise InvalidRequestError(f"{cls.__name__} passes gradients on to the optimizers in it, which have the state. "
-                                  f"Shard these: {cls.__name__}(hvd.ShardedOptimizer(...)).")
+        raise InvalidRequestError(f"{cls.__name__} passes gradients on to its inner optimizers, which have the state. "
+                                  f"Shard the inner optimizers: {cls.__name__}(hvd.ShardedOptimizer(...)).")
     require_update_step(cls)
     if uneven == "join":
-        raise InvalidRequestError('a sharded optimizer needs every rank in every step, so uneven="join" does not work '
-                                  "with it. Take hvd.DistributedOptimizer, or give all ranks the same number of "
+        raise InvalidRequestError('a sharded optimizer does not support uneven="join", since it needs every rank in '
+                                  "every step. Use hvd.DistributedOptimizer, or give all ranks the same number of "
                                   "batches.")
 
 
@@ -60,7 +60,7 @@ def require_update_step(cls: type[Optimizer]) -> None:
 
 
 class Sharded:
-    """A mix-in before a distributed optimizer's class: each rank updates a part of the variables."""
+    """A mix-in before a distributed optimizer's class. Each rank updates a part of the variables."""
 
     _mpistrat: Any
     is_distributed: bool
@@ -75,8 +75,8 @@ class Sharded:
             if own.reducer.has_local:
                 raise InvalidRequestError(_NO_LOCAL)
             if self.gradient_accumulation_steps and indices_of(variables):  # type: ignore[attr-defined]
-                raise InvalidRequestError("a sharded optimizer does not accumulate the gradients of variables that "
-                                          f"their gradient overwrites (float8). {_INSTEAD}")
+                raise InvalidRequestError("a sharded optimizer cannot accumulate gradients if the model has variables "
+                                          f"that a gradient overwrites (float8). {_INSTEAD}")
             is_split = own.owner is None and is_element_wise(original_class(type(self)))
             own.parts = Parts(variables, own.reducer, is_split, own.owner)
             own.whole = WholeState(own.parts, steps_of(self))  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ class Sharded:
 
     @property
     def variables(self) -> list[Any]:
-        """Those that all ranks have, such as the counter of steps, without the state of this rank's parts."""
+        """The variables that all ranks have, such as the counter of steps, without the state of this rank's parts."""
         is_divided = self._mpistrat.whole is not None
         return self._mpistrat.whole.shown() if is_divided else super().variables  # type: ignore[misc]
 
@@ -184,7 +184,7 @@ class Sharded:
         return variables if self._mpistrat.parts is None else self._mpistrat.parts.shards
 
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
-        """As the original class' finalize_variable_values. Collective."""
+        """Call the original class' finalize_variable_values, and gather the weights with use_ema. Collective."""
         super().finalize_variable_values(var_list)  # type: ignore[misc]
         parts = self._mpistrat.parts
         if parts is not None and self.use_ema:  # type: ignore[attr-defined]
@@ -195,11 +195,11 @@ class Sharded:
     def consolidate_state(self, to: int | None = 0) -> None:
         """Gather the whole state on a rank, which may then save the optimizer alone until the next step. Collective.
 
-        fit does so for rank 0 at the end of each epoch, and before a ModelCheckpoint saves within an epoch. Before the
-        first step, and in one process, it does nothing.
+        fit calls this method for rank 0 at the end of each epoch, and before a ModelCheckpoint saves within an epoch.
+        Before the first step, and in one process, the method does nothing.
 
         Args:
-            to: The rank of the job; None: all ranks of the optimizer. Their memory has the whole state meanwhile.
+            to: A rank of the job; None: all ranks of the optimizer. The whole state takes memory on these ranks.
         """
         if self._mpistrat.whole is not None:
             self._mpistrat.whole.consolidate(to)
@@ -207,7 +207,7 @@ class Sharded:
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: object) -> Any:
         # Under a strategy all ranks call tf.train.Checkpoint, which gathers the state before one writes.
         if save_type == "checkpoint" and self._mpistrat.parts is not None and self.is_distributed:
-            raise InvalidRequestError("tf.train.Checkpoint would have this rank's part of a sharded optimizer only. "
+            raise InvalidRequestError("tf.train.Checkpoint would save only this rank's part of a sharded optimizer. "
                                       "Save the model with model.save() or model.save_weights().")
         return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
 
@@ -221,12 +221,12 @@ def _scaled(gradient: Tensor, factor: float | tf.Tensor) -> Tensor:
 
 @contextmanager
 def whole_state(optimizer: Optimizer, is_read: bool) -> Iterator[None]:
-    """A context in which `variables` of an optimizer, and of those in it, has the whole state, as without sharding.
+    """A context in which `variables` of an optimizer and of its inner optimizers has the whole state. Local.
 
-    Local. This rank takes its parts of values that are assigned in it.
+    This rank takes its parts of values that are assigned in the context.
 
     Raises:
-        InvalidRequestError: The values are read, and this rank does not have them: see consolidate_state.
+        InvalidRequestError: `is_read`, and this rank does not have the whole state, see consolidate_state.
     """
     with ExitStack() as stack:
         for state in states_in([optimizer]):

@@ -1,9 +1,9 @@
 """Keras under MPIStrategy: the functions of Keras that are replaced, ordered by Keras' concepts.
 
-trainer: fit, evaluate, predict, and the random seeds of layers. losses: what each rank's loss counts by. optimizer:
-reduction, clipping and loss scaling; gradients: those of uneven batches; sharded: the optimizers of variables="sharded"
-and "central". empty_parts: evaluate and predict without rows. callbacks: which callbacks run where. saving: files of
-models. step_state has what they share while a step is traced. keras2 is for Keras 2 alone.
+trainer: fit, evaluate, predict, and the random seeds of layers. losses: the weight of each rank's loss. optimizer:
+reduction of gradients, and divided state. gradients: the weights of uneven batches. empty_parts: evaluate and predict
+without rows. adopted_callbacks: the callbacks of evaluate. saving: files of models. step_state: the state that these
+modules share while a step is traced. keras2: Keras 2 only.
 
 `mpistrat.strategy` imports this package when the first strategy is created, then calls `apply`. The import raises
 MissingDependencyError where Keras is too old.
@@ -16,8 +16,8 @@ from ...core.install import pip
 
 # With Keras 3.7 and 3.8 the numbers of `fit` are wrong, and 3.9 fails.
 if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 10):
-    raise MissingDependencyError(f"MPIStrategy needs Keras 3.10 or later, and this is {keras.__version__} "
-                                 f"({pip('keras>=3.10')}).")
+    raise MissingDependencyError(f"MPIStrategy needs Keras 3.10 or later ({pip('keras>=3.10')}). "
+                                 f"Received: {keras.__version__}")
 
 from ...keras.bridge import patches
 from ...keras.bridge.patches import PATCHES, undo

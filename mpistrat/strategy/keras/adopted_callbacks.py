@@ -1,4 +1,4 @@
-"""Keras' callbacks under MPIStrategy, but for what keras/fit does with them: those of evaluate."""
+"""The callbacks of Keras' evaluate under MPIStrategy. mpistrat/keras/fit has the callbacks of fit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ def evaluate(original: Function, self: keras.Model, *args: object, **kwargs: obj
 def _evaluating(training: StrategyTraining, callbacks: list[Any]) -> Iterator[list[Any]]:
     """A context with the callbacks of an evaluation on this rank. Collective.
 
-    The ranks may have different callbacks. Logs that none reads are not reduced in each step.
+    The ranks may have different callbacks. If no callback reads the logs of a step, they are not reduced.
     """
     own = tuple(entry_of(callback, training) for callback in callbacks), any(map(reads_logs, callbacks))
     of_ranks = array_ops.allgather_object(own, f"{training.name}/evaluate")

@@ -1,10 +1,10 @@
-"""evaluate and predict on a rank that has no rows of a batch: its model gets one row of zeros, and its outputs none.
+"""evaluate and predict on a rank without rows: the model gets one row of zeros, which is removed from the outputs.
 
-A global batch with fewer rows than ranks leaves some ranks without any, and so does the end of a rank's data. They take
-part in the collectives of the step. But TensorFlow fails for some models without rows (the constants that grappler
-folds have one row, "Incompatible shapes: [1,1,1,32] vs. [0,64,64,3]" in EfficientNet), in one process too. Then the
-other ranks would wait for this one. In training the row would count: layers may take the mean over the rows of all
-ranks.
+A global batch with fewer rows than ranks leaves some ranks without rows, and so does the end of a rank's data. These
+ranks take part in the collectives of the step. But TensorFlow fails for some models without rows, in one process too
+(the constants that grappler folds have one row: "Incompatible shapes: [1,1,1,32] vs. [0,64,64,3]" in EfficientNet), and
+the other ranks would wait. Training gets no row of zeros, since the row would count: layers may take the mean over the
+rows of all ranks.
 
 The functions run in a replica, while TensorFlow traces the step.
 """
@@ -38,7 +38,7 @@ def never_called_without_rows(model: keras.Model, data: object) -> Iterator[None
 
 
 def _is_empty(data: object) -> tf.Tensor | None:
-    """Whether a batch has no rows; a constant if its shape says so, and None if it has some."""
+    """Return whether a batch has no rows: a constant True if the shape has none, None if it has some."""
     known = {leaf.shape[0] for leaf in tf.nest.flatten(data) if isinstance(leaf, tf.Tensor) and leaf.shape.rank}
     if 0 in known:
         return tf.constant(True)
@@ -72,7 +72,7 @@ def _with_rows(value: tf.Tensor, is_empty: tf.Tensor) -> Any:
         return value
 
     def zeros() -> tf.Tensor:
-        # What is not known of a row from the spec of the input is lost.
+        # Sizes of a row that the spec of the input does not give are unknown here.
         return tf.zeros(tf.concat([[1], tf.maximum(tf.shape(value)[1:], 1)], 0), value.dtype)
 
     return _either(is_empty, zeros, value)
@@ -95,7 +95,7 @@ def _may_be_empty(value: object) -> bool:
 
 
 def _either(is_empty: tf.Tensor, other: Function, value: tf.Tensor) -> tf.Tensor:
-    if tf.get_static_value(is_empty):  # The shape stays one without rows, which counts in Keras' losses.
+    if tf.get_static_value(is_empty):  # The shape keeps 0 rows, which Keras' losses use.
         return other()
     result = tf.cond(is_empty, other, lambda: tf.identity(value))
     if value.shape.rank is not None:

@@ -1,9 +1,9 @@
-"""The gradients of the global batch, under MPIStrategy: weighted by rows.
+"""The gradients of the global batch under MPIStrategy, weighted by rows.
 
-Keras sums the gradients over the ranks and expects each rank to have the same number of rows. Where a global batch does
-not divide evenly (the last one, or fewer rows than ranks) that is not the gradient of the global batch. So each rank's
-gradients are weighted by its number of rows. The numbers are reduced together with the gradients, and when all ranks
-have the usual number nothing is multiplied.
+Keras sums the gradients over the ranks and expects each rank to have the same number of rows. If a global batch does
+not divide evenly (the last batch, or fewer rows than ranks), the sum is not the gradient of the global batch. So each
+rank's gradients are weighted by its number of rows. The row numbers are reduced together with the gradients, and if all
+ranks have the usual number nothing is multiplied.
 
 The functions run in a replica, in TensorFlow's thread.
 """
@@ -40,10 +40,10 @@ class RowReducer(GradientReducer):
     """Sums an optimizer's gradients over the ranks of a strategy, weighted by rows.
 
     Attributes:
-        is_compared: Whether the ranks have compared the weights before the first step of a loop of the user's.
+        is_compared: Whether the ranks have compared the weights before the first step of a user-defined loop.
     """
 
-    checks_weights = is_compared = False  # fit compares them, or compare_in_loop.
+    checks_weights = is_compared = False  # fit or compare_in_loop compares the weights.
     is_global = True
 
     def __init__(self, strategy: MPIStrategy):
@@ -55,7 +55,7 @@ class RowReducer(GradientReducer):
         return FirstSteps(self.name, way_out=_OWN_ROWS)
 
     def require_no_strategy(self) -> None:
-        """It is the strategy's."""
+        """Do nothing: this reducer belongs to a strategy."""
 
     def reduce(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable],
                reduce_shared: Callable[..., list[Tensor]] = reduce_gradients) -> list[OptionalGradient]:
@@ -80,7 +80,7 @@ class RowReducer(GradientReducer):
                            places: Sequence[int]) -> list[OptionalGradient]:
         if step_state.state.reducer is not self:
             return list(gradients)
-        rows = step_state.state.rows  # That of a rank without rows may be anything, also NaN.
+        rows = step_state.state.rows  # A rank without rows may have any gradient, also NaN.
         return super().reduce_overwritten(
             [tf.where(rows == 0, g.dtype.min, g) if rows is not None and g is not None and i in places else g
              for i, g in enumerate(gradients)], variables, places)
@@ -93,8 +93,8 @@ class RowReducer(GradientReducer):
 
 
 def scaled_unless(is_one: tf.Tensor, gradients: Sequence[Tensor], factor: tf.Tensor) -> list[Tensor]:
-    """The gradients times a factor, or as they are if it is one. A multiplication takes longer than the branch."""
-    # Only the values go through the branch. A shape that came out of it would not be known to XLA.
+    """Multiply gradients by `factor` unless `is_one`. The branch takes less time than a multiplication."""
+    # Only the values go through the branch: XLA would not know a shape that came out of it.
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     results = tf.cond(is_one, lambda: list(map(tf.identity, values)), lambda: [scaled(v, factor) for v in values])
     return [tf.IndexedSlices(result, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else result
@@ -110,7 +110,7 @@ def scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
 
 
 def compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """Raise MismatchError unless all ranks begin a loop of the user's with the same weights. Collective; once."""
+    """Raise MismatchError unless all ranks begin a user-defined loop with the same weights. Collective; once."""
     reducer: RowReducer = optimizer._mpistrat.reducer
     if step_state.state.rows is not None or reducer.is_compared:
         return

@@ -1,10 +1,10 @@
-"""Losses under MPIStrategy: what each rank's part of a batch counts by, and what steps of the user's report of losses.
+"""Losses under MPIStrategy: the weight of each rank's part of a batch, and the losses that user-defined steps log.
 
-Gradients and logged losses count by rows: the loss of a batch is the mean of the ranks' losses, weighted by rows. A
-loss that Keras has divided by something else, the valid tokens of a mask or the sum of sample weights, or by nothing,
-is multiplied here by a factor, so that this mean is the loss of one process. What it was divided by is summed over the
-ranks, in one small collective for each such loss; other losses need none. Then all that follows is right for several
-outputs with different masks, for what is added to a loss, and for evaluation.
+Gradients and logged losses count by rows: the loss of a batch is the mean of the ranks' losses, weighted by rows. Keras
+divides some losses by another number (the valid tokens of a mask, or the sum of sample weights) or not at all. This
+module multiplies such a loss by a factor, so that the weighted mean is the loss of one process. The divisor is summed
+over the ranks, in one small collective for each such loss; other losses need none. So the result is right for several
+outputs with different masks, for terms that are added to a loss, and for evaluation.
 
 The functions run in a replica, while TensorFlow traces the step.
 """
@@ -43,7 +43,7 @@ def reduce_weighted_values(original: Function, values: TensorLike, sample_weight
         if loss.shape.rank == 0 and not step_state.is_scaled(loss):
             loss = _loss_module.scale_loss_for_distribution(loss)  # Keras leaves it out.
     if reduction == "sum":
-        if not state.has_sums:  # A step of the user's divides it.
+        if not state.has_sums:  # A user-defined step divides the sum.
             return loss
         factor = tf.math.divide_no_nan(1.0, step_state.share())
     else:
@@ -57,7 +57,7 @@ def reduce_weighted_values(original: Function, values: TensorLike, sample_weight
 
 
 def _divisor(sample_weight: TensorLike | None, mask: TensorLike | None, reduction: str | None) -> tf.Tensor | None:
-    """What Keras has divided a loss by, but for a factor that all ranks have; None if it is the number of rows."""
+    """Return the divisor of a loss, up to a factor that all ranks share; None if the divisor is the number of rows."""
     if reduction == "mean_with_sample_weight":
         sample_weight = _loss_module.apply_mask(sample_weight, mask, "float32", reduction)
         return None if sample_weight is None else tf.reduce_sum(tf.cast(sample_weight, tf.float32))
@@ -67,9 +67,9 @@ def _divisor(sample_weight: TensorLike | None, mask: TensorLike | None, reductio
 @functools.cache
 def _tell_of_number(model: str) -> None:
     if runtime.current().topology.rank == 0:
-        logger.warning("%s: a loss is one number for a batch. Each rank computes it from its own rows, and the ranks' "
-                       "mean by rows counts: that of one process if it is a mean of rows, but not if it is a ratio "
-                       "(Dice) or compares rows. Return a number for each row if you can.", model)
+        logger.warning("%s: a loss is one number for a batch. Each rank computes it from its own rows, and the mean "
+                       "over the ranks counts, weighted by rows. It is the loss of one process for a mean of rows, "
+                       "not for a ratio (Dice) or a comparison of rows. Return a number per row if you can.", model)
 
 
 @replaces(_loss_module.Loss, "__call__", "a loss that calls other losses would be divided by the number of ranks twice",
@@ -83,7 +83,7 @@ def call_loss(original: Function, self: keras.Loss, *args: object, **kwargs: obj
 
 
 def _is_part() -> bool:
-    """Whether a loss of `compile` calls this loss: the outermost loss is divided and weighted."""
+    """Return whether a loss of `compile` calls this loss. Only the outermost loss is divided and weighted."""
     return state.in_compute_loss is not None and state.losses_within > 1
 
 
@@ -129,7 +129,7 @@ def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike
             sample_weight = step_state.share() if sample_weight is None else sample_weight
         elif values.shape.rank and values.dtype.is_floating and not hasattr(values, "_keras_mask") \
                 and sample_weight is not None and len(tf.convert_to_tensor(sample_weight).shape) == 0:
-            # The losses of rows, and their number as the weight. Of none Keras' mean is NaN.
+            # `values` are the losses of rows, with their number as the weight. Keras' mean of no rows is NaN.
             values = tf.cast(values, self.dtype)  # as Keras does; a sum of halves may overflow
             values = tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(tf.size(values), values.dtype))
     return original(self, values, sample_weight)

@@ -1,8 +1,8 @@
 """Keras' optimizers under MPIStrategy: each gets a class that reduces gradients, as for a DistributedOptimizer.
 
-That is when it is made in the scope, or built for variables of the strategy, or applied in a replica. The class has the
-mix-ins of mpistrat/keras. Here is what differs under a strategy: gradients are summed and weighted by rows, variables
-are the strategy's, and all ranks save. With variables="sharded" and "central" the state is divided among the ranks.
+An optimizer gets the class when it is made in the scope, built for variables of the strategy, or applied in a replica.
+The class has the mix-ins of mpistrat/keras. Differences under a strategy: gradients are summed and weighted by rows,
+variables belong to the strategy, and all ranks save. With "sharded" and "central" the state is divided among the ranks.
 
 The functions run in a replica, in TensorFlow's thread, unless the docstring says otherwise.
 """
@@ -32,14 +32,14 @@ from .gradients import RowReducer, compare_in_loop, scaled
 
 
 class UnderStrategy:
-    """A mix-in before those that reduce gradients: an optimizer that a replica applies."""
+    """A mix-in for optimizers that a replica applies. It comes before the mix-ins that reduce gradients."""
 
     is_distributed = False  # Not by itself
     _mpistrat: OptimizerState
     _distribution_strategy: MPIStrategy
 
     def __init__(self, *args: object, **kwargs: object):
-        # A program calls the class of an optimizer, to make another one. Keras does not let it be assigned so early.
+        # A program calls the class of an optimizer to make another optimizer. Keras forbids plain assignment so early.
         object.__setattr__(self, "__class__", original_class(type(self)))
         self.__init__(*args, **kwargs)  # type: ignore[misc]
 
@@ -55,10 +55,10 @@ class UnderStrategy:
     def _mpistrat_apply(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
                         variables: list[keras.Variable]) -> tf.Tensor | None:
         slots, state = self._distribution_strategy.extended.slots, step_state.state
-        if step_state.strategy_here() is None or state.reducer is not None:  # An optimizer around it has reduced them.
+        if step_state.strategy_here() is None or state.reducer is not None:  # An outer optimizer has reduced.
             if slots.are_sharded:
-                raise InvalidRequestError(f"{slots.option}: an optimizer reduces gradients, so it is applied in a "
-                                          "replica. Call optimizer.apply in a function for strategy.run.")
+                raise InvalidRequestError(f"{slots.option}: optimizer.apply reduces gradients, so it must run in a "
+                                          "replica. Call optimizer.apply in a function that strategy.run runs.")
             return original_class(type(self)).apply(self, grads, given)
         compare_in_loop(self, variables)
         state.reducer = self._mpistrat.reducer
@@ -85,17 +85,17 @@ class UnderStrategy:
         return list(grads_and_vars)
 
     def _track_variable(self, variable: keras.Variable) -> None:
-        if self._mpistrat.whole is not None:  # Before it is tracked: that is when a checkpoint may be restored.
+        if self._mpistrat.whole is not None:  # Before tracking, which may restore a checkpoint.
             vars(variable).update(self._mpistrat.whole.checkpointed(variable))
         super()._track_variable(variable)  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any], **arguments: object) -> Optimizer:
-        """As the original class' from_config. It gets this class too if it is made in the scope."""
+        """Call the original class' from_config. In the scope the new optimizer gets this class again."""
         return original_class(cls).from_config(config, **arguments)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """What pickle and copy call. They find the original class by its name."""
+        """Let pickle and copy use the original class, which they find by its name."""
         how: Any = super().__reduce_ex__(protocol)
         load, *rest = how
         return getattr(original_class(load.__self__), load.__name__), *rest
@@ -104,10 +104,10 @@ class UnderStrategy:
 def adopt(optimizer: Optimizer, strategy: tf.distribute.Strategy | None) -> bool:
     """Give an optimizer the class that reduces gradients, if the strategy is an MPIStrategy. Local.
 
-    Returns whether it has not had that class before, and has it now. Of one with others in it these get theirs.
+    Return True if the optimizer gets the class now. If it passes gradients on, adopt the inner optimizers instead.
 
     Raises:
-        InvalidRequestError: The state is to be divided, and cannot be, or all ranks have it already.
+        InvalidRequestError: The state must be divided, but cannot be, or all ranks have it already.
     """
     cls = type(optimizer)
     if not isinstance(strategy, MPIStrategy) or hasattr(cls, "is_distributed") or passes_on(optimizer):
@@ -116,8 +116,8 @@ def adopt(optimizer: Optimizer, strategy: tf.distribute.Strategy | None) -> bool
     if slots.are_sharded:
         require_update_step(cls)
         if optimizer.built:
-            raise InvalidRequestError(f"{cls.__name__} was built outside of strategy.scope(), so every rank has its "
-                                      f"whole state. With {slots.option} make it in the scope.")
+            raise InvalidRequestError(f"{cls.__name__} was built outside of strategy.scope(), so every rank has the "
+                                      f"whole state. With {slots.option}, create the optimizer in the scope.")
     strategy.extended.assigned_in_lockstep(optimizer._iterations.value)
     vars(optimizer).update(_mpistrat=OptimizerState(cls.__name__, RowReducer(strategy), owner=slots.owner),
                            _distribution_strategy=strategy)
@@ -129,7 +129,7 @@ def adopt(optimizer: Optimizer, strategy: tf.distribute.Strategy | None) -> bool
           "tf.distribute.get_strategy()")
 def make(original: Function, self: Optimizer, *args: object, **kwargs: object) -> None:
     original(self, *args, **kwargs)
-    # One without an update_step may have others in it, which it does not know yet.
+    # An optimizer without an update_step may get inner optimizers later.
     if not files.in_alone() and type(self).update_step is not Optimizer.update_step:
         adopt(self, tf.distribute.get_strategy())
 
@@ -140,7 +140,7 @@ def build(original: Function, self: Optimizer, variables: Sequence[keras.Variabl
     if not hasattr(type(self), "is_distributed") and variables:
         first = variables[0].value if isinstance(variables[0], keras.Variable) else variables[0]
         strategy = getattr(first, "_distribute_strategy", None)
-        # Slots that are divided are made for parts of the variables, in a class that has them from the beginning.
+        # Divided slots are made for parts of the variables, so the optimizer needs its class from the beginning.
         if isinstance(strategy, MPIStrategy) and not strategy.extended.slots.are_sharded:
             adopt(self, strategy)
     original(self, variables)
@@ -154,6 +154,6 @@ def apply(original: Function, self: Optimizer, grads: Iterable[OptionalGradient]
         return original(self, grads, trainable_variables)
     cls = original_class(type(self))
     if cls.apply is not Optimizer.apply:
-        raise InvalidRequestError(f"{cls.__name__} has an apply() of its own, so it reduces gradients only if it is "
-                                  "made in strategy.scope(), with an update_step().")
+        raise InvalidRequestError(f"{cls.__name__} defines its own apply(), so it must be created in strategy.scope() "
+                                  "and have an update_step().")
     return self.apply(grads, trainable_variables)

@@ -1,4 +1,4 @@
-"""Saving under MPIStrategy, but for what all models have in keras/optimizers/whole_files.py. Called by Keras."""
+"""Saving under MPIStrategy. Keras calls it. keras/optimizers/whole_files.py has the rules for all models."""
 
 
 import keras
@@ -13,7 +13,7 @@ from ..mpi_strategy import MPIStrategy
 @replaces(saving_lib, "get_attr_skipset", "the variables of the optimizer that it makes would be broadcast",
           "ref_obj = Layer()")
 def attributes_to_skip(original: Function, obj_type: str) -> set[str]:
-    """Keras makes an object to list the attributes of its class, on whichever rank saves or loads."""
+    """Run without collectives: Keras makes an object to list the attributes of its class, on one rank."""
     with files.alone():
         return original(obj_type)
 

@@ -1,8 +1,8 @@
 """State that the replaced functions share: the strategy in use, the rows of a batch, and flags for compiled steps.
 
 A tf.function is traced once and runs many times. So a value that changes between runs is a variable here: Python
-assigns it, and the compiled step reads it. Each model has its own, because several threads may call fit, each for a
-model.
+assigns the variable, and the compiled step reads it. Each model has its own variables, because several threads may call
+fit, each for another model.
 """
 
 import contextlib
@@ -60,17 +60,17 @@ class StepState(threading.local):
     """The state of the step that this thread traces."""
 
     rows: tf.Tensor | None = None  # The number of rows of this rank's batch. None outside of Keras' steps.
-    # By what this rank's loss counts: its rows in units of the usual number. None outside of Keras' steps, for losses
-    # of rows that are not reduced, and with one rank.
+    # The weight of this rank's loss: its number of rows, divided by the usual number. None outside of Keras' steps, for
+    # losses that are not reduced over the rows, and with one rank.
     weight: tf.Tensor | None = None
     has_sums = False  # Whether a loss of the model is a sum over rows
     in_compute_loss: keras.Model | None = None  # The model whose compute_loss runs
-    losses_within = 0  # How many Keras losses are being called, one within the other
-    reducer: GradientReducer | None = None  # That of the optimizer that reduces and applies gradients
-    total: tf.Tensor | None = None  # The sum of all ranks' weights, once a collective has told it
-    # The model that the step is one of, and whether this rank has no rows; see empty_parts.py.
+    losses_within = 0  # The depth of nested calls of Keras losses
+    reducer: GradientReducer | None = None  # The reducer of the optimizer that is applying gradients
+    total: tf.Tensor | None = None  # The sum of all ranks' weights, once a collective has computed it
+    # The model of the step, and whether this rank has no rows; see empty_parts.py.
     called: tuple[keras.Model, tf.Tensor] | None = None
-    # The flags of the model of the latest step, if the ranks may return different logs of it, which Keras does not use.
+    # The flags of the model of the latest step, if Keras ignores the step's logs, so that the ranks' logs may differ.
     may_differ: Flags | None = None
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ def strategy_here() -> MPIStrategy | None:
 
 
 def scope_of(strategy: MPIStrategy) -> AbstractContextManager[object]:
-    """The scope of a strategy. In a replica the code is in it already, and it cannot be entered there again."""
+    """Return the scope of a strategy, or a null context in a replica, where the scope cannot be entered again."""
     return contextlib.nullcontext() if tf.distribute.get_strategy() is strategy else strategy.scope()
 
 
@@ -121,10 +121,10 @@ def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator
 
 
 def share(of: tf.Tensor | None = None) -> tf.Tensor:
-    """This rank's part of the global batch, times the number of ranks: 1 if all have as much.
+    """Return this rank's share of the global batch, times the number of ranks. 1 means equal shares.
 
-    The part of its rows; or of what `of` is on each rank, a scalar. Only where there is a weight. Collective, unless it
-    is of rows and a collective has told how many all have.
+    The share of the rows, or of the scalar `of` summed over the ranks. Requires `state.weight`. Collective, except for
+    rows whose total an earlier collective has computed.
     """
     size = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
     if of is not None:
@@ -134,13 +134,13 @@ def share(of: tf.Tensor | None = None) -> tf.Tensor:
 
 
 def total_weight() -> tf.Tensor:
-    """The sum of all ranks' weights. Likewise."""
+    """Return the sum of all ranks' weights. Collective, unless an earlier collective has computed it."""
     total = captured_in_function(state.total)
     return _totals([])[0] if total is None else total
 
 
 def _totals(values: list[tf.Tensor]) -> list[tf.Tensor]:
-    """The sums of scalars over the ranks, and then of the weights, if that is not known. Collective."""
+    """Return the sums of scalars over the ranks, and then the sum of the weights if it is unknown. Collective."""
     assert state.weight is not None
     is_known = captured_in_function(state.total) is not None
     totals = collectives.all_reduce(values if is_known else [*values, state.weight], tf.distribute.ReduceOp.SUM, "rows")
@@ -155,7 +155,7 @@ def is_scaled(loss: object) -> bool:
 
 
 def unscaled(loss: T) -> T:
-    """A loss that Keras has divided by the number of ranks as it would be in one process; anything else as it is."""
+    """Undo the division of a loss by the number of ranks. Return anything else unchanged."""
     if not is_scaled(loss):
         return loss
     return tf.convert_to_tensor(loss) * tf.distribute.get_strategy().num_replicas_in_sync

@@ -57,7 +57,7 @@ def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
 
 
 def _users_level() -> int:
-    """The stacklevel of the user's code, for a warning of the function that calls this one."""
+    """Return the stacklevel at which a warning of the calling function points to user code."""
     frames = traceback.walk_stack(sys._getframe(1))
     return next((level for level, (frame, _) in enumerate(frames, 1) if is_users(frame.f_code.co_filename)), 1)
 
@@ -73,14 +73,14 @@ def make_function(original: Function, self: keras.Model, step_function: Function
     if strategy is None:
         if step_function == self.train_step and runtime.is_initialized() and runtime.current().topology.size > 1 \
                 and not distributed_in(self.optimizer):
-            warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a model of its "
-                          "own. Build and compile it under `with strategy.scope():`.", stacklevel=_users_level())
+            warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a separate "
+                          "model. Build and compile it under `with strategy.scope():`.", stacklevel=_users_level())
         return original(self, step_function)
     if self.jit_compile and (reason := xla.why_not()):
-        warnings.warn(f"jit_compile=True is switched off: collectives cannot be compiled by XLA ({reason}).",
+        warnings.warn(f"jit_compile=True is switched off: XLA cannot compile collectives ({reason}).",
                       stacklevel=_users_level())
         self.jit_compile = False
-    # Keras' own steps do not use the logs, so the ranks may return different ones.
+    # Keras' own steps do not use the logs, so the ranks may return different logs.
     logs_may_differ = all(getattr(type(self), name) is getattr(keras.Model, name) for name in (
         "train_step", "test_step", "compute_metrics", "get_metrics_result"))
 
@@ -110,12 +110,12 @@ def make_function(original: Function, self: keras.Model, step_function: Function
 
 
 def _as_tensor(log: object) -> object:
-    """A log as a tensor; `result()` of a metric may be its state variable, which each replica reads for itself."""
+    """Return a log as a tensor. A metric's `result()` may be its state variable, which each replica reads alone."""
     return tf.convert_to_tensor(log) if isinstance(log, keras.Variable | tf.Variable | float | int) else log
 
 
 def _weighted(log: object) -> object:
-    """As _as_tensor, but a scalar is weighted such that the ranks' mean is that over the rows."""
+    """Return a log as a tensor. A scalar is weighted, so that the mean over the ranks is the mean over the rows."""
     log = _as_tensor(step_state.unscaled(log))
     if state.weight is None or not isinstance(log, tf.Tensor) or log.shape.rank != 0 or not log.dtype.is_floating:
         return log
@@ -127,7 +127,7 @@ def _weighted(log: object) -> object:
           'strategy.reduce("MEAN", v, axis=0)')
 def reduce_per_replica(original: Function, values: Structure, strategy: tf.distribute.Strategy,
                        reduction: str) -> Structure:
-    """The ranks' mean of a step's logs, in one collective; this rank's own logs if no callback reads them."""
+    """Return the mean of a step's logs over the ranks, in one collective, or this rank's logs if none are read."""
     if not isinstance(strategy, MPIStrategy) or strategy.num_replicas_in_sync == 1 or reduction not in ("auto", "mean"):
         return original(values, strategy, reduction)
     logs = tf.nest.flatten(values)
@@ -155,7 +155,7 @@ def metrics_or_logs(original: Function, self: keras.Model, logs: object) -> obje
         metrics.pop(tracker.name, None)
 
     def of_all_ranks(name: str, log: object) -> object:
-        # Those of compile() are one log with a name for each, where the step returns all `self.metrics` by name.
+        # If the step returns all `self.metrics` by name, the metrics of compile() are one log, a dict by name.
         return {each: of_all_ranks(each, value) for each, value in log.items()} if isinstance(log, dict) \
             else metrics.get(name, log)
 
@@ -197,9 +197,9 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
 
 
 def _set_usual_rows(model: keras.Model, rows: int, is_of_fit: bool) -> None:
-    """Let the ranks know the largest number of rows of a first batch; `rows` is this rank's. Collective.
+    """Set the usual number of rows to the ranks' largest; `rows` is this rank's number in the first batch. Collective.
 
-    When fit begins the ranks exchange it with all else.
+    When fit begins, the ranks exchange the number later, together with their other values.
     """
     training, values = in_fit.get(model), step_values_of(model)
     if is_of_fit and isinstance(training, StrategyTraining) and not training.has_begun:
@@ -212,7 +212,7 @@ def _set_usual_rows(model: keras.Model, rows: int, is_of_fit: bool) -> None:
 
 
 def _any_rows(leaf: object) -> object:
-    """A dense tensor without rows as one of any number of rows: some layers cannot be built for none."""
+    """Return a symbolic tensor for a dense tensor without rows, since some layers cannot be built for 0 rows."""
     if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
         return leaf
     return keras.KerasTensor([size or None for size in leaf.shape], leaf.dtype.name)
@@ -223,13 +223,13 @@ def _specs(iterator: keras_trainer.TFEpochIterator) -> Any:
 
 
 def _spec_of_replica(spec: tf.TypeSpec) -> tf.TypeSpec:
-    """The spec of this replica's value, of the spec of a distributed value, or of a tensor, as with one replica."""
+    """Return the spec of this replica's value. `spec` is of a distributed value, or with one replica of a tensor."""
     is_local = isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec | tf.OptionalSpec)
     return spec if is_local else spec._value_specs[0]
 
 
 def _may_read_once(iterator: keras_trainer.TFEpochIterator) -> bool:
-    """Whether the input is a generator, or a dataset that reads one and says what its elements are."""
+    """Return whether the input is a generator, or a dataset that reads a generator and has a known element spec."""
     if not isinstance(iterator.data_adapter, TFDatasetAdapter):
         return isinstance(iterator.data_adapter, GeneratorDataAdapter)
     return takes_from_generator(iterator._distributed_dataset) and all(
@@ -290,7 +290,7 @@ def predict(original: Function, self: keras.Model, *args: object, **kwargs: obje
 
 
 def average(model: keras.Model) -> StrategyTraining:
-    """As average_statistics; returns the training of the model. Collective; outside of a replica."""
+    """Average the running statistics of a model, and return its StrategyTraining. Collective; not in a replica."""
     training = StrategyTraining(model)
     average_statistics(training)
     return training
@@ -306,7 +306,7 @@ def assign_add(original: Function, self: keras.Variable, value: TensorLike) -> o
 
 
 def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> T:
-    """Run a step. On a rank without rows the running statistics of its rows keep their values."""
+    """Run a step. On a rank without rows, restore the running statistics that come from the rank's own rows."""
     of_all_ranks = IdentitySet(
         variable for layer in all_layers(model) for variable in layer.variables
         if getattr(layer, "synchronized", False) or isinstance(layer, SyncBatchNormalization))

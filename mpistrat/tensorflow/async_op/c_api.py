@@ -9,7 +9,7 @@ std::function<void()>. Up to 2.21 that is an argument of its own, which ends whe
 asynchronous kernel is complete:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.cc#L258
 So it is moved, as a C++ kernel would do: its bytes are copied, and the original is made empty. Later versions pass the
-address of a copy, and TF_RunAsyncOpKernelDoneCallback deletes that. Such a one must stay where it is.
+address of a copy, and TF_RunAsyncOpKernelDoneCallback deletes the copy. So the copy must not be moved.
 
 A std::function of libstdc++ has 32 bytes: 16 of what it holds, the address of its *manager*, which copies and destroys
 that, or NULL if it is empty, and the address of its *invoker*, which calls it. Both facts are found out, before any
@@ -53,8 +53,8 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "TF_GetFrameId": (c_uint64, (c_void_p,)),
     "TF_GetIterId": (c_int64, (c_void_p,)),
 }
-# Python's lock is released in these: an allocation waits for memory that others free, and the last executes what
-# TensorFlow does at the end of an operation. A release costs a change of threads, so the others keep the lock.
+# Python's lock is released in these: an allocation waits until memory is freed, and the second function runs the code
+# of TensorFlow at the end of an operation. A release costs a switch of threads, so the functions above keep the lock.
 _UNLOCKED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "TF_ForwardInputOrAllocateOutput": (c_void_p, (c_void_p, POINTER(c_int), c_int, c_int, POINTER(c_int64), c_int,
                                                    POINTER(c_int), c_void_p)),
@@ -65,7 +65,7 @@ _LIBSTDCPP = "_ZN10tensorflow6Device12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpK
 
 
 class CApi:
-    """The functions, by their names. Raises OSError or AttributeError if the library has not all of them."""
+    """The functions of the C API, as attributes. Raises OSError or AttributeError if the library lacks a function."""
 
     def __init__(self, path: str):
         for loaded, prototypes in ((ctypes.PyDLL(path), _PROTOTYPES), (ctypes.CDLL(path), _UNLOCKED)):
@@ -89,7 +89,7 @@ def api() -> CApi | None:
 
 
 def require_api() -> CApi:
-    """The C API, which TensorFlow has."""
+    """The C API. `why_not` must have been called before."""
     found = api()
     assert found is not None, "why_not was not called"
     return found
@@ -110,7 +110,7 @@ class Status:
             raise RuntimeError(self._api.TF_Message(self.pointer).decode(errors="replace"))
 
     def set(self, code: int, message: str) -> None:
-        """Make it an error."""
+        """Set an error: `code` is one of the error codes of tf.errors."""
         self._api.TF_SetStatus(self.pointer, code, message.replace("\0", " ").encode())
 
     def __del__(self) -> None:
@@ -154,7 +154,7 @@ class Done:
 
 @cache
 def is_deleted_by_tensorflow() -> bool | None:
-    """Whether TF_RunAsyncOpKernelDoneCallback deletes the function; None: it is laid out in another way."""
+    """Whether TF_RunAsyncOpKernelDoneCallback deletes the function; None: the function's layout is unknown."""
     own = api()
     if own is None or not own.is_of_libstdcpp:
         return None

@@ -7,11 +7,11 @@ enqueued, and TensorFlow's stream waits for it; where its stream cannot wait (se
 no node can read a result before, whatever TensorFlow's optimizer moves.
 
 Nodes of one name run one after the other, since they have a resource in common, which belongs to the name. Nodes of
-different names start in any order. Only after `complete_in_order` all later ones wait. In the gradient of a function,
+different names start in any order. All later nodes wait only after `complete_in_order`. In the gradient of a function,
 where nothing can be captured, names contain the number of the execution, as in `cpu`.
 
 TensorFlow cannot cancel the operation. If an execution fails elsewhere, it ends when its collectives are complete, or
-when the engine fails them, because the other ranks have not submitted them for too long.
+when the engine fails the collectives, because the other ranks have not submitted them for too long.
 """
 
 import logging
@@ -58,10 +58,10 @@ def are_on_gpu(tensors: Sequence[tf.Tensor], process_set: int = 0) -> bool:
 def device_of(tensors: Sequence[tf.Tensor], process_set: int = 0) -> str | None:
     """The GPU on which tensors of a graph are reduced; None: they go through the host, or XLA compiles the graph.
 
-    They stay on the GPU if there is one, none of them is placed on the CPU, and all have floating-point or complex
-    dtypes, as gradients do: others TensorFlow has no GPU kernels for, or keeps on the host. A tensor that turns out to
-    be on the host is copied. (TensorFlow's placer chooses the device of a tensor after the function has been traced,
-    when the graph cannot change any more.)
+    Tensors stay on the GPU if there is one, no tensor is placed on the CPU, and all have floating-point or complex
+    dtypes, as gradients do. TensorFlow has no GPU kernels for other dtypes, or keeps them on the host. A tensor that
+    turns out to be on the host is copied. (TensorFlow's placer chooses the device of a tensor after the function has
+    been traced, when the graph cannot change any more.)
     """
     if tf.executing_eagerly() or not gpu_device.has_gpu() or xla.is_compiled():
         return None
@@ -78,7 +78,7 @@ def device_of(tensors: Sequence[tf.Tensor], process_set: int = 0) -> str | None:
 
 
 def _is_used(where: str, process_set: int) -> bool:
-    """Whether tensors on this device of TensorFlow's are reduced there. Checks that once, and warns; it is local."""
+    """Whether tensors on this TensorFlow device are reduced there. The first call checks it, and may warn. Local."""
     if go_by_host():
         return False
     if reason := gpu_device.why_no_gpu(where) or kernel.why_not():
@@ -103,8 +103,8 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
         make_request: Called with the tensors as GpuTensors.
         keeps_shapes: Whether each result has the shape of its tensor.
         observer: Called with copies on the host before the submit.
-        bucket: The list that it is a bucket of, if that has several, and its number there. It is not used in a session,
-            where some of the nodes of a list may run.
+        bucket: The list of buckets and the index of this bucket; None if there is only one. Ignored in a session, which
+            may run only some of the nodes of a list.
     """
     in_session = None if session_graph() is None else Executions()
     execution = execution_ids.current.get() or Execution()
@@ -132,7 +132,7 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
                 process_set: int) -> list[tf.Tensor]:
     """Run one collective on eager tensors of this rank's GPU; the results are on the same GPU. Collective.
 
-    The operation only gives its memory away. What works on that is enqueued when this returns, or waited for.
+    The operation only provides the memory. The engine's work on it is enqueued or complete when this function returns.
 
     Args:
         make_request: Called with the tensors as GpuTensors.
@@ -173,9 +173,9 @@ def _on_gpu(where: str, process_set: int, dtypes: Sequence[np.dtype], owner: obj
     """The tensors of a collective for the engine.
 
     Args:
-        where: TensorFlow's name of their device.
-        owner: What keeps them.
-        memory: Returns their memory, and that of results of the given shapes, or of theirs (None).
+        where: TensorFlow's name of the device of the tensors.
+        owner: The object that keeps the tensors alive.
+        memory: Returns the memory of the tensors, and of results of the given shapes; None: of the tensors' shapes.
         keeps_shapes: Whether each result has the shape of its tensor.
     """
     device = device_at(where)
@@ -201,7 +201,7 @@ class _GpuCallSite(CollectiveCallSite):
     """The target of the node of one collective. Several executions may be in flight.
 
     Args:
-        first: The index of the first one among the inputs of the node.
+        first: The index of the first tensor among the inputs of the node.
         keeps_shapes, bucket: As in `run`.
     """
 
@@ -237,7 +237,7 @@ class _GpuCallSite(CollectiveCallSite):
 
 
 def _end(ended: Sequence[tuple[kernel.Call, Handle]]) -> None:
-    """The handles are done: so are the calls. Called by the engine's thread."""
+    """Complete the calls of handles that are done. Called by the engine's thread."""
     for call, handle in ended:
         try:
             handle.wait()

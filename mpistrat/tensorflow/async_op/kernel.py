@@ -40,7 +40,7 @@ _LEAST_GIVEN = 32 * 1024  # Smaller arrays are copied faster than they are hande
 _Compute = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)
 
 
-# What TensorFlow has as outputs, by the keys that it gives back.
+# The arrays that TensorFlow holds as outputs, by the key that it passes to _take_back.
 _given: dict[int, np.ndarray] = {}
 _keys = itertools.count(1)
 
@@ -65,7 +65,7 @@ class Dims:
 
 
 class Memory(NamedTuple):
-    """The addresses and shapes of tensors, the addresses of as many results, and what keeps these."""
+    """The addresses and shapes of tensors, the addresses of their results, and objects that keep the results alive."""
 
     sources: list[int]
     shapes: list[tuple[int, ...]]
@@ -76,7 +76,7 @@ class Memory(NamedTuple):
 class Call:
     """An execution of the kernel. Call `complete` or `fail` once, in any thread.
 
-    TensorFlow keeps the inputs, and the memory of the outputs, until then. A call that nothing refers to any more has
+    Until then TensorFlow keeps the inputs and the memory of the outputs. A Call object that is deleted before has
     failed.
     """
 
@@ -97,14 +97,14 @@ class Call:
 
     def exchange(self, first: int, known: "Sequence[Dims | None]",
                  allocates: bool) -> tuple[list[int], list[tuple[int, ...]], list[int]]:
-        """The addresses and the shapes of inputs, and the addresses of as many outputs of the same shapes.
+        """Return the addresses and shapes of inputs, and the addresses of outputs of the same shapes.
 
-        In one loop, since a step has hundreds of tensors. An output may have the memory of its input.
+        There is only one loop, since a step has hundreds of tensors. An output may have the memory of its input.
 
         Args:
-            first: The index of the first input; that of the first output is 0.
-            known: The shapes that are known before, each in place of a question to TensorFlow.
-            allocates: Whether to allocate the outputs. Otherwise there are no addresses of outputs.
+            first: The index of the first input. The index of the first output is 0.
+            known: For each input the shape, or None to ask TensorFlow for the shape.
+            allocates: Whether to allocate the outputs. If False, the addresses of the outputs are [].
         """
         own, context, status = self._api, self._context, self._status.pointer
         get, data, delete, make = (own.TF_GetInput, own.TF_TensorData, own.TF_DeleteTensor,
@@ -137,7 +137,7 @@ class Call:
 
     @property
     def target(self) -> "Target | None":
-        """What the node calls."""
+        """The target that the node calls; None if it does not exist in this process."""
         return _targets.get(c_int32.from_address(self._address(0)).value)
 
     def output(self, index: int, shape: Sequence[int]) -> int:
@@ -151,12 +151,12 @@ class Call:
         return address
 
     def give(self, index: int, array: np.ndarray, kind: int) -> None:
-        """Make an output, on the host, this array, which must not change any more. Large ones are not copied.
+        """Set an output on the host to this array, which must not change afterwards. Large arrays are not copied.
 
         Args:
             index: The index of the output.
             array: C-contiguous.
-            kind: TensorFlow's number of its dtype.
+            kind: TensorFlow's number of the array's dtype.
         """
         nbytes = array.nbytes
         if nbytes < _LEAST_GIVEN or array.ctypes.data % ALIGNMENT:
@@ -173,20 +173,20 @@ class Call:
 
     @property
     def iteration(self) -> tuple[int, int]:
-        """The loop around the node, a number that depends on names and iterations only, 0: none; and its iteration."""
+        """The loop around the node, as a number that depends only on names and iterations (0: none); its iteration."""
         return self._api.TF_GetFrameId(self._context), self._api.TF_GetIterId(self._context)
 
     def write_number(self, index: int, value: int) -> None:
-        """Make an output, on the host, this int64 scalar."""
+        """Set an output on the host to this int64 scalar."""
         c_int64.from_address(self.output(index, ())).value = value
 
     def complete(self) -> None:
-        """The outputs are there."""
+        """Tell TensorFlow that the operation is complete and all outputs are set."""
         self.is_ended = True
         self._done.run()
 
     def fail(self, message: str, code: int) -> None:
-        """The operation has failed, and the execution of its graph with it; `code` is one of tf.errors."""
+        """Fail the operation, and the execution of its graph. `code` is one of the error codes of tf.errors."""
         self.is_ended = True
         self._status.set(code, message)
         self._api.TF_OpKernelContext_Failure(self._context, self._status.pointer)
@@ -198,10 +198,10 @@ class Call:
 
 
 class Target(Protocol):
-    """What a node calls. It must not refer to the graph."""
+    """An object that a node calls. It must not refer to the graph."""
 
     def compute(self, call: Call) -> None:
-        """Called in one of TensorFlow's threads; must not block. What it raises becomes the error of the call."""
+        """Called in one of TensorFlow's threads; must not block. An exception becomes the error of the call."""
 
 
 def node(target: Target, tensors: Sequence[tf.Tensor], past: Sequence[tf.Tensor] = (),
@@ -210,10 +210,10 @@ def node(target: Target, tensors: Sequence[tf.Tensor], past: Sequence[tf.Tensor]
 
     Args:
         target: Lives as long as the Python object of the graph.
-        tensors: The last inputs, at least one. There are as many outputs, of the same dtypes and of unknown shapes.
-        past: int64 scalars on the host, the next inputs.
-        order: Resources, the inputs after these.
-        numbers: How many int64 outputs on the host follow.
+        tensors: The last inputs, at least one. Each has an output of the same dtype and of unknown shape.
+        past: int64 scalars on the host, the inputs after the target.
+        order: Resources, the inputs after `past`.
+        numbers: The number of int64 outputs on the host that follow the outputs of `tensors`.
     """
     number = _targets.add(target)
     keep_in_graph(target)
@@ -245,7 +245,7 @@ def _compute(kernel: int | None, of_kernel: int, done: int) -> None:
         target = call.target
         if target is None:
             raise EngineError("a collective was called after its tf.function or graph was deleted, or in another "
-                              "process than the one that has made it.")
+                              "process than the one that has made it. Make the function again in this process.")
         target.compute(call)
     except BaseException as error:
         call.fail(*described(error))
@@ -281,7 +281,7 @@ tf.no_gradient(NAME)
 
 
 class _Lending:
-    """Tells the addresses in its calls, which are complete at once."""
+    """A target that stores the addresses of a call in `found`, and completes the call at once."""
 
     def __init__(self, count: int, shapes: Sequence[tuple[int, ...]] | None):
         self._count, self._shapes = count, shapes
@@ -295,11 +295,11 @@ class _Lending:
 
 
 def lent(tensors: Sequence[tf.Tensor], shapes: Sequence[tuple[int, ...]] | None) -> Memory:
-    """Make as many tensors, without contents, as the eager `tensors` of one device. Waits for no contents.
+    """Create an uninitialised tensor for each of the eager `tensors` of one device. Does not wait for `tensors`.
 
     Args:
         tensors: At least one.
-        shapes: Of the new ones; (): they have no elements; None: those of `tensors`.
+        shapes: The shapes of the new tensors; (): they have no elements; None: the shapes of `tensors`.
     """
     target = _Lending(len(tensors), shapes)
     results = execute(target, tensors)
@@ -321,9 +321,9 @@ class _RoundTrip:
 
 @cache
 def why_not() -> str:
-    """Why this process cannot use the operation; "" if it can: a real call, on the CPU, has been completed."""
+    """Why this process cannot use the operation; "" if a test call on the CPU has been completed."""
     if api() is None:
-        return f"TensorFlow {tf.__version__} has not the C API for it"
+        return f"TensorFlow {tf.__version__} lacks the C API for asynchronous operations"
     if is_deleted_by_tensorflow() is None:
         return f"TensorFlow {tf.__version__} passes completion functions of an unknown kind"
     results: list[object] = []
@@ -338,4 +338,4 @@ def why_not() -> str:
     thread = threading.Thread(target=go, name="mpistrat-probe", daemon=True)
     thread.start()
     thread.join(_PROBE_S)
-    return "" if results == [2.5] else f"an operation of its kind returned {results} instead of [2.5]"
+    return "" if results == [2.5] else f"a test of an asynchronous operation returned {results} instead of [2.5]"

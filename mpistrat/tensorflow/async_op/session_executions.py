@@ -1,9 +1,9 @@
-"""What tells the executions of one node apart within a run of a session.
+"""Names that distinguish the executions of one node within a run of a session.
 
 TensorFlow starts iterations of a loop, and calls of one function, before earlier ones are complete, in another order on
-each rank. The kernel is told the iteration. A function gets the number of its call, which is made where the call is
-added to the graph, and passed on to the functions that it calls in turn. Both are the same on all ranks, and become a
-part of the name.
+each rank. TensorFlow tells the kernel the iteration. A function gets the number of its call, which is created when the
+call is added to the graph, and passed on to the functions that it calls in turn. Iteration and number are the same on
+all ranks, and become a part of the name.
 """
 
 import functools
@@ -31,7 +31,7 @@ _counts: "weakref.WeakKeyDictionary[tf.Graph, itertools.count]" = weakref.WeakKe
 
 
 def call_number() -> tf.Tensor | None:
-    """The number of this call of the function that is being traced, in the current graph; None: it is in no function.
+    """The number of this call of the function that is being traced, in the current graph; None outside of functions.
 
     In the graph of a session only.
     """
@@ -45,12 +45,12 @@ def call_number() -> tf.Tensor | None:
 
 
 def _next_call() -> tf.Tensor:
-    """The number of a call that is being added to the current graph, other ones in each iteration of a loop.
+    """The number of a call that is being added to the current graph; in a loop, a new number for each iteration.
 
-    TensorFlow may keep the function apart from the graph. Then its kernels are not told that iteration.
+    TensorFlow may not inline the function into the graph. Then it does not tell the function's kernels the iteration.
 
     Raises:
-        InvalidRequestError: The loop does not know its iterations.
+        InvalidRequestError: The call is in a loop of TensorFlow 1, whose iterations are not known.
     """
     graph = tf.compat.v1.get_default_graph()
     parts = [tf.constant(next(_counts.setdefault(session_graph(), itertools.count(1))), tf.int64)]
@@ -74,7 +74,7 @@ def _next_call() -> tf.Tensor:
 
 
 def _loops_of_v1(graph: tf.Graph) -> int:
-    """How many loops of TensorFlow 1's control flow are around what is being added to a graph."""
+    """The number of loops of TensorFlow 1's control flow around an operation that is being added to a graph."""
     context, count = graph._get_control_flow_context(), 0
     while context is not None:
         count += context.IsWhileContext()
@@ -85,7 +85,7 @@ def _loops_of_v1(graph: tf.Graph) -> int:
 class Executions:
     """The executions of a node that is being made in the current graph.
 
-    `seen`: What the names of those so far end with.
+    `seen`: The suffixes of the executions so far.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Executions:
             graph = graph.outer_graph
 
     def suffix(self, call: "Call") -> str:
-        """What the name of this execution ends with; "" where a run executes the node once."""
+        """The suffix of the name of this execution; "" if a run executes the node once."""
         parts = [str(call.number(1))] if self._is_in_function else []
         loop, iteration = call.iteration if self._loops or self._is_in_function else (0, 0)
         if loop:

@@ -1,13 +1,13 @@
 """A collective in the graph of a session: one asynchronous operation, on the CPU here, whose kernel is Python.
 
-The way of functions (graph/cpu.py) cannot be used: a session has its own devices and resources, and finds neither the
-token nor the queues, and a graph that is no function cannot capture what is eager. The operation needs none of them. It
-blocks no thread until other ranks are ready, and it allocates its results when it knows their sizes.
+The nodes of functions (graph/cpu.py) cannot be used: a session has its own devices and resources, and finds neither the
+token nor the queues, and a graph that is not a function cannot capture eager tensors. The operation needs none of them.
+It blocks no thread until other ranks are ready, and it allocates its results when it knows their sizes.
 
-Ranks match the collectives by their names alone. A session runs any part of a graph, so a chain in program order would
-run collectives that nobody has asked for. A name is numbered as the graph is built, and has the name of the tensor, as
-Horovod's have. So ranks that build other collectives, or other graphs before them, wait for each other, and are told
-so. What one run executes several times has more in its name, see executions.py.
+Ranks match the collectives only by name. A session runs any part of a graph, so a chain in program order would run
+collectives that no fetch needs. A name gets a number when the graph is built, and contains the name of the tensor, as
+in Horovod. So ranks that build other collectives, or other graphs before, wait for each other, and are told so. The
+name of a collective that one run executes several times has a suffix, see session_executions.py.
 """
 
 import ctypes
@@ -34,10 +34,10 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     """Make the node of one collective in a graph of a session, and return its results. Collective when it runs.
 
     Args:
-        name, make_request, tensors, shapes, process_set, observer: As in bridge.cpu.run.
+        name, make_request, tensors, shapes, process_set, observer: As in graph.cpu.run.
 
     Raises:
-        InvalidRequestError: XLA compiles the function that contains it, or TensorFlow has no such operation.
+        InvalidRequestError: XLA compiles the function with the collective, or TensorFlow has no such operation.
     """
     if xla.is_compiled():
         raise InvalidRequestError(f"{name}: XLA cannot compile a collective in a graph of a session. Leave jit_compile "
@@ -60,9 +60,9 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
 
 
 def number_of_execution() -> list[tf.Tensor]:
-    """Inside a function: the id of this call, the first input of a collective's node.
+    """Inside a function: the number of this call, the first input of a collective's node. Elsewhere: [].
 
-    The gradient of a function has that of the call that it is the gradient of.
+    The gradient of a function has the number of that function's call.
     """
     execution = execution_ids.current.get()
     if execution is not None and execution.is_past:
@@ -93,7 +93,7 @@ class _SessionCallSite(CollectiveCallSite):
         handle.when_done(_end, (self, call, handle))
 
     def end(self, call: kernel.Call, handle: Handle) -> None:
-        """Give the results to TensorFlow, or the error."""
+        """Pass the results or the error to TensorFlow."""
         try:
             for place, (result, kind) in enumerate(zip(handle.wait(), self._kinds, strict=True)):
                 call.give(place, result, kind)
@@ -104,7 +104,7 @@ class _SessionCallSite(CollectiveCallSite):
 
 
 def _end(ended: Sequence[tuple[_SessionCallSite, kernel.Call, Handle]]) -> None:
-    """The handles are done: so are the calls. Called by the engine's thread."""
+    """Complete the calls of handles that are done. Called by the engine's thread."""
     for site, call, handle in ended:
         site.end(call, handle)
 

@@ -1,9 +1,9 @@
-"""Calls of Session.run: in which thread they are, and how they end, as bridge/calls.py has it for calls of functions.
+"""Observes calls of Session.run: their thread and their end, as bridge/calls.py does for calls of functions.
 
 A run executes the part of the graph that its fetches need. The collectives of that part learn the thread, and whether
-the run has failed: then the other ranks get an error that names this rank, in place of collectives of different steps
-that meet. TensorFlow has no hook for that. `watch` replaces BaseSession._do_run, which run and partial_run call, and
-make_callable:
+the run has failed. Then the other ranks get an error that names this rank; otherwise collectives of different steps
+would be matched. TensorFlow has no hook for runs. `watch` replaces BaseSession._do_run, which run and partial_run call,
+and make_callable:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/client/session.py#L1359
 """
 
@@ -25,7 +25,7 @@ _known: "weakref.WeakKeyDictionary[tf.Graph, dict[frozenset[str], Sites]]" = wea
 
 @functools.cache
 def watch() -> None:
-    """Begin to see the runs of all sessions. Local; a second call does nothing."""
+    """Begin to observe the runs of all sessions. Local; a second call does nothing."""
     BaseSession._do_run = _observed_run(BaseSession._do_run)
     BaseSession.make_callable = _observed_callables(BaseSession.make_callable)
 
@@ -60,7 +60,7 @@ def _observed_callables(make: Callable[..., Any]) -> Callable[..., Any]:
 def sites_of(graph: tf.Graph, fetched: Iterable[tf.Operation]) -> Sites:
     """The sites in the part of a session's graph that these operations need, with the functions that it calls. Local.
 
-    What is fed cuts off a part of that, which is not considered.
+    Feeds may make a part of the graph unnecessary. This is not considered.
     """
     operations = {operation.name: operation for operation in fetched}
     known = _known.setdefault(graph, {})

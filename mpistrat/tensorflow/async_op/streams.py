@@ -1,11 +1,11 @@
-"""TensorFlow's compute stream, or what stands for it: two ways to record an event after the work in it.
+"""TensorFlow's compute stream, or a substitute for it: two ways to record an event after the work in the stream.
 
 The kernel of an asynchronous operation runs when the work that computes its inputs is in TensorFlow's stream, and the
 engine's streams must wait for that work. TensorFlow's C API gives no stream of a GPU to a kernel:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.cc#L358
-XLA's C API gives it to a handler, and that stream can also wait for the results. Where XLA does not, before TensorFlow
-2.21, an event of the whole context takes its place, and the host waits for the results. Each way is checked on the GPU
-before it is used. If there is none, the tensors are reduced through the host.
+XLA's C API gives it to a handler, and that stream can also wait for the results. Before TensorFlow 2.21, where XLA does
+not, an event of the whole context is the substitute, and the host waits for the results. Each way is checked on the GPU
+before it is used. If neither works, the tensors are reduced through the host.
 """
 
 import itertools
@@ -43,8 +43,8 @@ _CHECKED_ELEMENTS = 2**25  # A kernel takes 0.1 ms, by the bandwidth of an H100.
 class ContextStream:
     """An event after all work of the CUDA context, with cuCtxRecordEvent of drivers from 12.5 on.
 
-    That is the work of all streams, also that of the engine. Ranks whose process sets overlap may enqueue it in
-    different orders, and would wait for each other. So it serves only collectives of all ranks.
+    The event waits for the work of all streams, including the engine's. Ranks whose process sets overlap may enqueue
+    work in different orders, and would wait for each other. So this stream serves only collectives of all ranks.
     """
 
     def __init__(self, device: "Device", where: str):
@@ -57,7 +57,7 @@ class ContextStream:
 
 
 class _Handler:
-    """Asks XLA for the stream of the call."""
+    """The target of a custom call that asks XLA for the stream of the call."""
 
     pointer = 0
 
@@ -66,9 +66,9 @@ class _Handler:
 
 
 def stream_of_handler(device: "Device", where: str) -> RecordedStream:
-    """The stream itself, which XLA tells a handler that a small compiled function calls."""
+    """TensorFlow's own stream, which XLA passes to a handler that a small compiled function calls."""
     if ffi.api() is None:
-        raise EngineError(f"TensorFlow {tf.__version__} does not tell its stream; 2.21 does")
+        raise EngineError(f"TensorFlow {tf.__version__} hides its stream (2.21 does not)")
     handler = _Handler()
 
     @tf.function(autograph=False, jit_compile=True)
@@ -81,24 +81,24 @@ def stream_of_handler(device: "Device", where: str) -> RecordedStream:
 
 
 class Found(NamedTuple):
-    """What stands for TensorFlow's compute stream."""
+    """TensorFlow's compute stream, or its substitute."""
 
     stream: RecordedStream  # Records events.
     reader: RecordedStream | None  # The stream itself, which waits for results; None: the host waits.
 
 
-# By runtime, whose GPU is one, and by TensorFlow's name, since each logical GPU has a stream of its own: for
-# collectives of all ranks, and for those of process sets. A stream may refer to its Device, which as a weak key would
-# never be freed.
+# By runtime, which has one GPU, and by TensorFlow's name of the GPU, since each logical GPU has a separate stream. A
+# pair: for collectives of all ranks, and for those of process sets. A stream may refer to its Device, which as a weak
+# key would never be freed.
 _found: "WeakKeyDictionary[Job, dict[str, tuple[Found | None, Found | None]]]" = WeakKeyDictionary()
 _finding = threading.Lock()
 
 
 def stream_for(device: "Device", where: str, process_set: int = 0) -> Found | None:
-    """What stands for TensorFlow's compute stream; None if no way works, which is warned about once.
+    """Return TensorFlow's compute stream or its substitute; None, with one warning, if neither can be used.
 
     Args:
-        where: TensorFlow's name of it.
+        where: TensorFlow's name of the GPU.
         process_set: The id of the process set of the collective.
     """
     current = runtime.current()
@@ -128,8 +128,8 @@ def _find(device: "Device", where: str) -> tuple[Found | None, Found | None]:
             check_waiting(own, device, where)
         return (Found(own, own),) * 2
     except Exception as error:
-        logger.warning("rank %d: TensorFlow waits on the host for what is reduced on its GPU, since its stream "
-                       "cannot: %s", rank, _one_line(error))
+        logger.warning("rank %d: TensorFlow's stream cannot wait for reductions on its GPU, so the host waits for "
+                       "them: %s", rank, _one_line(error))
         return (Found(own, None),) * 2
 
 
@@ -151,7 +151,7 @@ def _one_line(error: Exception) -> str:
 
 
 def check_waiting(stream: RecordedStream, device: "Device", where: str) -> None:
-    """Raise as `prove` if TensorFlow reads memory too early although `stream`, its own, waits for an event."""
+    """Prove that TensorFlow reads memory only after an event that its `stream` waits for, or raise EngineError."""
     nbytes = device.checked_bytes
     scratch = device.scratch(nbytes)
     if scratch is None:
@@ -175,7 +175,7 @@ def check_waiting(stream: RecordedStream, device: "Device", where: str) -> None:
 
 
 def check(stream: RecordedStream, device: "Device", where: str) -> None:
-    """Raise as `prove` if a stream of ours reads a tensor too early after an event of `stream`, TensorFlow's own."""
+    """Prove that a stream reads a tensor only after an event of TensorFlow's `stream`, or raise EngineError."""
     ordered, unordered, memory = device.stream(), device.stream(), device.pinned(8)
     started = itertools.count(secrets.randbits(16))
 
@@ -200,5 +200,5 @@ def check(stream: RecordedStream, device: "Device", where: str) -> None:
 
 
 def addresses(tensors: list[tf.Tensor]) -> list[int]:
-    """The addresses of eager tensors of one device. Does not wait for their contents."""
+    """The addresses of eager tensors of one device. Does not wait until the tensors are computed."""
     return kernel.lent(tensors, ()).sources

@@ -1,4 +1,4 @@
-"""What the nodes of a graph submit: a collective from arrays, under the name of this execution."""
+"""What the nodes of a graph submit: a collective with its arrays, under a name for this execution."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ Submitted = Sequence[np.ndarray] | GpuTensors
 # Makes the request from this rank's tensors. Equal for equal shapes.
 MakeRequest = Callable[[Submitted], Request]
 # Called when a collective of a graph runs, before its arrays are submitted: with the arrays of this rank, and with the
-# part of names that stands for the thread that runs the graph. Returns whether it wants to be called again. What it
-# raises becomes the error of the graph. It must not refer to the graph, and must not change the arrays or keep them.
+# part of names that stands for the thread that runs the graph. Returns whether it wants to be called again. An
+# exception becomes the error of the graph. It must not refer to the graph, and must not change the arrays or keep them.
 Observer = Callable[[Sequence[np.ndarray], str], bool]
 
 _SHAPE = attrgetter("shape")
@@ -36,18 +36,18 @@ class Submission(NamedTuple):
     group: Group
     request: Request
     arrays: Submitted
-    number: int  # That of the execution of the graph, 0 if it is not needed.
+    number: int  # The number of the execution of the graph; 0 if it is not needed.
 
 
 class CollectiveCallSite(CallSite):
-    """A collective in a graph: makes what each execution submits. Several of them may be in flight.
+    """A collective in a graph: makes the submission of each execution. Several executions may be in flight.
 
     Args:
         name, process_set: As for CallSite.
         make_request: Makes the request. It must not refer to the graph.
         execution: The execution that the collective belongs to; None: its number is not needed.
         observer: Called before the collective is submitted.
-        in_session: What tells the executions in a graph of a session apart; None: it is in no such graph.
+        in_session: Distinguishes the executions in the graph of a session; None: not in the graph of a session.
     """
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest,
@@ -64,7 +64,7 @@ class CollectiveCallSite(CallSite):
         return {own, *(f"{own}#{suffix}" for suffix in self._in_session.seen)} if self._in_session else {own}
 
     def host_submission(self, inputs: Sequence[np.ndarray]) -> Submission:
-        """As `submission`, for what the node has got on the host: the arrays, and in a gradient also the number."""
+        """As `submission`, for inputs on the host: the arrays, and in a gradient the number of the execution."""
         arrays = list(map(np.asarray, inputs))  # TensorFlow passes scalars of numpy too.
         return self.submission(arrays, int(arrays.pop()) if self._has_past else None)
 
@@ -81,12 +81,12 @@ class CollectiveCallSite(CallSite):
 
     def submission(self, arrays: Submitted, past: int | str | None,
                    fetched: Callable[[], Sequence[np.ndarray]] | None = None) -> Submission:
-        """What to submit.
+        """Return the collective to submit.
 
         Args:
             arrays: This rank's tensors.
-            past: In a gradient, the number of the execution that it belongs to; in a session, the suffix of this one.
-            fetched: Returns the tensors on the host; None: they are there.
+            past: In a gradient, the number of its function's execution; in a session, the suffix of this execution.
+            fetched: Returns copies of the tensors on the host; None: `arrays` are on the host.
         """
         thread = self.thread
         if self._observer is not None:

@@ -1,13 +1,13 @@
-"""Calls of graphs from Python: in which thread, and how they end. The nodes of a graph do not see that.
+"""Observes calls of graphs from Python: their thread and their end, which the nodes of a graph do not see.
 
 A node that submits has a `CallSite`. When Python calls a function, all sites in it learn the thread, which is a part of
-the names that are made. So these do not depend on where the function was traced, and two threads may run functions of
-one name at the same time. One function in two threads at once is an error, because its nodes have no order then.
+made names. So made names do not depend on where the function was traced, and two threads may run functions of one name
+at the same time. One function in two threads at once is an error, because its nodes have no order then.
 
-If the call ends in an error, the engines of the sites learn that. A later execution then does not meet what this one
-has submitted on other ranks: see TensorQueue.
+If the call ends in an error, the engines of the sites are told. Then collectives of a later execution do not match
+those that this execution has submitted on other ranks: see TensorQueue.
 
-TensorFlow has no hook for that. Every call of a graph from Python goes through AtomicFunction.call_flat, which is
+TensorFlow has no hook for calls. Every call of a graph from Python goes through AtomicFunction.call_flat, which is
 replaced here:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/eager/polymorphic_function/atomic_function.py#L219
 Only asynchronous execution (set_synchronous_execution(False)) raises an error of a function elsewhere.
@@ -35,7 +35,7 @@ from .tf_errors import as_tf_error
 class CallSite:
     """A node of a graph that submits a collective.
 
-    It lives as long as the graph (see host_call), and must not refer to it.
+    It lives as long as the graph (see host_call), and must not refer to the graph.
 
     Args:
         name: The name of the collective, without the thread.
@@ -43,21 +43,21 @@ class CallSite:
 
     origin: Origin  # The node.
     is_in_order = True  # Whether executions of the graph are in the order of the program.
-    # What a signal handler has raised while the node ran in the main thread; the call raises it at its end.
+    # The exception of a signal handler while the node ran in the main thread; raised at the end of the call.
     raised: BaseException | None = None
 
     def __init__(self, name: str, process_set: int):
         self.name, self.process_set, self.is_made = name, process_set, names.is_made(name)
         # Whether the ranks must be able to distinguish the thread from all others.
         self.needs_name = self.is_made and not process_set
-        # What the name begins with: the part that stands for the thread that runs the function, if `names` has made the
-        # name.
+        # The beginning of the full name: the part for the thread that runs the function; "" if a user or an optimizer
+        # gave the name.
         self.thread = ""
         # The threads that run a function with this node now.
         self.running: list[int] = []  # Operations on lists are atomic.
 
     def belongs_to(self, submit: tf.Operation) -> None:
-        """Note the node, which is a callback, or a custom call of XLA's."""
+        """Register the node of this site, a callback or a custom call of XLA."""
         graph = weakref.ref(tf.compat.v1.get_default_graph())
         self.origin = Origin(functools.partial(_place_of, submit.name, graph),
                              self.is_in_order and names.is_in_order(self.name))
@@ -67,7 +67,7 @@ class CallSite:
         """Called before a session runs the node."""
 
     def all_names(self) -> set[str]:
-        """The names of what executions of the node in the latest call may have submitted."""
+        """The names of the collectives that the node may have submitted in the latest call."""
         return {self.thread + self.name}
 
 
@@ -77,7 +77,7 @@ _sites: "weakref.WeakValueDictionary[bytes, CallSite]" = weakref.WeakValueDictio
 
 
 def _key_of(node: tf.compat.v1.NodeDef) -> bytes:
-    """What stands for the call of a node in `_sites`; b"" for other nodes."""
+    """The key of a node in `_sites`; b"" for nodes that are not there."""
     for name in ("token", SITE_ATTRIBUTE):
         if name in node.attr:
             return bytes(node.attr[name].s)
@@ -121,7 +121,7 @@ def sites_among(nodes: Iterable[tf.compat.v1.NodeDef], nodes_of: Callable[[str],
 
 
 def _functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
-    """The names of the functions that a node calls, and more "" than that."""
+    """The names of the functions that a node calls, and "" for each attribute that is not a function."""
     for value in node.attr.values():
         yield value.func.name
         for each in value.list.func:
@@ -162,7 +162,7 @@ def observed_call(sites: Sequence[CallSite], call: Callable[..., Any], *args: ob
 
 
 def _enter(sites: Sequence[CallSite]) -> None:
-    """A call of this thread begins.
+    """Record that a call of this thread begins.
 
     Raises InvalidRequestError: Another thread runs one of the nodes; or as names.prefix.
     """
@@ -180,7 +180,7 @@ def _enter(sites: Sequence[CallSite]) -> None:
 
 
 def _leave(sites: Sequence[CallSite]) -> None:
-    """A call of this thread has ended. Raises what a signal handler has raised meanwhile."""
+    """Record that a call of this thread has ended. Raises the exception of a signal handler during the call."""
     thread, late = threading.get_ident(), None
     for site in sites:
         if thread in site.running:
@@ -195,10 +195,10 @@ def _leave(sites: Sequence[CallSite]) -> None:
 
 def _refuse(site: CallSite) -> None:
     problem = (f"{site.name}: two threads run one graph with this collective at the same time, one of them "
-               f"{threading.current_thread().name!r}. The ranks cannot tell the two apart, and would mix up what they "
-               f"reduce. Give each thread a function or a graph of its own. The collective is made by "
+               f"{threading.current_thread().name!r}. The ranks cannot tell the two apart, and would mix up their "
+               f"tensors. Give each thread a separate function or graph. The collective is made by "
                f"{site.origin.place()}.")
-    # On all ranks: which one of the threads comes first is another one on each.
+    # On all ranks: each rank may find another thread first.
     runtime.group_of(site.name, site.process_set).engine.break_off(problem)
     raise InvalidRequestError(problem)
 

@@ -5,12 +5,12 @@ for all executions of a call site would be wrong: if TensorFlow cancels an execu
 its graph, the element stays in the queue, and the next execution would continue before its collective is complete.
 
 A graph captures no queue. The callback that starts a wait returns a ticket, which contains the queue's handle as a
-string. So the gradient of a branch or a loop, which can capture nothing, waits like any other graph. There are as many
-queues as collectives were ever in flight at the same time.
+string. So the gradient of a branch or a loop, which can capture nothing, waits like any other graph. The number of
+queues is the largest number of collectives that were ever in flight at the same time.
 
 A wait ends when its result is fetched. Some results are never fetched: the execution was cancelled, or does not use
-them. The references to the ticket's memory, which TensorFlow does not copy, show that: as long as there is one, a node
-may still read the ticket or the queue.
+them. The reference count of the ticket's memory, which TensorFlow does not copy, shows when a wait is abandoned: while
+a reference exists, a node may still read the ticket or the queue.
 """
 
 import itertools
@@ -97,7 +97,7 @@ class CompletionQueues:
         self._done: Arrays = []
 
     def prepare(self) -> None:
-        """Create the queues that all waits share, when a graph is traced, to keep that out of the step."""
+        """Create the queues that all waits share. Called when a graph is traced, so that no step has to create them."""
         with self._lock:
             if self._enqueues:
                 return
@@ -108,7 +108,7 @@ class CompletionQueues:
             self._done = [np.array(0, np.int32), self._slots[0].serialized]  # to read no elements
 
     def done_ticket(self, execution: int) -> Arrays:
-        """The ticket of a collective that is already complete: its number is negative, and has no queue to read."""
+        """The ticket of a collective that is already complete: its number is negative, and no queue is read."""
         return [np.array(~execution), *self._done]
 
     def _grow(self) -> None:
@@ -141,7 +141,7 @@ class CompletionQueues:
         return ticket
 
     def _reclaim(self, count: int) -> None:
-        """Check `count` waits, those started or checked the longest ago; free the slots of abandoned ones."""
+        """Check the `count` waits that were started or checked the longest ago; free the slots of abandoned waits."""
         for _ in range(min(count, len(self._taken))):
             number, slot = next(iter(self._taken.items()))
             if not slot.is_abandoned():
@@ -206,15 +206,15 @@ def _run_here(function: tf.types.experimental.ConcreteFunction, inputs: list[tf.
 
 
 def execution_of(ticket: list[tf.Tensor]) -> tf.Tensor:
-    """In a graph: the number of the execution."""
+    """In a graph: the number of the execution that `ticket` belongs to."""
     return tf.where(ticket[0] < 0, tf.bitwise.invert(ticket[0]), ticket[0] // _QUEUES)
 
 
 def awaited(ticket: list[tf.Tensor]) -> tf.Tensor:
-    """In a graph: what the queue has when the collective is complete: int64, as many zeros as the ticket says.
+    """In a graph: wait until the collective is complete. Returns the queue's elements: ticket[1] zeros of dtype int64.
 
-    The fetch depends on it directly, by an input or a control dependency. Between the two TensorFlow's optimizer could
-    remove a node. And the fetch needs the first part of the ticket as an input, which keeps the ticket's memory.
+    The fetch must depend directly on this result, by an input or a control dependency: TensorFlow's optimizer could
+    remove a node in between. The fetch also needs ticket[0] as an input, which keeps the ticket's memory alive.
 
     Args:
         ticket: The scalars that a callback returned. The dequeue's count comes from the ticket and not from a constant,

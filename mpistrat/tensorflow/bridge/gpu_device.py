@@ -1,4 +1,4 @@
-"""This rank's GPU by TensorFlow's names of it."""
+"""This rank's GPU, by TensorFlow's names of devices."""
 
 from functools import cache
 from typing import TYPE_CHECKING
@@ -20,16 +20,16 @@ _problems: "WeakKeyDictionary[Job, str]" = WeakKeyDictionary()
 
 
 def device_at(where: str) -> "Device":
-    """This rank's GPU, by TensorFlow's name of it. Raises as `api.own_gpu.this_ranks_gpu`."""
+    """Return this rank's GPU. `where` is TensorFlow's name of the GPU. Raises as `api.own_gpu.this_ranks_gpu`."""
     return this_ranks_gpu(cuda_number(where))
 
 
 def why_no_gpu(where: str) -> str:
-    """Why the engine cannot use a GPU of TensorFlow's, which it opens; "" if it can. Raises as device_at.
+    """Open a GPU of TensorFlow, and return why the engine cannot use it; "" if it can. Raises as device_at.
 
-    `where`: TensorFlow's name of it; "": none is opened, if none has been.
+    `where`: TensorFlow's name of the GPU; "": do not open a GPU.
 
-    cupy can be imported where it cannot use the driver, or the GPU is full, or is another process' alone.
+    cupy may be importable although it cannot use the driver, or the GPU is full or reserved by another process.
     """
     if why_no_cupy():
         return f"cupy is missing: {why_no_cupy()}"
@@ -48,10 +48,10 @@ def why_no_gpu(where: str) -> str:
 
 @cache
 def cuda_number(where: str) -> int:
-    """The CUDA device number of one of TensorFlow's logical GPUs.
+    """Return the CUDA device number of TensorFlow's logical GPU `where`.
 
-    TensorFlow numbers physical GPUs as CUDA does. It makes one logical GPU of each visible physical one, or as many as
-    the script has configured, in the order of the physical ones, whatever the order in set_visible_devices
+    TensorFlow numbers physical GPUs as CUDA does. It makes one logical GPU of each visible physical GPU, or the number
+    that the script has configured. Logical GPUs follow the order of the physical GPUs, not that of set_visible_devices
     (`_compute_device_options` in TensorFlow's eager/context.py).
     """
     physical, visible = tf.config.list_physical_devices("GPU"), tf.config.get_visible_devices("GPU")
@@ -62,7 +62,7 @@ def cuda_number(where: str) -> int:
 
 
 def has_gpu() -> bool:
-    """Whether TensorFlow uses a GPU. A script may hide those that there are, until TensorFlow has begun to use them."""
+    """Whether TensorFlow uses a GPU. A script may hide GPUs until TensorFlow has begun to use them."""
     return _has_gpu() if context()._initialized else bool(tf.config.get_visible_devices("GPU"))
 
 

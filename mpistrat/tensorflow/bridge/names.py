@@ -1,4 +1,4 @@
-"""Names of collectives: the one module that makes those that users do not give.
+"""Names of collectives: this module makes all names that users do not give.
 
 The ranks match collectives by name. A name that is made here has only parts that the program determines:
 
@@ -6,7 +6,7 @@ The ranks match collectives by name. A name that is made here has only parts tha
   that the thread runs. In a graph it is put before the name when Python calls the graph (see `bridge.calls`);
 - in a graph the Python function whose trace contains the collective, as `step()`. It is the innermost one, because
   TensorFlow uses one trace of an inner function in several outer ones;
-- the operation, and in a graph its number among those of the process set in that function, with branches and loops.
+- the operation, and in a graph its number in that function with its branches and loops, counted per process set.
 
 So a name does not depend on what else a process has built or traced: it has no name or number of a tensor, a layer or a
 model, and no number of a trace. An optimizer has a name of its own, so that several threads may train. Names that users
@@ -17,7 +17,7 @@ Between threads there is no order. So two threads that the ranks cannot tell apa
 threads must not run one function at the same time.
 
 An execution of a graph that ends in an error breaks that order. Requests have the number of such executions, so that
-those of different executions do not match: see `engine.queue`.
+requests of different executions do not match: see `engine.queue`.
 """
 
 import gc
@@ -69,11 +69,11 @@ def made(operation: str, process_set: int = 0) -> str:
 
 
 def of(owner: str, process_set: int = 0) -> str:
-    """The name of a collective of something with a name of its own: an optimizer, or a collective with a gradient.
+    """The name of a collective that belongs to a named owner: an optimizer, or a collective with a gradient.
 
-    It is `owner` itself. In a graph it has a number from the second collective of the function on, because a function
-    does not wait for one before it submits the next. The collectives of each process set are counted, since ranks that
-    are not in it do not trace them.
+    The name is `owner`. In a graph, the second collective of the function and later ones get a number, because a
+    function does not wait for a collective before it submits the next. Each process set has a separate count, since
+    ranks that are not in the set do not trace its collectives.
     """
     if tf.executing_eagerly():
         return owner
@@ -84,12 +84,12 @@ def of(owner: str, process_set: int = 0) -> str:
 
 
 def of_gradient(name: str, process_set: int) -> str:
-    """The name of the collective in the gradient of a collective of this name; in a graph, a new one each time."""
+    """The name of the collective in the gradient of the collective `name`; in a graph, a new name at each call."""
     return of(f"{name}/gradient", process_set)
 
 
 def given(name: str, ignore_name_scope: bool) -> str:
-    """The name of a collective that the user has named; in a graph a new one for each call, with the name scope."""
+    """The name of a collective with a user-defined `name`; in a graph a new name at each call, with the name scope."""
     if tf.executing_eagerly():
         return name
     unique = tf.compat.v1.get_default_graph().unique_name(re.sub("[^a-zA-Z0-9_]", "_", name))
@@ -97,20 +97,20 @@ def given(name: str, ignore_name_scope: bool) -> str:
 
 
 def is_made(name: str) -> bool:
-    """Whether a name in a graph comes from `made`: neither the user's nor that of an optimizer."""
+    """Whether a name in a graph comes from `made`, and not from a user or an optimizer."""
     return "()/" in name
 
 
 def is_in_order(name: str) -> bool:
-    """Whether all collectives of this name in graphs are submitted in the order of the program, on every rank.
+    """Whether every rank submits the collectives of this name in graphs in program order. True for made names only.
 
-    Those of the gradient of a function are not. Their names differ by the number of the execution.
+    False in the gradient of a function: the names of its collectives differ by the number of the execution.
     """
     return "()/" in name and not name.startswith(_GRADIENT_OF)
 
 
 def _title() -> str:
-    """What names say of the function that is being traced: `step()`, `gradient of step()`, or `session()`."""
+    """The part of names for the function that is being traced: `step()`, `gradient of step()`, or `session()`."""
     name = getattr(enclosing_function(), "name", "session")  # A graph of a session has none.
     gradient = _GRADIENT.fullmatch(name)
     return f"{_GRADIENT_OF}{gradient[1]}()" if gradient else f"{name}()"
@@ -122,12 +122,12 @@ def _title() -> str:
 class OptimizerName:
     """The name of an optimizer: its number among those that its thread has made for its process set.
 
-    The numbers are given when the first of them averages. So an optimizer that one rank has made and dropped, with a
-    model that it has only looked at, has none.
+    Optimizers get their numbers when the first of them averages. So an optimizer that only one rank has created, and
+    deleted before, gets no number.
 
     Args:
         process_set: The id of the ranks that average.
-        original: The name of the optimizer that this one is a copy of: the copy is numbered among those of the
+        original: The name of the optimizer that this one is a copy of. The copy is numbered among the copies of the
             original, so that a copy on one rank only does not change the names of other optimizers.
     """
 
@@ -143,11 +143,11 @@ class OptimizerName:
             self._number = next(original._copies)
 
     def __reduce__(self) -> Any:
-        """pickle and copy have its place, and find it there again."""
+        """pickle and copy store the place, and look the name up by its place."""
         return _at, (self.place, self._process_set)
 
     def __call__(self) -> str:
-        """The name. The optimizer begins to average.
+        """Return the name. Called when the optimizer averages.
 
         Raises InvalidRequestError: The optimizer was not made in the main thread, and another thread, which the ranks
         cannot distinguish from this one, may have made it.
@@ -170,12 +170,12 @@ class OptimizerName:
 
 
 def _at(place: int, process_set: int) -> OptimizerName:
-    """The name with this place; in another process a new one, if there is none."""
+    """Return the name with this place, or a new name in a process that does not have the place."""
     return _by_place.get(place) or OptimizerName(process_set)
 
 
 def _run_of(process_set: int) -> int:
-    """What tells the process sets of one init() from those of the next, whose ids begin anew; 0 for all ranks."""
+    """A number that distinguishes process sets of different calls of init(), which reuse ids; 0 for all ranks."""
     if process_set == 0 or not runtime.is_initialized():
         return 0
     return _runs.setdefault(runtime.current(), next(_run_numbers))
@@ -203,13 +203,13 @@ _MAIN = threading.main_thread().ident
 
 
 def prefix(is_exclusive: bool = False) -> str:
-    """The prefix of this thread's names: empty in the main thread.
+    """Return what the names of this thread's collectives begin with: "" in the main thread, elsewhere "<thread>/".
 
     Args:
-        is_exclusive: Whether the names are for a process set of this thread's own.
+        is_exclusive: Whether the process set is not that of all ranks. Then other threads are not checked.
 
     Raises:
-        InvalidRequestError: As `eager`. The engine of a job of several ranks has ended then.
+        InvalidRequestError: As `eager`. In a job of several ranks, the error also ends the engine.
     """
     if _state.space is not None:
         return _state.space
@@ -228,12 +228,12 @@ def _refuse(thread: threading.Thread, other: threading.Thread) -> NoReturn:
     where = f" on rank {runtime.current().topology.rank}" if runtime.is_initialized() else ""
     problem = (
         f"the threads {thread.name!r} and {other.name!r} are both alive{where}, and {thread.name!r} uses a collective "
-        "without a name (a tape has none, and reading a metric of MPIStrategy is such a collective). The ranks cannot "
-        "tell the two apart, and would mix up what they reduce. Give each a name of its own that is the same on all "
-        "ranks: threading.Thread(..., name='evaluation'). Or give each a DistributedOptimizer or a process set of its "
-        "own.")
+        "without a name (for example a gradient of a tape, or a metric of MPIStrategy). The ranks cannot tell the two "
+        "apart, and would mix up their tensors. Give each thread a different name that is the same on all ranks: "
+        "threading.Thread(..., name='evaluation'). Or give each thread a separate DistributedOptimizer or process "
+        "set.")
     if runtime.is_initialized() and runtime.current().topology.size > 1:
-        # On all ranks: on another one the two may not meet, and one of them would wait for this rank.
+        # On all ranks: on another rank the two threads may not meet, and one of them would wait for this rank.
         runtime.current().engine.break_off(problem)
     raise InvalidRequestError(problem)
 

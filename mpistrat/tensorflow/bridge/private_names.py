@@ -26,9 +26,9 @@ is_compiled_by_xla = GraphOrParentsInXlaContext
 
 
 def at_each_call(function: tf.Graph, value: Callable[[], tf.Tensor], spec: tf.TensorSpec) -> tf.Tensor:
-    """A tensor in a function that has the `value()` of each call, which is called where the call is added to a graph.
+    """A tensor in a function that gets `value()` at each call. `value` is called when the call is added to a graph.
 
-    It is what FuncGraph.capture_call_time_value does for functions that Python calls.
+    FuncGraph.capture_call_time_value does the same for functions that Python calls.
     """
     placeholder: tf.Tensor = spec.placeholder_value(trace_type.InternalPlaceholderContext(function))
     value.output_spec = spec  # type: ignore[attr-defined]

@@ -8,8 +8,8 @@ nodes that count as writes of the token: submits, and calls, branches and loops 
 A call ends when its collectives are complete, since TensorFlow waits for the stateful nodes of a function, and the
 dequeue that awaits a collective is one of them. A submit does not wait.
 
-A function that XLA compiles may touch variables of the device only that it runs on. On a GPU such functions have a
-token of their own there. They need not be in order with what is not compiled: no thread waits in that on a GPU.
+A function that XLA compiles may touch only variables of the device that it runs on. So compiled functions on a GPU have
+a separate token. They need no order with nodes that are not compiled, in which no thread waits on a GPU.
 
 The gradient of a function has no token. TensorFlow adds no control dependencies there, and where such a function is
 called, as part of the gradient of a branch or a loop, nothing can be captured. There the names of collectives contain
@@ -42,7 +42,7 @@ def in_order(submit: Callable[[], list[tf.Tensor]], device: str = HOST) -> list[
 
 
 def complete_in_order(results: list[tf.Tensor], device: str = HOST) -> None:
-    """Make all later collectives of the program run after these results are there."""
+    """Make all later collectives of the program run after these results are complete."""
     handle = _token(device)
     if handle is not None:
         with tf.control_dependencies(results):
@@ -50,7 +50,7 @@ def complete_in_order(results: list[tf.Tensor], device: str = HOST) -> None:
 
 
 def after_completed() -> AbstractContextManager[None]:
-    """A context whose nodes run after what `complete_in_order` was given before. They do not wait for each other."""
+    """A context whose nodes run after earlier results of `complete_in_order`. The nodes do not wait for each other."""
     handle = _token()
     return nullcontext() if handle is None else tf.control_dependencies([_write(handle)])
 
@@ -74,7 +74,7 @@ def capture_in_order(handle: tf.Tensor) -> tf.Tensor:
 
 
 def anonymous_variable(dtype: tf.DType) -> tf.Tensor:
-    """The handle of a new variable without a value, on the current device. It ends with the last such handle. Eager."""
+    """The handle of a new uninitialised variable on the current device, which ends with its last handle. Eager."""
     return tf.raw_ops.VarHandleOp(dtype=dtype, shape=[], container="", shared_name=_ANONYMOUS)
 
 

@@ -35,7 +35,7 @@ _thread = threading.local()
 
 
 class _Direct(EagerFunc):
-    """Of this class TensorFlow calls functions without conversions; in a PyFunc node, with numpy arrays."""
+    """A function that TensorFlow calls without conversions, because of its class; in a PyFunc node, with arrays."""
 
     def __init__(self, function: Callable[..., Arrays]):
         self._function = function
@@ -65,7 +65,7 @@ def host_call(function: Callable[..., Arrays], inputs: Sequence[tf.Tensor], dtyp
 
 
 def keep_in_graph(called: object) -> None:
-    """Keep what a node calls alive as long as the current graph or one of those around it."""
+    """Keep the object that a node calls alive as long as the current graph or a graph around it."""
     if is_asynchronous():
         _kept.append(called)
     graph = tf.compat.v1.get_default_graph()

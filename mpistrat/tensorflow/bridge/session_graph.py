@@ -8,9 +8,9 @@ _is_inside: "weakref.WeakKeyDictionary[tf.Graph, bool]" = weakref.WeakKeyDiction
 
 
 def session_graph() -> tf.Graph | None:
-    """The graph of a session that contains what is being traced: itself, a branch, a loop, or a function that it calls.
+    """Return the session's graph that is being traced, also inside of its branches, loops and functions.
 
-    None: nothing is traced, or a tf.function that Python calls.
+    None: nothing is being traced, or a tf.function that Python calls is being traced.
     """
     if tf.executing_eagerly():
         return None

@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 class Targets(weakref.WeakValueDictionary[int, T]):
-    """The targets of one kind of node, by their numbers, as long as something else refers to them.
+    """The targets of one kind of node, by their numbers. A target lives as long as something else refers to it.
 
     Args:
-        bits: Those of the first number, which is random: a graph that another process has saved must not find a target
-            here.
-        register: Registers what calls the targets. It is called once in a process, before the first target is added.
+        bits: The number of bits of the first number, which is random: a graph that another process has saved must not
+            find a target here.
+        register: Registers the code that calls targets. Called once in a process, before the first target is added.
     """
 
     def __init__(self, bits: int, register: Callable[[], None]):
@@ -25,7 +25,7 @@ class Targets(weakref.WeakValueDictionary[int, T]):
         self._lock, self._register, self._is_registered = threading.Lock(), register, False
 
     def prepare(self) -> None:
-        """Register what calls the targets, if that has not been done. Any thread may call it."""
+        """Call `register`, unless it has been called before. Any thread may call prepare()."""
         with self._lock:
             if not self._is_registered:
                 self._register()

@@ -24,7 +24,7 @@ _merged: dict[type[MpistratError], type[Exception]] = {}
 
 
 def as_tf_error(error: MpistratError) -> Exception:
-    """`error` as an instance of its own class and of the class of tf.errors that Horovod raises.
+    """Return `error` as an instance of its own class and of the class of tf.errors that Horovod raises.
 
     A traceback names the class as that of mpistrat.core.errors: `mpistrat run` recognizes errors of ours by this name.
     """

@@ -32,7 +32,7 @@ from .xla_collective import Started
 
 @dataclass
 class GraphBucket:
-    """The tensors of one collective, as indices into the list: single ones, and by dtype those to concatenate."""
+    """The tensors of one collective, as indices into the list: single tensors, and by dtype tensors to concatenate."""
 
     single: list[int] = field(default_factory=list)
     joined: dict[tf.DType, list[int]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class GraphBucket:
     def layout(self, of_list: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """As in Request: the tensors in each array; () when each array is one tensor, in ascending order.
 
-        `of_list`: The index of each tensor in the caller's list. () means that none is left out of that list.
+        `of_list`: The index of each tensor in the caller's list. A result of () also means that none is left out.
         """
         is_simple = not self.joined and self.single == sorted(self.single)
         if is_simple and list(of_list) == list(range(len(of_list))):
@@ -57,9 +57,9 @@ class GraphBucket:
 
 def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int = BUCKET_BYTES,
          first_bytes: int | None = None, small_bytes: int = JOINED_TENSOR_BYTES) -> list[GraphBucket]:
-    """Distribute tensors over buckets of at most `bucket_bytes`, as buckets_from_last; the first of `first_bytes`.
+    """Distribute tensors over buckets of at most `bucket_bytes`, the first of `first_bytes`, by buckets_from_last.
 
-    A tensor of unknown static shape is a single one, and counts as `small_bytes`.
+    A tensor of unknown static shape is not concatenated with others, and counts as `small_bytes`.
     """
     known = [shape.is_fully_defined() for _, shape in tensors]
     nbytes = [int(np.prod(shape.as_list(), dtype=np.int64)) * dtype.size if is_known else small_bytes
@@ -84,7 +84,7 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
 
     Args:
         tensors: The same number, dtypes and shapes on all ranks.
-        spec: How. In a graph, bucket k of several has the name `name/k`.
+        spec: How to reduce. In a graph with several buckets, bucket k has the name `name/k`.
     """
     if not tensors:
         return []
@@ -126,8 +126,8 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
 def submission_order(buckets: Sequence[Sequence[tf.Tensor]]) -> list[int]:
     """The numbers of the buckets in the order in which the backward pass computes their tensors.
 
-    A bucket is submitted behind the one before it, and layers may be called in another order than their variables have.
-    So this rank estimates when a tensor is computed: by the longest path of the graph to it. Ranks may differ.
+    Buckets are submitted one after another, and layers may be called in another order than that of their variables. So
+    this rank estimates when a tensor is computed by the longest path in the graph to the tensor. Ranks may differ.
     """
     if len(buckets) < 2 or tf.executing_eagerly() or xla.is_compiled():
         return list(range(len(buckets)))
@@ -139,9 +139,9 @@ def submission_order(buckets: Sequence[Sequence[tf.Tensor]]) -> list[int]:
 
 
 def limits_of(asked: int, device: str | None) -> tuple[int, int]:
-    """The most bytes of a bucket, and of the first one; the same on all ranks. `asked`: What is wanted; 0: nothing."""
+    """The largest sizes in bytes of a bucket and of the first bucket, the same on all ranks. `asked`: 0 is default."""
     job = runtime.current()
-    # Between hosts what is sent takes longer than what a bucket costs beside that.
+    # Between hosts, sending the data of a bucket takes longer than the overhead of a bucket.
     if not asked and device is None and job.spans_hosts and job.settings.uses("small_buckets"):
         return HOSTS_BUCKET_BYTES, HOSTS_FIRST_BUCKET_BYTES
     most = asked or (GPU_BUCKET_BYTES if device else BUCKET_BYTES)
@@ -150,8 +150,7 @@ def limits_of(asked: int, device: str | None) -> tuple[int, int]:
 
 def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, spec: ReduceSpec,
                    run: Callable) -> list[tuple[int, tf.Tensor]]:
-    """Reduce the tensors of a bucket, and return (index, result) of each. `spec` is that of all tensors, but its name.
-    """
+    """Reduce the tensors of a bucket; return (index, result) pairs. `spec`: Of all tensors, with the bucket's name."""
     order, layout = bucket.order, bucket.layout(spec.indices or range(len(tensors)))
     own_labels = tuple(map(spec.labels.__getitem__, order)) if spec.labels else ()
     joined_specs = tuple([TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))

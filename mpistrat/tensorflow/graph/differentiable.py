@@ -31,11 +31,11 @@ _weight: ContextVar[tf.Tensor | None] = ContextVar("mpistrat_loss_weight", defau
 
 @contextmanager
 def loss_weighted(weight: tf.Tensor | None) -> Iterator[None]:
-    """A context in which this rank's loss is going to count by `weight`, a scalar that may differ among the ranks.
+    """A context in which this rank's loss is weighted by `weight`, a scalar that may differ among the ranks.
 
-    Its gradients are multiplied by the weight when they are summed over the ranks. Through a collective, a rank's
-    gradient contains those of the other ranks' losses, which have other weights. So the gradients of collectives sum
-    weighted gradients, and divide by the weight of this rank. None: all losses have the same weight.
+    The gradients of the loss are multiplied by the weight when they are summed over the ranks. Through a collective, a
+    rank's gradient contains gradients of the other ranks' losses, which have other weights. So the gradient of a
+    collective sums weighted gradients, and divides the sum by this rank's weight. None: all losses weigh the same.
     """
     before = _weight.set(weight)
     try:
@@ -46,7 +46,7 @@ def loss_weighted(weight: tf.Tensor | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of a collective. JSON can represent the fields of each subclass."""
+    """The gradient of a collective. The fields of a subclass must be serialisable as JSON."""
 
     kinds: ClassVar[dict[str, type["Gradient"]]] = {}
 
@@ -127,7 +127,7 @@ def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequen
 
 
 def _weighted(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The gradients, as `loss_weighted` describes them. Those of a function inside of the step are not weighted."""
+    """The gradients, weighted as in `loss_weighted`. Gradients of a function inside of the step are not weighted."""
     weight, dense = captured_in_function(_weight.get()), [tf.convert_to_tensor(each) for each in upstream]
     if weight is None:
         return list(gradient.of(values, dense))

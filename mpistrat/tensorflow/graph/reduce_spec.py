@@ -11,16 +11,16 @@ from ..async_op.submission import Observer
 class ReduceSpec:
     """How to reduce a list of tensors; the same on all ranks, but for the observer."""
 
-    name: str  # Identifies the collective on all ranks. What is reduced apart has a name that begins with it.
+    name: str  # Identifies the collective on all ranks. Tensors reduced separately get names that begin with it.
     scaled: ScaledOp  # How to reduce.
     labels: Sequence[str] = ()  # Users' names of the tensors, for error messages; may be empty.
-    # The index of each tensor in the caller's list, if some are left out of that (gradients that are None).
+    # The index of each tensor in the caller's list, if tensors of that list are left out (gradients that are None).
     indices: Sequence[int] = ()
     process_set: int = 0
     # Whether the submit of the last bucket waits, if the bucket is small. False: only if it is the last collective of
     # the graph.
     may_wait: bool = True
-    bucket_bytes: int = 0  # The size of the buckets; 0: that of core.tuning, for a CPU or a GPU.
+    bucket_bytes: int = 0  # The size of the buckets; 0: the size in core.tuning for a CPU or a GPU.
     wire_dtype: str = ""  # As in Request.
     # In a graph, called with the arrays of the first collective before they are submitted.
     observer: Observer | None = None
@@ -29,7 +29,7 @@ class ReduceSpec:
     has_gradient: bool = False
 
     def of(self, members: Sequence[int], name: str = "") -> "ReduceSpec":
-        """That of some of the tensors, by their numbers in the list; of all of them, if there are indices."""
+        """The spec of some of these tensors. `members`: Their positions among these tensors."""
         return replace(self, name=name or self.name,
                        labels=list(map(self.labels.__getitem__, members)) if self.labels else (),
                        indices=list(map(self.indices.__getitem__, members)) if self.indices else list(members))

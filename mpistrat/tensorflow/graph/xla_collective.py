@@ -1,15 +1,15 @@
 """Collectives in functions that XLA compiles: one custom call each, with all tensors of the collective.
 
 The call submits the tensors from XLA's memory and waits for the results. In a thread that other collectives may need,
-which is one of XLA's or TensorFlow's, it waits for ten milliseconds at most, as the last collective of a graph
-that is not compiled does (see cpu). If the results are not there by then, the call is completed later. So ranks that
-run several functions in different orders do not wait for each other, even where XLA has only one thread. On a GPU XLA
-knows no such completion, and the call waits to its end (see gpu_memory).
+a thread of XLA or TensorFlow, the call waits for ten milliseconds at most, like the last collective of a graph that is
+not compiled (see cpu). If the collective is not complete by then, the call is completed later. So ranks that run
+several functions in different orders do not wait for each other, even where XLA has only one thread. On a GPU XLA
+cannot complete a call later, and the call waits until the collective is complete (see gpu_memory).
 
-XLA computes in any order what does not depend on each other, and a custom call with side effects is no exception: it
-only does not remove or repeat it. So each call has an argument that is a result of the call before, the *link*, which
-keeps the program order. Its value has no meaning. It has 64 bits, since TensorFlow has no variables of 32-bit integers
-on a GPU.
+XLA runs independent operations in any order, even custom calls with side effects: XLA only does not remove or repeat
+such calls. So each call has an argument that is a result of the previous call, the *link*, which keeps the program
+order. The value of the link has no meaning. It has 64 bits, since TensorFlow has no variables of 32-bit integers on a
+GPU.
 
 A compiled function keeps the link in a variable, so that it goes through branches, loops and inner functions:
 TensorFlow makes the variable's value an argument and a result of all of them. Each compiled function has a variable of
@@ -49,11 +49,11 @@ _last: "weakref.WeakKeyDictionary[tf.Graph, str]" = weakref.WeakKeyDictionary() 
 
 
 class Started:
-    """The collectives of a list whose calls only submit them, in a function that XLA compiles for a GPU.
+    """Collectives of a list, each submitted by a call that does not wait, in a function that XLA compiles for a GPU.
 
-    XLA launches what comes after such a call, while the ranks agree and reduce in the memory of the tensors. XLA knows
-    of no work outside of its stream. So each result has the memory of its tensor, and all that reads it comes behind
-    the call of `results`, which waits for all of them and gives back the same memory.
+    After such a call XLA launches other work, while the ranks agree and reduce in the memory of the tensors. XLA knows
+    of no work outside of its stream. So each result has the memory of its tensor, and every reader of a result comes
+    after the call of `results`, which waits for all collectives and returns the same memory.
     """
 
     def __init__(self) -> None:
@@ -62,18 +62,18 @@ class Started:
 
     @staticmethod
     def is_possible(tensors: Sequence[tf.Tensor]) -> bool:
-        """Whether collectives of these tensors may be started before they are waited for."""
+        """Return whether collectives of these tensors may be submitted first and awaited later."""
         return gpu_memory.is_used() and all(t.dtype.is_floating or t.dtype.is_complex for t in tensors)
 
     def run(self, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
             shapes: Sequence[tf.TensorShape], process_set: int, observer: Observer | None = None) -> list[tf.Tensor]:
-        """As `run`; what it returns are places in that which `results` returns."""
+        """As the function `run`, but the returned tensors are incomplete; `results` returns the complete ones."""
         results = run(name, make_request, tensors, shapes, process_set, observer, 0, self._site)
         self._results += results
         return results
 
     def results(self) -> list[tf.Tensor]:
-        """The results of all of them, in their order."""
+        """Return the results of all collectives, in the order of the calls of `run`."""
         dtypes = [tf.int64, *[t.dtype for t in self._results]]
         self._site.dtypes = [np.dtype(dtype.as_numpy_dtype) for dtype in dtypes]
         return _linked(lambda link: custom_call(
@@ -82,12 +82,12 @@ class Started:
 
 
 class _Awaiting:
-    """The target of the custom call that waits for what was started."""
+    """The target of the custom call that waits for the started collectives."""
 
     dtypes: Sequence[np.dtype]  # Of the arguments and the results.
 
     def __init__(self) -> None:
-        # By the call that has started it. An execution that ends in an error may leave some.
+        # By the call site that has started the collective. An execution that ends in an error may leave entries.
         self.started: dict[CollectiveCallSite, tuple[Handle, GpuTensors]] = {}
 
     def execute(self, call: ffi.Call) -> None:
@@ -95,7 +95,7 @@ class _Awaiting:
         memory = GpuMemory(call, self.dtypes, self.dtypes)
         given, moved = {array.address for array in memory.arguments}, False
         errors: list[Exception] = []
-        for site, (handle, tensors) in started.items():  # All of them: XLA frees the memory when this call ends.
+        for site, (handle, tensors) in started.items():  # All collectives: XLA frees the memory when this call ends.
             _await(site, handle)
             try:
                 handle.wait()
@@ -106,8 +106,8 @@ class _Awaiting:
         if errors:
             raise errors[0]
         if moved or not memory.is_in_place(1, len(self.dtypes) - 1):
-            raise EngineError("XLA has moved the results of collectives before they were complete. "
-                              "MPISTRAT_DISABLE=xla does without.")
+            raise EngineError("XLA has moved the results of collectives in memory before they were complete. "
+                              "Set MPISTRAT_DISABLE=xla and leave out jit_compile=True.")
 
 
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
@@ -115,11 +115,11 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
         awaiting: _Awaiting | None = None) -> list[tf.Tensor]:
     """Run one collective in a graph that XLA compiles; the arguments are those of cpu.run. Collective.
 
-    `awaiting`: Gets it when it is submitted, and waits for it; None: the call waits.
+    `awaiting`: Gets the submitted collective, and waits for it later. None: the call of the collective itself waits.
 
     Raises:
-        InvalidRequestError: XLA cannot compile collectives in this process, or not this one: the shape of a result
-            depends on other ranks, or XLA has no type for a dtype.
+        InvalidRequestError: XLA cannot compile collectives in this process. Or XLA cannot compile this collective: the
+            shape of a result depends on other ranks, or XLA has no type for a dtype.
     """
     context.require()
     if times_rows:
@@ -127,8 +127,8 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     for tensor, shape in zip(tensors, shapes, strict=True):
         if shape.rank is None or not (times_rows or shape.is_fully_defined()):
             raise InvalidRequestError(
-                f"{name}: XLA must know the shape of the result when it compiles a collective. It is {shape} here, for "
-                f"a tensor of the shape {tensor.shape}. Leave jit_compile out of the function.")
+                f"{name}: XLA must know the shape of the result when it compiles a collective. The result has shape "
+                f"{shape} for a tensor of the shape {tensor.shape}. Leave jit_compile out of the function.")
         if not has_type(tensor.dtype):
             raise InvalidRequestError(f"{name}: XLA cannot compile a collective of {tensor.dtype.name}. Leave "
                                       "jit_compile out of the function, or cast the tensor.")
@@ -151,7 +151,7 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
 
 
 def _with_rows(shape: tf.TensorShape, times_rows: int) -> tf.TensorShape:
-    """The shape of a result that has `times_rows` as many rows as its tensor."""
+    """The shape of a result with `times_rows` times the rows of its tensor, which has this `shape`."""
     if not shape.rank or shape[0] is None:
         return shape
     return tf.TensorShape([times_rows * shape[0], *shape[1:]])
@@ -166,7 +166,7 @@ def read_in_graph(read: Callable[[], Sequence[int]], count: int) -> list[tf.Tens
 
 
 def _linked(call: Callable[[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
-    """Return `call(link)`, which makes a custom call with the link as an argument; its first result is the next one."""
+    """Return `call(link)`, which makes a custom call with the link as an argument. Its first result is the new link."""
     if in_gradient():
         graph = tf.compat.v1.get_default_graph()
         outputs = call(graph.get_tensor_by_name(_last[graph]) if graph in _last else tf.constant(0, tf.int64))
@@ -261,7 +261,7 @@ class _CompiledCallSite(CollectiveCallSite):
         def on_host() -> list[np.ndarray]:
             return memory.on_host(1, count)
 
-        # If a result has not the memory of its tensor, XLA may use that again behind this call, which then waits.
+        # If a result does not have its tensor's memory, XLA may reuse that memory after this call, so this call waits.
         awaiting = self._awaiting if memory.is_in_place(1, count) else None
         given, returned = memory.arguments[1:1 + count], memory.results[1:1 + count]
         tensors = memory.tensors(given, returned, awaiting is None) if self._stays_on_gpu else None
@@ -280,20 +280,20 @@ class _CompiledCallSite(CollectiveCallSite):
                 memory.write(place, value)
 
     def _found(self, handle: Handle, its: Submission, memory: Sequence[Any]) -> Sequence[Any]:
-        """Wait for the results, which go to `memory`. Raises the collective's error, and if they have other shapes."""
+        """Wait for the results. Raises the collective's error, or InvalidRequestError if `memory` has other shapes."""
         found, ranks = handle.wait(), its.group.topology.size
         for result, fixed in zip(found, memory, strict=True):
             if result.shape == fixed.shape:
                 continue
             if ranks != self._ranks:
                 raise InvalidRequestError(
-                    f"{handle.name}: XLA has compiled it for {self._ranks} ranks, and there are {ranks} now, so that "
-                    "its result has another shape. Make the tf.function anew after ranks were lost.")
+                    f"{handle.name}: XLA has compiled this collective for {self._ranks} ranks, but there are {ranks} "
+                    "ranks now, and the result has another shape. Create the tf.function again after ranks are lost.")
             raise InvalidRequestError(
-                f"{handle.name}: all ranks must give as many rows to a collective that XLA has compiled, since the "
-                f"shape of its result is fixed: {fixed.shape}, but the ranks' rows make {result.shape}. Give the ranks "
-                "batches of one size, or for sparse gradients sparse_as_dense=True, or leave jit_compile out of the "
-                "function that gathers.")
+                f"{handle.name}: all ranks must pass the same number of rows to a collective that XLA has compiled. "
+                f"The compiled result has shape {fixed.shape}, but the ranks' rows make {result.shape}. Use batches of "
+                "the same size on all ranks, or pass sparse_as_dense=True for sparse gradients, or leave jit_compile "
+                "out of the function that gathers.")
         return found
 
     def _submitted(self, its: Submission) -> Handle:
@@ -305,7 +305,7 @@ class _CompiledCallSite(CollectiveCallSite):
                 return engine.run(its.request, its.arrays, math.inf if is_free else SUBMIT_WAIT_S, self.origin)
             except KeyboardInterrupt as error:  # XLA frees the tensors when the call ends.
                 self.raised = error
-                raise engine.break_off(f"{its.request.name}: Ctrl-C has interrupted it on a rank.") from error
+                raise engine.break_off(f"{its.request.name}: Ctrl-C interrupted the collective on a rank.") from error
         handle = engine.submit(its.request, its.arrays, self.origin)
         _await(self, handle, breaks_off=False)
         return handle
@@ -314,23 +314,23 @@ class _CompiledCallSite(CollectiveCallSite):
 def _await(site: CollectiveCallSite, handle: Handle, breaks_off: bool = True) -> None:
     """Wait until a collective is complete or has failed, since XLA frees the tensors when the call ends.
 
-    What signal handlers raise meanwhile comes behind the call. `breaks_off`: Ctrl-C also ends the engines of all ranks.
+    An exception of a signal handler is raised after the call. `breaks_off`: Ctrl-C also ends the engines of all ranks.
     """
     while not handle.is_done:
         try:
             handle.await_done(-1)
-        except (InvalidRequestError, NotInitializedError):  # It is never done for this thread, or in this process.
+        except (InvalidRequestError, NotInitializedError):  # This thread or process may not wait for the collective.
             raise
         except BaseException as error:
             site.raised = error
             if breaks_off and isinstance(error, KeyboardInterrupt):
                 engine = runtime.group_of(site.name, site.process_set).engine
-                engine.break_off(f"{handle.name}: Ctrl-C has interrupted it on a rank.")
+                engine.break_off(f"{handle.name}: Ctrl-C interrupted the collective on a rank.")
 
 
-# XLA computes what follows in the thread that completes a call, up to the end of the function. That must not be the
-# engine's thread, which has other work, and in which no collective can be awaited. Each completion has a thread of its
-# own until XLA returns from it, so that two functions do not wait for each other. The threads are kept for later ones.
+# XLA runs the rest of the function in the thread that completes a call. This must not be the engine's thread, which has
+# other work, and in which no collective can be awaited. Each completion has a separate thread until XLA returns from
+# it, so that two functions do not wait for each other. The threads are kept for later completions.
 _Tasks = SimpleQueue[Callable[[], None]]
 
 _idle: list[_Tasks] = []  # Operations on lists are atomic.

@@ -1,1 +1,1 @@
-"""What Horovod offers for graphs that a session of tf.compat.v1 runs: its optimizer, and its hook that broadcasts."""
+"""Horovod's optimizer and its broadcast hook for graphs that a tf.compat.v1 session runs."""

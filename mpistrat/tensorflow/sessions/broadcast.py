@@ -1,4 +1,4 @@
-"""Horovod's names for giving all ranks the variables of one, in the graph of a session. For users."""
+"""Horovod's names for the broadcast of variables in the graph of a tf.compat.v1 session. For users."""
 
 import tensorflow as tf
 
@@ -6,8 +6,8 @@ from ...api.process_sets import ProcessSet, global_process_set
 from ..bridge.session_graph import session_graph
 from ..ops import broadcast_variables
 
-_TEXT = ("{name} is for the graph of a session of tf.compat.v1, whose variables it finds. Call broadcast_variables("
-         "variables, root_rank) after the variables have been created, or pass callbacks."
+_TEXT = ("{name} works only in the graph of a tf.compat.v1 session, and no such graph is active. Call "
+         "broadcast_variables(variables, root_rank) after the variables have been created, or pass callbacks."
          "BroadcastGlobalVariablesCallback(root_rank) of mpistrat.keras to fit().")
 
 
@@ -15,7 +15,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     """Return the operation that assigns root_rank's values to all global variables of the graph. Collective when run.
 
     Raises:
-        RuntimeError: There is no graph of a session here. Use broadcast_variables.
+        RuntimeError: No graph of a session is active. Use broadcast_variables.
     """
     if session_graph() is None:
         raise RuntimeError(_TEXT.format(name="broadcast_global_variables()"))
@@ -31,7 +31,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         process_set: The ranks that take part; `root_rank` is one of them.
 
     Raises:
-        RuntimeError: When the hook begins: there is no graph of a session.
+        RuntimeError: When the hook begins, if no graph of a session is active.
     """
 
     def __init__(self, root_rank: int, device: str = "", process_set: ProcessSet = global_process_set):
@@ -39,7 +39,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         self._broadcast: tf.Operation | None = None
 
     def begin(self) -> None:
-        """Make the operation, in the graph of the session."""
+        """Create the broadcast operation in the graph of the session."""
         if session_graph() is None:
             raise RuntimeError(_TEXT.format(name="BroadcastGlobalVariablesHook"))
         graph = tf.compat.v1.get_default_graph()

@@ -24,18 +24,18 @@ _Pairs = list[tuple[OptionalGradient, Variable]]
 
 
 class V1Optimizer(Protocol):
-    """What an optimizer of tf.compat.v1 has, and one of the user's own."""
+    """The methods of an optimizer of tf.compat.v1, or of a user-defined optimizer."""
 
     def compute_gradients(self, *args: object, **kwargs: object) -> _Pairs:
-        """Pairs of a gradient and its variable."""
+        """Return pairs of a gradient and its variable."""
 
     def apply_gradients(self, grads_and_vars: _Pairs, global_step: Variable | None = None,
                         name: str | None = None) -> tf.Operation:
-        """The operation that changes the variables."""
+        """Return the operation that changes the variables."""
 
 
 def for_sessions_too(of_keras: Callable[..., Any]) -> Callable[..., Any]:
-    """The DistributedOptimizer of either kind of optimizer: `of_keras`, or the one for sessions."""
+    """Return a DistributedOptimizer that calls `of_keras`, or for optimizers of tf.compat.v1 the class below."""
     @wraps(of_keras)
     def distributed(optimizer: object, *args: object, **kwargs: object) -> Any:
         is_of_v1 = isinstance(optimizer, v1.train.Optimizer) or (
@@ -51,19 +51,19 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
     All ranks must make their optimizers in the same order.
 
     Args:
-        optimizer: An optimizer of tf.compat.v1, or another object with its compute_gradients and apply_gradients.
-        name: The name of the new optimizer; default: "Distributed" and the class of the old one.
+        optimizer: An optimizer of tf.compat.v1, or another object with compute_gradients and apply_gradients.
+        name: The name of the new optimizer; default: "Distributed" and the class name of `optimizer`.
         use_locking: As for optimizers of tf.compat.v1.
         device_dense, device_sparse: Accepted for compatibility with Horovod, ignored.
         compression: One of Compression.
         sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
-        backward_passes_per_step: k > 1 sums k gradients before they are averaged and applied.
-        op: Average, Sum or Adasum. Adasum combines the changes that each rank's optimizer makes of its own gradients.
+        backward_passes_per_step: The number k of gradients that are summed before the sum is averaged and applied.
+        op: Average, Sum or Adasum. Adasum combines the changes that each rank's optimizer makes to the variables.
         gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
             N / factor after it. Average only.
         average_aggregated_gradients: Divide the sum of k gradients by k.
         num_groups: Deprecated form of `groups`.
-        groups: Which gradients are reduced together; as for the optimizers of Keras.
+        groups: The gradients that are reduced together, as for Keras optimizers.
         process_set: The ranks that take part. On other ranks gradients do not change.
         scale_local_gradients: Whether gradients that are excluded by `register_local_var` are divided by N.
         check_weights: Whether the first reductions check that the ranks train the same weights.
@@ -80,16 +80,16 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
                  scale_local_gradients: bool = True, check_weights: bool = True):
         super().__init__(use_locking, name or f"Distributed{type(optimizer).__name__}")
         if isinstance(optimizer, DistributedOptimizer):
-            raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice.")
+            raise InvalidRequestError("the optimizer is distributed already. Pass the optimizer that it was made from.")
         if not hasattr(optimizer, "compute_gradients"):
             raise InvalidRequestError("in the graph of a session DistributedOptimizer takes an optimizer of "
                                       f"tf.compat.v1.train. Received: {optimizer!r}")
         if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-            raise InvalidRequestError("backward_passes_per_step must be a number of passes, at least 1. Received: "
+            raise InvalidRequestError("backward_passes_per_step must be an integer of at least 1. Received: "
                                       f"{backward_passes_per_step!r}")
         self._is_adasum = resolve_op(op, None) is Adasum
         if self._is_adasum and backward_passes_per_step > 1:
-            raise InvalidRequestError("op=Adasum does not go with backward_passes_per_step. Give one of them.")
+            raise InvalidRequestError("op=Adasum does not support backward_passes_per_step > 1. Pass only one of them.")
         self._optimizer: Any = optimizer
         self._compression = compression
         options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
@@ -106,7 +106,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         self._reducer.register_local(variable)
 
     def compute_gradients(self, *args: object, **kwargs: object) -> _Pairs:
-        """As compute_gradients of the optimizer, with averaged gradients. Collective when the graph runs."""
+        """Call the optimizer's compute_gradients, and average the gradients. Collective when the graph runs."""
         pairs: _Pairs = self._optimizer.compute_gradients(*args, **kwargs)
         if self._is_adasum or not pairs:
             return pairs
@@ -122,7 +122,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, Variable]],
                         global_step: Variable | None = None, name: str | None = None) -> tf.Operation:
-        """As that of the optimizer. With Adasum collective when it runs."""
+        """Call the optimizer's apply_gradients. With Adasum, the operation is collective when it runs."""
         pairs: _Pairs = list(grads_and_vars)
         if self._is_adasum:
             return self._apply_adasum(pairs, global_step, name)
@@ -155,27 +155,27 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
                           zip(variables, starts, reduced, strict=True)], name=name)
 
     def get_slot(self, var: Variable, name: str) -> Any:
-        """As that of the optimizer."""
+        """Call the optimizer's get_slot."""
         return self._optimizer.get_slot(var, name)
 
     def get_slot_names(self) -> Any:
-        """As that of the optimizer."""
+        """Call the optimizer's get_slot_names."""
         return self._optimizer.get_slot_names()
 
     def variables(self) -> Any:
-        """As that of the optimizer."""
+        """Call the optimizer's variables."""
         return self._optimizer.variables()
 
 
 class _Passes:
-    """Sums gradients of several passes, and lets every k-th one of them reduce and apply the sum.
+    """Sums the gradients of k passes. Every k-th pass reduces and applies the sum.
 
-    The sums are local variables, as in Horovod: a MonitoredSession initializes them, or local_variables_initializer().
+    As in Horovod, the sums are local variables. A MonitoredSession or local_variables_initializer() initializes them.
 
     Args:
         passes: The number k.
         is_averaged: Whether the sum is divided by k.
-        is_dense: Whether slices are made dense.
+        is_dense: Whether tf.IndexedSlices are converted to dense tensors.
     """
 
     def __init__(self, passes: int, is_averaged: bool, is_dense: bool):
@@ -184,12 +184,12 @@ class _Passes:
 
     def reduced(self, gradients: Sequence[OptionalGradient],
                 reduce: Callable[[Sequence[OptionalGradient]], list[OptionalGradient]]) -> list[OptionalGradient]:
-        """The reduced sums, in every k-th pass; in other passes the sums so far, which are not to be applied.
+        """Return the reduced sums in every k-th pass, and in other passes the sums so far, which must not be applied.
 
-        Raises InvalidRequestError: A gradient is sparse, and slices are not made dense.
+        Raises InvalidRequestError: A gradient is a tf.IndexedSlices, and `is_dense` is False.
         """
         if not self._is_dense and any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
-            raise InvalidRequestError("backward_passes_per_step sums dense gradients: give sparse_as_dense=True too.")
+            raise InvalidRequestError("backward_passes_per_step needs dense gradients. Pass sparse_as_dense=True too.")
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
         dense = [tf.convert_to_tensor(gradients[i]) for i in places]
         count = _local_variable(tf.zeros([], tf.int32), "passes")
@@ -219,12 +219,12 @@ class _Passes:
         return found
 
     def applied(self, apply: Callable[[], tf.Operation], global_step: Variable | None) -> tf.Operation:
-        """The operation that applies in every k-th pass, and counts a step in the others.
+        """Return an operation that calls `apply` in every k-th pass, and only counts a step in other passes.
 
         Raises InvalidRequestError: compute_gradients was not called before.
         """
         if self._is_last is None:
-            raise InvalidRequestError("with backward_passes_per_step, call compute_gradients before apply_gradients.")
+            raise InvalidRequestError("apply_gradients was called too early. Call compute_gradients first.")
 
         def count() -> Any:
             return tf.no_op() if global_step is None else v1.assign_add(global_step, 1)

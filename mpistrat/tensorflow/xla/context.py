@@ -17,7 +17,7 @@ _gradients: "weakref.WeakSet[tf.Graph]" = weakref.WeakSet()
 
 
 def is_compiled() -> bool:
-    """Whether XLA is going to compile what is being traced."""
+    """Whether XLA is going to compile the graph that is being traced."""
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
@@ -25,12 +25,12 @@ def is_compiled() -> bool:
 
 
 def note_gradient() -> None:
-    """The function that is being traced is the gradient of one that XLA compiles."""
+    """Record that the function that is being traced is the gradient of a function that XLA compiles."""
     _gradients.add(enclosing_function())
 
 
 def compiled_function() -> tf.Graph:
-    """The outermost function around what is being traced that XLA compiles as a whole."""
+    """The outermost function around the traced graph that XLA compiles as a whole."""
     function = enclosing_function()
     # The context is that of the graph that calls the function, or else of the function itself.
     while not (in_xla_context(function) or in_xla_context(function.outer_graph)):
@@ -39,21 +39,21 @@ def compiled_function() -> tf.Graph:
 
 
 def device_of_compiled() -> str:
-    """Where functions run that XLA compiles. They may not touch variables of another device."""
+    """The device of functions that XLA compiles. They may not touch variables of another device."""
     return "GPU:0" if has_gpu() else HOST
 
 
 def device_here() -> str:
-    """Where what is being traced may have a variable of ours: not compiled, on the host."""
+    """The device where the traced graph may have a variable of ours: the host, if XLA does not compile the graph."""
     return device_of_compiled() if is_compiled() else HOST
 
 
 def why_not() -> str:
     """Why XLA cannot compile collectives in this process; "" if it can."""
     if ffi.api() is None:
-        return f"TensorFlow {tf.__version__} has no interface for it; 2.21 has"
+        return f"TensorFlow {tf.__version__} has no interface for collectives in XLA; TensorFlow 2.21 has"
     if runtime.is_initialized() and not runtime.current().settings.uses("xla"):
-        return "MPISTRAT_DISABLE=xla switches it off"
+        return "MPISTRAT_DISABLE=xla is set"
     if not has_gpu():
         return ""
     # Of several GPUs the script may use another one than the first.

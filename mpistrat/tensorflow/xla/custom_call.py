@@ -29,10 +29,10 @@ _TYPES = {
 
 
 class Target(Protocol):
-    """What is called. It must not refer to the graph."""
+    """The object that a custom call calls. It must not refer to the graph."""
 
     def execute(self, call: ffi.Call) -> None:
-        """Called when compiled code comes to the call, in any thread. What it raises becomes the error of the step."""
+        """Called when compiled code comes to the call, in any thread. An exception becomes the error of the step."""
 
 
 def has_type(dtype: tf.DType) -> bool:
@@ -46,11 +46,11 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
     """Make the node, which has no gradient.
 
     Args:
-        target: What is called.
-        inputs: At least one, of known ranks. Extents that are not known here are known when XLA compiles.
+        target: The object that the node calls.
+        inputs: At least one, of known ranks. Dimensions that are not known here are known when XLA compiles.
         dtypes: The dtypes of the results, at least one.
-        shapes: Their shapes. Extents that are not known follow from the input with the same index.
-        times_rows: How many times as many rows as that input has such a result has. Other extents are the input's.
+        shapes: The shapes of the results. Unknown dimensions follow from the input with the same index.
+        times_rows: An unknown first dimension is that of the input, times `times_rows`. Others are those of the input.
         in_place: The indices of results that have the memory of the inputs with these indices.
     """
     number = _targets.add(target)
@@ -138,7 +138,7 @@ def _execute(call: ffi.Call) -> tuple[str, int] | None:
     try:
         if target is None:
             raise EngineError("a compiled function with a collective was called after its tf.function was deleted, or "
-                              "in another process than the one that has traced it.")
+                              "in another process than the one that has traced it. Trace it again in this process.")
         target.execute(call)
     except BaseException as error:
         return described(error)

@@ -7,8 +7,8 @@ begins with its size, by which XLA knows the version.
 
 A handler runs in the thread that has called the compiled function, or in one of the threads in which XLA computes. The
 latter may be only one, and other compiled functions need it. So a handler must not wait for other ranks there. It
-returns a *future* instead, and any thread completes that later. XLA runs on what does not depend on the call, and keeps
-the memory of arguments and results until the future is complete.
+returns a *future* instead, and any thread completes the future later. XLA goes on with work that does not depend on the
+call, and keeps the memory of arguments and results until the future is complete.
 
 For a GPU XLA calls a handler when it launches the kernels, in order. There a future is of no use: XLA blocks the thread
 until it is complete
@@ -70,7 +70,7 @@ class Scalar(Structure):
 
 
 class Attributes(Structure):
-    """Sorted by name. Our calls have one, an integer of 64 bits."""
+    """The attributes of a call, sorted by name. Our calls have one attribute, an integer of 64 bits."""
 
     _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("size", c_int64), ("types", c_void_p),
                 ("names", c_void_p), ("attrs", POINTER(POINTER(Scalar))))
@@ -107,7 +107,7 @@ _FUNCTIONS = ("error_create", "error_message", "error_destroy", "handler_registe
 
 
 class Api(Structure):
-    """XLA_FFI_Api as far as it is used here: the functions have no names of their own in the library."""
+    """XLA_FFI_Api as far as it is used here. The library does not export the functions by name."""
 
     _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("version", Version), ("internal", c_void_p),
                 *((name, c_void_p) for name in _FUNCTIONS))
@@ -123,7 +123,7 @@ _handlers: list[Any] = []  # XLA calls them until the process ends.
 
 @cache
 def api() -> Api | None:
-    """The API of the TensorFlow that is loaded; None: it has none, or one of another kind."""
+    """The API of the TensorFlow that is loaded; None if it has no such API, or an incompatible version."""
     try:
         library = ctypes.CDLL(os.path.join(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2"))
         get = library.XLA_FFI_GetApi
@@ -145,11 +145,11 @@ def _call(function: str, arguments: Structure) -> None:
         _OfError(own.error_message)(byref(text))
         message = text.message.decode()
         _OfError(own.error_destroy)(byref(ErrorDestroyArgs(sizeof(ErrorDestroyArgs), None, error)))
-        raise RuntimeError(f"XLA's FFI refuses {function}: {message}")
+        raise RuntimeError(f"the function {function} of XLA's FFI has failed: {message}")
 
 
 def _error(message: str, code: int) -> int:
-    """A new error, which belongs to XLA as soon as it gets it."""
+    """Create an error. XLA deletes it after it was passed to XLA."""
     own = api()
     assert own is not None
     arguments = ErrorCreateArgs(sizeof(ErrorCreateArgs), None, message.encode(), code)
@@ -196,7 +196,7 @@ class Call:
         return int(found.device_ordinal)
 
     def complete_later(self) -> "Future":
-        """Let the handler return before the results are there."""
+        """Return a future, so that the handler may return before the results are complete."""
         created = FutureCreateArgs()
         _call("future_create", created)
         self._frame.future = created.future
@@ -210,11 +210,11 @@ class Future:
         self._pointer = pointer
 
     def set_available(self) -> None:
-        """The results are there."""
+        """Tell XLA that the results are complete."""
         _call("future_available", FutureAvailableArgs(future=self._pointer))
 
     def set_error(self, message: str, code: int) -> None:
-        """The call has failed, and with it the execution of the compiled function."""
+        """Fail the call, and with it the execution of the compiled function."""
         _call("future_error", FutureErrorArgs(future=self._pointer, error=_error(message, code)))
 
 
@@ -223,7 +223,7 @@ def register(name: str, platform: str, execute: Callable[[Call], tuple[str, int]
 
     Args:
         name: As in the programs.
-        platform: "Host" for code on the CPU, "CUDA" for a GPU, in whose memory arguments and results are then.
+        platform: "Host" for code on the CPU; "CUDA" for a GPU, with arguments and results in GPU memory.
         execute: Called for each call. It returns None, or the text and the code of an error. It must not raise.
     """
     def handle(pointer: "ctypes._Pointer[CallFrame]") -> int | None:

@@ -1,11 +1,11 @@
-"""The arguments and results of a custom call that XLA has compiled for a GPU: in its memory, in the order of a stream.
+"""The arguments and results of a custom call that XLA has compiled for a GPU: in GPU memory, in the order of a stream.
 
-Tests run it with host memory in place of a GPU's.
+Tests run it with host memory in place of GPU memory.
 
-XLA calls the handler when it launches the call, so arguments are complete only where XLA's stream has come to it. Until
-then the memory of a result may be in use by work before the call. So a collective begins behind an event of the stream.
-When the handler returns, XLA may launch what comes after. By then the stream waits for the collective, or the results
-are complete.
+XLA calls the handler when it launches the call. The arguments are complete only when XLA's stream reaches the call;
+before, earlier work may still use the memory of a result. So a collective begins after an event of the stream. When the
+handler returns, XLA may launch the work after the call. By then the stream waits for the collective, or the results are
+complete.
 """
 
 import math
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def is_used() -> bool:
-    """Whether the memory of custom calls is a GPU's: TensorFlow calls compiled functions there if it has one."""
+    """Whether custom calls use GPU memory: TensorFlow runs compiled functions on a GPU if it has one."""
     return has_gpu()
 
 
@@ -55,9 +55,9 @@ class GpuMemory:
                    for index in range(first, first + count))
 
     def tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray], reads: bool = True) -> GpuTensors:
-        """Some of the arguments as the engine takes them, and the memory of their results.
+        """Return some of the arguments as tensors for the engine, with the memory of their results.
 
-        `reads`: XLA's stream reads the results when the request is complete; else it waits for them later.
+        `reads`: Whether XLA's stream reads the results when the request is complete. If False, it waits for them later.
         """
         def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
             made = [result if shape == result.shape else self._other(shape, result.dtype)
@@ -75,7 +75,7 @@ class GpuMemory:
         nbytes = math.prod(shape) * dtype.itemsize
         memory = self._device.scratch(max(nbytes, 1))
         if memory is None:
-            raise EngineError(f"there is no GPU memory for a result of {nbytes} bytes")
+            raise EngineError(f"the GPU has no memory left for a result of {nbytes} bytes")
         return GpuArray(memory.address, shape, dtype, memory.owner)
 
     def on_host(self, first: int, count: int) -> list[np.ndarray]:

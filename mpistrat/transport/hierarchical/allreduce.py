@@ -34,9 +34,9 @@ from .piggyback import Piggyback
 
 
 def cross_comm(comm: MPI.Comm, topology: Topology) -> MPI.Comm:
-    """The communicator of the ranks with this rank's local_rank, ordered by host. Collective over `comm`.
+    """Return the communicator of the ranks with this rank's local_rank, ordered by host. Collective over `comm`.
 
-    COMM_NULL if a host has no such rank. The data of such ranks go over the other communicators.
+    Returns COMM_NULL if a host has no rank with this local_rank. Other communicators then carry this rank's data.
     """
     is_sender = topology.local_rank < min(topology.local_sizes)
     return comm.Split(topology.local_rank if is_sender else MPI.UNDEFINED, topology.hosts.index(topology.host))
@@ -48,24 +48,24 @@ class HierarchicalData(TwoShotData):
     All ranks of a host pack a chunk into shared memory. Each of the first ranks reduces a slice of it, and all-reduces
     the slice over its cross_comm, all of them at the same time. All ranks unpack all slices. The exchange of a slice is
     that of MpiData; two hosts exchange whole slices. Between H hosts, 2 (H-1)/H of a host's bytes cross the wire.
-    Several chunks are at different stages at a time, so that the wire and the memory work in parallel. A rank alone on
-    its host sends from its tensors, and reduces into its targets, where a slice is of one of them.
+    Several chunks are in flight at different stages, so that the wire and the memory work in parallel. A rank alone on
+    its host sends from its tensors and reduces into its targets without copies, if the slice is of a single tensor.
 
     If every host has one rank, a reduce-scatter runs in chunks as well.
 
     A quantised reduction (Reduction.quantised) exchanges 8-bit numbers, as QuantisedExchange does.
 
-    An element is summed over the ranks of each host in their order, and then over the hosts in theirs. Half precision
-    is summed in float32 both times, and rounded before it is sent.
+    An element is summed over the ranks of each host in rank order, and then over the hosts in host order. Half
+    precision is summed in float32 both times, and rounded before the partial sum is sent.
 
     Args:
-        memory: As for TwoShotData.
-        chunk: Bytes of a chunk, as for TwoShotData; the same on all hosts.
-        others: As for TwoShotData.
+        memory: See TwoShotData.
+        chunk: Bytes of a chunk, see TwoShotData; the same on all hosts.
+        others: See TwoShotData.
         cross: The result of `cross_comm`, reserved for this object. `close` frees it.
         senders: The least number of ranks that a host has.
         wait: Waits for the ranks of `cross`.
-        feedback: Of all ranks; None: what is rounded off is lost.
+        feedback: The error feedback of quantised reductions, on all ranks; None: rounding errors are lost.
         piggyback: Sends small all-reduces together with votes; None: votes are sent alone.
     """
 
@@ -85,7 +85,7 @@ class HierarchicalData(TwoShotData):
         self._scattered = FusionBuffer()
         self._underway: dict[int, tuple[list[MPI.Request], list[np.ndarray]]] = {}
         self._feedback, codec = feedback, Codec()
-        self._errors: Errors | None = None  # of what is under way
+        self._errors: Errors | None = None  # of the reduction in flight
         self._exchanges = [QuantisedExchange(cross, codec) for _ in range(self.slots)]
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
@@ -125,7 +125,7 @@ class HierarchicalData(TwoShotData):
         self.memory.post(number, CONSUMED)
 
     def _part_of_host(self, work: TwoShotReduce, chunk: Chunk, buffer: FusionBuffer) -> np.ndarray:
-        """This rank's slice, reduced over the host. A rank alone on its host sends it from where it is, if it can."""
+        """This rank's slice, reduced over the host. On a host with one rank, without a copy if possible."""
         if self._count == 1 and not chunk.reads:
             return chunk.parts[0]
         if self._count == 1 and len(chunk.reads) == 1:
@@ -135,17 +135,17 @@ class HierarchicalData(TwoShotData):
         return partial
 
     def _result_of(self, work: TwoShotReduce, chunk: Chunk) -> np.ndarray:
-        """Where the slice is combined: in the memory of the results, or in the target of a rank alone on its host."""
+        """The memory for the combined slice: the memory of the results, or a target if the host has a single rank."""
         if self._count == 1 and len(chunk.own_copies) == 1:
             return work.outputs[chunk.own_copies[0].array][chunk.own_copies[0].part]
         return chunk.result
 
     def _exchange(self, partial: np.ndarray, buffer: FusionBuffer) -> tuple[list[MPI.Request], list[np.ndarray]]:
-        """Start to exchange `partial` with the other hosts, with `buffer` for what is received.
+        """Start to exchange `partial` with the other hosts. `buffer` is for the received values.
 
         Returns:
-            The requests, and for each host the array that holds its values when they are complete: of all elements of
-            the slice, or of those that this host has to reduce.
+            The requests, and for each host the array that holds its values when the requests are complete: all elements
+            of the slice, or the elements that this host has to reduce.
         """
         hosts, host = self._hosts, self._cross.Get_rank()
         if hosts == 2:
@@ -168,7 +168,7 @@ class HierarchicalData(TwoShotData):
         return [array[start:stop] for start, stop in itertools.pairwise(bounds)]
 
     def _combine(self, work: TwoShotReduce, k: int) -> None:
-        """Reduce what the hosts have sent, and start to send them the result."""
+        """Reduce the received parts of all hosts, and start to send the result to the other hosts."""
         number = work.first + k
         if number not in self._underway:
             return
@@ -189,7 +189,7 @@ class HierarchicalData(TwoShotData):
         self._underway[number] = exchange(self._cross, [own] * self._hosts, parts), []
 
     def _receive(self, work: TwoShotReduce, k: int) -> None:
-        """Wait for what the other hosts have reduced."""
+        """Wait for the parts that the other hosts have reduced."""
         number, chunk = work.first + k, work.chunks[k]
         result = self._result_of(work, chunk)
         if number in self._underway:

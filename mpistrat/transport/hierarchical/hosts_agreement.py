@@ -1,7 +1,7 @@
 """Agreement rounds among several hosts: votes in shared memory within a host, over MPI between hosts.
 
-The first rank of a host (the leader) waits for the votes of its host, exchanges their outcome with the other leaders
-(leader_exchange), and writes the overall outcome to shared memory. Used by the engine's thread.
+The first rank of a host (the leader) waits for the votes of its host, exchanges the host's outcome with the other
+leaders (leader_exchange), and writes the overall outcome to shared memory. Used by the engine's thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ class HierarchicalAgreement(SharedMemoryAgreement):
     """One rank's part in the rounds.
 
     Args:
-        memory: The memory of this host. Uses its counters EVEN_VOTE, ODD_VOTE and VERDICT.
-        wake_rank: Wakes another rank of this host, if it sleeps.
+        memory: The memory of this host, of which the counters EVEN_VOTE, ODD_VOTE and VERDICT are used.
+        wake_rank: Wakes another rank of this host, if that rank sleeps.
         hosts: The result of leader_exchange. `close` closes it.
         elsewhere: The ranks of the other hosts.
     """

@@ -1,7 +1,7 @@
 """Exchange of the hosts' votes over MPI, by the first rank of each host (the leader).
 
-A few hosts send their votes to each other directly, with the data of small all-reduces behind them (piggyback). Many
-hosts reduce the votes, without data. Used by the engine's thread.
+A few hosts send their votes to each other directly, followed by the data of small all-reduces (piggyback). Many hosts
+all-reduce the votes, without data. Used by the engine's thread.
 """
 
 from abc import ABC, abstractmethod
@@ -38,26 +38,26 @@ class LeaderExchange(ABC):
         """Start to send the number for which this host has voted, and its outcome."""
 
     def has_news(self) -> bool:
-        """Whether to call `poll`."""
+        """Whether messages have arrived, so that `poll` should be called."""
         return MPI.Request.Testall(self._receiving)
 
     @abstractmethod
     def poll(self) -> Outcome | None:
-        """The outcome over all hosts, once all votes have arrived; None before. Does not wait."""
+        """Return the outcome over all hosts, or None if votes are still missing. Does not wait."""
 
     def revoke(self) -> list[Any]:
         """See DataPlane."""
         return [self._hosts, *self._sending, *self._receiving]
 
     def close(self) -> None:
-        """Free the communicator. No round is under way."""
+        """Free the communicator. No round may be in flight."""
         self._hosts.Free()
 
 
 def leader_exchange(comm: MPI.Comm, topology: Topology, piggyback: Piggyback | None) -> LeaderExchange | None:
-    """Return this rank's part in the exchange; None if it is not the first rank of its host. Collective over `comm`.
+    """Return the exchange object of this rank, or None on ranks that are not the first of their host.
 
-    `piggyback` has the data to send with this host's votes; None on all ranks: votes are sent alone.
+    Collective over `comm`. `piggyback`: Has the data to send with votes; None (on all ranks) sends votes alone.
     """
     is_leader = topology.local_rank == 0
     hosts = comm.Split(0 if is_leader else MPI.UNDEFINED, topology.hosts.index(topology.host))
@@ -69,7 +69,7 @@ def leader_exchange(comm: MPI.Comm, topology: Topology, piggyback: Piggyback | N
 
 
 class DirectExchange(LeaderExchange):
-    """For few hosts: each sends its vote to all others, followed by its data, if all its ranks are ready."""
+    """The exchange of few hosts. Each host sends its vote to all others, then its data if all its ranks are ready."""
 
     def __init__(self, hosts: MPI.Comm, piggyback: Piggyback | None):
         super().__init__(hosts)
@@ -126,7 +126,7 @@ def _vote_in(message: np.ndarray) -> np.ndarray:
 
 
 class ReducedExchange(LeaderExchange):
-    """For many hosts: an all-reduce of the minimum of the votes and of their negatives. No data go with them."""
+    """The exchange of many hosts: an all-reduce (minimum) of the votes and of the negated votes, without data."""
 
     def __init__(self, hosts: MPI.Comm):
         super().__init__(hosts)

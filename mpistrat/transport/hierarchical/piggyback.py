@@ -1,4 +1,4 @@
-"""Small all-reduces between hosts whose data go with the votes, so that one network round trip serves both.
+"""Small all-reduces between hosts, sent together with the votes, so that one network round trip serves both.
 
 Used by the engine's thread.
 """
@@ -14,7 +14,7 @@ from ...core.tuning import PIGGYBACK_CROSS_BYTES, PIGGYBACK_HOST_BYTES, PIGGYBAC
 
 
 class PiggybackedReduce(Prepared):
-    """An all-reduce whose data go with the next vote.
+    """An all-reduce that is sent together with the next vote.
 
     Attributes:
         part: This rank's elements.
@@ -30,7 +30,7 @@ class PiggybackedReduce(Prepared):
         self.is_packed = True
 
     def finish(self, all_packed: bool) -> None:
-        """After the outcome ALL_READY the result is there, and is copied to the targets. See Prepared."""
+        """See Prepared. After the outcome ALL_READY, only copy the result to the targets."""
         if all_packed:
             unpack(self.result, self.targets)
         else:
@@ -42,18 +42,18 @@ class Piggyback:
 
     Each rank packs its part into its slot of shared memory (`pack`). The first rank of the host packs nothing if it has
     a single array, which it reads in place. When all ranks have voted and are ready, the first rank reduces the parts
-    (`reduce_host`), sends the result with the host's vote, and reduces what all hosts have sent into the slot of the
-    result (`reduce_hosts`), before it posts the outcome. Then each rank copies the result (`PiggybackedReduce.finish`).
+    (`reduce_host`), sends the result with the host's vote, and reduces the results of all hosts into the result slot
+    (`reduce_hosts`), before it posts the outcome. Then each rank copies the result (`PiggybackedReduce.finish`).
 
-    No counters are needed: a rank reuses its slot only after the outcome (its part has been read), and the result is
-    overwritten only after every rank's next vote (it has been consumed).
+    No counters are needed. A rank reuses its slot only after the outcome, when its part has been read. The result is
+    overwritten only after the next vote of every rank, when all ranks have copied the result.
 
-    An element is summed as by HierarchicalData, with the same result.
+    Elements are summed in the same order as by HierarchicalData, with the same result.
 
     Args:
         memory: `memory_bytes` of shared memory of the ranks of the host.
-        index: This rank's position among them.
-        count: The number of these ranks.
+        index: This rank's position among the ranks of the host.
+        count: The number of ranks of the host.
         slot_bytes: Bytes of the largest all-reduce, see `largest`.
     """
 
@@ -82,7 +82,7 @@ class Piggyback:
              reduction: Reduction, elements: int) -> PiggybackedReduce:
         """Pack this rank's part for the next vote: `elements` in all, at most `slot_bytes`. Local.
 
-        `plane` reduces it if the vote ends otherwise.
+        `plane` reduces the part if the outcome of the vote is not ALL_READY.
         """
         views = self._views_of(sources[0].dtype)
         if self._index == 0 and len(sources) == 1 and reduction.prescale == 1.0:
@@ -122,5 +122,5 @@ class Piggyback:
         combine(parts, prepared.reduction.op, prepared.result, prepared.reduction.scale)
 
     def forget(self) -> None:
-        """Drop the references to what was packed. The vote is over."""
+        """Drop the references to the packed all-reduce, since the vote is over."""
         self._latest = None

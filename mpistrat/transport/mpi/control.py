@@ -35,7 +35,7 @@ class MpiControl(ControlPlane):
         local_ranks: The ranks on this host.
         peers: All ranks that may send to this one.
         wait: Waits for other ranks.
-        polls: Whether to poll MPI in any case, since the channel watches for something that arrives over MPI.
+        polls: Whether to always poll MPI. Needed if the channel watches for news that arrive over MPI.
     """
 
     _TAG = 1
@@ -71,7 +71,7 @@ class MpiControl(ControlPlane):
         return not self._missing(ranks)
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` to which a message is still on its way."""
+        """The ranks in `ranks` to which a message is still in flight."""
         underway = {rank for rank, _, _ in self._sending}
         return [rank for rank in ranks if rank in underway or self._channel.is_sending_to([rank])]
 

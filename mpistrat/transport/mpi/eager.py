@@ -10,19 +10,19 @@ from .peer_wait import never_free
 
 
 def pieces(array: np.ndarray) -> list[np.ndarray]:
-    """A C-contiguous 1-D array as the bytes of such messages."""
+    """The bytes of a C-contiguous 1-D array, in pieces of at most EAGER_MESSAGE_BYTES."""
     data = array.view(np.uint8)
     return [data[start:start + EAGER_MESSAGE_BYTES] for start in range(0, data.nbytes, EAGER_MESSAGE_BYTES)]
 
 
 def exchange(comm: MPI.Comm, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> list[MPI.Request]:
-    """Start to send `sent[r]` to each other rank r of `comm`, and to receive `received[r]` from it.
+    """Start to send `sent[r]` to each other rank r of `comm`, and to receive `received[r]` from rank r.
 
-    The arrays of this rank itself are not used. Returns the requests to complete.
+    The arrays at the index of this rank are not used. Returns the requests to complete.
 
-    MPI announces a larger message, and sends it after a reply. Where both sides send all the time, as here, the reply
-    is behind other data in the queue, and the wire is idle meanwhile: 42 MB over 1 Gbit/s in messages of 2 MiB, two of
-    them under way, take 506 ms; in these messages 352, as in a single one.
+    MPI announces a large message, and sends its data after a reply. If both sides send all the time, as here, the reply
+    waits behind other data in the queue, and the wire is idle. 42 MB over 1 Gbit/s take 506 ms in messages of 2 MiB,
+    two in flight. They take 352 ms in eager messages, and as long in a single message.
     """
     size, rank = comm.Get_size(), comm.Get_rank()
     # The others in turn from the next one on, so that not all send to the same one at first.
@@ -35,7 +35,7 @@ def exchange(comm: MPI.Comm, sent: Sequence[np.ndarray], received: Sequence[np.n
         for other in others:
             for piece in pieces(sent[other]):
                 requests.append(comm.Isend([piece, MPI.BYTE], other))
-    except BaseException:  # A rank is lost, and MPI may still use the memory of those that have begun.
+    except BaseException:  # A rank is lost, and MPI may still use the memory of requests that have begun.
         never_free(requests)
         raise
     return requests

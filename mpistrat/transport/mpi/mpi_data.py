@@ -1,7 +1,7 @@
 """Data plane over MPI, which sums in the order of the ranks.
 
-Importing this module imports mpi4py.MPI, which loads and initialises the MPI library. So only init() imports it, after
-it has chosen a communicator. Used by the engine's thread.
+Importing this module imports mpi4py.MPI, which loads and initialises the MPI library. So only init() imports this
+module, after the choice of a communicator. Used by the engine's thread.
 """
 
 import itertools
@@ -29,15 +29,15 @@ class MpiData(DataPlane):
 
     An all-reduce exchanges slices (MPI_Alltoallv), sums this rank's slice in the order of the ranks, and gathers the
     sums (MPI_Allgatherv). 2 (n-1)/n of the bytes cross the wire, as in a ring. Every element is summed in rank order,
-    whatever its position and the size of the array, which MPI_Allreduce does not promise. On one host this is also
+    whatever its index and the size of the array, which MPI_Allreduce does not promise. On one host this is also
     faster than Open MPI's MPI_Allreduce.
 
-    All MPI calls are nonblocking, so that each wait can have a limit. On 2 ranks of a host that takes 2 to 3 us per
-    call, of 7 us for 1 KB and of 25 us for 64 KB. From 1 MB on it takes no additional time.
+    All MPI calls are nonblocking, so that each wait can have a limit. On 2 ranks of a host, this costs 2 to 3 us per
+    call: of 7 us in all for 1 KB, and of 25 us for 64 KB. From 1 MB on, nonblocking calls take no additional time.
 
     Args:
         comm: The communicator. `close` frees it.
-        wait: Waits for its ranks.
+        wait: Waits for the ranks of `comm`.
     """
 
     name = "mpi"
@@ -150,7 +150,7 @@ class MpiData(DataPlane):
 
 
 def _pieces(sizes: Sequence[int], start: int, step: int) -> tuple[list[int], list[int]]:
-    """The sizes and places of pieces of parts that follow one another: `step` bytes of each part, from `start` on."""
+    """The sizes and offsets of one piece of each part: `step` bytes from `start` on. The parts are contiguous."""
     ends = itertools.accumulate(sizes)
     return ([min(max(size - start, 0), step) for size in sizes],
             [end - size + min(start, size) for end, size in zip(ends, sizes)])

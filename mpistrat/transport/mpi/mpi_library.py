@@ -1,7 +1,7 @@
 """The MPI library: loading it, its thread level, the communicator, and how processes end without MPI_Finalize.
 
-init() and the command line call these functions. They get the module mpi4py.MPI as an argument, since importing it
-initialises MPI (unless the script has set mpi4py.rc.initialize to False).
+init() and the command line call these functions. The functions get the module mpi4py.MPI as an argument, since the
+import of mpi4py.MPI initialises MPI (unless the script has set mpi4py.rc.initialize to False).
 """
 
 import atexit
@@ -30,7 +30,7 @@ _Variable = TypeVar("_Variable", ctypes.c_bool, ctypes.c_int32)
 
 
 def open_mpi_variable(mpi: ModuleType, kind: type[_Variable], name: str) -> _Variable | None:
-    """A variable of Open MPI's library; None if this library does not have it. Local."""
+    """A variable of Open MPI's library; None if the library does not have such a variable. Local."""
     try:
         return kind.in_dll(ctypes.CDLL(mpi.__file__), name)
     except (OSError, AttributeError, ValueError):
@@ -38,7 +38,7 @@ def open_mpi_variable(mpi: ModuleType, kind: type[_Variable], name: str) -> _Var
 
 
 def is_left_to_init() -> bool:
-    """Whether the script uses mpi4py and has told it (mpi4py.rc.initialize = False) not to initialise MPI. Local."""
+    """Whether the script uses mpi4py with mpi4py.rc.initialize = False, so that MPI is not initialised. Local."""
     mpi4py, mpi = sys.modules.get("mpi4py"), sys.modules.get("mpi4py.MPI")
     if mpi is not None:
         return not mpi.Is_initialized()
@@ -46,9 +46,9 @@ def is_left_to_init() -> bool:
 
 
 def load_mpi() -> ModuleType:
-    """Import mpi4py.MPI and return it. MPI is initialised then, by mpi4py or here, and finalised when Python exits.
+    """Import mpi4py.MPI, initialise MPI if mpi4py did not, and return the module. MPI is finalised when Python exits.
 
-    Raises MissingDependencyError: mpi4py is not installed, or it finds no MPI library.
+    Raises MissingDependencyError: mpi4py is not installed, or mpi4py finds no MPI library.
     """
     try:
         import mpi4py
@@ -77,8 +77,8 @@ def _finalize(mpi: ModuleType) -> None:
 def _keep_from_forks(mpi: ModuleType) -> None:
     """Make processes forked from this one end without MPI_Finalize, which mpi4py calls when Python exits.
 
-    In a forked process, Open MPI's MPI_Finalize waits for a thread that does not exist there. MPICH's reports to the
-    launcher, over the parent's connection, that the parent is done, and the job fails.
+    In a forked process, Open MPI's MPI_Finalize waits for a thread that does not exist in that process. MPICH's
+    MPI_Finalize reports to the launcher, over the parent's connection, that the parent is done, and the job fails.
     """
     forked.claim(os.environ)
     state = open_mpi_variable(mpi, ctypes.c_int32, "ompi_mpi_state")
@@ -95,8 +95,8 @@ def _keep_from_forks(mpi: ModuleType) -> None:
 def _end_before_finalize() -> None:
     """Make this process end before Python's last exit handlers, one of which calls MPI_Finalize.
 
-    The exit status is kept for sys.exit and for uncaught exceptions. After a bare `raise SystemExit(status)` it is 0,
-    since no hook reports that status.
+    The exit status is kept for sys.exit and for uncaught exceptions. After a bare `raise SystemExit(status)` the exit
+    status is 0, since no hook reports `status`.
     """
     status = 0
     exit_, hook = sys.exit, sys.excepthook
@@ -128,14 +128,14 @@ def require_thread_level(mpi: ModuleType) -> None:
     level = mpi.Query_thread()
     if level < mpi.THREAD_SERIALIZED:
         raise MpistratError(
-            f"MPI was initialised with THREAD_{names[level]}, but mpistrat calls it from a thread of its own and needs "
+            f"MPI was initialised with THREAD_{names[level]}, but mpistrat calls MPI from its own thread, which needs "
             "SERIALIZED or more. Set mpi4py.rc.thread_level = 'multiple' before the first import of mpi4py.MPI.")
 
 
 def require_several_threads(mpi: ModuleType) -> None:
     """Raise MpistratError unless several threads may call MPI at once (THREAD_MULTIPLE).
 
-    Each process set has a thread of its own that calls MPI.
+    Each process set has its own thread, which calls MPI.
     """
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise MpistratError("process sets need an MPI that was initialised with THREAD_MULTIPLE, and this one was not. "
@@ -146,11 +146,11 @@ def require_several_threads(mpi: ModuleType) -> None:
 def finalize_without_barrier(mpi: ModuleType) -> bool:
     """Make MPI_Finalize not wait for all processes, since some have died or are unreachable.
 
-    Returns whether the library supports this: Open MPI 5 does.
+    Returns whether the MPI library supports this, as Open MPI 5 does.
 
-    Open MPI 5 implements that wait in its launcher. With `--with-ft ulfm` the launcher survives the death of a process,
+    Open MPI 5 implements the wait in its launcher. With `--with-ft ulfm` the launcher survives the death of a process,
     but then sometimes never releases the remaining processes. The parameter `async_mpi_finalize` turns the wait off.
-    MPI_Init has read it already, so this function sets the variable behind it.
+    MPI_Init has already read the parameter, so this function sets the C variable of the parameter.
     """
     is_without = open_mpi_variable(mpi, ctypes.c_bool, "ompi_async_mpi_finalize")
     if is_without is None:
@@ -218,7 +218,7 @@ def ranks_in(comm: "MPI.Comm", other: "MPI.Comm") -> list[int]:
 def wait_for_all(comm: "MPI.Comm", limit_s: float = 0.0, check: Callable[[], None] = lambda: None) -> bool:
     """A barrier with sleeps, so that early ranks take no processor time from ranks that still import. Collective.
 
-    `check` is called again and again, and may raise an exception. Returns whether all ranks have reached the barrier
+    The wait calls `check` repeatedly, which may raise an exception. Returns whether all ranks have reached the barrier
     within `limit_s` seconds (0: no limit).
     """
     request, began = comm.Ibarrier(), time.monotonic()

@@ -1,7 +1,7 @@
 """Waits for MPI requests with a time limit, which MPI itself does not have.
 
-A wait tests the requests again and again: first in a tight loop, then yielding the processor, then with sleeps in
-between, since another rank may need the processor. core.tuning has the times (MPI_*). Used by the engine's thread.
+A wait tests the requests repeatedly: first in a tight loop, then with sched_yield, then with sleeps in between, since
+another rank may need the processor. core.tuning has the times (MPI_*). Used by the engine's thread.
 """
 
 import ctypes
@@ -29,9 +29,9 @@ class PeerWait:
     """Waits of one rank for others.
 
     Args:
-        peers: The ranks that it may wait for.
+        peers: The ranks that this rank may wait for.
         limit_s: Seconds after which a wait fails; 0: never.
-        interruption: Ends waits; None: nothing does.
+        interruption: Interrupts waits; None: waits cannot be interrupted.
     """
 
     def __init__(self, topology: Topology, peers: Sequence[int], limit_s: float,
@@ -45,12 +45,12 @@ class PeerWait:
         """Return when the requests are complete. Releases the GIL meanwhile.
 
         Args:
-            requests: All of them are tested together.
-            nbytes: The bytes to transfer, in all.
+            requests: The MPI requests, which are tested together.
+            nbytes: The bytes that all requests transfer.
             others: The ranks that the requests depend on, for the error. Default: all peers.
 
         Raises:
-            StallError: They are not complete after the limit. Their memory is never freed then, since MPI may use it.
+            StallError: The requests are not complete after the limit. Their memory is never freed, as MPI may use it.
             RanksLostError: The wait is interrupted.
         """
         test = MPI.Request.Testall
@@ -70,13 +70,13 @@ class PeerWait:
         """Call `is_done` until it returns true.
 
         Args:
-            is_done: Whether the wait is over.
-            missing: Returns the ranks that it depends on, for the error. Default: all peers.
-            nbytes: The bytes to transfer until then. More bytes delay the first sleep.
+            is_done: Returns whether the wait is over.
+            missing: Returns the ranks that the wait depends on, for the error. Default: all peers.
+            nbytes: The bytes to transfer during the wait. More bytes delay the first sleep.
             limit_s: Replaces the limit of this object.
 
         Raises:
-            StallError: `is_done` is false after the limit; names the ranks, their hosts and the likely causes.
+            StallError: `is_done` is false after the limit. The text names the ranks, hosts and likely causes.
             RanksLostError: The wait is interrupted.
         """
         began, yield_s = time.monotonic(), MPI_YIELD_S + nbytes / MPI_YIELD_BYTES_PER_S

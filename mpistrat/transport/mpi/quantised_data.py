@@ -1,4 +1,4 @@
-"""All-reduces between hosts that send 8-bit numbers: a slice's way over MPI.
+"""All-reduces of slices between hosts over MPI, with 8-bit numbers on the wire.
 
 Used by the engine's thread.
 """
@@ -20,16 +20,16 @@ _BYTE, _FLOAT = np.dtype(np.uint8), np.dtype(np.float32)
 class QuantisedExchange:
     """All-reduces of slices, one after the other, between the ranks of `comm`, one on each host.
 
-    Two hosts, and more with a small slice, send all of it to each other. Each adds up in float32 what was sent, itself
-    included, in the order of the hosts. Otherwise each host adds up a part, its own values unrounded and first, and
-    sends the sum as 8-bit numbers too, which it reads like the others. So all hosts have the same bits.
+    Two hosts, and more hosts for a small slice, send the whole slice to each other. Each host sums the 8-bit numbers of
+    all hosts, its own too, in float32 and in host order. Otherwise each host sums one part of the slice, first its own
+    unrounded values, and sends the sum as 8-bit numbers, which it also decodes. So all hosts have the same bits.
 
-    What is rounded off stays where it was: on the host that sent a part, or that added it up. The sum of the hosts'
-    errors is the error of the sum so far.
+    Rounding errors stay on the host that rounded: the sender of a part, or the host that summed the part. The sum of
+    all hosts' errors is the error of the sum so far.
 
     Args:
         comm: The communicator; COMM_NULL on a rank that sends nothing.
-        codec: Rounds and reads; may be shared by those of one thread.
+        codec: Encodes and decodes; the objects of one thread may share it.
     """
 
     def __init__(self, comm: MPI.Comm, codec: Codec):
@@ -40,7 +40,7 @@ class QuantisedExchange:
     def send(self, values: np.ndarray, errors: np.ndarray | None) -> list[MPI.Request]:
         """Start to send `values`, the host's own, as 8-bit numbers. For `errors` see Codec.encode.
 
-        Both stay as they are until `combine`. Returns the requests to complete before that.
+        The caller must not change either array before `combine`. Returns the requests to complete before `combine`.
         """
         self._values, self._errors, count = values, errors, values.size
         nbytes = wire_bytes(count)
@@ -65,8 +65,7 @@ class QuantisedExchange:
         return exchange(self._comm, [self._part_of(sent, h) for h in range(self._hosts)], self._rows)
 
     def combine(self, result: np.ndarray, scale: Scale) -> list[MPI.Request]:
-        """Add up what the hosts have sent. Returns the requests to complete before `finish`; none: `result` is there.
-        """
+        """Sum the values of all hosts. Returns the requests to complete before `finish`; [] if `result` is complete."""
         if self._is_whole:
             total = self._sum_of(result)
             for h, row in enumerate(self._rows):
@@ -95,7 +94,7 @@ class QuantisedExchange:
         scale.apply(total, result)
 
     def _sum_of(self, result: np.ndarray) -> np.ndarray:
-        """Where to add up in float32."""
+        """The float32 array for the sum: `result` if it has that dtype, else a buffer."""
         return result if result.dtype == _FLOAT else self._total.view(result.size, _FLOAT)
 
     def _part_of(self, wire: np.ndarray, host: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Communicators after the loss of ranks: the functions of ULFM, which Open MPI has from version 5 on.
 
-They work if mpirun was started with `--with-ft ulfm`; otherwise a lost rank ends the job. Importing this module imports
-mpi4py.MPI, as for the data plane.
+The functions work if mpirun was started with `--with-ft ulfm`; otherwise a lost rank ends the job. Importing this
+module imports mpi4py.MPI and so initialises MPI, see mpi_data.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def is_fault_tolerant() -> bool:
 
 def failed_ranks(comm: MPI.Comm) -> list[int]:
     """The ranks of `comm` that MPI knows to have failed. Local; any thread may call it."""
-    # Lets MPI take in what it was told. With `comm` that would not happen once another rank has revoked it.
+    # Lets MPI process reports of failures. A probe of `comm` would not do so once another rank has revoked `comm`.
     MPI.COMM_SELF.Iprobe()
     failed = comm.Get_failed()
     everybody = comm.Get_group()
@@ -67,12 +67,12 @@ _TERMINATED, _AFFECTED, _TYPE_PROC, _RANGE_SESSION, _RANGE_PROCESS = -200, b"pmi
 
 
 def report_failed(comm: MPI.Comm, ranks: Sequence[int], to_all: bool) -> None:
-    """Tell MPI that ranks of `comm` have ended. Local; any thread may call it, and several ranks.
+    """Tell MPI that ranks of `comm` have ended. Local; any thread may call it, and several ranks may.
 
-    MPI learns from its launcher if a process was killed, but neither of an exit code above 0 nor of a host that does
-    not answer any more, and then waits for the rank for ever. It may also know already that a rank has failed.
+    MPI learns from its launcher that a process was killed. MPI does not learn of an exit code above 0, nor of a host
+    that has stopped answering, and then waits for the rank for ever. MPI may already know that a rank has failed.
 
-    With `to_all` the MPI of all ranks is told, where the launcher reaches them; otherwise that of this one only.
+    `to_all`: Tell the MPI library of all ranks that the launcher reaches, not only the MPI library of this rank.
     """
     notify = _pmix_notify()
     if notify is None or not ranks:
@@ -88,7 +88,7 @@ def report_failed(comm: MPI.Comm, ranks: Sequence[int], to_all: bool) -> None:
 
 @functools.cache
 def _pmix_notify() -> Any:
-    """PMIx_Notify_event of the library that MPI has loaded; None if there is none."""
+    """The function PMIx_Notify_event of the PMIx library that MPI has loaded; None if MPI has loaded none."""
     with open("/proc/self/maps", encoding=sys.getfilesystemencoding(), errors="surrogateescape") as file:
         paths = {line.split(maxsplit=5)[5].strip() for line in file if "/libpmix.so" in line}
     if len(paths) != 1 or "PMIX_NAMESPACE" not in os.environ:
@@ -100,16 +100,16 @@ def _pmix_notify() -> Any:
 
 
 def survivors(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Return a communicator of the ranks of `comm` that are left, in their order. Collective over these.
+    """Return a communicator of the surviving ranks of `comm`, in the same order. Collective over the survivors.
 
-    Collectives of `comm` that are under way fail on all of them.
+    Collectives of `comm` that are in flight fail on all survivors.
     """
     comm.Revoke()
     return comm.Shrink()  # type: ignore[return-value]
 
 
 def have_all(comm: MPI.Intracomm, is_well: bool) -> bool:
-    """Whether `is_well` is true on all ranks, and none of them is lost. Collective; the same on all ranks."""
+    """Whether `is_well` is true on all ranks and no rank is lost. Collective; the same result on all ranks."""
     try:
         return bool(comm.Agree(int(is_well)))
     except MPI.Exception:
@@ -117,7 +117,7 @@ def have_all(comm: MPI.Intracomm, is_well: bool) -> bool:
 
 
 def discard(revoked: Iterable[Any], limit_s: float) -> None:
-    """Free communicators some of whose ranks are lost, and end the requests on them. Local.
+    """Free the communicators in `revoked`, which have lost ranks, and end the requests in `revoked`. Local.
 
     The memory of requests that MPI has not ended within `limit_s` is never freed, since MPI may still use it.
     """
@@ -146,12 +146,12 @@ def _has_ended(request: MPI.Request) -> bool:
 def skip_finalize() -> None:
     """Make this process end without MPI_Finalize, which may hang after the loss of ranks. MPI cannot be used any more.
 
-    mpi4py, which calls it when Python has ended, asks MPI whether that was done already.
+    mpi4py calls MPI_Finalize when Python has ended, unless MPI says that it is already finalised.
     """
     state = open_mpi_variable(MPI, ctypes.c_int32, "ompi_mpi_state")
     assert state is not None  # Only Open MPI is fault tolerant.
     state.value = OPEN_MPI_FINALIZED
-    # Then the threads of MPI still run. So no destructor of a library does: glibc calls what was registered last first.
+    # MPI's threads still run at exit, so no destructor of a library may: glibc calls first what was registered last.
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):
         libc.on_exit(libc._exit, None)

@@ -1,8 +1,8 @@
-"""Agreement rounds among the ranks of one host: each rank writes its vote to a counter that all of them read.
+"""Agreement rounds among the ranks of one host: each rank writes its vote to a counter that all ranks read.
 
-A vote is one 64-bit word: the number of the operation, whether the rank is ready, and the round modulo 4. So a rank
-sees from the word alone whether it is the vote of this round, and no counter has to be reset. Used by the engine's
-thread (negotiation/fast_path.py).
+A vote is one 64-bit word: the number of the operation, whether the rank is ready, and the round modulo 4. The word
+alone shows whether the vote is of this round, so no counter has to be reset. Used by the engine's thread
+(negotiation/fast_path.py).
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ class SharedMemoryAgreement(AgreementRound):
     complete. So all ranks read the same votes, and derive the same outcome.
 
     Args:
-        memory: The memory of the host. Uses its counters EVEN_VOTE and ODD_VOTE.
-        wake_rank: Wakes another rank of the host, if it sleeps.
+        memory: The memory of the host, of which the counters EVEN_VOTE and ODD_VOTE are used.
+        wake_rank: Wakes another rank of the host, if that rank sleeps.
     """
 
     def __init__(self, memory: HostMemory, wake_rank: Callable[[int], None]):

@@ -1,9 +1,9 @@
 """The bytes of a chunk of an all-reduce in shared memory, chosen by the times of the job's own all-reduces. Pure.
 
-Cores that share a cache pass small chunks to each other from cache to cache. Cores that share none (two sockets, two
-groups of cores of one processor) fetch a small chunk line by line from the writer's cache, and read a large one, which
-has gone to memory, ahead. What the kernel says of shared caches is wrong in a virtual machine, and a virtual machine
-moves. So the times decide. Used by the first rank of a host, in the engine's thread; the other ranks follow it.
+Cores that share a cache pass small chunks to each other from cache to cache. Cores without a shared cache (two sockets,
+two parts of one processor) fetch a small chunk line by line from the writer's cache, and prefetch a large chunk, which
+is in memory. The kernel's information on shared caches is wrong in a virtual machine, and a virtual machine may move.
+So the times decide. The first rank of a host chooses, in the engine's thread. The other ranks follow its choices.
 """
 
 import statistics
@@ -24,12 +24,12 @@ from ...core.tuning import (
 class ChunkChoice:
     """The choice for all-reduces of one dtype and of nearly the same size.
 
-    All candidates are tried in turn on a few all-reduces, and the best one is kept. After a number of all-reduces they
-    are tried again; after a part of that number, if the speed has changed. The number doubles when a trial changes
-    nothing. The speed alone does not tell: when cores come near each other, large chunks take as long as before.
+    All candidates are tried in turn on a few all-reduces, and the best candidate is kept. After a number of all-reduces
+    all candidates are tried again; earlier if the speed has changed. The number doubles when a trial changes nothing.
+    The speed alone is not enough: when ranks move to cores with a shared cache, large chunks take as long as before.
 
     Args:
-        candidates: Bytes of a chunk. The first one is used first.
+        candidates: Bytes of a chunk. The first candidate is used until the first choice.
     """
 
     def __init__(self, candidates: Sequence[int]):
@@ -47,21 +47,21 @@ class ChunkChoice:
         self._try_all(1 + CHUNK_TRIES)
 
     def __str__(self) -> str:
-        """The choice, and the times from which it was made."""
+        """The choice, and the measured times on which the choice is based."""
         tried = ", ".join(f"{_size(chunk)} {s_per_byte * 2**20 * 1e6:.0f}" for chunk, s_per_byte in
                           self.s_per_byte.items())
         return f"{_size(self.chunk)} (us per MiB: {tried})" if tried else _size(self.chunk)
 
     def upcoming(self) -> int:
-        """The chunk of the all-reduce after the one that begins now. Called once for each."""
+        """The chunk bytes for the all-reduce after the one that begins now. To be called once per all-reduce."""
         return self._untried.popleft() if self._untried else self.chunk
 
     def took(self, chunk: int, s_per_byte: float) -> bool:
-        """An all-reduce has ended. Returns whether a choice was made that is the first one, or another than before.
+        """Note the time of an all-reduce that has ended. Returns whether this made a first or a different choice.
 
         Args:
-            chunk: The bytes of its chunks.
-            s_per_byte: Its seconds per byte, without the wait for the last rank to begin.
+            chunk: The bytes of a chunk of this all-reduce.
+            s_per_byte: The seconds per byte, without the wait for the last rank to begin.
         """
         if self._tried:
             self._tried[chunk].append(s_per_byte)

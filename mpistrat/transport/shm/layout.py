@@ -1,7 +1,7 @@
 """Layout of an all-reduce in shared memory: which elements of which arrays use which memory, chunk by chunk.
 
-A layout depends on the sizes of the arrays only, so it is computed once and kept. Otherwise it would take longer than
-the reduction of some chunks of 512 KiB. Pure, but for the views of the memory.
+A layout depends only on the sizes of the arrays, so it is computed once and cached. The computation would take longer
+than the reduction of some chunks of 512 KiB. Pure, except for the views of the memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ class Move(NamedTuple):
 
     array: int  # its index in the list
     part: slice  # the elements of the array
-    memory: np.ndarray  # as many elements of shared memory
+    memory: np.ndarray  # the same number of elements of shared memory
 
 
 class Read(NamedTuple):
@@ -25,12 +25,12 @@ class Read(NamedTuple):
 
     array: int
     part: slice
-    parts: list[np.ndarray]  # the same elements in each rank's memory; this rank's is not written
+    parts: list[np.ndarray]  # the same elements in each rank's memory; this rank's memory is not written
     here: slice  # the same elements, counted in the slice that this rank reduces
 
 
 class Chunk(NamedTuple):
-    """Consecutive elements of the arrays. Each of some ranks reduces a slice of them."""
+    """Consecutive elements of the arrays. Some or all ranks reduce one slice of the chunk each."""
 
     packs: list[Move]  # The copies to shared memory that this rank makes.
     own: slice | None  # The slice of the chunk that this rank reduces; None: it reduces none.
@@ -53,10 +53,10 @@ def lay_out(sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.nd
     Args:
         sizes: The elements of each array.
         per_chunk: The elements of a chunk.
-        slots: The memory that the chunks use in turn: in each slot that of each rank of the host, then that of the
-            results.
+        slots: The memory that the chunks use in turn. Each slot has an array for each rank of the host, then an array
+            for the results.
         index: This rank's position among the ranks of the host.
-        slices_of: Returns for a number of elements (the slice that this rank reduces, the other slices).
+        slices_of: Maps a number of elements to (the slice that this rank reduces, the other slices).
         packs_own: Whether this rank also packs the slice that it reduces.
     """
     layout, chunks = FlatLayout(sizes), []

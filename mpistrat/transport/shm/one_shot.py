@@ -18,9 +18,9 @@ from .segment import CONSUMED, PACKED, READY, UNPACKED
 
 
 class OneShot(Prepared):
-    """One such all-reduce. It counts as one chunk of TwoShotData.
+    """A one-shot all-reduce. It counts as one chunk of TwoShotData.
 
-    `parts`: The memory into which each rank of the host packs: a row of as many elements as the sources for each.
+    `parts`: The memory into which the ranks of the host pack. Each rank has a row, with all elements of the sources.
     """
 
     __slots__ = ("parts",)

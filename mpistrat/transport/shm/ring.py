@@ -36,7 +36,7 @@ class _Ring:
         return count
 
     def publish(self) -> None:
-        """Make what was written visible to the receiver. To be called after a fence."""
+        """Make the written bytes visible to the receiver. To be called after a fence."""
         self._words[0] = self._position
 
     def unread(self) -> int:
@@ -44,7 +44,7 @@ class _Ring:
         return self._words[0] - self._position
 
     def read(self, count: int) -> bytes:
-        """Read `count` bytes, at most the result of `unread`. To be called after that and a fence."""
+        """Read `count` bytes, at most the result of `unread`. To be called after `unread` and a fence."""
         offset = self._position % SHM_RING_BYTES
         first = min(count, SHM_RING_BYTES - offset)
         data = bytes(self._ring[offset:offset + first])
@@ -54,18 +54,18 @@ class _Ring:
         return data
 
     def release(self) -> None:
-        """Let the sender overwrite what was read. To be called after a fence."""
+        """Let the sender overwrite the bytes that were read. To be called after a fence."""
         self._words[_READ] = self._position
 
 
 class ShmRing:
-    """One rank's channel over rings, in the place of a UnixSocketChannel, which wakes ranks that sleep.
+    """One rank's channel over rings. A UnixSocketChannel serves only to sleep, and to wake ranks that sleep.
 
     Args:
-        memory: The memory of the host. Uses its counter ASLEEP.
-        start: The offset of the rings in the memory's data. They take `ring_bytes(edges)`.
-        edges: The pairs of ranks of this host that exchange messages, the same list on all of them.
-        channel: The channel to sleep at. `close` closes it.
+        memory: The memory of the host, of which the counter ASLEEP is used.
+        start: The offset of the rings in the memory's data. The rings take `ring_bytes(edges)` bytes.
+        edges: The pairs of ranks of this host that exchange messages, the same list on all ranks of the host.
+        channel: The channel whose `wait` this rank sleeps in. `close` closes it.
     """
 
     def __init__(self, memory: HostMemory, start: int, edges: Sequence[tuple[int, int]], channel: UnixSocketChannel):
@@ -116,12 +116,12 @@ class ShmRing:
             self.wake_rank(rank)
 
     def wake_rank(self, rank: int) -> None:
-        """Wake another rank of this host, if it sleeps. To be called after a fence."""
+        """Wake another rank of this host, if that rank sleeps. To be called after a fence."""
         if self._memory.counter_of(rank, ASLEEP):
             self._channel.wake_rank(rank)
 
     def watch(self, has_news: Callable[[], bool]) -> None:
-        """Make `ready` and `wait` also return when `has_news()` is true. The rank that causes it calls `wake_rank`."""
+        """Make `ready` and `wait` also return when `has_news()` is true. The rank with the news calls `wake_rank`."""
         self._has_other_news = has_news
 
     def receive(self) -> list[tuple[int, bytes]]:
@@ -150,7 +150,7 @@ class ShmRing:
             self._partial[sender] = data[start:]
 
     def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
-        """Wait for at most `timeout_s` until `ready`, spinning for the first `spin_s`. Returns whether it is ready."""
+        """Wait for at most `timeout_s` until `ready()`, spinning for the first `spin_s`. Returns whether it was."""
         if spin_s:
             deadline = time.monotonic() + min(spin_s, timeout_s)
             while True:

@@ -45,8 +45,8 @@ class HostMemory:
     Args:
         index: This rank's position among the ranks of the host.
         limit_s: Seconds after which a wait for another rank fails; 0: never.
-        topology: Where all ranks are; None: all ranks are on this host.
-        interruption: Ends waits; None: nothing does.
+        topology: The hosts of all ranks; None: all ranks are on this host.
+        interruption: Interrupts waits; None: waits cannot be interrupted.
     """
 
     def __init__(self, memory: mmap.mmap, index: int, ranks: Sequence[int], limit_s: float = 0.0,
@@ -81,10 +81,10 @@ class HostMemory:
             self.words[self._first + counter] = value
 
     def await_all(self, value: int, counter: int) -> None:
-        """Wait until `counter` of every rank is at least `value`. What they wrote before is then visible (acquire).
+        """Wait until `counter` of every rank is at least `value`. Their earlier writes are then visible (acquire).
 
         Raises:
-            StallError: A rank is late by more than the limit, or has abandoned the memory because another rank is.
+            StallError: A rank is late by more than the limit, or abandoned the memory because another rank was late.
             EngineError: A rank has abandoned the memory for another reason.
             RanksLostError: The wait is interrupted.
         """
@@ -96,7 +96,7 @@ class HostMemory:
         self._acquire()
 
     def have_all(self, value: int, counter: int) -> bool:
-        """Whether `await_all` would return at once. If so, the same holds as after it. Never waits."""
+        """Whether `await_all` would return at once. If true, also acts as `await_all` (acquire). Never waits."""
         for other in self._others:
             if self.words[other * _WORDS_PER_RANK + counter] < value:
                 return False
@@ -113,7 +113,7 @@ class HostMemory:
         return self.words[self._first_of[rank] + counter]
 
     def abandon(self, is_stalled: bool = False) -> None:
-        """Make waits of other ranks for this one fail, now and later. Only the first call has an effect.
+        """Make waits of other ranks for this rank fail, now and later. Only the first call has an effect.
 
         `is_stalled`: This rank leaves because it has waited too long for others.
         """
@@ -141,7 +141,7 @@ class HostMemory:
                 time.sleep(SHM_SLEEP_S)
 
     def _error_of(self, other: int) -> EngineError:
-        """The error for waits for a rank that has abandoned the memory."""
+        """The error to raise in a wait for a rank that has abandoned the memory."""
         left = f"rank {self._topology.job_ranks[self.ranks[other]]} has left in the middle of a collective"
         if self.words[other * _WORDS_PER_RANK + _ABANDONED] == _HAS_LEFT:
             return RankLeftError(f"{left}.")

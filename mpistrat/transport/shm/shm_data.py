@@ -25,13 +25,13 @@ _BYTE = np.dtype(np.uint8)
 
 
 class ReduceScatter:
-    """A large reduce-scatter: what each rank writes to and reads from shared memory; see two_shot.Chunked.
+    """A large reduce-scatter: the pieces that each rank writes to and reads from shared memory; see two_shot.Chunked.
 
-    Chunk k has piece k of each rank's part. Each rank writes the pieces that others reduce to its memory, side by side.
-    Ranks of several hosts, one on each, send these pieces to each other, into the memory that stands for the sender's.
+    Chunk k has piece k of each rank's part. Each rank writes the pieces that others reduce to its memory, contiguously.
+    If each host has one rank, the ranks send the pieces to each other, into the sender's row of the local `memories`.
 
     Args:
-        memories: A row for each rank, its memory, of the dtype of the elements.
+        memories: A row for each rank: the memory of that rank, in the dtype of the elements.
         index: This rank's position among the ranks.
         first: The number of the first chunk.
         source, target, counts, reduction: As in DataPlane.reducescatter.
@@ -67,14 +67,14 @@ class ReduceScatter:
         combine(parts, self._reduction.op, target, self._reduction.scale)
 
     def sent(self, k: int) -> list[np.ndarray]:
-        """The pieces of chunk k for each rank, multiplied."""
+        """The pieces of chunk k for each rank, multiplied by the prescale factor."""
         if not self._packs_own:
             return [self._piece(rank, k) for rank in range(self._count)]
         self.pack(k)
         return [self._packed(self._index, rank, k, self._piece(rank, k).size) for rank in range(self._count)]
 
     def received(self, k: int) -> list[np.ndarray]:
-        """Where each rank's piece of chunk k for this rank has to be."""
+        """The memory for each rank's piece of chunk k that this rank reduces."""
         size = self._piece(self._index, k).size
         return [self._packed(rank, self._index, k, size) for rank in range(self._count)]
 
@@ -92,13 +92,13 @@ class ReduceScatter:
 class SharedMemoryData(TwoShotData):
     """Collectives among the ranks of one host.
 
-    All-reduces are those of TwoShotData. A reduce-scatter is the first half of one: a rank reduces its part straight to
-    its target. A small reduce-scatter is one-shot, as a small all-reduce is.
+    All-reduces are those of TwoShotData. A reduce-scatter is the first half of an all-reduce: a rank reduces its part
+    directly into its target. A small reduce-scatter is one-shot, as a small all-reduce is.
 
-    All-to-alls and all-gathers of arrays that fit into the memory are one copy to it and one from there. Larger ones
-    are passed on: MPI libraries copy large messages straight from the memory of one process to that of another.
+    All-to-alls and all-gathers of arrays that fit into shared memory are one copy to it and one copy from it. Larger
+    arrays are passed to `others`: MPI libraries copy large messages directly between the memories of two processes.
 
-    The arguments are those of TwoShotData.
+    Args: See TwoShotData.
     """
 
     name = "shared_memory"
@@ -110,7 +110,7 @@ class SharedMemoryData(TwoShotData):
 
     @classmethod
     def chunks_for(cls, count: int) -> tuple[int, ...]:
-        """The bytes of a chunk to try with `count` ranks on this host, as far as its memory allows, rising."""
+        """The chunk sizes in bytes to try with `count` ranks on this host, as far as its memory allows, ascending."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         most = min(SHM_MOST_CHUNK_MEMORY, memory // SHM_MOST_CHUNK_MEMORY_PART)
         return cls.chunk_bytes, *(chunk for chunk in SHM_LARGER_CHUNKS if cls.memory_bytes(count, chunk) <= most)
@@ -178,7 +178,7 @@ class SharedMemoryData(TwoShotData):
         self._in_one_chunk(write, read)
 
     def _in_one_chunk(self, write: Callable[[], None], read: Callable[[], None]) -> None:
-        """Call `write`, and when it has returned on all ranks, `read`. They may use all memory of the ranks."""
+        """Call `write`, then `read` when `write` has returned on all ranks. Both may use all memory of the ranks."""
         memory, number = self.memory, self.last_chunk + 1
         memory.await_all(max(self.free_at), CONSUMED)
         write()
@@ -190,6 +190,6 @@ class SharedMemoryData(TwoShotData):
 
 
 def _parts(counts: Sequence[int], itemsize: int) -> list[slice]:
-    """The bytes of parts that follow one another and have `counts` elements."""
+    """The byte ranges of contiguous parts with `counts` elements."""
     ends = list(accumulate(counts))
     return [slice((end - count) * itemsize, end * itemsize) for end, count in zip(ends, counts, strict=True)]

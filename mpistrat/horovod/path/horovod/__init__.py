@@ -1,7 +1,7 @@
-"""`import horovod` in a program that nobody edits: the names are those of mpistrat. See mpistrat/horovod/imports.py.
+"""`import horovod` in a program that is not edited: it has the names of mpistrat. See mpistrat/horovod/imports.py.
 
-This package is found only by processes that have its directory on PYTHONPATH: those of `mpistrat run --as-horovod`, and
-those of a shell that has evaluated `mpistrat as-horovod --env`.
+Only processes with the parent directory on PYTHONPATH find this package: processes of `mpistrat run --as-horovod`, and
+of a shell that has evaluated `mpistrat as-horovod --env`.
 """
 
 from mpistrat.horovod import imports
