@@ -92,8 +92,8 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
             must pass the same shape and dtype, and all must pass CPU tensors or all GPU tensors.
         average: Deprecated form of `op`: True is Average, False is Sum.
         name: Matches the calls of the ranks.
-        op: Average (the default), Sum, Min, Max or Product. Half precision is summed in float32 and rounded once, or
-            twice with several ranks on each of several hosts. NCCL rounds half precision at every rank. An average of
+        op: Average (the default), Sum, Min, Max or Product. Half precision is summed in float32 and rounded once;
+            twice if there are several hosts with several ranks each. NCCL rounds it at every rank. An average of
             integers is truncated toward zero.
         prescale_factor: Multiplies every value before the reduction.
         postscale_factor: Multiplies the result.

@@ -40,7 +40,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this rank's index among the ranks of all hosts that have the same local_rank(), from 0."""
+    """Return this rank's index, from 0, among the ranks with its local_rank(), one for each host."""
     return runtime.current().topology.cross_rank
 
 

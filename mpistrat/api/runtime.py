@@ -105,7 +105,7 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
     Raises:
         InvalidRequestError: On all ranks, if the process sets cannot be registered; see add_process_set. The job is
             initialised nevertheless.
-        NotInitializedError: This process was forked from a rank, or a rank started it with the rank's environment.
+        NotInitializedError: This process is no rank: it was forked from a rank, or has a rank's environment variables.
         SettingsError: On every rank, if an MPISTRAT_ variable is invalid on any rank, or differs among the ranks.
         MissingDependencyError: mpi4py cannot load an MPI library.
         MpistratError: MPI sees fewer ranks than were started, or does not support the thread level.
@@ -167,8 +167,8 @@ def shutdown() -> None:
     ShutdownError. Afterwards init() may be called again. In a forked process shutdown() does nothing.
 
     Raises:
-        InvalidRequestError: A signal handler has interrupted a collective and calls shutdown(), and the engine has not
-            yet noticed that the script has signal handlers.
+        InvalidRequestError: shutdown() was called by a signal handler that interrupted a collective, and that was
+            installed so recently that the engine does not know of it.
     """
     global _runtime
     if forked.is_child():

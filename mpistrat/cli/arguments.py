@@ -79,7 +79,7 @@ def split_arguments(arguments: list[str]) -> CommandLine:
                 mpirun += [arguments[i], *rest[:arity]]
         elif near := difflib.get_close_matches(option, [] if "--" in rest else _OWN_ARITY, 1, _NEAR):
             raise LaunchError(f"{option} is no option of mpistrat run. Did you mean {near[0]}? If mpirun has this "
-                              "option, write -- before the command.")
+                              "option, write -- before the program (python ...).")
         elif equals:
             mpirun.append(arguments[i])
             arity = 0
@@ -89,7 +89,7 @@ def split_arguments(arguments: list[str]) -> CommandLine:
             mpirun += [arguments[i], *rest[:arity]]
         else:
             raise LaunchError(
-                f"{arguments[i]} is no option of mpistrat run. If mpirun has this option, write -- before the command: "
+                f"{arguments[i]} is no option of mpistrat run. If mpirun has this option, write -- before the program: "
                 f"mpistrat run -np 2 {arguments[i]} ... -- python train.py")
         i += 1 + arity
     if i < len(arguments) and arguments[i] == "--":

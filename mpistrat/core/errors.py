@@ -67,7 +67,7 @@ class RunError(MpistratError, RuntimeError):
 
 
 class ElasticError(MpistratError, RuntimeError):
-    """A rank of an elastic job has no agent, or a commit cannot be written or read."""
+    """A rank cannot reach the elastic agent (launcher process) of its host, or a commit cannot be written or read."""
 
 
 class RecoveryError(MpistratError, RuntimeError):
@@ -86,7 +86,7 @@ class MismatchError(CollectiveError, ValueError):
 
 
 class ClusterError(CollectiveError, ValueError):
-    """The ranks cannot form a cluster: roles do not fit, there is no free port, or the chief is unreachable."""
+    """The ranks cannot form a cluster: roles disagree with size(), no port is free, or the chief is unreachable."""
 
 
 class RankDiedError(CollectiveError):
@@ -159,4 +159,4 @@ class DeadlockError(StallError):
 
 
 class ShutdownError(EngineError):
-    """A rank has shut down or ended while other ranks wait for this rank."""
+    """A rank has shut down or ended, and other ranks wait for that rank."""

@@ -256,7 +256,7 @@ class Observer:
         """
 
     def receive(self, message: bytes) -> None:
-        """Take a message that has arrived. Called in the thread that drives; returns at once."""
+        """Handle a message that has arrived. Called in the thread that drives the engine; must not block."""
 
     def fail(self) -> None:
         """Note that the engine ends with an error, before operations in flight fail. Called like `receive`."""

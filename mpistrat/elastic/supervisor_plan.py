@@ -63,8 +63,8 @@ class Hosts:
     def usable(self, least: int, now: float) -> dict[str, int]:
         """The number of ranks for each host on which ranks may start.
 
-        If these hosts have fewer than `least` slots, waiting would not help. The result then also has left-out hosts
-        that are there, and hosts without an answer whose cooldown is over (a firewall may drop the probes).
+        If they have fewer than `least` slots, the result also has excluded hosts that answer, and silent hosts whose
+        cooldown is over (a firewall may drop the probes): waiting would not yield more.
         """
         found = {host: slots for host, slots in self.slots.items()
                  if self._is_rested(host, now) and (host in self._trusted or self.is_there(host, now))}

@@ -103,9 +103,9 @@ class _Attempt:
             time.sleep(NCCL_CONNECT_FIRST_SLEEP_S)
 
     def give_up(self) -> None:
-        """Abort the communicators, at once, or when the thread does not use them any more.
+        """Abort the communicators: at once if the engine's thread does not use them, else when it stops.
 
-        An abort frees memory that the thread uses. So a communicator that NCCL can revoke is revoked first.
+        An abort frees memory that the engine's thread may use. So NCCL revokes them first, which ends its calls.
         """
         with self._lock:
             self._is_given_up = True

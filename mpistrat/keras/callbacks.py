@@ -149,8 +149,8 @@ class MetricAverageCallback(Callback):
         weighted: Weight by rows. All ranks must pass the same value.
 
     Raises:
-        ValueError: With `weighted=True`, on every rank at the end of an epoch, if no rank has rows, or if the batches
-            of a rank have no tensor with rows or did not go through `train_step` or `test_step`.
+        ValueError: With `weighted=True`, on every rank at the end of an epoch, if the rows cannot be counted: no rank
+            had any, or batches of a rank have no batch dimension or bypassed `train_step` or `test_step`.
     """
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set, weighted: bool = False):

@@ -65,7 +65,7 @@ class FastPath:
         logger.debug("rank %d: a vote of the fast path begins", self._topology.job_rank)
 
     def is_worth_opening(self) -> bool:
-        """On rank 0: whether to open a vote. Each vote that ends in its first round makes the next ones rarer."""
+        """On rank 0: whether to open a vote. Each vote that fails in its first round makes later votes rarer."""
         self._skipped += 1
         if self._agreement is None or self._skipped <= self._to_skip:
             return False

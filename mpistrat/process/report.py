@@ -205,7 +205,7 @@ def tell(rank: int, text: str, environ: MutableMapping[str, str]) -> None:
 
 
 def tell_last(rank: int, lines: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Send the last operations of this rank, as lines of trace/last.py, to `mpistrat run`. See `tell`."""
+    """Send this rank's last operations to `mpistrat run`, in the line format of trace/last.py. See `tell`."""
     if mode(environ):
         _send([f"[mpistrat] rank {rank} {LAST if place else LAST_BEGIN} {line}\n" for place, line in enumerate(lines)])
 

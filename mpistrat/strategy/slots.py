@@ -13,7 +13,7 @@ _MARK = "_mpistrat_is_slot"
 
 
 def is_everywhere(variable: tf.Variable) -> bool:
-    """Return whether all ranks have the value of a variable, and not only its owner. Equal on all ranks."""
+    """Return whether all ranks, not only the owner, have a variable's value. The same answer on all ranks."""
     return _MARK not in vars(variable)  # Not by hasattr, which may run a collective; see checkpoints.
 
 

@@ -121,7 +121,7 @@ def broadcast(tensor: Reducible, root_rank: int, name: str | None = None, ignore
     """Return root_rank's `tensor` on every rank. Collective; shape and dtype are the same on all ranks.
 
     `root_rank` is a rank of the job, not an index in the process set. As in Horovod, the gradient on the root is the
-    average of the ranks' gradients, and zero on other ranks.
+    average of the ranks' gradients; on other ranks it is zero.
 
     Raises:
         As allreduce.
@@ -179,7 +179,7 @@ def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_s
                         inplace: bool = False) -> tf.Operation | None:
     """Assign root_rank's values to the variables of all ranks, in one collective, eager or in tf.function. Collective.
 
-    Returns None, or in the graph of a tf.compat.v1 session the operation that assigns the values.
+    Returns None; in the graph of a tf.compat.v1 session, the operation that assigns the values.
 
     Args:
         variables: tf.Variables or Keras variables; the same number, shapes and dtypes on all ranks.

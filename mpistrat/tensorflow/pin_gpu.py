@@ -25,9 +25,9 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
          process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Do what mpistrat.init does, and then make TensorFlow use only this rank's GPU, as pin_gpu does. Collective.
 
-    init() changes no GPU settings if MPISTRAT_BIND is cores or none, if this process has already chosen visible GPUs or
-    configured logical GPUs, or if TensorFlow has begun to use the GPUs. After init() the script may still choose other
-    GPUs with tf.config.set_visible_devices, until TensorFlow begins to use them.
+    init() changes no GPU settings if MPISTRAT_BIND is "cores" or "none", if this process has already chosen visible
+    GPUs or configured logical GPUs, or if TensorFlow has begun to use the GPUs. After init() the script may still
+    choose other GPUs with tf.config.set_visible_devices, until TensorFlow begins to use them.
 
     Args:
         comm: As for mpistrat.init.

@@ -81,7 +81,7 @@ class Offset:
             self._rounds.append((took, (received + answered - sent - returned) // 2, returned))
 
     def at(self, now: int) -> int:
-        """The offset in nanoseconds at the time `now`. An older measurement counts as worse by the possible drift."""
+        """The clock offset in ns at the time `now`: that of the least error, which grows with age by the drift."""
         if self._is_shared:
             return 0
         rounds = self._rounds.copy()  # The engine's thread adds to them.

@@ -74,7 +74,7 @@ class HostLink:
 
     def _take(self, invitation: Invitation | None) -> ChannelSockets:
         if invitation is None:
-            raise OSError(f"{self._first} on the same host cannot listen")
+            raise OSError(f"{self._first}, on this host, could not open its listening socket")
         taken = self._exchange.take(invitation)
         count = 1 + len(self._ranks)
         try:

@@ -293,8 +293,8 @@ def test_init_refuses_ranks_that_do_not_exist_or_come_twice() -> None:
     job = run(3, "subset.py", "wrong")
     for rank in range(3):
         assert job.of_rank(rank) == [
-            "ValueError: comm must be different ranks from 0 to 2. Received: [0, 3]",
-            "ValueError: comm must be different ranks from 0 to 2. Received: [0, 0, 2]",
+            "ValueError: comm must be a list of distinct ranks, each from 0 to 2. Received: [0, 3]",
+            "ValueError: comm must be a list of distinct ranks, each from 0 to 2. Received: [0, 0, 2]",
             "returned False", "ends"], job.output
 
 

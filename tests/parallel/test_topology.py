@@ -115,7 +115,7 @@ def test_a_list_without_the_calling_rank_is_refused(rank: int, size: int) -> Non
         with pytest.raises(ValueError, match=rf"rank {rank} called init with comm=\[{(rank + 1) % size}\], which does "
                                              "not contain it"):
             mpistrat.init(comm=[(rank + 1) % size])
-        with pytest.raises(ValueError, match=f"comm must be different ranks from 0 to {size - 1}. Received"):
+        with pytest.raises(ValueError, match=f"distinct ranks, each from 0 to {size - 1}. Received"):
             mpistrat.init(comm=[size])
     finally:
         mpistrat.init()

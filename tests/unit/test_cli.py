@@ -318,7 +318,7 @@ def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
     ("-np 2 -H a:x true", "'a:x' is not host:slots"),
     ("-np 3 -H a:2 true", "-np 3, but the hosts have 2 slots (a:2)"),
     ("-np 2 --mpirun no-such-mpirun true", "--mpirun no-such-mpirun: no such program"),
-    ("-np 2 --unknown 3 true", "write -- before the command"),
+    ("-np 2 --unknown 3 true", "write -- before the program"),
 ])
 def test_wrong_input_is_one_line_and_code_2(fake, capsys, tmp_path, words, complaint) -> None:
     path = fake()

@@ -136,7 +136,7 @@ def test_a_first_rank_that_has_gone_is_an_error_at_once() -> None:
     links[0].close()
     with pytest.raises(OSError, match=r"^rank 0 on the same host cannot be reached: .*refused"):
         links[1].connect(invitation)
-    with pytest.raises(OSError, match=r"^rank 0 on the same host cannot listen$"):
+    with pytest.raises(OSError, match=r"^rank 0, on this host, could not open its listening socket$"):
         links[1].connect(None)
 
 
@@ -171,7 +171,7 @@ def connected(invitation: Invitation) -> socket.socket:
 
 
 def test_messages_name_ranks_of_the_job() -> None:
-    with pytest.raises(OSError, match=r"^rank 4 on the same host cannot listen"):
+    with pytest.raises(OSError, match=r"^rank 4, on this host, could not open"):
         HostLink(1, (0, 1), (4, 6)).connect(None)
     with pytest.raises(OSError, match=r"^rank 4 could not make the file of shared memory"):
         HostLink(1, (0, 1), (4, 6)).file()

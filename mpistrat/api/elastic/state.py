@@ -27,7 +27,7 @@ Snapshot = dict[str, Any]
 
 
 class HostsUpdatedInterrupt(Exception):  # noqa: N818 - Horovod's name
-    """Raised by commit() on all ranks if the number of ranks changes: this generation ends. `run` handles it."""
+    """Raised by commit() on all ranks if the number of ranks changes. `run` starts the training with the new ranks."""
 
 
 class ObjectState:

@@ -97,7 +97,7 @@ class Training:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The state that joined ranks get in addition to the weights. Only for trainings that may join."""
+        """The state, besides the weights, that ranks get which ran out of batches. Only with uneven="join"."""
         raise NotImplementedError
 
     @property

@@ -54,7 +54,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Progress:
-    """The place of one rank between two epochs."""
+    """How far one rank has come, recorded between two epochs."""
 
     epochs: int  # The number of finished epochs, including the epochs before initial_epoch
     has_ended: bool = False  # Whether the rank ends training here

@@ -107,8 +107,8 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     The class of the new optimizer is a subclass of the same name. It compiles, saves and loads like the original, and a
     saved model loads where mpistrat is not installed. Clipping applies to the averaged gradient. A variable that
     Keras overwrites with its gradient (overwrite_with_gradient, for float8) gets the largest value of all ranks. All
-    ranks must create their optimizers in the same order, except optimizers that are deleted before the first is used.
-    Model.compile takes jit_compile="auto", its default, as False where XLA cannot compile collectives. Local; `apply`
+    ranks must create their optimizers in the same order; optimizers that are deleted before any is used do not count.
+    Where XLA cannot compile collectives, Model.compile treats jit_compile="auto" (its default) as False. Local; `apply`
     is collective.
 
     Args:
@@ -350,7 +350,7 @@ def _applying(original: type[Optimizer]) -> type:
 @replaces(LossScaleOptimizer, "check_finite",
           "a rank with an overflow would skip the step, and the others would wait for its gradients", "isfinite(g)")
 def check_finite(original: Function, self: LossScaleOptimizer, grads: list[tf.Tensor]) -> tf.Tensor:
-    """Keras checks the gradients of this rank only, before they are reduced."""
+    """Check the gradients of all ranks: Keras' own check sees those of this rank only, before the reduction."""
     finite = original(self, grads)
     states = [part._mpistrat for part in parts_of(self.inner_optimizer) if hasattr(part, "_mpistrat")]
     return states[0].reducer.all_true(finite, "finite") if states else finite

@@ -211,15 +211,15 @@ def execution_of(ticket: list[tf.Tensor]) -> tf.Tensor:
 
 
 def awaited(ticket: list[tf.Tensor]) -> tf.Tensor:
-    """In a graph: wait until the collective is complete. Returns the queue's elements: ticket[1] zeros of dtype int64.
+    """In a graph: wait until the collective is complete. Returns the dequeued elements, int64 zeros.
 
-    The fetch must depend directly on this result, by an input or a control dependency: TensorFlow's optimizer could
-    remove a node in between. The fetch also needs ticket[0] as an input, which keeps the ticket's memory alive.
+    The fetch, the op that returns the results, must depend directly on this tensor, by an input or a control
+    dependency: TensorFlow's optimizer could remove a node between the two. Its other input, ticket[0], keeps the
+    ticket in memory.
 
     Args:
-        ticket: The scalars that a callback returned. The dequeue's count comes from the ticket and not from a constant,
-            because an input lives as long as the node: if the result is never fetched, nothing else keeps the ticket's
-            memory alive.
+        ticket: The scalars that a callback returned. ticket[1] is the number of elements. It is no constant: as an
+            input of the dequeue it keeps the ticket in memory even if the result is never fetched.
     """
     queue = tf.io.parse_tensor(ticket[2], tf.resource)
     return tf.raw_ops.QueueDequeueManyV2(handle=queue, n=ticket[1], component_types=[tf.int64])[0]

@@ -188,7 +188,7 @@ def communicator(mpi: ModuleType, comm: "MPI.Comm | Iterable[int] | None", launc
     ranks = sorted(cast("Iterable[int]", comm))
     known = range(world.Get_size())
     if not all(rank in known for rank in ranks) or len(set(ranks)) < len(ranks):
-        raise ValueError(f"comm must be different ranks from 0 to {world.Get_size() - 1}. Received: {comm}")
+        raise ValueError(f"comm must be a list of distinct ranks, each from 0 to {len(known) - 1}. Received: {comm}")
     if world.Get_rank() not in ranks:
         raise ValueError(f"rank {world.Get_rank()} called init with comm={ranks}, which does not contain it.")
     return subset(world, ranks)
