@@ -119,7 +119,7 @@ def _own_lines(rank: int, size: int) -> Any:
 # What each rank passes, and what rank 0 says; "" for data that are the same, or are meant to differ.
 DATA: dict[str, tuple[Callable[[int, int], Any], str]] = {
     "arrays": (lambda rank, size: tf.data.Dataset.from_tensor_slices(np.arange(6.0) + rank).batch(2),
-               r"arrays of shape \(6,\), rows \w+ on ranks \[0\]; arrays of shape \(6,\), rows"),
+               r"arrays of shape \(6,\), checksum of the rows \w+ on ranks \[0\]; arrays of shape \(6,\), checksum"),
     "names": (_own_lines, r"arrays of shape"),
     "dataset.shard": (lambda rank, size: tf.data.Dataset.range(12).shard(size, rank).batch(2),
                       r"ShardDataset\(num_shards=\d, index=0\) on ranks \[0\]; ShardDataset\(num_shards=\d, index=1\)"),
