@@ -34,8 +34,8 @@ NEED_THREE = [f"tests/parallel/test_{test}" for test in (
 # Ranks, name, files, the tests of the session: one of three ranks is of the first level.
 NOT_NIGHTLY, ALL = "not nightly", "nightly or not nightly"
 SESSIONS = [(2, part, files, NOT_NIGHTLY) for part, files in PARTS.items()]
-SESSIONS += [(3, part, [*(f"tests/parallel/test_{name}.py" for name in names), *more], tests)
-             for (part, names), more, tests in zip(THIRD_RANK.items(), ([], NEED_THREE), (NOT_NIGHTLY, ALL))]
+SESSIONS += [(3, part, [f"tests/parallel/test_{name}.py" for name in names] + NEED_THREE * (part == "graphs and rows"),
+              NOT_NIGHTLY if part == "collectives" else ALL) for part, names in THIRD_RANK.items()]
 
 
 def repeats(files: list[str]) -> list[str]:

@@ -78,7 +78,7 @@ class Training:
 
     @property
     def undistributed(self) -> str:
-        """The names of optimizers of the model whose gradients are not averaged."""
+        """A sentence on optimizers of the model whose gradients are not averaged; "" if there are none."""
         return ""
 
     @property
@@ -167,7 +167,8 @@ class DistributedTraining(Training):
 
     @property
     def undistributed(self) -> str:
-        return " and ".join(f"{each.name} ({type(each).__name__})" for each in self._wholes if not distributed_in(each))
+        plain = [f"{each.name} ({type(each).__name__})" for each in self._wholes if not distributed_in(each)]
+        return f"{' and '.join(plain)} of the model is no hvd.DistributedOptimizer." if plain else ""
 
     @property
     def has_local(self) -> bool:

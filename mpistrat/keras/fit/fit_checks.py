@@ -210,8 +210,6 @@ class FitChecks(Callback):
             MismatchError: On every rank, when ranks differ and MPISTRAT_CHECK_ACTION is abort.
         """
         training = self._training
-        plain = training.undistributed
-        plain = f"{plain} of the model is no hvd.DistributedOptimizer." if plain else ""
         own = IdentitySet(v for c in self._callbacks if isinstance(c, BroadcastGlobalVariablesCallback)
                           for v in c.local)
         rates = rates_of(training.parts) if training.is_under_strategy else ()
@@ -220,9 +218,10 @@ class FitChecks(Callback):
             require_equal_rates(array_ops.allgather_object(rates, f"{self._name}/rates", self._process_set),
                                       place)
 
+        suspects = " ".join(filter(None, (self._suspects, training.undistributed)))
         require_equal_weights([v for v in training.compared() if v not in own], f"{self._name}/weights", place,
-                              self._process_set, " ".join(filter(None, (self._suspects, plain))), training.causes,
-                              runtime.current().settings.check_action, (repr(rates).encode(), compare_rates))
+                              self._process_set, suspects, training.causes, runtime.current().settings.check_action,
+                              (repr(rates).encode(), compare_rates))
 
     def _adapted(self) -> tuple[Adapted, ...]:
         """Return the state of the layers that learn by adapt()."""

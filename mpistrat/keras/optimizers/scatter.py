@@ -30,23 +30,22 @@ _REASON = "rows that repeat would have another sum on each rank"
 
 @replaces(Optimizer, "assign_add", _REASON, "variable.scatter_add(value)")
 def assign_add(original: Function, self: Optimizer, variable: keras.Variable | tf.Variable, value: object) -> None:
-    if isinstance(value, tf.IndexedSlices):
-        _scatter(tf.raw_ops.ResourceScatterNdAdd, variable, value)
-    else:
-        original(self, variable, value)
+    _add(tf.raw_ops.ResourceScatterNdAdd, original, self, variable, value)
 
 
 @replaces(Optimizer, "assign_sub", _REASON, "variable.scatter_sub(value)")
 def assign_sub(original: Function, self: Optimizer, variable: keras.Variable | tf.Variable, value: object) -> None:
-    if isinstance(value, tf.IndexedSlices):
-        _scatter(tf.raw_ops.ResourceScatterNdSub, variable, value)
-    else:
-        original(self, variable, value)
+    _add(tf.raw_ops.ResourceScatterNdSub, original, self, variable, value)
 
 
-def _scatter(operation: Callable, variable: keras.Variable | tf.Variable, slices: tf.IndexedSlices) -> None:
+def _add(operation: Callable, original: Function, optimizer: Optimizer, variable: keras.Variable | tf.Variable,
+         value: object) -> None:
+    """Scatter slices into a variable by `operation`; other values go to Keras' own function."""
+    if not isinstance(value, tf.IndexedSlices):
+        original(optimizer, variable, value)
+        return
     resource = variable.value if isinstance(variable, keras.Variable) else variable
-    rows = as_tensor(tf.IndexedSlices(tf.cast(slices.values, resource.dtype), slices.indices))
+    rows = as_tensor(tf.IndexedSlices(tf.cast(value.values, resource.dtype), value.indices))
     if _adds_atomically(resource):
         rows = with_unique_rows(rows)
     operation(ref=resource.handle, indices=rows.indices[:, tf.newaxis], updates=rows.values)

@@ -95,8 +95,8 @@ class _SessionCallSite(CollectiveCallSite):
     def end(self, call: kernel.Call, handle: Handle) -> None:
         """Pass the results or the error to TensorFlow."""
         try:
-            for place, (result, kind) in enumerate(zip(handle.wait(), self._kinds, strict=True)):
-                call.give(place, result, kind)
+            for index, (result, kind) in enumerate(zip(handle.wait(), self._kinds, strict=True)):
+                call.give(index, result, kind)
         except Exception as error:
             call.fail(*described(error))
         else:

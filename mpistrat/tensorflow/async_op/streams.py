@@ -188,8 +188,8 @@ def check(stream: RecordedStream, device: "Device", where: str) -> None:
         ready = device.record(stream)
         runs = not ready.done
         device.wait(ordered, ready)
-        for place, ours in enumerate((ordered, unordered)):
-            device.copy(memory.ctypes.data + 4 * place, address + 4 * (int(tensor.shape[0]) - 1), 4, ours)
+        for index, ours in enumerate((ordered, unordered)):
+            device.copy(memory.ctypes.data + 4 * index, address + 4 * (int(tensor.shape[0]) - 1), 4, ours)
         for ours in (ordered, unordered):
             await_on_host(device.record(ours), LIMIT_S)
         read = memory.view("float32")

@@ -276,8 +276,8 @@ class _CompiledCallSite(CollectiveCallSite):
         _await(self, handle)
         found = self._found(handle, its, returned)
         if not self._stays_on_gpu:
-            for place, value in enumerate(found, start=1):
-                memory.write(place, value)
+            for index, value in enumerate(found, start=1):
+                memory.write(index, value)
 
     def _found(self, handle: Handle, its: Submission, memory: Sequence[Any]) -> Sequence[Any]:
         """Wait for the results. Raises the collective's error, or InvalidRequestError if `memory` has other shapes."""
