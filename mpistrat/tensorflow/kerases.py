@@ -144,4 +144,5 @@ def slots_of(optimizer: Optimizer, weight: tf.Variable) -> list[Variable]:
 
 def calls_of(optimizer: Optimizer) -> int:
     """The number of times that gradients were passed to an optimizer."""
-    return int(vars(optimizer).get("_mpistrat_passes", steps_of(optimizer)))
+    calls = vars(optimizer).get("_mpistrat_passes", steps_of(optimizer))
+    return int(tf.convert_to_tensor(calls))  # int() of a variable of Keras 3.0 is an error.
