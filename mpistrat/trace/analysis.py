@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.quantised import INT8
-from .records import NO_STEP, Record, arrival_of, by_operation
-from .spans import Span, hidden, length, union
+from .records import NO_STEP, Record, Span, arrival_of, by_operation, hidden, length, union
 from .timeline import label
 
 _FUSED = ("allreduce", "broadcast")

@@ -19,7 +19,6 @@ from pathlib import Path
 from ..core.ownership import own_directory
 from ..core.topology import Topology, rank_list
 from ..core.tuning import REPORTED_OPERATIONS, REPORTED_OPERATIONS_LEAST, REPORTED_OPERATIONS_OF_ALL
-from .chrome_trace import TraceFile
 from .clocks import Offset
 from .record_ring import Operation, Traced
 from .records import Record, from_message, record_of, to_messages, unfinished
@@ -147,7 +146,7 @@ def _write(path: str, ranks: Sequence[LastOperations]) -> None:
     offsets = {rank: offset for each in reversed(ranks) for rank, offset in each.offsets.items()}
     hosts = dict.fromkeys(range(max(each.size for each in ranks)), "?") | {each.rank: each.host for each in ranks}
     records = [record.shifted(offsets.get(each.rank, 0)) for each in ranks for record in each.records]
-    timeline = Timeline(TraceFile(path), list(hosts.values()), False)
+    timeline = Timeline(path, list(hosts.values()), False)
     try:
         timeline.add(sorted(records, key=lambda record: record.submitted or record.agreed))
     finally:

@@ -1,14 +1,17 @@
-"""The last operations of one engine, in a ring. The engine appends to the ring; any thread may read the ring."""
+"""The last operations of each engine, in a ring, and the reader of the rings of this rank, which counts steps.
+
+An engine appends to its ring. Any thread may read the ring.
+"""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import NamedTuple
 
 from ..core.handle import Entry
 from ..core.interfaces import Observer
-from ..core.request import Request
+from ..core.request import CollectiveType, Request
 
 
 class Operation(NamedTuple):
@@ -66,3 +69,66 @@ class Traced:
     in_flight: Callable[[], Iterable[Entry]]  # Returns the entries that are submitted and not complete.
     # Returns sentences on the choices that this rank has made for all ranks by the times of collectives.
     choices: Callable[[], list[str]] = list
+
+
+def is_of_gradients(request: Request) -> bool:
+    """Whether a request reduces gradients. Of all reductions, only those of gradients have labels (variable names)."""
+    return bool(request.labels) and request.kind is CollectiveType.ALLREDUCE
+
+
+class StepCounter:
+    """Counts the steps of one rank. A new step begins when the name of a gradient occurs for the second time.
+
+    A step is a step of the distributed optimizer, of the tape or of the strategy. Two optimizers that take turns, with
+    different names of gradients, make one step together.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0  # How many have begun.
+        self._names: set[tuple[int, str]] = set()
+
+    def add(self, request: Request) -> int:
+        """The step of the next request in the order of execution, from 0; NO_STEP before the first step."""
+        if is_of_gradients(request):
+            key = request.process_set, request.name
+            if self.steps == 0 or key in self._names:
+                self.steps += 1
+                self._names.clear()
+            self._names.add(key)
+        return self.steps - 1
+
+
+class Read(NamedTuple):
+    """An operation that was read, the engine that executed the operation, and the step of the operation."""
+
+    operation: Operation
+    traced: Traced
+    step: int
+
+
+class Reader:
+    """Reads the rings. Only one thread at a time may use it."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, int] = {}  # The serial of the next operation of each process set.
+        self.steps = StepCounter()  # Counts the steps of the script.
+        self.operations = 0  # How many operations this rank has completed, with those that the rings have lost.
+        self.nbytes = 0  # Bytes of the operations that were read.
+
+    def read(self, every: Mapping[int, Traced]) -> tuple[list[Read], int]:
+        """Return the new operations, and the number of operations that were lost because reading was too slow."""
+        found: list[Read] = []
+        lost = 0
+        for number, traced in every.items():
+            expected = self._next.get(number, 0)
+            operations = traced.ring.since(expected)
+            if not operations:
+                continue
+            self._next[number] = operations[-1].serial + 1
+            self.operations += operations[-1].serial + 1 - expected
+            lost += operations[0].serial - expected
+            # Without a timeline, the many operations of a whole second are read here, in a few milliseconds.
+            for each in operations:
+                self.nbytes += each.nbytes
+                found.append(Read(each, traced, self.steps.add(each.request)))
+        return found, lost

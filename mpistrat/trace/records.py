@@ -1,4 +1,4 @@
-"""Records of operations, in messages to rank 0 and in a timeline. Pure functions.
+"""Records of operations, in messages to rank 0 and in a timeline, and spans of time. Pure functions.
 
 A message is JSON, and can be read without earlier messages. Messages are small: MPI sends a message of a few KB at once
 and a larger message only when the receiver answers. A failing rank prints the same messages, encoded (last.py).
@@ -16,6 +16,7 @@ from .record_ring import Operation
 
 _MESSAGE_BYTES = 3000
 _MOST_CHARACTERS = 200  # of a name
+Span = tuple[int, int]  # (begin, end) in nanoseconds
 NO_STEP = -1  # of a record before the first step; StepCounter counts from there
 
 
@@ -115,3 +116,34 @@ def from_message(message: bytes) -> Iterable[Record]:
     """The inverse of `to_messages`: the records of one message, which is not encoded."""
     heads, rows = json.loads(message)
     return [Record(*heads[head], *row) for head, *row in rows]
+
+
+# -- spans -------------------------------------------------------------------------------------------------------------
+
+
+def union(spans: Iterable[Span], within: Span | None = None) -> list[Span]:
+    """The union of `spans` as disjoint spans in order, clipped to the span `within` if it is given."""
+    joined: list[Span] = []
+    for begin, end in sorted(spans):
+        if within is not None:
+            begin, end = max(begin, within[0]), min(end, within[1])
+        if end <= begin:
+            continue
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def hidden(steps: Iterable[Sequence[Span]]) -> list[Span]:
+    """The union of the times in which operations were outstanding while their step still computed gradients.
+
+    `steps`: For each step the spans of its operations, from submission to result. The last submission ends computing.
+    """
+    return union((begin, min(end, max(some)[0])) for some in steps for begin, end in some)
+
+
+def length(disjoint: Sequence[Span]) -> int:
+    """The nanoseconds of spans that do not overlap."""
+    return sum(end - begin for begin, end in disjoint)
