@@ -139,9 +139,7 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
     With MPISTRAT_CPU_OPERATIONS=mpi, called only if each host has one rank: the fast path is used, arrays go over MPI.
     """
     from ..transport.hierarchical.allreduce import HierarchicalData, cross_comm
-    from ..transport.hierarchical.hosts_agreement import HierarchicalAgreement
-    from ..transport.hierarchical.leader_exchange import leader_exchange
-    from ..transport.hierarchical.piggyback import Piggyback
+    from ..transport.hierarchical.hosts_agreement import HierarchicalAgreement, Piggyback, leader_exchange
     from ..transport.mpi.peer_wait import PeerWait
     topology, settings = setup.topology, setup.settings
     chunk = settings.chunk_bytes or HierarchicalData.chunk_bytes

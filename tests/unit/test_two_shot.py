@@ -13,7 +13,7 @@ from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
 from mpistrat.core.errors import EngineError, StallError
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
-from mpistrat.transport.memfd import HostFile
+from mpistrat.transport.host_link import HostFile
 from mpistrat.transport.shm.chunk_choice import ChunkChoice
 from mpistrat.transport.shm.segment import HostMemory
 from mpistrat.transport.shm.shm_data import SharedMemoryData

@@ -23,14 +23,12 @@ from ...core.tuning import (
     HIERARCHICAL_SLICE_BYTES,
     SHM_SCATTERS_UNDER_WAY,
 )
-from ..mpi.eager import exchange
+from ..mpi.exchange import QuantisedExchange, exchange
 from ..mpi.peer_wait import PeerWait
-from ..mpi.quantised_data import QuantisedExchange
-from ..shm.layout import Chunk
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from ..shm.shm_data import ReduceScatter
-from ..shm.two_shot import Chunked, Stage, TwoShotData, TwoShotReduce
-from .piggyback import Piggyback
+from ..shm.two_shot import Chunk, Stage, TwoShotData, TwoShotReduce
+from .hosts_agreement import Piggyback
 
 
 def cross_comm(comm: MPI.Comm, topology: Topology) -> MPI.Comm:
@@ -95,7 +93,7 @@ class HierarchicalData(TwoShotData):
             return super().prepare(sources, targets, reduction)
         return self._piggyback.pack(self, sources, targets, reduction, elements)
 
-    def run(self, work: Chunked, stages: Sequence[Stage]) -> None:
+    def run(self, work: Any, stages: Sequence[Stage]) -> None:
         if isinstance(work, TwoShotReduce) and work.reduction.quantised is not None and self._feedback is not None:
             count = sum([source.size for source in work.inputs])
             self._errors = self._feedback.of(work.reduction.quantised, count)

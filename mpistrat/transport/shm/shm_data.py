@@ -25,7 +25,7 @@ _BYTE = np.dtype(np.uint8)
 
 
 class ReduceScatter:
-    """A large reduce-scatter: the pieces that each rank writes to and reads from shared memory; see two_shot.Chunked.
+    """A large reduce-scatter: the pieces that each rank writes to and reads from shared memory; see TwoShotData.run.
 
     Chunk k has piece k of each rank's part. Each rank writes the pieces that others reduce to its memory, contiguously.
     If each host has one rank, the ranks send the pieces to each other, into the sender's row of the local `memories`.

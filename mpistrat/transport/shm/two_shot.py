@@ -1,50 +1,113 @@
-"""Two-shot all-reduce of the ranks of one host in shared memory, in chunks that fit into the cache.
+"""All-reduces of the ranks of one host in shared memory, in chunks that fit into the cache (two-shot).
 
-Used by the engine's thread. Small all-reduces are one-shot, see one_shot.
+Small all-reduces are one-shot: every rank reads the parts of all ranks, and reduces all elements. Used by the engine's
+thread.
 """
 
 import time
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...core.arithmetic import Reduction, Scale, combine, divided_before, scaled_copy
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
+from ...core.packing import FlatLayout, pack, segments, unpack
 from ...core.tuning import (
     SHM_CHOICE_BYTES,
     SHM_CHUNK_BYTES,
     SHM_CHUNKS_UNDER_WAY,
     SHM_KEPT_VIEWS,
+    SHM_LARGE_TENSOR_BYTES,
     SHM_ONE_SHOT_BYTES,
 )
 from .chunk_choice import ChunkChoice
-from .layout import Chunk, Move, lay_out
-from .one_shot import OneShot, are_large
 from .segment import CHUNK_BYTES, CONSUMED, PACKED, READY, UNPACKED, HostMemory
 
+# -- the layout of an all-reduce: which elements of which arrays use which memory, chunk by chunk ----------------------
 
-class Chunked(Protocol):
-    """A collective that runs in chunks.
 
-    Attributes:
-        chunks: Its chunks; their number is the same on all ranks.
-        first: The number of its first chunk. The counters number the chunks of all collectives, from 1.
+class Move(NamedTuple):
+    """A copy between elements of an array and shared memory."""
+
+    array: int  # its index in the list
+    part: slice  # the elements of the array
+    memory: np.ndarray  # the same number of elements of shared memory
+
+
+class Read(NamedTuple):
+    """Elements of an array that this rank reduces without packing its own part."""
+
+    array: int
+    part: slice
+    parts: list[np.ndarray]  # the same elements in each rank's memory; this rank's memory is not written
+    here: slice  # the same elements, counted in the slice that this rank reduces
+
+
+class Chunk(NamedTuple):
+    """Consecutive elements of the arrays. Some or all ranks reduce one slice of the chunk each."""
+
+    packs: list[Move]  # The copies to shared memory that this rank makes.
+    own: slice | None  # The slice of the chunk that this rank reduces; None: it reduces none.
+    parts: list[np.ndarray]  # That slice in the memory of each rank of the host.
+    reads: list[Read]  # That slice in this rank's arrays, if this rank does not pack it.
+    result: np.ndarray  # That slice in the memory of the results.
+    own_copies: list[Move]  # The copies of that slice from the results to this rank's targets.
+    other_copies: list[Move]  # The copies of the other slices from the results to this rank's targets.
+
+    @property
+    def views(self) -> int:
+        """The number of numpy views that the chunk holds."""
+        return len(self.packs) + len(self.own_copies) + len(self.other_copies) + len(self.parts) * (1 + len(self.reads))
+
+
+def _lay_out(sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.ndarray]], index: int,
+            slices_of: Callable[[int], tuple[slice | None, list[slice]]], packs_own: bool) -> list[Chunk]:
+    """Return the chunks for arrays of these sizes.
+
+    Args:
+        sizes: The elements of each array.
+        per_chunk: The elements of a chunk.
+        slots: The memory that the chunks use in turn. Each slot has an array for each rank of the host, then an array
+            for the results.
+        index: This rank's position among the ranks of the host.
+        slices_of: Maps a number of elements to (the slice that this rank reduces, the other slices).
+        packs_own: Whether this rank also packs the slice that it reduces.
     """
+    layout, chunks = FlatLayout(sizes), []
+    for k, start in enumerate(range(0, layout.length, per_chunk)):
+        size, slot = min(per_chunk, layout.length - start), slots[k % len(slots)]
+        own, rest = slices_of(size)
+        packed, reduced = slot[index], slot[-1]
+        packs = _moves(layout, start, [slice(0, size)] if packs_own else rest, packed)
+        other_copies = _moves(layout, start, rest, reduced)
+        if own is None:
+            chunks.append(Chunk(packs, None, [], [], reduced[:0], [], other_copies))
+            continue
+        parts, result = [part[own] for part in slot[:-1]], reduced[own]
+        own_segments = layout.segments(start + own.start, own.stop - own.start)
+        reads = [] if packs_own else [
+            Read(array, part, [packed[here] for packed in parts], here) for array, part, here in own_segments]
+        own_copies = [Move(array, part, result[here]) for array, part, here in own_segments]
+        chunks.append(Chunk(packs, own, parts, reads, result, own_copies, other_copies))
+    return chunks
 
-    @property
-    def chunks(self) -> Sized: ...
 
-    @property
-    def first(self) -> int: ...
+def _moves(layout: FlatLayout, start: int, parts: Sequence[slice], memory: np.ndarray) -> list[Move]:
+    """The copies for the slices `parts` of a chunk that starts at element `start` and uses `memory`."""
+    return [Move(array, part, memory[elements][here]) for elements in parts
+            for array, part, here in layout.segments(start + elements.start, elements.stop - elements.start)]
+
+
+# -- all-reduces in flight ---------------------------------------------------------------------------------------------
 
 
 class TwoShotReduce(Prepared):
     """A two-shot all-reduce in flight.
 
     Attributes:
-        chunks, first: See Chunked.
+        chunks, first: See TwoShotData.run.
         inputs, outputs: The sources and the targets, 1-D.
         packed: How many of the first chunks are packed ahead, without being posted to the other ranks.
         kind: The key of the choice of the chunk size; None: this all-reduce is not timed.
@@ -94,7 +157,61 @@ class TwoShotReduce(Prepared):
             self.outputs[array][part] = memory
 
 
-Stage = Callable[[Any, int], None]  # a step on chunk k of a Chunked
+class OneShot(Prepared):
+    """A one-shot all-reduce of a small message in shared memory. It counts as one chunk of TwoShotData.
+
+    Small messages are dominated by Python call overhead (about 0.8 us per call with cold caches), so this takes as few
+    calls as possible. If all ranks have packed before they agree on the all-reduce, no rank waits for another
+    afterwards.
+
+    `parts`: The memory into which the ranks of the host pack. Each rank has a row, with all elements of the sources.
+    """
+
+    __slots__ = ("parts",)
+
+    plane: "TwoShotData"
+    parts: np.ndarray
+
+    def pack_ahead(self) -> None:
+        """Pack, if the memory is free. Local, never waits."""
+        memory = self.plane.memory
+        if not self.is_packed and memory.have_all(max(self.plane.free_at), CONSUMED):
+            pack(self.sources, self.parts[memory.index], self.reduction.prescale)
+            self.is_packed = True
+
+    def finish(self, all_packed: bool) -> None:
+        """See Prepared."""
+        plane, parts, targets, op, scale = self.plane, self.parts, self.targets, self.reduction.op, self.reduction.scale
+        memory, number = plane.memory, plane.last_chunk + 1
+        if not all_packed:
+            if not self.is_packed:
+                memory.await_all(max(plane.free_at), CONSUMED)
+                pack(self.sources, parts[memory.index], self.reduction.prescale)
+            memory.post(number, PACKED)
+            memory.await_all(number, PACKED)
+        if len(targets) == 1:
+            combine(parts, op, targets[0].reshape(-1), scale)
+        elif _are_large(parts[0].nbytes, targets):
+            for elements, target in segments(targets):
+                combine(parts[:, elements], op, target, scale)
+        else:
+            result = plane.scratch.view(parts[0].size, parts.dtype)
+            combine(parts, op, result, scale)
+            unpack(result, targets)
+        memory.post(number, PACKED, CONSUMED, READY, UNPACKED)
+        # It has used the memory of all slots.
+        plane.last_chunk, plane.free_at = number, [number] * plane.slots
+
+
+def _are_large(nbytes: int, tensors: Sized) -> bool:
+    """Whether to reduce tensors of `nbytes` together one by one, and not as one packed array."""
+    return nbytes >= len(tensors) * SHM_LARGE_TENSOR_BYTES
+
+
+# -- the data plane ----------------------------------------------------------------------------------------------------
+
+
+Stage = Callable[[Any, int], None]  # a step on chunk k of a collective
 
 
 class ChunkKey(NamedTuple):
@@ -176,7 +293,7 @@ class TwoShotData(DataPlane):
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
         dtype = sources[0].dtype
         elements = sources[0].size if len(sources) == 1 else sum([source.size for source in sources])
-        nbytes, views = elements * dtype.itemsize, self._views.get(dtype) or self._make_views(dtype)
+        nbytes, views = elements * dtype.itemsize, self._views.get(dtype) or self._views_of(dtype)
         if nbytes <= self._one_shot_bytes:
             one_shot = OneShot(self, sources, targets, divided_before(reduction, dtype))
             one_shot.parts = views.parts[:, :elements]
@@ -193,12 +310,12 @@ class TwoShotData(DataPlane):
     def _chunks_of(self, work: TwoShotReduce, nbytes: int, slots: list[list[np.ndarray]]) -> list[Chunk]:
         sizes, itemsize = tuple([source.size for source in work.inputs]), work.inputs[0].itemsize
         # Small tensors: one copy each is faster than one reduction each. A prescale needs the copy, too.
-        packs_own = work.reduction.prescale != 1.0 or not are_large(nbytes, sizes)
+        packs_own = work.reduction.prescale != 1.0 or not _are_large(nbytes, sizes)
         key = work.inputs[0].dtype, work.chunk_bytes, packs_own, sizes
         chunks = self._layouts.get(key)
         if chunks is None:
-            chunks = lay_out(sizes, work.chunk_bytes // itemsize, slots, self._index,
-                             lambda size: self._slices_of(size, itemsize), packs_own)
+            chunks = _lay_out(sizes, work.chunk_bytes // itemsize, slots, self._index,
+                              lambda size: self._slices_of(size, itemsize), packs_own)
             views = sum([chunk.views for chunk in chunks])
             if self._kept_views + views > SHM_KEPT_VIEWS:
                 self._layouts.clear()
@@ -219,8 +336,12 @@ class TwoShotData(DataPlane):
         """How many ranks reduce a slice of a chunk of `nbytes`. These are the first ranks of the host."""
         return self._count
 
-    def run(self, work: Chunked, stages: Sequence[Stage]) -> None:
-        """Run the stages on all chunks. A stage on one chunk follows the stage before it on the next chunk."""
+    def run(self, work: Any, stages: Sequence[Stage]) -> None:
+        """Run the stages on all chunks of a collective. Each stage is one chunk behind the stage before it.
+
+        `work`: The collective. It has as many `chunks` on all ranks, and `first`, the number of the first of them. The
+        counters number the chunks of all collectives, from 1.
+        """
         count = len(work.chunks)
         if not count:
             return
@@ -249,7 +370,7 @@ class TwoShotData(DataPlane):
     def measured_choices(self) -> list[str]:
         return [f"{kind} use chunks of {choice}." for kind, choice in list(self.choices.items()) if choice.s_per_byte]
 
-    def _room_for(self, work: Chunked, k: int) -> int:
+    def _room_for(self, work: TwoShotReduce, k: int) -> int:
         """The number of the chunk that must be consumed and unpacked before chunk k may overwrite its memory."""
         return self.free_at[k] if k < self.slots else work.first + k - self.slots
 
@@ -294,14 +415,11 @@ class TwoShotData(DataPlane):
         self.memory.post(work.first + k, UNPACKED)
 
     def _views_of(self, dtype: np.dtype) -> _Views:
-        return self._views.get(dtype) or self._make_views(dtype)
-
-    def _make_views(self, dtype: np.dtype) -> _Views:
-        parts = self._bytes[:-1, :self.slots * self._chunks[0]].view(dtype)
-        slots = {chunk: [[row[k * chunk:(k + 1) * chunk].view(dtype) for row in self._bytes] for k in range(self.slots)]
-                 for chunk in self._chunks}
-        views = self._views[dtype] = _Views(parts, slots)
-        return views
+        if dtype not in self._views:
+            slots = {chunk: [[row[k * chunk:(k + 1) * chunk].view(dtype) for row in self._bytes]
+                             for k in range(self.slots)] for chunk in self._chunks}
+            self._views[dtype] = _Views(self._bytes[:-1, :self.slots * self._chunks[0]].view(dtype), slots)
+        return self._views[dtype]
 
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         self._others.allgather(source, target, counts)

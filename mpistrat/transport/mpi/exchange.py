@@ -1,9 +1,7 @@
-"""All-reduces of slices between hosts over MPI, with 8-bit numbers on the wire.
-
-Used by the engine's thread.
-"""
+"""Exchange of arrays between hosts over MPI, as they are or rounded to 8-bit numbers. Used by the engine's thread."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -11,10 +9,42 @@ from mpi4py import MPI
 from ...core.arithmetic import Scale
 from ...core.memory import FusionBuffer
 from ...core.quantised import BLOCK, Codec, wire_bytes
-from ...core.tuning import HIERARCHICAL_ALLGATHER_BYTES
-from .eager import exchange
+from ...core.tuning import EAGER_MESSAGE_BYTES, HIERARCHICAL_ALLGATHER_BYTES
+from .peer_wait import never_free
 
 _BYTE, _FLOAT = np.dtype(np.uint8), np.dtype(np.float32)
+
+
+def pieces(array: np.ndarray) -> list[np.ndarray]:
+    """The bytes of a C-contiguous 1-D array, in pieces of at most EAGER_MESSAGE_BYTES."""
+    data = array.view(np.uint8)
+    return [data[start:start + EAGER_MESSAGE_BYTES] for start in range(0, data.nbytes, EAGER_MESSAGE_BYTES)]
+
+
+def exchange(comm: MPI.Comm, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> list[MPI.Request]:
+    """Start to send `sent[r]` to each other rank r of `comm`, and to receive `received[r]` from rank r.
+
+    The arrays at the index of this rank are not used. Returns the requests to complete.
+
+    MPI announces a large message, and sends its data after a reply. If both sides send all the time, as here, the reply
+    waits behind other data in the queue, and the wire is idle. 42 MB over 1 Gbit/s take 506 ms in messages of 2 MiB,
+    two in flight. They take 352 ms in eager messages, and as long in a single message.
+    """
+    size, rank = comm.Get_size(), comm.Get_rank()
+    # The others in turn from the next one on, so that not all send to the same one at first.
+    others = [(rank + step) % size for step in range(1, size)]
+    requests: list[MPI.Request] = []
+    try:
+        for other in others:
+            for piece in pieces(received[other]):
+                requests.append(comm.Irecv([piece, MPI.BYTE], other))
+        for other in others:
+            for piece in pieces(sent[other]):
+                requests.append(comm.Isend([piece, MPI.BYTE], other))
+    except BaseException:  # A rank is lost, and MPI may still use the memory of requests that have begun.
+        never_free(requests)
+        raise
+    return requests
 
 
 class QuantisedExchange:
