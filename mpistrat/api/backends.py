@@ -20,7 +20,7 @@ from ..negotiation.tree import Node, edges_among
 from ..transport.host_link import HostLink
 from ..transport.local import LocalAgreement, LocalControl, LocalData
 from ..transport.shm.ring import LocalChannel, ShmRing, ring_bytes
-from ..transport.shm.segment import HostMemory, Regions
+from ..transport.shm.segment import HostMemory
 from ..transport.unix_socket import UnixSocketChannel
 
 if TYPE_CHECKING:
@@ -120,13 +120,13 @@ def _build_for_one_host(setup: _Setup) -> _Parts | None:
     edges, count = edges_among(local_ranks), len(local_ranks)
     chunks = (settings.chunk_bytes,) if settings.chunk_bytes else SharedMemoryData.chunks_for(count)
     for tried in range(len(chunks), 0, -1):
-        regions = Regions(plane=SharedMemoryData.memory_bytes(count, chunks[tried - 1]), channel=ring_bytes(edges))
-        memory = _shared_memory(setup, regions.nbytes, is_last=tried == 1)
+        plane_bytes = SharedMemoryData.memory_bytes(count, chunks[tried - 1])
+        memory = _shared_memory(setup, plane_bytes + ring_bytes(edges), is_last=tried == 1)
         if memory is not None:
             break
     else:
         return None
-    channel = ShmRing(memory, regions.start_of["channel"], edges, setup.channel)
+    channel = ShmRing(memory, plane_bytes, edges, setup.channel)
     agreement = SharedMemoryAgreement(memory, channel.wake_rank) if settings.uses("fast_path") else None
     data = SharedMemoryData(memory, chunks[:tried], setup.mpi)
     data.on_choice = partial(logger.info, "rank %d: %s", setup.topology.job_rank)
@@ -146,14 +146,14 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
     count, edges = topology.local_size, edges_among(topology.local_ranks)
     has_pipeline = settings.cpu_operations != "mpi"
     slot_bytes = Piggyback.largest(topology.local_sizes) if settings.uses("fast_path") and has_pipeline else 0
-    regions = Regions(plane=HierarchicalData.memory_bytes(count, chunk), channel=ring_bytes(edges),
-                      piggyback=Piggyback.memory_bytes(count, slot_bytes))
-    memory = _shared_memory(setup, regions.nbytes)
+    plane_bytes = HierarchicalData.memory_bytes(count, chunk)
+    piggyback_at = plane_bytes + ring_bytes(edges)
+    memory = _shared_memory(setup, piggyback_at + Piggyback.memory_bytes(count, slot_bytes))
     if memory is None:
         return None
-    channel, agreement, piggyback = ShmRing(memory, regions.start_of["channel"], edges, setup.channel), None, None
+    channel, agreement, piggyback = ShmRing(memory, plane_bytes, edges, setup.channel), None, None
     if slot_bytes:
-        piggyback = Piggyback(memory.data[regions.start_of["piggyback"]:], memory.index, count, slot_bytes)
+        piggyback = Piggyback(memory.data[piggyback_at:], memory.index, count, slot_bytes)
     if settings.uses("fast_path"):
         agreement = HierarchicalAgreement(memory, channel.wake_rank, leader_exchange(setup.comm, topology, piggyback),
                                           setup.remote_ranks)

@@ -10,19 +10,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from ...core import tuning
 from ...core.arithmetic import IDENTITY, Reduction, combine
 from ...core.error_feedback import ErrorFeedback, Errors
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
 from ...core.quantised import Codec
 from ...core.topology import Topology
-from ...core.tuning import (
-    HIERARCHICAL_ALLGATHER_BYTES,
-    HIERARCHICAL_CHUNK_BYTES,
-    HIERARCHICAL_CHUNKS_UNDER_WAY,
-    HIERARCHICAL_SLICE_BYTES,
-    SHM_SCATTERS_UNDER_WAY,
-)
 from ..mpi.exchange import QuantisedExchange, exchange
 from ..mpi.peer_wait import PeerWait
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
@@ -68,8 +62,8 @@ class HierarchicalData(TwoShotData):
     """
 
     name = "hierarchical"
-    slots = HIERARCHICAL_CHUNKS_UNDER_WAY
-    chunk_bytes = HIERARCHICAL_CHUNK_BYTES
+    slots = tuning.HIERARCHICAL_CHUNKS_UNDER_WAY
+    chunk_bytes = tuning.HIERARCHICAL_CHUNK_BYTES
     one_shot_bytes = -1  # never
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int, wait: PeerWait,
@@ -104,7 +98,7 @@ class HierarchicalData(TwoShotData):
         return self._pack, self._send, self._combine, self._receive, self._unpack
 
     def _reducers(self, nbytes: int) -> int:
-        return max(1, min(self._senders, nbytes // HIERARCHICAL_SLICE_BYTES))
+        return max(1, min(self._senders, nbytes // tuning.HIERARCHICAL_SLICE_BYTES))
 
     def _send(self, work: TwoShotReduce, k: int) -> None:
         """Reduce this rank's slice over the host, and start to send it to the other hosts."""
@@ -151,7 +145,7 @@ class HierarchicalData(TwoShotData):
             theirs = buffer.view(partial.size, partial.dtype)
             rows = [partial, theirs] if host == 0 else [theirs, partial]
             return exchange(self._cross, [partial, partial], rows), rows
-        if partial.nbytes * hosts <= HIERARCHICAL_ALLGATHER_BYTES:
+        if partial.nbytes * hosts <= tuning.HIERARCHICAL_ALLGATHER_BYTES:
             table = buffer.view(partial.size * hosts, partial.dtype).reshape(hosts, -1)
             sent, received = partial.view(np.uint8), table.view(np.uint8)
             return [self._cross.Iallgather([sent, MPI.BYTE], [received, MPI.BYTE])], list(table)
@@ -203,7 +197,7 @@ class HierarchicalData(TwoShotData):
         if len(counts) != self._hosts:  # Some host has several ranks.
             super().reducescatter(source, target, counts, reduction)
             return
-        elements = SHM_SCATTERS_UNDER_WAY * self._chunks[0] // source.itemsize
+        elements = tuning.SHM_SCATTERS_UNDER_WAY * self._chunks[0] // source.itemsize
         memories = self._scattered.view(elements * self._hosts, source.dtype).reshape(self._hosts, -1)
         work = ReduceScatter(memories, self._cross.Get_rank(), self.last_chunk + 1, source, target, counts, reduction)
         self.run(work, (self._scatter, self._reduce_part))

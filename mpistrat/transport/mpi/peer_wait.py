@@ -11,18 +11,11 @@ from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
 
+from ...core import tuning
 from ...core.errors import StallError
 from ...core.interruption import Interruption
 from ...core.stalls import describe_wait
 from ...core.topology import Topology
-from ...core.tuning import (
-    MPI_LONGEST_SLEEP_S,
-    MPI_SHORTEST_SLEEP_S,
-    MPI_SLEEP_DIVISOR,
-    MPI_SPIN_TESTS,
-    MPI_YIELD_BYTES_PER_S,
-    MPI_YIELD_S,
-)
 
 
 class PeerWait:
@@ -37,17 +30,12 @@ class PeerWait:
     def __init__(self, topology: Topology, peers: Sequence[int], limit_s: float,
                  interruption: Interruption | None = None):
         self._topology, self._limit_s, self._interruption = topology, limit_s, interruption or Interruption()
+        self._peers = [peer for peer in peers if peer != topology.rank]
         # The requests of waits that have ended in an error. MPI may use their memory.
         self.unfinished: list[MPI.Request] = []
-        self._peers = [peer for peer in peers if peer != topology.rank]
 
     def complete(self, requests: Sequence[MPI.Request], nbytes: int = 0, others: Sequence[int] | None = None) -> None:
-        """Return when the requests are complete. Releases the GIL meanwhile.
-
-        Args:
-            requests: The MPI requests, which are tested together.
-            nbytes: The bytes that all requests transfer.
-            others: The ranks that the requests depend on, for the error. Default: all peers.
+        """Return when the requests are complete. Releases the GIL meanwhile. For the other arguments see `until`.
 
         Raises:
             StallError: The requests are not complete after the limit. Their memory is never freed, as MPI may use it.
@@ -55,7 +43,7 @@ class PeerWait:
         """
         test = MPI.Request.Testall
         try:
-            for _ in range(MPI_SPIN_TESTS):
+            for _ in range(tuning.MPI_SPIN_TESTS):
                 if test(requests):
                     return
             self.until(lambda: test(requests), None if others is None else lambda: others, nbytes)
@@ -79,7 +67,7 @@ class PeerWait:
             StallError: `is_done` is false after the limit. The text names the ranks, hosts and likely causes.
             RanksLostError: The wait is interrupted.
         """
-        began, yield_s = time.monotonic(), MPI_YIELD_S + nbytes / MPI_YIELD_BYTES_PER_S
+        began, yield_s = time.monotonic(), tuning.MPI_YIELD_S + nbytes / tuning.MPI_YIELD_BYTES_PER_S
         limit_s = self._limit_s if limit_s is None else limit_s
         while not is_done():
             waited_s = time.monotonic() - began
@@ -89,7 +77,8 @@ class PeerWait:
             if waited_s < yield_s:
                 os.sched_yield()
             else:
-                time.sleep(min(max(waited_s / MPI_SLEEP_DIVISOR, MPI_SHORTEST_SLEEP_S), MPI_LONGEST_SLEEP_S))
+                pause_s = max(waited_s / tuning.MPI_SLEEP_DIVISOR, tuning.MPI_SHORTEST_SLEEP_S)
+                time.sleep(min(pause_s, tuning.MPI_LONGEST_SLEEP_S))
 
 
 def never_free(thing: object) -> None:

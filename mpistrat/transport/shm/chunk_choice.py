@@ -10,15 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from ...core.tuning import (
-    CHUNK_EARLIER,
-    CHUNK_GAIN,
-    CHUNK_KEPT_LEAST,
-    CHUNK_KEPT_MOST,
-    CHUNK_SPEED_FACTOR,
-    CHUNK_SPEED_TIMES,
-    CHUNK_TRIES,
-)
+from ...core import tuning
 
 
 class ChunkChoice:
@@ -33,18 +25,16 @@ class ChunkChoice:
     """
 
     def __init__(self, candidates: Sequence[int]):
-        # chunk: The choice.
-        self._candidates, self.chunk = tuple(candidates), candidates[0]
-        # Seconds per byte of the last trial, by candidate; empty before its end.
-        self.s_per_byte: dict[int, float] = {}
+        self._candidates, self.chunk = tuple(candidates), candidates[0]  # `chunk`: The choice.
+        self.s_per_byte: dict[int, float] = {}  # Of the last trial, by candidate; empty before the first trial's end.
         self._tried: dict[int, list[float]] = {}
         self._untried: deque[int] = deque()
-        self._keeps = CHUNK_KEPT_LEAST  # all-reduces between two trials
+        self._keeps = tuning.CHUNK_KEPT_LEAST  # all-reduces between two trials
         self._kept = 0  # all-reduces since the last trial
         self._at_first: list[float] = []  # seconds per byte of the first of them
-        self._lately: deque[float] = deque(maxlen=CHUNK_SPEED_TIMES)
+        self._lately: deque[float] = deque(maxlen=tuning.CHUNK_SPEED_TIMES)
         # The first time of each has page faults and the making of its layout in it.
-        self._try_all(1 + CHUNK_TRIES)
+        self._try_all(1 + tuning.CHUNK_TRIES)
 
     def __str__(self) -> str:
         """The choice, and the measured times on which the choice is based."""
@@ -57,11 +47,9 @@ class ChunkChoice:
         return self._untried.popleft() if self._untried else self.chunk
 
     def took(self, chunk: int, s_per_byte: float) -> bool:
-        """Note the time of an all-reduce that has ended. Returns whether this made a first or a different choice.
+        """Note the time of an all-reduce with these `chunk` bytes. Returns whether this made a first or another choice.
 
-        Args:
-            chunk: The bytes of a chunk of this all-reduce.
-            s_per_byte: The seconds per byte, without the wait for the last rank to begin.
+        `s_per_byte`: The seconds per byte, without the wait for the last rank to begin.
         """
         if self._tried:
             self._tried[chunk].append(s_per_byte)
@@ -69,17 +57,18 @@ class ChunkChoice:
         if chunk != self.chunk:
             return False  # It was announced before the trial ended.
         self._kept += 1
-        if len(self._at_first) < CHUNK_SPEED_TIMES:
+        if len(self._at_first) < tuning.CHUNK_SPEED_TIMES:
             self._at_first.append(s_per_byte)
             return False
         self._lately.append(s_per_byte)
-        if self._kept >= self._keeps or (self._kept >= self._keeps // CHUNK_EARLIER and self._speed_has_changed()):
-            self._try_all(CHUNK_TRIES)
+        least = self._keeps // tuning.CHUNK_EARLIER
+        if self._kept >= self._keeps or (self._kept >= least and self._speed_has_changed()):
+            self._try_all(tuning.CHUNK_TRIES)
         return False
 
     def _speed_has_changed(self) -> bool:
         ratio = statistics.median(self._lately) / statistics.median(self._at_first)
-        return max(ratio, 1 / ratio) > CHUNK_SPEED_FACTOR
+        return max(ratio, 1 / ratio) > tuning.CHUNK_SPEED_FACTOR
 
     def _try_all(self, tries: int) -> None:
         self._tries, self._tried = tries, {chunk: [] for chunk in self._candidates}
@@ -93,11 +82,11 @@ class ChunkChoice:
         self.s_per_byte = {chunk: min(times[is_first:]) for chunk, times in self._tried.items()}
         self._tried.clear()
         best = min(self.s_per_byte, key=self.s_per_byte.__getitem__)
-        is_other = self.s_per_byte[best] < CHUNK_GAIN * self.s_per_byte[self.chunk]
+        is_other = self.s_per_byte[best] < tuning.CHUNK_GAIN * self.s_per_byte[self.chunk]
         if is_other:
-            self.chunk, self._keeps = best, CHUNK_KEPT_LEAST
+            self.chunk, self._keeps = best, tuning.CHUNK_KEPT_LEAST
         elif not is_first:
-            self._keeps = min(2 * self._keeps, CHUNK_KEPT_MOST)
+            self._keeps = min(2 * self._keeps, tuning.CHUNK_KEPT_MOST)
         return is_other or is_first
 
 

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from itertools import accumulate
 
 from ...core.errors import EngineError, StallError
 from ...core.interfaces import RankLeftError
@@ -28,15 +27,6 @@ CHUNK_BYTES = 8  # of the first rank of the host; SharedMemoryData
 _WORDS_PER_RANK = 16  # of 8 bytes, for counters: two cache lines, since processors prefetch pairs of lines
 _ABANDONED = _WORDS_PER_RANK - 1  # index of a counter that is 0, or one of these
 _HAS_LEFT, _HAS_STALLED = 1, 2
-
-
-class Regions:
-    """Named regions of a block of memory, one after the other. `sizes`: The bytes of each region."""
-
-    def __init__(self, **sizes: int):
-        # The offset of each region in the block.
-        self.start_of = dict(zip(sizes, accumulate(sizes.values(), initial=0)))
-        self.nbytes = sum(sizes.values())  # The bytes of all regions.
 
 
 class HostMemory:
@@ -148,6 +138,6 @@ class HostMemory:
         return StallError(f"{left}, after it had waited too long for others. {likely_causes(self._topology)}")
 
     def fence(self) -> None:
-        """A full memory barrier: orders all earlier reads and writes of this thread before all later ones."""
+        """A full memory barrier: all earlier reads and writes of this thread come before all later ones."""
         self._release()
         self._acquire()

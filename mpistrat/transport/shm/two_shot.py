@@ -10,22 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...core import tuning
 from ...core.arithmetic import Reduction, Scale, combine, divided_before, scaled_copy
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
 from ...core.packing import FlatLayout, pack, segments, unpack
-from ...core.tuning import (
-    SHM_CHOICE_BYTES,
-    SHM_CHUNK_BYTES,
-    SHM_CHUNKS_UNDER_WAY,
-    SHM_KEPT_VIEWS,
-    SHM_LARGE_TENSOR_BYTES,
-    SHM_ONE_SHOT_BYTES,
-)
 from .chunk_choice import ChunkChoice
 from .segment import CHUNK_BYTES, CONSUMED, PACKED, READY, UNPACKED, HostMemory
 
-# -- the layout of an all-reduce: which elements of which arrays use which memory, chunk by chunk ----------------------
+Stage = Callable[[Any, int], None]  # a step on chunk k of a collective
+
+# -- all-reduces in flight ---------------------------------------------------------------------------------------------
 
 
 class Move(NamedTuple):
@@ -49,71 +44,20 @@ class Chunk(NamedTuple):
     """Consecutive elements of the arrays. Some or all ranks reduce one slice of the chunk each."""
 
     packs: list[Move]  # The copies to shared memory that this rank makes.
-    own: slice | None  # The slice of the chunk that this rank reduces; None: it reduces none.
+    own: slice | None  # The slice of the chunk that this rank reduces; None: this rank reduces no slice.
     parts: list[np.ndarray]  # That slice in the memory of each rank of the host.
     reads: list[Read]  # That slice in this rank's arrays, if this rank does not pack it.
     result: np.ndarray  # That slice in the memory of the results.
     own_copies: list[Move]  # The copies of that slice from the results to this rank's targets.
     other_copies: list[Move]  # The copies of the other slices from the results to this rank's targets.
 
-    @property
-    def views(self) -> int:
+    def count_views(self) -> int:
         """The number of numpy views that the chunk holds."""
         return len(self.packs) + len(self.own_copies) + len(self.other_copies) + len(self.parts) * (1 + len(self.reads))
 
 
-def _lay_out(sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.ndarray]], index: int,
-            slices_of: Callable[[int], tuple[slice | None, list[slice]]], packs_own: bool) -> list[Chunk]:
-    """Return the chunks for arrays of these sizes.
-
-    Args:
-        sizes: The elements of each array.
-        per_chunk: The elements of a chunk.
-        slots: The memory that the chunks use in turn. Each slot has an array for each rank of the host, then an array
-            for the results.
-        index: This rank's position among the ranks of the host.
-        slices_of: Maps a number of elements to (the slice that this rank reduces, the other slices).
-        packs_own: Whether this rank also packs the slice that it reduces.
-    """
-    layout, chunks = FlatLayout(sizes), []
-    for k, start in enumerate(range(0, layout.length, per_chunk)):
-        size, slot = min(per_chunk, layout.length - start), slots[k % len(slots)]
-        own, rest = slices_of(size)
-        packed, reduced = slot[index], slot[-1]
-        packs = _moves(layout, start, [slice(0, size)] if packs_own else rest, packed)
-        other_copies = _moves(layout, start, rest, reduced)
-        if own is None:
-            chunks.append(Chunk(packs, None, [], [], reduced[:0], [], other_copies))
-            continue
-        parts, result = [part[own] for part in slot[:-1]], reduced[own]
-        own_segments = layout.segments(start + own.start, own.stop - own.start)
-        reads = [] if packs_own else [
-            Read(array, part, [packed[here] for packed in parts], here) for array, part, here in own_segments]
-        own_copies = [Move(array, part, result[here]) for array, part, here in own_segments]
-        chunks.append(Chunk(packs, own, parts, reads, result, own_copies, other_copies))
-    return chunks
-
-
-def _moves(layout: FlatLayout, start: int, parts: Sequence[slice], memory: np.ndarray) -> list[Move]:
-    """The copies for the slices `parts` of a chunk that starts at element `start` and uses `memory`."""
-    return [Move(array, part, memory[elements][here]) for elements in parts
-            for array, part, here in layout.segments(start + elements.start, elements.stop - elements.start)]
-
-
-# -- all-reduces in flight ---------------------------------------------------------------------------------------------
-
-
 class TwoShotReduce(Prepared):
-    """A two-shot all-reduce in flight.
-
-    Attributes:
-        chunks, first: See TwoShotData.run.
-        inputs, outputs: The sources and the targets, 1-D.
-        packed: How many of the first chunks are packed ahead, without being posted to the other ranks.
-        kind: The key of the choice of the chunk size; None: this all-reduce is not timed.
-        chunk_bytes: Bytes of a chunk.
-        ahead_s, wait_s: Seconds of packing ahead, and seconds of the wait for the last rank to begin.
-    """
+    """A two-shot all-reduce in flight."""
 
     __slots__ = ("ahead_s", "chunk_bytes", "chunks", "first", "inputs", "kind", "outputs", "packed", "wait_s")
 
@@ -124,13 +68,15 @@ class TwoShotReduce(Prepared):
         super().__init__(plane, sources, targets, reduction)
         self.inputs = [source.reshape(-1) for source in sources]
         self.outputs = [target.reshape(-1) for target in targets]
-        self.chunks: Sequence[Chunk] = ()
-        self.first, self.packed = first, 0
-        self.kind: ChunkKey | None = None
-        self.chunk_bytes, self.ahead_s, self.wait_s = 0, 0.0, 0.0
+        self.first, self.chunks = first, list[Chunk]()  # See TwoShotData.run.
+        self.packed = 0  # How many of the first chunks are packed ahead, without being posted to the other ranks.
+        self.kind: ChunkKey | None = None  # The key of the choice of the chunk size; None: the all-reduce is not timed.
+        self.chunk_bytes = 0  # Bytes of a chunk.
+        self.ahead_s = 0.0  # Seconds of packing ahead.
+        self.wait_s = 0.0  # Seconds of the wait for the last rank to begin.
 
     def pack_ahead(self) -> None:
-        """Pack the first chunks, whose memory is free. Local; never waits."""
+        """See Prepared. Packs the first chunks whose memory is free."""
         began = time.perf_counter()
         for k, chunk in enumerate(self.chunks[:self.plane.slots]):
             if not self.plane.memory.have_all(self.plane.free_at[k], CONSUMED):
@@ -158,22 +104,19 @@ class TwoShotReduce(Prepared):
 
 
 class OneShot(Prepared):
-    """A one-shot all-reduce of a small message in shared memory. It counts as one chunk of TwoShotData.
+    """A one-shot all-reduce of a small message. It counts as one chunk of TwoShotData.
 
-    Small messages are dominated by Python call overhead (about 0.8 us per call with cold caches), so this takes as few
-    calls as possible. If all ranks have packed before they agree on the all-reduce, no rank waits for another
-    afterwards.
-
-    `parts`: The memory into which the ranks of the host pack. Each rank has a row, with all elements of the sources.
+    Most of the time of a small message is that of Python calls (about 0.8 us per call with cold caches), so the methods
+    make few calls. If all ranks have packed before they agree on the all-reduce, no rank waits for another afterwards.
     """
 
     __slots__ = ("parts",)
 
     plane: "TwoShotData"
-    parts: np.ndarray
+    parts: np.ndarray  # The memory into which the ranks of the host pack: for each rank a row of all elements.
 
     def pack_ahead(self) -> None:
-        """Pack, if the memory is free. Local, never waits."""
+        """See Prepared. Packs if the memory is free."""
         memory = self.plane.memory
         if not self.is_packed and memory.have_all(max(self.plane.free_at), CONSUMED):
             pack(self.sources, self.parts[memory.index], self.reduction.prescale)
@@ -205,13 +148,10 @@ class OneShot(Prepared):
 
 def _are_large(nbytes: int, tensors: Sized) -> bool:
     """Whether to reduce tensors of `nbytes` together one by one, and not as one packed array."""
-    return nbytes >= len(tensors) * SHM_LARGE_TENSOR_BYTES
+    return nbytes >= len(tensors) * tuning.SHM_LARGE_TENSOR_BYTES
 
 
 # -- the data plane ----------------------------------------------------------------------------------------------------
-
-
-Stage = Callable[[Any, int], None]  # a step on chunk k of a collective
 
 
 class ChunkKey(NamedTuple):
@@ -257,10 +197,10 @@ class TwoShotData(DataPlane):
         others: Serves the other collectives. `close` closes it.
     """
 
-    slots = SHM_CHUNKS_UNDER_WAY
-    chunk_bytes = SHM_CHUNK_BYTES
-    one_shot_bytes = SHM_ONE_SHOT_BYTES
-    choice_bytes = SHM_CHOICE_BYTES
+    slots = tuning.SHM_CHUNKS_UNDER_WAY
+    chunk_bytes = tuning.SHM_CHUNK_BYTES
+    one_shot_bytes = tuning.SHM_ONE_SHOT_BYTES
+    choice_bytes = tuning.SHM_CHOICE_BYTES
 
     def __init__(self, memory: HostMemory, chunks: Sequence[int], others: DataPlane):
         self.memory, self._others = memory, others
@@ -314,18 +254,43 @@ class TwoShotData(DataPlane):
         key = work.inputs[0].dtype, work.chunk_bytes, packs_own, sizes
         chunks = self._layouts.get(key)
         if chunks is None:
-            chunks = _lay_out(sizes, work.chunk_bytes // itemsize, slots, self._index,
-                              lambda size: self._slices_of(size, itemsize), packs_own)
-            views = sum([chunk.views for chunk in chunks])
-            if self._kept_views + views > SHM_KEPT_VIEWS:
+            chunks = self._lay_out(sizes, work.chunk_bytes // itemsize, slots, packs_own)
+            views = sum([chunk.count_views() for chunk in chunks])
+            if self._kept_views + views > tuning.SHM_KEPT_VIEWS:
                 self._layouts.clear()
                 self._kept_views = 0
             self._layouts[key] = chunks
             self._kept_views += views
         return chunks
 
+    def _lay_out(self, sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.ndarray]],
+                 packs_own: bool) -> list[Chunk]:
+        """The chunks of `per_chunk` elements for arrays of `sizes` elements, which use `slots` (see _Views) in turn.
+
+        They depend only on the sizes, and are cached: this takes longer than the reduction of some chunks of 512 KiB.
+
+        `packs_own`: Whether this rank also packs the slice that it reduces.
+        """
+        layout, chunks = FlatLayout(sizes), []
+        for k, start in enumerate(range(0, layout.length, per_chunk)):
+            size, slot = min(per_chunk, layout.length - start), slots[k % len(slots)]
+            packed, reduced = slot[self._index], slot[-1]
+            own, rest = self._slices_of(size, reduced.itemsize)
+            packs = _moves(layout, start, [slice(0, size)] if packs_own else rest, packed)
+            other_copies = _moves(layout, start, rest, reduced)
+            if own is None:
+                chunks.append(Chunk(packs, None, [], [], reduced[:0], [], other_copies))
+                continue
+            parts, result = [part[own] for part in slot[:-1]], reduced[own]
+            own_segments = layout.segments(start + own.start, own.stop - own.start)
+            reads = [] if packs_own else [
+                Read(array, part, [packed[here] for packed in parts], here) for array, part, here in own_segments]
+            own_copies = [Move(array, part, result[here]) for array, part, here in own_segments]
+            chunks.append(Chunk(packs, own, parts, reads, result, own_copies, other_copies))
+        return chunks
+
     def _slices_of(self, size: int, itemsize: int) -> tuple[slice | None, list[slice]]:
-        """For a chunk of `size` elements: the slice that this rank reduces, and the other slices."""
+        """For a chunk of `size` elements: the slice that this rank reduces (None: it reduces none), and the others."""
         reducers = self._reducers(size * itemsize)
         if self._index >= reducers:
             return None, [slice(0, size)]
@@ -443,3 +408,9 @@ class TwoShotData(DataPlane):
 
     def close(self) -> None:
         self._others.close()
+
+
+def _moves(layout: FlatLayout, start: int, parts: Sequence[slice], memory: np.ndarray) -> list[Move]:
+    """The copies for the slices `parts` of a chunk that starts at element `start` and uses `memory`."""
+    return [Move(array, part, memory[elements][here]) for elements in parts
+            for array, part, here in layout.segments(start + elements.start, elements.stop - elements.start)]
