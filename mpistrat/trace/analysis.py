@@ -63,9 +63,8 @@ class Rate:
     """The speed at which one rank's tensors were reduced or gathered."""
 
     what: str  # The kind of operation, such as "SHM_ALLREDUCE".
-    # operations, nbytes: The number of operations of this kind, and their bytes.
-    operations: int
-    nbytes: int
+    operations: int  # The number of operations of this kind.
+    nbytes: int  # Their bytes.
     bytes_per_s: float  # While such an operation ran.
 
 

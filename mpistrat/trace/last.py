@@ -31,12 +31,7 @@ _Kept = tuple[Operation, int, str, int]  # what `record_of` takes after the rank
 
 
 class LastReport:
-    """Keeps the last operations of this rank, and reports them after a failure. Used by the tracer.
-
-    Args:
-        offsets: See Tracer.
-        tell: Called with the lines of LastOperations.
-    """
+    """Keeps the last operations of this rank, and reports them after a failure. For the arguments see Tracer."""
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], tell: Callable[[list[str]], None]):
         self._topology, self._offsets, self._tell = topology, offsets, tell
@@ -65,10 +60,10 @@ class LastReport:
             return
         topology, now = self._topology, time.monotonic_ns()
         known = range(topology.size) if topology.rank == 0 else (topology.rank,)
-        offsets = {rank: self._offsets[rank].at(now) for rank in known if rank in self._offsets}
+        offsets = {rank: offset for rank in known
+                   if rank in self._offsets and (offset := self._offsets[rank].at(now))}
         records = [record_of(topology.rank, *each) for each in (*self._last, *self._in_flight)]
-        self._tell(LastOperations(topology.rank, topology.size, topology.host,
-                                  {rank: offset for rank, offset in offsets.items() if offset}, records).lines())
+        self._tell(LastOperations(topology.rank, topology.size, topology.host, offsets, records).lines())
         self.is_reported.set()
 
 
@@ -106,9 +101,10 @@ def _encode(message: bytes) -> bytes:
 
 
 def save(told: Iterable[Sequence[str]]) -> str:
-    """Write a timeline to a new file in FAILURES, under the current directory. Returns a sentence on the file, or "".
+    """Write a timeline to a new file in FAILURES, under the current directory. Returns a sentence on the file.
 
     `told`: The lines of each rank. A rank with truncated lines is left out. Returns "" if there is nothing to write.
+    FAILURES is ignored by git, and keeps only the newest files.
     """
     ranks = []
     for lines in told:
@@ -122,22 +118,17 @@ def save(told: Iterable[Sequence[str]]) -> str:
     path = FAILURES / f"{time.strftime('%m%d-%H%M%S')}-{os.getpid()}.json"
     what = f"the last operations of ranks {rank_list(each.rank for each in ranks)}"
     try:
-        _make_room()
+        own_directory(FAILURES, 0o755, 0o022)
+        (FAILURES / ".gitignore").write_text("*\n")
+        with contextlib.suppress(FileNotFoundError):  # Another job has just removed the file.
+            for old in sorted(FAILURES.glob("*.json"), key=os.path.getmtime)[:1 - MOST_FILES]:
+                old.unlink()
         _write(str(path), ranks)
     except OSError as error:
         with contextlib.suppress(OSError):  # On a read-only file system this is an error also if there is no file.
             path.unlink()
         return f"{what} are not written: {error}"
     return f"{what}: mpistrat timeline {path}"
-
-
-def _make_room() -> None:
-    """Make FAILURES if missing, ignored by git, and remove all but the newest files. Raises OSError."""
-    own_directory(FAILURES, 0o755, 0o022)
-    (FAILURES / ".gitignore").write_text("*\n")
-    with contextlib.suppress(FileNotFoundError):  # Another job has just removed it.
-        for path in sorted(FAILURES.glob("*.json"), key=os.path.getmtime)[:1 - MOST_FILES]:
-            path.unlink()
 
 
 def _write(path: str, ranks: Sequence[LastOperations]) -> None:

@@ -92,10 +92,9 @@ def record_of(rank: int, operation: Operation, ranks: int, backend: str, step: i
 
 
 def unfinished(entry: Entry, now: int) -> Operation:
-    """Return an entry that a rank has submitted, and the ranks have not agreed on, as an Operation that ends `now`."""
+    """An entry that a rank has submitted, and the ranks have not agreed on, as an Operation that ends `now`."""
     number = -1 - zlib.crc32(entry.request.name.encode())  # The same on all ranks.
-    return Operation(0, number, number, entry.request, entry.nbytes, entry.submitted, now, now, now,
-                     now)
+    return Operation(0, number, number, entry.request, entry.nbytes, entry.submitted, now, now, now, now)
 
 
 def to_messages(records: Sequence[Record], encode: Callable[[bytes], bytes] = bytes,

@@ -41,9 +41,7 @@ _LEAST_S, _LEAST_OPERATIONS = 5.0, 20
 class Reports:
     """The reports of this rank, and on rank 0 those of all ranks.
 
-    Args:
-        place: Returns where in the script this rank is, for the warning on a slow rank.
-        environ: See StatusFile.
+    For the arguments see Tracer.
     """
 
     def __init__(self, topology: Topology, place: Callable[[], str], environ: Mapping[str, str]):
@@ -54,21 +52,17 @@ class Reports:
                 self._status = StatusFile(topology.size, environ)
             except OSError as error:
                 logger.info("rank 0: there is no status file for mpistrat top: %s", error)
-        # stragglers: On rank 0, the watch for slow ranks, which names each rank once.
-        self._use, self.stragglers = ProcessorUse(), StragglerWatch()
+        self._use = ProcessorUse()
+        self.stragglers = StragglerWatch()  # Used on rank 0.
         self._newest: dict[int, dict[str, Any]] = {}  # the report of each rank
         self._totals: dict[int, Totals] = {topology.rank: Totals()}
 
     def add_own(self, interval: Span, reader: Reader, recent: Sequence[Operation], in_flight: Iterable[Entry],
                 rows: int | None) -> bytes:
-        """Return the report of this rank on an interval, for rank 0.
+        """Return the report of this rank on the interval since the last report, for rank 0.
 
-        Args:
-            interval: The time since the last report.
-            reader: The reader, which has counted the operations and steps.
-            recent: The operations that were read since the last report.
-            in_flight: The entries that are submitted and not complete.
-            rows: How many rows this rank has trained on; None: the rows are not counted.
+        `recent`: The operations that were read in the interval. `in_flight`: The entries that are submitted and not
+        complete. `rows`: How many rows this rank has trained on; None: the rows are not counted.
         """
         in_flight = list(in_flight)
         found = waits(recent, in_flight, interval)
@@ -219,14 +213,10 @@ def status_directory(environ: Mapping[str, str]) -> Path:
 
 
 class StatusFile:
-    """Writes the status file of a job. On rank 0.
+    """Writes the status file of a job of `size` ranks. On rank 0.
 
-    Args:
-        size: The number of ranks.
-        environ: The environment, which may name the runtime directory, and the job's id given by a launcher.
-
-    Raises:
-        OSError: The directory, which only this user may read, does not exist and cannot be made.
+    `environ` may name the runtime directory, and the job's id given by a launcher. Raises OSError: The directory, which
+    only this user may read, does not exist and cannot be made.
     """
 
     def __init__(self, size: int, environ: Mapping[str, str]):
@@ -243,13 +233,9 @@ class StatusFile:
                       "started": time.time(), "size": size, "script": sys.argv[0] if sys.argv else ""}
 
     def write(self, ranks: Sequence[dict[str, Any]]) -> None:
-        """Replace the file atomically: a reader sees the old file or the new file.
+        """Replace the file atomically: a reader sees the old file or the new file. Raises OSError.
 
-        Args:
-            ranks: The latest report of each rank that has sent a report.
-
-        Raises:
-            OSError: The file cannot be written.
+        `ranks`: The latest report of each rank that has sent a report.
         """
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps({**self._head, "written": time.time(), "ranks": ranks}))

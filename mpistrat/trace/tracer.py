@@ -81,11 +81,9 @@ class Tracer(Observer):
         self._lock = threading.RLock()  # The thread, and callers that begin and end a timeline. Not the engine.
 
     def start(self, traced: Callable[[], Mapping[int, Traced]], wake: Callable[[], None]) -> None:
-        """Start the thread.
+        """Start the thread. `traced` returns the data of each process set of this rank, by the id of the set.
 
-        Args:
-            traced: Returns the readable data of each process set of this rank, by the id of the set.
-            wake: Makes the engine of the set of all ranks check `outgoing`.
+        `wake` makes the engine of the set of all ranks check `outgoing`.
         """
         self._traced, self._wake = traced, wake
         self._thread = threading.Thread(target=self._run, name="mpistrat-trace", daemon=True)
@@ -240,7 +238,7 @@ class Tracer(Observer):
         return self.reports.add_own((began, now), self.reader, recent, in_flight, self.rows and self.rows())
 
     def _read(self) -> None:
-        """Read the operations that the engines have recorded, for report, timeline and last operations."""
+        """Read the operations that the engines have recorded, for the report, the timeline and the last operations."""
         new, lost = self.reader.read(self._traced())
         self._recent += [each.operation for each in new]
         if self._last_report is not None:
@@ -260,12 +258,8 @@ class Tracer(Observer):
 class Recording:
     """The timeline that is being recorded, if any. Rank 0 writes the operations of all ranks, which the others send.
 
-    The tracer calls the methods with its lock held, except for `receive`.
-
-    Args:
-        offsets: The offset of each rank's clock. Used on rank 0.
-        send: Sends a message to rank 0, or, on rank 0, to all ranks.
-        waiting: The messages that have not been sent yet.
+    The tracer calls the methods with its lock held, except for `receive`. `send` sends a message to rank 0, or, on rank
+    0, to all ranks. `waiting` has the messages that have not been sent yet.
     """
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], send: Callable[[bytes], None],
@@ -284,7 +278,7 @@ class Recording:
 
     @property
     def is_on(self) -> bool:
-        """Whether a timeline is being recorded, so that operations must be read often."""
+        """Whether this rank sends or writes operations, so that they must be read often."""
         return self._window is not None
 
     @property
@@ -300,13 +294,10 @@ class Recording:
     # -- on rank 0 ----------------------------------------------------------------------------------------------------
 
     def begin(self, path: str, mark_cycles: bool, window: Window | None, is_first: bool) -> None:
-        """Begin to write a timeline of all ranks. Logs a warning if this is not possible.
+        """Begin to write a timeline (see Timeline) of all ranks. Logs a warning if this is not possible.
 
-        Args:
-            path: The file, which is replaced.
-            mark_cycles: See Timeline.
-            window: The first step, from 0, and the step after the last one; None: everything from now on.
-            is_first: Whether no operation has been executed yet.
+        `window`: The first step, from 0, and the step after the last one; None: everything from now on. `is_first`:
+        Whether no operation has been executed yet.
         """
         if self._timeline is not None:
             logger.warning("mpistrat: start_timeline(%r) does nothing: %s is being written. Call stop_timeline() "
@@ -336,16 +327,14 @@ class Recording:
                 self._timeline.lost += lost
 
     def mark_places(self, places: Mapping[int, str], now: int) -> None:
-        """Add to the file, if any, where in the script each rank is. Written with the next operations."""
+        """See Timeline.add_places. Does nothing without a file."""
         if self._timeline is not None:
             self._timeline.add_places(places, now)
 
     def end(self, steps: int, limit_s: float | None) -> None:
-        """Close the file, if any, and log a warning on missing operations.
+        """Close the file, if any, after `steps` steps, and log a warning on missing operations.
 
-        Args:
-            steps: The number of steps so far.
-            limit_s: How long rank 0 has waited for other ranks; None: the job has ended, and rank 0 did not wait.
+        `limit_s`: How long rank 0 has waited for other ranks; None: the job has ended, and rank 0 did not wait.
         """
         self.write()
         timeline, self._timeline, window, self._window = self._timeline, None, self._window, None
@@ -392,12 +381,9 @@ class Recording:
         return self._window is not None and steps > self._window[1]
 
     def take(self, new: Sequence[Read], lost: int, steps: int) -> None:
-        """Send or write the operations that belong to the timeline.
+        """Send or write the operations that belong to the timeline. For `new` and `lost` see Reader.read.
 
-        Args:
-            new: The operations that have just been read.
-            lost: The number of operations that were lost because reading was too slow.
-            steps: The number of steps so far.
+        `steps`: The number of steps so far.
         """
         window = self._window
         if window is None:

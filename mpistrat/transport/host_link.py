@@ -55,18 +55,13 @@ class Invitation:
 class FdExchange:
     """One rank's side of the exchange. The first rank of the host calls `give`, the others `take`; then all `close`.
 
-    Args:
-        local_ranks: The ranks of this host.
-        interruption: Interrupts `give`; None: `give` cannot be interrupted.
-
-    Raises:
-        OSError: This rank cannot listen.
+    `local_ranks` are the ranks of this host. `interruption` interrupts `give`. Raises OSError: This rank cannot listen.
     """
 
     def __init__(self, rank: int, local_ranks: Sequence[int], interruption: Interruption | None = None):
         self._rank, self._giver, self._interruption = rank, local_ranks[0], interruption or Interruption()
         self._listener: socket.socket | None = None
-        # On the first rank, the argument of `take` of the other ranks; None on the other ranks, and without others.
+        # On the first rank, the argument of `take` of the other ranks; None elsewhere, and if this rank is alone.
         self.invitation: Invitation | None = None
         if rank == self._giver and len(local_ranks) > 1:
             # The name is random, so no other process can have bound it.
@@ -80,10 +75,7 @@ class FdExchange:
                 raise
 
     def give(self, descriptors: Mapping[int, Sequence[int]]) -> None:
-        """Send each rank its descriptors, in order. Returns when all ranks have received them. Closes no descriptor.
-
-        Args:
-            descriptors: At least one descriptor for each other rank of this host.
+        """Send each other rank its descriptors (one or more) in order. Returns when all ranks have received theirs.
 
         Raises:
             OSError: A rank has not connected in time, or has ended.
@@ -213,17 +205,14 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 class HostFile:
-    """The file of shared memory, which is zero at first. `descriptor`: The file's descriptor; `close` closes it."""
+    """The file of shared memory, which is zero at first. Other processes get it only if this process passes it on."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
 
     @classmethod
     def make(cls) -> "HostFile":
-        """Make a file that can grow, but not shrink. Other processes get the file only if this process passes it on.
-
-        Raises OSError: The kernel does not make the file.
-        """
+        """Make a file that can grow, but not shrink. Raises OSError: The kernel does not make the file."""
         descriptor = os.memfd_create("mpistrat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(descriptor, 0o600)  # else other users could open it by way of /proc
@@ -288,23 +277,15 @@ class HostLink:
         self._rank, self._ranks = rank, tuple(local_ranks)
         self._job_ranks = dict(zip(local_ranks, job_ranks or local_ranks, strict=True))
         self._exchange = FdExchange(self._job_ranks[rank], list(self._job_ranks.values()), interruption)
+        self.invitation = self._exchange.invitation
         self._file: HostFile | None = None
         self._first = f"rank {self._job_ranks[local_ranks[0]]}"
         self._no_file = OSError(f"{self._first} could not make the file of shared memory")
 
-    @property
-    def invitation(self) -> Invitation | None:
-        """On the first rank, the argument of `connect` of the other ranks; None elsewhere, and if it is alone."""
-        return self._exchange.invitation
-
     def connect(self, invitation: Invitation | None) -> UnixSocketChannel:
-        """Return this rank's channel. Collective within the host.
+        """Return this rank's channel. Collective within the host. `invitation`: That of the host's first rank.
 
-        Args:
-            invitation: From the first rank of the host.
-
-        Raises:
-            OSError: The ranks cannot be connected. Only some ranks may raise this error.
+        Raises OSError: The ranks cannot be connected. Only some ranks may raise this error.
         """
         sockets = self._give() if self._rank == self._ranks[0] else self._take(invitation)
         return UnixSocketChannel(self._rank, sockets)

@@ -51,9 +51,8 @@ class HierarchicalData(TwoShotData):
     precision is summed in float32 both times, and rounded before the partial sum is sent.
 
     Args:
-        memory: See TwoShotData.
-        chunk: Bytes of a chunk, see TwoShotData; the same on all hosts.
-        others: See TwoShotData.
+        memory, others: See TwoShotData.
+        chunk: Bytes of a chunk; the same on all hosts.
         cross: The result of `cross_comm`, reserved for this object. `close` frees it.
         senders: The least number of ranks that a host has.
         wait: Waits for the ranks of `cross`.
@@ -135,9 +134,8 @@ class HierarchicalData(TwoShotData):
     def _exchange(self, partial: np.ndarray, buffer: FusionBuffer) -> tuple[list[MPI.Request], list[np.ndarray]]:
         """Start to exchange `partial` with the other hosts. `buffer` is for the received values.
 
-        Returns:
-            The requests, and for each host the array that holds its values when the requests are complete: all elements
-            of the slice, or the elements that this host has to reduce.
+        Returns the requests, and for each host the array that holds its values when the requests are complete: all
+        elements of the slice, or the elements that this host has to reduce.
         """
         hosts, host = self._hosts, self._cross.Get_rank()
         if hosts == 2:

@@ -24,11 +24,9 @@ class MpiControl(ControlPlane):
     times (MPI_POLL_*).
 
     Args:
-        comm: Reserved for this object.
-        channel: This rank's channel. `close` closes it.
-        local_ranks: The ranks on this host.
+        comm: Reserved for this object. `close` frees it.
+        channel: This rank's channel to `local_ranks`, the ranks on this host. `close` closes it.
         peers: All ranks that may send to this one.
-        wait: Waits for other ranks.
         polls: Whether to always poll MPI. Needed if the channel watches for news that arrive over MPI.
     """
 

@@ -15,7 +15,7 @@ from .peer_wait import never_free
 _BYTE, _FLOAT = np.dtype(np.uint8), np.dtype(np.float32)
 
 
-def pieces(array: np.ndarray) -> list[np.ndarray]:
+def _pieces(array: np.ndarray) -> list[np.ndarray]:
     """The bytes of a C-contiguous 1-D array, in pieces of at most EAGER_MESSAGE_BYTES."""
     data = array.view(np.uint8)
     return [data[start:start + EAGER_MESSAGE_BYTES] for start in range(0, data.nbytes, EAGER_MESSAGE_BYTES)]
@@ -36,10 +36,10 @@ def exchange(comm: MPI.Comm, sent: Sequence[np.ndarray], received: Sequence[np.n
     requests: list[MPI.Request] = []
     try:
         for other in others:
-            for piece in pieces(received[other]):
+            for piece in _pieces(received[other]):
                 requests.append(comm.Irecv([piece, MPI.BYTE], other))
         for other in others:
-            for piece in pieces(sent[other]):
+            for piece in _pieces(sent[other]):
                 requests.append(comm.Isend([piece, MPI.BYTE], other))
     except BaseException:  # A rank is lost, and MPI may still use the memory of requests that have begun.
         never_free(requests)
@@ -57,9 +57,7 @@ class QuantisedExchange:
     Rounding errors stay on the host that rounded: the sender of a part, or the host that summed the part. The sum of
     all hosts' errors is the error of the sum so far.
 
-    Args:
-        comm: The communicator; COMM_NULL on a rank that sends nothing.
-        codec: Encodes and decodes; the objects of one thread may share it.
+    `comm` is COMM_NULL on a rank that sends nothing. The objects of one thread may share `codec`.
     """
 
     def __init__(self, comm: MPI.Comm, codec: Codec):

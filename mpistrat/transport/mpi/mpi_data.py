@@ -35,9 +35,7 @@ class MpiData(DataPlane):
     All MPI calls are nonblocking, so that each wait can have a limit. On 2 ranks of a host, this costs 2 to 3 us per
     call: of 7 us in all for 1 KB, and of 25 us for 64 KB. From 1 MB on, nonblocking calls take no additional time.
 
-    Args:
-        comm: The communicator. `close` frees it.
-        wait: Waits for the ranks of `comm`.
+    `close` frees `comm`. `wait` waits for the ranks of `comm`.
     """
 
     name = "mpi"

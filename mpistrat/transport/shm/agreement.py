@@ -20,9 +20,7 @@ class SharedMemoryAgreement(AgreementRound):
     Votes are double-buffered. A counter is reused two rounds later, and round n + 1 starts only when round n is
     complete. So all ranks read the same votes, and derive the same outcome.
 
-    Args:
-        memory: The memory of the host, of which the counters EVEN_VOTE and ODD_VOTE are used.
-        wake_rank: Wakes another rank of the host, if that rank sleeps.
+    It uses the counters EVEN_VOTE and ODD_VOTE of `memory`. `wake_rank` wakes another rank of the host if it sleeps.
     """
 
     def __init__(self, memory: HostMemory, wake_rank: Callable[[int], None]):
