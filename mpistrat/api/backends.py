@@ -93,7 +93,7 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
     """
     from ..transport.mpi.control import MpiControl
     from ..transport.mpi.mpi_data import MpiData
-    from ..transport.mpi.peer_wait import PeerWait
+    from ..transport.mpi.requests import PeerWait
     rank, local_ranks = topology.rank, topology.local_ranks
     link, sockets = _connect_host(comm, topology, interruption)
     wait = PeerWait(topology, range(topology.size), settings.limit_s, interruption)
@@ -140,7 +140,7 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
     """
     from ..transport.hierarchical.allreduce import HierarchicalData, cross_comm
     from ..transport.hierarchical.hosts_agreement import HierarchicalAgreement, Piggyback, leader_exchange
-    from ..transport.mpi.peer_wait import PeerWait
+    from ..transport.mpi.requests import PeerWait
     topology, settings = setup.topology, setup.settings
     chunk = settings.chunk_bytes or HierarchicalData.chunk_bytes
     count, edges = topology.local_size, edges_among(topology.local_ranks)

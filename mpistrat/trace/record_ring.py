@@ -53,10 +53,7 @@ class OperationRing(Observer):
 
     def since(self, serial: int) -> list[Operation]:
         """The operations from `serial` on, without operations that are no longer in the ring."""
-        operations = self._operations.copy()
-        if not operations or operations[-1][0] < serial:
-            return []
-        return [Operation._make(each) for each in operations if each[0] >= serial]
+        return [Operation._make(each) for each in self._operations.copy() if each[0] >= serial]
 
 
 @dataclass(frozen=True)

@@ -113,10 +113,7 @@ class Reports:
     @property
     def line(self) -> str:
         """See Tracer."""
-        if len(self._totals) < self._topology.size:
-            return ""
-        return line_of(self._totals, {rank: f"rank {rank} on {host}"
-                                      for rank, host in enumerate(self._topology.host_of)})
+        return line_of(self._totals, self._topology.host_of)
 
     def close(self) -> None:
         """Remove the status file. May be called twice."""
@@ -190,18 +187,18 @@ class Totals:
             self.operations += operations - before[1]
 
 
-def line_of(totals: Mapping[int, Totals], names: Mapping[int, str]) -> str:
-    """The line on a job, from the totals and the names of all its ranks; "" for one rank or a very short job."""
-    ranks = sorted(totals)
+def line_of(totals: Mapping[int, Totals], hosts: Sequence[str]) -> str:
+    """The line on a job; "" for one rank, for a very short job, and if the totals of a rank are missing."""
     shortest = min((each.waits.seconds for each in totals.values()), default=0.0)
     fewest = min((each.operations for each in totals.values()), default=0)
-    if len(ranks) < 2 or shortest < _LEAST_S or fewest < _LEAST_OPERATIONS:
+    if len(hosts) < 2 or len(totals) < len(hosts) or shortest < _LEAST_S or fewest < _LEAST_OPERATIONS:
         return ""
     longest = max(each.waits.seconds for each in totals.values())
     steps = max(each.steps for each in totals.values())
     done, unit = (steps, "steps") if steps else (max(each.operations for each in totals.values()), "collectives")
-    shares = shares_of([totals[rank].waits for rank in ranks], [names[rank] for rank in ranks])
-    return f"mpistrat: {len(ranks)} ranks have done {figure(done / longest)} {unit} per second{shares}."
+    shares = shares_of([totals[rank].waits for rank in range(len(hosts))],
+                       [f"rank {rank} on {host}" for rank, host in enumerate(hosts)])
+    return f"mpistrat: {len(hosts)} ranks have done {figure(done / longest)} {unit} per second{shares}."
 
 
 # -- the status file ---------------------------------------------------------------------------------------------------

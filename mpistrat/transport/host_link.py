@@ -208,7 +208,7 @@ class HostFile:
     """The file of shared memory, which is zero at first. Other processes get it only if this process passes it on."""
 
     def __init__(self, descriptor: int):
-        self._descriptor = descriptor
+        self.descriptor = descriptor  # -1 after `close`
 
     @classmethod
     def make(cls) -> "HostFile":
@@ -237,24 +237,20 @@ class HostFile:
             raise OSError(f"the received descriptor is not a file of shared memory: {error}") from error
         return cls(descriptor)
 
-    def fileno(self) -> int:
-        """The descriptor; -1 after `close`."""
-        return self._descriptor
-
     def map(self, nbytes: int) -> mmap.mmap:
         """Map the first `nbytes` (at least 1) of the file. Local.
 
         Raises OSError: There is not enough memory for `nbytes`. There may be enough for fewer bytes.
         """
         # Allocates the memory now. Otherwise, without enough memory, the kernel would kill this rank in a reduction.
-        os.posix_fallocate(self._descriptor, 0, nbytes)
-        return mmap.mmap(self._descriptor, nbytes)
+        os.posix_fallocate(self.descriptor, 0, nbytes)
+        return mmap.mmap(self.descriptor, nbytes)
 
     def close(self) -> None:
         """Close the descriptor. Memory that was mapped stays mapped."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 # -- the links ---------------------------------------------------------------------------------------------------------
@@ -295,7 +291,7 @@ class HostLink:
             self._file = HostFile.make()
         except OSError as error:
             self._no_file = error
-        shared = [] if self._file is None else [self._file.fileno()]
+        shared = [] if self._file is None else [self._file.descriptor]
         made = ChannelSockets.make(self._ranks)
         try:
             outboxes = [made[self._rank].outboxes[rank].fileno() for rank in self._ranks]

@@ -114,7 +114,7 @@ def test_what_is_passed_on_is_closed_when_a_program_is_executed() -> None:
     links, mails = linked((0, 1))
     for mail in mails:
         assert not any(end.get_inheritable() for end in (mail._socket, *mail._outboxes.values()))
-    assert not any(os.get_inheritable(link.file().fileno()) for link in links)
+    assert not any(os.get_inheritable(link.file().descriptor) for link in links)
     close(*links, *mails)
 
 

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from ...core import tuning
 from ...core.interfaces import ControlPlane
 from ..shm.ring import LocalChannel
-from .peer_wait import PeerWait
+from .requests import PeerWait
 
 
 class MpiControl(ControlPlane):

@@ -16,7 +16,7 @@ from typing import Any
 from mpi4py import MPI
 
 from .mpi_library import OPEN_MPI_FINALIZED, open_mpi_variable, ranks_in
-from .peer_wait import never_free
+from .requests import never_free
 
 logger = logging.getLogger(__name__)
 

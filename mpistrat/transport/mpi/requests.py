@@ -1,4 +1,4 @@
-"""Waits for MPI requests with a time limit, which MPI itself does not have.
+"""Requests of MPI: exchanges of arrays, and waits with a time limit, which MPI itself does not have.
 
 A wait tests the requests repeatedly: first in a tight loop, then with sched_yield, then with sleeps in between, since
 another rank may need the processor. core.tuning has the times (MPI_*). Used by the engine's thread.
@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from mpi4py import MPI
 
 from ...core import tuning
@@ -84,3 +85,35 @@ class PeerWait:
 def never_free(thing: object) -> None:
     """Keep `thing` alive for ever: MPI cannot abandon a request, and may write to its memory even in MPI_Finalize."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _pieces(array: np.ndarray) -> list[np.ndarray]:
+    """The bytes of a C-contiguous 1-D array, in pieces of at most EAGER_MESSAGE_BYTES."""
+    data, step = array.view(np.uint8), tuning.EAGER_MESSAGE_BYTES
+    return [data[start:start + step] for start in range(0, data.nbytes, step)]
+
+
+def exchange(comm: MPI.Comm, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> list[MPI.Request]:
+    """Start to send `sent[r]` to each other rank r of `comm`, and to receive `received[r]` from rank r.
+
+    The arrays at the index of this rank are not used. Returns the requests to complete.
+
+    MPI announces a large message, and sends its data after a reply. If both sides send all the time, as here, the reply
+    waits behind other data in the queue, and the wire is idle. 42 MB over 1 Gbit/s take 506 ms in messages of 2 MiB,
+    two in flight. They take 352 ms in eager messages, and as long in a single message.
+    """
+    size, rank = comm.Get_size(), comm.Get_rank()
+    # The others in turn from the next one on, so that not all send to the same one at first.
+    others = [(rank + step) % size for step in range(1, size)]
+    requests: list[MPI.Request] = []
+    try:
+        for other in others:
+            for piece in _pieces(received[other]):
+                requests.append(comm.Irecv([piece, MPI.BYTE], other))
+        for other in others:
+            for piece in _pieces(sent[other]):
+                requests.append(comm.Isend([piece, MPI.BYTE], other))
+    except BaseException:  # A rank is lost, and MPI may still use the memory of requests that have begun.
+        never_free(requests)
+        raise
+    return requests
