@@ -113,17 +113,14 @@ def _rank_time(rank: int, records: Sequence[Record], last_submitted: dict[tuple[
                                 if each.submitted)])
     outstanding = union([*waiting, *((each.submitted or each.agreed, each.delivered) for each in records)])
     total = max(whole[1] - whole[0], 1)
-    return RankTime(rank, 1 - length(outstanding) / total, (length(waiting) - length(moving)) / total,
-                    (length(outstanding) - length(waiting)) / total, length(moving) / total, _hidden(records))
-
-
-def _hidden(records: Sequence[Record]) -> float | None:
     by_step: defaultdict[int, list[Span]] = defaultdict(list)
     for record in records:
         if record.step != NO_STEP and record.submitted:
             by_step[record.step].append((record.submitted, record.delivered))
-    outstanding = length(union(span for some in by_step.values() for span in some))
-    return length(hidden(by_step.values())) / outstanding if outstanding else None
+    of_steps = length(union(span for some in by_step.values() for span in some))
+    return RankTime(rank, 1 - length(outstanding) / total, (length(waiting) - length(moving)) / total,
+                    (length(outstanding) - length(waiting)) / total, length(moving) / total,
+                    length(hidden(by_step.values())) / of_steps if of_steps else None)
 
 
 def _stragglers(operations: Sequence[Sequence[Record]]) -> tuple[Straggler, ...]:

@@ -35,9 +35,8 @@ class LastReport:
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], tell: Callable[[list[str]], None]):
         self._topology, self._offsets, self._tell = topology, offsets, tell
-        self._last: deque[_Kept] = deque(
-            maxlen=max(REPORTED_OPERATIONS_LEAST,
-                       min(REPORTED_OPERATIONS, REPORTED_OPERATIONS_OF_ALL // topology.size)))
+        most = min(REPORTED_OPERATIONS, REPORTED_OPERATIONS_OF_ALL // topology.size)
+        self._last: deque[_Kept] = deque(maxlen=max(REPORTED_OPERATIONS_LEAST, most))
         self._in_flight: list[_Kept] = []
         self.has_failed = False  # A rank has failed.
         self.is_reported = threading.Event()  # Set after `tell` was called.

@@ -30,12 +30,7 @@ class Operation(NamedTuple):
 
 
 class OperationRing(Observer):
-    """The last operations of one engine.
-
-    Args:
-        capacity: How many operations the ring keeps; 0: none.
-        tracer: The tracer that exchanges messages over this engine; None: no tracer.
-    """
+    """The last `capacity` operations of one engine. `tracer` exchanges messages over this engine; None: no tracer."""
 
     def __init__(self, capacity: int, tracer: Observer | None = None):
         self._tracer = tracer or Observer()

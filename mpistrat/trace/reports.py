@@ -39,10 +39,7 @@ _LEAST_S, _LEAST_OPERATIONS = 5.0, 20
 
 
 class Reports:
-    """The reports of this rank, and on rank 0 those of all ranks.
-
-    For the arguments see Tracer.
-    """
+    """The reports of this rank, and on rank 0 those of all ranks. For the arguments see Tracer."""
 
     def __init__(self, topology: Topology, place: Callable[[], str], environ: Mapping[str, str]):
         self._topology, self._place = topology, place
@@ -112,7 +109,6 @@ class Reports:
 
     @property
     def line(self) -> str:
-        """See Tracer."""
         return line_of(self._totals, self._topology.host_of)
 
     def close(self) -> None:

@@ -66,10 +66,7 @@ class StragglerWatch:
 
 
 def cause_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], cost: float) -> str:
-    """A sentence on why a rank is slow, from its reports and those of the others on the same intervals.
-
-    For `cost` see Straggler.
-    """
+    """A sentence on why a rank is slow, from its reports and those of the other ranks. For `cost` see Straggler."""
     delayed, cores = (fmean(report[key] for report in reports) for key in ("delayed", "cores"))
     used_by_others = fmean(report["cores"] for report in others)
     # On a busy machine all ranks are delayed alike, for each second of a core that they use.

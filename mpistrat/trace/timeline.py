@@ -32,12 +32,10 @@ _CLOSE = b"\n]"
 
 
 class Timeline:
-    """Writes the records of all ranks to a file. Raises OSError: The file cannot be created or written.
+    """Writes the records of all ranks to a file, which is replaced. `hosts` has the host of each rank.
 
-    Args:
-        path: The file, which is replaced.
-        hosts: The host of each rank.
-        mark_cycles: Whether to mark when each rank begins to execute the operations agreed on at the same time.
+    With `mark_cycles` it marks when each rank begins to execute the operations agreed on at the same time. Each method
+    raises OSError: The file cannot be created or written.
     """
 
     def __init__(self, path: str, hosts: Sequence[str], mark_cycles: bool):
@@ -213,9 +211,7 @@ class _TraceFile:
 def records_in(path: str) -> tuple[list[Record], bool]:
     """Return the records in a file, which may be truncated, and whether the end of the file is missing.
 
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is not a timeline, or was written by another version of mpistrat.
+    Raises OSError: The file cannot be read. ValueError: The file is not a timeline, or of another version of mpistrat.
     """
     events, is_cut = _events_in(path)
     try:

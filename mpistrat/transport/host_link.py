@@ -77,9 +77,7 @@ class FdExchange:
     def give(self, descriptors: Mapping[int, Sequence[int]]) -> None:
         """Send each other rank its descriptors (one or more) in order. Returns when all ranks have received theirs.
 
-        Raises:
-            OSError: A rank has not connected in time, or has ended.
-            RanksLostError: The wait is interrupted.
+        Raises OSError: A rank has not connected in time, or has ended. RanksLostError: The wait is interrupted.
         """
         assert self._listener is not None and self.invitation is not None
         missing, deadline = set(descriptors), time.monotonic() + _LIMIT_S
@@ -259,13 +257,9 @@ class HostFile:
 class HostLink:
     """One rank's end of the connections. Construct it on all ranks of the host, then call `connect`, then `close`.
 
-    Args:
-        local_ranks: The ranks on this host. The first one makes the sockets and the file.
-        job_ranks: The ranks of `local_ranks` in the job, for error messages; None: equal to `local_ranks`.
-        interruption: Interrupts the wait for the other ranks; None: the wait cannot be interrupted.
-
-    Raises:
-        OSError: This rank cannot listen.
+    `local_ranks` are the ranks on this host, of which the first one makes the sockets and the file. `job_ranks` are the
+    same ranks in the job, for error messages; None: the same numbers. `interruption` interrupts the wait for the other
+    ranks. Raises OSError: This rank cannot listen.
     """
 
     def __init__(self, rank: int, local_ranks: Sequence[int], job_ranks: Sequence[int] | None = None,

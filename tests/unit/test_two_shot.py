@@ -14,9 +14,9 @@ from mpistrat.core.errors import EngineError, StallError
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
 from mpistrat.transport.host_link import HostFile
-from mpistrat.transport.shm.chunk_choice import ChunkChoice
 from mpistrat.transport.shm.segment import HostMemory
 from mpistrat.transport.shm.shm_data import SharedMemoryData
+from mpistrat.transport.shm.two_shot import ChunkChoice
 from tests.support.thread_group import ThreadGroup
 
 from ..support.shared_memory_of_threads import host_files, shared_memory_planes

@@ -126,9 +126,8 @@ class HierarchicalData(TwoShotData):
     Several chunks are in flight at different stages, so that the wire and the memory work in parallel. A rank alone on
     its host sends from its tensors and reduces into its targets without copies, if the slice is of a single tensor.
 
-    If every host has one rank, a reduce-scatter runs in chunks as well.
-
-    A quantised reduction (Reduction.quantised) exchanges 8-bit numbers, as QuantisedExchange does.
+    A quantised reduction (Reduction.quantised) exchanges 8-bit numbers by a QuantisedExchange. If every host has one
+    rank, a reduce-scatter runs in chunks as well.
 
     An element is summed over the ranks of each host in rank order, and then over the hosts in host order. Half
     precision is summed in float32 both times, and rounded before the partial sum is sent.
@@ -236,7 +235,6 @@ class HierarchicalData(TwoShotData):
         return exchange(self._cross, parts, rows), rows
 
     def _parts_of(self, array: np.ndarray) -> list[np.ndarray]:
-        """Each host's part of a slice."""
         bounds = [array.size * h // self._hosts for h in range(self._hosts + 1)]
         return [array[start:stop] for start, stop in itertools.pairwise(bounds)]
 

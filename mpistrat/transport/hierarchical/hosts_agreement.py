@@ -59,11 +59,8 @@ class Piggyback:
 
     Elements are summed in the same order as by HierarchicalData, with the same result.
 
-    Args:
-        memory: `memory_bytes` of shared memory of the ranks of the host.
-        index: This rank's position among the ranks of the host.
-        count: The number of ranks of the host.
-        slot_bytes: Bytes of the largest all-reduce, see `largest`.
+    `memory` has `memory_bytes` of shared memory for the `count` ranks of the host, of which this rank is at `index`.
+    `slot_bytes` are the bytes of the largest all-reduce, see `largest`.
     """
 
     def __init__(self, memory: memoryview, index: int, count: int, slot_bytes: int):

@@ -160,10 +160,8 @@ def communicator(mpi: ModuleType, comm: "MPI.Comm | Iterable[int] | None", launc
                  launcher: str) -> "MPI.Intracomm":
     """Return the communicator of the job. Collective over its ranks.
 
-    Args:
-        comm: The argument of init(): a communicator, ranks of COMM_WORLD, or None for COMM_WORLD.
-        launched: How many processes the launcher started, from the environment; 1 if unknown.
-        launcher: The name of the launcher, for the error.
+    `comm` is the argument of init(): a communicator, ranks of COMM_WORLD, or None for COMM_WORLD. The launcher of that
+    name has started `launched` processes; 1: the number is unknown.
 
     Raises:
         MpistratError: The thread level is too low, or MPI does not see the processes that the launcher started.

@@ -20,13 +20,7 @@ from ...core.topology import Topology
 
 
 class PeerWait:
-    """Waits of one rank for others.
-
-    Args:
-        peers: The ranks that this rank may wait for.
-        limit_s: Seconds after which a wait fails; 0: never.
-        interruption: Interrupts waits; None: waits cannot be interrupted.
-    """
+    """Waits of one rank for `peers`, each for `limit_s` seconds at most (0: no limit). `interruption` ends a wait."""
 
     def __init__(self, topology: Topology, peers: Sequence[int], limit_s: float,
                  interruption: Interruption | None = None):
@@ -36,11 +30,10 @@ class PeerWait:
         self.unfinished: list[MPI.Request] = []
 
     def complete(self, requests: Sequence[MPI.Request], nbytes: int = 0, others: Sequence[int] | None = None) -> None:
-        """Return when the requests are complete. Releases the GIL meanwhile. For the other arguments see `until`.
+        """Return when the requests are complete. Releases the GIL meanwhile. For `nbytes` and the errors see `until`.
 
-        Raises:
-            StallError: The requests are not complete after the limit. Their memory is never freed, as MPI may use it.
-            RanksLostError: The wait is interrupted.
+        `others`: The ranks that the requests depend on, for the error. Default: all peers. After a StallError the
+        memory of the requests is never freed, since MPI may use it.
         """
         test = MPI.Request.Testall
         try:
@@ -59,7 +52,6 @@ class PeerWait:
         """Call `is_done` until it returns true.
 
         Args:
-            is_done: Returns whether the wait is over.
             missing: Returns the ranks that the wait depends on, for the error. Default: all peers.
             nbytes: The bytes to transfer during the wait. More bytes delay the first sleep.
             limit_s: Replaces the limit of this object.

@@ -44,21 +44,15 @@ def failed_ranks(comm: MPI.Comm) -> list[int]:
         failed.Free()
 
 
-class _Process(ctypes.Structure):
-    """pmix_proc_t."""
-
+class _Process(ctypes.Structure):  # pmix_proc_t
     _fields_ = [("nspace", ctypes.c_char * 256), ("rank", ctypes.c_uint32)]
 
 
-class _Value(ctypes.Structure):
-    """pmix_value_t. The union has three words."""
-
+class _Value(ctypes.Structure):  # pmix_value_t, whose union has three words
     _fields_ = [("type", ctypes.c_uint16), ("data", ctypes.c_void_p * 3)]
 
 
-class _Info(ctypes.Structure):
-    """pmix_info_t."""
-
+class _Info(ctypes.Structure):  # pmix_info_t
     _fields_ = [("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value)]
 
 

@@ -60,11 +60,9 @@ class _Ring:
 class ShmRing:
     """One rank's channel over rings, with the methods of a UnixSocketChannel.
 
-    Args:
-        memory: The memory of the host, of which the counter ASLEEP is used.
-        start: The offset of the rings in the memory's data. The rings take `ring_bytes(edges)` bytes.
-        edges: The pairs of ranks of this host that exchange messages, the same list on all ranks of the host.
-        channel: Serves only to sleep, and to wake ranks that sleep. `close` closes it.
+    The rings take `ring_bytes(edges)` bytes of the memory's data, from `start` on. It also uses the counter ASLEEP.
+    `edges` are the pairs of ranks of this host that exchange messages, the same list on all ranks of the host. The
+    `channel` serves only to sleep, and to wake ranks that sleep. `close` closes it.
     """
 
     def __init__(self, memory: HostMemory, start: int, edges: Sequence[tuple[int, int]], channel: UnixSocketChannel):

@@ -30,13 +30,10 @@ _HAS_LEFT, _HAS_STALLED = 1, 2
 
 
 class HostMemory:
-    """A block of zeroed memory that the ranks of a host share.
+    """A block of zeroed memory that the ranks of a host share. `index`: This rank's position among these `ranks`.
 
-    Args:
-        index: This rank's position among the ranks of the host.
-        limit_s: Seconds after which a wait for another rank fails; 0: never.
-        topology: The hosts of all ranks; None: all ranks are on this host.
-        interruption: Interrupts waits; None: waits cannot be interrupted.
+    A wait for another rank fails after `limit_s` seconds (0: never). `interruption` ends a wait. `topology` has the
+    hosts of all ranks; None: all ranks are on this host.
     """
 
     def __init__(self, memory: mmap.mmap, index: int, ranks: Sequence[int], limit_s: float = 0.0,

@@ -38,10 +38,6 @@ class ReduceScatter:
         self._packs_own = reduction.prescale != 1.0  # That needs the copy.
         self.first, self.chunks = first, range(-(-max(counts) // self._step))
 
-    def room_for(self, k: int) -> int:
-        """See TwoShotData._room_for."""
-        return self.first + max(k - tuning.SHM_SCATTERS_UNDER_WAY, -1)
-
     def pack(self, k: int) -> None:
         """Write the pieces of chunk k to this rank's memory."""
         for rank in range(self._count):
@@ -118,7 +114,7 @@ class SharedMemoryData(TwoShotData):
                            lambda: combine(parts, reduction.op, target, reduction.scale))
 
     def _scatter(self, work: ReduceScatter, k: int) -> None:
-        self.memory.await_all(work.room_for(k), CONSUMED)
+        self.memory.await_all(work.first + max(k - tuning.SHM_SCATTERS_UNDER_WAY, -1), CONSUMED)
         work.pack(k)
         self.memory.post(work.first + k, PACKED)
 

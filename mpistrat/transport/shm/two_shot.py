@@ -4,7 +4,9 @@ Small all-reduces are one-shot: every rank reads the parts of all ranks, and red
 thread.
 """
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, NamedTuple
 
@@ -15,7 +17,6 @@ from ...core.arithmetic import Reduction, Scale, combine, divided_before, scaled
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
 from ...core.packing import FlatLayout, pack, segments, unpack
-from .chunk_choice import ChunkChoice
 from .segment import CHUNK_BYTES, CONSUMED, PACKED, READY, UNPACKED, HostMemory
 
 Stage = Callable[[Any, int], None]  # a step on chunk k of a collective
@@ -26,7 +27,7 @@ Stage = Callable[[Any, int], None]  # a step on chunk k of a collective
 class Move(NamedTuple):
     """A copy between elements of an array and shared memory."""
 
-    array: int  # its index in the list
+    array: int  # the index of the array
     part: slice  # the elements of the array
     memory: np.ndarray  # the same number of elements of shared memory
 
@@ -50,10 +51,6 @@ class Chunk(NamedTuple):
     result: np.ndarray  # That slice in the memory of the results.
     own_copies: list[Move]  # The copies of that slice from the results to this rank's targets.
     other_copies: list[Move]  # The copies of the other slices from the results to this rank's targets.
-
-    def count_views(self) -> int:
-        """The number of numpy views that the chunk holds."""
-        return len(self.packs) + len(self.own_copies) + len(self.other_copies) + len(self.parts) * (1 + len(self.reads))
 
 
 class TwoShotReduce(Prepared):
@@ -86,11 +83,7 @@ class TwoShotReduce(Prepared):
         self.ahead_s += time.perf_counter() - began
 
     def finish(self, all_packed: bool) -> None:
-        """See Prepared."""
-        if self.kind is None:
-            self.plane.run(self, self.plane.stages)
-        else:
-            self.plane.run_timed(self, self.kind)
+        self.plane.run_timed(self)
 
     def copy_in(self, chunk: Chunk) -> None:
         """Copy this rank's part of a chunk to shared memory."""
@@ -123,7 +116,6 @@ class OneShot(Prepared):
             self.is_packed = True
 
     def finish(self, all_packed: bool) -> None:
-        """See Prepared."""
         plane, parts, targets, op, scale = self.plane, self.parts, self.targets, self.reduction.op, self.reduction.scale
         memory, number = plane.memory, plane.last_chunk + 1
         if not all_packed:
@@ -151,7 +143,7 @@ def _are_large(nbytes: int, tensors: Sized) -> bool:
     return nbytes >= len(tensors) * tuning.SHM_LARGE_TENSOR_BYTES
 
 
-# -- the data plane ----------------------------------------------------------------------------------------------------
+# -- the choice of the bytes of a chunk --------------------------------------------------------------------------------
 
 
 class ChunkKey(NamedTuple):
@@ -162,6 +154,95 @@ class ChunkKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"All-reduces of {2**(self.bits - 21)} to {2**(self.bits - 20)} MiB of {self.dtype}"
+
+
+class ChunkChoice:
+    """The choice of the bytes of a chunk, by the measured times of all-reduces of one dtype and nearly the same size.
+
+    Cores that share a cache pass small chunks to each other from cache to cache. Cores without a shared cache (two
+    sockets, two parts of one processor) fetch a small chunk line by line from the writer's cache, and prefetch a large
+    chunk, which is in memory. The kernel's information on shared caches is wrong in a virtual machine, and a virtual
+    machine may move. So the times decide.
+
+    All candidates are tried in turn on a few all-reduces, and the best candidate is kept. After a number of all-reduces
+    all candidates are tried again; earlier if the speed has changed. The number doubles when a trial changes nothing.
+    The speed alone is not enough: when ranks move to cores with a shared cache, large chunks take as long as before.
+
+    Args:
+        candidates: Bytes of a chunk. The first candidate is used until the first choice.
+    """
+
+    def __init__(self, candidates: Sequence[int]):
+        self._candidates, self.chunk = tuple(candidates), candidates[0]  # `chunk`: The choice.
+        self.s_per_byte: dict[int, float] = {}  # Of the last trial, by candidate; empty before the first trial's end.
+        self._tried: dict[int, list[float]] = {}
+        self._untried: deque[int] = deque()
+        self._keeps = tuning.CHUNK_KEPT_LEAST  # all-reduces between two trials
+        self._kept = 0  # all-reduces since the last trial
+        self._at_first: list[float] = []  # seconds per byte of the first of them
+        self._lately: deque[float] = deque(maxlen=tuning.CHUNK_SPEED_TIMES)
+        # The first time of each has page faults and the making of its layout in it.
+        self._try_all(1 + tuning.CHUNK_TRIES)
+
+    def __str__(self) -> str:
+        """The choice, and the measured times on which the choice is based."""
+        tried = ", ".join(f"{_size(chunk)} {s_per_byte * 2**20 * 1e6:.0f}" for chunk, s_per_byte in
+                          self.s_per_byte.items())
+        return f"{_size(self.chunk)} (us per MiB: {tried})" if tried else _size(self.chunk)
+
+    def upcoming(self) -> int:
+        """The chunk bytes for the all-reduce after the one that begins now. To be called once per all-reduce."""
+        return self._untried.popleft() if self._untried else self.chunk
+
+    def took(self, chunk: int, s_per_byte: float) -> bool:
+        """Note the time of an all-reduce with these `chunk` bytes. Returns whether this made a first or another choice.
+
+        `s_per_byte`: The seconds per byte, without the wait for the last rank to begin.
+        """
+        if self._tried:
+            self._tried[chunk].append(s_per_byte)
+            return self._choose() if min(map(len, self._tried.values())) >= self._tries else False
+        if chunk != self.chunk:
+            return False  # It was announced before the trial ended.
+        self._kept += 1
+        if len(self._at_first) < tuning.CHUNK_SPEED_TIMES:
+            self._at_first.append(s_per_byte)
+            return False
+        self._lately.append(s_per_byte)
+        least = self._keeps // tuning.CHUNK_EARLIER
+        if self._kept >= self._keeps or (self._kept >= least and self._speed_has_changed()):
+            self._try_all(tuning.CHUNK_TRIES)
+        return False
+
+    def _speed_has_changed(self) -> bool:
+        ratio = statistics.median(self._lately) / statistics.median(self._at_first)
+        return max(ratio, 1 / ratio) > tuning.CHUNK_SPEED_FACTOR
+
+    def _try_all(self, tries: int) -> None:
+        self._tries, self._tried = tries, {chunk: [] for chunk in self._candidates}
+        self._untried.extend(self._candidates * tries)
+        self._kept = 0
+        self._at_first.clear()
+        self._lately.clear()
+
+    def _choose(self) -> bool:
+        is_first = not self.s_per_byte
+        self.s_per_byte = {chunk: min(times[is_first:]) for chunk, times in self._tried.items()}
+        self._tried.clear()
+        best = min(self.s_per_byte, key=self.s_per_byte.__getitem__)
+        is_other = self.s_per_byte[best] < tuning.CHUNK_GAIN * self.s_per_byte[self.chunk]
+        if is_other:
+            self.chunk, self._keeps = best, tuning.CHUNK_KEPT_LEAST
+        elif not is_first:
+            self._keeps = min(2 * self._keeps, tuning.CHUNK_KEPT_MOST)
+        return is_other or is_first
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
+
+
+# -- the data plane ----------------------------------------------------------------------------------------------------
 
 
 class _Views(NamedTuple):
@@ -180,7 +261,7 @@ class TwoShotData(DataPlane):
     tensors, writes the result to shared memory, and copies it to its targets. Last, it copies the slices that the other
     ranks have reduced to its targets. While one chunk is packed, the one before is reduced, and the one before that is
     unpacked, so that a rank that is a little late delays no other. Small chunks under way stay in the processor's
-    cache. The fastest chunk size is measured, see chunk_choice: the first rank of the host times the all-reduces. With
+    cache. The fastest chunk size is measured, see ChunkChoice: the first rank of the host times the all-reduces. With
     the first chunk of each all-reduce it posts the chunk size of the next all-reduce with the same ChunkKey.
 
     The results are private to each rank. Results in memory that all ranks of the host read would save the last copy
@@ -209,7 +290,7 @@ class TwoShotData(DataPlane):
         self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(self._count + 1, -1)
         self._views: dict[np.dtype, _Views] = {}
         self._layouts: dict[tuple[np.dtype, int, bool, tuple[int, ...]], list[Chunk]] = {}
-        self._kept_views = 0  # in these layouts
+        self._kept_views = 0  # How many numpy views these layouts hold.
         self.last_chunk = 0  # The number of the last chunk; the same on all ranks.
         # For each slot, how many chunks all ranks must have consumed before it may be overwritten.
         self.free_at = [0] * self.slots
@@ -255,7 +336,8 @@ class TwoShotData(DataPlane):
         chunks = self._layouts.get(key)
         if chunks is None:
             chunks = self._lay_out(sizes, work.chunk_bytes // itemsize, slots, packs_own)
-            views = sum([chunk.count_views() for chunk in chunks])
+            views = sum([len(chunk.packs) + len(chunk.own_copies) + len(chunk.other_copies)
+                         + len(chunk.parts) * (1 + len(chunk.reads)) for chunk in chunks])
             if self._kept_views + views > tuning.SHM_KEPT_VIEWS:
                 self._layouts.clear()
                 self._kept_views = 0
@@ -318,19 +400,19 @@ class TwoShotData(DataPlane):
         for k in range(max(count - self.slots, 0), count):
             self.free_at[k % self.slots] = work.first + k
 
-    def run_timed(self, work: TwoShotReduce, kind: ChunkKey) -> None:
-        """Run an all-reduce. On the first rank of the host, also time it and post the chunk size of the next one."""
-        if self._index:
+    def run_timed(self, work: TwoShotReduce) -> None:
+        """Run an all-reduce. If it has a kind, the first rank of the host times it, and posts the next chunk size."""
+        if work.kind is None or self._index:
             self.run(work, self.stages)
             return
-        choice = self.choices.get(kind) or self.choices.setdefault(kind, ChunkChoice(self._chunks))
+        choice = self.choices.get(work.kind) or self.choices.setdefault(work.kind, ChunkChoice(self._chunks))
         # Posted before the first chunk, with which the other ranks read it.
         self.memory.post(choice.upcoming(), CHUNK_BYTES)
         began = time.perf_counter()
         self.run(work, self.stages)
         took_s = time.perf_counter() - began - work.wait_s + work.ahead_s
         if choice.took(work.chunk_bytes, took_s / sum([source.nbytes for source in work.inputs])):
-            self.on_choice(f"{kind} use chunks of {choice}.")
+            self.on_choice(f"{work.kind} use chunks of {choice}.")
 
     def measured_choices(self) -> list[str]:
         return [f"{kind} use chunks of {choice}." for kind, choice in list(self.choices.items()) if choice.s_per_byte]
@@ -341,7 +423,6 @@ class TwoShotData(DataPlane):
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The steps on a chunk, in order."""
         return self._pack, self._reduce, self._unpack
 
     def _pack(self, work: TwoShotReduce, k: int) -> None:
