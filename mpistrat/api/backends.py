@@ -20,7 +20,7 @@ from ..negotiation.tree import Node, edges_among
 from ..transport.host_link import HostLink
 from ..transport.local import LocalAgreement, LocalControl, LocalData
 from ..transport.shm.ring import LocalChannel, ShmRing, ring_bytes
-from ..transport.shm.segment import HostMemory
+from ..transport.shm.segment import HostMemory, SharedMemoryAgreement
 from ..transport.unix_socket import UnixSocketChannel
 
 if TYPE_CHECKING:
@@ -114,7 +114,6 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
 
 def _build_for_one_host(setup: _Setup) -> _Parts | None:
     """Build the backends for ranks of one host, over shared memory. None if the ranks cannot share it. Collective."""
-    from ..transport.shm.agreement import SharedMemoryAgreement
     from ..transport.shm.shm_data import SharedMemoryData
     local_ranks, settings = setup.topology.local_ranks, setup.settings
     edges, count = edges_among(local_ranks), len(local_ranks)

@@ -20,8 +20,7 @@ from ..core.ownership import own_directory
 from ..core.topology import Topology, rank_list
 from ..core.tuning import REPORTED_OPERATIONS, REPORTED_OPERATIONS_LEAST, REPORTED_OPERATIONS_OF_ALL
 from .clocks import Offset
-from .record_ring import Operation, Traced
-from .records import Record, from_message, record_of, to_messages, unfinished
+from .records import Operation, Record, Traced, from_message, record_of, to_messages, unfinished
 from .timeline import Timeline
 
 FAILURES = Path(".mpistrat")

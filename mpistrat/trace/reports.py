@@ -25,8 +25,7 @@ from ..core.handle import Entry
 from ..core.ownership import own_directory
 from ..core.slowest import Waits, figure, shares_of, total
 from ..core.topology import Topology
-from .record_ring import Operation, Reader, StepCounter, is_of_gradients
-from .records import Span, hidden, length, union
+from .records import Operation, Reader, Span, StepCounter, hidden, is_of_gradients, length, union
 from .stragglers import ProcessorUse, StragglerWatch
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from ..core.interfaces import Observer
 from ..core.topology import Topology
 from .clocks import Offset
 from .last import LastReport
-from .record_ring import Operation, Read, Reader, Traced
-from .records import NO_STEP, Record, from_message, record_of, to_messages
+from .records import NO_STEP, Operation, Read, Reader, Record, Traced, from_message, record_of, to_messages
 from .reports import Reports
 from .timeline import Timeline, Window
 

@@ -31,8 +31,7 @@ from mpistrat.core.topology import Topology
 from mpistrat.trace import last, records
 from mpistrat.trace.analysis import Unfinished, analyse
 from mpistrat.trace.clocks import Offset
-from mpistrat.trace.record_ring import OperationRing, Traced
-from mpistrat.trace.records import NO_STEP, Record
+from mpistrat.trace.records import NO_STEP, OperationRing, Record, Traced
 from mpistrat.trace.timeline import Timeline, records_in
 from mpistrat.trace.tracer import Tracer
 

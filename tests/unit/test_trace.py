@@ -21,8 +21,7 @@ from mpistrat.engine.controller import Controller
 from mpistrat.engine.executor import Executor
 from mpistrat.trace import reports
 from mpistrat.trace.clocks import Offset
-from mpistrat.trace.record_ring import Operation, OperationRing, StepCounter
-from mpistrat.trace.records import NO_STEP, Record, length, union
+from mpistrat.trace.records import NO_STEP, Operation, OperationRing, Record, StepCounter, length, union
 from mpistrat.trace.reports import Totals, line_of
 from tests.support.thread_group import ThreadGroup
 

@@ -19,8 +19,7 @@ from ...core.memory import aligned_empty
 from ...core.packing import pack, unpack
 from ...core.topology import Topology
 from ...core.tuning import EAGER_MESSAGE_BYTES, PIGGYBACK_CROSS_BYTES, PIGGYBACK_HOST_BYTES, PIGGYBACK_MOST_HOSTS
-from ..shm.agreement import ROUND_MASK, SharedMemoryAgreement
-from ..shm.segment import VERDICT, HostMemory
+from ..shm.segment import ROUND_MASK, VERDICT, HostMemory, SharedMemoryAgreement
 
 _OUTCOME_UNIT = ROUND_MASK + 1  # A verdict is outcome * _OUTCOME_UNIT | (round & ROUND_MASK).
 # A message between hosts begins with a vote. The data behind it are aligned.
