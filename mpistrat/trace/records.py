@@ -115,7 +115,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._next: dict[int, int] = {}  # The serial of the next operation of each process set.
-        self.steps = StepCounter()  # Counts the steps of the script.
+        self.counter = StepCounter()
         self.operations = 0  # How many operations this rank has completed, with those that the rings have lost.
         self.nbytes = 0  # Bytes of the operations that were read.
 
@@ -134,7 +134,7 @@ class Reader:
             # Without a timeline, the many operations of a whole second are read here, in a few milliseconds.
             for each in operations:
                 self.nbytes += each.nbytes
-                found.append(Read(each, traced, self.steps.add(each.request)))
+                found.append(Read(each, traced, self.counter.add(each.request)))
         return found, lost
 
 

@@ -64,7 +64,7 @@ class Reports:
         found = waits(recent, in_flight, interval)
         _, waiting, moving, hidden = (round(seconds / found.seconds, 4) for seconds in found)
         cores, delayed = self._use.since_last()
-        rank, steps = self._topology.rank, reader.steps.steps
+        rank, steps = self._topology.rank, reader.counter.steps
         self._totals[rank].add(found, steps, reader.operations)
         self._newest[rank] = {
             "rank": rank, "host": self._topology.host, "pid": os.getpid(), "steps": steps or None, "rows": rows,

@@ -35,13 +35,12 @@ _LAST_RECORDS_POLL_S = 0.01
 _MOST_WAITING = 1000  # messages that the engine has not sent. Operations after the limit are lost.
 _EVERYTHING: Window = (NO_STEP, 2**62)
 
-# The first byte of a message. From any rank: the notice that a rank fails.
-_FAILURE = b"F"
-# From rank 0: the time, for the clocks; begin to send operations (with the window), or end.
-_CLOCK, _BEGIN, _END = b"C", b"B", b"E"
-# From another rank: its answer on clocks (_CLOCK), its report, or (at its end) its totals; operations, or the notice
-# that it has sent its last operation.
-_REPORT, _TOTALS, _RECORDS, _LAST = b"S", b"T", b"R", b"L"
+# The first byte of a message is its kind.
+_FAILURE = b"F"  # From any rank: a rank fails.
+_CLOCK = b"C"  # From rank 0: its time. From another rank: the answer, for the offset of the rank's clock.
+_BEGIN, _END = b"B", b"E"  # From rank 0: the ranks begin to send operations (with the window), or end to send them.
+_REPORT, _TOTALS = b"S", b"T"  # From another rank: its report; at its end, its totals.
+_RECORDS, _LAST = b"R", b"L"  # From another rank: operations; the notice that it has sent its last operation.
 _SENT = struct.Struct("<q")
 _ANSWER = struct.Struct("<Qqqq")  # the rank, and the times of Offset.add but the last one
 _COUNTS = struct.Struct("<QQ")  # the rank, and how many operations it has lost
@@ -66,7 +65,7 @@ class Tracer(Observer):
         self.is_line_due = True  # Whether to print `line`, since nothing else reports the speed of the job.
         self.reader = Reader()  # Counts the operations and steps that it has read.
         self.reports = Reports(topology, place, environ)  # On rank 0, of all ranks.
-        self._recording = Recording(topology, offsets, self._send, self.outgoing)
+        self._recording = Recording(topology, offsets, self._send, self.outgoing, self.reader)
         self._last_report = None if tell is None else LastReport(topology, offsets, tell)
         self._recent: list[Operation] = []  # since the last report
         self._asked = (0, 0)  # When rank 0 sent its latest message on clocks, and when this rank received it.
@@ -100,13 +99,13 @@ class Tracer(Observer):
     def close(self) -> None:
         """Complete the timeline, after the engines have ended. Local. May be called twice."""
         with self._lock:
-            self._recording.end(self.reader.steps.steps, None)
+            self._recording.end(None)
 
     # -- when a rank fails --------------------------------------------------------------------------------------------
 
     def fail(self) -> None:
         if self._last_report is not None:
-            self._last_report.fail(self._traced().values(), self.reader.steps.steps - 1)
+            self._last_report.fail(self._traced().values(), self.reader.counter.steps - 1)
             self._called.set()
 
     def fail_all(self, limit_s: float) -> bool:
@@ -158,7 +157,7 @@ class Tracer(Observer):
                     break
             time.sleep(_LAST_RECORDS_POLL_S)
         with self._lock:
-            self._recording.end(self.reader.steps.steps, _LAST_RECORDS_S)
+            self._recording.end(_LAST_RECORDS_S)
 
     # -- in the thread that drives the engine -------------------------------------------------------------------------
 
@@ -201,9 +200,8 @@ class Tracer(Observer):
             with self._lock:
                 self._read()
                 self._recording.write()
-                steps = self.reader.steps.steps
-                if self._recording.has_file and self._recording.is_over(steps) and not self._recording.is_awaited:
-                    self._recording.end(steps, _LAST_RECORDS_S)
+                if self._recording.has_file and self._recording.is_over and not self._recording.is_awaited:
+                    self._recording.end(_LAST_RECORDS_S)
             self.tell_last()
             now = time.monotonic_ns()
             if now - began >= _INTERVAL_S * 1e9:
@@ -243,7 +241,7 @@ class Tracer(Observer):
         if self._last_report is not None:
             for each in new:
                 self._last_report.keep(*each)
-        self._recording.take(new, lost, self.reader.steps.steps)
+        self._recording.take(new, lost)
 
     def _send(self, message: bytes) -> None:
         if self._topology.size > 1:
@@ -258,12 +256,13 @@ class Recording:
     """The timeline that is being recorded, if any. Rank 0 writes the operations of all ranks, which the others send.
 
     The tracer calls the methods with its lock held, except for `receive`. `send` sends a message to rank 0, or, on rank
-    0, to all ranks. `waiting` has the messages that have not been sent yet.
+    0, to all ranks. `waiting` has the messages that have not been sent yet. `reader` counts the steps of this rank.
     """
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], send: Callable[[bytes], None],
-                 waiting: Sized):
-        self._topology, self._offsets, self._send, self._waiting = topology, offsets, send, waiting
+                 waiting: Sized, reader: Reader):
+        self._topology, self._offsets, self._send = topology, offsets, send
+        self._waiting, self._reader = waiting, reader
         # The steps whose operations this rank sends or writes; None: none. Rank 0 sets the window, and may end it.
         self._window: Window | None = None
         self._must_end = False
@@ -330,8 +329,8 @@ class Recording:
         if self._timeline is not None:
             self._timeline.add_places(places, now)
 
-    def end(self, steps: int, limit_s: float | None) -> None:
-        """Close the file, if any, after `steps` steps, and log a warning on missing operations.
+    def end(self, limit_s: float | None) -> None:
+        """Close the file, if any, and log a warning on missing operations.
 
         `limit_s`: How long rank 0 has waited for other ranks; None: the job has ended, and rank 0 did not wait.
         """
@@ -352,7 +351,7 @@ class Recording:
             lacks.append(f"{lost} operations came faster than they could be read")
         if window not in (None, _EVERYTHING) and not timeline.operations:
             lacks.append(f"it is empty, because steps {window[0]} to {window[1] - 1} were not executed: the job had "
-                         f"{steps} steps")
+                         f"{self._reader.counter.steps} steps")
         if lacks:
             logger.warning("mpistrat: the timeline %s is not complete: %s.", self._path, "; ".join(lacks))
 
@@ -375,15 +374,13 @@ class Recording:
 
     # -- on all ranks -------------------------------------------------------------------------------------------------
 
-    def is_over(self, steps: int) -> bool:
-        """Whether this rank has passed the end of the window after `steps` steps."""
-        return self._window is not None and steps > self._window[1]
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has passed the end of the window."""
+        return self._window is not None and self._reader.counter.steps > self._window[1]
 
-    def take(self, new: Sequence[Read], lost: int, steps: int) -> None:
-        """Send or write the operations that belong to the timeline. For `new` and `lost` see Reader.read.
-
-        `steps`: The number of steps so far.
-        """
+    def take(self, new: Sequence[Read], lost: int) -> None:
+        """Send or write the operations that belong to the timeline. For the arguments see Reader.read."""
         window = self._window
         if window is None:
             return
@@ -399,7 +396,7 @@ class Recording:
         else:
             for message in to_messages(chosen):
                 self._send(_RECORDS + message)
-        if self._must_end or self.is_over(steps):
+        if self._must_end or self.is_over:
             self.send_last()
 
     def send_last(self) -> None:
