@@ -260,7 +260,7 @@ class ReducedExchange(LeaderExchange):
 
 
 class HierarchicalAgreement(SharedMemoryAgreement):
-    """One rank's part in the rounds. For the first two arguments see SharedMemoryAgreement.
+    """One rank's part in the rounds among several hosts. For the first two arguments see SharedMemoryAgreement.
 
     `hosts` is the result of leader_exchange, and `close` closes it. `elsewhere` are the ranks of the other hosts.
     """

@@ -12,7 +12,7 @@ from ..unix_socket import UnixSocketChannel
 from .segment import ASLEEP, HostMemory
 
 _HEADER_BYTES = 256  # two counters, each with two cache lines of its own
-_READ = 16  # index of the counter of bytes read, in words; that of bytes written is at 0
+_READ = 16  # the index, in words, of the counter of bytes read; the counter of bytes written has index 0
 _RING_AND_HEADER_BYTES = _HEADER_BYTES + SHM_RING_BYTES
 _LENGTH_BYTES = 4
 

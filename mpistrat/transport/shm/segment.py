@@ -18,14 +18,14 @@ from ...core.topology import Topology
 from ...core.tuning import SHM_SLEEP_S, SHM_SPIN_LOOKS, SHM_YIELD_S
 
 # The indices of the counters of a rank, each used by one class only.
-PACKED, CONSUMED, READY, UNPACKED = range(4)  # numbers of chunks; SharedMemoryData
+PACKED, CONSUMED, READY, UNPACKED = range(4)  # TwoShotData: numbers of chunks
 EVEN_VOTE, ODD_VOTE = 4, 5  # SharedMemoryAgreement
 ASLEEP = 6  # ShmRing
 VERDICT = 7  # HierarchicalAgreement
-CHUNK_BYTES = 8  # of the first rank of the host; SharedMemoryData
+CHUNK_BYTES = 8  # TwoShotData: the bytes of a chunk, from the first rank of the host
 
 _WORDS_PER_RANK = 16  # of 8 bytes, for counters: two cache lines, since processors prefetch pairs of lines
-_ABANDONED = _WORDS_PER_RANK - 1  # index of a counter that is 0, or one of these
+_ABANDONED = _WORDS_PER_RANK - 1  # the index of a counter with 0, _HAS_LEFT or _HAS_STALLED
 _HAS_LEFT, _HAS_STALLED = 1, 2
 
 # A vote is number * _NUMBER_UNIT | (_READY_BIT if its rank is ready) | (round & ROUND_MASK).

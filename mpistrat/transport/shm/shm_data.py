@@ -35,7 +35,7 @@ class ReduceScatter:
         piece_bytes = memories[index].nbytes // (tuning.SHM_SCATTERS_UNDER_WAY * self._count) // ALIGNMENT * ALIGNMENT
         self._step = piece_bytes // source.itemsize  # elements of a piece
         self._bounds = [(end - count, end) for end, count in zip(accumulate(counts), counts)]
-        self._packs_own = reduction.prescale != 1.0  # That needs the copy.
+        self._packs_own = reduction.prescale != 1.0  # A prescale needs a copy.
         self.first, self.chunks = first, range(-(-max(counts) // self._step))
 
     def pack(self, k: int) -> None:
