@@ -45,7 +45,7 @@ def _why_no_mpi() -> str:
 
 def why_no_shared_memory() -> str:
     """Return why processes of this host cannot share memory, or "" if they can. Local."""
-    from ..transport.memfd import HostFile
+    from ..transport.host_link import HostFile
     try:
         file = HostFile.make()
         try:

@@ -20,7 +20,7 @@ from ..negotiation.tree import Node, edges_among
 from ..transport.host_link import HostLink
 from ..transport.local import LocalAgreement, LocalControl, LocalData
 from ..transport.shm.ring import LocalChannel, ShmRing, ring_bytes
-from ..transport.shm.segment import HostMemory, Regions
+from ..transport.shm.segment import HostMemory, SharedMemoryAgreement
 from ..transport.unix_socket import UnixSocketChannel
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
     """
     from ..transport.mpi.control import MpiControl
     from ..transport.mpi.mpi_data import MpiData
-    from ..transport.mpi.peer_wait import PeerWait
+    from ..transport.mpi.requests import PeerWait
     rank, local_ranks = topology.rank, topology.local_ranks
     link, sockets = _connect_host(comm, topology, interruption)
     wait = PeerWait(topology, range(topology.size), settings.limit_s, interruption)
@@ -114,19 +114,18 @@ def backends_over(comm: "MPI.Intracomm", topology: Topology, settings: Settings,
 
 def _build_for_one_host(setup: _Setup) -> _Parts | None:
     """Build the backends for ranks of one host, over shared memory. None if the ranks cannot share it. Collective."""
-    from ..transport.shm.agreement import SharedMemoryAgreement
     from ..transport.shm.shm_data import SharedMemoryData
     local_ranks, settings = setup.topology.local_ranks, setup.settings
     edges, count = edges_among(local_ranks), len(local_ranks)
     chunks = (settings.chunk_bytes,) if settings.chunk_bytes else SharedMemoryData.chunks_for(count)
     for tried in range(len(chunks), 0, -1):
-        regions = Regions(plane=SharedMemoryData.memory_bytes(count, chunks[tried - 1]), channel=ring_bytes(edges))
-        memory = _shared_memory(setup, regions.nbytes, is_last=tried == 1)
+        plane_bytes = SharedMemoryData.memory_bytes(count, chunks[tried - 1])
+        memory = _shared_memory(setup, plane_bytes + ring_bytes(edges), is_last=tried == 1)
         if memory is not None:
             break
     else:
         return None
-    channel = ShmRing(memory, regions.start_of["channel"], edges, setup.channel)
+    channel = ShmRing(memory, plane_bytes, edges, setup.channel)
     agreement = SharedMemoryAgreement(memory, channel.wake_rank) if settings.uses("fast_path") else None
     data = SharedMemoryData(memory, chunks[:tried], setup.mpi)
     data.on_choice = partial(logger.info, "rank %d: %s", setup.topology.job_rank)
@@ -139,23 +138,21 @@ def _build_for_hosts(setup: _Setup) -> _Parts | None:
     With MPISTRAT_CPU_OPERATIONS=mpi, called only if each host has one rank: the fast path is used, arrays go over MPI.
     """
     from ..transport.hierarchical.allreduce import HierarchicalData, cross_comm
-    from ..transport.hierarchical.hosts_agreement import HierarchicalAgreement
-    from ..transport.hierarchical.leader_exchange import leader_exchange
-    from ..transport.hierarchical.piggyback import Piggyback
-    from ..transport.mpi.peer_wait import PeerWait
+    from ..transport.hierarchical.hosts_agreement import HierarchicalAgreement, Piggyback, leader_exchange
+    from ..transport.mpi.requests import PeerWait
     topology, settings = setup.topology, setup.settings
     chunk = settings.chunk_bytes or HierarchicalData.chunk_bytes
     count, edges = topology.local_size, edges_among(topology.local_ranks)
     has_pipeline = settings.cpu_operations != "mpi"
     slot_bytes = Piggyback.largest(topology.local_sizes) if settings.uses("fast_path") and has_pipeline else 0
-    regions = Regions(plane=HierarchicalData.memory_bytes(count, chunk), channel=ring_bytes(edges),
-                      piggyback=Piggyback.memory_bytes(count, slot_bytes))
-    memory = _shared_memory(setup, regions.nbytes)
+    plane_bytes = HierarchicalData.memory_bytes(count, chunk)
+    piggyback_at = plane_bytes + ring_bytes(edges)
+    memory = _shared_memory(setup, piggyback_at + Piggyback.memory_bytes(count, slot_bytes))
     if memory is None:
         return None
-    channel, agreement, piggyback = ShmRing(memory, regions.start_of["channel"], edges, setup.channel), None, None
+    channel, agreement, piggyback = ShmRing(memory, plane_bytes, edges, setup.channel), None, None
     if slot_bytes:
-        piggyback = Piggyback(memory.data[regions.start_of["piggyback"]:], memory.index, count, slot_bytes)
+        piggyback = Piggyback(memory.data[piggyback_at:], memory.index, count, slot_bytes)
     if settings.uses("fast_path"):
         agreement = HierarchicalAgreement(memory, channel.wake_rank, leader_exchange(setup.comm, topology, piggyback),
                                           setup.remote_ranks)

@@ -31,7 +31,7 @@ from ..gpu.arrays import GpuTensors
 from ..gpu.gpu_executor import GpuExecutor
 from ..process import stacks
 from ..process.procfs import Process
-from ..trace.record_ring import OperationRing, Traced
+from ..trace.records import OperationRing, Traced
 from .backends import Backends
 
 if TYPE_CHECKING:

@@ -135,7 +135,7 @@ class Job:
 
     def _wait_for_all_ranks(self, comm: "MPI.Comm") -> bool:
         """Wait until all ranks have called `close`. Returns False if ranks are lost, or after the stall limit."""
-        from ..transport.mpi.peer_wait import never_free
+        from ..transport.mpi.requests import never_free
         limit_s = self.settings.limit_s
         try:
             if mpi_library.wait_for_all(comm, limit_s, self.losses.interruption.check):

@@ -222,7 +222,7 @@ def _abandon(group: Group) -> None:
     """End this rank's group without its other ranks, some of which could not make the group. Local."""
     group.engine.abandon("The process set could not be connected.")
     if group.comm is not None:
-        from ..transport.mpi.peer_wait import never_free
+        from ..transport.mpi.requests import never_free
         never_free(group)  # MPI may have requests that use its memory.
 
 

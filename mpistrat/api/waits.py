@@ -5,7 +5,7 @@ The times come from the engine's records of its last operations. Any thread may 
 
 from ..core.errors import MpistratError
 from ..core.slowest import Waits
-from ..trace.status import waits
+from ..trace.reports import waits
 from . import runtime
 
 

@@ -286,7 +286,7 @@ PIGGYBACK_CROSS_BYTES = 32 * 1024
 
 # Bytes of a message between hosts, of which larger data consist.
 # Below the limit to which MPI sends without asking the receiver: 64 KiB over TCP in Open MPI, its header included. See
-# transport.mpi.eager for what that saves. 30 KB over 1 Gbit/s takes as long.
+# transport.mpi.requests for what that saves. 30 KB over 1 Gbit/s takes as long.
 EAGER_MESSAGE_BYTES = 60 * 1024
 
 # -- gpu --------------------------------------------------------------------------------------------------------------

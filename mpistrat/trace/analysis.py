@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.quantised import INT8
-from .records import NO_STEP, Record, arrival_of, by_operation
-from .spans import Span, hidden, length, union
+from .records import NO_STEP, Record, Span, arrival_of, by_operation, hidden, length, union
 from .timeline import label
 
 _FUSED = ("allreduce", "broadcast")
@@ -64,9 +63,8 @@ class Rate:
     """The speed at which one rank's tensors were reduced or gathered."""
 
     what: str  # The kind of operation, such as "SHM_ALLREDUCE".
-    # operations, nbytes: The number of operations of this kind, and their bytes.
-    operations: int
-    nbytes: int
+    operations: int  # The number of operations of this kind.
+    nbytes: int  # Their bytes.
     bytes_per_s: float  # While such an operation ran.
 
 
@@ -115,17 +113,14 @@ def _rank_time(rank: int, records: Sequence[Record], last_submitted: dict[tuple[
                                 if each.submitted)])
     outstanding = union([*waiting, *((each.submitted or each.agreed, each.delivered) for each in records)])
     total = max(whole[1] - whole[0], 1)
-    return RankTime(rank, 1 - length(outstanding) / total, (length(waiting) - length(moving)) / total,
-                    (length(outstanding) - length(waiting)) / total, length(moving) / total, _hidden(records))
-
-
-def _hidden(records: Sequence[Record]) -> float | None:
     by_step: defaultdict[int, list[Span]] = defaultdict(list)
     for record in records:
         if record.step != NO_STEP and record.submitted:
             by_step[record.step].append((record.submitted, record.delivered))
-    outstanding = length(union(span for some in by_step.values() for span in some))
-    return length(hidden(by_step.values())) / outstanding if outstanding else None
+    of_steps = length(union(span for some in by_step.values() for span in some))
+    return RankTime(rank, 1 - length(outstanding) / total, (length(waiting) - length(moving)) / total,
+                    (length(outstanding) - length(waiting)) / total, length(moving) / total,
+                    length(hidden(by_step.values())) / of_steps if of_steps else None)
 
 
 def _stragglers(operations: Sequence[Sequence[Record]]) -> tuple[Straggler, ...]:

@@ -63,10 +63,8 @@ def _round(comm: "MPI.Intracomm") -> tuple[int, int]:
 class Offset:
     """The offset of one rank's clock from the clock of rank 0, as known on rank 0.
 
-    Args:
-        measured: The offset measured in init(), in nanoseconds. 0 for rank 0's own clock.
-        now: The time of this measurement on the clock of rank 0.
-        is_shared: Whether the rank reads the same clock as rank 0.
+    `measured`: The offset measured in init() in nanoseconds, at the time `now` of the clock of rank 0. `is_shared`:
+    Whether the rank reads the same clock as rank 0.
     """
 
     def __init__(self, measured: int, now: int, is_shared: bool):

@@ -19,10 +19,8 @@ from pathlib import Path
 from ..core.ownership import own_directory
 from ..core.topology import Topology, rank_list
 from ..core.tuning import REPORTED_OPERATIONS, REPORTED_OPERATIONS_LEAST, REPORTED_OPERATIONS_OF_ALL
-from .chrome_trace import TraceFile
 from .clocks import Offset
-from .record_ring import Operation, Traced
-from .records import Record, from_message, record_of, to_messages, unfinished
+from .records import Operation, Record, Traced, from_message, record_of, to_messages, unfinished
 from .timeline import Timeline
 
 FAILURES = Path(".mpistrat")
@@ -32,18 +30,12 @@ _Kept = tuple[Operation, int, str, int]  # what `record_of` takes after the rank
 
 
 class LastReport:
-    """Keeps the last operations of this rank, and reports them after a failure. Used by the tracer.
-
-    Args:
-        offsets: See Tracer.
-        tell: Called with the lines of LastOperations.
-    """
+    """Keeps the last operations of this rank, and reports them after a failure. For the arguments see Tracer."""
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], tell: Callable[[list[str]], None]):
         self._topology, self._offsets, self._tell = topology, offsets, tell
-        self._last: deque[_Kept] = deque(
-            maxlen=max(REPORTED_OPERATIONS_LEAST,
-                       min(REPORTED_OPERATIONS, REPORTED_OPERATIONS_OF_ALL // topology.size)))
+        most = min(REPORTED_OPERATIONS, REPORTED_OPERATIONS_OF_ALL // topology.size)
+        self._last: deque[_Kept] = deque(maxlen=max(REPORTED_OPERATIONS_LEAST, most))
         self._in_flight: list[_Kept] = []
         self.has_failed = False  # A rank has failed.
         self.is_reported = threading.Event()  # Set after `tell` was called.
@@ -66,10 +58,10 @@ class LastReport:
             return
         topology, now = self._topology, time.monotonic_ns()
         known = range(topology.size) if topology.rank == 0 else (topology.rank,)
-        offsets = {rank: self._offsets[rank].at(now) for rank in known if rank in self._offsets}
+        offsets = {rank: offset for rank in known
+                   if rank in self._offsets and (offset := self._offsets[rank].at(now))}
         records = [record_of(topology.rank, *each) for each in (*self._last, *self._in_flight)]
-        self._tell(LastOperations(topology.rank, topology.size, topology.host,
-                                  {rank: offset for rank, offset in offsets.items() if offset}, records).lines())
+        self._tell(LastOperations(topology.rank, topology.size, topology.host, offsets, records).lines())
         self.is_reported.set()
 
 
@@ -107,9 +99,10 @@ def _encode(message: bytes) -> bytes:
 
 
 def save(told: Iterable[Sequence[str]]) -> str:
-    """Write a timeline to a new file in FAILURES, under the current directory. Returns a sentence on the file, or "".
+    """Write a timeline to a new file in FAILURES, under the current directory. Returns a sentence on the file.
 
     `told`: The lines of each rank. A rank with truncated lines is left out. Returns "" if there is nothing to write.
+    FAILURES is ignored by git, and keeps only the newest files.
     """
     ranks = []
     for lines in told:
@@ -123,7 +116,11 @@ def save(told: Iterable[Sequence[str]]) -> str:
     path = FAILURES / f"{time.strftime('%m%d-%H%M%S')}-{os.getpid()}.json"
     what = f"the last operations of ranks {rank_list(each.rank for each in ranks)}"
     try:
-        _make_room()
+        own_directory(FAILURES, 0o755, 0o022)
+        (FAILURES / ".gitignore").write_text("*\n")
+        with contextlib.suppress(FileNotFoundError):  # Another job has just removed the file.
+            for old in sorted(FAILURES.glob("*.json"), key=os.path.getmtime)[:1 - MOST_FILES]:
+                old.unlink()
         _write(str(path), ranks)
     except OSError as error:
         with contextlib.suppress(OSError):  # On a read-only file system this is an error also if there is no file.
@@ -132,22 +129,13 @@ def save(told: Iterable[Sequence[str]]) -> str:
     return f"{what}: mpistrat timeline {path}"
 
 
-def _make_room() -> None:
-    """Make FAILURES if missing, ignored by git, and remove all but the newest files. Raises OSError."""
-    own_directory(FAILURES, 0o755, 0o022)
-    (FAILURES / ".gitignore").write_text("*\n")
-    with contextlib.suppress(FileNotFoundError):  # Another job has just removed it.
-        for path in sorted(FAILURES.glob("*.json"), key=os.path.getmtime)[:1 - MOST_FILES]:
-            path.unlink()
-
-
 def _write(path: str, ranks: Sequence[LastOperations]) -> None:
     """Write a timeline of `ranks`: at least one, in rank order. Raises OSError."""
     # The offsets of rank 0, which has measured the clocks for longest, come last and override those of other ranks.
     offsets = {rank: offset for each in reversed(ranks) for rank, offset in each.offsets.items()}
     hosts = dict.fromkeys(range(max(each.size for each in ranks)), "?") | {each.rank: each.host for each in ranks}
     records = [record.shifted(offsets.get(each.rank, 0)) for each in ranks for record in each.records]
-    timeline = Timeline(TraceFile(path), list(hosts.values()), False)
+    timeline = Timeline(path, list(hosts.values()), False)
     try:
         timeline.add(sorted(records, key=lambda record: record.submitted or record.agreed))
     finally:

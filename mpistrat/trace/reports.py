@@ -1,60 +1,70 @@
-"""The report that each rank makes once a second, and the use of all reports on rank 0: warnings and the status file.
+"""The report that each rank makes once a second, and the use of all reports on rank 0.
+
+Rank 0 writes the reports to the status file for `mpistrat top`, warns of slow ranks, and prints the speed of the job at
+its end. The file is `<host>-<pid>.json` in `${XDG_RUNTIME_DIR:-/tmp}/mpistrat-<uid>/`, which only the user may read. It
+exists from the first second of a job to its end.
 
 Starts no threads: the tracer calls the methods.
 """
 
+import contextlib
+import glob
 import json
 import logging
 import os
+import platform
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..core.handle import Entry
-from ..core.slowest import Waits
+from ..core.ownership import own_directory
+from ..core.slowest import Waits, figure, shares_of, total
 from ..core.topology import Topology
-from .reader import Reader
-from .record_ring import Operation
-from .spans import Span
-from .status import StatusFile, outstanding, rss_bytes, waits
+from .records import Operation, Reader, Span, StepCounter, hidden, is_of_gradients, length, union
 from .stragglers import ProcessorUse, StragglerWatch
-from .totals import Totals, line_of
 
 logger = logging.getLogger(__name__)
 
+VERSION = 1  # of the status file
+_MOST_OUTSTANDING = 8  # operations that are listed for a rank
+_MOST_CHARACTERS = 120  # of a name
+# A job with less than either gets no line on its speed.
+_LEAST_S, _LEAST_OPERATIONS = 5.0, 20
+
 
 class Reports:
-    """The reports of this rank, and on rank 0 those of all ranks.
+    """The reports of this rank, and on rank 0 those of all ranks. For the arguments see Tracer."""
 
-    Args:
-        place: Returns where in the script this rank is, for the warning on a slow rank.
-        status: The file to which rank 0 writes the reports; None: no file.
-    """
-
-    def __init__(self, topology: Topology, place: Callable[[], str], status: StatusFile | None):
-        self._topology, self._place, self._status = topology, place, status
-        # stragglers: On rank 0, the watch for slow ranks, which names each rank once.
-        self._use, self.stragglers = ProcessorUse(), StragglerWatch()
+    def __init__(self, topology: Topology, place: Callable[[], str], environ: Mapping[str, str]):
+        self._topology, self._place = topology, place
+        self._status: StatusFile | None = None
+        if not topology.rank:
+            try:
+                self._status = StatusFile(topology.size, environ)
+            except OSError as error:
+                logger.info("rank 0: there is no status file for mpistrat top: %s", error)
+        self._use = ProcessorUse()
+        self.stragglers = StragglerWatch()  # Used on rank 0.
         self._newest: dict[int, dict[str, Any]] = {}  # the report of each rank
         self._totals: dict[int, Totals] = {topology.rank: Totals()}
 
     def add_own(self, interval: Span, reader: Reader, recent: Sequence[Operation], in_flight: Iterable[Entry],
                 rows: int | None) -> bytes:
-        """Return the report of this rank on an interval, for rank 0.
+        """Return the report of this rank on the interval since the last report, for rank 0.
 
-        Args:
-            interval: The time since the last report.
-            reader: The reader, which has counted the operations and steps.
-            recent: The operations that were read since the last report.
-            in_flight: The entries that are submitted and not complete.
-            rows: How many rows this rank has trained on; None: the rows are not counted.
+        `recent`: The operations that were read in the interval. `in_flight`: The entries that are submitted and not
+        complete. `rows`: How many rows this rank has trained on; None: the rows are not counted.
         """
         in_flight = list(in_flight)
         found = waits(recent, in_flight, interval)
         _, waiting, moving, hidden = (round(seconds / found.seconds, 4) for seconds in found)
         cores, delayed = self._use.since_last()
-        rank, steps = self._topology.rank, reader.steps.steps
+        rank, steps = self._topology.rank, reader.counter.steps
         self._totals[rank].add(found, steps, reader.operations)
         self._newest[rank] = {
             "rank": rank, "host": self._topology.host, "pid": os.getpid(), "steps": steps or None, "rows": rows,
@@ -98,11 +108,7 @@ class Reports:
 
     @property
     def line(self) -> str:
-        """On rank 0, a sentence on the speed of the job, after the engines have ended; "" if there is none."""
-        if len(self._totals) < self._topology.size:
-            return ""
-        return line_of(self._totals, {rank: f"rank {rank} on {host}"
-                                      for rank, host in enumerate(self._topology.host_of)})
+        return line_of(self._totals, self._topology.host_of)
 
     def close(self) -> None:
         """Remove the status file. May be called twice."""
@@ -110,12 +116,126 @@ class Reports:
             self._status.remove()
 
 
-def status_file(topology: Topology, environ: Mapping[str, str]) -> StatusFile | None:
-    """Return the status file of the job on rank 0; None on other ranks, and if the file cannot be made (logged)."""
-    if topology.rank:
-        return None
+# -- the parts of a report ---------------------------------------------------------------------------------------------
+
+
+def waits(operations: Sequence[Operation], in_flight: Iterable[Entry], interval: Span) -> Waits:
+    """How long a rank waited for collectives, moved bytes and hid collectives in an interval.
+
+    A rank waits while the ranks have not agreed on an operation that it has submitted, and moves bytes from then until
+    the result is delivered. Otherwise it computes. Waits while other threads compute count as hidden.
+
+    `operations`: In the order of execution.
+    """
+    moving = length(union([(each.agreed, each.delivered) for each in operations], interval))
+    joined = [(each.agreed, each.delivered) for each in operations if not each.submitted]
+    submitted = [*((each.request, (each.submitted, each.delivered)) for each in operations if each.submitted),
+                 *((entry.request, (entry.submitted, interval[1])) for entry in in_flight if entry.submitted)]
+    outstanding = length(union([*joined, *(span for _, span in submitted)], interval))
+    counter, spans = StepCounter(), defaultdict[int, list[Span]](list)
+    for request, span in submitted:
+        step = counter.add(request)
+        if is_of_gradients(request):
+            spans[step].append(span)
+    return Waits(*(ns / 1e9 for ns in (max(interval[1] - interval[0], 1), outstanding - moving, moving,
+                                       length(union(hidden(spans.values()), interval)))))
+
+
+def outstanding(in_flight: Iterable[Entry], now: int) -> list[dict[str, Any]]:
+    """The operations that have been outstanding for the longest time, with their names and seconds."""
+    oldest = sorted((entry for entry in in_flight if entry.submitted), key=lambda entry: entry.submitted)
+    return [{"name": entry.request.name[:_MOST_CHARACTERS], "since_s": round((now - entry.submitted) / 1e9, 3)}
+            for entry in oldest[:_MOST_OUTSTANDING]]
+
+
+def rss_bytes() -> int:
+    """The resident memory of this process in bytes; 0 if /proc is not available."""
     try:
-        return StatusFile(topology.size, environ)
-    except OSError as error:
-        logger.info("rank 0: there is no status file for mpistrat top: %s", error)
-        return None
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+# -- the totals of a job -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Totals:
+    """The sums of a rank over the intervals with collectives, except the first interval, in which the rank starts."""
+
+    waits: Waits = field(default=Waits())  # The waits in these intervals.
+    steps: int = 0  # Steps of training in these intervals; 0 if steps are not counted.
+    operations: int = 0  # Collectives in these intervals.
+
+    def __post_init__(self) -> None:
+        self._before: tuple[int, int] | None = None
+
+    def add(self, waits: Waits, steps: int, operations: int) -> None:
+        """Add an interval. `steps` and `operations` are the counts from the start of the job to its end."""
+        before, self._before = self._before, (steps, operations)
+        if before is None:
+            self._before = self._before if operations else None
+        elif operations > before[1]:
+            self.waits = total([self.waits, waits])
+            self.steps += steps - before[0]
+            self.operations += operations - before[1]
+
+
+def line_of(totals: Mapping[int, Totals], hosts: Sequence[str]) -> str:
+    """The line on a job; "" for one rank, for a very short job, and if the totals of a rank are missing."""
+    shortest = min((each.waits.seconds for each in totals.values()), default=0.0)
+    fewest = min((each.operations for each in totals.values()), default=0)
+    if len(hosts) < 2 or len(totals) < len(hosts) or shortest < _LEAST_S or fewest < _LEAST_OPERATIONS:
+        return ""
+    longest = max(each.waits.seconds for each in totals.values())
+    steps = max(each.steps for each in totals.values())
+    done, unit = (steps, "steps") if steps else (max(each.operations for each in totals.values()), "collectives")
+    shares = shares_of([totals[rank].waits for rank in range(len(hosts))],
+                       [f"rank {rank} on {host}" for rank, host in enumerate(hosts)])
+    return f"mpistrat: {len(hosts)} ranks have done {figure(done / longest)} {unit} per second{shares}."
+
+
+# -- the status file ---------------------------------------------------------------------------------------------------
+
+
+def status_directory(environ: Mapping[str, str]) -> Path:
+    """The directory with the status files of this user's jobs on this host. It need not exist."""
+    return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"mpistrat-{os.getuid()}"
+
+
+class StatusFile:
+    """Writes the status file of a job of `size` ranks. On rank 0.
+
+    `environ` may name the runtime directory, and the job's id given by a launcher. Raises OSError: The directory, which
+    only this user may read, does not exist and cannot be made.
+    """
+
+    def __init__(self, size: int, environ: Mapping[str, str]):
+        directory = status_directory(environ)
+        own_directory(directory, 0o700, 0o077)
+        for path in directory.glob(f"{glob.escape(platform.node())}-*.json"):
+            process = f"/proc/{path.stem.rpartition('-')[2]}"
+            if os.path.exists("/proc/self") and not os.path.exists(process):  # Its job was killed.
+                path.unlink(missing_ok=True)
+        name = f"{platform.node()}-{os.getpid()}"
+        self.path = directory / f"{name}.json"
+        self._pid = os.getpid()
+        self._head = {"version": VERSION, "job": environ.get("PMIX_NAMESPACE") or environ.get("SLURM_JOB_ID") or name,
+                      "started": time.time(), "size": size, "script": sys.argv[0] if sys.argv else ""}
+
+    def write(self, ranks: Sequence[dict[str, Any]]) -> None:
+        """Replace the file atomically: a reader sees the old file or the new file. Raises OSError.
+
+        `ranks`: The latest report of each rank that has sent a report.
+        """
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps({**self._head, "written": time.time(), "ranks": ranks}))
+        new.replace(self.path)
+
+    def remove(self) -> None:
+        """Remove the file if possible. May be called twice. Does nothing in a forked process."""
+        if os.getpid() == self._pid:
+            for path in (self.path, self.path.with_suffix(".new")):
+                with contextlib.suppress(OSError):
+                    path.unlink()

@@ -24,7 +24,6 @@ _MOST_OF_COST = 2 / 3
 class Straggler:
     """A rank for which the others wait."""
 
-    # rank, host: The slow rank and its host.
     rank: int
     host: str
     cost: float  # The share of the time that the other ranks wait longer than this rank.
@@ -67,13 +66,7 @@ class StragglerWatch:
 
 
 def cause_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], cost: float) -> str:
-    """A sentence on why a rank is slow.
-
-    Args:
-        reports: The reports of the rank on some intervals.
-        others: The reports of the other ranks on the same intervals.
-        cost: See Straggler.
-    """
+    """A sentence on why a rank is slow, from its reports and those of the other ranks. For `cost` see Straggler."""
     delayed, cores = (fmean(report[key] for report in reports) for key in ("delayed", "cores"))
     used_by_others = fmean(report["cores"] for report in others)
     # On a busy machine all ranks are delayed alike, for each second of a core that they use.

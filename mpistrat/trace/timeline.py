@@ -1,40 +1,49 @@
 """The timeline of a job, which rank 0 writes: the operations of all ranks in one file, on the clock of rank 0.
 
+The file is in Chrome's trace format, which https://ui.perfetto.dev reads, also while the file is being written. It has
+groups of tracks. The spans of a track do not overlap. A span may have parts.
+
 Each rank is a group. Its first track has the reductions. Other tracks have the operations, from submission to result,
 with Horovod's phases: NEGOTIATE_ALLREDUCE until all ranks have submitted the operation, QUEUE until its reduction
 begins, and the reduction itself, such as SHM_ALLREDUCE. Copies into and out of the fusion buffer are not shown, since
 they are parts of the reduction, chunk by chunk. One more group shows, for each operation, which rank came last.
 """
 
-from collections import deque
+import contextlib
+import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from .chrome_trace import OPERATION, PLACE, Part, TraceFile, Values
 from .records import NO_STEP, Record, arrival_of
 
 Window = tuple[int, int]
+Values = Mapping[str, int | str]
+Part = tuple[str, int, int]  # name, begin, end
 
 _LABELS = {"shared_memory": "SHM", "local": "LOCAL", "mpi": "MPI", "hierarchical": "HIERARCHICAL"}
 _REDUCTIONS, _OPERATIONS = "reductions", "operations"  # the names of tracks
 _KEPT = 10_000  # operations of which some ranks have sent nothing yet
+_OPERATION = "operation"  # the category of the spans that `records_in` reads
+_PLACE = "place"  # the category of the marks that `places_in` returns
+_PAGE_BYTES = 4096
+_CLOSE = b"\n]"
 
 
 class Timeline:
-    """Writes the records of all ranks to a file.
+    """Writes the records of all ranks to a file, which is replaced. `hosts` has the host of each rank.
 
-    Args:
-        hosts: The host of each rank.
-        mark_cycles: Whether to mark when each rank begins to execute the operations agreed on at the same time.
+    With `mark_cycles` it marks when each rank begins to execute the operations agreed on at the same time. Each method
+    raises OSError: The file cannot be created or written.
     """
 
-    def __init__(self, file: TraceFile, hosts: Sequence[str], mark_cycles: bool):
-        self._file, self._mark_cycles = file, mark_cycles
+    def __init__(self, path: str, hosts: Sequence[str], mark_cycles: bool):
+        self._file, self._mark_cycles = _TraceFile(path), mark_cycles
         self._names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)] + ["the rank that came last"]
         # For the tracks of each group: the name of the track, and the time from which on the track is free.
         self._tracks: dict[int, list[tuple[str, int]]] = {}
         self._submitted: dict[tuple[int, int], list[Record]] = {}
-        self._order: deque[tuple[int, int]] = deque()
         self._steps: dict[int, int] = {}
         self._cycles: dict[int, int] = {}
         self._choices: set[str] = set()
@@ -44,7 +53,7 @@ class Timeline:
         self.operations = self.lost = 0
 
     def add(self, records: Iterable[Record]) -> None:
-        """Write records with times of rank 0's clock. Raises OSError: The file cannot be written."""
+        """Write records with times of rank 0's clock."""
         for record in records:
             self.operations += 1
             self._write(record)
@@ -56,7 +65,7 @@ class Timeline:
         self._file.close()
 
     def add_choices(self, sentences: Iterable[str]) -> None:
-        """Mark new sentences on choices that rank 0 has made by the times of collectives. Raises: See `add`."""
+        """Mark new sentences on choices that rank 0 has made by the times of collectives."""
         for sentence in sentences:
             if sentence not in self._choices:
                 self._choices.add(sentence)
@@ -64,9 +73,9 @@ class Timeline:
                 self._file.flush()
 
     def add_places(self, places: Mapping[int, str], now: int) -> None:
-        """Mark where in the script each rank is. Raises: See `add`."""
+        """Mark where in the script each rank is. The marks are in the file after the next `add`."""
         for rank, place in places.items():
-            self._file.mark(rank, 0, place, now, PLACE)
+            self._file.mark(rank, 0, place, now, _PLACE)
 
     def _write(self, record: Record) -> None:
         rank, begin = record.rank, record.submitted or record.agreed
@@ -88,7 +97,7 @@ class Timeline:
         values = {**record._asdict(), "submitted": int(record.submitted > 0), "agreed": record.agreed - begin,
                   "began": record.began - begin, "ended": record.ended - begin, "delivered": record.delivered - begin}
         del values["name"]
-        self._file.span(rank, self._track(rank, _OPERATIONS, begin, record.delivered), OPERATION,
+        self._file.span(rank, self._track(rank, _OPERATIONS, begin, record.delivered), _OPERATION,
                         (record.name, begin, record.delivered), values, [part for part in parts if part[2] > part[1]])
 
     def _track(self, group: int, name: str, begin: int, end: int) -> int:
@@ -105,14 +114,11 @@ class Timeline:
     def _compare(self, record: Record) -> None:
         """Write which rank came last, when all ranks have sent their records of an operation."""
         key = record.process_set, record.number
-        together = self._submitted.get(key)
-        if together is None:
-            together = self._submitted[key] = []
-            self._order.append(key)
-            if len(self._order) > _KEPT:
-                self._submitted.pop(self._order.popleft(), None)
+        together = self._submitted.setdefault(key, [])
         together.append(record)
         if len(together) < record.ranks:
+            if len(self._submitted) > _KEPT:
+                del self._submitted[next(iter(self._submitted))]
             return
         del self._submitted[key]
         arrival = arrival_of(together)
@@ -128,22 +134,126 @@ def label(record: Record) -> str:
     return "GPU" if record.device == "gpu" else _LABELS.get(record.backend, record.backend.upper())
 
 
-def records_in(spans: Iterable[tuple[str, int, Values]]) -> list[Record]:
-    """Return the records of a file, given the result of chrome_trace.spans_in.
+# -- the file ----------------------------------------------------------------------------------------------------------
 
-    Raises ValueError: A field is missing or has another type, since another version of mpistrat wrote the file.
+
+class _TraceFile:
+    """A trace file that is being written. Added events are in the file after `flush`. Times are nanoseconds.
+
+    The file is a JSON array of events, one per line. Each write replaces the closing bracket and adds a new bracket.
     """
-    records = []
-    for name, begin, values in spans:
+
+    def __init__(self, path: str):
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._end = 0
+        self._events: list[bytes] = []
         try:
-            fields: dict[str, Any] = {**values, "name": name, "submitted": begin if values["submitted"] else 0}
-            for key in ("agreed", "began", "ended", "delivered"):
-                fields[key] += begin
-            record = Record(**fields)
-            for (field, kind), value in zip(Record.__annotations__.items(), record, strict=True):
-                if type(value) is not kind:
-                    raise TypeError(f"the field {field} must be {kind.__name__}. Received: {value!r}")
-            records.append(record)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the timeline was written by another version of mpistrat: {error}.") from error
-    return records
+            self._put(b"[" + _CLOSE)
+        except OSError as error:
+            self.close()
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise OSError(error.errno, error.strerror, path) from None
+
+    def track(self, group: int, group_name: str, track: int, name: str) -> None:
+        """Add a track and its name. To be called before the first span of the track."""
+        for kind, values in (("process_name", {"name": group_name}), ("process_sort_index", {"sort_index": group}),
+                             ("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track})):
+            self._add({"name": kind, "ph": "M", "pid": group, "tid": track, "args": values})
+
+    def span(self, group: int, track: int, category: str, part: Part, values: Values,
+             parts: Iterable[Part] = ()) -> None:
+        """Add a span with its parts, which must be in the order of time."""
+        for name, begin, end in (part, *parts):
+            self._add({"name": name, "cat": category, "ph": "X", "pid": group, "tid": track, "ts": begin / 1000,
+                       "dur": (end - begin) / 1000, "args": values})
+            category, values = "phase", {}
+
+    def mark(self, group: int, track: int, name: str, at: int, category: str = "") -> None:
+        self._add({"name": name, "cat": category, "ph": "i", "s": "t", "pid": group, "tid": track, "ts": at / 1000})
+
+    def _add(self, event: dict[str, Any]) -> None:
+        self._events.append(json.dumps(event, separators=(",", ":")).encode())
+
+    def flush(self) -> None:
+        events, self._events = self._events, []
+        block: list[bytes] = []
+        size = 0
+        for event in events:
+            # A signal that ends the process can cut a write between two pages.
+            if block and size + len(event) > _PAGE_BYTES:
+                self._put(b",\n".join(block) + _CLOSE)
+                block, size = [], 0
+            block.append(event)
+            size += len(event) + 2
+        if block:
+            self._put(b",\n".join(block) + _CLOSE)
+
+    def _put(self, data: bytes) -> None:
+        data = (b"" if self._end == 0 else b"\n" if self._end == 1 else b",\n") + data
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._file, data[done:], self._end + done)
+        except OSError:
+            # The disk is full. The bracket overwrites part of the written data, which needs no further space.
+            os.ftruncate(self._file, self._end)
+            os.pwrite(self._file, _CLOSE, self._end)
+            raise
+        self._end += len(data) - len(_CLOSE)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def records_in(path: str) -> tuple[list[Record], bool]:
+    """Return the records in a file, which may be truncated, and whether the end of the file is missing.
+
+    Raises OSError: The file cannot be read. ValueError: The file is not a timeline, or of another version of mpistrat.
+    """
+    events, is_cut = _events_in(path)
+    try:
+        operations = [(event["name"], round(event["ts"] * 1000), event["args"]) for event in events
+                      if event.get("cat") == _OPERATION]
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"the file was not written by mpistrat: {error!r}.") from error
+    if not operations:
+        raise ValueError(f"{path} has no operation of mpistrat. The file is empty, or was not written by mpistrat.")
+    try:
+        return [_record_of(*each) for each in operations], is_cut
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the timeline was written by another version of mpistrat: {error}.") from error
+
+
+def _record_of(name: str, begin: int, values: Mapping[str, Any]) -> Record:
+    """The inverse of Timeline._write. Raises KeyError or TypeError: A field is missing, or has another type."""
+    fields: dict[str, Any] = {**values, "name": name, "submitted": begin if values["submitted"] else 0}
+    for key in ("agreed", "began", "ended", "delivered"):
+        fields[key] += begin
+    record = Record(**fields)
+    for (field, kind), value in zip(Record.__annotations__.items(), record, strict=True):
+        if type(value) is not kind:
+            raise TypeError(f"the field {field} must be {kind.__name__}. Received: {value!r}")
+    return record
+
+
+def places_in(path: str) -> list[tuple[int, int, str]]:
+    """Return where in the script each rank was in each second, as (rank, nanoseconds, place). `path`: A timeline."""
+    return [(event["pid"], round(event["ts"] * 1000), event["name"]) for event in _events_in(path)[0]
+            if event.get("cat") == _PLACE]
+
+
+def _events_in(path: str) -> tuple[list[dict[str, Any]], bool]:
+    """The events in a file, and whether the end of the file is missing."""
+    data, is_cut = Path(path).read_bytes(), False
+    try:
+        found = json.loads(data)
+        events = found.get("traceEvents") if isinstance(found, dict) else found
+    except (ValueError, RecursionError):
+        is_cut, events = True, []
+        for line in data.splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                events.append(json.loads(line.strip().rstrip(b",")))
+    return [event for event in events if isinstance(event, dict)] if isinstance(events, list) else [], is_cut

@@ -1,30 +1,30 @@
 """The tracer of one rank: a thread that reads the operations recorded by the engines, and reports to rank 0.
 
 Once a second each rank sends rank 0 a report, for the status file (reports.py). While a timeline is written, each rank
-also sends its operations, ten times a second. So a killed job lacks only the last moment (recording.py). Once a second
-rank 0 sends a message to all ranks, whose answers give the offsets of their clocks (clocks.py). When a rank fails, all
-ranks report their last operations to `mpistrat run` (last.py).
+also sends its operations, ten times a second. So a killed job lacks only the last moment. Once a second rank 0 sends a
+message to all ranks, whose answers give the offsets of their clocks (clocks.py). When a rank fails, all ranks report
+their last operations to `mpistrat run` (last.py).
 
 The messages travel with those of the negotiation, and a rank that is in a collective sends none. Only `stop_timeline`
 waits for other ranks, for a limited time. Problems of the tracer are logged as warnings: training goes on.
 """
 
+import contextlib
+import json
 import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 
 from ..core.interfaces import Observer
 from ..core.topology import Topology
-from . import recording
 from .clocks import Offset
 from .last import LastReport
-from .reader import Reader
-from .record_ring import Operation, Traced
-from .recording import Recording
-from .reports import Reports, status_file
-from .timeline import Window
+from .records import NO_STEP, Operation, Read, Reader, Record, Traced, from_message, record_of, to_messages
+from .reports import Reports
+from .timeline import Timeline, Window
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,18 @@ _INTERVAL_S = 1.0
 _TIMELINE_INTERVAL_S = 0.1
 _LAST_RECORDS_S = 5.0  # How long rank 0 waits for the last records of other ranks when a timeline ends.
 _LAST_RECORDS_POLL_S = 0.01
+_MOST_WAITING = 1000  # messages that the engine has not sent. Operations after the limit are lost.
+_EVERYTHING: Window = (NO_STEP, 2**62)
 
-# The first byte of a message, besides those in recording.py. From rank 0: the time, for the clocks. From another rank:
-# its answer on clocks, its report, or (at its end) its totals. From any rank: the notice that a rank fails.
-_CLOCK, _FAILURE = b"C", b"F"
-_REPORT, _TOTALS = b"S", b"T"
+# The first byte of a message is its kind.
+_FAILURE = b"F"  # From any rank: a rank fails.
+_CLOCK = b"C"  # From rank 0: its time. From another rank: the answer, for the offset of the rank's clock.
+_BEGIN, _END = b"B", b"E"  # From rank 0: the ranks begin to send operations (with the window), or end to send them.
+_REPORT, _TOTALS = b"S", b"T"  # From another rank: its report; at its end, its totals.
+_RECORDS, _LAST = b"R", b"L"  # From another rank: operations; the notice that it has sent its last operation.
 _SENT = struct.Struct("<q")
 _ANSWER = struct.Struct("<Qqqq")  # the rank, and the times of Offset.add but the last one
+_COUNTS = struct.Struct("<QQ")  # the rank, and how many operations it has lost
 
 
 class Tracer(Observer):
@@ -59,8 +64,8 @@ class Tracer(Observer):
         self.rows: Callable[[], int] | None = None
         self.is_line_due = True  # Whether to print `line`, since nothing else reports the speed of the job.
         self.reader = Reader()  # Counts the operations and steps that it has read.
-        self.reports = Reports(topology, place, status_file(topology, environ))  # On rank 0, of all ranks.
-        self._recording = Recording(topology, offsets, self._send, self.outgoing)
+        self.reports = Reports(topology, place, environ)  # On rank 0, of all ranks.
+        self._recording = Recording(topology, offsets, self._send, self.outgoing, self.reader)
         self._last_report = None if tell is None else LastReport(topology, offsets, tell)
         self._recent: list[Operation] = []  # since the last report
         self._asked = (0, 0)  # When rank 0 sent its latest message on clocks, and when this rank received it.
@@ -74,11 +79,9 @@ class Tracer(Observer):
         self._lock = threading.RLock()  # The thread, and callers that begin and end a timeline. Not the engine.
 
     def start(self, traced: Callable[[], Mapping[int, Traced]], wake: Callable[[], None]) -> None:
-        """Start the thread.
+        """Start the thread. `traced` returns the data of each process set of this rank, by the id of the set.
 
-        Args:
-            traced: Returns the readable data of each process set of this rank, by the id of the set.
-            wake: Makes the engine of the set of all ranks check `outgoing`.
+        `wake` makes the engine of the set of all ranks check `outgoing`.
         """
         self._traced, self._wake = traced, wake
         self._thread = threading.Thread(target=self._run, name="mpistrat-trace", daemon=True)
@@ -96,13 +99,13 @@ class Tracer(Observer):
     def close(self) -> None:
         """Complete the timeline, after the engines have ended. Local. May be called twice."""
         with self._lock:
-            self._recording.end(self.reader.steps.steps, None)
+            self._recording.end(None)
 
     # -- when a rank fails --------------------------------------------------------------------------------------------
 
     def fail(self) -> None:
         if self._last_report is not None:
-            self._last_report.fail(self._traced().values(), self.reader.steps.steps - 1)
+            self._last_report.fail(self._traced().values(), self.reader.counter.steps - 1)
             self._called.set()
 
     def fail_all(self, limit_s: float) -> bool:
@@ -144,7 +147,7 @@ class Tracer(Observer):
         """
         if not self._recording.has_file:
             return
-        self._send(recording.END)
+        self._send(_END)
         deadline = time.monotonic() + _LAST_RECORDS_S
         while time.monotonic() < deadline:
             with self._lock:
@@ -154,7 +157,7 @@ class Tracer(Observer):
                     break
             time.sleep(_LAST_RECORDS_POLL_S)
         with self._lock:
-            self._recording.end(self.reader.steps.steps, _LAST_RECORDS_S)
+            self._recording.end(_LAST_RECORDS_S)
 
     # -- in the thread that drives the engine -------------------------------------------------------------------------
 
@@ -197,9 +200,8 @@ class Tracer(Observer):
             with self._lock:
                 self._read()
                 self._recording.write()
-                steps = self.reader.steps.steps
-                if self._recording.has_file and self._recording.is_over(steps) and not self._recording.is_awaited:
-                    self._recording.end(steps, _LAST_RECORDS_S)
+                if self._recording.has_file and self._recording.is_over and not self._recording.is_awaited:
+                    self._recording.end(_LAST_RECORDS_S)
             self.tell_last()
             now = time.monotonic_ns()
             if now - began >= _INTERVAL_S * 1e9:
@@ -233,15 +235,184 @@ class Tracer(Observer):
         return self.reports.add_own((began, now), self.reader, recent, in_flight, self.rows and self.rows())
 
     def _read(self) -> None:
-        """Read the operations that the engines have recorded, for report, timeline and last operations."""
+        """Read the operations that the engines have recorded, for the report, the timeline and the last operations."""
         new, lost = self.reader.read(self._traced())
         self._recent += [each.operation for each in new]
         if self._last_report is not None:
             for each in new:
                 self._last_report.keep(*each)
-        self._recording.take(new, lost, self.reader.steps.steps)
+        self._recording.take(new, lost)
 
     def _send(self, message: bytes) -> None:
         if self._topology.size > 1:
             self.outgoing.append(message)
             self._wake()
+
+
+# -- timelines ---------------------------------------------------------------------------------------------------------
+
+
+class Recording:
+    """The timeline that is being recorded, if any. Rank 0 writes the operations of all ranks, which the others send.
+
+    The tracer calls the methods with its lock held, except for `receive`. `send` sends a message to rank 0, or, on rank
+    0, to all ranks. `waiting` has the messages that have not been sent yet. `reader` counts the steps of this rank.
+    """
+
+    def __init__(self, topology: Topology, offsets: Mapping[int, Offset], send: Callable[[bytes], None],
+                 waiting: Sized, reader: Reader):
+        self._topology, self._offsets, self._send = topology, offsets, send
+        self._waiting, self._reader = waiting, reader
+        # The steps whose operations this rank sends or writes; None: none. Rank 0 sets the window, and may end it.
+        self._window: Window | None = None
+        self._must_end = False
+        self._lost = 0
+        # On rank 0:
+        self._timeline: Timeline | None = None
+        self._path = ""
+        self._since = 0  # when the timeline began
+        self._incoming: deque[bytes] = deque()
+        self._awaited: set[int] = set()  # the ranks that may send more operations
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this rank sends or writes operations, so that they must be read often."""
+        return self._window is not None
+
+    @property
+    def has_file(self) -> bool:
+        """Whether this rank writes a timeline."""
+        return self._timeline is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether other ranks may send more operations for the file."""
+        return self.has_file and bool(self._awaited)
+
+    # -- on rank 0 ----------------------------------------------------------------------------------------------------
+
+    def begin(self, path: str, mark_cycles: bool, window: Window | None, is_first: bool) -> None:
+        """Begin to write a timeline (see Timeline) of all ranks. Logs a warning if this is not possible.
+
+        `window`: The first step, from 0, and the step after the last one; None: everything from now on. `is_first`:
+        Whether no operation has been executed yet.
+        """
+        if self._timeline is not None:
+            logger.warning("mpistrat: start_timeline(%r) does nothing: %s is being written. Call stop_timeline() "
+                           "first.", path, self._path)
+            return
+        try:
+            self._timeline, self._path = Timeline(path, self._topology.host_of, mark_cycles), path
+        except OSError as error:
+            logger.warning("mpistrat: there is no timeline: %s", error)
+            return
+        self._lost = 0
+        self._incoming.clear()
+        self._window = window or _EVERYTHING
+        self._awaited = set(range(1, self._topology.size))
+        self._since = 0 if window or is_first else time.monotonic_ns()
+        self._send(_BEGIN + json.dumps(self._window).encode())
+
+    def write(self) -> None:
+        """Write the operations that other ranks have sent."""
+        while self._incoming:
+            message = self._incoming.popleft()
+            if message.startswith(_RECORDS):
+                self._add(list(from_message(message[1:])))
+            elif self._timeline is not None:
+                rank, lost = _COUNTS.unpack(message[1:])
+                self._awaited.discard(rank)
+                self._timeline.lost += lost
+
+    def mark_places(self, places: Mapping[int, str], now: int) -> None:
+        """See Timeline.add_places. Does nothing without a file."""
+        if self._timeline is not None:
+            self._timeline.add_places(places, now)
+
+    def end(self, limit_s: float | None) -> None:
+        """Close the file, if any, and log a warning on missing operations.
+
+        `limit_s`: How long rank 0 has waited for other ranks; None: the job has ended, and rank 0 did not wait.
+        """
+        self.write()
+        timeline, self._timeline, window, self._window = self._timeline, None, self._window, None
+        if timeline is None:
+            return
+        lacks = []
+        try:
+            timeline.close()
+        except OSError as error:
+            lacks.append(f"its end cannot be written: {error}")
+        if self._awaited and limit_s is not None:
+            lacks.append(f"ranks {self._topology.listed(sorted(self._awaited))} have not sent their last "
+                         f"operations in {limit_s:g} s")
+        lost = timeline.lost + self._lost
+        if lost:
+            lacks.append(f"{lost} operations came faster than they could be read")
+        if window not in (None, _EVERYTHING) and not timeline.operations:
+            lacks.append(f"it is empty, because steps {window[0]} to {window[1] - 1} were not executed: the job had "
+                         f"{self._reader.counter.steps} steps")
+        if lacks:
+            logger.warning("mpistrat: the timeline %s is not complete: %s.", self._path, "; ".join(lacks))
+
+    def _add(self, records: list[Record], choices: Iterable[str] = ()) -> None:
+        if self._timeline is None or not records:
+            return
+        rank = records[0].rank
+        offset = self._offsets[rank].at(time.monotonic_ns()) if rank else 0
+        shifted = (record.shifted(offset) for record in records)
+        try:
+            self._timeline.add(record for record in shifted if record.delivered >= self._since)
+            self._timeline.add_choices(choices)
+        except OSError as error:
+            logger.warning("mpistrat: the timeline %s ends here, because it cannot be written: %s. It can be read up "
+                           "to here.", self._path, error)
+            with contextlib.suppress(OSError):
+                self._timeline.close()
+            self._timeline = self._window = None
+            self._send(_END)
+
+    # -- on all ranks -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has passed the end of the window."""
+        return self._window is not None and self._reader.counter.steps > self._window[1]
+
+    def take(self, new: Sequence[Read], lost: int) -> None:
+        """Send or write the operations that belong to the timeline. For the arguments see Reader.read."""
+        window = self._window
+        if window is None:
+            return
+        self._lost += lost
+        chosen = [record_of(self._topology.rank, operation, traced.ranks, traced.backend, step)
+                  for operation, traced, step in new if window[0] <= step < window[1]]
+        if not self._topology.rank:
+            read = {id(each.traced): each.traced for each in new}.values()
+            self._add(chosen, [sentence for traced in read for sentence in traced.choices()])
+            return
+        if len(self._waiting) > _MOST_WAITING:
+            self._lost += len(chosen)
+        else:
+            for message in to_messages(chosen):
+                self._send(_RECORDS + message)
+        if self._must_end or self.is_over:
+            self.send_last()
+
+    def send_last(self) -> None:
+        """On ranks other than 0: tell rank 0 that no more operations follow, if a timeline is being recorded."""
+        if self._window is not None and self._topology.rank:
+            self._window = None
+            self._send(_LAST + _COUNTS.pack(self._topology.rank, self._lost))
+            self._lost = 0
+
+    def receive(self, message: bytes) -> None:
+        """Take a message of one of the four kinds. Any thread may call it."""
+        kind = message[:1]
+        if kind == _BEGIN:
+            first, end = json.loads(message[1:])
+            self._window, self._must_end = (first, end), False
+        elif kind == _END:
+            self._must_end = True
+        else:
+            self._incoming.append(message)

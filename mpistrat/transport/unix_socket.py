@@ -34,12 +34,9 @@ class ChannelSockets:
 
     @staticmethod
     def make(ranks: Sequence[int]) -> "dict[int, ChannelSockets]":
-        """Make the sockets of all `ranks` of a host. All ranks share the same outboxes.
+        """Make the sockets of all `ranks` of a host. Raises OSError: The process has reached its limit of descriptors.
 
         The sockets are pairs without names, so only processes that are given an outbox can write to its inbox.
-
-        Raises:
-            OSError: The process has reached its limit of descriptors.
         """
         outboxes: dict[int, socket.socket] = {}
         inboxes: dict[int, socket.socket] = {}
@@ -85,16 +82,11 @@ class UnixSocketChannel:
 
     Messages of one sender arrive in order and are not lost. If a receiver's queue is full, messages wait in the sender,
     and a later call sends them.
-
-    Args:
-        rank: This rank.
-        sockets: The sockets of this rank. `close` closes them.
     """
 
     def __init__(self, rank: int, sockets: ChannelSockets):
-        self._sockets = sockets
+        self._rank, self._sockets = rank, sockets
         self._socket, self._outboxes = sockets.inbox, sockets.outboxes
-        self._own = sockets.outboxes[rank]
         sender = rank.to_bytes(_HEADER_BYTES - 1, "little")
         self._last, self._more = _LAST + sender, _MORE + sender
         self._wake_lock = threading.RLock()  # A signal handler may interrupt `wake`, and call it.
@@ -110,12 +102,12 @@ class UnixSocketChannel:
         self._has_other_news = has_news
 
     def is_sending_to(self, ranks: Iterable[int]) -> bool:
-        """Whether a message waits for room in the queue of one of `ranks`."""
+        """Whether a message to one of `ranks` waits for room."""
         return any(self._outbox.get(rank) for rank in ranks)
 
     @property
     def is_sending(self) -> bool:
-        """Whether a message waits for room in a receiver's queue."""
+        """Whether any message waits for room."""
         return any(self._outbox.values())
 
     def send(self, rank: int, message: bytes) -> None:
@@ -196,7 +188,7 @@ class UnixSocketChannel:
                 return  # One wake-up in the queue suffices. More would take the room of messages.
             self._is_woken = self._is_waking = True
             try:
-                self._own.send(_WAKE)
+                self._outboxes[self._rank].send(_WAKE)
             except BlockingIOError:
                 self._is_woken = False  # The queue is full, so `wait` returns anyway. A later `wake` must try again.
             finally:
@@ -207,5 +199,4 @@ class UnixSocketChannel:
         self._put(rank, _WAKE)  # A rank whose queue is full does not sleep.
 
     def close(self) -> None:
-        """Close the sockets. May be called twice."""
         self._sockets.close()

@@ -14,9 +14,8 @@ from mpistrat.core.interfaces import Outcome
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
 from mpistrat.core.tuning import EAGER_MESSAGE_BYTES, PIGGYBACK_MOST_HOSTS
-from mpistrat.transport.hierarchical import leader_exchange
-from mpistrat.transport.hierarchical.hosts_agreement import HierarchicalAgreement
-from mpistrat.transport.hierarchical.piggyback import Piggyback
+from mpistrat.transport.hierarchical import hosts_agreement
+from mpistrat.transport.hierarchical.hosts_agreement import HierarchicalAgreement, Piggyback
 from mpistrat.transport.mpi.mpi_data import MpiData
 from mpistrat.transport.shm.segment import ASLEEP, HostMemory
 
@@ -46,7 +45,7 @@ class Host:
                          for i, memory in enumerate(self.memories)]
         elsewhere = [rank for rank in range(self.size) if rank not in self.ranks]
         topology = Topology(host, tuple(f"host {h}" for h in range(len(sizes))))
-        vote = leader_exchange.leader_exchange(MPI.COMM_WORLD, topology, self.piggybacks[0])
+        vote = hosts_agreement.leader_exchange(MPI.COMM_WORLD, topology, self.piggybacks[0])
         self.agreements = [HierarchicalAgreement(memory, self.woken.append, None if i else vote, elsewhere)
                         for i, memory in enumerate(self.memories)]
 
@@ -67,7 +66,7 @@ def made_host(most: int, has_piggyback: bool, most_direct: int = PIGGYBACK_MOST_
     """This process's host, of as many hosts as there are processes, which have one rank, two ... `most`, one ..."""
     sizes = [1 + h % most for h in range(MPI.COMM_WORLD.Get_size())]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leader_exchange, "PIGGYBACK_MOST_HOSTS", most_direct)
+        patch.setattr(hosts_agreement, "PIGGYBACK_MOST_HOSTS", most_direct)
         made = Host(sizes, MPI.COMM_WORLD.Get_rank(), has_piggyback)
     yield made
     for agreement in made.agreements:

@@ -32,9 +32,8 @@ from mpistrat.transport.hierarchical.allreduce import HierarchicalData
 from mpistrat.transport.host_link import HostLink
 from mpistrat.transport.mpi import mpi_data as mpi
 from mpistrat.transport.mpi.control import MpiControl
-from mpistrat.transport.mpi.eager import exchange
 from mpistrat.transport.mpi.mpi_data import MpiData
-from mpistrat.transport.mpi.peer_wait import PeerWait
+from mpistrat.transport.mpi.requests import PeerWait, exchange
 from mpistrat.transport.unix_socket import UnixSocketChannel
 
 from ..support.levels import sample

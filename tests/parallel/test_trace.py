@@ -12,7 +12,7 @@ import pytest
 import mpistrat
 from mpistrat.api import runtime
 from mpistrat.trace import clocks
-from mpistrat.trace.status import status_directory
+from mpistrat.trace.reports import status_directory
 
 
 def test_ranks_of_one_host_read_one_clock() -> None:

@@ -6,9 +6,9 @@ from mpi4py import MPI
 from reporting import say
 
 import mpistrat
-from mpistrat.transport import fd_exchange
+from mpistrat.transport import host_link
 
-fd_exchange._LIMIT_S = 1.0
+host_link._LIMIT_S = 1.0
 rank = MPI.COMM_WORLD.Get_rank()
 
 
@@ -18,7 +18,7 @@ def refuse(*_: Any) -> None:
 
 
 if rank == 1:
-    fd_exchange.FdExchange.take = refuse  # type: ignore[method-assign]
+    host_link.FdExchange.take = refuse  # type: ignore[method-assign]
 try:
     mpistrat.init()
 except mpistrat.MpistratError as error:

@@ -2,8 +2,8 @@
 
 All hosts do the same at the same time, so one is simulated, in the manner of LogGP (A. Alexandrov et al., 1995):
 its core makes one call after the other, its network card sends one byte after the other, another one receives, and a
-message arrives `latency_s` after it has left. Messages have EAGER_MESSAGE_BYTES at most, as transport.mpi.eager sends
-them.
+message arrives `latency_s` after it has left. Messages have EAGER_MESSAGE_BYTES at most, as transport.mpi.requests
+sends them.
 
     direct  a scatter and a gather with each other host, in chunks, as HierarchicalData
     ring    2 (H - 1) steps of an H-th part to the next host, as Horovod and NCCL over large arrays

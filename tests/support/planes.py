@@ -4,7 +4,7 @@ from mpi4py import MPI
 
 from mpistrat.core.topology import Topology
 from mpistrat.transport.mpi.mpi_data import MpiData
-from mpistrat.transport.mpi.peer_wait import PeerWait
+from mpistrat.transport.mpi.requests import PeerWait
 
 
 def hosts_of_one_rank() -> Topology:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from mpistrat.core.interfaces import DataPlane
-from mpistrat.transport.memfd import HostFile
+from mpistrat.transport.host_link import HostFile
 from mpistrat.transport.shm.segment import HostMemory
 from mpistrat.transport.shm.shm_data import SharedMemoryData
 from mpistrat.transport.unix_socket import ChannelSockets, UnixSocketChannel

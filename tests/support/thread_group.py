@@ -11,8 +11,7 @@ from mpistrat.core.arithmetic import Reduction, combine
 from mpistrat.core.packing import pack, unpack
 from mpistrat.core.signal_handlers import WakeUp
 from mpistrat.transport.local import LocalControl, LocalData
-from mpistrat.transport.shm.agreement import SharedMemoryAgreement
-from mpistrat.transport.shm.segment import ASLEEP, HostMemory
+from mpistrat.transport.shm.segment import ASLEEP, HostMemory, SharedMemoryAgreement
 
 
 class ThreadControl(LocalControl):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from mpistrat.core.tuning import CHUNK_EARLIER, CHUNK_KEPT_LEAST, CHUNK_KEPT_MOST, CHUNK_SPEED_TIMES, CHUNK_TRIES
-from mpistrat.transport.shm.chunk_choice import ChunkChoice
+from mpistrat.transport.shm.two_shot import ChunkChoice
 
 SMALL, MIDDLE, LARGE = 2**19, 2**21, 2**22
 NEAR = {SMALL: 3e-10, MIDDLE: 4.7e-10, LARGE: 3.8e-10}

@@ -20,7 +20,7 @@ from mpistrat.core.topology import Topology
 from mpistrat.engine.engine import Engine
 from mpistrat.negotiation.fast_path import FastPath
 from mpistrat.transport.local import LocalAgreement
-from mpistrat.transport.shm.agreement import SharedMemoryAgreement
+from mpistrat.transport.shm.segment import SharedMemoryAgreement
 from tests.support.thread_group import ThreadGroup
 
 from ..support.engines import LONG_S, ByHand, make_engine, on_all, run, running

@@ -36,7 +36,7 @@ from mpistrat.gpu.nccl_types import FLOAT16, FLOAT64, UINT8
 from mpistrat.gpu.proof import RefutedError, UnprovenError, check_waiting
 from mpistrat.gpu.watchdog import Watchdog
 from mpistrat.gpu.work import Batch
-from mpistrat.trace.record_ring import OperationRing
+from mpistrat.trace.records import OperationRing
 from tests.support.copy_model import memory_at
 from tests.support.engines import make_engine
 from tests.support.gpu_stand_in import Communicator, Device, Event

@@ -17,9 +17,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from mpistrat.transport import fd_exchange
-from mpistrat.transport.fd_exchange import FdExchange, Invitation, close_all
-from mpistrat.transport.host_link import HostLink
+from mpistrat.transport import host_link
+from mpistrat.transport.host_link import FdExchange, HostLink, Invitation, close_all
 from mpistrat.transport.unix_socket import UnixSocketChannel
 
 from ..support.strangers import NOBODY, become_nobody, names_of, needs_another_user
@@ -115,7 +114,7 @@ def test_what_is_passed_on_is_closed_when_a_program_is_executed() -> None:
     links, mails = linked((0, 1))
     for mail in mails:
         assert not any(end.get_inheritable() for end in (mail._socket, *mail._outboxes.values()))
-    assert not any(os.get_inheritable(link.file().fileno()) for link in links)
+    assert not any(os.get_inheritable(link.file().descriptor) for link in links)
     close(*links, *mails)
 
 
@@ -123,7 +122,7 @@ def test_what_is_passed_on_is_closed_when_a_program_is_executed() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fd_exchange, "_LIMIT_S", 0.2)
+    monkeypatch.setattr(host_link, "_LIMIT_S", 0.2)
     link = HostLink(0, (0, 1, 2))
     with pytest.raises(OSError, match=r"^ranks \[1, 2\] have not connected to rank 0 on the same host in 0 s\. Do "):
         link.connect(link.invitation)
@@ -156,7 +155,7 @@ def test_a_rank_that_ends_before_it_has_taken_all_is_named() -> None:
     exchange = FdExchange(0, (0, 1))
     invitation = exchange.invitation
     with connected(invitation) as line, open(os.devnull) as file:
-        line.send(fd_exchange._GREETING.pack(invitation.secret[:16], 1))
+        line.send(host_link._GREETING.pack(invitation.secret[:16], 1))
         line.close()
         with pytest.raises(OSError, match=r"^rank 1 has not received the descriptors of rank 0: "):
             exchange.give({1: [file.fileno()]})
@@ -212,7 +211,7 @@ def test_a_process_that_may_not_have_so_many_says_so_and_keeps_none() -> None:
 
 @pytest.mark.parametrize("greeting", [
     *(lambda secret, text=text: text for text in (b"", b"x", bytes(20), bytes(1000))),
-    *(lambda secret, rank=rank: fd_exchange._GREETING.pack(secret[:16], rank) for rank in (0, 2, 2**32 - 1))],
+    *(lambda secret, rank=rank: host_link._GREETING.pack(secret[:16], rank) for rank in (0, 2, 2**32 - 1))],
     ids=["nothing", "1 byte", "20 bytes", "1000 bytes", "rank 0", "rank 2", "no rank"])
 def test_a_process_without_the_secret_or_of_a_rank_that_is_not_awaited_gets_nothing(
         greeting: Callable[[bytes], bytes]) -> None:
@@ -227,7 +226,7 @@ def test_a_process_without_the_secret_or_of_a_rank_that_is_not_awaited_gets_noth
 
 
 def test_a_process_that_says_nothing_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fd_exchange, "_GREETING_LIMIT_S", 0.01)
+    monkeypatch.setattr(host_link, "_GREETING_LIMIT_S", 0.01)
     links = [HostLink(rank, (0, 1)) for rank in (0, 1)]
     with connected(links[0].invitation):
         mails = on_all(2, lambda index: links[index].connect(links[0].invitation))

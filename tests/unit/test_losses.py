@@ -26,7 +26,7 @@ from mpistrat.core.topology import Topology
 from mpistrat.process import abort, neighbours, procfs
 from mpistrat.process.neighbours import Neighbours
 from mpistrat.process.procfs import Process
-from mpistrat.transport.fd_exchange import FdExchange
+from mpistrat.transport.host_link import FdExchange
 from mpistrat.transport.shm.segment import PACKED, HostMemory
 from tests.support.thread_group import ThreadGroup
 

@@ -28,12 +28,10 @@ from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.request import ScaledOp, Sum, allreduce_request, specs_of
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
-from mpistrat.trace import chrome_trace, last, records
+from mpistrat.trace import last, records
 from mpistrat.trace.analysis import Unfinished, analyse
-from mpistrat.trace.chrome_trace import TraceFile
 from mpistrat.trace.clocks import Offset
-from mpistrat.trace.record_ring import OperationRing, Traced
-from mpistrat.trace.records import NO_STEP, Record
+from mpistrat.trace.records import NO_STEP, OperationRing, Record, Traced
 from mpistrat.trace.timeline import Timeline, records_in
 from mpistrat.trace.tracer import Tracer
 
@@ -56,7 +54,7 @@ JOB = [record(0, 0, submitted=0), record(1, 0, submitted=10), record(0, 1, submi
 
 
 def written(path: Path, some: list[Record], mark_cycles: bool = False) -> Path:
-    timeline = Timeline(TraceFile(str(path)), ["a", "b"], mark_cycles)
+    timeline = Timeline(str(path), ["a", "b"], mark_cycles)
     timeline.add(some)
     timeline.close()
     timeline.close()
@@ -65,9 +63,7 @@ def written(path: Path, some: list[Record], mark_cycles: bool = False) -> Path:
 
 def test_a_file_has_what_was_written(tmp_path: Path) -> None:
     path = written(tmp_path / "f.json", [*JOB, record(1, 2, submitted=0) ._replace(submitted=0, step=NO_STEP)])
-    spans, is_cut = chrome_trace.spans_in(str(path))
-    assert not is_cut
-    assert records_in(spans) == [*JOB, record(1, 2)._replace(submitted=0, step=NO_STEP)]
+    assert records_in(str(path)) == ([*JOB, record(1, 2)._replace(submitted=0, step=NO_STEP)], False)
 
 
 def test_chromes_format_has_a_process_for_each_rank_and_horovods_phases(tmp_path: Path) -> None:
@@ -85,7 +81,7 @@ def test_chromes_format_has_a_process_for_each_rank_and_horovods_phases(tmp_path
 
 def test_what_was_chosen_by_measuring_is_marked_once_at_the_operation_before(tmp_path: Path) -> None:
     path = tmp_path / "f.json"
-    timeline = Timeline(TraceFile(str(path)), ["a", "b"], mark_cycles=False)
+    timeline = Timeline(str(path), ["a", "b"], mark_cycles=False)
     for each, sentences in zip(JOB, (["chunks of 4 MiB"], ["chunks of 4 MiB"], ["chunks of 512 KiB"]), strict=False):
         timeline.add([each])
         timeline.add_choices(sentences)
@@ -109,9 +105,9 @@ def test_a_file_can_be_read_wherever_it_is_cut(tmp_path: Path) -> None:
     counts = []
     for size in (*range(len(data) // 2, len(data) - 1, 7), len(data) - 1):
         cut.write_bytes(data[:size])
-        spans, is_cut = chrome_trace.spans_in(str(cut))
-        assert records_in(spans) == JOB[:len(spans)]
-        counts.append(len(spans))
+        found, is_cut = records_in(str(cut))
+        assert found == JOB[:len(found)]
+        counts.append(len(found))
         assert is_cut
     assert counts == sorted(counts) and counts[-1] == len(JOB)
 
@@ -125,14 +121,13 @@ def test_the_json_is_valid_after_each_write(tmp_path: Path, monkeypatch: pytest.
         assert isinstance(json.loads(path.read_text()), list)
         return done
 
-    monkeypatch.setattr(chrome_trace.os, "pwrite", checked)
+    monkeypatch.setattr(os, "pwrite", checked)
     written(path, [record(number=number) for number in range(100)])
     assert len(sizes) > 5 and max(sizes) < 5000
 
 
 def test_a_disk_that_fills_up_leaves_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = TraceFile(str(tmp_path / "f.json"))
-    timeline = Timeline(file, ["a", "b"], False)
+    timeline = Timeline(str(tmp_path / "f.json"), ["a", "b"], False)
     timeline.add(JOB[:2])
     pwrite, is_first = os.pwrite, itertools.chain([True], itertools.repeat(False))
 
@@ -142,11 +137,10 @@ def test_a_disk_that_fills_up_leaves_what_was_written(tmp_path: Path, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         return pwrite(file, data, offset)
 
-    monkeypatch.setattr(chrome_trace.os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space"):
         timeline.add(JOB[2:])
-    spans, is_cut = chrome_trace.spans_in(str(tmp_path / "f.json"))
-    assert (records_in(spans), is_cut) == (JOB[:2], False)
+    assert records_in(str(tmp_path / "f.json")) == (JOB[:2], False)
 
 
 is_full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
@@ -154,11 +148,11 @@ is_full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
 
 def test_a_disk_that_is_full_at_the_start_leaves_nothing_and_the_error_names_the_file(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chrome_trace.os, "pwrite", is_full)
+    monkeypatch.setattr(os, "pwrite", is_full)
     opened = set(os.listdir("/proc/self/fd"))
     path = tmp_path / "f.json"
     with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
-        TraceFile(str(path))
+        Timeline(str(path), ["a", "b"], False)
     assert not path.exists() and set(os.listdir("/proc/self/fd")) == opened
 
 
@@ -282,8 +276,7 @@ def test_a_field_of_another_type_is_a_sentence_too(field: str, value: Any, tmp_p
 def test_chromes_format_may_begin_with_an_empty_line_and_may_be_in_an_object(before: str, tmp_path: Path) -> None:
     path = written(tmp_path / "f.json", JOB)
     path.write_text(before + path.read_text() + "}" * before.count("{"))
-    spans, is_cut = chrome_trace.spans_in(str(path))
-    assert (records_in(spans), is_cut) == (JOB, False)
+    assert records_in(str(path)) == (JOB, False)
 
 
 @pytest.mark.parametrize(("words", "text"), [
@@ -317,8 +310,7 @@ def test_the_page_has_scales_and_says_who_waited_longest_and_where_the_late_rank
     longest = longest_wait(JOB)
     late = max((each for each in JOB if each.number == longest.number), key=lambda each: each.submitted).rank
     place = 'at "train.py", line 9, in slow: time.sleep(0.05)'
-    file = chrome_trace.TraceFile(str(tmp_path / "f.json"))
-    timeline = Timeline(file, ["node1"] * 2, mark_cycles=False)
+    timeline = Timeline(str(tmp_path / "f.json"), ["node1"] * 2, mark_cycles=False)
     timeline.add_places({0: "elsewhere", late: place}, longest.submitted)
     timeline.add(JOB)
     timeline.close()
@@ -390,7 +382,7 @@ def job(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> An
 
 
 def steps_in(path: Path) -> list[tuple[int, int]]:
-    return sorted((each.rank, each.step) for each in records_in(chrome_trace.spans_in(str(path))[0]))
+    return sorted((each.rank, each.step) for each in records_in(str(path))[0])
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -425,7 +417,7 @@ def test_times_are_on_the_clock_of_rank_0(tmp_path: Path) -> None:
     message, = records.to_messages([record(1, submitted=7)])
     tracer.receive(b"R" + message)
     tracer.close()
-    found, = records_in(chrome_trace.spans_in(str(tmp_path / "f.json"))[0])
+    found, = records_in(str(tmp_path / "f.json"))[0]
     assert found == record(1, submitted=2, agreed=5, ended=7)
 
 
@@ -503,12 +495,12 @@ def test_a_second_part_of_a_job_has_a_file_of_its_own(tmp_path: Path, monkeypatc
         mpistrat.init()
         mpistrat.allreduce(np.ones(size))
         mpistrat.shutdown()
-    found = {path.name: records_in(chrome_trace.spans_in(str(path))[0])[0].nbytes for path in tmp_path.iterdir()}
+    found = {path.name: records_in(str(path))[0][0].nbytes for path in tmp_path.iterdir()}
     assert found == {"f.json": 16, "f.1.json": 24}
 
 
 def test_messages_that_cannot_be_sent_do_not_pile_up(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.trace.recording._MOST_WAITING", 3)
+    monkeypatch.setattr("mpistrat.trace.tracer._MOST_WAITING", 3)
     job.tracers[0].start_timeline(str(tmp_path / "f.json"), False)
     job.carries.clear()
     for _ in range(20):
@@ -568,8 +560,8 @@ def test_when_a_rank_fails_all_ranks_tell_their_last_operations_once(job: Job, f
 
 
 def test_rank_0_knows_at_the_end_what_all_ranks_have_done(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.trace.totals._LEAST_S", 0.0)
-    monkeypatch.setattr("mpistrat.trace.totals._LEAST_OPERATIONS", 1)
+    monkeypatch.setattr("mpistrat.trace.reports._LEAST_S", 0.0)
+    monkeypatch.setattr("mpistrat.trace.reports._LEAST_OPERATIONS", 1)
     job.work(2)
     until(lambda: all(tracer.reader.operations == 2 and tracer.reports._totals[rank]._before for rank, tracer in
                       enumerate(job.tracers)))
@@ -620,7 +612,7 @@ def test_what_ranks_tell_is_one_file_on_the_clock_of_rank_0(tmp_path: Path, monk
     path, = tmp_path.glob(".mpistrat/*.json")
     assert sentence == f"the last operations of ranks [0, 2]: mpistrat timeline .mpistrat/{path.name}"
     assert (tmp_path / ".mpistrat" / ".gitignore").read_text() == "*\n"
-    found = records_in(chrome_trace.spans_in(str(path))[0])
+    found = records_in(str(path))[0]
     assert len(found) == 501
     assert min(each.submitted for each in found if each.rank == 2 and each.submitted) == (
         min(each.submitted for each in many if each.submitted) - 5 * MS)

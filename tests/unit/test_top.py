@@ -20,7 +20,7 @@ from mpistrat.cli.top.rates import Stall, summarize
 from mpistrat.cli.top.status_files import Found, parse, read
 from mpistrat.core.errors import LaunchError
 from mpistrat.core.install import pip_extra
-from mpistrat.trace.status import status_directory
+from mpistrat.trace.reports import status_directory
 
 NOW = 1000.0
 

@@ -19,12 +19,10 @@ from mpistrat.core.slowest import Waits
 from mpistrat.core.topology import Topology
 from mpistrat.engine.controller import Controller
 from mpistrat.engine.executor import Executor
-from mpistrat.trace import status
+from mpistrat.trace import reports
 from mpistrat.trace.clocks import Offset
-from mpistrat.trace.record_ring import Operation, OperationRing
-from mpistrat.trace.records import NO_STEP, Record
-from mpistrat.trace.spans import length, union
-from mpistrat.trace.totals import StepCounter, Totals, line_of
+from mpistrat.trace.records import NO_STEP, Operation, OperationRing, Record, StepCounter, length, union
+from mpistrat.trace.reports import Totals, line_of
 from tests.support.thread_group import ThreadGroup
 
 
@@ -121,28 +119,28 @@ def test_the_shares_of_a_second_add_up() -> None:
     done = [operation("g/0", 10, 40, agreed=30), operation("metric", 35, 60, agreed=50)]
     waits = entry("later", np.ones(1))
     waits.submitted = 90
-    assert status.waits(done, [waits], (0, 100)) == pytest.approx((1e-7, 4e-8, 2e-8, 0))
-    assert status.waits([], [], (0, 100)) == pytest.approx((1e-7, 0, 0, 0))
+    assert reports.waits(done, [waits], (0, 100)) == pytest.approx((1e-7, 4e-8, 2e-8, 0))
+    assert reports.waits([], [], (0, 100)) == pytest.approx((1e-7, 0, 0, 0))
 
 
 def test_gradients_are_hidden_until_the_last_ones_of_their_step_are_submitted() -> None:
     first = [operation("g/0", 10, 20), operation("g/1", 15, 50), operation("g/2", 40, 60)]
     second = [operation("metric", 60, 70), operation("g/0", 80, 95), operation("g/1", 90, 98)]
-    assert status.waits(first, (), (0, 100)).hidden == pytest.approx(30e-9)  # 10 to 40
-    assert status.waits([*first, *second], (), (0, 100)).hidden == pytest.approx(40e-9)  # and 80 to 90
-    assert status.waits(first, (), (0, 20)).hidden == pytest.approx(10e-9)
+    assert reports.waits(first, (), (0, 100)).hidden == pytest.approx(30e-9)  # 10 to 40
+    assert reports.waits([*first, *second], (), (0, 100)).hidden == pytest.approx(40e-9)  # and 80 to 90
+    assert reports.waits(first, (), (0, 20)).hidden == pytest.approx(10e-9)
     later = Entry(gradient("g/3"), [np.ones(1)], Handle("g/3"), submitted=70)  # It is not complete.
-    assert status.waits(first, [later], (0, 100)).hidden == pytest.approx(50e-9)  # 10 to 60
+    assert reports.waits(first, [later], (0, 100)).hidden == pytest.approx(50e-9)  # 10 to 60
 
 
 def test_a_rank_in_join_does_not_wait() -> None:
-    assert status.waits([operation("g", 0, 60, agreed=50)], [], (0, 100)) == pytest.approx((1e-7, 0, 1e-8, 0))
+    assert reports.waits([operation("g", 0, 60, agreed=50)], [], (0, 100)) == pytest.approx((1e-7, 0, 1e-8, 0))
 
 
 def test_the_oldest_operations_are_listed_first() -> None:
     old, new = entry("old" * 100, np.ones(1)), entry("new", np.ones(1))
     old.submitted, new.submitted = 10**9, 2 * 10**9
-    assert status.outstanding([new, old], 3 * 10**9) == [{"name": "old" * 40, "since_s": 2.0},
+    assert reports.outstanding([new, old], 3 * 10**9) == [{"name": "old" * 40, "since_s": 2.0},
                                                         {"name": "new", "since_s": 1.0}]
 
 
@@ -180,7 +178,7 @@ def test_a_clock_that_is_shared_has_no_offset() -> None:
 
 
 def test_a_status_file_is_replaced_whole_and_only_its_user_may_read_it(tmp_path: Path) -> None:
-    file = status.StatusFile(2, {"XDG_RUNTIME_DIR": str(tmp_path), "PMIX_NAMESPACE": "job 7"})
+    file = reports.StatusFile(2, {"XDG_RUNTIME_DIR": str(tmp_path), "PMIX_NAMESPACE": "job 7"})
     file.write([{"rank": 0}])
     assert file.path.parent.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in file.path.parent.iterdir()] == [file.path.name]
@@ -193,7 +191,7 @@ def test_a_status_file_is_replaced_whole_and_only_its_user_may_read_it(tmp_path:
 
 
 def test_a_status_file_that_cannot_be_removed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = status.StatusFile(1, {"XDG_RUNTIME_DIR": str(tmp_path)})
+    file = reports.StatusFile(1, {"XDG_RUNTIME_DIR": str(tmp_path)})
     file.write([])
     monkeypatch.setattr(Path, "unlink", Mock(side_effect=OSError(30, "Read-only file system")))
     file.remove()
@@ -201,21 +199,21 @@ def test_a_status_file_that_cannot_be_removed_is_left(tmp_path: Path, monkeypatc
 
 
 def test_files_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
-    directory = status.status_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
+    directory = reports.status_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
     directory.mkdir(mode=0o700)
     alive, dead, elsewhere = [directory / name for name in (
         f"{platform.node()}-{os.getppid()}.json", f"{platform.node()}-99999999.json", "other-99999999.json")]
     for path in (alive, dead, elsewhere):
         path.touch()
-    status.StatusFile(1, {"XDG_RUNTIME_DIR": str(tmp_path)})
+    reports.StatusFile(1, {"XDG_RUNTIME_DIR": str(tmp_path)})
     assert alive.exists() and elsewhere.exists() and not dead.exists()
 
 
 def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
-    directory = status.status_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
+    directory = reports.status_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
     directory.mkdir(mode=0o755)
     with pytest.raises(PermissionError, match=r"mpistrat-\d+ is open to others \(mode 755\)"):
-        status.StatusFile(1, {"XDG_RUNTIME_DIR": str(tmp_path)})
+        reports.StatusFile(1, {"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
 class Rank:
@@ -257,8 +255,8 @@ def test_totals_have_the_intervals_with_collectives_but_the_first() -> None:
     (Totals(Waits(4.9), 9, 99), Totals(Waits(10.0), 9, 99), ""),
     (Totals(Waits(10.0), 9, 19), Totals(Waits(10.0), 9, 99), "")])
 def test_the_line_of_a_job_says_its_speed_unless_it_was_short(first: Totals, second: Totals, line: str) -> None:
-    assert line_of({1: second, 0: first}, {0: "rank 0 on a", 1: "rank 1 on b"}) == (line and f"mpistrat: {line}")
+    assert line_of({1: second, 0: first}, ["a", "b"]) == (line and f"mpistrat: {line}")
 
 
 def test_a_job_of_one_rank_has_no_line() -> None:
-    assert line_of({0: Totals(Waits(10.0), 9, 99)}, {0: "rank 0 on a"}) == ""
+    assert line_of({0: Totals(Waits(10.0), 9, 99)}, ["a"]) == ""

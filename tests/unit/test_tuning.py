@@ -28,7 +28,7 @@ def test_every_constant_is_used() -> None:
 def test_a_program_runs_with_another_value_of_a_constant(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import sys\nfrom mpistrat.transport.shm import two_shot\n"
-                       "print(two_shot.SHM_ONE_SHOT_BYTES, sys.argv[1:])\n")
+                       "print(two_shot.TwoShotData.one_shot_bytes, sys.argv[1:])\n")
 
     def run(assignment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "tests.tuned", assignment, str(program), "a=b"], text=True,

@@ -13,10 +13,10 @@ from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
 from mpistrat.core.errors import EngineError, StallError
 from mpistrat.core.request import ReduceOp
 from mpistrat.core.topology import Topology
-from mpistrat.transport.memfd import HostFile
-from mpistrat.transport.shm.chunk_choice import ChunkChoice
+from mpistrat.transport.host_link import HostFile
 from mpistrat.transport.shm.segment import HostMemory
 from mpistrat.transport.shm.shm_data import SharedMemoryData
+from mpistrat.transport.shm.two_shot import ChunkChoice
 from tests.support.thread_group import ThreadGroup
 
 from ..support.shared_memory_of_threads import host_files, shared_memory_planes
@@ -98,7 +98,7 @@ def test_every_rank_maps_the_same_memory_which_is_reserved() -> None:
         blocks[1][nbytes - 1] = 42
         assert [block[nbytes - 1] for block in blocks] == [42, 42, 42]
         assert all(len(block) == nbytes for block in blocks)
-        assert os.fstat(files[0].fileno()).st_blocks * 512 >= nbytes
+        assert os.fstat(files[0].descriptor).st_blocks * 512 >= nbytes
     for file in files:
         file.close()
         file.close()
@@ -108,9 +108,9 @@ def test_a_file_can_grow_but_not_shrink() -> None:
     file = HostFile.make()
     block = file.map(100)
     with pytest.raises(PermissionError):
-        os.ftruncate(file.fileno(), 0)
+        os.ftruncate(file.descriptor, 0)
     with pytest.raises(PermissionError):
-        fcntl.fcntl(file.fileno(), fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        fcntl.fcntl(file.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     block[99] = 1
     larger = file.map(100_000)
     larger[99_999] = 2
@@ -126,7 +126,7 @@ def test_only_the_file_of_a_rank_is_taken_and_what_is_not_is_closed() -> None:
             HostFile.over(wrong)
         with pytest.raises(OSError):
             os.fstat(wrong)
-    same = HostFile.over(os.dup(made.fileno()))
+    same = HostFile.over(os.dup(made.descriptor))
     made.map(1)[0] = 7
     assert same.map(1)[0] == 7
     made.close()

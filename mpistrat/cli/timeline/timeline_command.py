@@ -10,8 +10,7 @@ from typing import Any
 
 from ...core.errors import LaunchError
 from ...trace.analysis import analyse
-from ...trace.chrome_trace import places_in, spans_in
-from ...trace.timeline import records_in
+from ...trace.timeline import places_in, records_in
 from ..arguments import Parser
 from ..main import EXIT_WRONG_INPUT
 from .page import page
@@ -35,8 +34,7 @@ def main(argv: list[str]) -> int:
     """
     options = _parser().parse_args(argv)
     try:
-        spans, is_cut = spans_in(options.file)
-        records = records_in(spans)
+        records, is_cut = records_in(options.file)
     except (OSError, ValueError) as error:
         raise LaunchError(f"{options.file} cannot be read as a timeline: {error}") from error
     analysis = analyse(records)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...core.ownership import foreign
 from ...process import procfs
-from ...trace.status import VERSION
+from ...trace.reports import VERSION
 
 # A rank or a job that has not reported for this time is called silent.
 SILENT_S = 10.0

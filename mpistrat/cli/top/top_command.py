@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import LaunchError, MissingDependencyError
 from ...core.install import pip_extra
-from ...trace.status import status_directory
+from ...trace.reports import status_directory
 from ..arguments import Parser, positive_seconds
 from . import prometheus
 from .rates import Summary, summarize

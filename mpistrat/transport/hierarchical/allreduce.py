@@ -10,27 +10,20 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ...core.arithmetic import IDENTITY, Reduction, combine
+from ...core import tuning
+from ...core.arithmetic import IDENTITY, Reduction, Scale, combine
 from ...core.error_feedback import ErrorFeedback, Errors
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
-from ...core.quantised import Codec
+from ...core.quantised import BLOCK, Codec, wire_bytes
 from ...core.topology import Topology
-from ...core.tuning import (
-    HIERARCHICAL_ALLGATHER_BYTES,
-    HIERARCHICAL_CHUNK_BYTES,
-    HIERARCHICAL_CHUNKS_UNDER_WAY,
-    HIERARCHICAL_SLICE_BYTES,
-    SHM_SCATTERS_UNDER_WAY,
-)
-from ..mpi.eager import exchange
-from ..mpi.peer_wait import PeerWait
-from ..mpi.quantised_data import QuantisedExchange
-from ..shm.layout import Chunk
+from ..mpi.requests import PeerWait, exchange
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from ..shm.shm_data import ReduceScatter
-from ..shm.two_shot import Chunked, Stage, TwoShotData, TwoShotReduce
-from .piggyback import Piggyback
+from ..shm.two_shot import Chunk, Stage, TwoShotData, TwoShotReduce
+from .hosts_agreement import Piggyback
+
+_BYTE, _FLOAT = np.dtype(np.uint8), np.dtype(np.float32)
 
 
 def cross_comm(comm: MPI.Comm, topology: Topology) -> MPI.Comm:
@@ -42,6 +35,88 @@ def cross_comm(comm: MPI.Comm, topology: Topology) -> MPI.Comm:
     return comm.Split(topology.local_rank if is_sender else MPI.UNDEFINED, topology.hosts.index(topology.host))
 
 
+class QuantisedExchange:
+    """All-reduces of slices, one after the other, between the ranks of `comm`, one on each host.
+
+    Two hosts, and more hosts for a small slice, send the whole slice to each other. Each host sums the 8-bit numbers of
+    all hosts, its own too, in float32 and in host order. Otherwise each host sums one part of the slice, first its own
+    unrounded values, and sends the sum as 8-bit numbers, which it also decodes. So all hosts have the same bits.
+
+    Rounding errors stay on the host that rounded: the sender of a part, or the host that summed the part. The sum of
+    all hosts' errors is the error of the sum so far.
+
+    `comm` is COMM_NULL on a rank that sends nothing. The objects of one thread may share `codec`.
+    """
+
+    def __init__(self, comm: MPI.Comm, codec: Codec):
+        self._comm, self._codec = comm, codec
+        self._hosts, self._host = (comm.Get_size(), comm.Get_rank()) if comm != MPI.COMM_NULL else (0, 0)
+        self._sent, self._received, self._total = FusionBuffer(), FusionBuffer(), FusionBuffer()
+
+    def send(self, values: np.ndarray, errors: np.ndarray | None) -> list[MPI.Request]:
+        """Start to send `values`, the host's own, as 8-bit numbers. For `errors` see Codec.encode.
+
+        The caller must not change either array before `combine`. Returns the requests to complete before `combine`.
+        """
+        self._values, self._errors, count = values, errors, values.size
+        nbytes = wire_bytes(count)
+        self._is_whole = self._hosts == 2 or nbytes * self._hosts <= tuning.HIERARCHICAL_ALLGATHER_BYTES
+        if self._is_whole:
+            sent = self._sent.view(nbytes, _BYTE)
+            self._codec.encode(values, errors, sent)
+            self._rows = list(self._received.view(nbytes * self._hosts, _BYTE).reshape(self._hosts, nbytes))
+            self._rows[self._host] = sent
+            return exchange(self._comm, [sent] * self._hosts, self._rows)
+        blocks = -(-count // BLOCK)
+        bounds = [min(blocks * h // self._hosts * BLOCK, count) for h in range(self._hosts + 1)]
+        self._bounds = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        self._sizes = [wire_bytes(part.stop - part.start) for part in self._bounds]
+        self._starts = [sum(self._sizes[:h]) for h in range(self._hosts)]
+        sent = self._sent.view(sum(self._sizes), _BYTE)
+        for h, part in enumerate(self._bounds):
+            if h != self._host:
+                self._codec.encode(values[part], None if errors is None else errors[part], self._part_of(sent, h))
+        own = self._sizes[self._host]
+        self._rows = list(self._received.view(own * self._hosts, _BYTE).reshape(self._hosts, own))
+        return exchange(self._comm, [self._part_of(sent, h) for h in range(self._hosts)], self._rows)
+
+    def combine(self, result: np.ndarray, scale: Scale) -> list[MPI.Request]:
+        """Sum the values of all hosts. Returns the requests to complete before `finish`; [] if `result` is complete."""
+        if self._is_whole:
+            total = self._sum_of(result)
+            for h, row in enumerate(self._rows):
+                self._codec.decode(row, total, adds=h > 0)
+            scale.apply(total, result)
+            return []
+        own = self._bounds[self._host]
+        total = self._total.view(own.stop - own.start, _FLOAT)
+        np.copyto(total, self._values[own], casting="same_kind")
+        for h, row in enumerate(self._rows):
+            if h != self._host:
+                self._codec.decode(row, total, adds=True)
+        self._gathered = self._sent.view(sum(self._sizes), _BYTE)
+        errors = None if self._errors is None else self._errors[own]
+        parts = [self._part_of(self._gathered, h) for h in range(self._hosts)]
+        self._codec.encode(total, errors, parts[self._host])
+        return exchange(self._comm, [parts[self._host]] * self._hosts, parts)
+
+    def finish(self, result: np.ndarray, scale: Scale) -> None:
+        """Write the scaled sum to `result`."""
+        if self._is_whole:
+            return
+        total = self._sum_of(result)
+        for h, part in enumerate(self._bounds):
+            self._codec.decode(self._part_of(self._gathered, h), total[part])
+        scale.apply(total, result)
+
+    def _sum_of(self, result: np.ndarray) -> np.ndarray:
+        """The float32 array for the sum: `result` if it has that dtype, else a buffer."""
+        return result if result.dtype == _FLOAT else self._total.view(result.size, _FLOAT)
+
+    def _part_of(self, wire: np.ndarray, host: int) -> np.ndarray:
+        return wire[self._starts[host]:self._starts[host] + self._sizes[host]]
+
+
 class HierarchicalData(TwoShotData):
     """Collectives among hosts of ranks.
 
@@ -51,17 +126,15 @@ class HierarchicalData(TwoShotData):
     Several chunks are in flight at different stages, so that the wire and the memory work in parallel. A rank alone on
     its host sends from its tensors and reduces into its targets without copies, if the slice is of a single tensor.
 
-    If every host has one rank, a reduce-scatter runs in chunks as well.
-
-    A quantised reduction (Reduction.quantised) exchanges 8-bit numbers, as QuantisedExchange does.
+    A quantised reduction (Reduction.quantised) exchanges 8-bit numbers by a QuantisedExchange. If every host has one
+    rank, a reduce-scatter runs in chunks as well.
 
     An element is summed over the ranks of each host in rank order, and then over the hosts in host order. Half
     precision is summed in float32 both times, and rounded before the partial sum is sent.
 
     Args:
-        memory: See TwoShotData.
-        chunk: Bytes of a chunk, see TwoShotData; the same on all hosts.
-        others: See TwoShotData.
+        memory, others: See TwoShotData.
+        chunk: Bytes of a chunk; the same on all hosts.
         cross: The result of `cross_comm`, reserved for this object. `close` frees it.
         senders: The least number of ranks that a host has.
         wait: Waits for the ranks of `cross`.
@@ -70,8 +143,8 @@ class HierarchicalData(TwoShotData):
     """
 
     name = "hierarchical"
-    slots = HIERARCHICAL_CHUNKS_UNDER_WAY
-    chunk_bytes = HIERARCHICAL_CHUNK_BYTES
+    slots = tuning.HIERARCHICAL_CHUNKS_UNDER_WAY
+    chunk_bytes = tuning.HIERARCHICAL_CHUNK_BYTES
     one_shot_bytes = -1  # never
 
     def __init__(self, memory: HostMemory, chunk: int, others: DataPlane, cross: MPI.Comm, senders: int, wait: PeerWait,
@@ -95,7 +168,7 @@ class HierarchicalData(TwoShotData):
             return super().prepare(sources, targets, reduction)
         return self._piggyback.pack(self, sources, targets, reduction, elements)
 
-    def run(self, work: Chunked, stages: Sequence[Stage]) -> None:
+    def run(self, work: Any, stages: Sequence[Stage]) -> None:
         if isinstance(work, TwoShotReduce) and work.reduction.quantised is not None and self._feedback is not None:
             count = sum([source.size for source in work.inputs])
             self._errors = self._feedback.of(work.reduction.quantised, count)
@@ -106,7 +179,7 @@ class HierarchicalData(TwoShotData):
         return self._pack, self._send, self._combine, self._receive, self._unpack
 
     def _reducers(self, nbytes: int) -> int:
-        return max(1, min(self._senders, nbytes // HIERARCHICAL_SLICE_BYTES))
+        return max(1, min(self._senders, nbytes // tuning.HIERARCHICAL_SLICE_BYTES))
 
     def _send(self, work: TwoShotReduce, k: int) -> None:
         """Reduce this rank's slice over the host, and start to send it to the other hosts."""
@@ -143,9 +216,8 @@ class HierarchicalData(TwoShotData):
     def _exchange(self, partial: np.ndarray, buffer: FusionBuffer) -> tuple[list[MPI.Request], list[np.ndarray]]:
         """Start to exchange `partial` with the other hosts. `buffer` is for the received values.
 
-        Returns:
-            The requests, and for each host the array that holds its values when the requests are complete: all elements
-            of the slice, or the elements that this host has to reduce.
+        Returns the requests, and for each host the array that holds its values when the requests are complete: all
+        elements of the slice, or the elements that this host has to reduce.
         """
         hosts, host = self._hosts, self._cross.Get_rank()
         if hosts == 2:
@@ -153,7 +225,7 @@ class HierarchicalData(TwoShotData):
             theirs = buffer.view(partial.size, partial.dtype)
             rows = [partial, theirs] if host == 0 else [theirs, partial]
             return exchange(self._cross, [partial, partial], rows), rows
-        if partial.nbytes * hosts <= HIERARCHICAL_ALLGATHER_BYTES:
+        if partial.nbytes * hosts <= tuning.HIERARCHICAL_ALLGATHER_BYTES:
             table = buffer.view(partial.size * hosts, partial.dtype).reshape(hosts, -1)
             sent, received = partial.view(np.uint8), table.view(np.uint8)
             return [self._cross.Iallgather([sent, MPI.BYTE], [received, MPI.BYTE])], list(table)
@@ -163,7 +235,6 @@ class HierarchicalData(TwoShotData):
         return exchange(self._cross, parts, rows), rows
 
     def _parts_of(self, array: np.ndarray) -> list[np.ndarray]:
-        """Each host's part of a slice."""
         bounds = [array.size * h // self._hosts for h in range(self._hosts + 1)]
         return [array[start:stop] for start, stop in itertools.pairwise(bounds)]
 
@@ -205,7 +276,7 @@ class HierarchicalData(TwoShotData):
         if len(counts) != self._hosts:  # Some host has several ranks.
             super().reducescatter(source, target, counts, reduction)
             return
-        elements = SHM_SCATTERS_UNDER_WAY * self._chunks[0] // source.itemsize
+        elements = tuning.SHM_SCATTERS_UNDER_WAY * self._chunks[0] // source.itemsize
         memories = self._scattered.view(elements * self._hosts, source.dtype).reshape(self._hosts, -1)
         work = ReduceScatter(memories, self._cross.Get_rank(), self.last_chunk + 1, source, target, counts, reduction)
         self.run(work, (self._scatter, self._reduce_part))

@@ -10,16 +10,10 @@ from typing import Any
 
 from mpi4py import MPI
 
+from ...core import tuning
 from ...core.interfaces import ControlPlane
-from ...core.tuning import (
-    MPI_POLL_CALLER_SPIN_S,
-    MPI_POLL_LONGEST_SLEEP_S,
-    MPI_POLL_SLEEP_DIVISOR,
-    MPI_POLL_SPIN_S,
-    MPI_SHORTEST_SLEEP_S,
-)
 from ..shm.ring import LocalChannel
-from .peer_wait import PeerWait
+from .requests import PeerWait
 
 
 class MpiControl(ControlPlane):
@@ -30,11 +24,9 @@ class MpiControl(ControlPlane):
     times (MPI_POLL_*).
 
     Args:
-        comm: Reserved for this object.
-        channel: This rank's channel. `close` closes it.
-        local_ranks: The ranks on this host.
+        comm: Reserved for this object. `close` frees it.
+        channel: This rank's channel to `local_ranks`, the ranks on this host. `close` closes it.
         peers: All ranks that may send to this one.
-        wait: Waits for other ranks.
         polls: Whether to always poll MPI. Needed if the channel watches for news that arrive over MPI.
     """
 
@@ -102,13 +94,13 @@ class MpiControl(ControlPlane):
 
     def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
         if not self._polls:
-            longest_s = MPI_POLL_LONGEST_SLEEP_S if self._channel.is_sending else timeout_s
+            longest_s = tuning.MPI_POLL_LONGEST_SLEEP_S if self._channel.is_sending else timeout_s
             if self._spans_hosts:  # See Interruption.progress.
                 MPI.COMM_SELF.Iprobe()
-                longest_s = min(longest_s, MPI_POLL_LONGEST_SLEEP_S + quiet_s / MPI_POLL_SLEEP_DIVISOR)
+                longest_s = min(longest_s, tuning.MPI_POLL_LONGEST_SLEEP_S + quiet_s / tuning.MPI_POLL_SLEEP_DIVISOR)
             self._channel.wait(min(timeout_s, longest_s), spin_s)
             return
-        spin_s = (MPI_POLL_CALLER_SPIN_S if spin_s else MPI_POLL_SPIN_S) - quiet_s
+        spin_s = (tuning.MPI_POLL_CALLER_SPIN_S if spin_s else tuning.MPI_POLL_SPIN_S) - quiet_s
         if spin_s > 0:
             # One poll only, if messages wait for room in the channel: the caller must send them.
             deadline = time.monotonic() + (0.0 if self._channel.is_sending else min(spin_s, timeout_s))
@@ -118,8 +110,8 @@ class MpiControl(ControlPlane):
                 if self._channel.ready() or self._comm.Iprobe(tag=self._TAG) or time.monotonic() >= deadline:
                     return
         # Pauses in proportion to the wait so far, which makes no wait much longer than necessary.
-        pause_s = max(quiet_s / MPI_POLL_SLEEP_DIVISOR, MPI_SHORTEST_SLEEP_S)
-        self._channel.wait(min(timeout_s, pause_s, MPI_POLL_LONGEST_SLEEP_S))
+        pause_s = max(quiet_s / tuning.MPI_POLL_SLEEP_DIVISOR, tuning.MPI_SHORTEST_SLEEP_S)
+        self._channel.wait(min(timeout_s, pause_s, tuning.MPI_POLL_LONGEST_SLEEP_S))
 
     def wake(self) -> None:
         self._channel.wake()

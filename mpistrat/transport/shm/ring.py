@@ -12,7 +12,7 @@ from ..unix_socket import UnixSocketChannel
 from .segment import ASLEEP, HostMemory
 
 _HEADER_BYTES = 256  # two counters, each with two cache lines of its own
-_READ = 16  # index of the counter of bytes read, in words; that of bytes written is at 0
+_READ = 16  # the index, in words, of the counter of bytes read; the counter of bytes written has index 0
 _RING_AND_HEADER_BYTES = _HEADER_BYTES + SHM_RING_BYTES
 _LENGTH_BYTES = 4
 
@@ -40,7 +40,6 @@ class _Ring:
         self._words[0] = self._position
 
     def unread(self) -> int:
-        """The number of bytes to read."""
         return self._words[0] - self._position
 
     def read(self, count: int) -> bytes:
@@ -59,13 +58,11 @@ class _Ring:
 
 
 class ShmRing:
-    """One rank's channel over rings. A UnixSocketChannel serves only to sleep, and to wake ranks that sleep.
+    """One rank's channel over rings, with the methods of a UnixSocketChannel.
 
-    Args:
-        memory: The memory of the host, of which the counter ASLEEP is used.
-        start: The offset of the rings in the memory's data. The rings take `ring_bytes(edges)` bytes.
-        edges: The pairs of ranks of this host that exchange messages, the same list on all ranks of the host.
-        channel: The channel whose `wait` this rank sleeps in. `close` closes it.
+    The rings take `ring_bytes(edges)` bytes of the memory's data, from `start` on. It also uses the counter ASLEEP.
+    `edges` are the pairs of ranks of this host that exchange messages, the same list on all ranks of the host. The
+    `channel` serves only to sleep, and to wake ranks that sleep. `close` closes it.
     """
 
     def __init__(self, memory: HostMemory, start: int, edges: Sequence[tuple[int, int]], channel: UnixSocketChannel):
@@ -73,13 +70,12 @@ class ShmRing:
         self._rank = memory.ranks[memory.index]
         self._out: dict[int, _Ring] = {}
         self._in: dict[int, _Ring] = {}
-        for number, (a, b) in enumerate(edges):
-            for sender, receiver, place in ((a, b, 2 * number), (b, a, 2 * number + 1)):
-                offset = start + place * _RING_AND_HEADER_BYTES
-                if sender == self._rank:
-                    self._out[receiver] = _Ring(memory.data[offset:offset + _RING_AND_HEADER_BYTES])
-                elif receiver == self._rank:
-                    self._in[sender] = _Ring(memory.data[offset:offset + _RING_AND_HEADER_BYTES])
+        for place, (sender, receiver) in enumerate(way for a, b in edges for way in ((a, b), (b, a))):
+            ring = memory.data[start + place * _RING_AND_HEADER_BYTES:]
+            if sender == self._rank:
+                self._out[receiver] = _Ring(ring)
+            elif receiver == self._rank:
+                self._in[sender] = _Ring(ring)
         self._unsent: dict[int, bytes] = {}
         self._partial: dict[int, bytes] = {}
         self._is_woken = False
@@ -87,19 +83,15 @@ class ShmRing:
 
     @property
     def is_sending(self) -> bool:
-        """Whether a message waits for room."""
         return bool(self._unsent)
 
     def is_sending_to(self, ranks: Iterable[int]) -> bool:
-        """Whether a message waits for room in the ring to one of `ranks`."""
         return bool(self._unsent) and any(rank in self._unsent for rank in ranks)
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send to a rank of this host. Never blocks."""
         self._push(rank, self._unsent.pop(rank, b"") + len(message).to_bytes(_LENGTH_BYTES, "little") + message)
 
     def flush(self) -> None:
-        """Send the messages that wait, as far as there is room."""
         for rank in list(self._unsent):
             self._push(rank, self._unsent.pop(rank))
 
@@ -121,11 +113,10 @@ class ShmRing:
             self._channel.wake_rank(rank)
 
     def watch(self, has_news: Callable[[], bool]) -> None:
-        """Make `ready` and `wait` also return when `has_news()` is true. The rank with the news calls `wake_rank`."""
+        """See UnixSocketChannel. The rank with the news calls `wake_rank`."""
         self._has_other_news = has_news
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """The messages that have arrived, as (sender, message). Does not wait."""
         messages: list[tuple[int, bytes]] = []
         for sender, channel in self._in.items():
             count = channel.unread()
@@ -150,7 +141,6 @@ class ShmRing:
             self._partial[sender] = data[start:]
 
     def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
-        """Wait for at most `timeout_s` until `ready()`, spinning for the first `spin_s`. Returns whether it was."""
         if spin_s:
             deadline = time.monotonic() + min(spin_s, timeout_s)
             while True:
@@ -186,7 +176,6 @@ class ShmRing:
         return False
 
     def wake(self) -> None:
-        """Make this rank's `wait` return. Any thread may call it."""
         self._is_woken = True
         if self._memory.counter_of(self._rank, ASLEEP):
             self._channel.wake()

@@ -1,4 +1,4 @@
-"""Shared memory of the ranks of one host, with counters on which they wait for each other.
+"""Shared memory of the ranks of one host, with counters on which they wait for each other, and by which they vote.
 
 Used by the engine's thread.
 """
@@ -7,11 +7,10 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 
 from ...core.errors import EngineError, StallError
-from ...core.interfaces import RankLeftError
+from ...core.interfaces import AgreementRound, Outcome, RankLeftError
 from ...core.interruption import Interruption
 from ...core.memory import rounded_up
 from ...core.stalls import describe_wait, likely_causes
@@ -19,34 +18,25 @@ from ...core.topology import Topology
 from ...core.tuning import SHM_SLEEP_S, SHM_SPIN_LOOKS, SHM_YIELD_S
 
 # The indices of the counters of a rank, each used by one class only.
-PACKED, CONSUMED, READY, UNPACKED = range(4)  # numbers of chunks; SharedMemoryData
+PACKED, CONSUMED, READY, UNPACKED = range(4)  # TwoShotData: numbers of chunks
 EVEN_VOTE, ODD_VOTE = 4, 5  # SharedMemoryAgreement
 ASLEEP = 6  # ShmRing
 VERDICT = 7  # HierarchicalAgreement
-CHUNK_BYTES = 8  # of the first rank of the host; SharedMemoryData
+CHUNK_BYTES = 8  # TwoShotData: the bytes of a chunk, from the first rank of the host
 
 _WORDS_PER_RANK = 16  # of 8 bytes, for counters: two cache lines, since processors prefetch pairs of lines
-_ABANDONED = _WORDS_PER_RANK - 1  # index of a counter that is 0, or one of these
+_ABANDONED = _WORDS_PER_RANK - 1  # the index of a counter with 0, _HAS_LEFT or _HAS_STALLED
 _HAS_LEFT, _HAS_STALLED = 1, 2
 
-
-class Regions:
-    """Named regions of a block of memory, one after the other. `sizes`: The bytes of each region."""
-
-    def __init__(self, **sizes: int):
-        # The offset of each region in the block.
-        self.start_of = dict(zip(sizes, accumulate(sizes.values(), initial=0)))
-        self.nbytes = sum(sizes.values())  # The bytes of all regions.
+# A vote is number * _NUMBER_UNIT | (_READY_BIT if its rank is ready) | (round & ROUND_MASK).
+ROUND_MASK, _READY_BIT, _NUMBER_UNIT = 3, 4, 8
 
 
 class HostMemory:
-    """A block of zeroed memory that the ranks of a host share.
+    """A block of zeroed memory that the ranks of a host share. `index`: This rank's position among these `ranks`.
 
-    Args:
-        index: This rank's position among the ranks of the host.
-        limit_s: Seconds after which a wait for another rank fails; 0: never.
-        topology: The hosts of all ranks; None: all ranks are on this host.
-        interruption: Interrupts waits; None: waits cannot be interrupted.
+    A wait for another rank fails after `limit_s` seconds (0: never). `interruption` ends a wait. `topology` has the
+    hosts of all ranks; None: all ranks are on this host.
     """
 
     def __init__(self, memory: mmap.mmap, index: int, ranks: Sequence[int], limit_s: float = 0.0,
@@ -148,6 +138,78 @@ class HostMemory:
         return StallError(f"{left}, after it had waited too long for others. {likely_causes(self._topology)}")
 
     def fence(self) -> None:
-        """A full memory barrier: orders all earlier reads and writes of this thread before all later ones."""
+        """A full memory barrier: all earlier reads and writes of this thread come before all later ones."""
         self._release()
         self._acquire()
+
+
+class SharedMemoryAgreement(AgreementRound):
+    """Agreement rounds among the ranks of one host: each rank writes its vote to a counter that all ranks read.
+
+    A vote is one 64-bit word: the number of the operation, whether the rank is ready, and the round modulo 4. The word
+    alone shows whether the vote is of this round, so no counter has to be reset.
+
+    Votes are double-buffered. A counter is reused two rounds later, and round n + 1 starts only when round n is
+    complete. So all ranks read the same votes, and derive the same outcome.
+
+    It uses the counters EVEN_VOTE and ODD_VOTE of `memory`. `wake_rank` wakes another rank of the host if it sleeps.
+    """
+
+    def __init__(self, memory: HostMemory, wake_rank: Callable[[int], None]):
+        self._memory, self._wake_rank = memory, wake_rank
+        self._rank = memory.ranks[memory.index]
+        self._others = [rank for rank in memory.ranks if rank != self._rank]
+        self._ranks_to_wake = self._others  # the ranks to wake after this rank's vote
+        self._asleep_at = {rank: memory.place(rank, ASLEEP) for rank in self._others}
+        self._votes_at = {counter: [memory.place(rank, counter) for rank in self._others]
+                          for counter in (EVEN_VOTE, ODD_VOTE)}
+        self._round, self._counter, self._vote = 1, ODD_VOTE, 0
+        self.has_voted = False  # in this round
+
+    def vote(self, number: int, is_ready: bool = False) -> None:
+        self._counter = ODD_VOTE if self._round % 2 else EVEN_VOTE
+        self._vote = number * _NUMBER_UNIT | (_READY_BIT if is_ready else 0) | (self._round & ROUND_MASK)
+        self._memory.post(self._vote, self._counter)
+        self.has_voted = True
+        self._wake_all(self._ranks_to_wake)
+
+    def _wake_all(self, ranks: list[int]) -> None:
+        # A rank posts ASLEEP, then checks the votes, then sleeps. So it sees the vote, or this rank sees ASLEEP.
+        self._memory.fence()
+        for rank in ranks:
+            if self._memory.words[self._asleep_at[rank]]:
+                self._wake_rank(rank)
+
+    def outcome(self) -> Outcome | None:
+        votes = self._host_outcome() if self.has_voted else None
+        if votes is None:
+            return None
+        self._round, self.has_voted = self._round + 1, False
+        return votes[1]
+
+    def has_news(self) -> bool:
+        return self.has_voted and self._host_has_voted()
+
+    def missing(self) -> list[int]:
+        return [rank for rank in self._memory.ranks
+                if (self._memory.counter_of(rank, self._counter) ^ self._round) & ROUND_MASK]
+
+    def _host_has_voted(self) -> bool:
+        for place in self._votes_at[self._counter]:  # all() of a generator takes ten times as long.
+            if (self._memory.words[place] ^ self._round) & ROUND_MASK:
+                return False
+        return True
+
+    def _host_outcome(self) -> tuple[int, Outcome] | None:
+        """(number, outcome) of the host's votes, with number 0 if they differ; None if a rank has not voted."""
+        own = common = any_of = self._vote
+        for place in self._votes_at[self._counter]:
+            vote = self._memory.words[place]
+            if (vote ^ own) & ROUND_MASK:
+                return None
+            common &= vote
+            any_of |= vote
+        self._memory.fence()
+        if own < _NUMBER_UNIT or (common ^ any_of) >= _NUMBER_UNIT:
+            return 0, Outcome.REFUSED
+        return own // _NUMBER_UNIT, Outcome.ALL_READY if common & _READY_BIT else Outcome.AGREED

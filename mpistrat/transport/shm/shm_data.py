@@ -9,15 +9,10 @@ from itertools import accumulate
 
 import numpy as np
 
+from ...core import tuning
 from ...core.arithmetic import Reduction, combine, divided_before, scaled_copy
 from ...core.interfaces import DataPlane
 from ...core.memory import ALIGNMENT
-from ...core.tuning import (
-    SHM_LARGER_CHUNKS,
-    SHM_MOST_CHUNK_MEMORY,
-    SHM_MOST_CHUNK_MEMORY_PART,
-    SHM_SCATTERS_UNDER_WAY,
-)
 from .segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from .two_shot import TwoShotData
 
@@ -25,31 +20,23 @@ _BYTE = np.dtype(np.uint8)
 
 
 class ReduceScatter:
-    """A large reduce-scatter: the pieces that each rank writes to and reads from shared memory; see two_shot.Chunked.
+    """A large reduce-scatter: the pieces that each rank writes to and reads from shared memory; see TwoShotData.run.
 
     Chunk k has piece k of each rank's part. Each rank writes the pieces that others reduce to its memory, contiguously.
     If each host has one rank, the ranks send the pieces to each other, into the sender's row of the local `memories`.
 
-    Args:
-        memories: A row for each rank: the memory of that rank, in the dtype of the elements.
-        index: This rank's position among the ranks.
-        first: The number of the first chunk.
-        source, target, counts, reduction: As in DataPlane.reducescatter.
+    `memories`: The memory of each rank, in the dtype of the elements. `index`: This rank's position among the ranks.
     """
 
     def __init__(self, memories: np.ndarray, index: int, first: int, source: np.ndarray,
                  target: np.ndarray, counts: Sequence[int], reduction: Reduction):
         self._memories, self._index, self._count = memories, index, len(counts)
         self._source, self._target, self._reduction = source, target, reduction
-        piece_bytes = memories[index].nbytes // (SHM_SCATTERS_UNDER_WAY * self._count) // ALIGNMENT * ALIGNMENT
+        piece_bytes = memories[index].nbytes // (tuning.SHM_SCATTERS_UNDER_WAY * self._count) // ALIGNMENT * ALIGNMENT
         self._step = piece_bytes // source.itemsize  # elements of a piece
         self._bounds = [(end - count, end) for end, count in zip(accumulate(counts), counts)]
-        self._packs_own = reduction.prescale != 1.0  # That needs the copy.
+        self._packs_own = reduction.prescale != 1.0  # A prescale needs a copy.
         self.first, self.chunks = first, range(-(-max(counts) // self._step))
-
-    def room_for(self, k: int) -> int:
-        """How many chunks of all collectives must be consumed before chunk k may overwrite its memory."""
-        return self.first + max(k - SHM_SCATTERS_UNDER_WAY, -1)
 
     def pack(self, k: int) -> None:
         """Write the pieces of chunk k to this rank's memory."""
@@ -85,7 +72,7 @@ class ReduceScatter:
 
     def _packed(self, owner: int, rank: int, k: int, size: int) -> np.ndarray:
         """The `size` elements of piece k for `rank` in the memory of `owner`."""
-        start = (k % SHM_SCATTERS_UNDER_WAY * self._count + rank) * self._step
+        start = (k % tuning.SHM_SCATTERS_UNDER_WAY * self._count + rank) * self._step
         return self._memories[owner][start:start + size]
 
 
@@ -97,8 +84,6 @@ class SharedMemoryData(TwoShotData):
 
     All-to-alls and all-gathers of arrays that fit into shared memory are one copy to it and one copy from it. Larger
     arrays are passed to `others`: MPI libraries copy large messages directly between the memories of two processes.
-
-    Args: See TwoShotData.
     """
 
     name = "shared_memory"
@@ -112,8 +97,8 @@ class SharedMemoryData(TwoShotData):
     def chunks_for(cls, count: int) -> tuple[int, ...]:
         """The chunk sizes in bytes to try with `count` ranks on this host, as far as its memory allows, ascending."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        most = min(SHM_MOST_CHUNK_MEMORY, memory // SHM_MOST_CHUNK_MEMORY_PART)
-        return cls.chunk_bytes, *(chunk for chunk in SHM_LARGER_CHUNKS if cls.memory_bytes(count, chunk) <= most)
+        most = min(tuning.SHM_MOST_CHUNK_MEMORY, memory // tuning.SHM_MOST_CHUNK_MEMORY_PART)
+        return cls.chunk_bytes, *(chunk for chunk in tuning.SHM_LARGER_CHUNKS if cls.memory_bytes(count, chunk) <= most)
 
     def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int],
                       reduction: Reduction) -> None:
@@ -129,7 +114,7 @@ class SharedMemoryData(TwoShotData):
                            lambda: combine(parts, reduction.op, target, reduction.scale))
 
     def _scatter(self, work: ReduceScatter, k: int) -> None:
-        self.memory.await_all(work.room_for(k), CONSUMED)
+        self.memory.await_all(work.first + max(k - tuning.SHM_SCATTERS_UNDER_WAY, -1), CONSUMED)
         work.pack(k)
         self.memory.post(work.first + k, PACKED)
 
@@ -166,16 +151,12 @@ class SharedMemoryData(TwoShotData):
             self._others.allgather(source, target, counts)
             return
         data, result, parts = source.view(_BYTE), target.view(_BYTE), _parts(counts, source.itemsize)
-        mine = self._memories[self._index][:data.size]
-
-        def write() -> None:
-            mine[...] = data
 
         def read() -> None:
             for memory, part in zip(self._memories, parts, strict=True):
                 result[part] = memory[:part.stop - part.start]
 
-        self._in_one_chunk(write, read)
+        self._in_one_chunk(lambda: np.copyto(self._memories[self._index][:data.size], data), read)
 
     def _in_one_chunk(self, write: Callable[[], None], read: Callable[[], None]) -> None:
         """Call `write`, then `read` when `write` has returned on all ranks. Both may use all memory of the ranks."""

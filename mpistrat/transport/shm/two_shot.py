@@ -1,56 +1,60 @@
-"""Two-shot all-reduce of the ranks of one host in shared memory, in chunks that fit into the cache.
+"""All-reduces of the ranks of one host in shared memory, in chunks that fit into the cache (two-shot).
 
-Used by the engine's thread. Small all-reduces are one-shot, see one_shot.
+Small all-reduces are one-shot: every rank reads the parts of all ranks, and reduces all elements. Used by the engine's
+thread.
 """
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...core import tuning
 from ...core.arithmetic import Reduction, Scale, combine, divided_before, scaled_copy
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
-from ...core.tuning import (
-    SHM_CHOICE_BYTES,
-    SHM_CHUNK_BYTES,
-    SHM_CHUNKS_UNDER_WAY,
-    SHM_KEPT_VIEWS,
-    SHM_ONE_SHOT_BYTES,
-)
-from .chunk_choice import ChunkChoice
-from .layout import Chunk, Move, lay_out
-from .one_shot import OneShot, are_large
+from ...core.packing import FlatLayout, pack, segments, unpack
 from .segment import CHUNK_BYTES, CONSUMED, PACKED, READY, UNPACKED, HostMemory
 
+Stage = Callable[[Any, int], None]  # a step on chunk k of a collective
 
-class Chunked(Protocol):
-    """A collective that runs in chunks.
+# -- all-reduces in flight ---------------------------------------------------------------------------------------------
 
-    Attributes:
-        chunks: Its chunks; their number is the same on all ranks.
-        first: The number of its first chunk. The counters number the chunks of all collectives, from 1.
-    """
 
-    @property
-    def chunks(self) -> Sized: ...
+class Move(NamedTuple):
+    """A copy between elements of an array and shared memory."""
 
-    @property
-    def first(self) -> int: ...
+    array: int  # the index of the array
+    part: slice  # the elements of the array
+    memory: np.ndarray  # the same number of elements of shared memory
+
+
+class Read(NamedTuple):
+    """Elements of an array that this rank reduces without packing its own part."""
+
+    array: int
+    part: slice
+    parts: list[np.ndarray]  # the same elements in each rank's memory; this rank's memory is not written
+    here: slice  # the same elements, counted in the slice that this rank reduces
+
+
+class Chunk(NamedTuple):
+    """Consecutive elements of the arrays. Some or all ranks reduce one slice of the chunk each."""
+
+    packs: list[Move]  # The copies to shared memory that this rank makes.
+    own: slice | None  # The slice of the chunk that this rank reduces; None: this rank reduces no slice.
+    parts: list[np.ndarray]  # That slice in the memory of each rank of the host.
+    reads: list[Read]  # That slice in this rank's arrays, if this rank does not pack it.
+    result: np.ndarray  # That slice in the memory of the results.
+    own_copies: list[Move]  # The copies of that slice from the results to this rank's targets.
+    other_copies: list[Move]  # The copies of the other slices from the results to this rank's targets.
 
 
 class TwoShotReduce(Prepared):
-    """A two-shot all-reduce in flight.
-
-    Attributes:
-        chunks, first: See Chunked.
-        inputs, outputs: The sources and the targets, 1-D.
-        packed: How many of the first chunks are packed ahead, without being posted to the other ranks.
-        kind: The key of the choice of the chunk size; None: this all-reduce is not timed.
-        chunk_bytes: Bytes of a chunk.
-        ahead_s, wait_s: Seconds of packing ahead, and seconds of the wait for the last rank to begin.
-    """
+    """A two-shot all-reduce in flight."""
 
     __slots__ = ("ahead_s", "chunk_bytes", "chunks", "first", "inputs", "kind", "outputs", "packed", "wait_s")
 
@@ -61,13 +65,15 @@ class TwoShotReduce(Prepared):
         super().__init__(plane, sources, targets, reduction)
         self.inputs = [source.reshape(-1) for source in sources]
         self.outputs = [target.reshape(-1) for target in targets]
-        self.chunks: Sequence[Chunk] = ()
-        self.first, self.packed = first, 0
-        self.kind: ChunkKey | None = None
-        self.chunk_bytes, self.ahead_s, self.wait_s = 0, 0.0, 0.0
+        self.first, self.chunks = first, list[Chunk]()  # See TwoShotData.run.
+        self.packed = 0  # How many of the first chunks are packed ahead, without being posted to the other ranks.
+        self.kind: ChunkKey | None = None  # The key of the choice of the chunk size; None: the all-reduce is not timed.
+        self.chunk_bytes = 0  # Bytes of a chunk.
+        self.ahead_s = 0.0  # Seconds of packing ahead.
+        self.wait_s = 0.0  # Seconds of the wait for the last rank to begin.
 
     def pack_ahead(self) -> None:
-        """Pack the first chunks, whose memory is free. Local; never waits."""
+        """See Prepared. Packs the first chunks whose memory is free."""
         began = time.perf_counter()
         for k, chunk in enumerate(self.chunks[:self.plane.slots]):
             if not self.plane.memory.have_all(self.plane.free_at[k], CONSUMED):
@@ -77,11 +83,7 @@ class TwoShotReduce(Prepared):
         self.ahead_s += time.perf_counter() - began
 
     def finish(self, all_packed: bool) -> None:
-        """See Prepared."""
-        if self.kind is None:
-            self.plane.run(self, self.plane.stages)
-        else:
-            self.plane.run_timed(self, self.kind)
+        self.plane.run_timed(self)
 
     def copy_in(self, chunk: Chunk) -> None:
         """Copy this rank's part of a chunk to shared memory."""
@@ -94,7 +96,54 @@ class TwoShotReduce(Prepared):
             self.outputs[array][part] = memory
 
 
-Stage = Callable[[Any, int], None]  # a step on chunk k of a Chunked
+class OneShot(Prepared):
+    """A one-shot all-reduce of a small message. It counts as one chunk of TwoShotData.
+
+    Most of the time of a small message is that of Python calls (about 0.8 us per call with cold caches), so the methods
+    make few calls. If all ranks have packed before they agree on the all-reduce, no rank waits for another afterwards.
+    """
+
+    __slots__ = ("parts",)
+
+    plane: "TwoShotData"
+    parts: np.ndarray  # The memory into which the ranks of the host pack: for each rank a row of all elements.
+
+    def pack_ahead(self) -> None:
+        """See Prepared. Packs if the memory is free."""
+        memory = self.plane.memory
+        if not self.is_packed and memory.have_all(max(self.plane.free_at), CONSUMED):
+            pack(self.sources, self.parts[memory.index], self.reduction.prescale)
+            self.is_packed = True
+
+    def finish(self, all_packed: bool) -> None:
+        plane, parts, targets, op, scale = self.plane, self.parts, self.targets, self.reduction.op, self.reduction.scale
+        memory, number = plane.memory, plane.last_chunk + 1
+        if not all_packed:
+            if not self.is_packed:
+                memory.await_all(max(plane.free_at), CONSUMED)
+                pack(self.sources, parts[memory.index], self.reduction.prescale)
+            memory.post(number, PACKED)
+            memory.await_all(number, PACKED)
+        if len(targets) == 1:
+            combine(parts, op, targets[0].reshape(-1), scale)
+        elif _are_large(parts[0].nbytes, targets):
+            for elements, target in segments(targets):
+                combine(parts[:, elements], op, target, scale)
+        else:
+            result = plane.scratch.view(parts[0].size, parts.dtype)
+            combine(parts, op, result, scale)
+            unpack(result, targets)
+        memory.post(number, PACKED, CONSUMED, READY, UNPACKED)
+        # It has used the memory of all slots.
+        plane.last_chunk, plane.free_at = number, [number] * plane.slots
+
+
+def _are_large(nbytes: int, tensors: Sized) -> bool:
+    """Whether to reduce tensors of `nbytes` together one by one, and not as one packed array."""
+    return nbytes >= len(tensors) * tuning.SHM_LARGE_TENSOR_BYTES
+
+
+# -- the choice of the bytes of a chunk --------------------------------------------------------------------------------
 
 
 class ChunkKey(NamedTuple):
@@ -105,6 +154,95 @@ class ChunkKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"All-reduces of {2**(self.bits - 21)} to {2**(self.bits - 20)} MiB of {self.dtype}"
+
+
+class ChunkChoice:
+    """The choice of the bytes of a chunk, by the measured times of all-reduces of one dtype and nearly the same size.
+
+    Cores that share a cache pass small chunks to each other from cache to cache. Cores without a shared cache (two
+    sockets, two parts of one processor) fetch a small chunk line by line from the writer's cache, and prefetch a large
+    chunk, which is in memory. The kernel's information on shared caches is wrong in a virtual machine, and a virtual
+    machine may move. So the times decide.
+
+    All candidates are tried in turn on a few all-reduces, and the best candidate is kept. After a number of all-reduces
+    all candidates are tried again; earlier if the speed has changed. The number doubles when a trial changes nothing.
+    The speed alone is not enough: when ranks move to cores with a shared cache, large chunks take as long as before.
+
+    Args:
+        candidates: Bytes of a chunk. The first candidate is used until the first choice.
+    """
+
+    def __init__(self, candidates: Sequence[int]):
+        self._candidates, self.chunk = tuple(candidates), candidates[0]  # `chunk`: The choice.
+        self.s_per_byte: dict[int, float] = {}  # Of the last trial, by candidate; empty before the first trial's end.
+        self._tried: dict[int, list[float]] = {}
+        self._untried: deque[int] = deque()
+        self._keeps = tuning.CHUNK_KEPT_LEAST  # all-reduces between two trials
+        self._kept = 0  # all-reduces since the last trial
+        self._at_first: list[float] = []  # seconds per byte of the first of them
+        self._lately: deque[float] = deque(maxlen=tuning.CHUNK_SPEED_TIMES)
+        # The first time of each has page faults and the making of its layout in it.
+        self._try_all(1 + tuning.CHUNK_TRIES)
+
+    def __str__(self) -> str:
+        """The choice, and the measured times on which the choice is based."""
+        tried = ", ".join(f"{_size(chunk)} {s_per_byte * 2**20 * 1e6:.0f}" for chunk, s_per_byte in
+                          self.s_per_byte.items())
+        return f"{_size(self.chunk)} (us per MiB: {tried})" if tried else _size(self.chunk)
+
+    def upcoming(self) -> int:
+        """The chunk bytes for the all-reduce after the one that begins now. To be called once per all-reduce."""
+        return self._untried.popleft() if self._untried else self.chunk
+
+    def took(self, chunk: int, s_per_byte: float) -> bool:
+        """Note the time of an all-reduce with these `chunk` bytes. Returns whether this made a first or another choice.
+
+        `s_per_byte`: The seconds per byte, without the wait for the last rank to begin.
+        """
+        if self._tried:
+            self._tried[chunk].append(s_per_byte)
+            return self._choose() if min(map(len, self._tried.values())) >= self._tries else False
+        if chunk != self.chunk:
+            return False  # It was announced before the trial ended.
+        self._kept += 1
+        if len(self._at_first) < tuning.CHUNK_SPEED_TIMES:
+            self._at_first.append(s_per_byte)
+            return False
+        self._lately.append(s_per_byte)
+        least = self._keeps // tuning.CHUNK_EARLIER
+        if self._kept >= self._keeps or (self._kept >= least and self._speed_has_changed()):
+            self._try_all(tuning.CHUNK_TRIES)
+        return False
+
+    def _speed_has_changed(self) -> bool:
+        ratio = statistics.median(self._lately) / statistics.median(self._at_first)
+        return max(ratio, 1 / ratio) > tuning.CHUNK_SPEED_FACTOR
+
+    def _try_all(self, tries: int) -> None:
+        self._tries, self._tried = tries, {chunk: [] for chunk in self._candidates}
+        self._untried.extend(self._candidates * tries)
+        self._kept = 0
+        self._at_first.clear()
+        self._lately.clear()
+
+    def _choose(self) -> bool:
+        is_first = not self.s_per_byte
+        self.s_per_byte = {chunk: min(times[is_first:]) for chunk, times in self._tried.items()}
+        self._tried.clear()
+        best = min(self.s_per_byte, key=self.s_per_byte.__getitem__)
+        is_other = self.s_per_byte[best] < tuning.CHUNK_GAIN * self.s_per_byte[self.chunk]
+        if is_other:
+            self.chunk, self._keeps = best, tuning.CHUNK_KEPT_LEAST
+        elif not is_first:
+            self._keeps = min(2 * self._keeps, tuning.CHUNK_KEPT_MOST)
+        return is_other or is_first
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
+
+
+# -- the data plane ----------------------------------------------------------------------------------------------------
 
 
 class _Views(NamedTuple):
@@ -123,7 +261,7 @@ class TwoShotData(DataPlane):
     tensors, writes the result to shared memory, and copies it to its targets. Last, it copies the slices that the other
     ranks have reduced to its targets. While one chunk is packed, the one before is reduced, and the one before that is
     unpacked, so that a rank that is a little late delays no other. Small chunks under way stay in the processor's
-    cache. The fastest chunk size is measured, see chunk_choice: the first rank of the host times the all-reduces. With
+    cache. The fastest chunk size is measured, see ChunkChoice: the first rank of the host times the all-reduces. With
     the first chunk of each all-reduce it posts the chunk size of the next all-reduce with the same ChunkKey.
 
     The results are private to each rank. Results in memory that all ranks of the host read would save the last copy
@@ -140,10 +278,10 @@ class TwoShotData(DataPlane):
         others: Serves the other collectives. `close` closes it.
     """
 
-    slots = SHM_CHUNKS_UNDER_WAY
-    chunk_bytes = SHM_CHUNK_BYTES
-    one_shot_bytes = SHM_ONE_SHOT_BYTES
-    choice_bytes = SHM_CHOICE_BYTES
+    slots = tuning.SHM_CHUNKS_UNDER_WAY
+    chunk_bytes = tuning.SHM_CHUNK_BYTES
+    one_shot_bytes = tuning.SHM_ONE_SHOT_BYTES
+    choice_bytes = tuning.SHM_CHOICE_BYTES
 
     def __init__(self, memory: HostMemory, chunks: Sequence[int], others: DataPlane):
         self.memory, self._others = memory, others
@@ -152,7 +290,7 @@ class TwoShotData(DataPlane):
         self._bytes = np.frombuffer(memory.data[:nbytes], np.uint8).reshape(self._count + 1, -1)
         self._views: dict[np.dtype, _Views] = {}
         self._layouts: dict[tuple[np.dtype, int, bool, tuple[int, ...]], list[Chunk]] = {}
-        self._kept_views = 0  # in these layouts
+        self._kept_views = 0  # How many numpy views these layouts hold.
         self.last_chunk = 0  # The number of the last chunk; the same on all ranks.
         # For each slot, how many chunks all ranks must have consumed before it may be overwritten.
         self.free_at = [0] * self.slots
@@ -176,7 +314,7 @@ class TwoShotData(DataPlane):
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
         dtype = sources[0].dtype
         elements = sources[0].size if len(sources) == 1 else sum([source.size for source in sources])
-        nbytes, views = elements * dtype.itemsize, self._views.get(dtype) or self._make_views(dtype)
+        nbytes, views = elements * dtype.itemsize, self._views.get(dtype) or self._views_of(dtype)
         if nbytes <= self._one_shot_bytes:
             one_shot = OneShot(self, sources, targets, divided_before(reduction, dtype))
             one_shot.parts = views.parts[:, :elements]
@@ -193,22 +331,48 @@ class TwoShotData(DataPlane):
     def _chunks_of(self, work: TwoShotReduce, nbytes: int, slots: list[list[np.ndarray]]) -> list[Chunk]:
         sizes, itemsize = tuple([source.size for source in work.inputs]), work.inputs[0].itemsize
         # Small tensors: one copy each is faster than one reduction each. A prescale needs the copy, too.
-        packs_own = work.reduction.prescale != 1.0 or not are_large(nbytes, sizes)
+        packs_own = work.reduction.prescale != 1.0 or not _are_large(nbytes, sizes)
         key = work.inputs[0].dtype, work.chunk_bytes, packs_own, sizes
         chunks = self._layouts.get(key)
         if chunks is None:
-            chunks = lay_out(sizes, work.chunk_bytes // itemsize, slots, self._index,
-                             lambda size: self._slices_of(size, itemsize), packs_own)
-            views = sum([chunk.views for chunk in chunks])
-            if self._kept_views + views > SHM_KEPT_VIEWS:
+            chunks = self._lay_out(sizes, work.chunk_bytes // itemsize, slots, packs_own)
+            views = sum([len(chunk.packs) + len(chunk.own_copies) + len(chunk.other_copies)
+                         + len(chunk.parts) * (1 + len(chunk.reads)) for chunk in chunks])
+            if self._kept_views + views > tuning.SHM_KEPT_VIEWS:
                 self._layouts.clear()
                 self._kept_views = 0
             self._layouts[key] = chunks
             self._kept_views += views
         return chunks
 
+    def _lay_out(self, sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.ndarray]],
+                 packs_own: bool) -> list[Chunk]:
+        """The chunks of `per_chunk` elements for arrays of `sizes` elements, which use `slots` (see _Views) in turn.
+
+        They depend only on the sizes, and are cached: this takes longer than the reduction of some chunks of 512 KiB.
+
+        `packs_own`: Whether this rank also packs the slice that it reduces.
+        """
+        layout, chunks = FlatLayout(sizes), []
+        for k, start in enumerate(range(0, layout.length, per_chunk)):
+            size, slot = min(per_chunk, layout.length - start), slots[k % len(slots)]
+            packed, reduced = slot[self._index], slot[-1]
+            own, rest = self._slices_of(size, reduced.itemsize)
+            packs = _moves(layout, start, [slice(0, size)] if packs_own else rest, packed)
+            other_copies = _moves(layout, start, rest, reduced)
+            if own is None:
+                chunks.append(Chunk(packs, None, [], [], reduced[:0], [], other_copies))
+                continue
+            parts, result = [part[own] for part in slot[:-1]], reduced[own]
+            own_segments = layout.segments(start + own.start, own.stop - own.start)
+            reads = [] if packs_own else [
+                Read(array, part, [packed[here] for packed in parts], here) for array, part, here in own_segments]
+            own_copies = [Move(array, part, result[here]) for array, part, here in own_segments]
+            chunks.append(Chunk(packs, own, parts, reads, result, own_copies, other_copies))
+        return chunks
+
     def _slices_of(self, size: int, itemsize: int) -> tuple[slice | None, list[slice]]:
-        """For a chunk of `size` elements: the slice that this rank reduces, and the other slices."""
+        """For a chunk of `size` elements: the slice that this rank reduces (None: it reduces none), and the others."""
         reducers = self._reducers(size * itemsize)
         if self._index >= reducers:
             return None, [slice(0, size)]
@@ -219,8 +383,12 @@ class TwoShotData(DataPlane):
         """How many ranks reduce a slice of a chunk of `nbytes`. These are the first ranks of the host."""
         return self._count
 
-    def run(self, work: Chunked, stages: Sequence[Stage]) -> None:
-        """Run the stages on all chunks. A stage on one chunk follows the stage before it on the next chunk."""
+    def run(self, work: Any, stages: Sequence[Stage]) -> None:
+        """Run the stages on all chunks of a collective. Each stage is one chunk behind the stage before it.
+
+        `work`: The collective. It has as many `chunks` on all ranks, and `first`, the number of the first of them. The
+        counters number the chunks of all collectives, from 1.
+        """
         count = len(work.chunks)
         if not count:
             return
@@ -232,30 +400,29 @@ class TwoShotData(DataPlane):
         for k in range(max(count - self.slots, 0), count):
             self.free_at[k % self.slots] = work.first + k
 
-    def run_timed(self, work: TwoShotReduce, kind: ChunkKey) -> None:
-        """Run an all-reduce. On the first rank of the host, also time it and post the chunk size of the next one."""
-        if self._index:
+    def run_timed(self, work: TwoShotReduce) -> None:
+        """Run an all-reduce. If it has a kind, the first rank of the host times it, and posts the next chunk size."""
+        if work.kind is None or self._index:
             self.run(work, self.stages)
             return
-        choice = self.choices.get(kind) or self.choices.setdefault(kind, ChunkChoice(self._chunks))
+        choice = self.choices.get(work.kind) or self.choices.setdefault(work.kind, ChunkChoice(self._chunks))
         # Posted before the first chunk, with which the other ranks read it.
         self.memory.post(choice.upcoming(), CHUNK_BYTES)
         began = time.perf_counter()
         self.run(work, self.stages)
         took_s = time.perf_counter() - began - work.wait_s + work.ahead_s
         if choice.took(work.chunk_bytes, took_s / sum([source.nbytes for source in work.inputs])):
-            self.on_choice(f"{kind} use chunks of {choice}.")
+            self.on_choice(f"{work.kind} use chunks of {choice}.")
 
     def measured_choices(self) -> list[str]:
         return [f"{kind} use chunks of {choice}." for kind, choice in list(self.choices.items()) if choice.s_per_byte]
 
-    def _room_for(self, work: Chunked, k: int) -> int:
+    def _room_for(self, work: TwoShotReduce, k: int) -> int:
         """The number of the chunk that must be consumed and unpacked before chunk k may overwrite its memory."""
         return self.free_at[k] if k < self.slots else work.first + k - self.slots
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The steps on a chunk, in order."""
         return self._pack, self._reduce, self._unpack
 
     def _pack(self, work: TwoShotReduce, k: int) -> None:
@@ -294,14 +461,11 @@ class TwoShotData(DataPlane):
         self.memory.post(work.first + k, UNPACKED)
 
     def _views_of(self, dtype: np.dtype) -> _Views:
-        return self._views.get(dtype) or self._make_views(dtype)
-
-    def _make_views(self, dtype: np.dtype) -> _Views:
-        parts = self._bytes[:-1, :self.slots * self._chunks[0]].view(dtype)
-        slots = {chunk: [[row[k * chunk:(k + 1) * chunk].view(dtype) for row in self._bytes] for k in range(self.slots)]
-                 for chunk in self._chunks}
-        views = self._views[dtype] = _Views(parts, slots)
-        return views
+        if dtype not in self._views:
+            slots = {chunk: [[row[k * chunk:(k + 1) * chunk].view(dtype) for row in self._bytes]
+                             for k in range(self.slots)] for chunk in self._chunks}
+            self._views[dtype] = _Views(self._bytes[:-1, :self.slots * self._chunks[0]].view(dtype), slots)
+        return self._views[dtype]
 
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
         self._others.allgather(source, target, counts)
@@ -325,3 +489,9 @@ class TwoShotData(DataPlane):
 
     def close(self) -> None:
         self._others.close()
+
+
+def _moves(layout: FlatLayout, start: int, parts: Sequence[slice], memory: np.ndarray) -> list[Move]:
+    """The copies for the slices `parts` of a chunk that starts at element `start` and uses `memory`."""
+    return [Move(array, part, memory[elements][here]) for elements in parts
+            for array, part, here in layout.segments(start + elements.start, elements.stop - elements.start)]
