@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from ..core.tuning import STDERR_READ_BYTES
-from .stderr.output import Output
+from .stderr import Output
 
 _STDERR = 2
 # Processes that outlive a job may keep the pipe open. The pipe counts as ended after this time without output, or after

@@ -20,8 +20,8 @@ COMMANDS = {
     "timeline": "summarise a timeline: where the time went, which rank came last, which operations were not fused",
     "as-horovod": "let unedited programs that import horovod use mpistrat, under mpirun or srun",
 }
-_MODULES = {"run": "run", "doctor": "doctor.doctor_command", "top": "top.top_command", "bench": "bench.bench_command",
-            "timeline": "timeline.timeline_command", "as-horovod": "as_horovod"}
+_MODULES = {"run": "run", "doctor": "doctor.doctor_command", "top": "top", "bench": "bench",
+            "timeline": "timeline", "as-horovod": "as_horovod"}
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 

@@ -36,7 +36,7 @@ from .rank_shell import in_shell, own_stdin
 from .script import EXAMPLE, checked, other_python, with_text
 from .ssh import hosts_by_ssh, unreachable
 from .startup import is_python, variables
-from .stderr.output import Output
+from .stderr import Output
 from .supervisor import Interference, Outcome, Start, launch
 from .termination import TimeLimits
 

@@ -44,8 +44,7 @@ from ..trace import last
 from .forward import Forwarder
 from .inventory import LEAST_FILES
 from .mpirun import LaunchCommand
-from .stderr.job_summary import JOB, summarize
-from .stderr.output import Output
+from .stderr import JOB, Output, summarize
 from .termination import USUAL, Termination, TimeLimits
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
