@@ -33,8 +33,7 @@ from .arguments import counted, read_hosts
 from .hostfile import HostList, parse_list
 from .mpirun import Mpirun, find_mpirun, identify
 from .ssh import reached
-from .supervisor import Interference, Outcome
-from .termination import TimeLimits
+from .supervisor import Interference, Outcome, TimeLimits
 
 AUTO, RESTART = "auto", "restart"
 _LOCAL = "localhost"

@@ -37,8 +37,7 @@ from .script import EXAMPLE, checked, other_python, with_text
 from .ssh import hosts_by_ssh, unreachable
 from .startup import is_python, variables
 from .stderr import Output
-from .supervisor import Interference, Outcome, Start, launch
-from .termination import TimeLimits
+from .supervisor import Interference, Outcome, Start, TimeLimits, launch
 
 _START_TIMEOUT_S = 30.0
 _GRACE_S = 25.0  # Slurm and Kubernetes kill a job after 30 s, and mpirun must end within that time, too.
@@ -143,7 +142,7 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
 
     timeout_s = math.inf if is_here else options.start_timeout or _START_TIMEOUT_S
     start = Start(job.ranks, timeout_s, why_not, 1 if job.hosts is None else len(job.hosts.hosts)) \
-        if planned.is_announced else None
+        if planned.is_announced else Start()
     level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
     limits = limits or TimeLimits(grace_s=_grace_s(planned.mpirun, options.grace_period))

@@ -20,8 +20,7 @@ from ..mpirun import Job, LaunchCommand, Mpirun, check_count, compose, find_mpir
 from ..probe import probe
 from ..rank_shell import in_shell
 from ..ssh import hosts_by_ssh, unreachable
-from ..supervisor import Outcome, Start, launch
-from ..termination import TimeLimits
+from ..supervisor import Outcome, Start, TimeLimits, launch
 from .facts import Facts, collect
 from .judge import FAILURE, Finding, MpiFacts, Observed, findings
 from .links import Link
@@ -108,7 +107,7 @@ def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpiru
     sizes = sizes_of_srun(os.environ)
     if command is None or away:
         return Observed(ranks, [collect()], unreachable=away, mpirun_problem=mpirun_error, sizes_of_srun=sizes)
-    start = Start(ranks, _START_S, lambda: "") if others else None
+    start = Start(ranks, _START_S) if others else Start()
     with open(os.memfd_create("mpistrat-doctor"), "w+", errors="replace") as printed:
         outcome = launch(command, with_home(os.environ), TimeLimits(total_s=timeout_s), start=start,
                          speaker="mpistrat doctor", stdout=printed.fileno())
