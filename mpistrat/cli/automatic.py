@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 from ..core.errors import LaunchError
-from .arguments import counted
-from .hostfile import HostList
+from .arguments import HostList, counted
 from .inventory import nvidia_gpus
 from .mpirun import Machine
 

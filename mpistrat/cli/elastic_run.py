@@ -29,8 +29,7 @@ from ..process.launcher_watch import ABORTED
 from ..process.launchers import OPEN_MPI
 from ..process.report import ReportReader
 from ..trace import last
-from .arguments import counted, read_hosts
-from .hostfile import HostList, parse_list
+from .arguments import HostList, counted, parse_list, read_hosts
 from .mpirun import Mpirun, find_mpirun, identify
 from .ssh import reached
 from .supervisor import Interference, Outcome, TimeLimits

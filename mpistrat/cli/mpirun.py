@@ -24,8 +24,7 @@ from ..core.install import pip_extra
 from ..process.cores import own_cpus, physical_cores
 from ..process.launch_env import RUN_CORES, RUN_ELASTIC, RUN_KERAS_2, RUN_REPORTS, RUN_STEPS
 from ..process.launchers import STARTED, Launcher
-from .arguments import counted
-from .hostfile import HostList, host_options
+from .arguments import HostList, counted, host_options
 
 VERSION_TIMEOUT_S = 20.0
 # Numbers of ranks for each core or slot. More than MANY_PER_SLOT is a warning, more than MOST_PER_SLOT an error.

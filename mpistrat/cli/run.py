@@ -12,8 +12,18 @@ from ..core.errors import LaunchError
 from ..core.install import numbers
 from ..process.launch_env import RUN_CORES, launched_size
 from ..process.launchers import STARTED
-from . import as_horovod, efficiency, elastic_run, horovodrun
-from .arguments import AUTO, Parser, add_launch_options, mpirun_options, read_hosts, seconds, split_arguments
+from . import as_horovod, efficiency, elastic_run
+from .arguments import (
+    AUTO,
+    Parser,
+    add_horovod_options,
+    add_launch_options,
+    horovod_variables,
+    mpirun_options,
+    read_hosts,
+    seconds,
+    split_arguments,
+)
 from .automatic import automatic
 from .inventory import has_nvidia_driver
 from .main import main as mpistrat_command
@@ -205,7 +215,7 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     stdin = own if own is not None and is_direct and not (own.is_empty and mpirun.launcher.no_stdin) else None
     job = replace(job, reads_stdin=not is_direct, command=in_shell(
         command, options.np, options.output_filename or None, is_announced, stdin))
-    named = {**as_horovod.variables(options.as_horovod, environ), **horovodrun.variables(options, mpirun.launcher)}
+    named = {**as_horovod.variables(options.as_horovod, environ), **horovod_variables(options, mpirun.launcher)}
     return Plan(command, job, mpirun, machine, named, others, is_announced,
                 check_count(job, machine, options.force))
 
@@ -258,7 +268,7 @@ def _parser() -> Parser:
                         f"(default {_GRACE_S:g}; not for --elastic)")
     elastic_run.add_options(parser)
     as_horovod.add_option(parser)
-    horovodrun.add_options(parser)
+    add_horovod_options(parser)
     parser.add_argument("--efficiency", type=int, metavar="N", help="run the first N steps of the script on one rank "
                         "and on all ranks, print how many times as fast all ranks train, and end")
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..process.launchers import STARTED
+from .arguments import HostList
 from .child import Child
-from .hostfile import HostList
 from .mpirun import Machine
 
 _CONNECT_S = 3  # ConnectTimeout of ssh, in whole seconds

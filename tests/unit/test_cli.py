@@ -213,7 +213,7 @@ def supervised(fake, monkeypatch):
 @pytest.mark.parametrize(("words", "has_driver"), [([], False), (["-H", "node1:1,node2:1"], True)])
 def test_only_a_job_of_this_host_is_known_to_have_no_driver(supervised, monkeypatch, words, has_driver) -> None:
     monkeypatch.setattr("mpistrat.cli.run.has_nvidia_driver", lambda: False)
-    assert supervised(*words, "sh")[2]["output"]._records._has_driver is has_driver
+    assert supervised(*words, "sh")[2]["output"]._repeats._has_driver is has_driver
 
 
 def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised, monkeypatch) -> None:
@@ -224,7 +224,7 @@ def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised,
     assert environ["PYTHONPATH"] == startup.HERE
     for name in ("_MPISTRAT_REPORTS", "TF_CPP_MIN_LOG_LEVEL", "PYTHONPATH"):
         assert ("-x", name) in list(zip(launch.argv, launch.argv[1:]))
-    assert options["start"] is None and not options["output"]._is_all and options["output"]._records._least == 2
+    assert options["start"] is None and not options["output"]._is_all and options["output"]._repeats._least == 2
     assert supervised("-x", "file=a", "python", "train.py")[1]["_MPISTRAT_REPORTS"] == "summary"  # It is no option.
     assert launch.launcher is OPEN_MPI and supervised("sh", mpirun=MPICH_VERSION)[0].launcher is MPICH
 

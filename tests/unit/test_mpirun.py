@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.cli import mpirun
-from mpistrat.cli.hostfile import parse_list, read_hostfile
+from mpistrat.cli.arguments import parse_list, read_hostfile
 from mpistrat.cli.mpirun import (
     Job,
     LaunchCommand,
