@@ -24,8 +24,7 @@ from .arguments import (
     seconds,
     split_arguments,
 )
-from .automatic import automatic
-from .inventory import has_nvidia_driver
+from .inventory import automatic, has_nvidia_driver
 from .main import main as mpistrat_command
 from .mpirun import (
     Job,
@@ -42,10 +41,8 @@ from .mpirun import (
     this_machine,
     with_home,
 )
-from .rank_shell import in_shell, own_stdin
-from .script import EXAMPLE, checked, other_python, with_text
+from .rank_command import EXAMPLE, checked, in_shell, is_python, other_python, own_stdin, report_variables, with_text
 from .ssh import hosts_by_ssh, unreachable
-from .startup import is_python, variables
 from .stderr import Output
 from .supervisor import Interference, Outcome, Start, TimeLimits, launch
 
@@ -135,7 +132,7 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
     if not options.all_output:
         environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if not _goes_elsewhere(job.options):  # With redirected stderr, no report would reach the summary.
-        own = variables(planned.command, is_here, {**os.environ, **planned.variables}, options.traceback)
+        own = report_variables(planned.command, is_here, {**os.environ, **planned.variables}, options.traceback)
         environ |= own
         both = {name: value for name, value in own.items() if name in planned.variables}
         planned = replace(planned, variables={**planned.variables, **both})

@@ -9,13 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from mpistrat.cli.doctor import facts, links
+from mpistrat.cli.child import MARK, understood
+from mpistrat.cli.doctor import facts
 from mpistrat.cli.doctor.doctor_command import _measured, observed_of
-from mpistrat.cli.doctor.facts import Facts
+from mpistrat.cli.doctor.facts import Facts, listed
 from mpistrat.cli.doctor.judge import FAILURE, WARNING, MpiFacts, Observed, findings
-from mpistrat.cli.doctor.links import Link, NoAnswerError, first_ranks, pairs, wait
-from mpistrat.cli.doctor.slurm import listed
-from mpistrat.cli.findings import MARK, understood
+from mpistrat.cli.doctor.rank import Link, NoAnswerError, first_ranks, measure, pairs, wait
 from mpistrat.cli.supervisor import Outcome
 from mpistrat.core.install import pip_extra
 
@@ -200,7 +199,7 @@ def test_a_clock_that_is_ahead_is_measured() -> None:
 
     done = Mock(Test=lambda: True)
     comm = Mock(Get_rank=lambda: 0, Isend=lambda *_: done, Irecv=answer)
-    link = links.measure(comm, ("a", "b"), (0, 1))
+    link = measure(comm, ("a", "b"), (0, 1))
     assert link is not None and link.hosts == ("a", "b")
     assert abs(link.offset_s - 7.0) < 0.5
     assert link.bytes_per_s > 0

@@ -84,7 +84,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
     "api.array_ops": {"numpy", "cloudpickle"},
     # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.
-    "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py", "cupy"},
+    "cli.inventory": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py", "cupy"},
     "cli.top": {"rich", "prometheus_client"},
     "cli.bench": {"numpy", "mpi4py", "matplotlib", "rich"},
 }

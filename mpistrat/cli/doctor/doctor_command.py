@@ -13,18 +13,15 @@ from typing import Any
 from ...api.availability import Row
 from ...core.errors import LaunchError
 from ..arguments import AUTO, Parser, add_launch_options, counted, positive_seconds, read_hosts
-from ..automatic import automatic
-from ..findings import understood
-from ..inventory import backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, software
+from ..child import understood
+from ..inventory import automatic, backend_rows, gpu_rows, has_nvidia_driver, mpi_rows, nvidia_gpus, probe, software
 from ..mpirun import Job, LaunchCommand, Mpirun, check_count, compose, find_mpirun, identify, this_machine, with_home
-from ..probe import probe
-from ..rank_shell import in_shell
+from ..rank_command import in_shell
 from ..ssh import hosts_by_ssh, unreachable
 from ..supervisor import Outcome, Start, TimeLimits, launch
-from .facts import Facts, collect
+from .facts import Facts, collect, sizes_of_srun
 from .judge import FAILURE, Finding, MpiFacts, Observed, findings
-from .links import Link
-from .slurm import sizes_of_srun
+from .rank import Link
 
 DEFAULT_TIMEOUT_S = 120.0
 _START_S = 30.0  # time limit for the start of ranks on other hosts

@@ -6,18 +6,23 @@ Called on each rank (rank.py), and by doctor_command.py for this machine.
 import os
 import platform
 import queue
+import re
 import resource
+import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ...api import handshake
 from ...process.cores import own_cpus, physical_cores
+from ..child import understood
 
 SHARED_MEMORY = "/dev/shm"
 RESOLVE_LIMIT_S = 3.0
@@ -69,7 +74,7 @@ def collect(rank: int = 0) -> Facts:
         load=os.getloadavg()[1], memory=available if memory_left is None else min(available, memory_left),
         swapped=1 - meminfo.get("SwapFree", 0) / swap if swap else 0.0, shm=free_bytes(SHARED_MEMORY),
         files=None if most_files is None else most_files - opened, locked=most_locked,
-        has_infiniband=os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),
+        has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
         disks={path: free_bytes(path) for path in (tempfile.gettempdir(), os.path.expanduser("~"))},
         resolve_s=resolve_s, resolve_problem=resolve_problem)
 
@@ -150,3 +155,48 @@ def resolving(name: str, limit_s: float = RESOLVE_LIMIT_S) -> tuple[float, str]:
 def _limit(which: int) -> int | None:
     soft = resource.getrlimit(which)[0]
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+# -- the --mpi of srun that fits the MPI library ----------------------------------------------------------------------
+
+_TRY_S = 20.0
+_SIZE = "from mpi4py import MPI; from mpistrat.cli.child import say; say('size', size=MPI.COMM_WORLD.Get_size())"
+
+
+def sizes_of_srun(environ: Mapping[str, str]) -> dict[str, int]:
+    """Start two ranks under `srun` with each value of --mpi, and return the size that MPI sees; 0 for a failure.
+
+    The key "" is srun without --mpi, which is tried first. The trials end at the first value with which MPI sees both
+    ranks. {} outside of an allocation of Slurm, and in an allocation of one task, which has no place for two ranks.
+    """
+    srun = shutil.which("srun", path=environ.get("PATH"))
+    if srun is None or "SLURM_JOB_ID" not in environ or environ.get("SLURM_NTASKS", "2") == "1":
+        return {}
+
+    def size(*options: str) -> int:
+        said = _output(srun, *options, "-n", "2", "--overlap", sys.executable, "-c", _SIZE)
+        found = [each["size"] for each in understood(said)]
+        return min(found) if len(found) == 2 else 0
+
+    sizes = {"": size()}
+    for name in listed(_output(srun, "--mpi=list")) if sizes[""] != 2 else []:
+        sizes[name] = size(f"--mpi={name}")
+        if sizes[name] == 2:
+            break
+    return sizes
+
+
+def listed(text: str) -> list[str]:
+    """Return the values of --mpi, PMIx first, in the output of `srun --mpi=list`, of any version of Slurm."""
+    words = re.findall(r"\b(?:pmix\w*|pmi2|cray_shasta)\b", text)
+    return sorted(dict.fromkeys(words), key=lambda word: (not word.startswith("pmix"), len(word), word))
+
+
+def _output(*command: str) -> str:
+    """Run a command for a limited time. Returns its stdout and stderr together; "" if it cannot run or does not end."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRY_S,
+                              check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr

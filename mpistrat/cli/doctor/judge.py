@@ -14,7 +14,7 @@ from ...core.topology import describe_by_rank
 from ..arguments import counted
 from ..inventory import LEAST_FILES, busy_cores
 from .facts import Facts
-from .links import Link
+from .rank import Link
 
 T = TypeVar("T")
 
