@@ -13,10 +13,9 @@ import pytest
 
 import mpistrat
 from mpistrat.api.availability import Row
-from mpistrat.cli import inventory, rank_command
+from mpistrat.cli import doctor, inventory, rank_command
 from mpistrat.cli.arguments import split_arguments
 from mpistrat.cli.child import MARK
-from mpistrat.cli.doctor import doctor_command as doctor
 from mpistrat.cli.inventory import (
     Findings,
     automatic,
@@ -591,6 +590,6 @@ def test_what_has_no_meaning_here_is_an_error(fake, capsys, words, text):
 
 @pytest.mark.horovod("check-build")
 def test_check_build_is_doctor(monkeypatch, capsys):
-    monkeypatch.setattr("mpistrat.cli.doctor.doctor_command.main", lambda argv: print("checked", argv) or 0)
+    monkeypatch.setattr("mpistrat.cli.doctor.main", lambda argv: print("checked", argv) or 0)
     assert main(["run", "-cb"]) == main(["run", "--check-build"]) == 0
     assert capsys.readouterr().out == "checked []\n" * 2
