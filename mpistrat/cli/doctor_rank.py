@@ -10,7 +10,6 @@ Started by doctor.py, under mpirun or srun. doctor.py also calls `collect`, for 
 
 import os
 import platform
-import queue
 import resource
 import socket
 import statistics
@@ -18,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import combinations
 from pathlib import Path
@@ -37,8 +35,7 @@ if TYPE_CHECKING:
 
 # -- facts about the host: Linux's /proc and /sys ---------------------------------------------------------------------
 
-SHARED_MEMORY = "/dev/shm"
-RESOLVE_LIMIT_S = 3.0
+_RESOLVE_LIMIT_S = 3.0
 _UNLIMITED = 1 << 60  # Cgroups of version 1 write a number near 2**63 for no limit.
 
 
@@ -72,7 +69,7 @@ class Facts:
 
 
 def collect(rank: int = 0) -> Facts:
-    """Return the facts of this process. Takes some milliseconds; RESOLVE_LIMIT_S at most with a slow name server."""
+    """Return the facts of this process. Takes some milliseconds; _RESOLVE_LIMIT_S at most with a slow name server."""
     host = platform.node()
     quota, memory_left = limits_of_cgroups()
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -80,19 +77,20 @@ def collect(rank: int = 0) -> Facts:
     available = meminfo.get("MemAvailable", 0)
     swap = meminfo.get("SwapTotal", 0)
     opened = len(os.listdir("/proc/self/fd"))
-    most_files, most_locked = (_limit(which) for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    limits = [resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)]
+    most_files, most_locked = (None if soft == resource.RLIM_INFINITY else soft for soft in limits)
     resolve_s, resolve_problem = resolving(host)
     return Facts(
         rank=rank, host=host, versions=handshake.versions(), cores=len(physical_cores(own_cpus())), quota=quota,
         load=os.getloadavg()[1], memory=available if memory_left is None else min(available, memory_left),
-        swapped=1 - meminfo.get("SwapFree", 0) / swap if swap else 0.0, shm=free_bytes(SHARED_MEMORY),
+        swapped=1 - meminfo.get("SwapFree", 0) / swap if swap else 0.0, shm=_free_bytes("/dev/shm"),
         files=None if most_files is None else most_files - opened, locked=most_locked,
         has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
-        disks={path: free_bytes(path) for path in (tempfile.gettempdir(), os.path.expanduser("~"))},
+        disks={path: _free_bytes(path) for path in (tempfile.gettempdir(), os.path.expanduser("~"))},
         resolve_s=resolve_s, resolve_problem=resolve_problem)
 
 
-def free_bytes(path: str) -> int | None:
+def _free_bytes(path: str) -> int | None:
     """Return the bytes that this user may still write to the file system of a directory; None if not writable."""
     try:
         found = os.statvfs(path)
@@ -108,66 +106,51 @@ def limits_of_cgroups(root: Path = Path("/sys/fs/cgroup"),
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
         return None, None
-    quotas, memories = [], []
+    quotas: list[tuple[int, int]] = []
+    memories: list[tuple[int, int]] = []
     for _, controllers, path in lines:
-        for place in _upwards(path):
+        parts = [part for part in path.split("/") if part and part != ".."]
+        # The cgroup and all its parents. A container may see its own cgroup as the root.
+        for place in ("/".join(parts[:n]) for n in range(len(parts), -1, -1)):
             if not controllers:
-                quotas.append(_numbers(root / place / "cpu.max"))
-                memories.append(_numbers(root / place / "memory.max") + _numbers(root / place / "memory.current"))
+                quotas += _pair(root / place / "cpu.max")
+                memories += _pair(root / place / "memory.max", root / place / "memory.current")
             elif "cpu" in controllers.split(","):
                 directory = root / "cpu" / place
-                quotas.append(_numbers(directory / "cpu.cfs_quota_us") + _numbers(directory / "cpu.cfs_period_us"))
+                quotas += _pair(directory / "cpu.cfs_quota_us", directory / "cpu.cfs_period_us")
             elif controllers == "memory":
                 directory = root / "memory" / place
-                memories.append(_numbers(directory / "memory.limit_in_bytes")
-                                + _numbers(directory / "memory.usage_in_bytes"))
-    cpus = [quota / period for quota, period in _pairs(quotas) if quota > 0]
-    left = [most - used for most, used in _pairs(memories) if most < _UNLIMITED]
-    return min(cpus, default=None), min(left, default=None)
+                memories += _pair(directory / "memory.limit_in_bytes", directory / "memory.usage_in_bytes")
+    return (min((quota / period for quota, period in quotas if quota > 0), default=None),
+            min((most - used for most, used in memories if most < _UNLIMITED), default=None))
 
 
-def _upwards(path: str) -> list[str]:
-    """Return the path of a cgroup and of all its parents. A container may see its own cgroup as the root."""
-    parts = [part for part in path.split("/") if part and part != ".."]
-    return ["/".join(parts[:n]) for n in range(len(parts), -1, -1)]
-
-
-def _pairs(found: Sequence[list[int]]) -> list[tuple[int, int]]:
-    return [(each[0], each[1]) for each in found if len(each) == 2]
-
-
-def _numbers(path: Path) -> list[int]:
-    """Return the numbers in a file; [] if the file does not exist, or contains "max" (no limit)."""
+def _pair(*files: Path) -> list[tuple[int, int]]:
+    """Return the two numbers in the files as one pair; [] if a file does not exist, or contains "max" (no limit)."""
     try:
-        return [int(word) for word in path.read_text().split()]
+        first, second = (int(word) for file in files for word in file.read_text().split())
     except (OSError, ValueError):
         return []
+    return [(first, second)]
 
 
-def resolving(name: str, limit_s: float = RESOLVE_LIMIT_S) -> tuple[float, str]:
+def resolving(name: str, limit_s: float = _RESOLVE_LIMIT_S) -> tuple[float, str]:
     """Return the seconds in which this host resolves a name, and the error message, or ""."""
-    answers: queue.Queue[str] = queue.Queue()
+    answers: list[str] = []
 
     def resolve() -> None:
         try:
             socket.getaddrinfo(name, None)
         except OSError as error:
-            answers.put(str(error.strerror or error))
+            answers.append(str(error.strerror or error))
         else:
-            answers.put("")
+            answers.append("")
 
     began = time.monotonic()
-    threading.Thread(target=resolve, daemon=True).start()  # The system call has no timeout.
-    try:
-        problem = answers.get(timeout=limit_s)
-    except queue.Empty:
-        problem = f"no answer within {limit_s:g} s"
-    return time.monotonic() - began, problem
-
-
-def _limit(which: int) -> int | None:
-    soft = resource.getrlimit(which)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
+    thread = threading.Thread(target=resolve, daemon=True)  # The system call has no timeout.
+    thread.start()
+    thread.join(limit_s)
+    return time.monotonic() - began, answers[0] if answers else f"no answer within {limit_s:g} s"
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
@@ -218,10 +201,10 @@ def wait(request: "MPI.Request", limit_s: float = WAIT_S, nap_s: float = 0.0) ->
         time.sleep(nap_s)
 
 
-def hosts_of(comm: "MPI.Comm", host: str) -> list[str]:
+def _hosts_of(comm: "MPI.Comm") -> list[str]:
     """Return the host of each rank. Collective. Raises NoAnswerError."""
     own = np.zeros(256, np.uint8)
-    name = host.encode()[:own.size]
+    name = platform.node().encode()[:own.size]
     own[:len(name)] = np.frombuffer(name, np.uint8)
     found = np.empty((comm.Get_size(), own.size), np.uint8)
     wait(comm.Iallgather(own, found), nap_s=0.001)
@@ -255,8 +238,7 @@ def _seconds_of(comm: "MPI.Comm", other: int, size: int, round_trip_s: float) ->
     """Return the seconds that a message of `size` bytes takes, without the small messages around it."""
     data, clock, began = np.zeros(size, np.uint8), np.zeros(1), time.perf_counter()
     _exchange(comm, other, np.array([float(size)]), clock)
-    wait(comm.Isend(data, other, _TAG))
-    wait(comm.Irecv(clock, other, _TAG))
+    _exchange(comm, other, data, clock)
     return max(time.perf_counter() - began - 2 * round_trip_s, 1e-9)
 
 
@@ -316,7 +298,7 @@ def _measure_links(comm: "MPI.Intracomm") -> None:
     """
     rank = comm.Get_rank()
     try:
-        host_of = hosts_of(comm, platform.node())
+        host_of = _hosts_of(comm)
     except NoAnswerError:
         say("silence", ranks=[], hosts=[])
         raise
