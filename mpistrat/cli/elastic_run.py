@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType
 
 from ..core.errors import LaunchError
 from ..core.install import numbers
@@ -89,45 +88,45 @@ def run(options: argparse.Namespace, launched: Callable[..., Outcome]) -> int:
         LaunchError: The input is wrong.
     """
     with _Control() as control, _directory(options) as directory:
-        return _run(options, launched, control, directory)
-
-
-def _run(options: argparse.Namespace, launched: Callable[..., Outcome], control: "_Control", directory: str) -> int:
-    limits, find_hosts = limits_of(options), HostFinder(options)
-    first = find_hosts()
-    if first is None:
-        raise LaunchError(f"no hosts were found: {find_hosts.problem}")
-    mpirun = identify(find_mpirun(options.mpirun, os.environ))
-    # The main thread alone may receive signals. A thread that does not block SIGCHLD would receive and ignore SIGCHLD.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PLANNED, *_URGENT, signal.SIGCHLD, ABORTED})
-    printer = threading.Thread(target=_print_sentences, name="mpistrat-printer", daemon=True)
-    printer.start()
-    service = Service(limits, first, find_hosts, addresses_towards(host for host in first if host != _LOCAL), _say,
-                      control.stop, lambda hosts: reached(hosts, os.environ), directory,
-                      options.elastic_checkpoint_every or _CHECKPOINT_EVERY)
-    control.service = service
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    while True:
-        order = service.next_order(1.0)
-        if isinstance(order, Start):
-            control.begin(order.generation)
-            job = service.job(order.generation)
-            if order.generation > 1:
-                has_commit = any(job.newest) or (directory and Path(directory, FILE).exists())
-                _say(f"generation {order.generation} starts with {counted(order.ranks, 'rank')} on "
-                     f"{', '.join(f'{host}:{slots}' for host, slots in order.hosts)}" + ("" if has_commit else _ANEW))
-            tolerant = tolerant_options(mpirun, len(order.hosts)) if options.elastic != RESTART else ()
-            ended = launched(_for_generation(options, order), mpirun, tolerant, job.variable(), _LIMITS, control)
-            service.generation_over(order.generation, ended.code, ended.has_started)
-        elif isinstance(order, Done):
-            service.close()
-            if order.code and (said := last.save(control.told)):
-                _say(said)
-            if order.why:
-                _say(order.why)
-            _sentences.put(None)
-            printer.join()
-            return order.code
+        limits, find_hosts = limits_of(options), HostFinder(options)
+        first = find_hosts()
+        if first is None:
+            raise LaunchError(f"no hosts were found: {find_hosts.problem}")
+        mpirun = identify(find_mpirun(options.mpirun, os.environ))
+        # The main thread alone may receive signals. A thread that does not block SIGCHLD would receive and ignore it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PLANNED, *_URGENT, signal.SIGCHLD, ABORTED})
+        printer = threading.Thread(target=_print_sentences, name="mpistrat-printer", daemon=True)
+        printer.start()
+        service = Service(limits, first, find_hosts, addresses_towards(host for host in first if host != _LOCAL), _say,
+                          control.stop, lambda hosts: reached(hosts, os.environ), directory,
+                          options.elastic_checkpoint_every or _CHECKPOINT_EVERY)
+        control.service = service
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        while True:
+            order = service.next_order(1.0)
+            if isinstance(order, Start):
+                control.begin(order.generation)
+                job = service.job(order.generation)
+                places = [f"{host}:{slots}" for host, slots in order.hosts]
+                if order.generation > 1:
+                    has_commit = any(job.newest) or (directory and Path(directory, FILE).exists())
+                    _say(f"generation {order.generation} starts with {counted(order.ranks, 'rank')} on "
+                         f"{', '.join(places)}" + ("" if has_commit else _ANEW))
+                is_here = [host for host, _ in order.hosts] == [_LOCAL]
+                wanted = argparse.Namespace(**{**vars(options), "np": order.ranks, "hostfile": None,
+                                               "hosts": None if is_here else places})
+                tolerant = tolerant_options(mpirun, len(order.hosts)) if options.elastic != RESTART else ()
+                ended = launched(wanted, mpirun, tolerant, job.variable(), _LIMITS, control)
+                service.generation_over(order.generation, ended.code, ended.has_started)
+            elif isinstance(order, Done):
+                service.close()
+                if order.code and (said := last.save(control.told)):
+                    _say(said)
+                if order.why:
+                    _say(order.why)
+                _sentences.put(None)
+                printer.join()
+                return order.code
 
 
 def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
@@ -140,12 +139,6 @@ def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
     if mpirun.launcher is not OPEN_MPI or numbers(mpirun.version) < [5, 0, 10] or hosts > 1:
         return ()
     return "--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1"
-
-
-def _for_generation(options: argparse.Namespace, order: Start) -> argparse.Namespace:
-    is_here = [host for host, _ in order.hosts] == [_LOCAL]
-    hosts = None if is_here else [f"{host}:{slots}" for host, slots in order.hosts]
-    return argparse.Namespace(**{**vars(options), "np": order.ranks, "hosts": hosts, "hostfile": None})
 
 
 class _Control(Interference):
@@ -202,11 +195,9 @@ class _Control(Interference):
         return ""
 
     def __enter__(self) -> "_Control":
-        def handle(number: int, frame: FrameType | None) -> None:
-            self.takes(number)
         for number in (*_PLANNED, *_URGENT):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, handle)
+                self._before[number] = signal.signal(number, lambda number, _: self.takes(number))
         return self
 
     def __exit__(self, *error: object) -> None:
