@@ -33,7 +33,7 @@ from .inventory import (
     probe,
     software,
 )
-from .mpirun import Job, LaunchCommand, Mpirun, check_count, compose, find_mpirun, identify, this_machine, with_home
+from .mpirun import Job, LaunchCommand, check_count, compose, find_mpirun, identify, this_machine, with_home
 from .rank_command import in_shell
 from .ssh import hosts_by_ssh, unreachable
 from .supervisor import Outcome, Start, TimeLimits, launch
@@ -307,9 +307,8 @@ def _grouped(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
 
 def _by_rank(facts: Sequence[Facts], values: Sequence[str]) -> str:
     """Return the different values with their hosts: "2.20.0 on node1; 2.21.0 on node2"."""
-    hosts = {value: list(dict.fromkeys(each.host for each, other in zip(facts, values, strict=True) if other == value))
-             for value in dict.fromkeys(values)}
-    return "; ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
+    hosts = _grouped((value, each.host) for each, value in zip(facts, values, strict=True))
+    return "; ".join(f"{value} on {', '.join(dict.fromkeys(names))}" for value, names in hosts.items())
 
 
 def _packages(versions: dict[str, str]) -> dict[str, str]:
@@ -379,7 +378,7 @@ def _output(*command: str) -> str:
 
 # -- the command ------------------------------------------------------------------------------------------------------
 
-DEFAULT_TIMEOUT_S = 120.0
+_DEFAULT_TIMEOUT_S = 120.0
 _START_S = 30.0  # time limit for the start of ranks on other hosts
 
 _EPILOG = """\
@@ -409,9 +408,11 @@ def main(argv: list[str]) -> int:
     if hosts is not None and not ranks:
         raise LaunchError("a host in the hostfile has no number of slots. Write the number of ranks, for example: "
                           "mpistrat doctor -np 2")
-    mpirun, mpirun_error = _find_mpirun(options.mpirun)
-    machine = this_machine(os.environ)
-    command = None
+    machine, mpirun, mpirun_error, command = this_machine(os.environ), None, "", None
+    try:
+        mpirun = identify(find_mpirun(options.mpirun, os.environ))
+    except LaunchError as error:
+        mpirun_error = str(error)
     others = hosts_by_ssh(hosts, machine, (), os.environ)
     if ranks and mpirun is not None:
         line = (sys.executable, "-m", f"{__package__}.doctor_rank", str(ranks))
@@ -424,8 +425,8 @@ def main(argv: list[str]) -> int:
     found, has_driver = probe(), has_nvidia_driver()
     rows = [*software(), *mpi_rows(found, mpirun, mpirun_error), *gpu_rows(found, nvidia_gpus(os.environ), has_driver)]
     backends = backend_rows(found, has_driver)
-    say(table("This machine", rows))
-    say(table("Backends", backends))
+    say(_table("This machine", rows))
+    say(_table("Backends", backends))
     if ranks:
         say(f"Looking at {counted(ranks, 'rank')} ...")
         observed = _observe(ranks, others, command, mpirun_error, options.timeout)
@@ -435,13 +436,16 @@ def main(argv: list[str]) -> int:
     # Ranks report on this machine if they run here; they may all run on other hosts.
     wrong = [*([] if ranks else _machine_findings(rows, backends)), *findings(observed)]
     if options.json:
-        print(json.dumps(_as_json(wrong, observed, rows, backends), indent=1))
+        print(json.dumps({
+            "version": 1, "findings": [asdict(finding) for finding in wrong],
+            "machine": {row.label: row.text for row in rows if row.label},
+            "backends": {row.label: row.text for row in backends}, "observed": asdict(observed)}, indent=1))
     else:
         print(_report(wrong))
     return 1 if any(finding.severity == FAILURE for finding in wrong) else 0
 
 
-def table(title: str, rows: Sequence[Row]) -> str:
+def _table(title: str, rows: Sequence[Row]) -> str:
     """Format the rows as text with aligned labels, followed by an empty line."""
     width = max((len(row.label) for row in rows), default=0)
     return "\n".join([title, *(f"  {row.label:<{width}}  {row.text}" for row in rows), ""])
@@ -449,12 +453,9 @@ def table(title: str, rows: Sequence[Row]) -> str:
 
 def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpirun_error: str,
              timeout_s: float) -> Observed:
-    """Try ssh to the other hosts, then start the ranks unless a host cannot be reached.
+    """Try ssh to the hosts `others`, then start the ranks by `command` unless a host cannot be reached.
 
-    Args:
-        others: The hosts on which mpirun starts ranks by ssh.
-        command: The command that starts the ranks; None if there is no mpirun, for the reason `mpirun_error`.
-        timeout_s: Time limit for the job of the ranks, in seconds.
+    `command`: None if there is no mpirun, for the reason `mpirun_error`.
     """
     away = unreachable(others, os.environ, (sys.executable,)) if others else {}
     sizes = sizes_of_srun(os.environ)
@@ -497,13 +498,10 @@ def _machine_findings(rows: Sequence[Row], backends: Sequence[Row]) -> list[Find
 
 def _measured(observed: Observed) -> list[str]:
     """Return the lines on hosts, links and the all-reduce."""
-    lines = []
     # Without MPI's facts no rank has started, and `facts` are those of this machine.
-    for host in dict.fromkeys(each.host for each in observed.facts if observed.mpi):
-        local = [each for each in observed.facts if each.host == host]
-        one = local[0]
-        lines.append(f"  {host}: {counted(len(local), 'rank')}, {counted(one.cores, 'core')}, "
-                     f"{one.memory / 2**30:.3g} GB of memory")
+    lines = [f"  {host}: {counted(len(local), 'rank')}, {counted(local[0].cores, 'core')}, "
+             f"{local[0].memory / _GIB:.3g} GB of memory"
+             for host, local in _by_host(observed.facts if observed.mpi else ()).items()]
     lines += [f"  {link.hosts[0]} - {link.hosts[1]}: {link.bytes_per_s / 1e6:.3g} MB per second, "
               f"{1e3 * link.latency_s:.3g} ms, clocks {1e3 * link.offset_s:+.3g} ms" for link in observed.links]
     result = observed.result
@@ -526,24 +524,10 @@ def _report(wrong: Sequence[Finding]) -> str:
     return "\n".join([*lines, f"{counted(failures, 'failure')}, {counted(len(wrong) - failures, 'warning')}."])
 
 
-def _as_json(wrong: Sequence[Finding], observed: Observed, rows: Sequence[Row], backends: Sequence[Row]
-             ) -> dict[str, Any]:
-    return {"version": 1, "findings": [asdict(finding) for finding in wrong],
-            "machine": {row.label: row.text for row in rows if row.label},
-            "backends": {row.label: row.text for row in backends}, "observed": asdict(observed)}
-
-
 def _parser() -> Parser:
     parser = Parser("doctor", "Find the problems on the hosts of a job, and print their remedies.", _EPILOG)
     add_launch_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object with the findings and all facts")
-    parser.add_argument("--timeout", type=positive_seconds, default=DEFAULT_TIMEOUT_S, metavar="SECONDS",
-                        help=f"time limit for the job on the hosts (default {DEFAULT_TIMEOUT_S:g})")
+    parser.add_argument("--timeout", type=positive_seconds, default=_DEFAULT_TIMEOUT_S, metavar="SECONDS",
+                        help=f"time limit for the job on the hosts (default {_DEFAULT_TIMEOUT_S:g})")
     return parser
-
-
-def _find_mpirun(wanted: str | None) -> tuple[Mpirun | None, str]:
-    try:
-        return identify(find_mpirun(wanted, os.environ)), ""
-    except LaunchError as error:
-        return None, str(error)

@@ -46,10 +46,7 @@ _NO_STDIN = {"-c", "-m", "-h", "-?", "-V"}  # With these Python reads no script 
 
 
 def checked(command: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Check that the command exists, and put Python before a script.
-
-    Raises LaunchError: There is no such command or script.
-    """
+    """Put Python before a script. Raises LaunchError: There is no such command or script."""
     if not command:
         raise LaunchError(f"there is no command to run. Write the command last, for example: {EXAMPLE}")
     program = command[0]
@@ -64,10 +61,7 @@ def checked(command: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, 
 
 
 def other_python(program: str, environ: Mapping[str, str]) -> str:
-    """Return a sentence if the Python that the name `program` finds is not mpistrat's, and lacks mpistrat; else "".
-
-    The function may start that Python, to look for mpistrat.
-    """
+    """Return a sentence if the Python that the name `program` finds is not mpistrat's, and lacks mpistrat; else ""."""
     found = shutil.which(program, path=environ.get("PATH", os.defpath))
     if found is None or os.path.dirname(os.path.abspath(found)) == os.path.dirname(sys.executable):
         return ""
@@ -156,15 +150,7 @@ class Stdin:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this stdin is /dev/null."""
         return self.link == os.devnull
-
-    @property
-    def opened(self) -> str:
-        """The shell command that opens this stdin on rank 0, and /dev/null on other ranks."""
-        seek = f"; dd bs=1 skip={self.offset} count=0 2>/dev/null" if self.offset else ""
-        return f'if [ "$rank" = 0 ] && [ "$(readlink {self.path})" = {shlex.quote(self.link)} ]; then ' \
-               f"exec <{self.path}{seek}; else exec <{os.devnull}; fi"
 
 
 def own_stdin() -> Stdin | None:
@@ -192,7 +178,11 @@ def in_shell(command: tuple[str, ...], ranks: int, directory: str | None = None,
     """
     if directory is None and not is_announced and stdin is None:
         return command
-    parts = [_RANK, *([_ANNOUNCE] if is_announced else []), *([] if stdin is None else [stdin.opened]),
-             'exec "$@"' if directory is None else _FILES]
+    parts = [_RANK, *([_ANNOUNCE] if is_announced else [])]
+    if stdin is not None:
+        seek = f"; dd bs=1 skip={stdin.offset} count=0 2>/dev/null" if stdin.offset else ""
+        parts.append(f'if [ "$rank" = 0 ] && [ "$(readlink {stdin.path})" = {shlex.quote(stdin.link)} ]; then '
+                     f"exec <{stdin.path}{seek}; else exec <{os.devnull}; fi")
+    parts.append('exec "$@"' if directory is None else _FILES)
     places = () if directory is None else (os.path.abspath(directory), str(len(str(ranks - 1))))
     return "sh", "-c", "; ".join(parts), "sh", *places, *command

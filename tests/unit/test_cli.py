@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -463,7 +464,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(doctor, "software", lambda: rows)
         monkeypatch.setattr(doctor, "probe", lambda: Findings(mpi=GOOD_MPI, cupy={}, backends=backends))
         monkeypatch.setattr(doctor, "nvidia_gpus", lambda environ: [])
-        monkeypatch.setattr(doctor, "_find_mpirun", lambda wanted: (None, "no mpirun here"))
+        monkeypatch.setattr(doctor, "find_mpirun", Mock(side_effect=LaunchError("no mpirun here")))
     return make
 
 
