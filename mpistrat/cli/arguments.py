@@ -59,10 +59,7 @@ class HostList:
 
 
 def parse_list(text: str) -> HostList:
-    """Parse `node1:4,node2:4`, the value of -H. A host without a number gets one rank, as with mpirun.
-
-    Raises LaunchError: An entry is not `host:slots`.
-    """
+    """Parse `node1:4,node2:4`. A host without a number gets one rank, as with mpirun. Raises LaunchError."""
     hosts = []
     for entry in text.split(","):
         name, colon, slots = entry.strip().partition(":")
@@ -73,10 +70,7 @@ def parse_list(text: str) -> HostList:
 
 
 def read_hostfile(path: str) -> HostList:
-    """Read a hostfile of either syntax.
-
-    Raises LaunchError: The file cannot be read, has no host, or has a line that no MPI accepts (with its number).
-    """
+    """Read a hostfile of either syntax. Raises LaunchError, for a line that no MPI accepts with its number."""
     try:
         path = os.path.expanduser(path)
         content = Path(path).read_bytes()
@@ -207,10 +201,7 @@ def add_horovod_options(parser: argparse.ArgumentParser) -> None:
 
 
 def horovod_variables(options: argparse.Namespace, launcher: Launcher) -> dict[str, str]:
-    """Return the environment variables, for the ranks, mpirun and NCCL, that the options of horovodrun set.
-
-    Raises LaunchError: A value is malformed, or the launcher does not support an option.
-    """
+    """Return the environment variables, for the ranks, mpirun and NCCL, that the options set. Raises LaunchError."""
     found = {name: value for name, *_ in (*_SETTINGS.values(), *_FLAGS.values())
              if (value := getattr(options, name)) is not None}
     fusion = "MPISTRAT_FUSION_THRESHOLD"
@@ -279,8 +270,7 @@ class CommandLine:
 def split_arguments(arguments: list[str]) -> CommandLine:
     """Assign each argument to mpistrat, to mpirun or to the command.
 
-    Raises LaunchError: An option lacks its value or has no meaning here, or the beginning of the command cannot be
-    determined.
+    Raises LaunchError: An option lacks its value or has no meaning here, or the command has no clear beginning.
     """
     own: list[str] = []
     mpirun: list[str] = []
@@ -327,10 +317,7 @@ def split_arguments(arguments: list[str]) -> CommandLine:
 
 
 def mpirun_options(text: str) -> tuple[str, ...]:
-    """Split a text such as the value of --mpi-args into options of mpirun.
-
-    Raises LaunchError: The text cannot be split, or contains an option of mpistrat or a command.
-    """
+    """Split the value of --mpi-args into options of mpirun. Raises LaunchError if it has anything else."""
     try:
         parts = split_arguments([*shlex.split(text), "--"])
     except ValueError as error:  # LaunchError is a subclass.
@@ -370,10 +357,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_hosts(options: argparse.Namespace) -> HostList | None:
-    """Return the hosts that were given with -H or --hostfile; None if neither was given.
-
-    Raises LaunchError: See parse_list and read_hostfile.
-    """
+    """Return the hosts of -H or --hostfile; None if neither was given. Raises LaunchError."""
     if options.hosts is not None:
         return parse_list(",".join(options.hosts))
     return read_hostfile(options.hostfile) if options.hostfile is not None else None

@@ -157,7 +157,7 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
     Args:
         comm: A communicator of all ranks, used for MPI's own collective only; None with one rank.
         repeats: Number of repetitions; None: chosen by the bytes, and by LIMIT_S.
-        begin: Called with the text "CASE: MEASUREMENT" before each measurement. Nothing is measured during the call.
+        begin: Called with the text "CASE: MEASUREMENT" before each measurement.
     """
     nbytes, size, rank = case.nbytes, common.size(), common.rank()
     arrays = [np.full(shape, rank, np.float32) for shape in case.shapes]
@@ -328,9 +328,7 @@ def plot(points: Sequence[Point], path: str, title: str) -> None:
     rank, shows the time as a multiple of the time of MPI_Allreduce. A curve joins the cases of one tensor. Each case
     of a group of tensors is a separate mark, because groups differ in more than their size.
 
-    Args:
-        points: The measurements, at least one, in any order.
-        path: The file. The extension selects the format (.png, .svg, .pdf).
+    `points`: at least one. The extension of `path` selects the format (.png, .svg, .pdf).
     """
     import matplotlib
     matplotlib.use("agg")

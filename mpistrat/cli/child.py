@@ -12,22 +12,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import IO, Any
 
 _KILLED_S = 2.0  # time limit from SIGKILL to the end of a process; a process that waits for a lost disk does not end
 
 
 class Child:
-    """A program in a new process group, without stdin. The constructor starts the program. A context manager, which
-    kills the process group if the program has not ended.
+    """A program in a new process group, without stdin. The end of the context kills the group if the program runs.
 
-    Args:
-        argv: The program with its arguments.
-        environ: The environment of the program.
-
-    Raises:
-        OSError: The program cannot be started.
+    Raises OSError: The program cannot be started.
     """
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str]):
@@ -52,8 +45,7 @@ class Child:
     def __enter__(self) -> "Child":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # The process has just ended.
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -145,11 +145,7 @@ def _versions(observed: Observed) -> Iterator[Finding]:
     if len(set(makers)) > 1:
         yield Finding("versions", FAILURE, f"the MPI library differs: {describe_by_rank(makers)}",
                       "install the same MPI on all hosts, under the same path")
-
-
-def _tensorflow(observed: Observed) -> Iterator[Finding]:
-    found = {_packages(each.versions).get("tensorflow", "none") for each in observed.facts}
-    if observed.ranks and found == {"none"}:
+    if observed.ranks and {each["tensorflow"] for each in versions} == {"none"}:
         yield Finding("versions", FAILURE, "TensorFlow is not installed", pip_extra("tensorflow"))
 
 
@@ -291,7 +287,7 @@ def _unexplained(observed: Observed) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Observed], Iterator[Finding]], ...] = (
-    _start, _pmi, _versions, _tensorflow, _links, _result, _limits, _disks, _memory_of_hosts, _cores, _names)
+    _start, _pmi, _versions, _links, _result, _limits, _disks, _memory_of_hosts, _cores, _names)
 
 
 def _by_host(facts: Sequence[Facts]) -> dict[str, list[Facts]]:

@@ -78,14 +78,11 @@ def is_asked_for(options: argparse.Namespace) -> bool:
 def run(options: argparse.Namespace, launched: Callable[..., Outcome]) -> int:
     """Run an elastic job and return its exit code: 0, or that of the last generation.
 
-    Args:
-        options: The options of `mpistrat run`.
-        launched: Runs a generation and returns the Outcome of its mpirun. Its arguments are the options with the ranks
-            and hosts of the generation, the mpirun, options for mpirun, variables for the ranks, TimeLimits, and an
-            Interference.
+    `launched`: Runs a generation and returns the Outcome of its mpirun. Its arguments are the options with the ranks
+    and hosts of the generation, the mpirun, options for mpirun, variables for the ranks, TimeLimits, and an
+    Interference.
 
-    Raises:
-        LaunchError: The input is wrong.
+    Raises LaunchError: The input is wrong.
     """
     with _Control() as control, _directory(options) as directory:
         limits, find_hosts = limits_of(options), HostFinder(options)
@@ -282,10 +279,7 @@ def _slots(hosts: HostList, default: int) -> dict[str, int]:
 
 
 def allocation(environ: Mapping[str, str]) -> dict[str, int] | None:
-    """Return the hosts of a Slurm or PBS allocation, with the number of ranks of each host; None outside of these.
-
-    Raises LaunchError: Slurm's `scontrol show hostnames` fails.
-    """
+    """Return the hosts of a Slurm or PBS allocation, with the ranks of each; None outside of an allocation."""
     if "SLURM_JOB_NODELIST" in environ:
         done = subprocess.run(["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]], capture_output=True,
                               timeout=_SCRIPT_LIMIT_S, check=False, text=True)

@@ -63,11 +63,7 @@ def run_function(call: Call, options: Sequence[str], executable: str, start_time
                  is_printed: bool) -> list[Any]:
     """Call a function on all ranks of a new job and return the results in rank order. For the errors see mpistrat.run.
 
-    Args:
-        call: The function and its arguments.
-        executable: The Python interpreter of the ranks.
-        start_timeout_s: Seconds within which the function must begin on the ranks.
-        is_printed: Print the command of mpirun.
+    `executable`: The Python interpreter of the ranks. `is_printed`: Print the command of mpirun.
     """
     environ = {name: value for name, value in os.environ.items() if name != RANK_PROCESS}
     size, launcher = launched_size(environ)

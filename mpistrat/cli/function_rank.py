@@ -19,12 +19,7 @@ from .function import CALL, STARTED, RankResult, file_of, write
 
 
 def main(directory: Path) -> None:
-    """Call the function on this rank. Collective.
-
-    Raises:
-        LaunchError: On all ranks, if no rank sees the directory.
-        BaseException: Any exception of the function.
-    """
+    """Call the function on this rank. Collective. Raises LaunchError on all ranks if no rank sees the directory."""
     runtime.init()
     rank = runtime.current().topology.rank
     sees = is_seen(directory)

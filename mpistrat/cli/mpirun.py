@@ -90,8 +90,7 @@ def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, st
 
     `variables`: additional variables, which are forwarded to the ranks like those of `environ`.
 
-    Raises:
-        LaunchError: There are more ranks than slots, or the hostfile cannot be translated for this mpirun.
+    Raises LaunchError: There are more ranks than slots, or the hostfile cannot be translated for this mpirun.
     """
     slots = job.hosts.slots if job.hosts is not None else None
     oversubscribes = any("oversubscribe" in option.lower() for option in job.options)
@@ -197,10 +196,7 @@ def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
 
 
 def identify(path: str) -> Mpirun:
-    """Run `mpirun --version` to find the launcher and the version of an mpirun.
-
-    Raises LaunchError: The command fails, or the launcher is not known.
-    """
+    """Run `mpirun --version`. Raises LaunchError: The command fails, or the launcher is not known."""
     try:
         done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, timeout=_VERSION_TIMEOUT_S, check=False,

@@ -171,7 +171,7 @@ def in_shell(command: tuple[str, ...], ranks: int, directory: str | None = None,
     """Return a shell command that prepares a rank and executes `command`; `command` itself if nothing is to prepare.
 
     Args:
-        ranks: Number of ranks. The rank numbers in file names are padded to the digits of the largest rank.
+        ranks: The rank numbers in file names are padded to the digits of the largest rank.
         directory: The directory for output files, on each host; None: the output is not redirected.
         is_announced: Whether the rank prints that it starts.
         stdin: The stdin of rank 0; None: the stdin that mpirun provides.

@@ -126,10 +126,7 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
              limits: TimeLimits | None = None, interference: Interference | None = None) -> Outcome:
     """Run the planned job and return its Outcome. Call this on the main thread, see supervisor.launch.
 
-    Args:
-        planned, options: The results of `plan` and `parse`.
-        more: Additional variables for mpirun and the ranks.
-        limits, interference: See supervisor.launch.
+    `more`: Additional variables for mpirun and the ranks.
     """
     job, is_here = planned.job, is_local(planned.job, planned.machine)
     environ = {**with_home(os.environ), **(more or {}), **_binding(job, planned.mpirun), **planned.variables}
@@ -156,7 +153,11 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
         if planned.is_announced else Start()
     level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
-    limits = limits or TimeLimits(grace_s=_grace_s(planned.mpirun, options.grace_period))
+    if limits is None:
+        launcher, version = planned.mpirun.launcher, numbers(planned.mpirun.version)
+        is_handing_on = launcher.handed_on and version >= list(launcher.hands_on_since)
+        grace_s = _GRACE_S if options.grace_period is None else options.grace_period
+        limits = TimeLimits(grace_s=grace_s if is_handing_on else 0.0)
     command = compose(job, planned.mpirun, planned.machine, environ)
     return launch(command, environ, limits=limits, output=output, start=start, interference=interference,
                   ranks=job.ranks, why_no_init=why_no_init)
@@ -217,14 +218,6 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     named = {**as_horovod.variables(options.as_horovod, environ), **horovod_variables(options, mpirun.launcher)}
     return Plan(command, job, mpirun, machine, named, others, is_announced,
                 check_count(job, machine, options.force))
-
-
-def _grace_s(mpirun: Mpirun, asked: float | None) -> float:
-    """Return the seconds that ranks get after SIGTERM; 0 if this mpirun does not pass SIGTERM to the ranks."""
-    launcher = mpirun.launcher
-    if not launcher.handed_on or numbers(mpirun.version) < list(launcher.hands_on_since):
-        return 0.0
-    return _GRACE_S if asked is None else asked
 
 
 def asks_for_help(command: Sequence[str]) -> bool:
@@ -293,13 +286,10 @@ class Speed:
 def measure_efficiency(options: argparse.Namespace, launch_on: Callable[[int, Mapping[str, str]], Outcome]) -> int:
     """Run the two jobs, print the result, and return 0, or the exit code of a job that has failed.
 
-    Args:
-        options: The options of `mpistrat run`.
-        launch_on: Runs the job, given the number of ranks and additional environment variables. The job ends after
-            --efficiency steps (process/step_timer.py).
+    `launch_on`: Runs the job, given the number of ranks and additional environment variables. The job ends after
+    --efficiency steps (process/step_timer.py).
 
-    Raises:
-        LaunchError: The options contradict each other, or a job had too few steps.
+    Raises LaunchError: The options contradict each other, or a job had too few steps.
     """
     steps, ranks = options.efficiency, options.np
     if steps < LEAST_STEPS:

@@ -281,7 +281,6 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
         words: The texts of mpirun that were held back.
         interrupted_by: The signal with which the user has ended the job, or None.
         died_of: The signal that has killed mpirun itself, unless this process sent the signal; or None.
-        launcher: The launcher that ran the job.
         can_show_more: Whether --traceback would show more.
         without_init: Number of ranks that have ended without init().
         why_not_started: Why some ranks have not started, or "".

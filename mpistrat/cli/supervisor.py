@@ -295,7 +295,6 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
     """Run mpirun until the job has ended. Call this on the main thread, because it changes the handling of signals.
 
     Args:
-        command: mpirun with its arguments.
         environ: The environment for mpirun, to which the variables of `command` are added.
         output: The filter of mpirun's stderr.
         speaker: The name of the command in the last lines.
@@ -304,8 +303,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
         ranks: Number of ranks that print that they call init(); 0: ranks do not print it.
         why_no_init: Called if the job has failed and no rank has called init(). Returns the reason, or "".
 
-    Raises:
-        LaunchError: mpirun cannot be started.
+    Raises LaunchError: mpirun cannot be started.
     """
     output = output or Output()
     name = f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -346,14 +344,21 @@ class _Run:
         self._holds_interrupts = self._handing_on(signal.SIGINT) != (signal.SIGINT,)
         self._is_killed = False
         self._can_show_more = environ.get(RUN_REPORTS) == SUMMARY
+        guard = parent_guard(os.getpid())
+        mask = {*mask, signal.SIGINT} if self._holds_interrupts else mask
+
+        def prepare() -> None:  # The child process calls this before it executes mpirun.
+            if not guard():  # mpirun gets SIGTERM if this process is killed.
+                os._exit(1)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
         sys.stdout.flush()
         sys.stderr.flush()
         source, sink = os.pipe()
         try:
             self._mpirun = subprocess.Popen(command.argv, env=dict(environ), stdout=stdout, stderr=sink,
                                             stdin=None if command.reads_stdin else subprocess.DEVNULL,
-                                            preexec_fn=_prepare({*mask, signal.SIGINT} if self._holds_interrupts
-                                                                else mask, os.getpid()))
+                                            preexec_fn=prepare)
         except OSError as error:
             os.close(source)
             raise LaunchError(f"{command.argv[0]} cannot be started: {error.strerror}. Try --mpirun PATH.") from None
@@ -524,14 +529,3 @@ def parent_guard(parent: int) -> Callable[[], bool]:
         return os.getppid() == parent
 
     return guard
-
-
-def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:
-    """Return the function that the child process runs before it executes mpirun."""
-    guard = parent_guard(parent)
-
-    def prepare() -> None:
-        if not guard():  # mpirun gets SIGTERM if this process is killed.
-            os._exit(1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return prepare

@@ -39,7 +39,11 @@ def main(argv: list[str]) -> int:
 
     Raises LaunchError: The file cannot be read, or is not a timeline; or the page cannot be written.
     """
-    options = _parser().parse_args(argv)
+    parser = Parser("timeline", "Summarise a timeline, the file of MPISTRAT_TIMELINE or of start_timeline().", _EPILOG)
+    parser.add_argument("file", metavar="FILE", help="a timeline")
+    parser.add_argument("--bench", metavar="FILE", help="compare with the file of `mpistrat bench --json FILE`")
+    parser.add_argument("--html", metavar="OUT", help="write a page with charts to OUT; the page needs no network")
+    options = parser.parse_args(argv)
     try:
         spans, is_cut = spans_in(options.file)
         records = records_in(spans)
@@ -67,14 +71,6 @@ def _measured(path: str) -> list[dict[str, Any]]:
         return [{key: point[key] for key in ("case", "operation", "nbytes", "mpistrat_s")} for point in points]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LaunchError(f"--bench {path} is not a file of mpistrat bench --json: {error!r}") from error
-
-
-def _parser() -> Parser:
-    parser = Parser("timeline", "Summarise a timeline, the file of MPISTRAT_TIMELINE or of start_timeline().", _EPILOG)
-    parser.add_argument("file", metavar="FILE", help="a timeline")
-    parser.add_argument("--bench", metavar="FILE", help="compare with the file of `mpistrat bench --json FILE`")
-    parser.add_argument("--html", metavar="OUT", help="write a page with charts to OUT; the page needs no network")
-    return parser
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

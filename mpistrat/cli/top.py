@@ -206,13 +206,7 @@ class Summary:
 
 
 def summarize(now: JobStatus, before: JobStatus | None, time_s: float) -> Summary:
-    """Summarize a job.
-
-    Args:
-        now: The newest status of the job.
-        before: An older status; None if there is none.
-        time_s: The current time, in seconds since 1970.
-    """
+    """Summarize a job from its newest status and an older one, if any. `time_s`: the current time since 1970."""
     earlier = {rank.rank: rank for rank in before.ranks} if before is not None and before.started == now.started else {}
     lines = tuple(_line(rank, earlier.get(rank.rank), now.written) for rank in now.ranks)
     last, why = _slowest(now.ranks)
@@ -336,10 +330,7 @@ _LABELS = ("job", "rank", "host")
 
 
 def _write_metrics(jobs: Sequence[JobStatus], path: Path) -> None:
-    """Write the file atomically: a reader sees the old file or the new file.
-
-    Raises LaunchError: The file cannot be written.
-    """
+    """Write the file atomically: a reader sees the old file or the new file. Raises LaunchError."""
     from prometheus_client import CollectorRegistry, write_to_textfile
     from prometheus_client.registry import Collector
 
@@ -408,9 +399,7 @@ examples:
 def main(argv: list[str]) -> int:
     """Run the subcommand and return the exit code: _EXIT_NO_JOB if there is no job to show, else 0.
 
-    Raises:
-        LaunchError: The input is wrong.
-        MissingDependencyError: rich, or prometheus_client for --prometheus, is not installed.
+    Raises MissingDependencyError: rich, or prometheus_client for --prometheus, is not installed.
     """
     options = _parser().parse_args(argv)
     if options.prometheus:
