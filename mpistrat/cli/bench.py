@@ -333,6 +333,7 @@ def plot(points: Sequence[Point], path: str, title: str) -> None:
     import matplotlib
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator
     points = sorted(points, key=lambda point: point.nbytes)
     has_ratios = all(point.mpi_s is not None for point in points)
     figure, rows = pyplot.subplots(2 if has_ratios else 1, 1, sharex=True, squeeze=False, layout="constrained",
@@ -343,7 +344,13 @@ def plot(points: Sequence[Point], path: str, title: str) -> None:
     _draw_rates(axes[0], points)
     if has_ratios:
         _draw_ratios(axes[1], points)
-    _draw_sizes(axes[-1], [point.nbytes for point in points])
+    lower = axes[-1]  # Both plots share its axis of bytes: powers of 4, with units.
+    lower.set_xscale("log", base=2)
+    lower.set_xlim(points[0].nbytes / 2, points[-1].nbytes * 2.5)
+    lower.xaxis.set_major_locator(LogLocator(base=4, numticks=16))
+    lower.xaxis.set_major_formatter(lambda size, position: binary_text(size))
+    lower.tick_params(axis="x", labelsize="small")
+    lower.set_xlabel("bytes on each rank")
     for point in points:
         if point.tensors > 1:
             axes[0].annotate(f"{point.case}\n({point.tensors} tensors)",
@@ -394,17 +401,6 @@ def _draw_own(axes: "Axes", points: Sequence[Point], values: Sequence[float]) ->
     if groups:
         axes.plot([point.nbytes for point, _ in groups], [value for _, value in groups], "D", color=_COLOUR,
                   markerfacecolor="white", label="mpistrat, a group of tensors")
-
-
-def _draw_sizes(axes: "Axes", sizes: Sequence[int]) -> None:
-    """Draw the axis of bytes, which both plots share: powers of 4, with units."""
-    from matplotlib.ticker import LogLocator
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(min(sizes) / 2, max(sizes) * 2.5)
-    axes.xaxis.set_major_locator(LogLocator(base=4, numticks=16))
-    axes.xaxis.set_major_formatter(lambda size, position: binary_text(size))
-    axes.tick_params(axis="x", labelsize="small")
-    axes.set_xlabel("bytes on each rank")
 
 
 def binary_text(nbytes: float) -> str:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean
@@ -332,11 +332,30 @@ _LABELS = ("job", "rank", "host")
 def _write_metrics(jobs: Sequence[JobStatus], path: Path) -> None:
     """Write the file atomically: a reader sees the old file or the new file. Raises LaunchError."""
     from prometheus_client import CollectorRegistry, write_to_textfile
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
     from prometheus_client.registry import Collector
+    share = GaugeMetricFamily("mpistrat_share", "Share of the last interval: computing, waiting for ranks, moving "
+                              "bytes, hidden (waiting or moving in the backward pass).", labels=(*_LABELS, "what"))
+    memory = GaugeMetricFamily("mpistrat_rss_bytes", "Memory of the process.", labels=_LABELS)
+    written = GaugeMetricFamily("mpistrat_written_seconds", "Time of the last report of the rank.", labels=_LABELS)
+    oldest = GaugeMetricFamily("mpistrat_oldest_outstanding_seconds", "The time that the rank has waited for its "
+                               "oldest operation; 0 if it waits for none.", labels=_LABELS)
+    counters = {name: CounterMetricFamily(f"mpistrat_{name}", text, labels=_LABELS) for name, text in (
+        ("steps", "Training steps."), ("rows", "Rows trained on."), ("operations", "Collectives."),
+        ("bytes", "Bytes of collectives."))}
+    for labels, rank in (([job.job, str(rank.rank), rank.host], rank) for job in jobs for rank in job.ranks):
+        for name, counter in counters.items():
+            if (value := getattr(rank, name)) is not None:
+                counter.add_metric(labels, value)
+        for what in ("computing", "waiting", "moving", "hidden"):
+            share.add_metric([*labels, what], getattr(rank, what))
+        memory.add_metric(labels, rank.rss_bytes)
+        written.add_metric(labels, rank.written)
+        oldest.add_metric(labels, max((each.since_s for each in rank.outstanding), default=0.0))
 
     class Jobs(Collector):
-        def collect(self) -> "Iterator[Metric]":
-            return _metrics(jobs)
+        def collect(self) -> "list[Metric]":
+            return [*counters.values(), share, memory, written, oldest]
 
     registry = CollectorRegistry()
     registry.register(Jobs())
@@ -345,32 +364,6 @@ def _write_metrics(jobs: Sequence[JobStatus], path: Path) -> None:
     except OSError as error:
         raise LaunchError(f"--prometheus {path}: {error.strerror}. Name a file in a directory to which you may write, "
                           "such as node_exporter's --collector.textfile.directory.") from None
-
-
-def _metrics(jobs: Sequence[JobStatus]) -> "Iterator[Metric]":
-    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
-    ranks = [([job.job, str(rank.rank), rank.host], rank) for job in jobs for rank in job.ranks]
-    for name, text in (("steps", "Training steps."), ("rows", "Rows trained on."),
-                       ("operations", "Collectives."), ("bytes", "Bytes of collectives.")):
-        counter = CounterMetricFamily(f"mpistrat_{name}", text, labels=_LABELS)
-        for labels, rank in ranks:
-            value = getattr(rank, name)
-            if value is not None:
-                counter.add_metric(labels, value)
-        yield counter
-    share = GaugeMetricFamily("mpistrat_share", "Share of the last interval: computing, waiting for ranks, moving "
-                              "bytes, hidden (waiting or moving in the backward pass).", labels=(*_LABELS, "what"))
-    memory = GaugeMetricFamily("mpistrat_rss_bytes", "Memory of the process.", labels=_LABELS)
-    written = GaugeMetricFamily("mpistrat_written_seconds", "Time of the last report of the rank.", labels=_LABELS)
-    oldest = GaugeMetricFamily("mpistrat_oldest_outstanding_seconds", "The time that the rank has waited for its "
-                               "oldest operation; 0 if it waits for none.", labels=_LABELS)
-    for labels, rank in ranks:
-        for what in ("computing", "waiting", "moving", "hidden"):
-            share.add_metric([*labels, what], getattr(rank, what))
-        memory.add_metric(labels, rank.rss_bytes)
-        written.add_metric(labels, rank.written)
-        oldest.add_metric(labels, max((each.since_s for each in rank.outstanding), default=0.0))
-    yield from (share, memory, written, oldest)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
