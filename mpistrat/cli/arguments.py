@@ -14,9 +14,10 @@ import os
 import re
 import shlex
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..core.errors import LaunchError
 from ..process.launchers import STARTED, Launcher
@@ -329,6 +330,24 @@ def mpirun_options(text: str) -> tuple[str, ...]:
     return parts.mpirun
 
 
+def number(kind: type[int] | type[float], is_right: Callable[[float], bool], problem: str) -> Callable[[str], Any]:
+    """Return a converter of text for argparse. `problem`: The text of its ArgumentTypeError, with {} for the input."""
+    def convert(text: str) -> float:
+        try:
+            found = kind(text)
+        except ValueError:
+            found = math.nan
+        if not is_right(found):  # NaN is never right.
+            raise argparse.ArgumentTypeError(problem.format(text))
+        return found
+    return convert
+
+
+seconds = number(float, lambda n: 0 <= n <= threading.TIMEOUT_MAX, "{} is not a number of seconds of at least 0")
+positive_seconds = number(float, lambda n: 0 < n <= threading.TIMEOUT_MAX, "{} is not a number of seconds above 0")
+_ranks = number(int, lambda n: n >= 1, "{} is not a number of ranks; write for example: -np 2")
+
+
 class Parser(argparse.ArgumentParser):
     """The parser of a subcommand. Wrong arguments raise LaunchError, so the user sees one line without the usage."""
 
@@ -342,8 +361,9 @@ class Parser(argparse.ArgumentParser):
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of all subcommands that start ranks: -np, -H, --hostfile, --oversubscribe, --mpirun."""
-    parser.add_argument("-np", dest="np", type=_ranks, metavar="N", help="number of ranks (processes). "
-                        "auto: one per slot of -H or the hostfile, else one per GPU, or per two cores, of this host")
+    parser.add_argument("-np", dest="np", metavar="N", type=lambda text: AUTO if text == "auto" else _ranks(text),
+                        help="number of ranks (processes). auto: one per slot of -H or the hostfile, else one per GPU, "
+                        "or per two cores, of this host")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", dest="hosts", action="append", metavar="HOST:SLOTS,...",
                        help="hosts, with the number of ranks for each; default: all ranks on this host, or in the "
@@ -363,42 +383,6 @@ def read_hosts(options: argparse.Namespace) -> HostList | None:
     return read_hostfile(options.hostfile) if options.hostfile is not None else None
 
 
-def positive_int(text: str, problem: str) -> int:
-    """Convert `text` to a whole number of at least 1. Raises ArgumentTypeError with the text `problem` if it cannot."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(problem)
-    return number
-
-
-def positive_seconds(text: str) -> float:
-    """Convert `text` to seconds, above 0 and at most threading.TIMEOUT_MAX. Raises ArgumentTypeError if it cannot."""
-    if not 0 < (number := _number(text)) <= threading.TIMEOUT_MAX:  # This also refuses NaN.
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
-    return number
-
-
-def seconds(text: str) -> float:
-    """Convert `text` to seconds, 0 to threading.TIMEOUT_MAX. Raises ArgumentTypeError if it cannot."""
-    if not 0 <= (number := _number(text)) <= threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds of at least 0")
-    return number
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def counted(count: int, noun: str) -> str:
     """Return a number and its noun as text: "1 host", "2 hosts"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _ranks(text: str) -> int:
-    return AUTO if text == "auto" else positive_int(text, f"{text} is not a number of ranks; write for example: -np 2")

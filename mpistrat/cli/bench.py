@@ -24,7 +24,7 @@ from ..core.errors import LaunchError, MissingDependencyError
 from ..core.install import pip_extra
 from ..core.rows import rows_of_ranks
 from ..process.launcher_watch import launcher_here
-from .arguments import Parser, counted, positive_int
+from .arguments import Parser, counted, number
 from .inventory import busy_cores
 from .mpirun import this_machine
 
@@ -520,8 +520,7 @@ def _parser() -> Parser:
     parser.add_argument("cases", nargs="*", type=_case, default=list(CASES), metavar="CASE",
                         help=f"one or more of {', '.join(CASES)}; default: all")
     parser.add_argument("--repeats", metavar="N", help="repetitions of each case; default: by its bytes",
-                        type=lambda text: positive_int(text, "a whole number of at least 1 is needed. Received: "
-                                                       + text))
+                        type=number(int, lambda n: n >= 1, "a whole number of at least 1 is needed. Received: {}"))
     parser.add_argument("--json", metavar="FILE", help="write the results to a file, as JSON")
     parser.add_argument("--plot", metavar="FILE",
                         help=f"plot the bandwidth of the all-reduces against their bytes ({', '.join(_PICTURES)})")
