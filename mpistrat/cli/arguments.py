@@ -370,8 +370,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
                        "allocation of the batch system")
     where.add_argument("--hostfile", metavar="FILE",
                        help="a file of hosts, in the syntax of Open MPI ('node1 slots=4') or MPICH ('node1:4')")
-    parser.add_argument("--oversubscribe", action="store_true",
-                        help="allow more ranks than the hosts have slots")
+    parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than the hosts have slots")
     parser.add_argument("--mpirun", metavar="PATH", type=os.path.expanduser,
                         help="the mpirun to use; default: the one of this Python environment, or the first on the PATH")
 

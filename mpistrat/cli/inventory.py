@@ -123,8 +123,6 @@ TENSORFLOW = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-ma
 KERAS = ("keras", "keras-nightly")
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11")
-OLDEST_TENSORFLOW = (2, 16)
-OLDEST_KERAS = (3, 0)
 
 
 def busy_cores(load: float, cores: int) -> str:
@@ -140,8 +138,8 @@ def software() -> list[Row]:
         *(Row("", sentence, is_available=False) for name in ("python", "python3")
           if (sentence := other_python(name, os.environ))),
         Row("mpistrat", __version__),
-        framework_row("TensorFlow", installed(TENSORFLOW), OLDEST_TENSORFLOW),
-        framework_row("Keras", installed(KERAS), OLDEST_KERAS),
+        framework_row("TensorFlow", installed(TENSORFLOW), (2, 16)),
+        framework_row("Keras", installed(KERAS), (3, 0)),
     ]
 
 
@@ -158,14 +156,12 @@ def framework_row(label: str, found: tuple[str, str] | None, oldest: tuple[int, 
 
 def mpi_rows(found: Findings, mpirun: Mpirun | None, mpirun_error: str) -> list[Row]:
     """Return rows for mpi4py, the MPI library and mpirun. `mpirun_error`: the reason why `mpirun` is None."""
-    rows = []
-    mpi = found.mpi
+    rows, mpi = [], found.mpi
     if mpi is None:
         rows.append(Row("MPI library", f"unknown: {found.failure}", is_available=False))
     else:
         version = mpi.get("mpi4py")
-        rows.append(Row("mpi4py", version) if version else
-                    Row("mpi4py", f"missing: {pip('mpi4py')}", is_available=False))
+        rows.append(Row("mpi4py", version or f"missing: {pip('mpi4py')}", is_available=bool(version)))
         if "error" not in mpi:
             rows.append(Row("MPI library", f"{mpi['vendor']} {mpi['version']}, thread level {mpi['threads']}"))
         elif version:

@@ -216,8 +216,7 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     job = replace(job, reads_stdin=not is_direct, command=in_shell(
         command, options.np, options.output_filename or None, is_announced, stdin))
     named = {**as_horovod.variables(options.as_horovod, environ), **horovod_variables(options, mpirun.launcher)}
-    return Plan(command, job, mpirun, machine, named, others, is_announced,
-                check_count(job, machine, options.force))
+    return Plan(command, job, mpirun, machine, named, others, is_announced, check_count(job, machine, options.force))
 
 
 def asks_for_help(command: Sequence[str]) -> bool:
@@ -256,8 +255,7 @@ def _parser() -> Parser:
                         "rank R to DIR/rank.R/stdout and DIR/rank.R/stderr; the last lines, on why a job has failed, "
                         "still go to the terminal")
     parser.add_argument("--grace-period", type=seconds, metavar="S", help="seconds between SIGTERM or Ctrl-C for the "
-                        "ranks, which may save, and their end "
-                        f"(default {_GRACE_S:g}; not for --elastic)")
+                        f"ranks, which may save, and their end (default {_GRACE_S:g}; not for --elastic)")
     elastic_run.add_options(parser)
     as_horovod.add_option(parser)
     add_horovod_options(parser)
@@ -325,9 +323,9 @@ def speed_of(measured: Mapping[int, StepTimes], ranks: int, wanted: int) -> Spee
             "under MPIStrategy averages gradients."
         raise LaunchError(f"the script ended {'after' if few else 'without'} {what}, but --efficiency should time "
                           f"{wanted} steps. {remedy}")
-    seconds = max(each.seconds for each in times)
+    longest_s = max(each.seconds for each in times)
     rows = [each.rows for each in times if each.rows is not None]
-    return Speed(times[0].steps / seconds, sum(rows) / seconds if len(rows) == len(times) else None,
+    return Speed(times[0].steps / longest_s, sum(rows) / longest_s if len(rows) == len(times) else None,
                  times[0].is_global, shares_of([Waits(*each.waits) for each in times], [f"rank {r}" for r in measured]))
 
 

@@ -296,9 +296,9 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
     groups = _groups(causes or reports)
     end = f"{subject} has ended with exit code {code}"
     if groups:
-        first, text = groups[0][0], groups[0][1].text
+        text = groups[0][0].text
         if len(groups) == 1 and not text.frames and "\n" not in text.message:
-            return b"", [f"{end}. R{_who(first)[1:]}: {text.message}"]
+            return b"", [f"{end}. R{_who(groups[0])[1:]}: {text.message}"]
         return b"", [*_lines_of(groups), end + (" (--traceback prints whole tracebacks)" if can_show_more else "")]
     endings = [each.ending for each in words if each.ending is not None]
     is_said = bool(endings) and all(ending.signal in (None, interrupted_by) for ending in endings)
@@ -336,23 +336,21 @@ def _reason(code: int, endings: Sequence[Ending], interrupted_by: int | None, di
     return ""
 
 
-def _groups(reports: Sequence[Report]) -> list[tuple[list[Report], Report]]:
-    """Group reports by message. Returns (reports with this message, the report of the lowest rank) for each message."""
+def _groups(reports: Sequence[Report]) -> list[list[Report]]:
+    """Group reports by message. In each group the report of the lowest rank comes first."""
     by_message: dict[str, list[Report]] = {}
     for report in reports:
         by_message.setdefault(report.text.message, []).append(report)
-    return [(group, min(group, key=lambda report: report.rank)) for group in by_message.values()]
+    return [sorted(group, key=lambda report: report.rank) for group in by_message.values()]
 
 
-def _lines_of(groups: Sequence[tuple[list[Report], Report]]) -> list[str]:
+def _lines_of(groups: Sequence[list[Report]]) -> list[str]:
     """Return the lines on groups of reports. The first group comes last, next to the end of the output."""
     lines = []
     if len(groups) > _MOST_GROUPS:
-        left = [report for group, _ in groups[_MOST_GROUPS:] for report in group]
+        left = [report for group in groups[_MOST_GROUPS:] for report in group]
         lines.append(f"{_who(left)} failed with {len(groups) - _MOST_GROUPS} other messages (--traceback prints them)")
-    for group, first in reversed(groups[:_MOST_GROUPS]):
-        lines.append(f"{_who(group)} failed:\n{first.text}")
-    return lines
+    return lines + [f"{_who(group)} failed:\n{group[0].text}" for group in reversed(groups[:_MOST_GROUPS])]
 
 
 def _who(reports: Sequence[Report]) -> str:

@@ -322,10 +322,9 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
 
 
 class _Run:
-    """One mpirun process.
+    """One mpirun process, which is started with the signal mask `mask`.
 
-    The signals in `caught`, SIGCHLD and ABORTED must be blocked; they are received with sigtimedwait. mpirun itself is
-    started with the signal mask `mask`.
+    The signals in `caught`, SIGCHLD and ABORTED must be blocked; they are received with sigtimedwait.
     """
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],
