@@ -3,7 +3,7 @@
 - `checked` puts Python before a script.
 - mpirun passes its stdin to rank 0 alone. So with `python < train.py`, or a here-document, only rank 0 would get the
   script. `with_text` reads the script once, and all ranks, also on other hosts, get it by `python -c`.
-- `variables` makes a rank report errors before init(), such as a missing package: the module `sitecustomize` of
+- `report_variables` makes a rank report errors before init(), such as a missing package. The module `sitecustomize` of
   cli/startup, which Python imports when it starts on a rank, reports them. From init() on a rank reports by itself.
 - `in_shell` makes a shell prepare the rank, and then execute the command. So any program can be the command. The shell
   redirects the rank's output to files, as horovodrun does: DIRECTORY/rank.R/stdout and stderr. mpirun's stderr stays

@@ -1,1 +1,1 @@
-"""The directory that `mpistrat run` puts on the PYTHONPATH of the ranks, with one module."""
+"""The directory that `mpistrat run` puts on the PYTHONPATH of the ranks, for its module `sitecustomize`."""
