@@ -1,7 +1,7 @@
 """Which backends can run in this process, for `mpistrat doctor`.
 
 A check imports the dependencies of its backend: mpi4py, which loads an MPI library, or cupy, which is optional.
-`mpistrat doctor` calls this module in the process that cli/probe.py starts.
+`mpistrat doctor` calls this module in the process that cli/inventory.py starts.
 """
 
 from dataclasses import dataclass

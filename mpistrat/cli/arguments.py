@@ -1,42 +1,260 @@
-"""Parse the command line of `mpistrat run` into mpistrat's options, mpirun's options, and the command.
+"""The command line of `mpistrat run`: mpistrat's options, mpirun's options, the command, and the hosts.
 
-Options of mpistrat and of mpirun may be mixed, before the command. The command begins after `--`. Without `--` the
-command begins at the first argument that is neither an option nor the value of an option. So the parser must know how
-many values each option of mpirun takes. An option that is not in the table below needs `--` before the command. Called
-by `mpistrat run`, `doctor` and `bench`, and by mpistrat.run.
+Options of mpistrat, of horovodrun and of mpirun may be mixed, before the command. The command begins after `--`.
+Without `--` the command begins at the first argument that is neither an option nor the value of an option. So the
+parser must know how many values each option of mpirun takes. An option that is not in the tables below needs `--`
+before the command. Called by `mpistrat run`, `doctor` and `bench`, and by mpistrat.run.
 """
 
 import argparse
+import codecs
 import difflib
 import math
 import os
+import re
 import shlex
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from ..core.errors import LaunchError
-from ..process.launchers import STARTED
-from . import horovodrun
-from .hostfile import HostList, parse_list, read_hostfile
+from ..process.launchers import STARTED, Launcher
+
+# -- hosts ------------------------------------------------------------------------------------------------------------
+
+# In a hostfile, Open MPI has `node1 slots=4` and MPICH has `node1:4`. Both accept an option `node1:4,node2:4`. The
+# syntaxes are in the table of launchers (process/launchers.py).
+_NAME = re.compile(r"(?:[\w.-]+@)?\w[\w.-]*", re.ASCII)
+_READERS = frozenset(launcher for launcher in STARTED if launcher.hostfile)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One entry of a host list."""
+
+    name: str  # The name of the host, possibly with a user (`user@host`).
+    # Number of ranks. None: a hostfile has no number, which means the number of cores (Open MPI) or 1 (MPICH).
+    slots: int | None
+    readers: frozenset[Launcher] = _READERS  # The launchers that accept the line unchanged.
+    extras: tuple[str, ...] = ()  # Other entries of the line, such as `key=value`.
+    where: str = "-H"  # File and line number, for error messages.
+
+
+@dataclass(frozen=True)
+class HostList:
+    """The hosts of the ranks. `path`: the hostfile; "" if there is none, or if no mpirun can read it."""
+
+    hosts: tuple[Host, ...]
+    path: str = ""
+
+    @property
+    def slots(self) -> int | None:
+        """Return the total number of slots; None if a host has no number."""
+        counts = [host.slots for host in self.hosts]
+        return None if None in counts else sum(count for count in counts if count is not None)
+
+    def __str__(self) -> str:
+        return ", ".join(host.name if host.slots is None else f"{host.name}:{host.slots}" for host in self.hosts)
+
+
+def parse_list(text: str) -> HostList:
+    """Parse `node1:4,node2:4`. A host without a number gets one rank, as with mpirun. Raises LaunchError."""
+    hosts = []
+    for entry in text.split(","):
+        name, colon, slots = entry.strip().partition(":")
+        if not _NAME.fullmatch(name) or (colon and not _is_count(slots)):
+            raise LaunchError(f"-H {text}: {entry.strip()!r} is not host:slots. Write for example: -H node1:4,node2:4")
+        hosts.append(Host(name, int(slots) if colon else 1))
+    return HostList(tuple(hosts))
+
+
+def read_hostfile(path: str) -> HostList:
+    """Read a hostfile of either syntax. Raises LaunchError, for a line that no MPI accepts with its number."""
+    try:
+        path = os.path.expanduser(path)
+        content = Path(path).read_bytes()
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        raise LaunchError(f"--hostfile {path}: {error.strerror}. Give a file with lines like: node1 slots=4") from None
+    except UnicodeDecodeError:
+        raise LaunchError(f"--hostfile {path} is not a text file. Write lines like: node1 slots=4") from None
+    hosts = [_parse_line(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1)
+             if line.split("#")[0].strip()]
+    if not hosts:
+        raise LaunchError(f"--hostfile {path} contains no host. Write lines like: node1 slots=4")
+    # mpirun takes a byte order mark or carriage return of Windows for part of a name. So mpirun gets a list.
+    is_of_windows = content.startswith(codecs.BOM_UTF8) or b"\r" in content
+    return HostList(tuple(hosts), "" if is_of_windows else path)
+
+
+def _parse_line(line: str, where: str) -> Host:
+    content, has_comment, _ = line.partition("#")
+    first, *entries = re.sub(r"\s*=\s*", "=", content).split()
+    name, colon, count = first.partition(":")
+    slots = int(count) if colon and _is_count(count) else None
+    # MPICH's mpirun reads "#" and "@" as parts of the name.
+    readers = {each for each in _READERS if (each.has_colons or not colon)
+               and (each.has_comments or not (has_comment or "@" in name))}
+    extras = []
+    wrong = not _NAME.fullmatch(name) or (colon and slots is None)
+    for entry in entries:
+        key, _, value = entry.partition("=")
+        counting = {each for each in _READERS if key in each.slot_keys}
+        if counting and _is_count(value) and slots is None:
+            slots = int(value)
+            readers &= counting
+            continue
+        accepting = {each for each in _READERS if key in each.host_keys and value}
+        wrong = wrong or not accepting
+        readers &= accepting
+        extras.append(entry)
+    if wrong:
+        raise LaunchError(f"{where}: {line.strip()!r} is not a host. Write for example 'node1 slots=4' (Open MPI) or "
+                          "'node1:4' (MPICH)")
+    return Host(name, slots, frozenset(readers), tuple(extras), where)
+
+
+def host_options(hosts: HostList, launcher: Launcher) -> tuple[str, ...]:
+    """Return the options that pass the hosts to a launcher, as a hostfile or as a list.
+
+    Raises LaunchError: A line of the hostfile has a key that a list cannot express, or lacks the number of slots that
+    this launcher needs. Or the numbers differ, and the launcher accepts one number for all hosts.
+    """
+    if hosts.path and all(launcher in host.readers for host in hosts.hosts):
+        return launcher.hostfile, hosts.path
+    slots = [_slots_for(host, launcher) for host in hosts.hosts]
+    if not launcher.per_host:
+        return launcher.hosts, ",".join(f"{host.name}:{count}" for host, count in zip(hosts.hosts, slots, strict=True))
+    if len(set(slots)) > 1:
+        equal = ",".join(f"{host.name}:{max(slots)}" for host in hosts.hosts)
+        raise LaunchError(f"this mpirun is {launcher.name}'s and starts the same number of ranks on each host. "
+                          f"Received: {hosts}. Write for example: -H {equal}")
+    return launcher.hosts, ",".join(host.name for host in hosts.hosts), launcher.per_host, str(slots[0])
+
+
+def _slots_for(host: Host, launcher: Launcher) -> int:
+    if host.extras or ("@" in host.name and not launcher.has_comments):
+        what = ", ".join(host.extras) or host.name
+        raise LaunchError(f"{host.where}: this mpirun is {launcher.name}'s, but the hostfile has another syntax: "
+                          f"{what} cannot be translated. Write the file for {launcher.name} (see hostfiles/), or use "
+                          "-H.")
+    if host.slots is None and launcher.needs_slots:
+        # Open MPI uses the number of cores of the host, which is not known here.
+        raise LaunchError(f"{host.where}: this mpirun is {launcher.name}'s and needs the number of ranks of "
+                          f"{host.name}. Write for example: {host.name}:4")
+    return 1 if host.slots is None else host.slots
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and int(text) > 0
+
+
+# -- options of horovodrun --------------------------------------------------------------------------------------------
+
+# The options become environment variables for the ranks, or for mpirun. An option that mpirun has under the same name
+# is passed to mpirun. An option that has no meaning here raises LaunchError. The variable for ssh was tested with Open
+# MPI 5.0.
+_LEVELS = {"trace": "debug", "fatal": "error"}  # Horovod's levels that MPISTRAT_LOG_LEVEL does not have
+# Option with a value: (the variable that it sets, the unit of the value, the help text).
+_SETTINGS = {
+    "--fusion-threshold-mb": ("MPISTRAT_FUSION_THRESHOLD", "MB", "size of a fusion buffer"),
+    "--cache-capacity": ("MPISTRAT_CACHE_CAPACITY", "N", "number of requests that ranks cache"),
+    "--stall-check-warning-time-seconds": ("MPISTRAT_STALL_CHECK_TIME_SECONDS", "S", "time until a stall is reported"),
+    "--stall-check-shutdown-time-seconds": ("MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS", "S",
+                                            "time until a stall ends the job"),
+    "--num-nccl-streams": ("MPISTRAT_NUM_NCCL_STREAMS", "N", "number of NCCL communicators"),
+    "--timeline-filename": ("MPISTRAT_TIMELINE", "FILE", "file for a timeline of all ranks"),
+    "--log-level": ("MPISTRAT_LOG_LEVEL", "LEVEL", "least severity of the messages shown"),
+}
+# Options without a value that set a variable.
+_FLAGS = {"--disable-cache": ("MPISTRAT_CACHE_CAPACITY", "0", "ranks cache no requests"),
+          "--timeline-mark-cycles": ("MPISTRAT_TIMELINE_MARK_CYCLES", "1", "mark in the file when operations begin"),
+          "--no-stall-check": ("MPISTRAT_STALL_CHECK_DISABLE", "1", "wait for other ranks without a time limit")}
+_REFUSED = {
+    **dict.fromkeys(("--gloo", "--jsrun"), "the ranks use MPI"),
+    **dict.fromkeys(("--cycle-time-ms", "--autotune", "--no-autotune", "--autotune-log-file",
+                     "--hierarchical-allreduce", "--no-hierarchical-allreduce", "--hierarchical-allgather",
+                     "--no-hierarchical-allgather", "--torus-allreduce", "--no-torus-allreduce", "--thread-affinity",
+                     "--mpi-threads-disable"), "there is nothing to tune"),
+    "--config-file": "write the options on the command line, or set variables (docs/settings.md)",
+}
+_IGNORED = ("--mpi", "--tcp", "--log-without-timestamp")
+
+
+def add_horovod_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of horovodrun to the parser of `mpistrat run`."""
+    group = parser.add_argument_group("options of horovodrun")
+    group.add_argument("--check-build", action="store_true", help="run mpistrat doctor instead")
+    for option, (name, unit, text) in _SETTINGS.items():
+        group.add_argument(option, dest=name, metavar=unit, help=f"{text}; sets {name}")
+    for option, (name, value, text) in _FLAGS.items():
+        group.add_argument(option, dest=name, action="store_const", const=value, help=f"{text}; sets {name}={value}")
+    group.add_argument("--network-interface", metavar="NAME", help="the network interface of MPI and NCCL on all hosts")
+    group.add_argument("--ssh-port", metavar="PORT", help="the port of ssh on the other hosts (Open MPI)")
+    group.add_argument("--ssh-identity-file", metavar="FILE", help="the key for ssh (Open MPI)")
+    group.add_argument("--mpi-args", default="", metavar="'OPTIONS'", help="more options for mpirun, in one argument")
+    group.add_argument("--start-timeout", type=float, metavar="S", help="time limit in seconds for the start of all "
+                       "ranks, if mpirun starts ranks by ssh or the job is elastic (default 30)")
+    for option in _IGNORED:
+        group.add_argument(option, action="store_true", help=argparse.SUPPRESS)
+
+
+def horovod_variables(options: argparse.Namespace, launcher: Launcher) -> dict[str, str]:
+    """Return the environment variables, for the ranks, mpirun and NCCL, that the options set. Raises LaunchError."""
+    found = {name: value for name, *_ in (*_SETTINGS.values(), *_FLAGS.values())
+             if (value := getattr(options, name)) is not None}
+    fusion = "MPISTRAT_FUSION_THRESHOLD"
+    if fusion in found:
+        try:
+            found[fusion] = str(int(float(found[fusion]) * 2**20))
+        except (ValueError, OverflowError):
+            raise LaunchError(f"--fusion-threshold-mb {found[fusion]} is not a number of megabytes. Write for example: "
+                              "--fusion-threshold-mb 64") from None
+    level = "MPISTRAT_LOG_LEVEL"
+    if level in found:
+        found[level] = _LEVELS.get(found[level].lower(), found[level].lower())
+    if options.network_interface is not None:
+        found["NCCL_SOCKET_IFNAME"] = options.network_interface
+        if not launcher.interface:
+            raise LaunchError(f"this mpirun is {launcher.name}'s, which chooses the network interface itself. Leave "
+                              "out --network-interface.")
+        found[launcher.interface] = options.network_interface
+    ssh = [] if options.ssh_port is None else ["-p", options.ssh_port]
+    if options.ssh_identity_file is not None:
+        ssh += ["-i", options.ssh_identity_file]
+    if ssh and not launcher.ssh_arguments:
+        raise LaunchError(f"this mpirun is {launcher.name}'s, which takes no options for ssh. Write the port (Port) "
+                          "and the key (IdentityFile) of the hosts into ~/.ssh/config.")
+    if ssh:
+        found.update(dict.fromkeys(launcher.ssh_arguments, shlex.join(ssh)))
+    return found
+
+
+# -- the parts of the command line ------------------------------------------------------------------------------------
 
 AUTO = 0  # the value of `-np auto` until the number of ranks is determined
 # Options of mpistrat, and the number of values of each.
-_OWN_ARITY = {"-np": 1, "-H": 1, "--hostfile": 1, "--mpirun": 1, "--oversubscribe": 0, "--force": 0, "--dry-run": 0,
-              "--traceback": 0, "--all-output": 0, "--help": 0, "--output-filename": 1, **horovodrun.ARITY,
-              "--grace-period": 1, "--elastic": 0, "--restart-failed": 0, "--min-np": 1, "--max-np": 1,
-              "--host-discovery-script": 1, "--slots-per-host": 1, "--elastic-timeout": 1, "--reset-limit": 1,
-              "--blacklist-cooldown-range": 2, "--elastic-checkpoint": 1, "--elastic-checkpoint-every": 1,
-              "--efficiency": 1, "--as-horovod": 0}
+_OWN_ARITY = {
+    **dict.fromkeys((
+        "-np", "-H", "--hostfile", "--mpirun", "--output-filename", "--grace-period", "--min-np", "--max-np",
+        "--host-discovery-script", "--slots-per-host", "--elastic-timeout", "--reset-limit", "--elastic-checkpoint",
+        "--elastic-checkpoint-every", "--efficiency", "--ssh-port", "--ssh-identity-file", "--network-interface",
+        "--mpi-args", "--start-timeout", *_SETTINGS), 1),
+    **dict.fromkeys((
+        "--oversubscribe", "--force", "--dry-run", "--traceback", "--all-output", "--help", "--elastic",
+        "--restart-failed", "--as-horovod", "--check-build", *_FLAGS, *_IGNORED), 0),
+    "--blacklist-cooldown-range": 2}
 _NEAR = 0.85  # least similarity of a misspelled option to the suggested option (cutoff of difflib)
 # Other names of mpistrat's options, from horovodrun and the different mpiruns.
 _ALIASES = {
     "-n": "-np", "--np": "-np", "--num-proc": "-np", "-hosts": "-H", "--hosts": "-H", "-host": "-H", "--host": "-H",
     "-hostfile": "--hostfile", "-f": "--hostfile", "-machinefile": "--hostfile", "--machinefile": "--hostfile",
     "-oversubscribe": "--oversubscribe", "-h": "--help", "-output-filename": "--output-filename",
-    "--min-num-proc": "--min-np", "--max-num-proc": "--max-np",
+    "--min-num-proc": "--min-np", "--max-num-proc": "--max-np", "-p": "--ssh-port", "-i": "--ssh-identity-file",
+    "-cb": "--check-build", "--network-interfaces": "--network-interface",
 }
-_ALIASES.update(horovodrun.ALIASES)
 # Options of all launchers, and the number of values of each option. The launcher is not yet known here.
 _MPIRUN_ARITY = {name: arity for launcher in STARTED for name, arity in launcher.options.items()}
 
@@ -53,7 +271,7 @@ class CommandLine:
 def split_arguments(arguments: list[str]) -> CommandLine:
     """Assign each argument to mpistrat, to mpirun or to the command.
 
-    Raises LaunchError: An option lacks its value, or the beginning of the command cannot be determined.
+    Raises LaunchError: An option lacks its value or has no meaning here, or the command has no clear beginning.
     """
     own: list[str] = []
     mpirun: list[str] = []
@@ -61,7 +279,9 @@ def split_arguments(arguments: list[str]) -> CommandLine:
     while i < len(arguments) and arguments[i].startswith("-") and arguments[i] != "--":
         option, equals, value = arguments[i].partition("=")
         option = _ALIASES.get(option, option)
-        horovodrun.refuse(option)
+        if option in _REFUSED:
+            raise LaunchError(f"{option} is an option of horovodrun that mpistrat run does not have: "
+                              f"{_REFUSED[option]}. Leave the option out.")
         name = option.lstrip("-")
         rest = arguments[i + 1:]
         if option in _OWN_ARITY:
@@ -98,10 +318,7 @@ def split_arguments(arguments: list[str]) -> CommandLine:
 
 
 def mpirun_options(text: str) -> tuple[str, ...]:
-    """Split a text such as the value of --mpi-args into options of mpirun.
-
-    Raises LaunchError: The text cannot be split, or contains an option of mpistrat or a command.
-    """
+    """Split the value of --mpi-args into options of mpirun. Raises LaunchError if it has anything else."""
     try:
         parts = split_arguments([*shlex.split(text), "--"])
     except ValueError as error:  # LaunchError is a subclass.
@@ -111,6 +328,24 @@ def mpirun_options(text: str) -> tuple[str, ...]:
         raise LaunchError(f"{text!r} is not a list of options for mpirun: mpirun has no option {wrong}, or "
                           "mpistrat run itself takes the option.")
     return parts.mpirun
+
+
+def number(kind: type[int] | type[float], is_right: Callable[[float], bool], problem: str) -> Callable[[str], Any]:
+    """Return a converter of text for argparse. `problem`: The text of its ArgumentTypeError, with {} for the input."""
+    def convert(text: str) -> float:
+        try:
+            found = kind(text)
+        except ValueError:
+            found = math.nan
+        if not is_right(found):  # NaN is never right.
+            raise argparse.ArgumentTypeError(problem.format(text))
+        return found
+    return convert
+
+
+seconds = number(float, lambda n: 0 <= n <= threading.TIMEOUT_MAX, "{} is not a number of seconds of at least 0")
+positive_seconds = number(float, lambda n: 0 < n <= threading.TIMEOUT_MAX, "{} is not a number of seconds above 0")
+_ranks = number(int, lambda n: n >= 1, "{} is not a number of ranks; write for example: -np 2")
 
 
 class Parser(argparse.ArgumentParser):
@@ -126,66 +361,27 @@ class Parser(argparse.ArgumentParser):
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of all subcommands that start ranks: -np, -H, --hostfile, --oversubscribe, --mpirun."""
-    parser.add_argument("-np", dest="np", type=_ranks, metavar="N", help="number of ranks (processes). "
-                        "auto: one per slot of -H or the hostfile, else one per GPU, or per two cores, of this host")
+    parser.add_argument("-np", dest="np", metavar="N", type=lambda text: AUTO if text == "auto" else _ranks(text),
+                        help="number of ranks (processes). auto: one per slot of -H or the hostfile, else one per GPU, "
+                        "or per two cores, of this host")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", dest="hosts", action="append", metavar="HOST:SLOTS,...",
                        help="hosts, with the number of ranks for each; default: all ranks on this host, or in the "
                        "allocation of the batch system")
     where.add_argument("--hostfile", metavar="FILE",
                        help="a file of hosts, in the syntax of Open MPI ('node1 slots=4') or MPICH ('node1:4')")
-    parser.add_argument("--oversubscribe", action="store_true",
-                        help="allow more ranks than the hosts have slots")
+    parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than the hosts have slots")
     parser.add_argument("--mpirun", metavar="PATH", type=os.path.expanduser,
                         help="the mpirun to use; default: the one of this Python environment, or the first on the PATH")
 
 
 def read_hosts(options: argparse.Namespace) -> HostList | None:
-    """Return the hosts that were given with -H or --hostfile; None if neither was given.
-
-    Raises LaunchError: See parse_list and read_hostfile.
-    """
+    """Return the hosts of -H or --hostfile; None if neither was given. Raises LaunchError."""
     if options.hosts is not None:
         return parse_list(",".join(options.hosts))
     return read_hostfile(options.hostfile) if options.hostfile is not None else None
 
 
-def positive_int(text: str, problem: str) -> int:
-    """Convert `text` to a whole number of at least 1. Raises ArgumentTypeError with the text `problem` if it cannot."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(problem)
-    return number
-
-
-def positive_seconds(text: str) -> float:
-    """Convert `text` to seconds, above 0 and at most threading.TIMEOUT_MAX. Raises ArgumentTypeError if it cannot."""
-    if not 0 < (number := _number(text)) <= threading.TIMEOUT_MAX:  # This also refuses NaN.
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
-    return number
-
-
-def seconds(text: str) -> float:
-    """Convert `text` to seconds, 0 to threading.TIMEOUT_MAX. Raises ArgumentTypeError if it cannot."""
-    if not 0 <= (number := _number(text)) <= threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds of at least 0")
-    return number
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def counted(count: int, noun: str) -> str:
     """Return a number and its noun as text: "1 host", "2 hosts"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _ranks(text: str) -> int:
-    return AUTO if text == "auto" else positive_int(text, f"{text} is not a number of ranks; write for example: -np 2")

@@ -1,32 +1,26 @@
-"""Run a program for a limited time, and collect its output.
+"""Run a program for a limited time and collect its output, and read the findings that processes print as JSON.
 
 A reader of a pipe sees the end only when all processes that hold the pipe have ended. A wrapper script, a connection
 that ssh keeps (ControlPersist) or a daemon of MPI may leave such a process. So the output goes to anonymous files, and
-the caller waits for the program alone. Used by the launcher and by `mpistrat doctor`.
+the caller waits for the program alone. Used by the launcher, by `mpistrat doctor`, and by the processes of doctor.
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import IO
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
 
 _KILLED_S = 2.0  # time limit from SIGKILL to the end of a process; a process that waits for a lost disk does not end
 
 
 class Child:
-    """A program in a new process group, without stdin. The constructor starts the program. A context manager, which
-    kills the process group if the program has not ended.
+    """A program in a new process group, without stdin. The end of the context kills the group if the program runs.
 
-    Args:
-        argv: The program with its arguments.
-        environ: The environment of the program.
-
-    Raises:
-        OSError: The program cannot be started.
+    Raises OSError: The program cannot be started.
     """
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str]):
@@ -51,8 +45,7 @@ class Child:
     def __enter__(self) -> "Child":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # The process has just ended.
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -64,3 +57,23 @@ class Child:
 def _content(file: IO[bytes]) -> str:
     """Return the whole content of a file, without moving the position, which the running program shares."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+
+
+MARK = "mpistrat-doctor "  # begins a line with findings
+
+
+def say(kind: str, **values: object) -> None:
+    """Print a finding as one line. A line of less than 4096 bytes is not mixed with lines of other processes."""
+    print(MARK + json.dumps({"kind": kind, **values}), flush=True)
+
+
+def understood(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the findings in the output of processes. Truncated lines are skipped."""
+    for line in text.splitlines():
+        _, mark, said = line.partition(MARK)
+        try:
+            found = json.loads(said) if mark else None
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            yield found

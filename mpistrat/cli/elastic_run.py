@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType
 
 from ..core.errors import LaunchError
 from ..core.install import numbers
@@ -29,12 +28,10 @@ from ..process.launcher_watch import ABORTED
 from ..process.launchers import OPEN_MPI
 from ..process.report import ReportReader
 from ..trace import last
-from .arguments import counted, read_hosts
-from .hostfile import HostList, parse_list
+from .arguments import HostList, counted, parse_list, read_hosts
 from .mpirun import Mpirun, find_mpirun, identify
 from .ssh import reached
-from .supervisor import Interference, Outcome
-from .termination import TimeLimits
+from .supervisor import Interference, Outcome, TimeLimits
 
 AUTO, RESTART = "auto", "restart"
 _LOCAL = "localhost"
@@ -81,55 +78,52 @@ def is_asked_for(options: argparse.Namespace) -> bool:
 def run(options: argparse.Namespace, launched: Callable[..., Outcome]) -> int:
     """Run an elastic job and return its exit code: 0, or that of the last generation.
 
-    Args:
-        options: The options of `mpistrat run`.
-        launched: Runs a generation and returns the Outcome of its mpirun. Its arguments are the options with the ranks
-            and hosts of the generation, the mpirun, options for mpirun, variables for the ranks, TimeLimits, and an
-            Interference.
+    `launched`: Runs a generation and returns the Outcome of its mpirun. Its arguments are the options with the ranks
+    and hosts of the generation, the mpirun, options for mpirun, variables for the ranks, TimeLimits, and an
+    Interference.
 
-    Raises:
-        LaunchError: The input is wrong.
+    Raises LaunchError: The input is wrong.
     """
     with _Control() as control, _directory(options) as directory:
-        return _run(options, launched, control, directory)
-
-
-def _run(options: argparse.Namespace, launched: Callable[..., Outcome], control: "_Control", directory: str) -> int:
-    limits, find_hosts = limits_of(options), HostFinder(options)
-    first = find_hosts()
-    if first is None:
-        raise LaunchError(f"no hosts were found: {find_hosts.problem}")
-    mpirun = identify(find_mpirun(options.mpirun, os.environ))
-    # The main thread alone may receive signals. A thread that does not block SIGCHLD would receive and ignore SIGCHLD.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PLANNED, *_URGENT, signal.SIGCHLD, ABORTED})
-    printer = threading.Thread(target=_print_sentences, name="mpistrat-printer", daemon=True)
-    printer.start()
-    service = Service(limits, first, find_hosts, addresses_towards(host for host in first if host != _LOCAL), _say,
-                      control.stop, lambda hosts: reached(hosts, os.environ), directory,
-                      options.elastic_checkpoint_every or _CHECKPOINT_EVERY)
-    control.service = service
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    while True:
-        order = service.next_order(1.0)
-        if isinstance(order, Start):
-            control.begin(order.generation)
-            job = service.job(order.generation)
-            if order.generation > 1:
-                has_commit = any(job.newest) or (directory and Path(directory, FILE).exists())
-                _say(f"generation {order.generation} starts with {counted(order.ranks, 'rank')} on "
-                     f"{', '.join(f'{host}:{slots}' for host, slots in order.hosts)}" + ("" if has_commit else _ANEW))
-            tolerant = tolerant_options(mpirun, len(order.hosts)) if options.elastic != RESTART else ()
-            ended = launched(_for_generation(options, order), mpirun, tolerant, job.variable(), _LIMITS, control)
-            service.generation_over(order.generation, ended.code, ended.has_started)
-        elif isinstance(order, Done):
-            service.close()
-            if order.code and (said := last.save(control.told)):
-                _say(said)
-            if order.why:
-                _say(order.why)
-            _sentences.put(None)
-            printer.join()
-            return order.code
+        limits, find_hosts = limits_of(options), HostFinder(options)
+        first = find_hosts()
+        if first is None:
+            raise LaunchError(f"no hosts were found: {find_hosts.problem}")
+        mpirun = identify(find_mpirun(options.mpirun, os.environ))
+        # The main thread alone may receive signals. A thread that does not block SIGCHLD would receive and ignore it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PLANNED, *_URGENT, signal.SIGCHLD, ABORTED})
+        printer = threading.Thread(target=_print_sentences, name="mpistrat-printer", daemon=True)
+        printer.start()
+        service = Service(limits, first, find_hosts, addresses_towards(host for host in first if host != _LOCAL), _say,
+                          control.stop, lambda hosts: reached(hosts, os.environ), directory,
+                          options.elastic_checkpoint_every or _CHECKPOINT_EVERY)
+        control.service = service
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        while True:
+            order = service.next_order(1.0)
+            if isinstance(order, Start):
+                control.begin(order.generation)
+                job = service.job(order.generation)
+                places = [f"{host}:{slots}" for host, slots in order.hosts]
+                if order.generation > 1:
+                    has_commit = any(job.newest) or (directory and Path(directory, FILE).exists())
+                    _say(f"generation {order.generation} starts with {counted(order.ranks, 'rank')} on "
+                         f"{', '.join(places)}" + ("" if has_commit else _ANEW))
+                is_here = [host for host, _ in order.hosts] == [_LOCAL]
+                wanted = argparse.Namespace(**{**vars(options), "np": order.ranks, "hostfile": None,
+                                               "hosts": None if is_here else places})
+                tolerant = tolerant_options(mpirun, len(order.hosts)) if options.elastic != RESTART else ()
+                ended = launched(wanted, mpirun, tolerant, job.variable(), _LIMITS, control)
+                service.generation_over(order.generation, ended.code, ended.has_started)
+            elif isinstance(order, Done):
+                service.close()
+                if order.code and (said := last.save(control.told)):
+                    _say(said)
+                if order.why:
+                    _say(order.why)
+                _sentences.put(None)
+                printer.join()
+                return order.code
 
 
 def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
@@ -142,12 +136,6 @@ def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
     if mpirun.launcher is not OPEN_MPI or numbers(mpirun.version) < [5, 0, 10] or hosts > 1:
         return ()
     return "--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1"
-
-
-def _for_generation(options: argparse.Namespace, order: Start) -> argparse.Namespace:
-    is_here = [host for host, _ in order.hosts] == [_LOCAL]
-    hosts = None if is_here else [f"{host}:{slots}" for host, slots in order.hosts]
-    return argparse.Namespace(**{**vars(options), "np": order.ranks, "hosts": hosts, "hostfile": None})
 
 
 class _Control(Interference):
@@ -204,11 +192,9 @@ class _Control(Interference):
         return ""
 
     def __enter__(self) -> "_Control":
-        def handle(number: int, frame: FrameType | None) -> None:
-            self.takes(number)
         for number in (*_PLANNED, *_URGENT):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, handle)
+                self._before[number] = signal.signal(number, lambda number, _: self.takes(number))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -293,10 +279,7 @@ def _slots(hosts: HostList, default: int) -> dict[str, int]:
 
 
 def allocation(environ: Mapping[str, str]) -> dict[str, int] | None:
-    """Return the hosts of a Slurm or PBS allocation, with the number of ranks of each host; None outside of these.
-
-    Raises LaunchError: Slurm's `scontrol show hostnames` fails.
-    """
+    """Return the hosts of a Slurm or PBS allocation, with the ranks of each; None outside of an allocation."""
     if "SLURM_JOB_NODELIST" in environ:
         done = subprocess.run(["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]], capture_output=True,
                               timeout=_SCRIPT_LIMIT_S, check=False, text=True)

@@ -7,6 +7,7 @@ A child process does the work of `mpistrat run`, because `mpistrat run` changes 
 have other threads, and may not be on the main thread.
 """
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -62,11 +63,7 @@ def run_function(call: Call, options: Sequence[str], executable: str, start_time
                  is_printed: bool) -> list[Any]:
     """Call a function on all ranks of a new job and return the results in rank order. For the errors see mpistrat.run.
 
-    Args:
-        call: The function and its arguments.
-        executable: The Python interpreter of the ranks.
-        start_timeout_s: Seconds within which the function must begin on the ranks.
-        is_printed: Print the command of mpirun.
+    `executable`: The Python interpreter of the ranks. `is_printed`: Print the command of mpirun.
     """
     environ = {name: value for name, value in os.environ.items() if name != RANK_PROCESS}
     size, launcher = launched_size(environ)
@@ -82,20 +79,16 @@ def run_function(call: Call, options: Sequence[str], executable: str, start_time
         planned = plan(*parse(argv), environ)  # Wrong arguments raise in this process.
         if is_printed:
             print(planned.composed(environ), file=sys.stderr, flush=True)
-        write(directory / CALL, _pickled(call))
+        try:
+            # The ranks get this process' sys.path, because the function may be in a module next to the script.
+            pickled = pickle.dumps((list(sys.path), dumps(call)))
+        except Exception as error:
+            raise LaunchError(f"run() cannot send {call[0]!r} and its arguments to the ranks: {error}. "
+                              f"{pip('cloudpickle')}, or pass a function that is defined in a module, and arguments "
+                              "that can be pickled.") from error
+        write(directory / CALL, pickled)
         code = _launched(argv, environ, directory / STARTED, start_timeout_s)
         return _results(directory, planned.job.ranks, code)
-
-
-def _pickled(call: Call) -> bytes:
-    function = call[0]
-    try:
-        # The ranks get this process' sys.path, because the function may be in a module next to the script.
-        return pickle.dumps((list(sys.path), dumps(call)))
-    except Exception as error:
-        raise LaunchError(f"run() cannot send {function!r} and its arguments to the ranks: {error}. "
-                          f"{pip('cloudpickle')}, or pass a function that is defined in a module, and arguments "
-                          "that can be pickled.") from error
 
 
 def _launched(argv: Sequence[str], environ: dict[str, str], started: Path, start_timeout_s: float) -> int:
@@ -127,41 +120,30 @@ def _launched(argv: Sequence[str], environ: dict[str, str], started: Path, start
 
 def _results(directory: Path, ranks: int, code: int) -> list[Any]:
     """Return the results of all ranks. Raises RunError if a rank has no result."""
-    outcomes: dict[int, RankResult] = {}
-    for rank in range(ranks):
-        path = directory / file_of(rank)
-        if path.exists():
-            outcomes[rank] = pickle.loads(path.read_bytes())
+    outcomes: dict[int, RankResult] = {rank: pickle.loads(path.read_bytes()) for rank in range(ranks)
+                                       if (path := directory / file_of(rank)).exists()}
     failed = sorted((outcome.is_consequence, rank) for rank, outcome in outcomes.items() if outcome.error)
     if failed:
-        rank = failed[0][1]
-        outcome = outcomes[rank]
+        _, rank = failed[0]
+        outcome, cause = outcomes[rank], None
+        with contextlib.suppress(Exception):  # The exception cannot be unpickled here.
+            cause = pickle.loads(outcome.exception) if outcome.exception is not None else None
         raise RunError(f"rank {rank} on {outcome.host} has raised an exception. Its traceback:\n\n"
-                       f"{outcome.error}") from _exception(outcome)
+                       f"{outcome.error}") from cause if isinstance(cause, BaseException) else None
     missing = [rank for rank in range(ranks) if rank not in outcomes]
     if code or missing:
         raise RunError(f"the job has ended with exit code {code}, and "
                        + (f"ranks {missing} have returned no result" if missing else "all ranks have returned a result")
                        + ". The output of the job has the reason.")
-    return [_loaded(rank, outcomes[rank]) for rank in range(ranks)]
-
-
-def _loaded(rank: int, outcome: RankResult) -> Any:
-    assert outcome.result is not None
-    try:
-        return pickle.loads(outcome.result)
-    except Exception as error:
-        raise RunError(f"the result of rank {rank} cannot be read here: {error}. Return plain values, or numpy "
-                       "arrays.") from error
-
-
-def _exception(outcome: RankResult) -> BaseException | None:
-    """Return the exception of a rank, as the cause of the RunError; None if it cannot be unpickled here."""
-    try:
-        found = pickle.loads(outcome.exception) if outcome.exception is not None else None
-    except Exception:
-        return None
-    return found if isinstance(found, BaseException) else None
+    results = []
+    for rank, outcome in outcomes.items():
+        assert outcome.result is not None
+        try:
+            results.append(pickle.loads(outcome.result))
+        except Exception as error:
+            raise RunError(f"the result of rank {rank} cannot be read here: {error}. Return plain values, or numpy "
+                           "arrays.") from error
+    return results
 
 
 if __name__ == "__main__":

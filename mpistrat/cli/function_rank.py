@@ -9,9 +9,7 @@ import pickle
 import platform
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ..api import array_ops, runtime
 from ..api.array_ops import dumps
@@ -21,12 +19,7 @@ from .function import CALL, STARTED, RankResult, file_of, write
 
 
 def main(directory: Path) -> None:
-    """Call the function on this rank. Collective.
-
-    Raises:
-        LaunchError: On all ranks, if no rank sees the directory.
-        BaseException: Any exception of the function.
-    """
+    """Call the function on this rank. Collective. Raises LaunchError on all ranks if no rank sees the directory."""
     runtime.init()
     rank = runtime.current().topology.rank
     sees = is_seen(directory)
@@ -59,9 +52,13 @@ def is_seen(directory: Path) -> bool:
 def _outcome(call: bytes, path: Path | None) -> RankResult:
     """Call the function, write its result or its exception to `path`, and raise the exception again."""
     try:
-        function: Callable[..., Any]
         function, args, kwargs = pickle.loads(call)
-        outcome = RankResult(_result(function(*args, **kwargs)), host=platform.node())
+        result = function(*args, **kwargs)
+        try:
+            outcome = RankResult(dumps(result), host=platform.node())
+        except Exception as error:
+            raise TypeError(f"the result of the function cannot be pickled: {error}. Return plain values, or numpy "
+                            f"arrays. Received: {type(result)}") from error
     except BaseException as error:
         if path is not None:
             write(path, pickle.dumps(_failure(error)))
@@ -73,14 +70,6 @@ def _outcome(call: bytes, path: Path | None) -> RankResult:
     return outcome
 
 
-def _result(result: object) -> bytes:
-    try:
-        return dumps(result)
-    except Exception as error:
-        raise TypeError(f"the result of the function cannot be pickled: {error}. Return plain values, or numpy "
-                        f"arrays. Received: {type(result)}") from error
-
-
 def _failure(error: BaseException) -> RankResult:
     try:
         exception = dumps(error)
@@ -90,8 +79,7 @@ def _failure(error: BaseException) -> RankResult:
     # TensorFlow puts an error that was raised in a graph into the text of its own exception.
     is_consequence = isinstance(error, CollectiveError) or (
         not isinstance(error, MpistratError) and CollectiveError.__module__ in text)
-    return RankResult(error=text, exception=exception, is_consequence=is_consequence,
-                   host=platform.node())
+    return RankResult(error=text, exception=exception, is_consequence=is_consequence, host=platform.node())
 
 
 if __name__ == "__main__":

@@ -1,30 +1,121 @@
-"""Describe the software and hardware of this machine, as rows of a table.
+"""Describe the software and hardware of this machine, as rows of a table, and choose the number of ranks of `-np auto`.
 
-`software`, `installed`, `nvidia_gpus` and `has_nvidia_driver` examine the machine; the other functions are pure. Called
-by `mpistrat doctor`.
+`software`, `installed`, `nvidia_gpus`, `has_nvidia_driver` and `probe` examine the machine; the other functions are
+pure. Called by `mpistrat run` and `mpistrat doctor`.
 """
 
+import contextlib
 import ctypes
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
 
-from ..api.availability import Row
+from ..api.availability import Row, backends
+from ..core.errors import LaunchError
 from ..core.install import numbers, pip, pip_extra
 from ..core.version import __version__
 from ..process.launchers import STARTED
-from .arguments import counted
-from .mpirun import Mpirun
-from .probe import Findings
-from .script import other_python
+from .arguments import HostList, counted
+from .child import Child, say, understood
+from .mpirun import Machine, Mpirun, with_home
+from .rank_command import other_python
 
-GPU_TIMEOUT_S = 15.0
+# -- the number of ranks ----------------------------------------------------------------------------------------------
+
+
+def automatic(hosts: HostList | None, machine: Machine, environ: Mapping[str, str]) -> tuple[int, str]:
+    """Return the number of ranks, and its explanation. Raises LaunchError: The slots of the hosts are not known."""
+    if hosts is not None and hosts.slots is not None:
+        return hosts.slots, f"{counted(hosts.slots, 'rank')}, one for each slot of the hosts"
+    if hosts is not None or machine.has_allocation:
+        where = f"hosts without a number ({hosts})" if hosts is not None else "the hosts of the batch system"
+        raise LaunchError(f"-np auto does not know how many ranks {where} can take. Write a number after each host, or "
+                          "write the number of ranks, for example: -np 8")
+    visible = environ.get("CUDA_VISIBLE_DEVICES")  # "-1" and "" hide all GPUs.
+    named = [device for device in map(str.strip, (visible or "").split(",")) if device and not device.startswith("-")]
+    gpus = len(named) if visible is not None else len(nvidia_gpus(environ))
+    if gpus:
+        return gpus, f"{counted(gpus, 'rank')}, one for each GPU"
+    ranks = max(1, machine.cores // 2)
+    return ranks, f"{counted(ranks, 'rank')}, one for each pair of cores"
+
+
+# -- MPI and cupy, in another process ---------------------------------------------------------------------------------
+
+# A wrong MPI library or GPU driver can hang or kill the process that loads it. So `probe` starts this module in a child
+# process, with a time limit. The child prints each finding as one line, as soon as it is known.
+_PROBE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The result of the probe. A field is None if the process ended before it printed that finding."""
+
+    # "mpi4py" (version), and either "vendor", "version" and "threads" (thread level), or "error".
+    mpi: dict[str, Any] | None = None
+    # Either "gpus" (number) and "nccl" (version code) or "error"; {} if cupy is not installed.
+    cupy: dict[str, Any] | None = None
+    backends: list[Row] | None = None  # A row for each backend.
+    failure: str = ""  # Why the process ended early; "" if it did not.
+
+
+def probe(timeout_s: float = _PROBE_S) -> Findings:
+    """Load the MPI library and cupy in a child process. Their versions and errors are the result."""
+    with Child([sys.executable, "-m", __name__], with_home(os.environ)) as child:
+        code = child.wait(time.monotonic() + timeout_s)
+        out, err = child.said
+    failure = ""
+    if code is None:
+        failure = f"loading the libraries took more than {timeout_s:g} s"
+    elif code:
+        how = f"died of signal {-code}" if code < 0 else f"ended with code {code}"
+        last = (err.strip().splitlines() or [""])[-1].strip()
+        failure = f"loading the libraries {how}" + (f": {last[:200]}" if last else "")
+    parts: dict[str, Any] = {each["kind"]: each["found"] for each in understood(out)}
+    if "backends" in parts:
+        parts["backends"] = [Row(**each) for each in parts["backends"]]
+    return Findings(**parts, failure=failure)
+
+
+def _cupy() -> dict[str, Any]:
+    try:
+        import cupy
+        found = {"gpus": cupy.cuda.runtime.getDeviceCount()}
+        from cupy.cuda import nccl
+        found["nccl"] = nccl.get_version()
+    except ModuleNotFoundError as error:
+        return {} if error.name == "cupy" else {"error": str(error)}
+    except Exception as error:  # cupy raises its own exceptions, also when it is imported with a wrong CUDA library.
+        return {"error": str(error).strip().split("\n")[0]}
+    return found
+
+
+def _mpi() -> dict[str, Any]:
+    try:
+        import mpi4py
+    except ImportError:
+        return {"error": "mpi4py is not installed"}
+    found = {"mpi4py": mpi4py.__version__}
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return {**found, "error": " ".join(str(error).split())[:200]}
+    levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED",
+              MPI.THREAD_MULTIPLE: "MULTIPLE"}
+    vendor, version = MPI.get_vendor()
+    return {**found, "vendor": vendor, "version": ".".join(map(str, version)), "threads": levels[MPI.Query_thread()]}
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+_GPU_TIMEOUT_S = 15.0
 LEAST_FILES = 128  # files that a process must be able to open, plus one socket for each other rank
 
 # Names of the distributions of each package.
@@ -32,8 +123,6 @@ TENSORFLOW = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-ma
 KERAS = ("keras", "keras-nightly")
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11")
-OLDEST_TENSORFLOW = (2, 16)
-OLDEST_KERAS = (3, 0)
 
 
 def busy_cores(load: float, cores: int) -> str:
@@ -43,15 +132,14 @@ def busy_cores(load: float, cores: int) -> str:
 
 
 def software() -> list[Row]:
-    """Return rows for this Python, other Pythons on the PATH, and packages. Reads metadata; imports no package.
-    """
+    """Return rows for this Python, other Pythons on the PATH, and packages. Reads metadata; imports no package."""
     return [
         Row("Python", f"{platform.python_version()} ({platform.system()} {platform.machine()}), {sys.executable}"),
         *(Row("", sentence, is_available=False) for name in ("python", "python3")
           if (sentence := other_python(name, os.environ))),
         Row("mpistrat", __version__),
-        framework_row("TensorFlow", installed(TENSORFLOW), OLDEST_TENSORFLOW),
-        framework_row("Keras", installed(KERAS), OLDEST_KERAS),
+        framework_row("TensorFlow", installed(TENSORFLOW), (2, 16)),
+        framework_row("Keras", installed(KERAS), (3, 0)),
     ]
 
 
@@ -68,14 +156,12 @@ def framework_row(label: str, found: tuple[str, str] | None, oldest: tuple[int, 
 
 def mpi_rows(found: Findings, mpirun: Mpirun | None, mpirun_error: str) -> list[Row]:
     """Return rows for mpi4py, the MPI library and mpirun. `mpirun_error`: the reason why `mpirun` is None."""
-    rows = []
-    mpi = found.mpi
+    rows, mpi = [], found.mpi
     if mpi is None:
         rows.append(Row("MPI library", f"unknown: {found.failure}", is_available=False))
     else:
         version = mpi.get("mpi4py")
-        rows.append(Row("mpi4py", version) if version else
-                    Row("mpi4py", f"missing: {pip('mpi4py')}", is_available=False))
+        rows.append(Row("mpi4py", version or f"missing: {pip('mpi4py')}", is_available=bool(version)))
         if "error" not in mpi:
             rows.append(Row("MPI library", f"{mpi['vendor']} {mpi['version']}, thread level {mpi['threads']}"))
         elif version:
@@ -94,13 +180,7 @@ def mpi_rows(found: Findings, mpirun: Mpirun | None, mpirun_error: str) -> list[
 
 
 def gpu_rows(found: Findings, gpus: list[str], has_driver: bool = True) -> list[Row]:
-    """Return rows for cupy, NCCL and the GPUs.
-
-    Args:
-        found: The findings of the probe.
-        gpus: The result of `nvidia_gpus`.
-        has_driver: Whether a GPU driver is installed. Without a driver, no package for GPUs is called missing.
-    """
+    """Return rows for cupy, NCCL and the GPUs. Without a GPU driver, no package for GPUs is called missing."""
     cupy: dict[str, Any] = found.cupy if found.cupy is not None else {"error": found.failure}
     missing = f"missing: {pip_extra('gpu')}" if has_driver else "not needed: no GPU"
     rows = [_package_row("cupy", installed(CUPY), cupy.get("error", ""), missing)]
@@ -139,10 +219,8 @@ def backend_rows(found: Findings, has_driver: bool = True) -> list[Row]:
 def installed(names: tuple[str, ...]) -> tuple[str, str] | None:
     """Return (name, version) of the first of these packages that is installed; None if no package is installed."""
     for name in names:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             return name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return None
 
 
@@ -153,7 +231,7 @@ def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
         return []
     try:
         done = subprocess.run([program, "--query-gpu=name,memory.total", "--format=csv,noheader"],
-                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GPU_TIMEOUT_S,
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S,
                               check=True)
     except (OSError, subprocess.SubprocessError):
         return []
@@ -169,3 +247,9 @@ def has_nvidia_driver() -> bool:
     except OSError:
         return False
     return True
+
+
+if __name__ == "__main__":
+    say("cupy", found=_cupy())
+    say("mpi", found=_mpi())
+    say("backends", found=[asdict(row) for row in backends()])

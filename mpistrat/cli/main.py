@@ -1,7 +1,8 @@
 """The entry point: `mpistrat COMMAND ...`.
 
-A subcommand is a module with `main(argv: list[str]) -> int` and a line in `COMMANDS` and in `_MODULES`. The module is
-imported when it runs. Wrong input raises MpistratError. Called by the script `mpistrat` and by `python -m mpistrat`.
+A subcommand is a line in `COMMANDS`, and a module of the same name (with _ for -) with `main(argv: list[str]) -> int`.
+The module is imported when the subcommand runs. Wrong input raises MpistratError. Called by the script `mpistrat` and
+by `python -m mpistrat`.
 """
 
 import difflib
@@ -20,8 +21,6 @@ COMMANDS = {
     "timeline": "summarise a timeline: where the time went, which rank came last, which operations were not fused",
     "as-horovod": "let unedited programs that import horovod use mpistrat, under mpirun or srun",
 }
-_MODULES = {"run": "run", "doctor": "doctor.doctor_command", "top": "top.top_command", "bench": "bench.bench_command",
-            "timeline": "timeline.timeline_command", "as-horovod": "as_horovod"}
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
@@ -38,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         elif command in ("-v", "--version"):
             print(f"mpistrat {__version__}")
         elif command in COMMANDS:
-            code = import_module(f".{_MODULES[command]}", __package__).main(arguments[1:])
+            code = import_module(f".{command.replace('-', '_')}", __package__).main(arguments[1:])
         else:
             raise LaunchError(_unknown(command))
         sys.stdout.flush()

@@ -24,10 +24,9 @@ from ..core.install import pip_extra
 from ..process.cores import own_cpus, physical_cores
 from ..process.launch_env import RUN_CORES, RUN_ELASTIC, RUN_KERAS_2, RUN_REPORTS, RUN_STEPS
 from ..process.launchers import STARTED, Launcher
-from .arguments import counted
-from .hostfile import HostList, host_options
+from .arguments import HostList, counted, host_options
 
-VERSION_TIMEOUT_S = 20.0
+_VERSION_TIMEOUT_S = 20.0
 # Numbers of ranks for each core or slot. More than MANY_PER_SLOT is a warning, more than MOST_PER_SLOT an error.
 MANY_PER_SLOT = 4
 MOST_PER_SLOT = 100
@@ -42,10 +41,8 @@ _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 
 @dataclass(frozen=True)
 class Mpirun:
-    """The path, the launcher (its maker) and the version of an mpirun."""
-
     path: str
-    launcher: Launcher
+    launcher: Launcher  # The maker.
     version: str
 
 
@@ -93,10 +90,13 @@ def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, st
 
     `variables`: additional variables, which are forwarded to the ranks like those of `environ`.
 
-    Raises:
-        LaunchError: There are more ranks than slots, or the hostfile cannot be translated for this mpirun.
+    Raises LaunchError: There are more ranks than slots, or the hostfile cannot be translated for this mpirun.
     """
-    _check_slots(job)
+    slots = job.hosts.slots if job.hosts is not None else None
+    oversubscribes = any("oversubscribe" in option.lower() for option in job.options)
+    if slots is not None and job.ranks > slots and not job.oversubscribe and not oversubscribes:
+        raise LaunchError(f"-np {job.ranks}, but the hosts have {slots} slot{'s' * (slots != 1)} ({job.hosts}). Raise "
+                          "the numbers after the hosts, or add --oversubscribe.")
     launcher, more = mpirun.launcher, dict(variables or {})
     inherited = {**environ, **more}
     argv = [mpirun.path, launcher.count, str(job.ranks), *launcher.always]
@@ -108,7 +108,7 @@ def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, st
     if not job.reads_stdin:
         argv += launcher.no_stdin
     has_too_few_cores = is_local(job, machine) and job.ranks > machine.cores
-    if (job.oversubscribe or has_too_few_cores) and not _sets_oversubscription(job.options):
+    if (job.oversubscribe or has_too_few_cores) and not oversubscribes:
         argv += launcher.oversubscribe
     if launcher.export:
         # A second -x without a value would override the value that the user gave with -x NAME=value (Open MPI 4.1).
@@ -121,22 +121,11 @@ def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, st
            **(launcher.sets_when_crowded if has_too_few_cores else {})}
     added = {name: value for name, value in own.items()
              if name not in inherited and name.removeprefix("OMPI_MCA_") not in job.options}
-    options = (_translated(option, launcher) for option in job.options)
-    return LaunchCommand((*argv, *options, *job.command), {**added, **more}, launcher, job.reads_stdin)
-
-
-def _translated(option: str, launcher: Launcher) -> str:
-    """Return the launcher's option that tags output lines, for that of another launcher; else `option` unchanged."""
+    # An option of another launcher that tags output lines becomes that of this launcher.
     tags = {each.tag.lstrip("-") for each in STARTED if len(each.tag) > 2}  # not -l: another option elsewhere
-    return launcher.tag or option if option.startswith("-") and option.lstrip("-") in tags else option
-
-
-def _check_slots(job: Job) -> None:
-    slots = job.hosts.slots if job.hosts is not None else None
-    if slots is None or job.ranks <= slots or job.oversubscribe or _sets_oversubscription(job.options):
-        return
-    raise LaunchError(f"-np {job.ranks}, but the hosts have {slots} slot{'s' * (slots != 1)} ({job.hosts}). Raise the "
-                      "numbers after the hosts, or add --oversubscribe.")
+    options = (launcher.tag or option if option.startswith("-") and option.lstrip("-") in tags else option
+               for option in job.options)
+    return LaunchCommand((*argv, *options, *job.command), {**added, **more}, launcher, job.reads_stdin)
 
 
 def sets_binding(options: Sequence[str]) -> bool:
@@ -145,10 +134,6 @@ def sets_binding(options: Sequence[str]) -> bool:
     # PE= follows a mapping. An exported variable such as DTYPE=float32 is not a mapping.
     return any(option.lstrip("-").startswith(names) or re.search(r"[:,]PE=\d", option, re.IGNORECASE)
                for option in options)
-
-
-def _sets_oversubscription(options: Sequence[str]) -> bool:
-    return any("oversubscribe" in option.lower() for option in options)
 
 
 def is_local(job: Job, machine: Machine) -> bool:
@@ -164,17 +149,11 @@ def has_first_rank(job: Job, machine: Machine) -> bool:
 
 
 def check_count(job: Job, machine: Machine, is_forced: bool | None) -> str:
-    """Compare the number of ranks with the cores of this host, or with the slots of the hosts.
+    """Compare the number of ranks with the cores of this host, or the slots of the hosts. Return a warning, or "".
 
-    Args:
-        job, machine: The job to start, and this machine.
-        is_forced: Whether --force allows any number; None: the command has no option --force.
+    `is_forced`: Whether --force allows any number; None: the command has no option --force.
 
-    Returns:
-        A warning, or "".
-
-    Raises:
-        LaunchError: There are more than MOST_PER_SLOT ranks for each slot, and `is_forced` is not True.
+    Raises LaunchError: There are more than MOST_PER_SLOT ranks for each slot, and `is_forced` is not True.
     """
     if is_local(job, machine):
         slots, found = machine.cores, f"{counted(machine.cores, 'core')} of this host"
@@ -194,13 +173,9 @@ def check_count(job: Job, machine: Machine, is_forced: bool | None) -> str:
 
 
 def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
-    """Return the path of an mpirun.
+    """Return the path of `wanted` (a path or a name), or else of the mpirun of this Python environment or of the PATH.
 
-    If `wanted` (a path or a name) is given, return its path. Otherwise return the mpirun of this Python environment, or
-    else the first mpirun on the PATH.
-
-    Raises:
-        LaunchError: No mpirun is found.
+    Raises LaunchError: No mpirun is found.
     """
     search = environ.get("PATH", os.defpath)
     if wanted:
@@ -221,13 +196,10 @@ def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
 
 
 def identify(path: str) -> Mpirun:
-    """Run `mpirun --version` to find the launcher and the version of an mpirun.
-
-    Raises LaunchError: The command fails, or the launcher is not known.
-    """
+    """Run `mpirun --version`. Raises LaunchError: The command fails, or the launcher is not known."""
     try:
         done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, timeout=VERSION_TIMEOUT_S, check=False,
+                              stderr=subprocess.STDOUT, timeout=_VERSION_TIMEOUT_S, check=False,
                               env=with_home(os.environ))
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} --version fails: {error}. Choose another mpirun with --mpirun PATH.") from None

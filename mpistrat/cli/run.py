@@ -1,21 +1,34 @@
 """`mpistrat run`: start a command on several ranks with mpirun, and make the job end as a whole. Called by main.py."""
 
 import argparse
+import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..core.errors import LaunchError
 from ..core.install import numbers
-from ..process.launch_env import RUN_CORES, launched_size
+from ..core.slowest import Waits, figure, shares_of
+from ..process.launch_env import RUN_CORES, RUN_STEPS, launched_size
 from ..process.launchers import STARTED
-from . import as_horovod, efficiency, elastic_run, horovodrun
-from .arguments import AUTO, Parser, add_launch_options, mpirun_options, read_hosts, seconds, split_arguments
-from .automatic import automatic
-from .inventory import has_nvidia_driver
+from ..process.step_timer import LEAST_STEPS, StepTimes
+from . import as_horovod, elastic_run
+from .arguments import (
+    AUTO,
+    Parser,
+    add_horovod_options,
+    add_launch_options,
+    counted,
+    horovod_variables,
+    mpirun_options,
+    read_hosts,
+    seconds,
+    split_arguments,
+)
+from .inventory import automatic, busy_cores, has_nvidia_driver
 from .main import main as mpistrat_command
 from .mpirun import (
     Job,
@@ -32,13 +45,10 @@ from .mpirun import (
     this_machine,
     with_home,
 )
-from .rank_shell import in_shell, own_stdin
-from .script import EXAMPLE, checked, other_python, with_text
+from .rank_command import EXAMPLE, checked, in_shell, is_python, other_python, own_stdin, report_variables, with_text
 from .ssh import hosts_by_ssh, unreachable
-from .startup import is_python, variables
-from .stderr.output import Output
-from .supervisor import Interference, Outcome, Start, launch
-from .termination import TimeLimits
+from .stderr import Output
+from .supervisor import Interference, Outcome, Start, TimeLimits, launch
 
 _START_TIMEOUT_S = 30.0
 _GRACE_S = 25.0  # Slurm and Kubernetes kill a job after 30 s, and mpirun must end within that time, too.
@@ -96,7 +106,7 @@ def main(argv: list[str]) -> int:
         if _goes_elsewhere(passed):
             raise LaunchError("--efficiency reads measurements from the ranks' stderr. Leave out the option that "
                               "merges stderr into stdout, or writes stderr to files.")
-        return efficiency.run(options, lambda ranks, more: launched(
+        return measure_efficiency(options, lambda ranks, more: launched(
             plan(argparse.Namespace(**{**vars(options), "np": ranks}), passed, command, os.environ), options, more))
     if options.np is None:
         options.np = options.max_np
@@ -116,42 +126,41 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
              limits: TimeLimits | None = None, interference: Interference | None = None) -> Outcome:
     """Run the planned job and return its Outcome. Call this on the main thread, see supervisor.launch.
 
-    Args:
-        planned, options: The results of `plan` and `parse`.
-        more: Additional variables for mpirun and the ranks.
-        limits, interference: See supervisor.launch.
+    `more`: Additional variables for mpirun and the ranks.
     """
     job, is_here = planned.job, is_local(planned.job, planned.machine)
-    environ = {**with_home(os.environ), **(more or {}), **_binding(job, planned.mpirun)}
+    environ = {**with_home(os.environ), **(more or {}), **_binding(job, planned.mpirun), **planned.variables}
     if not options.all_output:
         environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if not _goes_elsewhere(job.options):  # With redirected stderr, no report would reach the summary.
-        own = variables(planned.command, is_here, {**os.environ, **planned.variables}, options.traceback)
-        environ |= own
-        both = {name: value for name, value in own.items() if name in planned.variables}
-        planned = replace(planned, variables={**planned.variables, **both})
+        environ |= report_variables(planned.command, is_here, environ, options.traceback)
 
     def why_not() -> str:
         if not planned.others:
             return ""
         needed = [planned.mpirun.path, *(word for word in planned.command[:1] if os.path.isabs(word))]
         try:
-            found = unreachable(planned.others, {**environ, **planned.variables}, needed)
+            found = unreachable(planned.others, environ, needed)
         except OSError as error:
             return f"ssh cannot be tried: {error}"
         return next(map(" ".join, found.values()), "")
 
-    timeout_s = math.inf if is_here else options.start_timeout or _START_TIMEOUT_S
-    start = Start(job.ranks, timeout_s, why_not, 1 if job.hosts is None else len(job.hosts.hosts)) \
-        if planned.is_announced else None
-    level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
-    output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
-    limits = limits or TimeLimits(grace_s=_grace_s(planned.mpirun, options.grace_period))
     def why_no_init() -> str:
         return other_python(planned.command[0], os.environ) if is_python(planned.command) else ""
 
-    return launch(planned.composed(environ), environ, limits=limits, output=output, start=start,
-                  interference=interference, ranks=job.ranks, why_no_init=why_no_init)
+    timeout_s = math.inf if is_here else options.start_timeout or _START_TIMEOUT_S
+    start = Start(job.ranks, timeout_s, why_not, 1 if job.hosts is None else len(job.hosts.hosts)) \
+        if planned.is_announced else Start()
+    level = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
+    output = Output(options.all_output, int(level) if level.isdecimal() else 0, not is_here or has_nvidia_driver())
+    if limits is None:
+        launcher, version = planned.mpirun.launcher, numbers(planned.mpirun.version)
+        is_handing_on = launcher.handed_on and version >= list(launcher.hands_on_since)
+        grace_s = _GRACE_S if options.grace_period is None else options.grace_period
+        limits = TimeLimits(grace_s=grace_s if is_handing_on else 0.0)
+    command = compose(job, planned.mpirun, planned.machine, environ)
+    return launch(command, environ, limits=limits, output=output, start=start, interference=interference,
+                  ranks=job.ranks, why_no_init=why_no_init)
 
 
 @dataclass(frozen=True)
@@ -206,17 +215,8 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     stdin = own if own is not None and is_direct and not (own.is_empty and mpirun.launcher.no_stdin) else None
     job = replace(job, reads_stdin=not is_direct, command=in_shell(
         command, options.np, options.output_filename or None, is_announced, stdin))
-    named = {**as_horovod.variables(options.as_horovod, environ), **horovodrun.variables(options, mpirun.launcher)}
-    return Plan(command, job, mpirun, machine, named, others, is_announced,
-                check_count(job, machine, options.force))
-
-
-def _grace_s(mpirun: Mpirun, asked: float | None) -> float:
-    """Return the seconds that ranks get after SIGTERM; 0 if this mpirun does not pass SIGTERM to the ranks."""
-    launcher = mpirun.launcher
-    if not launcher.handed_on or numbers(mpirun.version) < list(launcher.hands_on_since):
-        return 0.0
-    return _GRACE_S if asked is None else asked
+    named = {**as_horovod.variables(options.as_horovod, environ), **horovod_variables(options, mpirun.launcher)}
+    return Plan(command, job, mpirun, machine, named, others, is_announced, check_count(job, machine, options.force))
 
 
 def asks_for_help(command: Sequence[str]) -> bool:
@@ -255,11 +255,10 @@ def _parser() -> Parser:
                         "rank R to DIR/rank.R/stdout and DIR/rank.R/stderr; the last lines, on why a job has failed, "
                         "still go to the terminal")
     parser.add_argument("--grace-period", type=seconds, metavar="S", help="seconds between SIGTERM or Ctrl-C for the "
-                        "ranks, which may save, and their end "
-                        f"(default {_GRACE_S:g}; not for --elastic)")
+                        f"ranks, which may save, and their end (default {_GRACE_S:g}; not for --elastic)")
     elastic_run.add_options(parser)
     as_horovod.add_option(parser)
-    horovodrun.add_options(parser)
+    add_horovod_options(parser)
     parser.add_argument("--efficiency", type=int, metavar="N", help="run the first N steps of the script on one rank "
                         "and on all ranks, print how many times as fast all ranks train, and end")
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
@@ -267,3 +266,78 @@ def _parser() -> Parser:
     parser.add_argument("--all-output", action="store_true",
                         help="print the log lines of TensorFlow of all ranks, and all messages of mpirun")
     return parser
+
+
+# -- --efficiency: the first steps on one rank and on all ranks, in two jobs ------------------------------------------
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The training speed of a job."""
+
+    steps_per_s: float  # All ranks together make one step.
+    rows_per_s: float | None  # The sum over all ranks; None if a rank does not know its number of rows.
+    is_global: bool  # Whether the batch of a step is global: the same number of rows for any number of ranks.
+    shares: str  # The end of the printed sentence, on the time of the collectives.
+
+
+def measure_efficiency(options: argparse.Namespace, launch_on: Callable[[int, Mapping[str, str]], Outcome]) -> int:
+    """Run the two jobs, print the result, and return 0, or the exit code of a job that has failed.
+
+    `launch_on`: Runs the job, given the number of ranks and additional environment variables. The job ends after
+    --efficiency steps (process/step_timer.py).
+
+    Raises LaunchError: The options contradict each other, or a job had too few steps.
+    """
+    steps, ranks = options.efficiency, options.np
+    if steps < LEAST_STEPS:
+        raise LaunchError(f"--efficiency {steps}: at least {LEAST_STEPS} steps are needed, because the first two are "
+                          "not timed. Write 50 or more, for example: --efficiency 50")
+    if ranks is None or ranks < 2:
+        raise LaunchError("--efficiency compares one rank with several. Write the number of ranks, for example: -np 2")
+    if elastic_run.is_asked_for(options):
+        raise LaunchError("--efficiency and --elastic cannot be combined. Leave out one of them.")
+    if busy := busy_cores(os.getloadavg()[1], this_machine(os.environ).cores):
+        print(f"mpistrat run: on this host {busy}. These processes change both figures (ps aux --sort=-%cpu | head)",
+              file=sys.stderr)
+    speeds = {}
+    for number in (1, ranks):
+        print(f"mpistrat run: the first {steps} steps on {counted(number, 'rank')}", file=sys.stderr, flush=True)
+        outcome = launch_on(number, {RUN_STEPS: str(steps)})
+        if outcome.code:
+            return outcome.code
+        speeds[number] = speed_of({rank: StepTimes(**json.loads(text)) for rank, text in outcome.measured.items()},
+                                  number, steps)
+    print(sentence(speeds[1], speeds[ranks], ranks), flush=True)
+    return 0
+
+
+def speed_of(measured: Mapping[int, StepTimes], ranks: int, wanted: int) -> Speed:
+    """Return the speed of a job from the step times of its ranks. Raises LaunchError: A rank has timed no step."""
+    times = list(measured.values())
+    few = min((each.counted for each in times if not each.steps), default=0 if len(times) < ranks else None)
+    if few is not None:
+        what = f"{counted(few, 'step')}" if few else "a step that averages gradients"
+        remedy = f"Ask for fewer than {few} steps, or train for more epochs." if few >= LEAST_STEPS else \
+            "Steps are counted in fit, and where a DistributedOptimizer, a DistributedGradientTape or an optimizer " \
+            "under MPIStrategy averages gradients."
+        raise LaunchError(f"the script ended {'after' if few else 'without'} {what}, but --efficiency should time "
+                          f"{wanted} steps. {remedy}")
+    longest_s = max(each.seconds for each in times)
+    rows = [each.rows for each in times if each.rows is not None]
+    return Speed(times[0].steps / longest_s, sum(rows) / longest_s if len(rows) == len(times) else None,
+                 times[0].is_global, shares_of([Waits(*each.waits) for each in times], [f"rank {r}" for r in measured]))
+
+
+def sentence(one: Speed, all_ranks: Speed, ranks: int) -> str:
+    """Return the sentence on the two jobs. Without rows, ranks of a Horovod-style script count a batch each."""
+    if one.rows_per_s is not None and all_ranks.rows_per_s is not None:
+        times = all_ranks.rows_per_s / one.rows_per_s
+        detail = f"{figure(all_ranks.rows_per_s)} rows per second, and {figure(one.rows_per_s)} on one rank"
+    else:
+        times = all_ranks.steps_per_s / one.steps_per_s * (1 if all_ranks.is_global else ranks)
+        assumed = "" if all_ranks.is_global else ", if each rank's batch is as large as that of one rank"
+        detail = f"{figure(all_ranks.steps_per_s)} steps per second, and {figure(one.steps_per_s)} on one " \
+                 f"rank{assumed}"
+    return f"{ranks} ranks train {times:.3g} times as fast as one, an efficiency of {times / ranks:.0%}: {detail}" \
+           f"{all_ranks.shares}."

@@ -1,7 +1,7 @@
 """Find out why mpirun cannot start ranks on other hosts by ssh, and the remedy.
 
-mpirun says only that a daemon has not reported back, or waits without a time limit. Called after a job has failed to
-start, and by `mpistrat doctor` before it starts a job.
+mpirun says only that a daemon has not reported back, or waits without a time limit. `mpistrat run` calls this module
+after a job has failed to start, and `mpistrat doctor` before it starts a job.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..process.launchers import STARTED
+from .arguments import HostList
 from .child import Child
-from .hostfile import HostList
 from .mpirun import Machine
 
 _CONNECT_S = 3  # ConnectTimeout of ssh, in whole seconds
@@ -71,10 +71,15 @@ def unreachable(hosts: Sequence[str], environ: Mapping[str, str], needed: Sequen
             code = child.wait(until)
             _, said = child.said
             if code == _LACKS:
-                found[host] = _without(host, said.strip().rpartition("\n")[2])
+                path = said.strip().rpartition("\n")[2]
+                prefix = sys.prefix if Path(path).is_relative_to(sys.prefix) else path
+                found[host] = (f"{host} has no {path}. Each host needs the same programs under the same path.",
+                               f"Copy them: `rsync -aR {shlex.quote(prefix)} {host}:/`, or install the same there.")
             elif code in (None, _SSH_FAILS):
-                lines = [line.strip() for line in said.split("\n") if line.strip()] if code else []
-                found[host] = _sentences(host, lines[-1] if lines else "")
+                failure = said.strip().rpartition("\n")[2].strip() if code else ""
+                remedy = next((remedy for words, remedy in _REMEDIES if words in failure), _NO_ANSWER)
+                said = failure.removeprefix("ssh: ") or "it does not answer"
+                found[host] = f"{host} cannot be reached by ssh ({said}).", remedy.format(host=host)
     return found
 
 
@@ -83,15 +88,3 @@ def reached(hosts: Sequence[str], environ: Mapping[str, str]) -> set[str]:
     tried = hosts[:_MOST_AT_ONCE]
     has_ssh = shutil.which("ssh", path=environ.get("PATH", os.defpath)) is not None
     return set(tried) - unreachable(tried, environ).keys() if tried and has_ssh else set()
-
-
-def _without(host: str, path: str) -> tuple[str, str]:
-    """Return (reason, remedy) for a host that ssh reaches, but that lacks a program."""
-    prefix = sys.prefix if Path(path).is_relative_to(sys.prefix) else path
-    return (f"{host} has no {path}. Each host needs the same programs under the same path.",
-            f"Copy them: `rsync -aR {shlex.quote(prefix)} {host}:/`, or install the same there.")
-
-
-def _sentences(host: str, failure: str) -> tuple[str, str]:
-    remedy = next((remedy.format(host=host) for words, remedy in _REMEDIES if words in failure), _NO_ANSWER)
-    return f"{host} cannot be reached by ssh ({failure.removeprefix('ssh: ') or 'it does not answer'}).", remedy

@@ -14,8 +14,10 @@ their connection, and mpirun may be killed before it can end its ranks. So `laun
   rank has failed. Otherwise mpirun is terminated.
 - mpirun waits without a time limit for hosts that do not answer, and then ignores signals. So if ranks on other hosts
   have not started in time, mpirun is killed; before the start, a signal kills mpirun after a short time.
-- The stderr of mpirun passes through this process (`forward`, `output`); the last lines are a summary. mpirun inherits
-  the stdout of this process, unless the caller names another descriptor, and stdin if rank 0 reads it (`rank_shell`).
+- A thread reads the stderr of mpirun, and writes the filtered output (`stderr`) to stderr of this process. The thread
+  may wait for a slow reader of stderr. The main thread never waits: it queues its own lines for that thread. The last
+  lines are a summary. mpirun inherits the stdout of this process, unless the caller names another descriptor, and stdin
+  if rank 0 reads it (`rank_command`).
 
 Called by `mpistrat run` and `mpistrat doctor`, in their main thread. mpistrat.run starts `mpistrat run`.
 """
@@ -26,27 +28,204 @@ import math
 import os
 import resource
 import secrets
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.errors import LaunchError
 from ..core.topology import rank_list
-from ..core.tuning import SUPERVISOR_POLL_S
+from ..core.tuning import STDERR_READ_BYTES, SUPERVISOR_POLL_S
 from ..process import procfs
 from ..process.launch_env import RUN_NAME, RUN_REPORTS
 from ..process.launcher_watch import ABORTED
 from ..process.report import SUMMARY, ReportReader
 from ..trace import last
-from .forward import Forwarder
 from .inventory import LEAST_FILES
 from .mpirun import LaunchCommand
-from .stderr.job_summary import JOB, summarize
-from .stderr.output import Output
-from .termination import USUAL, Termination, TimeLimits
+from .stderr import JOB, Output, summarize
+
+# -- time limits ------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class TimeLimits:
+    """Time limits, in seconds."""
+
+    total_s: float = math.inf  # From the start of the job to SIGTERM for mpirun.
+    abort_s: float = 15.0  # From the abort of the job by a rank to SIGTERM for mpirun.
+    grace_s: float = 0.0  # From SIGTERM or Ctrl-C for the ranks to SIGTERM for mpirun; 0: mpirun alone gets the signal.
+    # From the first signal that mpirun gets to SIGKILL for mpirun. Meanwhile mpirun ends its ranks.
+    signal_s: float = 30.0
+    unstarted_s: float = 2.0  # In place of signal_s, as long as not all ranks have started.
+    # A signal within this time after the first signal counts as the same signal, because some senders signal both a
+    # process and its process group.
+    second_s: float = 0.3
+    kill_s: float = 5.0  # From SIGTERM to SIGKILL for mpirun.
+    left_s: float = 5.0  # From the end of mpirun to SIGKILL for the remaining processes.
+
+
+class Termination:
+    """Decides when to terminate or kill an mpirun that does not end by itself. Times are arguments, in seconds."""
+
+    def __init__(self, limits: TimeLimits, now: float):
+        self._limits = limits
+        self._terminate_at, self._kill_at = now + limits.total_s, math.inf
+        self._signalled_at: float | None = None
+        self.reason = ""  # Why mpirun is terminated or killed, for the user.
+        # is_late: Whether the start of all ranks has timed out.
+        # is_urgent: Whether a second signal has arrived, so that the remaining processes are killed at once.
+        self.is_late = self.is_urgent = False
+
+    def note_abort(self, now: float) -> None:
+        if not self.reason:
+            self._terminate_at = min(self._terminate_at, now + self._limits.abort_s)
+            self.reason = f"a rank ended the job, and mpirun has not ended within {self._limits.abort_s:g} s"
+
+    def note_stop(self, now: float, reason: str) -> None:
+        """Record that mpirun must end now, for the given reason."""
+        self._terminate_at, self.reason = now, reason
+
+    def note_no_start(self, now: float, timeout_s: float) -> None:
+        """Record that not all ranks have started in time."""
+        self._kill_at = now
+        self.is_late = True
+        self.reason = f"mpirun has not started all ranks within {timeout_s:g} s (--start-timeout)"
+
+    def is_first(self, now: float) -> bool:
+        """Whether a signal that arrives now is the first signal, or counts as the first."""
+        return self._signalled_at is None or now - self._signalled_at < self._limits.second_s
+
+    def note_signal(self, now: float, has_started: bool, handed_on: str) -> None:
+        """Record that a signal that ends programs has arrived. `handed_on`: Its name if ranks got it; "" if mpirun."""
+        if self._signalled_at is None and handed_on:
+            self._signalled_at = now
+            self._terminate_at = min(self._terminate_at, now + self._limits.grace_s)
+            self.reason = \
+                f"the ranks have not ended within {self._limits.grace_s:g} s after {handed_on} (--grace-period)"
+        elif self._signalled_at is None:
+            self._signalled_at = now
+            limit_s = self._limits.signal_s if has_started else self._limits.unstarted_s
+            self._kill_at = min(self._kill_at, now + limit_s)
+            self.reason = f"mpirun has not ended within {limit_s:g} s after a signal"
+        elif not self.is_first(now):
+            self._kill_at = now
+            self.reason = "this is the second signal"
+            self.is_urgent = True
+
+    def due(self, now: float) -> signal.Signals | None:
+        """Return the signal to send to mpirun now, if any."""
+        if now >= self._kill_at:
+            self._kill_at = math.inf
+            return signal.SIGKILL
+        if now >= self._terminate_at:
+            self.reason = self.reason or f"the job has not ended within {self._limits.total_s:g} s"
+            self._terminate_at = math.inf
+            self._kill_at = min(self._kill_at, now + self._limits.kill_s)
+            return signal.SIGTERM
+        return None
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until `due` may return a signal."""
+        return max(0.0, min(self._terminate_at, self._kill_at) - now)
+
+
+# -- stderr -----------------------------------------------------------------------------------------------------------
+
+_STDERR = 2
+# Processes that outlive a job may keep the pipe open. The pipe counts as ended after this time without output, or after
+# the number of bytes that a pipe can hold.
+_QUIET_S = 0.2
+_LAST_BYTES = 2**20
+
+
+class Forwarder:
+    """Starts the thread that forwards `source`, the read end of a pipe, which `join` closes.
+
+    Only the thread uses the filter `output`, until the thread has ended.
+    """
+
+    def __init__(self, source: int, output: Output):
+        self._source, self._output = source, output
+        self._said: list[str] = []
+        self._last: Callable[[], bytes] | None = None
+        self._has_reader = True
+        self._wake_in, self._wake_out = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="mpistrat-stderr", daemon=True)
+        self._thread.start()
+
+    def say(self, line: str) -> None:
+        """Queue a line of mpistrat for the thread to print. Returns at once."""
+        self._said.append(line)
+        self._wake()
+
+    def end(self, last: Callable[[], bytes]) -> None:
+        """Let the thread end after it has forwarded all output of mpirun. Returns at once.
+
+        `last`: Returns whole lines to print after the output of mpirun. Called by the thread.
+        """
+        self._last = last
+        self._wake()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end, after `end`. Returns True if the thread has ended; then call no more methods."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        for descriptor in (self._source, self._wake_in, self._wake_out):
+            os.close(descriptor)
+        return True
+
+    def _wake(self) -> None:
+        os.write(self._wake_out, b"\0")
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._source, select.POLLIN)
+        poll.register(self._wake_in, select.POLLIN)
+        left = _LAST_BYTES
+        while left > 0:
+            next_s = _QUIET_S if self._last is not None else self._output.next_s(time.monotonic())
+            ready = {descriptor for descriptor, _ in poll.poll(None if next_s is None else 1000 * next_s + 1)}
+            if self._wake_in in ready:
+                os.read(self._wake_in, STDERR_READ_BYTES)
+            data = os.read(self._source, STDERR_READ_BYTES) if self._source in ready else None
+            now = time.monotonic()
+            self._write((self._output.feed(data, now) if data else b"") + self._output.due(now))
+            self._write_said()
+            if data == b"":
+                poll.unregister(self._source)
+            if self._last is not None:
+                left = 0 if data == b"" or not ready else left - len(data or b"")
+        self._write(self._output.end())
+        self._write_said()
+        self._write_lines(self._last() if self._last is not None else b"")
+
+    def _write_said(self) -> None:
+        while self._said:
+            self._write_lines(f"{self._said.pop(0)}\n".encode(errors="backslashreplace"))
+
+    def _write_lines(self, lines: bytes) -> None:
+        """Write whole lines of mpistrat or of mpirun, on a new line."""
+        if lines:
+            self._write(lines if self._output.is_at_line_start else b"\n" + lines)
+            self._output.is_at_line_start = True
+
+    def _write(self, data: bytes) -> None:
+        """Write to stderr. If stderr has no reader, the data is discarded, and mpirun goes on."""
+        while data and self._has_reader:
+            try:
+                data = data[os.write(_STDERR, data):]
+            except BlockingIOError:
+                select.select([], [_STDERR], [])  # Another program has made stderr non-blocking.
+            except OSError:
+                self._has_reader = False
+
+
+# -- the launcher -----------------------------------------------------------------------------------------------------
 
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 # The reason if ranks have not started on hosts that ssh reaches.
@@ -61,11 +240,11 @@ _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ra
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a job whose ranks print that they start (`rank_shell`)."""
+    """The expected start of the ranks. Without arguments: the ranks do not print that they start (`in_shell`)."""
 
-    ranks: int  # Number of ranks.
-    timeout_s: float  # Time limit in seconds, from the start of mpirun to the start of all ranks.
-    why_not: Callable[[], str]  # Called after the timeout. Takes some seconds; returns the reason, or "".
+    ranks: int = 0  # Number of ranks.
+    timeout_s: float = math.inf  # Time limit in seconds, from the start of mpirun to the start of all ranks.
+    why_not: Callable[[], str] = str  # Called after the timeout. Takes some seconds; returns the reason, or "".
     hosts: int = 1  # Number of hosts of the ranks.
 
 
@@ -109,25 +288,22 @@ class Interference:
         return last.save(told)
 
 
-def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = USUAL,
-           output: Output | None = None, start: Start | None = None, speaker: str = "mpistrat run",
+def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimits = TimeLimits(),
+           output: Output | None = None, start: Start = Start(), speaker: str = "mpistrat run",
            interference: Interference | None = None, stdout: int | None = None, ranks: int = 0,
            why_no_init: Callable[[], str] = str) -> Outcome:
     """Run mpirun until the job has ended. Call this on the main thread, because it changes the handling of signals.
 
     Args:
-        command: mpirun with its arguments.
         environ: The environment for mpirun, to which the variables of `command` are added.
         output: The filter of mpirun's stderr.
-        start: The expected start of the ranks; None: the ranks do not print that they start.
         speaker: The name of the command in the last lines.
         interference: The callbacks of a supervisor of several mpiruns.
         stdout: A file descriptor for mpirun's stdout; None: the stdout of this process.
         ranks: Number of ranks that print that they call init(); 0: ranks do not print it.
         why_no_init: Called if the job has failed and no rank has called init(). Returns the reason, or "".
 
-    Raises:
-        LaunchError: mpirun cannot be started.
+    Raises LaunchError: mpirun cannot be started.
     """
     output = output or Output()
     name = f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -146,20 +322,19 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
 
 
 class _Run:
-    """One mpirun process.
+    """One mpirun process, which is started with the signal mask `mask`.
 
-    The signals in `caught`, SIGCHLD and ABORTED must be blocked; they are received with sigtimedwait. mpirun itself is
-    started with the signal mask `mask`.
+    The signals in `caught`, SIGCHLD and ABORTED must be blocked; they are received with sigtimedwait.
     """
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],
-                 mask: Collection[int], limits: TimeLimits, output: Output, start: Start | None, speaker: str,
+                 mask: Collection[int], limits: TimeLimits, output: Output, start: Start, speaker: str,
                  interference: Interference, stdout: int | None, ranks: int, why_no_init: Callable[[], str]):
         self._interference = interference
         self._caught, self._limits, self._name = caught, limits, environ[RUN_NAME]
         self._termination = Termination(limits, time.monotonic())
         self._output, self._start, self._launcher, self._speaker = output, start, command.launcher, speaker
-        self._start_until = math.inf if start is None else time.monotonic() + start.timeout_s
+        self._start_until = time.monotonic() + start.timeout_s
         self._ranks, self._are_all_in_init, self._why_no_init = ranks, not ranks, why_no_init
         self._why_vain, self._vain_since = "", math.inf
         self._last_signal: int | None = None  # the last signal of those that end programs
@@ -168,14 +343,21 @@ class _Run:
         self._holds_interrupts = self._handing_on(signal.SIGINT) != (signal.SIGINT,)
         self._is_killed = False
         self._can_show_more = environ.get(RUN_REPORTS) == SUMMARY
+        guard = parent_guard(os.getpid())
+        mask = {*mask, signal.SIGINT} if self._holds_interrupts else mask
+
+        def prepare() -> None:  # The child process calls this before it executes mpirun.
+            if not guard():  # mpirun gets SIGTERM if this process is killed.
+                os._exit(1)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
         sys.stdout.flush()
         sys.stderr.flush()
         source, sink = os.pipe()
         try:
             self._mpirun = subprocess.Popen(command.argv, env=dict(environ), stdout=stdout, stderr=sink,
                                             stdin=None if command.reads_stdin else subprocess.DEVNULL,
-                                            preexec_fn=_prepare({*mask, signal.SIGINT} if self._holds_interrupts
-                                                                else mask, os.getpid()))
+                                            preexec_fn=prepare)
         except OSError as error:
             os.close(source)
             raise LaunchError(f"{command.argv[0]} cannot be started: {error.strerror}. Try --mpirun PATH.") from None
@@ -191,7 +373,7 @@ class _Run:
             now = time.monotonic()
             if now >= self._start_until:
                 self._start_until = math.inf
-                if self._start is not None and not self._has_started:
+                if not self._has_started:
                     self._termination.note_no_start(now, self._start.timeout_s)
             self._look_at_ranks(now)
             look_s = math.inf if self._are_all_in_init else _LOOK_S
@@ -227,13 +409,13 @@ class _Run:
 
     @property
     def _has_started(self) -> bool:
-        return self._start is None or len(self._output.told.started) >= self._start.ranks
+        return len(self._output.told.started) >= self._start.ranks
 
     @property
     def _are_hosts_reached(self) -> bool:
         """Whether a rank has started on each host. If one of them aborts the job, other ranks may not start."""
         hosts = {host for host, _ in self._output.told.started.values()}
-        return self._has_started or (self._start is not None and len(hosts) >= self._start.hosts)
+        return self._has_started or len(hosts) >= self._start.hosts
 
     def _handing_on(self, number: int) -> tuple[signal.Signals, ...]:
         """Return the signals to mpirun that make it send signal `number` to the ranks; () if the ranks get no time."""
@@ -256,23 +438,24 @@ class _Run:
             self._next_signal(0.0)
 
     def _summary(self, code: int) -> bytes:
-        why = ""
-        if self._start is not None and code != 0 and self._last_signal is None and not self._has_started:
+        def has_failed() -> bool:  # The main thread may receive a signal meanwhile.
+            return code != 0 and self._last_signal is None
+
+        why, told = "", self._output.told
+        if has_failed() and not self._has_started:
             why = self._start.why_not() or (_NO_ANSWER if self._termination.is_late else "")
         why = why or self._why_vain
-        if not why and code != 0 and self._last_signal is None and not self._output.told.in_init:
+        if has_failed() and not why and not told.in_init:
             why = self._why_no_init()
-        if not why and code != 0 and self._last_signal is None and not self._output.words:
-            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            if limit < LEAST_FILES:
-                why = f"a process may open only {limit} files here, too few for mpirun. Type: ulimit -n 65536"
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if has_failed() and not why and not self._output.words and limit < LEAST_FILES:
+            why = f"a process may open only {limit} files here, too few for mpirun. Type: ulimit -n 65536"
         died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
-        told = self._output.told
         text, lines = summarize(code, told.reports, self._output.words, interrupted_by=self._last_signal,
                                 died_of=died_of, launcher=self._launcher, can_show_more=self._can_show_more,
                                 without_init=len(told.without_init), why_not_started=why,
                                 subject=self._interference.subject)
-        if code != 0 and self._last_signal is None and not self._interference.why_stop():
+        if has_failed() and not self._interference.why_stop():
             lines = [*lines[:-1], *filter(None, [self._interference.keep_last(told.last.values())]), *lines[-1:]]
         # A terminal has printed ^C without a newline.
         start = b"\n" if self._last_signal == signal.SIGINT and os.isatty(sys.stderr.fileno()) else b""
@@ -333,15 +516,10 @@ class _Run:
 
 
 def parent_guard(parent: int) -> Callable[[], bool]:
-    """Return a function that makes Linux send SIGTERM to the calling process when the parent process ends.
+    """Return a function that makes Linux send SIGTERM to the calling process when the process `parent` ends.
 
-    The C library is loaded here, so that the function may be called between fork and exec.
-
-    Args:
-        parent: The process ID of the parent process.
-
-    Returns:
-        The function. It returns False if the parent has already ended, because no signal will come then.
+    The function returns False if the parent has already ended, because no signal will come then. The C library is
+    loaded here, so that the function may be called between fork and exec.
     """
     set_option = ctypes.CDLL(None).prctl
 
@@ -350,14 +528,3 @@ def parent_guard(parent: int) -> Callable[[], bool]:
         return os.getppid() == parent
 
     return guard
-
-
-def _prepare(mask: Collection[int], parent: int) -> Callable[[], None]:
-    """Return the function that the child process runs before it executes mpirun."""
-    guard = parent_guard(parent)
-
-    def prepare() -> None:
-        if not guard():  # mpirun gets SIGTERM if this process is killed.
-            os._exit(1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return prepare

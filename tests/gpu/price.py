@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 import mpistrat.keras as hvd
-from mpistrat.cli.bench.cases import Shapes, bert_base, resnet50
+from mpistrat.cli.bench import Shapes, bert_base, resnet50
 from mpistrat.tensorflow import DistributedGradientTape, grouped_allreduce
 
 IS_STAND_IN = "--stand-in" in sys.argv

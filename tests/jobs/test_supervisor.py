@@ -32,11 +32,10 @@ SLEEP = ("sh", "-c", "echo the rank begins; exec sleep 600")
 SUPERVISE = """
 import os, sys
 from mpistrat.cli.mpirun import LaunchCommand
-from mpistrat.cli.supervisor import Start, launch
-from mpistrat.cli.termination import TimeLimits
+from mpistrat.cli.supervisor import Start, TimeLimits, launch
 from mpistrat.process.launchers import OPEN_MPI
 limits = eval(sys.argv[1])
-start = Start(limits.pop("ranks"), 1e4, str) if "ranks" in limits else None
+start = Start(limits.pop("ranks"), 1e4) if "ranks" in limits else Start()
 command = LaunchCommand(tuple(sys.argv[2:]), launcher=OPEN_MPI)
 sys.exit(launch(command, os.environ, TimeLimits(**limits), start=start).code)
 """

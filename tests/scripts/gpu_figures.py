@@ -20,7 +20,7 @@ import numpy as np
 
 import mpistrat
 from mpistrat.api import libraries, own_gpu
-from mpistrat.cli.bench.cases import bert_base, resnet50
+from mpistrat.cli.bench import bert_base, resnet50
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.backend import await_on_host
 from mpistrat.gpu.copy.copy_plan import CopyJob, block_count, copy_tables, fused_offsets

@@ -23,7 +23,7 @@ import numpy as np
 
 import mpistrat
 from mpistrat.api import libraries, own_gpu
-from mpistrat.cli.bench.cases import resnet50
+from mpistrat.cli.bench import resnet50
 from mpistrat.gpu import gpu_executor
 from mpistrat.gpu.arrays import GpuArray
 

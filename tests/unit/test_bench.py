@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 
-from mpistrat.cli.bench import bench_command, measure, table
-from mpistrat.cli.bench.cases import CASES, Case
-from mpistrat.cli.bench.measure import Point, repeats_for
-from mpistrat.cli.bench.plot import binary_text, decimal_text, plot, ratio_text
-from mpistrat.cli.bench.table import Output, Table
+from mpistrat.cli import bench
+from mpistrat.cli.bench import (
+    CASES,
+    Case,
+    Output,
+    Point,
+    Table,
+    binary_text,
+    decimal_text,
+    plot,
+    ratio_text,
+    repeats_for,
+)
 from mpistrat.core.errors import MpistratError
 from mpistrat.core.install import pip_extra
 from mpistrat.process import procfs
@@ -57,11 +65,11 @@ def test_the_table_is_aligned_with_rows_that_come_one_by_one() -> None:
 
 def test_busy_cores_are_told_at_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 1000.0, 0.0))
-    monkeypatch.setattr(bench_command, "measure", lambda *of: pytest.fail("it was measured"))
+    monkeypatch.setattr(bench, "measure", lambda *of: pytest.fail("it was measured"))
     with pytest.raises(MpistratError):
-        bench_command.main(["1KB", "--json", "."])
-    monkeypatch.setattr(bench_command, "measure", lambda name, *of: point(case=name, ranks=1, mpi_s=None))
-    assert bench_command.main(["1KB"]) == 0
+        bench.main(["1KB", "--json", "."])
+    monkeypatch.setattr(bench, "measure", lambda name, *of: point(case=name, ranks=1, mpi_s=None))
+    assert bench.main(["1KB"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.match(r"mpistrat bench: on \S+ other processes use the cores: .* 1000\.0 on ", lines[0])
 
@@ -79,10 +87,10 @@ def test_large_cases_are_repeated_a_few_times_and_small_ones_not_for_ever() -> N
 
 def test_a_slow_machine_repeats_a_case_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    monkeypatch.setattr(measure, "_seconds", lambda action, count: counts.append(count) or [0.5] * count)
-    assert measure._median(lambda: None, None, 4) == 0.5
-    assert measure._median(lambda: None, 70, 4) == 0.5
-    assert [count for count in counts if count != measure._WARM_UP] == [6, 70]
+    monkeypatch.setattr(bench, "_seconds", lambda action, count: counts.append(count) or [0.5] * count)
+    assert bench._median(lambda: None, None, 4) == 0.5
+    assert bench._median(lambda: None, 70, 4) == 0.5
+    assert [count for count in counts if count != bench._WARM_UP] == [6, 70]
 
 
 def figures(*points: Point, path: Path) -> Any:
@@ -136,9 +144,9 @@ def test_a_row_is_printed_once_measured(monkeypatch: pytest.MonkeyPatch, capsys:
         printed.append(capsys.readouterr().out)
         return point(case=name, ranks=1, mpi_s=None)
 
-    monkeypatch.setattr(bench_command, "measure", measured)
+    monkeypatch.setattr(bench, "measure", measured)
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
-    assert bench_command.main(["1KB", "64KB"]) == 0
+    assert bench.main(["1KB", "64KB"]) == 0
     assert printed[0].startswith(
         "1 rank on 1 host, local. 4 measurements, most of them within 3 s, so at most about 1 minute\n")
     assert [line.split()[0] for line in printed[1].splitlines()] == ["1KB"]
@@ -155,7 +163,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Let this process run in a terminal, without a launcher."""
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stdout", found := Terminal())
-    monkeypatch.setattr(table, "launcher_here", lambda environ: None)
+    monkeypatch.setattr(bench, "launcher_here", lambda environ: None)
     monkeypatch.setenv("TERM", "xterm")
     return found
 
@@ -167,7 +175,7 @@ def test_a_bar_on_a_terminal_and_plain_text_elsewhere(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TERM", "dumb")
     assert Output(3, is_chief=True).bar is None
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(table, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
     assert Output(3, is_chief=True).bar is None
 
 
@@ -179,10 +187,10 @@ def test_the_pty_of_a_rank_is_no_terminal_unless_its_launchers_output_is_one(mon
         for stdout, expected in ((writer, False), (screen, True)):
             with subprocess.Popen(["sleep", "60"], stdout=stdout) as launcher:
                 process = procfs.find(launcher.pid)
-                monkeypatch.setattr(table, "launcher_here", lambda environ, found=process: found)
-                assert table.has_terminal({"TERM": "xterm"}) is expected
+                monkeypatch.setattr(bench, "launcher_here", lambda environ, found=process: found)
+                assert bench.has_terminal({"TERM": "xterm"}) is expected
                 launcher.kill()
-        assert not table.has_terminal({"TERM": "xterm"})  # The launcher has ended.
+        assert not bench.has_terminal({"TERM": "xterm"})  # The launcher has ended.
     finally:
         for descriptor in (reader, writer, device, screen):
             os.close(descriptor)
@@ -210,7 +218,7 @@ def test_lines_stand_above_the_bar_and_the_cursor_is_never_left_hidden(monkeypat
     (["1KB", "--json", "."], True, r"\. cannot be written: Is a directory")])
 def test_wrong_input_is_named_before_anything_is_measured(
         arguments: list[str], has_matplotlib: bool, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.cli.bench.plot.find_spec", lambda name: object() if has_matplotlib else None)
-    monkeypatch.setattr(bench_command, "measure", lambda *of: pytest.fail("it was measured"))
+    monkeypatch.setattr("mpistrat.cli.bench.find_spec", lambda name: object() if has_matplotlib else None)
+    monkeypatch.setattr(bench, "measure", lambda *of: pytest.fail("it was measured"))
     with pytest.raises(MpistratError, match=text):
-        bench_command.main(arguments)
+        bench.main(arguments)

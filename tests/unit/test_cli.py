@@ -1,5 +1,6 @@
 """The command line in this process: parsing, --dry-run, messages for wrong input, and the table of `doctor`."""
 
+import math
 import os
 import shlex
 import signal
@@ -7,22 +8,29 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import mpistrat
 from mpistrat.api.availability import Row
-from mpistrat.cli import inventory, startup
+from mpistrat.cli import doctor, inventory, rank_command
 from mpistrat.cli.arguments import split_arguments
-from mpistrat.cli.automatic import automatic
-from mpistrat.cli.doctor import doctor_command as doctor
-from mpistrat.cli.findings import MARK
-from mpistrat.cli.inventory import backend_rows, framework_row, gpu_rows, mpi_rows, nccl_version
+from mpistrat.cli.child import MARK
+from mpistrat.cli.inventory import (
+    Findings,
+    automatic,
+    backend_rows,
+    framework_row,
+    gpu_rows,
+    mpi_rows,
+    nccl_version,
+    probe,
+)
 from mpistrat.cli.main import COMMANDS, main
 from mpistrat.cli.mpirun import Machine, Mpirun
-from mpistrat.cli.probe import Findings, probe
+from mpistrat.cli.rank_command import other_python, with_text
 from mpistrat.cli.run import asks_for_help
-from mpistrat.cli.script import other_python, with_text
 from mpistrat.cli.supervisor import Outcome
 from mpistrat.core import version
 from mpistrat.core.errors import LaunchError
@@ -213,7 +221,7 @@ def supervised(fake, monkeypatch):
 @pytest.mark.parametrize(("words", "has_driver"), [([], False), (["-H", "node1:1,node2:1"], True)])
 def test_only_a_job_of_this_host_is_known_to_have_no_driver(supervised, monkeypatch, words, has_driver) -> None:
     monkeypatch.setattr("mpistrat.cli.run.has_nvidia_driver", lambda: False)
-    assert supervised(*words, "sh")[2]["output"]._records._has_driver is has_driver
+    assert supervised(*words, "sh")[2]["output"]._repeats._has_driver is has_driver
 
 
 def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised, monkeypatch) -> None:
@@ -221,10 +229,10 @@ def test_ranks_get_variables_so_that_they_say_less_and_why_they_fail(supervised,
     launch, environ, options = supervised("python", "train.py")
     assert environ["_MPISTRAT_REPORTS"] == "summary"
     assert environ["TF_CPP_MIN_LOG_LEVEL"] == "2"
-    assert environ["PYTHONPATH"] == startup.HERE
+    assert environ["PYTHONPATH"] == rank_command.STARTUP
     for name in ("_MPISTRAT_REPORTS", "TF_CPP_MIN_LOG_LEVEL", "PYTHONPATH"):
         assert ("-x", name) in list(zip(launch.argv, launch.argv[1:]))
-    assert options["start"] is None and not options["output"]._is_all and options["output"]._records._least == 2
+    assert not options["start"].ranks and not options["output"]._is_all and options["output"]._repeats._least == 2
     assert supervised("-x", "file=a", "python", "train.py")[1]["_MPISTRAT_REPORTS"] == "summary"  # It is no option.
     assert launch.launcher is OPEN_MPI and supervised("sh", mpirun=MPICH_VERSION)[0].launcher is MPICH
 
@@ -256,7 +264,7 @@ def test_options_ask_for_more(supervised, monkeypatch) -> None:
                                      "--merge-stderr-to-stdout"])
 def test_ranks_whose_output_goes_elsewhere_print_tracebacks_there(supervised, options) -> None:
     launch, environ, run = supervised("-H", "a:1,b:1", *options.split(), "--", "python", "train.py")
-    assert "_MPISTRAT_REPORTS" not in environ and run["start"] is None and "sh" not in launch.argv
+    assert "_MPISTRAT_REPORTS" not in environ and not run["start"].ranks and "sh" not in launch.argv
 
 
 @pytest.mark.parametrize("words, timeout_s", [
@@ -265,8 +273,7 @@ def test_ranks_whose_output_goes_elsewhere_print_tracebacks_there(supervised, op
 def test_ranks_that_ssh_starts_say_that_they_start(supervised, words, timeout_s) -> None:
     launch, _, options = supervised(*words.split(), "--", "python", "train.py")
     assert any("rank $rank starts" in word for word in launch.argv) == (timeout_s is not None)
-    assert (options["start"] and (options["start"].ranks, options["start"].timeout_s)) == (
-        timeout_s and (2, timeout_s))
+    assert (options["start"].ranks, options["start"].timeout_s) == ((2, timeout_s) if timeout_s else (0, math.inf))
 
 
 @pytest.mark.parametrize(("version", "words", "grace_s"), [
@@ -285,7 +292,7 @@ def test_the_machine_may_choose_how_many_ranks(fake, capsys, monkeypatch, variab
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("mpistrat.cli.automatic.nvidia_gpus", lambda _: ["H100"] * gpus)
+    monkeypatch.setattr("mpistrat.cli.inventory.nvidia_gpus", lambda _: ["H100"] * gpus)
     assert main(["run", "--dry-run", "--mpirun", fake(), "-np", "auto", *words.split(), "sh"]) == 0
     captured = capsys.readouterr()
     assert f"mpirun -np {ranks} " in captured.out
@@ -457,7 +464,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(doctor, "software", lambda: rows)
         monkeypatch.setattr(doctor, "probe", lambda: Findings(mpi=GOOD_MPI, cupy={}, backends=backends))
         monkeypatch.setattr(doctor, "nvidia_gpus", lambda environ: [])
-        monkeypatch.setattr(doctor, "_find_mpirun", lambda wanted: (None, "no mpirun here"))
+        monkeypatch.setattr(doctor, "find_mpirun", Mock(side_effect=LaunchError("no mpirun here")))
     return make
 
 
@@ -584,6 +591,6 @@ def test_what_has_no_meaning_here_is_an_error(fake, capsys, words, text):
 
 @pytest.mark.horovod("check-build")
 def test_check_build_is_doctor(monkeypatch, capsys):
-    monkeypatch.setattr("mpistrat.cli.doctor.doctor_command.main", lambda argv: print("checked", argv) or 0)
+    monkeypatch.setattr("mpistrat.cli.doctor.main", lambda argv: print("checked", argv) or 0)
     assert main(["run", "-cb"]) == main(["run", "--check-build"]) == 0
     assert capsys.readouterr().out == "checked []\n" * 2

@@ -134,11 +134,11 @@ AFFINITY = "import os; print(sorted(os.sched_getaffinity(0)), 'numpy' in __impor
                                                 ({"_MPISTRAT_CORES": "1", "MPISTRAT_BIND": "gpu"}, False),
                                                 ({"_MPISTRAT_CORES": "1", "MPISTRAT_BIND": "Cores"}, True)])
 def test_a_rank_of_mpistrat_run_takes_its_share_before_any_import(env: dict[str, str], is_shared: bool) -> None:
-    from mpistrat.cli.startup import variables
+    from mpistrat.cli.rank_command import report_variables
     own = sorted(os.sched_getaffinity(0))
     environ = {"PATH": os.environ.get("PATH", os.defpath), "OMPI_COMM_WORLD_RANK": "1", **env,
                "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    environ |= variables(["python"], True, environ, False)
+    environ |= report_variables(["python"], True, environ, False)
     done = subprocess.run([sys.executable, "-c", AFFINITY], env=environ, capture_output=True, text=True, timeout=100)
     expected = sorted(share(frozenset(own), 1, 2) or own) if is_shared else own
     assert done.stdout == f"{expected} False\n", done.stderr

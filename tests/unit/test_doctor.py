@@ -9,13 +9,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from mpistrat.cli.doctor import facts, links
-from mpistrat.cli.doctor.doctor_command import _measured, observed_of
-from mpistrat.cli.doctor.facts import Facts
-from mpistrat.cli.doctor.judge import FAILURE, WARNING, MpiFacts, Observed, findings
-from mpistrat.cli.doctor.links import Link, NoAnswerError, first_ranks, pairs, wait
-from mpistrat.cli.doctor.slurm import listed
-from mpistrat.cli.findings import MARK, understood
+from mpistrat.cli import doctor_rank
+from mpistrat.cli.child import MARK, understood
+from mpistrat.cli.doctor import FAILURE, WARNING, MpiFacts, Observed, _measured, findings, listed, observed_of
+from mpistrat.cli.doctor_rank import Facts, Link, NoAnswerError, first_ranks, measure, pairs, wait
 from mpistrat.cli.supervisor import Outcome
 from mpistrat.core.install import pip_extra
 
@@ -145,7 +142,7 @@ def test_what_ranks_say_is_read_among_other_lines() -> None:
 
 
 def test_facts_of_this_machine_are_plausible() -> None:
-    found = facts.collect(3)
+    found = doctor_rank.collect(3)
     assert found.rank == 3
     assert found.host and found.versions["Python"]
     assert found.memory > 0
@@ -169,12 +166,12 @@ def test_limits_of_cgroups_of_both_versions(tmp_path: Path, own: str, files: dic
     for name, content in files.items():
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(content)
-    assert facts.limits_of_cgroups(tmp_path / "root", tmp_path / "own") == expected
+    assert doctor_rank.limits_of_cgroups(tmp_path / "root", tmp_path / "own") == expected
 
 
 def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts.socket, "getaddrinfo", lambda *_: time.sleep(5))
-    seconds, problem = facts.resolving("node1", limit_s=0.05)
+    monkeypatch.setattr(doctor_rank.socket, "getaddrinfo", lambda *_: time.sleep(5))
+    seconds, problem = doctor_rank.resolving("node1", limit_s=0.05)
     assert seconds < 4 and problem == "no answer within 0.05 s"
 
 
@@ -200,7 +197,7 @@ def test_a_clock_that_is_ahead_is_measured() -> None:
 
     done = Mock(Test=lambda: True)
     comm = Mock(Get_rank=lambda: 0, Isend=lambda *_: done, Irecv=answer)
-    link = links.measure(comm, ("a", "b"), (0, 1))
+    link = measure(comm, ("a", "b"), (0, 1))
     assert link is not None and link.hosts == ("a", "b")
     assert abs(link.offset_s - 7.0) < 0.5
     assert link.bytes_per_s > 0

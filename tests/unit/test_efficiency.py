@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mpistrat.cli.efficiency import Speed, run, sentence, speed_of
 from mpistrat.cli.main import main
+from mpistrat.cli.run import Speed, measure_efficiency, sentence, speed_of
 from mpistrat.cli.supervisor import Outcome
 from mpistrat.core.errors import LaunchError
 from mpistrat.core.slowest import Waits
@@ -135,7 +135,7 @@ def test_busy_cores_are_told_at_first(capsys: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, load, 0.0))
     options = argparse.Namespace(efficiency=9, np=2)
     monkeypatch.setattr("mpistrat.cli.elastic_run.is_asked_for", lambda _: False)
-    assert run(options, lambda *_: Outcome(7, "")) == 7
+    assert measure_efficiency(options, lambda *_: Outcome(7, "")) == 7
     assert ("other processes use the cores: in the last five minutes 1000000.0 on" in capsys.readouterr().err
             ) == is_told
 

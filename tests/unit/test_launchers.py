@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from mpistrat.cli.arguments import split_arguments
-from mpistrat.cli.hostfile import parse_list
+from mpistrat.cli.arguments import parse_list, split_arguments
 from mpistrat.cli.mpirun import Job, Machine, Mpirun, compose, parse_version
 from mpistrat.core.errors import LaunchError
 from mpistrat.process.launch_env import identity, launched_rank, launched_size

@@ -58,7 +58,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tensorflow": ("bridge", "xla", "async_op", "graph", "", "sessions", "__init__"),
     "keras": ("bridge", "", "fit", "sharded", "keras2", "optimizers", "__init__", "tensorflow.keras"),
     "strategy": ("", "keras", "__init__"),
-    "cli": ("startup", "stderr", "", "bench", "doctor", "timeline", "top"),
+    "cli": ("startup", ""),
     "horovod": ("", "path.horovod"),
 }
 # The most lines that the modules of each package may have, and all files of tests. It is a whole number of fifties. A
@@ -84,10 +84,9 @@ THIRD_PARTY: dict[str, set[str]] = {
     "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
     "api.array_ops": {"numpy", "cloudpickle"},
     # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.
-    "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py", "cupy"},
+    "cli.inventory": {"mpi4py", "cupy"}, "cli.doctor_rank": {"numpy", "mpi4py", "cupy"},
     "cli.top": {"rich", "prometheus_client"},
-    "cli.bench.bench_command": {"mpi4py"}, "cli.bench.plot": {"matplotlib"},
-    "cli.bench.table": {"rich"},
+    "cli.bench": {"numpy", "mpi4py", "matplotlib", "rich"},
 }
 
 

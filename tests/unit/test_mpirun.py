@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.cli import mpirun
-from mpistrat.cli.hostfile import parse_list, read_hostfile
+from mpistrat.cli.arguments import parse_list, read_hostfile
 from mpistrat.cli.mpirun import (
     Job,
     LaunchCommand,
@@ -248,7 +248,7 @@ def test_a_wanted_mpirun_is_a_path_or_a_name(tmp_path) -> None:
     ("echo Error: no disk >&2; exit 1", r"mpirun --version fails with exit code 1: Error: no disk\. Repair this "),
     ("exec sleep 30", "--version fails")])
 def test_an_mpirun_of_another_kind_and_one_that_fails_are_refused(tmp_path, monkeypatch, script, text) -> None:
-    monkeypatch.setattr(mpirun, "VERSION_TIMEOUT_S", 0.2 if "sleep" in script else 60.0)
+    monkeypatch.setattr(mpirun, "_VERSION_TIMEOUT_S", 0.2 if "sleep" in script else 60.0)
     with pytest.raises(LaunchError, match=text):
         identify(program(tmp_path / "mpirun", script))
 

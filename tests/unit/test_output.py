@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from mpistrat.cli.forward import Forwarder
-from mpistrat.cli.stderr.mpirun_lines import Ending, understand
-from mpistrat.cli.stderr.output import BLOCK_S, PARTIAL_S, Output
+from mpistrat.cli.stderr import BLOCK_S, PARTIAL_S, Ending, Output, understand
+from mpistrat.cli.supervisor import Forwarder
 from mpistrat.process.error_text import ErrorText
 from mpistrat.process.report import Report
 

@@ -9,7 +9,7 @@ import pytest
 
 from mpistrat.cli import supervisor
 from mpistrat.cli.mpirun import LaunchCommand
-from mpistrat.cli.startup import HERE, is_python, variables
+from mpistrat.cli.rank_command import STARTUP, is_python, report_variables
 from mpistrat.cli.supervisor import Interference, launch
 from mpistrat.process.launch_env import RUN_REPORTS
 from mpistrat.process.report import ReportReader
@@ -23,7 +23,7 @@ def start(code: str, path: str | None = str(ROOT), env: dict[str, str] = RANK_1,
           whole: bool = False) -> "subprocess.CompletedProcess[str]":
     """Run Python as `mpistrat run` does, with this PYTHONPATH of the user."""
     environ = {"PATH": os.environ.get("PATH", os.defpath), **({} if path is None else {"PYTHONPATH": path}), **env}
-    environ |= variables(["python"], True, environ, whole)
+    environ |= report_variables(["python"], True, environ, whole)
     return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=100)
 
 
@@ -56,13 +56,13 @@ def test_a_rank_that_has_not_called_init_says_so(code: str, says: bool) -> None:
 @pytest.mark.parametrize("path", [None, str(ROOT), f"{ROOT}{os.pathsep}/extra", ""])
 def test_it_leaves_no_trace(path: str | None) -> None:
     done = start("import os, sys; print(repr(os.environ.get('PYTHONPATH')), "
-                 f"{HERE!r} in sys.path, 'numpy' in sys.modules, 'mpistrat' in sys.modules)", path)
+                 f"{STARTUP!r} in sys.path, 'numpy' in sys.modules, 'mpistrat' in sys.modules)", path)
     assert done.stdout == f"{path!r} False False False\n", done.stderr
 
 
 def test_a_process_that_is_no_rank_keeps_the_path_for_its_ranks() -> None:
     done = start("import os; print(os.environ['PYTHONPATH']); raise ValueError", env={})
-    assert done.stdout == f"{HERE}{os.pathsep}{ROOT}\n"
+    assert done.stdout == f"{STARTUP}{os.pathsep}{ROOT}\n"
     assert done.stderr.startswith("Traceback")
 
 
@@ -84,12 +84,12 @@ def test_a_sitecustomize_of_the_user_runs_too(tmp_path: Path, text: str, said: s
 
 def test_which_variables_are_added() -> None:
     train = ["python3.11", "train.py"]
-    assert variables(train, True, {}, False) == {RUN_REPORTS: "summary", "PYTHONPATH": HERE}
-    assert variables(train, False, {"PYTHONPATH": "/a"}, True) == {
-        RUN_REPORTS: "traceback", "PYTHONPATH": f"{HERE}{os.pathsep}/a"}
+    assert report_variables(train, True, {}, False) == {RUN_REPORTS: "summary", "PYTHONPATH": STARTUP}
+    assert report_variables(train, False, {"PYTHONPATH": "/a"}, True) == {
+        RUN_REPORTS: "traceback", "PYTHONPATH": f"{STARTUP}{os.pathsep}/a"}
     # Another host may have a PYTHONPATH of its own.
-    assert variables(train, False, {}, False) == {RUN_REPORTS: "summary"}
-    assert variables(["sh", "-c", "x"], True, {}, False) == {RUN_REPORTS: "summary"}
+    assert report_variables(train, False, {}, False) == {RUN_REPORTS: "summary"}
+    assert report_variables(["sh", "-c", "x"], True, {}, False) == {RUN_REPORTS: "summary"}
     assert is_python(["/env/bin/python"]) and not is_python(["pythonize"]) and not is_python(["ipython"])
 
 

@@ -4,8 +4,7 @@ import signal
 
 import pytest
 
-from mpistrat.cli.stderr.job_summary import summarize
-from mpistrat.cli.stderr.mpirun_lines import Ending, Words
+from mpistrat.cli.stderr import Ending, Words, summarize
 from mpistrat.process.error_text import ErrorText
 from mpistrat.process.launchers import MPICH, OPEN_MPI
 from mpistrat.process.report import Report

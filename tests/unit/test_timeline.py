@@ -22,7 +22,7 @@ import pytest
 import mpistrat
 from mpistrat.api import job as job_of_init
 from mpistrat.cli.main import main
-from mpistrat.cli.timeline.page import longest_wait
+from mpistrat.cli.timeline import longest_wait
 from mpistrat.core.errors import SettingsError
 from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.request import ScaledOp, Sum, allreduce_request, specs_of

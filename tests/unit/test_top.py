@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
+from mpistrat.cli import top
 from mpistrat.cli.main import main
-from mpistrat.cli.top import top_command
-from mpistrat.cli.top.rates import Stall, summarize
-from mpistrat.cli.top.status_files import Found, parse, read
+from mpistrat.cli.top import Found, Stall, parse, read, summarize
 from mpistrat.core.errors import LaunchError
 from mpistrat.core.install import pip_extra
 from mpistrat.trace.reports import status_directory
@@ -177,7 +176,7 @@ def job(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     first = content(rank(0, waiting=0.5, computing=0.4, hidden=0.31, written=written),
                     rank(1, waiting=0.02, computing=0.9, written=written), written=written, started=written - 90)
     path = put(directory, first)
-    monkeypatch.setattr(top_command, "time", SimpleNamespace(  # not time.sleep itself, which other threads call
+    monkeypatch.setattr(top, "time", SimpleNamespace(  # not time.sleep itself, which other threads call
         time=time.time, sleep=lambda seconds: put(directory, later(first, seconds, 22))))
     return path
 
@@ -214,7 +213,7 @@ def test_a_picture(words: list[str], job: Path, tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize("text", ["-1", "0", "nan", "inf", "1e10", "x"])
 def test_an_interval_that_cannot_be_slept_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match=f"--interval: {text} is not a number of seconds above 0"):
-        top_command._parser().parse_args(["--interval", text])
+        top._parser().parse_args(["--interval", text])
 
 
 def test_with_a_wrong_name_the_jobs_are_listed(directory: Path, job: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +253,7 @@ def test_it_is_drawn_until_the_job_has_ended_and_another_job_takes_no_place(
             put(directory, content(rank(0), job="other-3", script="b.py", written=time.time()), "other.json")
         drawn.set()
 
-    monkeypatch.setattr(top_command, "time", SimpleNamespace(time=time.time, sleep=sleep))
+    monkeypatch.setattr(top, "time", SimpleNamespace(time=time.time, sleep=sleep))
     assert main(["top"]) == 0
     *drawings, last = capsys.readouterr().out.splitlines()
     assert last.endswith(" has ended (digits-17). Others run: other-3 (b.py).")

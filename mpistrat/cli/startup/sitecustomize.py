@@ -50,14 +50,6 @@ def _say_without_init(rank: str) -> None:
             os.write(sys.__stderr__.fileno(), f"[mpistrat] rank {rank} has ended without init()\n".encode())
 
 
-def _restore_path() -> None:
-    path = os.environ.get("PYTHONPATH", "")
-    if path == _HERE:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = path.removeprefix(_HERE + os.pathsep)
-
-
 def _take_cores(rank: str, place: tuple[int, int] | None) -> None:
     """Bind the rank to its cores, before a library is imported that creates a thread per core."""
     try:
@@ -75,7 +67,11 @@ def _begin() -> None:
     launcher = launchers["launcher_of"](os.environ) if launchers else None
     if launcher is not None:
         rank = os.environ[launcher.rank]
-        _restore_path()
+        path = os.environ.get("PYTHONPATH", "")
+        if path == _HERE:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path.removeprefix(_HERE + os.pathsep)
         sys.excepthook = _report
         if "_MPISTRAT_CORES" in os.environ and os.environ.get("MPISTRAT_BIND", "").lower() not in ("gpu", "none"):
             _take_cores(rank, launchers["local_rank"](os.environ))

@@ -1,20 +1,44 @@
-"""Derive findings from observations of the hosts and of a job: each problem with its remedy. Pure.
+"""`mpistrat doctor`: print what this machine has, examine the hosts of a job, and print problems with their remedies.
 
-A failure makes the job fail, or each rank train alone. A warning makes the job slow, or may make it fail later. Called
-by doctor_command.py.
+Called by main.py.
 """
 
+import json
+import os
+import re
+import shutil
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from ...core.install import numbers, pip, pip_extra
-from ...core.topology import describe_by_rank
-from ..arguments import counted
-from ..inventory import LEAST_FILES, busy_cores
-from .facts import Facts
-from .links import Link
+from ..api.availability import Row
+from ..core.errors import LaunchError
+from ..core.install import numbers, pip, pip_extra
+from ..core.topology import describe_by_rank
+from .arguments import AUTO, Parser, add_launch_options, counted, positive_seconds, read_hosts
+from .child import understood
+from .doctor_rank import Facts, Link, collect
+from .inventory import (
+    LEAST_FILES,
+    automatic,
+    backend_rows,
+    busy_cores,
+    gpu_rows,
+    has_nvidia_driver,
+    mpi_rows,
+    nvidia_gpus,
+    probe,
+    software,
+)
+from .mpirun import Job, LaunchCommand, check_count, compose, find_mpirun, identify, this_machine, with_home
+from .rank_command import in_shell
+from .ssh import hosts_by_ssh, unreachable
+from .supervisor import Outcome, Start, TimeLimits, launch
+
+# -- findings: problems with their remedies ---------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -121,11 +145,7 @@ def _versions(observed: Observed) -> Iterator[Finding]:
     if len(set(makers)) > 1:
         yield Finding("versions", FAILURE, f"the MPI library differs: {describe_by_rank(makers)}",
                       "install the same MPI on all hosts, under the same path")
-
-
-def _tensorflow(observed: Observed) -> Iterator[Finding]:
-    found = {_packages(each.versions).get("tensorflow", "none") for each in observed.facts}
-    if observed.ranks and found == {"none"}:
+    if observed.ranks and {each["tensorflow"] for each in versions} == {"none"}:
         yield Finding("versions", FAILURE, "TensorFlow is not installed", pip_extra("tensorflow"))
 
 
@@ -267,7 +287,7 @@ def _unexplained(observed: Observed) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Observed], Iterator[Finding]], ...] = (
-    _start, _pmi, _versions, _tensorflow, _links, _result, _limits, _disks, _memory_of_hosts, _cores, _names)
+    _start, _pmi, _versions, _links, _result, _limits, _disks, _memory_of_hosts, _cores, _names)
 
 
 def _by_host(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
@@ -283,9 +303,8 @@ def _grouped(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
 
 def _by_rank(facts: Sequence[Facts], values: Sequence[str]) -> str:
     """Return the different values with their hosts: "2.20.0 on node1; 2.21.0 on node2"."""
-    hosts = {value: list(dict.fromkeys(each.host for each, other in zip(facts, values, strict=True) if other == value))
-             for value in dict.fromkeys(values)}
-    return "; ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
+    hosts = _grouped((value, each.host) for each, value in zip(facts, values, strict=True))
+    return "; ".join(f"{value} on {', '.join(dict.fromkeys(names))}" for value, names in hosts.items())
 
 
 def _packages(versions: dict[str, str]) -> dict[str, str]:
@@ -306,3 +325,205 @@ def _install(name: str, found: Sequence[str]) -> str:
 
 def _size(size: int) -> str:
     return f"{size / _GIB:.3g} GB" if size >= _GIB else f"{size / _MIB:.3g} MB"
+
+
+# -- the --mpi of srun that fits the MPI library ----------------------------------------------------------------------
+
+_TRY_S = 20.0
+_SIZE = "from mpi4py import MPI; from mpistrat.cli.child import say; say('size', size=MPI.COMM_WORLD.Get_size())"
+
+
+def sizes_of_srun(environ: Mapping[str, str]) -> dict[str, int]:
+    """Start two ranks under `srun` with each value of --mpi, and return the size that MPI sees; 0 for a failure.
+
+    The key "" is srun without --mpi, which is tried first. The trials end at the first value with which MPI sees both
+    ranks. {} outside of an allocation of Slurm, and in an allocation of one task, which has no place for two ranks.
+    """
+    srun = shutil.which("srun", path=environ.get("PATH"))
+    if srun is None or "SLURM_JOB_ID" not in environ or environ.get("SLURM_NTASKS", "2") == "1":
+        return {}
+
+    def size(*options: str) -> int:
+        said = _output(srun, *options, "-n", "2", "--overlap", sys.executable, "-c", _SIZE)
+        found = [each["size"] for each in understood(said)]
+        return min(found) if len(found) == 2 else 0
+
+    sizes = {"": size()}
+    for name in listed(_output(srun, "--mpi=list")) if sizes[""] != 2 else []:
+        sizes[name] = size(f"--mpi={name}")
+        if sizes[name] == 2:
+            break
+    return sizes
+
+
+def listed(text: str) -> list[str]:
+    """Return the values of --mpi, PMIx first, in the output of `srun --mpi=list`, of any version of Slurm."""
+    words = re.findall(r"\b(?:pmix\w*|pmi2|cray_shasta)\b", text)
+    return sorted(dict.fromkeys(words), key=lambda word: (not word.startswith("pmix"), len(word), word))
+
+
+def _output(*command: str) -> str:
+    """Run a command for a limited time. Returns its stdout and stderr together; "" if it cannot run or does not end."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRY_S,
+                              check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+_DEFAULT_TIMEOUT_S = 120.0
+_START_S = 30.0  # time limit for the start of ranks on other hosts
+
+_EPILOG = """\
+Without -np and hosts doctor examines this machine alone. Otherwise doctor starts the ranks, and each rank reports
+versions, cores, memory, disks and limits. Then the ranks measure the links between hosts, and run an all-reduce. Every
+wait has a time limit.
+
+The exit code is 0 without failures, also with warnings; 1 if a failure will make a job fail; 2 for wrong input.
+
+examples:
+  mpistrat doctor
+  mpistrat doctor -np 2
+  mpistrat doctor -H node1:4,node2:4
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run the subcommand and return the exit code: 1 if a finding will make a job fail, else 0.
+
+    Raises LaunchError: The input is wrong.
+    """
+    options = _parser().parse_args(argv)
+    hosts = read_hosts(options)
+    if options.np == AUTO:
+        options.np, _ = automatic(hosts, this_machine(os.environ), os.environ)
+    ranks = options.np or (0 if hosts is None else hosts.slots or 0)
+    if hosts is not None and not ranks:
+        raise LaunchError("a host in the hostfile has no number of slots. Write the number of ranks, for example: "
+                          "mpistrat doctor -np 2")
+    machine, mpirun, mpirun_error, command = this_machine(os.environ), None, "", None
+    try:
+        mpirun = identify(find_mpirun(options.mpirun, os.environ))
+    except LaunchError as error:
+        mpirun_error = str(error)
+    others = hosts_by_ssh(hosts, machine, (), os.environ)
+    if ranks and mpirun is not None:
+        line = (sys.executable, "-m", f"{__package__}.doctor_rank", str(ranks))
+        job = Job(ranks, in_shell(line, ranks, is_announced=bool(others)), hosts, options.oversubscribe,
+                  reads_stdin=False)
+        check_count(job, machine, None)
+        command = compose(job, mpirun, machine, os.environ)
+    say: Callable[[str], None] = (lambda text: None) if options.json else print
+
+    found, has_driver = probe(), has_nvidia_driver()
+    rows = [*software(), *mpi_rows(found, mpirun, mpirun_error), *gpu_rows(found, nvidia_gpus(os.environ), has_driver)]
+    backends = backend_rows(found, has_driver)
+    say(_table("This machine", rows))
+    say(_table("Backends", backends))
+    if ranks:
+        say(f"Looking at {counted(ranks, 'rank')} ...")
+        observed = _observe(ranks, others, command, mpirun_error, options.timeout)
+        say("\n".join(_measured(observed)))
+    else:
+        observed = Observed(facts=[collect()])
+    # Ranks report on this machine if they run here; they may all run on other hosts.
+    wrong = [*([] if ranks else _machine_findings(rows, backends)), *findings(observed)]
+    if options.json:
+        print(json.dumps({
+            "version": 1, "findings": [asdict(finding) for finding in wrong],
+            "machine": {row.label: row.text for row in rows if row.label},
+            "backends": {row.label: row.text for row in backends}, "observed": asdict(observed)}, indent=1))
+    else:
+        print(_report(wrong))
+    return 1 if any(finding.severity == FAILURE for finding in wrong) else 0
+
+
+def _table(title: str, rows: Sequence[Row]) -> str:
+    """Format the rows as text with aligned labels, followed by an empty line."""
+    width = max((len(row.label) for row in rows), default=0)
+    return "\n".join([title, *(f"  {row.label:<{width}}  {row.text}" for row in rows), ""])
+
+
+def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpirun_error: str,
+             timeout_s: float) -> Observed:
+    """Try ssh to the hosts `others`, then start the ranks by `command` unless a host cannot be reached.
+
+    `command`: None if there is no mpirun, for the reason `mpirun_error`.
+    """
+    away = unreachable(others, os.environ, (sys.executable,)) if others else {}
+    sizes = sizes_of_srun(os.environ)
+    if command is None or away:
+        return Observed(ranks, [collect()], unreachable=away, mpirun_problem=mpirun_error, sizes_of_srun=sizes)
+    start = Start(ranks, _START_S) if others else Start()
+    with open(os.memfd_create("mpistrat-doctor"), "w+", errors="replace") as printed:
+        outcome = launch(command, with_home(os.environ), TimeLimits(total_s=timeout_s), start=start,
+                         speaker="mpistrat doctor", stdout=printed.fileno())
+        printed.seek(0)
+        said = list(understood(printed.read()))
+    return observed_of(ranks, said, outcome, str(command), sizes)
+
+
+def observed_of(ranks: int, said: Sequence[dict[str, Any]], outcome: Outcome, line: str,
+                sizes: Mapping[str, int]) -> Observed:
+    """Combine the lines that the ranks have printed and the outcome of the job."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for each in said:
+        by_kind.setdefault(each["kind"], []).append({name: value for name, value in each.items() if name != "kind"})
+    return Observed(
+        ranks, sorted(map(Facts.of, by_kind.get("facts", [])), key=lambda facts: facts.rank),
+        sorted((MpiFacts(each["rank"], each["size"], f"{each['vendor']} {each['version']}", each["shared_memory"])
+                for each in by_kind.get("mpi", [])), key=lambda mpi: mpi.rank),
+        [Link(**{**each, "hosts": tuple(each["hosts"])}) for each in by_kind.get("link", [])],
+        sorted({tuple(each["hosts"]) for each in by_kind.get("silence", [])}), {}, "", dict(sizes),
+        {each["rank"]: each["text"] for each in by_kind.get("error", [])}, by_kind.get("allreduce", [{}])[0],
+        (outcome.why or f"exit code {outcome.code}") if outcome.code else "", line,
+        sorted(by_kind.get("gpu", []), key=lambda each: each["rank"]))
+
+
+def _machine_findings(rows: Sequence[Row], backends: Sequence[Row]) -> list[Finding]:
+    found = [Finding("this machine", FAILURE, f"this machine cannot train: {row.label} {row.text.partition(': ')[0]}",
+                     row.text.partition(": ")[2]) for row in rows if row.needed and not row.is_available]
+    if not any(row.is_available for row in backends):
+        found.append(Finding("this machine", FAILURE, "this machine cannot train: no backend can run",
+                             "see the reasons above, after the names of the backends"))
+    return found
+
+
+def _measured(observed: Observed) -> list[str]:
+    """Return the lines on hosts, links and the all-reduce."""
+    # Without MPI's facts no rank has started, and `facts` are those of this machine.
+    lines = [f"  {host}: {counted(len(local), 'rank')}, {counted(local[0].cores, 'core')}, "
+             f"{local[0].memory / _GIB:.3g} GB of memory"
+             for host, local in _by_host(observed.facts if observed.mpi else ()).items()]
+    lines += [f"  {link.hosts[0]} - {link.hosts[1]}: {link.bytes_per_s / 1e6:.3g} MB per second, "
+              f"{1e3 * link.latency_s:.3g} ms, clocks {1e3 * link.offset_s:+.3g} ms" for link in observed.links]
+    result = observed.result
+    if result:
+        lines.append(f"  all-reduce {'right' if result['right'] else 'wrong'}: {counted(observed.ranks, 'rank')} on "
+                     f"{counted(len(result['hosts']), 'host')} ({', '.join(result['hosts'])}), "
+                     f"{1e6 * result['seconds']:.0f} us for {result['bytes']} bytes")
+        lines += [f"  {sentence}" for sentence in result.get("choices", [])]
+    lines += [f"  rank {each['rank']}, GPU: all-reduce {'right' if each['right'] else 'wrong'}; "
+              f"{'; '.join(each['findings'])}" for each in observed.gpus]
+    return [*lines, ""]
+
+
+def _report(wrong: Sequence[Finding]) -> str:
+    """Return the text of the findings, each with its remedy in the next line, and their number."""
+    lines = [line for finding in wrong for line in (f"{finding.severity}: {finding.text}.", f"  {finding.fix}")]
+    failures = sum(finding.severity == FAILURE for finding in wrong)
+    if not wrong:
+        return "Nothing wrong was found."
+    return "\n".join([*lines, f"{counted(failures, 'failure')}, {counted(len(wrong) - failures, 'warning')}."])
+
+
+def _parser() -> Parser:
+    parser = Parser("doctor", "Find the problems on the hosts of a job, and print their remedies.", _EPILOG)
+    add_launch_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the findings and all facts")
+    parser.add_argument("--timeout", type=positive_seconds, default=_DEFAULT_TIMEOUT_S, metavar="SECONDS",
+                        help=f"time limit for the job on the hosts (default {_DEFAULT_TIMEOUT_S:g})")
+    return parser

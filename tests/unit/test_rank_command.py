@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.cli.rank_shell import Stdin, in_shell
+from mpistrat.cli.rank_command import Stdin, in_shell
 from mpistrat.process.report import ReportReader
 
 ENVIRON = {"PATH": "/usr/bin:/bin", "PMI_RANK": "7"}
@@ -54,7 +54,7 @@ def test_rank_0_gets_an_open_file_from_where_it_is_read(rank: int, offset: int, 
 
 
 def test_stdin_of_this_process() -> None:
-    code = "from mpistrat.cli.rank_shell import own_stdin; found = own_stdin(); " \
+    code = "from mpistrat.cli.rank_command import own_stdin; found = own_stdin(); " \
         "print(found and [found.is_empty, found.offset])"
 
     def said(stdin: int | None) -> str:

@@ -1,1 +1,0 @@
-"""`mpistrat bench`: measure collectives on the ranks of a job."""

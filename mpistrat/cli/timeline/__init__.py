@@ -1,1 +1,0 @@
-"""`mpistrat timeline`: summarise a timeline as text, and as a page with charts."""
