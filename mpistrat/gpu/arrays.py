@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .copy.copy_plan import CopyJob
-from .nccl_types import NcclCommunicator
+from .copy_kernel import CopyJob
 
 _ITEMSIZE = attrgetter("itemsize")
 
@@ -74,6 +73,33 @@ class GpuEvent(Protocol):
     @property
     def done(self) -> bool:
         """Whether the GPU has reached the event. Does not wait. Raises EngineError if the GPU has failed."""
+
+
+class NcclCommunicator(Protocol):
+    """The methods of cupy's NcclCommunicator. Arguments are addresses, counts, and the numbers of nccl_data."""
+
+    def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None: ...  # noqa: N802
+
+    def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int,  # noqa: N802
+                      stream: int) -> None: ...
+
+    def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None: ...  # noqa: N802
+
+    def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None: ...
+
+    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None: ...
+
+    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
+
+    def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
+
+    def check_async_error(self) -> None: ...
+
+    def revoke(self) -> bool: ...  # of device.Communicator; all other methods are cupy's
+
+    def abort(self) -> None: ...
+
+    def destroy(self) -> None: ...
 
 
 class GpuDevice(Protocol):

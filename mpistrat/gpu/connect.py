@@ -2,28 +2,42 @@
 
 A rank that fails alone would leave the others waiting. So every rank sends its findings, even if they are an exception.
 Used by the engine's thread, before the first collective on GPU tensors.
+
+NCCL's communicators are made on all ranks, or on none. ncclCommInitRank waits for all ranks without a limit, so a rank
+that fails alone would leave the others blocked in it. Therefore each rank connects in a separate thread, and meanwhile
+exchanges its state with the other ranks. NCCL opens the connections between ranks in their first collective
+(NCCL_RUNTIME_CONNECT, the default of 2.30). No room in /dev/shm, or a blocked port, is an error in that collective. So
+connecting includes an all-reduce of one element.
 """
 
 import json
 import logging
 import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from ..core.errors import EngineError
 from ..core.install import pip_extra
 from ..core.interfaces import DataPlane
+from ..core.request import ReduceOp
 from ..core.settings import Settings
 from ..core.topology import Topology, rank_list
-from ..core.tuning import GPU_FUSION_PADDING_BYTES, GPU_LEAST_FUSION_BYTES
-from .arrays import GpuArray, GpuDevice
-from .communicators import Exchange, make_communicators
-from .copy.copy_plan import CopyJob
-from .nccl_claims import claim, release
-from .nccl_data import NcclData
-from .nccl_stream import BUFFERS
+from ..core.tuning import (
+    GPU_FUSION_PADDING_BYTES,
+    GPU_LEAST_FUSION_BYTES,
+    NCCL_CONNECT_FIRST_SLEEP_S,
+    NCCL_CONNECT_LONGEST_SLEEP_S,
+    WATCHDOG_REVOKE_S,
+)
+from .arrays import GpuArray, GpuDevice, NcclCommunicator
+from .assignment import claim, release
+from .backend import within
+from .copy_kernel import CopyJob
+from .nccl_data import BUFFERS, OPERATIONS, UINT8, NcclData
 
 T = TypeVar("T")
 
@@ -32,6 +46,13 @@ logger = logging.getLogger(__name__)
 # The first version code of NCCL that allows ranks to share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1.
 SHARES_GPUS = 23000
 _KEEPS_ORDER_FROM = 22600  # The first version code of NCCL that knows NCCL_LAUNCH_ORDER_IMPLICIT.
+
+
+class Exchange(Protocol):
+    """An allgather of plain values: None, numbers, text, and lists of them. Collective."""
+
+    def __call__(self, value: T) -> list[T]:
+        """The values of all ranks, by rank. Tuples may arrive as lists."""
 
 
 class GpuInfo(NamedTuple):
@@ -112,7 +133,7 @@ def connect(device: GpuDevice, topology: Topology, exchange: Exchange, host: Dat
         exchange: An exchange among these ranks.
         host: The data plane for CPU tensors of these ranks, which also reduces staged tensors.
         settings: The same on all ranks.
-        owner: The object that uses the backend. It releases its claim (see nccl_claims) when it closes the backend.
+        owner: The object that uses the backend. It releases its claim (see assignment.py) when it closes the backend.
 
     Returns:
         The NCCL backend, or None if all tensors are staged; and the fusion threshold in bytes.
@@ -203,3 +224,96 @@ def fusion_buffers(device: GpuDevice, fusion_bytes: int, count: int) -> tuple[li
         if nbytes <= GPU_LEAST_FUSION_BYTES:
             return [], 0
         nbytes //= 2
+
+
+# -- communicators -----------------------------------------------------------------------------------------------------
+
+
+def make_communicators(make: Callable[[], Iterable[NcclCommunicator]], device: GpuDevice, rank: int, exchange: Exchange,
+                       limit_s: float, clock: Callable[[], float] = time.monotonic) -> list[NcclCommunicator]:
+    """Make communicators and connect them; return them when all ranks have done so. Collective.
+
+    Args:
+        make: Makes this rank's communicators, and may wait for the other ranks. Called in another thread.
+        exchange: An exchange among the same ranks, which must not depend on `make`.
+        limit_s: Seconds after which connecting fails; 0: never.
+        clock: Seconds, from any origin.
+
+    Raises:
+        EngineError: `make` has failed on a rank. Raised on all ranks soon afterwards; names the ranks and their errors.
+            The communicators of the other ranks are aborted. A thread may stay blocked in NCCL until its process ends.
+    """
+    attempt, began, pause_s = _Attempt(make, device, rank), clock(), NCCL_CONNECT_FIRST_SLEEP_S
+    while True:
+        state = attempt.state
+        if state is None and 0 < limit_s < clock() - began:
+            state = f"not connected after {limit_s:g} s"
+        states = exchange(state)
+        failed = {rank: text for rank, text in enumerate(states) if text}
+        if failed:
+            attempt.give_up()
+            raise EngineError("NCCL cannot connect the ranks: " + "; ".join(
+                f"rank {rank}: {text}" for rank, text in failed.items()) +
+                ". Set MPISTRAT_GPU_OPERATIONS=staged to reduce without NCCL.")
+        if None not in states:
+            return attempt.made
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, NCCL_CONNECT_LONGEST_SLEEP_S)
+
+
+class _Attempt:
+    """An attempt to make communicators, in a thread that may block for ever."""
+
+    def __init__(self, make: Callable[[], Iterable[NcclCommunicator]], device: GpuDevice, rank: int):
+        self._device, self._rank = device, rank
+        self.made: list[NcclCommunicator] = []  # The communicators.
+        self.state: str | None = None  # None while they are being made and connected, then "", or the error.
+        self._is_given_up = False
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, args=(make,), name="mpistrat-nccl-connect", daemon=True).start()
+
+    def _run(self, make: Callable[[], Iterable[NcclCommunicator]]) -> None:
+        state = ""
+        try:
+            with self._device.current():
+                for communicator in make():
+                    with self._lock:
+                        self.made.append(communicator)
+                    if self._is_given_up:
+                        break
+                    self._reduce_one_element(communicator)
+        except Exception as error:  # Sent to all ranks, including this one.
+            state = str(error) or repr(error)
+        with self._lock:
+            self.state = state
+            if self._is_given_up:
+                self._abort()
+
+    def _reduce_one_element(self, communicator: NcclCommunicator) -> None:
+        memory, stream = self._device.scratch(1), self._device.stream()
+        if memory is None:
+            raise MemoryError("the GPU has no memory left")
+        communicator.allReduce(memory.address, memory.address, 1, UINT8, OPERATIONS[ReduceOp.MAX], stream.ptr)
+        end = self._device.record(stream)
+        while not end.done and not self._is_given_up:
+            communicator.check_async_error()
+            time.sleep(NCCL_CONNECT_FIRST_SLEEP_S)
+
+    def give_up(self) -> None:
+        """Abort the communicators: at once if the engine's thread does not use them, else when it stops.
+
+        An abort frees memory that the engine's thread may use. So NCCL revokes them first, which ends its calls.
+        """
+        with self._lock:
+            self._is_given_up = True
+            revoked = [within(WATCHDOG_REVOKE_S, communicator.revoke) for communicator in self.made] \
+                if self.state is None else [False]
+            if not all(revoked):
+                self._abort()
+
+    def _abort(self) -> None:
+        for communicator in self.made:
+            try:
+                communicator.abort()
+            except Exception:  # The first failure is reported.
+                logger.debug("rank %d: a communicator could not be aborted", self._rank, exc_info=True)

@@ -1,16 +1,19 @@
-"""CUDA's driver by ctypes: contexts of threads, launches, events and UUIDs. Nothing here creates a context.
+"""CUDA's driver by ctypes: contexts of threads, launches, events and UUIDs; and NVRTC, the compiler of kernels.
 
-A context takes about half a gigabyte of a GPU, and only one process may have one if the GPU is in exclusive mode. So
-a rank must have no context on another GPU than its own. Since CUDA 12 cudaSetDevice creates a context. For the runtime,
-a thread without a context is on GPU 0, and `with cupy.cuda.Device(n)` calls cudaSetDevice(0) at its end.
+Nothing here creates a context. A context takes about half a gigabyte of a GPU, and only one process may have a context
+if the GPU is in exclusive mode. So a rank must have no context on another GPU than its own. Since CUDA 12 cudaSetDevice
+creates a context. For the runtime, a thread without a context is on GPU 0, and `with cupy.cuda.Device(n)` calls
+cudaSetDevice(0) at its end.
 """
 
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 from ..core.errors import EngineError
+from ..core.install import pip_extra
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
@@ -128,3 +131,38 @@ def _library(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     if status:
         raise EngineError(f"CUDA's cuInit has failed with status {status}")
     return kind("libcuda.so.1")
+
+
+# -- NVRTC -------------------------------------------------------------------------------------------------------------
+
+# The wheel of each CUDA version, and its extra of mpistrat.
+_NVRTC = {12: ("nvidia-cuda-nvrtc-cu12", "gpu"), 13: ("nvidia-cuda-nvrtc", "gpu13")}
+
+
+def load_nvrtc(cuda: int) -> None:
+    """Make libnvrtc of this CUDA version (12 or 13) known to the process, under the name by which cupy opens it.
+
+    cupy 13 looks for libnvrtc only where the dynamic linker does, which does not search wheels; cupy 14 finds wheels.
+    Does nothing if the linker finds libnvrtc. May be called again.
+
+    Raises:
+        OSError: libnvrtc is not installed. The message says how to install it.
+    """
+    name = f"libnvrtc.so.{cuda}"
+    try:
+        ctypes.CDLL(name)
+        return
+    except OSError as error:
+        path = _in_wheel(cuda, name)
+        if path is None:
+            extra = f" ({pip_extra(_NVRTC[cuda][1])})" if cuda in _NVRTC else ""
+            raise OSError(f"{error}{extra}") from error
+    ctypes.CDLL(path)
+
+
+def _in_wheel(cuda: int, name: str) -> str | None:
+    try:
+        wheel = metadata.distribution(_NVRTC[cuda][0])
+    except (KeyError, metadata.PackageNotFoundError):
+        return None
+    return next((str(file.locate()) for file in wheel.files or () if file.name == name), None)

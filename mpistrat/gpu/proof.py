@@ -22,8 +22,8 @@ from ..core.request import ReduceOp
 from ..core.topology import Topology
 from .arrays import GpuArray, GpuDevice, GpuEvent
 from .backend import await_on_host
-from .communicators import Exchange
-from .copy.copy_plan import fused_offsets
+from .connect import Exchange
+from .copy_kernel import fused_offsets
 from .nccl_data import NcclData
 from .staged import StagedData
 
