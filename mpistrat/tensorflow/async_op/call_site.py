@@ -18,7 +18,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from weakref import WeakValueDictionary
 
 import numpy as np
 import tensorflow as tf
@@ -28,22 +27,16 @@ from ...api.own_gpu import go_by_host, host_copies_of
 from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...gpu.arrays import Allocated, BucketList, GpuTensors
-from ..bridge import execution_ids, gpu_device
-from ..bridge.execution_ids import Execution
+from ..bridge import gpu_device
 from ..bridge.gpu_device import device_at
-from ..bridge.program_order import after_completed, anonymous_variable, capture_in_order, in_gradient
-from ..bridge.session_graph import session_graph
+from ..bridge.program_order import Execution, after_completed, current_execution, resource_of_name, session_graph
 from ..bridge.tf_errors import described
 from ..xla import context as xla
-from . import kernel, session_runs, streams
+from . import kernel, session_node, streams
 from .kernel import Memory
-from .session_executions import Executions
-from .session_node import number_of_execution
-from .submission import CollectiveCallSite, MakeRequest, Observer
+from .submission import CollectiveCallSite, Executions, MakeRequest, Observer
 
 logger = logging.getLogger(__name__)
-
-_orders: "WeakValueDictionary[tuple[str, str], tf.Tensor]" = WeakValueDictionary()  # by device and name
 
 
 def are_on_gpu(tensors: Sequence[tf.Tensor], process_set: int = 0) -> bool:
@@ -107,19 +100,19 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
             may run only some of the nodes of a list.
     """
     in_session = None if session_graph() is None else Executions()
-    execution = execution_ids.current.get() or Execution()
+    execution = current_execution.get() or Execution()
     if in_session is None:
         past, counts = [execution.number] if execution.is_past else [], execution.number is None
-        orders = [] if in_gradient() else [capture_in_order(_order(where, name))]
+        orders = resource_of_name(where, name)
     else:
-        past, counts, orders = number_of_execution(), False, []
+        past, counts, orders = session_node.number_of_execution(), False, []
     site = _GpuCallSite(name, process_set, make_request, execution, observer, in_session, where, tensors,
                         1 + len(past) + len(orders), keeps_shapes, bucket if in_session is None else None)
     with after_completed() if in_session is None else nullcontext(), tf.device(where):
         outputs = kernel.node(site, tensors, past, orders, int(counts))
     site.belongs_to(outputs[0].op)
     if in_session is not None:
-        session_runs.watch()
+        session_node.watch()
     if counts:
         execution.number = outputs.pop()
         execution.number.set_shape([])
@@ -152,16 +145,6 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
     # If this raises, as a signal handler may, the engine may still use the memory, and keeps it.
     results: list[tf.Tensor] = runtime.group_of(request.name, process_set).engine.run(request, arrays).wait()
     return results
-
-
-def _order(where: str, name: str) -> tf.Tensor:
-    """The resource of a name, on the device of its nodes. Nothing ever reads or writes it."""
-    handle = _orders.get((where, name))
-    if handle is None:
-        with tf.init_scope(), tf.device(where):
-            handle = anonymous_variable(tf.float32)
-        _orders[where, name] = handle
-    return handle
 
 
 def _numpy_dtypes(tensors: Sequence[tf.Tensor]) -> list[np.dtype]:

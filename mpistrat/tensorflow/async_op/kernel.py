@@ -23,11 +23,9 @@ import tensorflow as tf
 
 from ...core.errors import EngineError
 from ...core.memory import ALIGNMENT
-from ..bridge.calls import SITE_ATTRIBUTE
-from ..bridge.private_names import apply_op, context, eager_mode, execute_eagerly, set_node_attribute
-from ..bridge.python_op import keep_in_graph, keep_thread_state
-from ..bridge.sync_execution import SynchronousExecution
-from ..bridge.targets import Targets
+from ..bridge.calls import set_key
+from ..bridge.private_names import SynchronousExecution, apply_op, context, eager_mode, execute_eagerly
+from ..bridge.python_op import Targets, keep_in_graph, keep_thread_state
 from ..bridge.tf_errors import described
 from .c_api import Done, Status, api, is_deleted_by_tensorflow, require_api
 
@@ -220,8 +218,7 @@ def node(target: Target, tensors: Sequence[tf.Tensor], past: Sequence[tf.Tensor]
     constant = tf.constant(number, tf.int32)  # A constant int32 on a GPU is in host memory.
     results, scalars = apply_op(NAME, target=constant, past=list(past), order=list(order), tensors=list(tensors),
                                 K=numbers)
-    set_node_attribute((list(results) + list(scalars))[0].op, SITE_ATTRIBUTE,
-                       tf.compat.v1.AttrValue(s=str(number).encode()))
+    set_key(results[0].op, number)
     return [*results, *scalars]
 
 

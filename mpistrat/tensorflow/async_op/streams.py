@@ -25,7 +25,7 @@ from ...gpu import driver
 from ...gpu.arrays import CudaEvent, RecordedStream
 from ...gpu.backend import await_on_host
 from ...gpu.proof import LIMIT_S, Race, late_copy, prove
-from ..bridge.sync_execution import SynchronousExecution
+from ..bridge.private_names import SynchronousExecution
 from ..xla import ffi
 from ..xla.custom_call import custom_call
 from . import kernel

@@ -28,7 +28,7 @@ from ...core.errors import InvalidRequestError, NotInitializedError, RanksLostEr
 from ...core.handle import Origin
 from ...process.error_text import is_users
 from . import names
-from .private_names import AtomicFunction
+from .private_names import AtomicFunction, set_node_attribute
 from .tf_errors import as_tf_error
 
 
@@ -71,17 +71,21 @@ class CallSite:
         return {self.thread + self.name}
 
 
-# The attribute by which a custom call of XLA's is known; a callback has its token.
-SITE_ATTRIBUTE = "_mpistrat_site"
+_SITE_ATTRIBUTE = "_mpistrat_site"
 _sites: "weakref.WeakValueDictionary[bytes, CallSite]" = weakref.WeakValueDictionary()
 
 
 def _key_of(node: tf.compat.v1.NodeDef) -> bytes:
     """The key of a node in `_sites`; b"" for nodes that are not there."""
-    for name in ("token", SITE_ATTRIBUTE):
+    for name in ("token", _SITE_ATTRIBUTE):
         if name in node.attr:
             return bytes(node.attr[name].s)
     return b""
+
+
+def set_key(node: tf.Operation, number: int) -> None:
+    """Give a node that calls the target with this number a key in `_sites`. The key of a callback is its token."""
+    set_node_attribute(node, _SITE_ATTRIBUTE, tf.compat.v1.AttrValue(s=str(number).encode()))
 
 
 def _place_of(node: str, graph: "weakref.ref[tf.Graph]") -> str:

@@ -25,7 +25,7 @@ import tensorflow as tf
 from ...core.handle import Handle
 from ...core.memory import ALIGNMENT, aligned_empty
 from ...core.tuning import COMPLETION_QUEUES_MADE, COMPLETION_QUEUES_WRITTEN
-from .sync_execution import SynchronousExecution
+from .private_names import SynchronousExecution
 from .types import Arrays
 
 # A ticket: the numbers of the execution and of the queue in one integer; the number of elements to read from the queue

@@ -12,17 +12,21 @@ loop made from it. The function must not refer to the graph, or neither would ev
 """
 
 import ctypes
+import itertools
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from .private_names import EagerFunc, insert_function
-from .session_graph import session_graph
-from .sync_execution import is_asynchronous
+from .private_names import EagerFunc, insert_function, is_asynchronous
+from .program_order import session_graph
 from .types import Arrays
+
+T = TypeVar("T")
 
 # By graph object, and not as an attribute of it: when a ConcreteFunction is deleted, TensorFlow removes all attributes
 # of its graph, even if other functions still call it.
@@ -86,3 +90,32 @@ def keep_thread_state() -> None:
     if not hasattr(_thread, "is_kept"):  # A new thread state has no such attribute.
         ctypes.pythonapi.PyGILState_Ensure()
         _thread.is_kept = True
+
+
+class Targets(weakref.WeakValueDictionary[int, T]):
+    """The targets of one kind of node, by their numbers. A target lives as long as something else refers to it.
+
+    Args:
+        bits: The number of bits of the first number, which is random: a graph that another process has saved must not
+            find a target here.
+        register: Registers the code that calls targets. Called once in a process, before the first target is added.
+    """
+
+    def __init__(self, bits: int, register: Callable[[], None]):
+        super().__init__()
+        self._numbers = itertools.count(secrets.randbits(bits))
+        self._lock, self._register, self._is_registered = threading.Lock(), register, False
+
+    def prepare(self) -> None:
+        """Call `register`, unless it has been called before. Any thread may call prepare()."""
+        with self._lock:
+            if not self._is_registered:
+                self._register()
+                self._is_registered = True
+
+    def add(self, target: T) -> int:
+        """Add a target; return its number. Any thread may call it."""
+        self.prepare()
+        number = next(self._numbers)
+        self[number] = target
+        return number

@@ -36,9 +36,7 @@ from ...core.request import on_gpu
 from ...core.tuning import SUBMIT_WAIT_S
 from ...gpu.arrays import GpuTensors
 from ..async_op.submission import CollectiveCallSite, MakeRequest, Observer, Submission
-from ..bridge import execution_ids
-from ..bridge.execution_ids import Execution
-from ..bridge.program_order import anonymous_variable, capture_in_order, in_gradient, in_order
+from ..bridge.program_order import Execution, capture_in_order, current_execution, in_gradient, in_order, zero_on
 from ..bridge.tf_errors import described
 from ..xla import context, ffi, gpu_memory
 from ..xla.custom_call import custom_call, has_type
@@ -132,7 +130,7 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
         if not has_type(tensor.dtype):
             raise InvalidRequestError(f"{name}: XLA cannot compile a collective of {tensor.dtype.name}. Leave "
                                       "jit_compile out of the function, or cast the tensor.")
-    execution = execution_ids.current.get()
+    execution = current_execution.get()
     past = [tf.cast(execution.number, tf.int64)] if execution is not None and execution.is_past else []
     counts = execution is not None and execution.number is None
     # As in other graphs, integers on a GPU are copied to the host.
@@ -183,10 +181,7 @@ def _linked(call: Callable[[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
 def _variable_of(function: tf.Graph) -> tf.Tensor:
     """The variable of a compiled function. It lives as long as the graphs that have captured its handle."""
     if function not in _variables:
-        with tf.init_scope(), tf.device(context.device_of_compiled()):
-            handle = anonymous_variable(tf.int64)
-            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
-        _variables[function] = handle
+        _variables[function] = zero_on(context.device_of_compiled())
     return _variables[function]
 
 

@@ -10,11 +10,10 @@ from typing import Protocol
 import tensorflow as tf
 
 from ...core.errors import EngineError
-from ..bridge.calls import SITE_ATTRIBUTE
+from ..bridge.calls import set_key
 from ..bridge.gpu_device import has_gpu
-from ..bridge.private_names import set_node_attribute, stop_recording, xla_call_module
-from ..bridge.python_op import keep_in_graph, keep_thread_state
-from ..bridge.targets import Targets
+from ..bridge.private_names import stop_recording, xla_call_module
+from ..bridge.python_op import Targets, keep_in_graph, keep_thread_state
 from ..bridge.tf_errors import described
 from . import ffi
 
@@ -63,7 +62,7 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
             module=_program(number, given, returned, times_rows, in_place),
             Sout=[list(shape) for _, shape in returned], Tout=list(dtypes),
             platforms=["CUDA" if has_gpu() else "CPU"])
-    set_node_attribute(outputs[0].op, SITE_ATTRIBUTE, tf.compat.v1.AttrValue(s=str(number).encode()))
+    set_key(outputs[0].op, number)
     return list(outputs)
 
 
