@@ -1,7 +1,7 @@
 """Arrays on a GPU as the engine sees them, and Protocols of the GPU, its streams and its events.
 
-device.Device implements the Protocols with cupy; tests have a stand-in. Made by the caller's thread, used by the
-engine's.
+device.py implements the Protocols with cupy; tests have a stand-in. The caller's thread makes the arrays, and the
+engine's thread uses them.
 """
 
 import math
@@ -22,26 +22,24 @@ _ITEMSIZE = attrgetter("itemsize")
 class GpuArray(NamedTuple):
     """C-contiguous elements in the memory of this rank's GPU."""
 
-    address: int  # The GPU's address of the first element.
+    address: int  # Of the first element, in the GPU's memory.
     shape: tuple[int, ...]
     dtype: np.dtype
     owner: Any  # The object that keeps the memory alive.
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements."""
         return self.size * self.dtype.itemsize
 
 
 class CudaEvent(Protocol):
-    """An event of cupy: a GpuEvent without the stream. `ptr`: The address of CUDA's event."""
+    """An event of cupy: a GpuEvent without the stream."""
 
-    ptr: int
+    ptr: int  # The address of CUDA's event.
 
 
 class RecordedStream(Protocol):
@@ -103,7 +101,7 @@ class NcclCommunicator(Protocol):
 
 
 class GpuDevice(Protocol):
-    """This rank's GPU. For the methods see device.Device."""
+    """This rank's GPU. See device.Device for the methods."""
 
     identity: str
     checked_bytes: int
@@ -171,8 +169,7 @@ class GpuTensors(Sequence[GpuArray]):
                  dtypes: Sequence[np.dtype], owner: object, streams: Sequence[RecordedStream],
                  readers: Sequence[RecordedStream] | None,
                  allocate: Callable[[Sequence[tuple[int, ...]]], Allocated]):
-        # addresses, shapes, dtypes: Of each tensor.
-        # owner: The object that keeps their memory alive.
+        # owner: The object that keeps the memory of the tensors alive.
         self.device, self.addresses, self.shapes, self.dtypes, self.owner = device, addresses, shapes, dtypes, owner
         # streams: When they have done their work so far, the contents are complete and the memory of results is free.
         # readers: The streams in whose order the caller reads the results. The caller waits for nothing else. None: the
@@ -180,7 +177,7 @@ class GpuTensors(Sequence[GpuArray]):
         # allocate: Allocates results of the given shapes, of the same dtypes.
         self.streams, self.readers, self.allocate = streams, readers, allocate
         self.ready: Sequence[GpuEvent] = ()  # Events of `streams`.
-        self.bucket: tuple[BucketList, int] | None = None  # The list of buckets, and the index of this bucket.
+        self.bucket: tuple[BucketList, int] | None = None  # The list of buckets, and the index of this bucket in it.
         self.made: Allocated | None = None  # The results, if their shapes are known when the request is submitted.
         # Events after which the results are complete, if the request was complete before.
         self.ends: Sequence[GpuEvent] = ()
@@ -188,7 +185,7 @@ class GpuTensors(Sequence[GpuArray]):
     def __len__(self) -> int:
         return len(self.addresses)
 
-    def __getitem__(self, i: int) -> "GpuArray":  # type: ignore[override]
+    def __getitem__(self, i: int) -> GpuArray:  # type: ignore[override]
         return GpuArray(self.addresses[i], self.shapes[i], self.dtypes[i], self.owner)
 
     @cached_property

@@ -141,7 +141,7 @@ def within(limit_s: float, call: Callable[[], T]) -> T | None:
 
 
 class Watchdog:
-    """Ends a guarded call that takes too long, once, from a separate thread.
+    """Ends a guarded call that takes too long, once, from a separate thread, since the engine's thread is blocked.
 
     Calls inside of `with watchdog:` are guarded. The watchdog calls `revoke`, and `abort` only if the guarded call does
     not return soon, because `abort` frees the memory that the call uses.
@@ -169,7 +169,11 @@ class Watchdog:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """End a guarded call. Raises EngineError if it was too long, in place of the exception caused by the abort."""
-        if self._end() and (error is None or isinstance(error, Exception)):
+        with self._lock:
+            self._since, has_fired = None, self._has_fired
+            if has_fired:
+                self._ended.set()
+        if has_fired and (error is None or isinstance(error, Exception)):
             raise EngineError(self._text) from error
 
     def close(self) -> None:
@@ -186,11 +190,3 @@ class Watchdog:
                 if not (within(WATCHDOG_REVOKE_S, self._revoke) and self._ended.wait(WATCHDOG_REVOKE_S)):
                     self._abort()
                 return
-
-    def _end(self) -> bool:
-        """Record that the guarded call has ended. Returns whether it took too long."""
-        with self._lock:
-            self._since = None
-            if self._has_fired:
-                self._ended.set()
-            return self._has_fired

@@ -25,7 +25,7 @@ from ..core.install import pip_extra
 from ..core.interfaces import DataPlane
 from ..core.request import ReduceOp
 from ..core.settings import Settings
-from ..core.topology import Topology, rank_list
+from ..core.topology import Topology, rank_list, ranks_by_value
 from ..core.tuning import (
     GPU_FUSION_PADDING_BYTES,
     GPU_LEAST_FUSION_BYTES,
@@ -67,14 +67,9 @@ class GpuInfo(NamedTuple):
 
 
 def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:
-    """The reason not to use NCCL; "" to use it.
+    """The reason not to use NCCL; "" to use it. `wanted`: The setting gpu_operations.
 
-    Args:
-        ranks: The GpuInfo of each rank.
-        wanted: The setting gpu_operations.
-
-    Raises:
-        EngineError: The setting demands NCCL, and NCCL cannot be used.
+    Raises EngineError: The setting demands NCCL, and NCCL cannot be used.
     """
     if wanted == "staged":
         return f"MPISTRAT_GPU_OPERATIONS={wanted}"
@@ -99,10 +94,7 @@ def _obstacle(ranks: Sequence[GpuInfo]) -> str:
     versions = sorted({found.nccl for found in ranks})
     if len(versions) > 1:
         return f"the ranks have different versions of NCCL: {', '.join(map(str, versions))}"
-    users: dict[str, list[int]] = {}
-    for rank, found in enumerate(ranks):
-        users.setdefault(found.gpu, []).append(rank)
-    shared = [together for together in users.values() if len(together) > 1]
+    shared = [together for together in ranks_by_value(found.gpu for found in ranks).values() if len(together) > 1]
     if shared and not (versions[0] >= SHARES_GPUS and all(found.may_share for found in ranks)):
         return (f"ranks {rank_list(shared[0])} share a GPU, which NCCL allows from 2.30 on, with "
                 "NCCL_MULTI_RANK_GPU_ENABLE=1")
@@ -130,8 +122,7 @@ def connect(device: GpuDevice, topology: Topology, exchange: Exchange, host: Dat
     """Find out whether NCCL can be used, and connect it. Collective. Rank 0 logs the choice.
 
     Args:
-        exchange: An exchange among these ranks.
-        host: The data plane for CPU tensors of these ranks, which also reduces staged tensors.
+        exchange, host: Of these ranks. `host` also reduces staged tensors.
         settings: The same on all ranks.
         owner: The object that uses the backend. It releases its claim (see assignment.py) when it closes the backend.
 
@@ -145,9 +136,11 @@ def connect(device: GpuDevice, topology: Topology, exchange: Exchange, host: Dat
     found, buffers, own_ids = _probe(device, rank == 0, settings)
     if size > 1 and found.buffer_bytes:
         found = found._replace(is_free=claim(device, owner))
-    own: tuple[list[Any], list[Any]] = (list(found), [_plain(unique_id) for unique_id in own_ids])
+    # An id is bytes, and travels as hexadecimal digits; or, before cupy 14, a tuple.
+    own: tuple[list[Any], list[Any]] = (list(found), [each.hex() if isinstance(each, bytes) else list(each)
+                                                      for each in own_ids])
     gathered = exchange(own)
-    ranks = [GpuInfo(*fields) for fields, _ in gathered]
+    ranks, ids = [GpuInfo(*fields) for fields, _ in gathered], gathered[0][1]
     reason = why_not_nccl(ranks, settings.gpu_operations)
     if reason:
         release(device, owner)
@@ -164,22 +157,12 @@ def connect(device: GpuDevice, topology: Topology, exchange: Exchange, host: Dat
         _log(rank, logging.WARNING, f"MPISTRAT_NUM_NCCL_STREAMS={settings.nccl_streams}: NCCL before 2.26 does not "
                                     "keep the order of several communicators, and may deadlock. Install NCCL 2.26.")
     communicators = make_communicators(
-        lambda: (device.communicator(size, _unique_id(plain), rank) for plain in gathered[0][1]), device, rank,
-        exchange, settings.limit_s)
-    buffers_of_streams = [buffers[i:i + BUFFERS] for i in range(0, len(buffers), BUFFERS)]
+        lambda: (device.communicator(size, bytes.fromhex(each) if isinstance(each, str) else tuple(each), rank)
+                 for each in ids), device, rank, exchange, settings.limit_s)
     _log(rank, logging.INFO, f"GPU tensors are reduced by NCCL (version code {found.nccl})")
-    return NcclData(device, rank, size, communicators, buffers_of_streams, nbytes, found.nccl,
+    return NcclData(device, rank, size, communicators,
+                    [buffers[i:i + BUFFERS] for i in range(0, len(buffers), BUFFERS)], nbytes, found.nccl,
                     size == 1 or all(other.is_free for other in ranks)), fusion_bytes
-
-
-def _plain(unique_id: bytes | tuple[int, ...]) -> str | list[int]:
-    """An id of NCCL as a value for an Exchange: hexadecimal digits for bytes, a list for a tuple."""
-    return unique_id.hex() if isinstance(unique_id, bytes) else list(unique_id)
-
-
-def _unique_id(plain: str | list[int]) -> bytes | tuple[int, ...]:
-    """The id that `_plain` has turned into `plain`."""
-    return bytes.fromhex(plain) if isinstance(plain, str) else tuple(plain)
 
 
 def _log(rank: int, level: int, text: str) -> None:
@@ -266,7 +249,7 @@ class _Attempt:
 
     def __init__(self, make: Callable[[], Iterable[NcclCommunicator]], device: GpuDevice, rank: int):
         self._device, self._rank = device, rank
-        self.made: list[NcclCommunicator] = []  # The communicators.
+        self.made: list[NcclCommunicator] = []
         self.state: str | None = None  # None while they are being made and connected, then "", or the error.
         self._is_given_up = False
         self._lock = threading.Lock()

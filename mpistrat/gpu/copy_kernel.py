@@ -11,7 +11,6 @@ from typing import cast
 
 import numpy as np
 
-from ..core.arithmetic import IDENTITY, Scale
 from ..core.memory import rounded_up
 from ..core.tuning import COPY_BLOCK_ELEMENTS
 
@@ -32,16 +31,10 @@ class CopyJob:
     factor is 1, and scaled in float64 otherwise.
     """
 
-    # source, target: Names of dtypes in TYPES.
-    source: str
+    source: str  # The names of dtypes in TYPES.
     target: str
     factor: float = 1.0
     divisor: int = 1
-
-    @classmethod
-    def between(cls, source: str, target: str, scale: Scale = IDENTITY) -> "CopyJob":
-        """Return the job that applies `scale`."""
-        return cls(source, target, scale.factor, scale.divisor)
 
     @property
     def is_plain(self) -> bool:
@@ -82,8 +75,7 @@ class FusedCopies:
     """
 
     def __init__(self, counts: Sequence[int], memory_bytes: int, itemsize: int):
-        # total: Elements in the buffer.
-        offsets, self.total = fused_offsets(counts, min(memory_bytes, itemsize))
+        offsets, self.total = fused_offsets(counts, min(memory_bytes, itemsize))  # total: Elements in the buffer.
         self._filled = None if 0 not in counts else np.flatnonzero(counts)
         self._offsets = np.asarray(self._of_filled(np.array(offsets, np.uint64) * np.uint64(itemsize)))
         nothing = np.zeros(len(counts), np.uint64)

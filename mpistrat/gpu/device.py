@@ -30,6 +30,7 @@ from .copy_kernel import GUARD, NAME, PIECE, PIECES_PER_LAUNCH, CopyJob, source,
 
 # Beyond the range of any GPU, which is 0 to -5. cudaStreamCreateWithPriority then takes the end of the range.
 _URGENT = -100
+_HAS_PRIORITIES = int(cupy.__version__.split(".")[0]) >= 14
 _RESULT_ALIGNMENT = 512  # of the allocations of cupy and torch
 _PER_THREAD = 2  # cudaStreamPerThread
 _PLAIN = CopyJob("float32", "float32")
@@ -40,20 +41,18 @@ RESULTS = {7: "ncclInProgress: the call has not ended (is NCCL_COMM_BLOCKING=0 s
 
 
 class Event:
-    """A point in a stream, see arrays.GpuEvent. Device.record makes it. Any thread may use it.
-
-    `spare`: The list that gets cupy's event back for reuse. A stream that waits does not wait for the next record.
-    """
+    """A point in a stream, see arrays.GpuEvent. Device.record makes it. Any thread may use it."""
 
     def __init__(self, cupy_event: cupy.cuda.Event, stream: RecordedStream, number: int, spare: list[Any]):
-        self.cupy_event, self.number, self._spare = cupy_event, number, spare
+        self.cupy_event, self.number = cupy_event, number
+        # Gets cupy's event back for reuse: a stream that waits for an event does not wait for its next record.
+        self._spare = spare
         self._stream = stream  # so that no other stream gets the address while the event exists
         # The per-thread default streams of all threads have the same address.
         self.stream: Hashable = (stream.ptr, get_ident() if stream.ptr == _PER_THREAD else 0)
 
     @property
     def done(self) -> bool:
-        """Whether the stream has reached the event. Raises EngineError if the GPU has failed."""
         return driver.is_done(self.cupy_event.ptr)
 
     def __del__(self) -> None:
@@ -94,7 +93,7 @@ class Device:
 
         The kernels of an urgent stream start before waiting kernels of other streams. cupy 13 ignores `is_urgent`.
         """
-        urgency = {"priority": _URGENT} if is_urgent and _has_priorities() else {}
+        urgency = {"priority": _URGENT} if is_urgent and _HAS_PRIORITIES else {}
         made: GpuStream = cupy.cuda.Stream(non_blocking=True, **urgency)
         return made
 
@@ -241,11 +240,6 @@ def _by_value(table: np.ndarray) -> "Array[c_char]":
     made = create_string_buffer(PIECES_PER_LAUNCH * PIECE.itemsize)
     memmove(made, table.ctypes.data, table.nbytes)
     return made
-
-
-@cache
-def _has_priorities() -> bool:
-    return int(cupy.__version__.split(".")[0]) >= 14
 
 
 def gpu_count() -> int:

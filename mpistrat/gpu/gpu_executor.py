@@ -17,14 +17,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..core.arithmetic import Reduction
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, Handle, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Observer
 from ..core.protocols import Array
 from ..core.quantised import INT8
-from ..core.request import CollectiveType, ReduceOp, Request
+from ..core.request import CollectiveType, ReduceOp
 from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.settings import Settings
 from ..core.topology import Topology
@@ -32,17 +31,19 @@ from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS, WAT
 from .arrays import Allocated, BucketList, GpuArray, GpuDevice, GpuEvent, GpuTensors, RecordedStream
 from .assignment import release
 from .backend import GpuBackend, Reducer, Watchdog, await_on_host, last_of_streams, within
-from .connect import Exchange, connect, exchange_over
+from .connect import connect, exchange_over
 from .nccl_data import NcclData
 from .proof import Kind, Proof, check_waiting
 from .staged import StagedData
 
 logger = logging.getLogger(__name__)
 
-
 _COMPLETE = Handle("complete")  # Without results.
 _COMPLETE.complete([])
 _NOTHING = Allocated((), [], None)
+
+Shape = tuple[int, ...]
+Run = Callable[["Work"], None]  # Enqueues the work of an entry.
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class Work:
     entry: Entry
     tensors: GpuTensors
     made: Allocated
-    run: "Callable[[Work], None] | None" = None
+    run: Run | None
 
     def targets(self, shapes: Sequence[tuple[int, ...]]) -> list[GpuArray]:
         """The results, which have these shapes, as arrays."""
@@ -97,83 +98,6 @@ def over(batches: deque[Batch], but: int = 0) -> Iterator[Batch]:
         yield batches.popleft()
 
 
-# -- entries that are executed one by one ----------------------------------------------------------------------------
-
-Shape = tuple[int, ...]
-Run = Callable[[Work], None]  # Enqueues the work of an entry.
-
-
-class SingleCollectives:
-    """Collectives that are executed one by one: what the ranks exchange before each, and the work that it enqueues.
-
-    Args:
-        exchange: An exchange among the ranks of `topology`.
-        reduction: Returns the arithmetic for a request.
-    """
-
-    backends: Sequence[GpuBackend]  # The first one is used; the last one for collectives that the first cannot do.
-
-    def __init__(self, topology: Topology, exchange: Exchange, reduction: Callable[[Request], Reduction]):
-        self._topology, self._exchange, self._reduction = topology, exchange, reduction
-
-    def planned(self, entry: Entry, tensors: GpuTensors) -> tuple[Sequence[Shape], Run | None]:
-        """Return the shapes of an entry's results, and the function that enqueues it; None: it is fused with others.
-
-        Collective, over the host.
-
-        Raises:
-            InvalidRequestError: On all ranks, if the splits of an all-to-all do not match its rows.
-        """
-        kind = entry.request.kind
-        if kind is CollectiveType.ALLGATHER:
-            return self._allgather(tensors)
-        if kind is CollectiveType.REDUCESCATTER:
-            return self._reducescatter(entry, tensors)
-        if kind is CollectiveType.ALLTOALL:
-            return self._alltoall(entry, tensors)
-        return tensors.shapes, None
-
-    def _allgather(self, tensors: GpuTensors) -> tuple[list[Shape], Run]:
-        rows = list(zip(*self._exchange([shape[0] for shape in tensors.shapes]), strict=True))
-        shapes = [(sum(counts), *shape[1:]) for shape, counts in zip(tensors.shapes, rows, strict=True)]
-
-        def run(work: Work) -> None:
-            for array, result, counts in zip(tensors, work.targets(shapes), rows, strict=True):
-                elements = row_size(array.shape)
-                self.backends[0].allgather(array, result, [count * elements for count in counts])
-
-        return shapes, run
-
-    def _reducescatter(self, entry: Entry, tensors: GpuTensors) -> tuple[list[Shape], Run]:
-        rows = [rows_of_ranks(shape[0], self._topology.size) for shape in tensors.shapes]
-        shapes = [(counts[self._topology.rank], *shape[1:]) for shape, counts in zip(tensors.shapes, rows, strict=True)]
-
-        def run(work: Work) -> None:
-            reduction = self._reduction(entry.request)
-            for array, result, counts in zip(tensors, work.targets(shapes), rows, strict=True):
-                elements = row_size(array.shape)
-                backend = self.backends[-1 if self.backends[0].why_not_scatter(array, reduction) else 0]
-                backend.reducescatter(array, result, [count * elements for count in counts], reduction)
-
-        return shapes, run
-
-    def _alltoall(self, entry: Entry, tensors: GpuTensors) -> tuple[list[Shape], Run]:
-        splits, array = cast("np.ndarray", entry.arrays[1]), tensors[0]
-        table = np.array(self._exchange([array.shape[0], *splits.tolist()]))
-        received = received_rows(entry.request.name, table, self._topology)
-        shapes = [(int(received.sum()), *array.shape[1:])]
-
-        def run(work: Work) -> None:
-            self.backends[0].alltoall(array, work.targets(shapes)[0],
-                                       *exchanged_elements(table, self._topology.rank, row_size(array.shape)))
-            work.made.results.append(received.astype(splits.dtype))
-
-        return shapes, run
-
-
-# -- all entries -------------------------------------------------------------------------------------------------------
-
-
 class GpuExecutor(DeviceExecutor):
     """Executes lists of entries that are the same on all ranks. See interfaces.DeviceExecutor. One thread at a time.
 
@@ -207,7 +131,6 @@ class GpuExecutor(DeviceExecutor):
         self._logged: set[str] = set()
         self.findings: list[str] = []
         self._exchange = exchange_over(host, topology.size)
-        self._single = SingleCollectives(topology, self._exchange, self._plans.reduction)
         self._watchdog: Watchdog | None = None
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
@@ -237,7 +160,7 @@ class GpuExecutor(DeviceExecutor):
             made, run = tensors.made, None
             if made is None or not is_fused(entry.request):
                 try:
-                    shapes, run = self._single.planned(entry, tensors)
+                    shapes, run = self._planned(entry, tensors)
                 except InvalidRequestError as error:  # The same on all ranks.
                     entry.handle.fail(error)
                     continue
@@ -411,7 +334,6 @@ class GpuExecutor(DeviceExecutor):
                 f"waiting for {self._settings.limit_s:g} s; another rank may have died, or not have begun")
             if not self._settings.uses("shadow") or self._is_proved(device, nccl):
                 self._completes_by_streams = self._streams_wait(device, nccl)
-        self._single.backends = self._backends
 
     def _is_proved(self, device: GpuDevice, nccl: NcclData) -> bool:
         """Reduce known numbers by NCCL. If a rank gets wrong results, stop using NCCL. Return whether NCCL is used."""
@@ -482,7 +404,9 @@ class GpuExecutor(DeviceExecutor):
             reason = backend.why_not(arrays, reduction.op, wire_dtype)
         if reason:
             backend = self._backends[-1]
-            self._log_once(f"some GPU tensors are staged through host memory: {reason}")
+            if self._topology.rank == 0 and reason not in self._logged:
+                self._logged.add(reason)
+                logger.info("rank 0: some GPU tensors are staged through host memory: %s", reason)
         kind = None if backend is self._staged or reduction.op is ReduceOp.PRODUCT else (
             arrays[0].dtype.name, reduction.op, wire_dtype)
         return backend.reducer(arrays, reduction, wire_dtype), kind
@@ -499,7 +423,55 @@ class GpuExecutor(DeviceExecutor):
             raise EngineError(f"the GPU of rank {self._topology.job_rank} has not done {names} in {waited_s:.0f} s; "
                               "another rank may have died, or not have begun")
 
-    def _log_once(self, text: str) -> None:
-        if self._topology.rank == 0 and text not in self._logged:
-            self._logged.add(text)
-            logger.info("rank 0: %s", text)
+    # -- entries that are executed one by one --------------------------------------------------------------------------
+
+    def _planned(self, entry: Entry, tensors: GpuTensors) -> tuple[Sequence[Shape], Run | None]:
+        """The shapes of an entry's results, and what enqueues it; None: it is fused. Collective, over the host.
+
+        Raises InvalidRequestError: On all ranks, if the splits of an all-to-all do not match its rows.
+        """
+        kind = entry.request.kind
+        if kind is CollectiveType.ALLGATHER:
+            return self._allgather(tensors)
+        if kind is CollectiveType.REDUCESCATTER:
+            return self._reducescatter(entry, tensors)
+        if kind is CollectiveType.ALLTOALL:
+            return self._alltoall(entry, tensors)
+        return tensors.shapes, None
+
+    def _allgather(self, tensors: GpuTensors) -> tuple[list[Shape], Run]:
+        rows = list(zip(*self._exchange([shape[0] for shape in tensors.shapes]), strict=True))
+        shapes = [(sum(counts), *shape[1:]) for shape, counts in zip(tensors.shapes, rows, strict=True)]
+
+        def run(work: Work) -> None:
+            for array, result, counts in zip(tensors, work.targets(shapes), rows, strict=True):
+                elements = row_size(array.shape)
+                self._backends[0].allgather(array, result, [count * elements for count in counts])
+
+        return shapes, run
+
+    def _reducescatter(self, entry: Entry, tensors: GpuTensors) -> tuple[list[Shape], Run]:
+        rows = [rows_of_ranks(shape[0], self._topology.size) for shape in tensors.shapes]
+        shapes = [(counts[self._topology.rank], *shape[1:]) for shape, counts in zip(tensors.shapes, rows, strict=True)]
+
+        def run(work: Work) -> None:
+            reduction = self._plans.reduction(entry.request)
+            for array, result, counts in zip(tensors, work.targets(shapes), rows, strict=True):
+                elements = row_size(array.shape)
+                backend = self._backends[-1 if self._backends[0].why_not_scatter(array, reduction) else 0]
+                backend.reducescatter(array, result, [count * elements for count in counts], reduction)
+
+        return shapes, run
+
+    def _alltoall(self, entry: Entry, tensors: GpuTensors) -> tuple[list[Shape], Run]:
+        splits, array = cast("np.ndarray", entry.arrays[1]), tensors[0]
+        table = np.array(self._exchange([array.shape[0], *splits.tolist()]))
+        received = received_rows(entry.request.name, table, self._topology)
+        shapes = [(int(received.sum()), *array.shape[1:])]
+
+        def run(work: Work) -> None:
+            self._backends[0].alltoall(array, work.targets(shapes)[0],
+                                       *exchanged_elements(table, self._topology.rank, row_size(array.shape)))
+            work.made.results.append(received.astype(splits.dtype))
+
+        return shapes, run

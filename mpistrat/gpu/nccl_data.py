@@ -51,7 +51,6 @@ class WireFormat(NamedTuple):
 
     @property
     def is_converted(self) -> bool:
-        """Whether the numbers are converted before they are sent."""
         return self.memory != self.dtype
 
     @property
@@ -61,7 +60,6 @@ class WireFormat(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes of a number in memory."""
         return _itemsize(self.memory)
 
 
@@ -111,10 +109,7 @@ def nccl_reduction(reduction: Reduction, wire: WireFormat, size: int, version: i
 
 
 class NcclStream:
-    """A communicator, two streams and two fusion buffers, reserved for this object.
-
-    `communicator`: Of all ranks.
-    """
+    """A communicator of all ranks, two streams and two fusion buffers, reserved for this object."""
 
     def __init__(self, device: GpuDevice, communicator: NcclCommunicator, buffers: Sequence[GpuArray]):
         self._device, self.communicator, self.buffers = device, communicator, list(buffers)
@@ -137,7 +132,7 @@ class NcclStream:
         return [self._device.record(stream) for stream in self._begun]
 
     def last_events(self) -> list[GpuEvent]:
-        """Return events after all work. A bucket that has not been unpacked never will be."""
+        """Return events after all work. A bucket that is not unpacked yet never will be."""
         return [self._device.record(stream) for stream in (self._reductions, self._copies)]
 
     def reduce_directly(self, source: int, target: int, count: int, wire: WireFormat, operation: int,
@@ -152,12 +147,10 @@ class NcclStream:
         """Reduce tensors at these addresses, which fit into one fusion buffer, by packing them into it."""
         buffer = self._next_buffer()
 
-        def reduce() -> None:
-            self.communicator.allReduce(buffer, buffer, copies.total, DTYPES[wire.dtype], reduction.operation,
-                                        self._reductions.ptr)
-
         self._run(lambda: self._pack(copies.to_buffer(sources, buffer), wire, reduction),
-                  reduce, lambda: self._unpack(copies.from_buffer(buffer, targets), wire, reduction))
+                  lambda: self.communicator.allReduce(buffer, buffer, copies.total, DTYPES[wire.dtype],
+                                                      reduction.operation, self._reductions.ptr),
+                  lambda: self._unpack(copies.from_buffer(buffer, targets), wire, reduction))
 
     def gather(self, rank: int, source: int, target: int, sizes: Sequence[int]) -> None:
         """Concatenate the ranks' bytes at `target`. Rank r has `sizes[r]` bytes."""
@@ -243,7 +236,7 @@ class NcclStream:
     # -- the pipeline -------------------------------------------------------------------------------------------------
 
     def _next_buffer(self) -> int:
-        """The address of the buffer to use next. The stream unpacks its former bucket before it packs the next one."""
+        """The address of a buffer. The stream unpacks the former bucket of a buffer before it packs the next one."""
         self._turn += 1
         return int(self.buffers[self._turn % BUFFERS].address)
 
@@ -270,12 +263,12 @@ class NcclStream:
             unpack()
 
     def _pack(self, launches: Sequence[tuple[np.ndarray, int]], wire: WireFormat, reduction: NcclReduction) -> None:
-        job = CopyJob.between(wire.memory, wire.dtype, Scale(reduction.prescale))
+        job = CopyJob(wire.memory, wire.dtype, reduction.prescale)
         for table, blocks in launches:
             self._device.batched_copy(table, blocks, job, self._copies)
 
     def _unpack(self, launches: Sequence[tuple[np.ndarray, int]], wire: WireFormat, reduction: NcclReduction) -> None:
-        job = CopyJob.between(wire.dtype, wire.memory, reduction.scale)
+        job = CopyJob(wire.dtype, wire.memory, reduction.scale.factor, reduction.scale.divisor)
         for table, blocks in launches:
             self._device.batched_copy(table, blocks, job, self._copies, self.lost)
 
@@ -303,7 +296,6 @@ class NcclData(GpuBackend):
 
     def __init__(self, device: GpuDevice, rank: int, size: int, communicators: Sequence[NcclCommunicator],
                  buffers: Sequence[Sequence[GpuArray]], buffer_bytes: int, version: int, is_alone: bool = True):
-        # buffer: One of the fusion buffers.
         self.is_alone, self.buffer, self.buffer_bytes = is_alone, buffers[0][0], buffer_bytes
         self._device, self._lost = device, np.zeros(0, np.uint8)
         self._rank, self._size, self._version = rank, size, version
@@ -341,7 +333,7 @@ class NcclData(GpuBackend):
         by_nccl = nccl_reduction(reduction, wire, self._size, self._version)
         counts = [array.size * wire.parts for array in arrays]
         if not any(counts):
-            return _nothing
+            return lambda sources, targets: None
         if len(counts) == 1 and not wire.is_converted and by_nccl.prescale == 1.0 and by_nccl.scale.is_identity:
             count, nbytes = counts[0], counts[0] * wire.itemsize
             return lambda sources, targets: self._next_stream().reduce_directly(sources[0], targets[0], count, wire,
@@ -352,7 +344,7 @@ class NcclData(GpuBackend):
         return lambda sources, targets: self._next_stream().reduce_packed(sources, targets, fused, wire, by_nccl)
 
     def _reducer_of_one(self, count: int, wire: WireFormat, by_nccl: NcclReduction) -> Reducer:
-        """As `reducer`, for a tensor that is converted or scaled, in pieces that fit into a fusion buffer."""
+        """A tensor that is converted or scaled is reduced in pieces that fit into a fusion buffer."""
         step = self.buffer_bytes // (wire.itemsize * ALIGNMENT) * ALIGNMENT
         pieces = [(start * wire.memory_bytes, FusedCopies([min(step, count - start)], wire.memory_bytes, wire.itemsize))
                   for start in range(0, count, step)]
@@ -428,7 +420,3 @@ class NcclData(GpuBackend):
         if nbytes > self.buffer_bytes:
             return f"{nbytes} bytes of {arrays[0].dtype.name} do not fit into a fusion buffer of {self.buffer_bytes}"
         return ""
-
-
-def _nothing(sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Reduce arrays without elements."""

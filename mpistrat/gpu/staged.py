@@ -91,24 +91,24 @@ class StagedData(GpuBackend):
         dtypes = [array.dtype for array in arrays]
 
         def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
-            made = [self._memory(math.prod(shape) * dtype.itemsize)
-                    for shape, dtype in zip(shapes, dtypes, strict=True)]
+            made: list[GpuArray] = []
+            for shape, dtype in zip(shapes, dtypes, strict=True):
+                nbytes = math.prod(shape) * dtype.itemsize
+                memory = self._device.scratch(max(nbytes, 1))
+                if memory is None:
+                    raise EngineError(f"the GPU has no memory for {nbytes} bytes, which this rank needs for the "
+                                      "collectives of other ranks while it waits in join().")
+                made.append(memory)
             # Nothing else uses the memory, and it is freed when the collective is done.
             return Allocated([each.address for each in made], made, None)
 
-        inputs, shapes = allocate([array.shape for array in arrays]), [array.shape for array in arrays]
+        shapes = [array.shape for array in arrays]
+        inputs = allocate(shapes)
         for array, address in zip(arrays, inputs.addresses, strict=True):
             staged = self._device.pinned(array.nbytes)
             staged[:] = array.reshape(-1).view(np.uint8)
             self._copy_back(staged, address)
         return GpuTensors(self._device, inputs.addresses, shapes, dtypes, inputs.results, (), (), allocate)
-
-    def _memory(self, nbytes: int) -> GpuArray:
-        memory = self._device.scratch(max(nbytes, 1))
-        if memory is None:
-            raise EngineError(f"the GPU has no memory for {nbytes} bytes, which this rank needs for the collectives of "
-                              "other ranks while it waits in join().")
-        return memory
 
     def fetched(self, source: int, nbytes: int) -> np.ndarray:
         """Copy the bytes at the address `source` to the host. Waits for the GPU."""
