@@ -24,17 +24,15 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...api.own_gpu import go_by_host, host_copies_of
-from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...gpu.arrays import Allocated, BucketList, GpuTensors
 from ..bridge import gpu_device
 from ..bridge.gpu_device import device_at
 from ..bridge.program_order import Execution, after_completed, current_execution, resource_of_name, session_graph
-from ..bridge.tf_errors import described
 from ..xla import context as xla
 from . import kernel, session_node, streams
 from .kernel import Memory
-from .submission import CollectiveCallSite, Executions, MakeRequest, Observer
+from .submission import AsyncCallSite, Executions, MakeRequest, Observer
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +93,7 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
         name, tensors, shapes, process_set: As in `cpu.run`.
         make_request: Called with the tensors as GpuTensors.
         keeps_shapes: Whether each result has the shape of its tensor.
-        observer: Called with copies on the host before the submit.
+        observer: Called with copies of the tensors on the host, before the submit.
         bucket: The list of buckets and the index of this bucket; None if there is only one. Ignored in a session, which
             may run only some of the nodes of a list.
     """
@@ -140,15 +138,12 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
         with tf.init_scope():  # The thread that drives the engine may be tracing a function.
             return kernel.lent(tensors, shapes)
 
-    arrays = _on_gpu(tensors[0].backing_device, process_set, _numpy_dtypes(tensors), tensors, lent, keeps_shapes)
+    dtypes = [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
+    arrays = _on_gpu(tensors[0].backing_device, process_set, dtypes, tensors, lent, keeps_shapes)
     request = on_gpu(make_request(arrays))
     # If this raises, as a signal handler may, the engine may still use the memory, and keeps it.
     results: list[tf.Tensor] = runtime.group_of(request.name, process_set).engine.run(request, arrays).wait()
     return results
-
-
-def _numpy_dtypes(tensors: Sequence[tf.Tensor]) -> list[np.dtype]:
-    return [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
 
 
 def _on_gpu(where: str, process_set: int, dtypes: Sequence[np.dtype], owner: object,
@@ -180,23 +175,16 @@ def _on_gpu(where: str, process_set: int, dtypes: Sequence[np.dtype], owner: obj
     return tensors
 
 
-class _GpuCallSite(CollectiveCallSite):
-    """The target of the node of one collective. Several executions may be in flight.
-
-    Args:
-        first: The index of the first tensor among the inputs of the node.
-        keeps_shapes, bucket: As in `run`.
-    """
+class _GpuCallSite(AsyncCallSite):
+    """The target of the node of one collective. Several executions may be in flight."""
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution,
                  observer: Observer | None, in_session: Executions | None, where: str, tensors: Sequence[tf.Tensor],
                  first: int, keeps_shapes: bool, bucket: tuple[BucketList, int] | None):
         super().__init__(name, process_set, lambda arrays: on_gpu(make_request(arrays)),
-                         execution if in_session is None else None, observer, in_session)
-        self._where, self._first, self._keeps_shapes, self._bucket = where, first, keeps_shapes, bucket
-        self._dtypes, self._nothing = _numpy_dtypes(tensors), [None] * len(tensors)
-        self._dims = [kernel.Dims(tuple(tensor.shape)) if tensor.shape.is_fully_defined() else None
-                      for tensor in tensors]
+                         execution if in_session is None else None, observer, in_session, tensors, first)
+        self._where, self._keeps_shapes, self._bucket = where, keeps_shapes, bucket
+        self._nothing = [None] * len(tensors)
 
     def compute(self, call: kernel.Call) -> None:
         def memory(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
@@ -209,22 +197,4 @@ class _GpuCallSite(CollectiveCallSite):
 
         arrays = _on_gpu(self._where, self.process_set, self._dtypes, call, memory, self._keeps_shapes)
         arrays.bucket = self._bucket
-        if self.is_in_order:
-            its = self.submission(arrays, call.number(1) if self._has_past else None, fetched)
-        else:
-            its = self.session_submission(arrays, call, fetched)
-        if self._counts:
-            call.write_number(len(arrays), its.number)
-        handle = its.group.engine.submit(its.request, its.arrays, self.origin)
-        handle.when_done(_end, (call, handle))
-
-
-def _end(ended: Sequence[tuple[kernel.Call, Handle]]) -> None:
-    """Complete the calls of handles that are done. Called by the engine's thread."""
-    for call, handle in ended:
-        try:
-            handle.wait()
-        except Exception as error:
-            call.fail(*described(error))
-        else:
-            call.complete()
+        self.submit(call, arrays, fetched)

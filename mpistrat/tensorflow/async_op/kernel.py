@@ -74,8 +74,7 @@ class Memory(NamedTuple):
 class Call:
     """An execution of the kernel. Call `complete` or `fail` once, in any thread.
 
-    Until then TensorFlow keeps the inputs and the memory of the outputs. A Call object that is deleted before has
-    failed.
+    Until then TensorFlow keeps the inputs and the memory of the outputs. A Call that is deleted before fails.
     """
 
     __slots__ = ("_api", "_context", "_done", "_status", "is_ended")
@@ -100,7 +99,7 @@ class Call:
         There is only one loop, since a step has hundreds of tensors. An output may have the memory of its input.
 
         Args:
-            first: The index of the first input. The index of the first output is 0.
+            first: The index of the first input. The first output has the index 0.
             known: For each input the shape, or None to ask TensorFlow for the shape.
             allocates: Whether to allocate the outputs. If False, the addresses of the outputs are [].
         """
@@ -149,12 +148,9 @@ class Call:
         return address
 
     def give(self, index: int, array: np.ndarray, kind: int) -> None:
-        """Set an output on the host to this array, which must not change afterwards. Large arrays are not copied.
+        """Set an output on the host to this C-contiguous array, which must not change afterwards.
 
-        Args:
-            index: The index of the output.
-            array: C-contiguous.
-            kind: TensorFlow's number of the array's dtype.
+        Large arrays are not copied. `kind`: TensorFlow's number of the dtype.
         """
         nbytes = array.nbytes
         if nbytes < _LEAST_GIVEN or array.ctypes.data % ALIGNMENT:
@@ -278,7 +274,7 @@ tf.no_gradient(NAME)
 
 
 class _Lending:
-    """A target that stores the addresses of a call in `found`, and completes the call at once."""
+    """A target that stores the memory of a call in `found`, and completes the call at once."""
 
     def __init__(self, count: int, shapes: Sequence[tuple[int, ...]] | None):
         self._count, self._shapes = count, shapes

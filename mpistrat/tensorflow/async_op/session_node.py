@@ -17,26 +17,22 @@ make_callable:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/client/session.py#L1359
 """
 
-import ctypes
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ...core.errors import InvalidRequestError
-from ...core.handle import Handle
 from ..bridge import names
 from ..bridge.calls import CallSite, observed_call, sites_among
 from ..bridge.private_names import BaseSession
 from ..bridge.program_order import current_execution
-from ..bridge.tf_errors import described
+from ..bridge.python_op import array_at
 from ..xla import context as xla
 from . import kernel
-from .submission import CollectiveCallSite, Executions, MakeRequest, Observer, call_number
+from .submission import AsyncCallSite, Executions, MakeRequest, Observer, call_number
 
 _HOST = "CPU:0"
 
@@ -85,49 +81,17 @@ def number_of_execution() -> list[tf.Tensor]:
     return [] if number is None else [number]
 
 
-class _SessionCallSite(CollectiveCallSite):
+class _SessionCallSite(AsyncCallSite):
     """The target of the node of one collective."""
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
                  observer: Observer | None, first: int):
-        super().__init__(name, process_set, make_request, None, observer, Executions())
-        self._first = first
-        self._dims = [kernel.Dims(tuple(tensor.shape)) if tensor.shape.is_fully_defined() else None
-                      for tensor in tensors]
-        self._dtypes = [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
+        super().__init__(name, process_set, make_request, None, observer, Executions(), tensors, first)
         self._kinds = [tensor.dtype.as_datatype_enum for tensor in tensors]
 
     def compute(self, call: kernel.Call) -> None:
         addresses, shapes, _ = call.exchange(self._first, self._dims, allocates=False)
-        arrays = list(map(_view, addresses, shapes, self._dtypes))
-        its = self.session_submission(arrays, call)
-        handle = its.group.engine.submit(its.request, its.arrays, self.origin)
-        handle.when_done(_end, (self, call, handle))
-
-    def end(self, call: kernel.Call, handle: Handle) -> None:
-        """Pass the results or the error to TensorFlow."""
-        try:
-            for index, (result, kind) in enumerate(zip(handle.wait(), self._kinds, strict=True)):
-                call.give(index, result, kind)
-        except Exception as error:
-            call.fail(*described(error))
-        else:
-            call.complete()
-
-
-def _end(ended: Sequence[tuple[_SessionCallSite, kernel.Call, Handle]]) -> None:
-    """Complete the calls of handles that are done. Called by the engine's thread."""
-    for site, call, handle in ended:
-        site.end(call, handle)
-
-
-def _view(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """The memory of a tensor as an array, without a copy."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if not nbytes:
-        return np.empty(shape, dtype)
-    memory = memoryview((ctypes.c_uint8 * nbytes).from_address(address))
-    return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
+        self.submit(call, list(map(array_at, addresses, shapes, self._dtypes)), kinds=self._kinds)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

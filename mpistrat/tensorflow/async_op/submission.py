@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
@@ -14,14 +14,14 @@ import tensorflow as tf
 from ...api import runtime
 from ...api.group import Group
 from ...core.errors import InvalidRequestError
+from ...core.handle import Handle
 from ...core.request import Request
 from ...gpu.arrays import GpuTensors
 from ..bridge.calls import CallSite
 from ..bridge.private_names import WHILE_GRAPHS, at_each_call
 from ..bridge.program_order import Execution, captured_in_function, enclosing_function, session_graph
-
-if TYPE_CHECKING:
-    from .kernel import Call
+from ..bridge.tf_errors import described
+from .kernel import Call, Dims
 
 # This rank's tensors, on the host or on its GPU.
 Submitted = Sequence[np.ndarray] | GpuTensors
@@ -78,12 +78,6 @@ class CollectiveCallSite(CallSite):
         if prepare is not None:
             prepare(session)
 
-    def session_submission(self, arrays: Submitted, call: "Call",
-                           fetched: Callable[[], Sequence[np.ndarray]] | None = None) -> Submission:
-        """As `submission`, for a call in a graph of a session."""
-        assert self._in_session is not None
-        return self.submission(arrays, self._in_session.suffix(call) or None, fetched)
-
     def submission(self, arrays: Submitted, past: int | str | None,
                    fetched: Callable[[], Sequence[np.ndarray]] | None = None) -> Submission:
         """Return the collective to submit.
@@ -108,6 +102,51 @@ class CollectiveCallSite(CallSite):
         if past is not None:
             request = dataclasses.replace(request, name=f"{request.name}#{past}")
         return Submission(group, request, arrays, number)
+
+
+class AsyncCallSite(CollectiveCallSite):
+    """A collective whose node is the asynchronous operation; the target of the node (see kernel.py).
+
+    Args:
+        tensors: The tensors of the collective. The first one is the input of the node with the index `first`.
+    """
+
+    def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution | None,
+                 observer: Observer | None, in_session: "Executions | None", tensors: Sequence[tf.Tensor], first: int):
+        super().__init__(name, process_set, make_request, execution, observer, in_session)
+        self._first, self._dtypes = first, [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
+        self._dims = [Dims(tuple(tensor.shape)) if tensor.shape.is_fully_defined() else None for tensor in tensors]
+
+    def submit(self, call: Call, arrays: Submitted, fetched: Callable[[], Sequence[np.ndarray]] | None = None,
+               kinds: Sequence[int] = ()) -> None:
+        """Submit the collective of a call. When the collective is complete, the call is completed.
+
+        Args:
+            arrays, fetched: As for `submission`.
+            kinds: TensorFlow's numbers of the dtypes of results on the host; () if the results are in the outputs.
+        """
+        if self._in_session is not None:
+            past: int | str | None = self._in_session.suffix(call) or None
+        else:
+            past = call.number(1) if self._has_past else None
+        its = self.submission(arrays, past, fetched)
+        if self._counts:
+            call.write_number(len(arrays), its.number)
+        handle = its.group.engine.submit(its.request, its.arrays, self.origin)
+        handle.when_done(_end, (call, handle, kinds))
+
+
+def _end(ended: Sequence[tuple[Call, Handle, Sequence[int]]]) -> None:
+    """Complete the calls of handles that are done. Called by the engine's thread."""
+    for call, handle, kinds in ended:
+        try:
+            results = handle.wait()
+            for index, kind in enumerate(kinds):
+                call.give(index, results[index], kind)
+        except Exception as error:
+            call.fail(*described(error))
+        else:
+            call.complete()
 
 
 # -- the executions of a node in one run of a session ------------------------------------------------------------------
@@ -194,7 +233,7 @@ class Executions:
             self._is_in_function |= not getattr(graph, "is_control_flow_graph", False)
             graph = graph.outer_graph
 
-    def suffix(self, call: "Call") -> str:
+    def suffix(self, call: Call) -> str:
         """The suffix of the name of this execution; "" if a run executes the node once."""
         parts = [str(call.number(1))] if self._is_in_function else []
         loop, iteration = call.iteration if self._loops or self._is_in_function else (0, 0)

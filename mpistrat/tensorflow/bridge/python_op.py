@@ -13,11 +13,12 @@ loop made from it. The function must not refer to the graph, or neither would ev
 
 import ctypes
 import itertools
+import math
 import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -69,7 +70,7 @@ def host_call(function: Callable[..., Arrays], inputs: Sequence[tf.Tensor], dtyp
 
 
 def keep_in_graph(called: object) -> None:
-    """Keep the object that a node calls alive as long as the current graph or a graph around it."""
+    """Keep the object that a node calls alive as long as the current graph, or a graph around it, lives."""
     if is_asynchronous():
         _kept.append(called)
     graph = tf.compat.v1.get_default_graph()
@@ -78,6 +79,15 @@ def keep_in_graph(called: object) -> None:
         graph = graph.outer_graph
     if session_graph() is not None:
         _called.setdefault(graph, []).append(called)
+
+
+def array_at(address: int, shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
+    """Memory as an array, without a copy."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if not nbytes:
+        return np.empty(shape, dtype)
+    memory: Any = (ctypes.c_char * nbytes).from_address(address)
+    return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
 
 
 def keep_thread_state() -> None:
@@ -107,7 +117,7 @@ class Targets(weakref.WeakValueDictionary[int, T]):
         self._lock, self._register, self._is_registered = threading.Lock(), register, False
 
     def prepare(self) -> None:
-        """Call `register`, unless it has been called before. Any thread may call prepare()."""
+        """Call `register`, unless it has been called before. Any thread may call this."""
         with self._lock:
             if not self._is_registered:
                 self._register()

@@ -10,6 +10,7 @@ complete.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,18 +37,12 @@ def place_of(call: ffi.Call) -> "tuple[Device, GpuStream]":
 
 
 class GpuMemory:
-    """The arguments and results of one call; valid until the handler returns.
-
-    Args:
-        given: The dtypes of the arguments, of numpy.
-        returned: The dtypes of the results.
-    """
+    """The arguments and results of one call, with these dtypes of numpy; valid until the handler returns."""
 
     def __init__(self, call: ffi.Call, given: Sequence[Any], returned: Sequence[Any]):
         self._device, self.stream = place_of(call)
-        # arguments, results: As arrays.
-        self.arguments: list[GpuArray] = call.arguments(given, _array)
-        self.results: list[GpuArray] = call.results(returned, _array)
+        self.arguments: list[GpuArray] = call.arguments(given, partial(GpuArray, owner=None))
+        self.results: list[GpuArray] = call.results(returned, partial(GpuArray, owner=None))
 
     def is_in_place(self, first: int, count: int) -> bool:
         """Whether `count` results from `first` on have the memory of the arguments with these indices."""
@@ -57,7 +52,7 @@ class GpuMemory:
     def tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray], reads: bool = True) -> GpuTensors:
         """Return some of the arguments as tensors for the engine, with the memory of their results.
 
-        `reads`: Whether XLA's stream reads the results when the request is complete. If False, it waits for them later.
+        `reads`: Whether XLA's stream reads the results when the request is complete. If not, it waits for them later.
         """
         def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
             made = [result if shape == result.shape else self._other(shape, result.dtype)
@@ -94,6 +89,3 @@ class GpuMemory:
             tensors = self.tensors((), self.results[index:index + 1])
         host_copies_of(self._device).returned([value], tensors)
 
-
-def _array(buffer: ffi.Buffer, dtype: np.dtype) -> GpuArray:
-    return GpuArray(buffer.data or 0, tuple(buffer.dims[:buffer.rank]), dtype, None)
