@@ -80,13 +80,10 @@ def release(device: GpuDevice, owner: object) -> None:
 
 
 def set_cuda_variables(environ: MutableMapping[str, str], nccl_streams: int) -> None:
-    """Set the environment variables that the user has not set.
+    """Set environment variables of this process that the user has not set.
 
-    CUDA, NCCL and TensorFlow read them once, when the first of their functions is called.
-
-    Args:
-        environ: The environment of this process.
-        nccl_streams: The number of communicators of a group of ranks.
+    CUDA, NCCL and TensorFlow read them once, when the first of their functions is called. `nccl_streams`: The number of
+    communicators of a group of ranks.
     """
     # Streams beyond this number share a queue, in which a kernel waits for the one before. CUDA's default is 8, and
     # TensorFlow alone has four.

@@ -84,10 +84,14 @@ def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:
     return reason
 
 
+def listed(texts: Sequence[str | None]) -> str:
+    """The texts of ranks, with the numbers of the ranks; "" if no rank has a text."""
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+
 def _obstacle(ranks: Sequence[GpuInfo]) -> str:
-    troubled = [f"rank {rank}: {found.problem}" for rank, found in enumerate(ranks) if found.problem]
-    if troubled:
-        return f"NCCL cannot be used ({'; '.join(troubled)})"
+    if problems := listed([found.problem for found in ranks]):
+        return f"NCCL cannot be used ({problems})"
     lacking = [rank for rank, found in enumerate(ranks) if not found.nccl]
     if lacking:
         return f"ranks {rank_list(lacking)} have no NCCL ({pip_extra('gpu')})"
@@ -195,15 +199,12 @@ def fusion_buffers(device: GpuDevice, fusion_bytes: int, count: int) -> tuple[li
     """
     nbytes = fusion_bytes + GPU_FUSION_PADDING_BYTES
     while True:
-        made: list[GpuArray | None] = []
-        while len(made) < count and None not in made:
-            made.append(device.scratch(nbytes))
-        fitting = [buffer for buffer in made if buffer is not None]
-        if len(fitting) == count:
-            return fitting, nbytes
-        # Free the buffers that were allocated, to make room for the smaller ones.
-        made.clear()
-        fitting.clear()
+        made: list[GpuArray] = []
+        while len(made) < count and (buffer := device.scratch(nbytes)) is not None:
+            made.append(buffer)
+        if len(made) == count:
+            return made, nbytes
+        made.clear()  # This frees the buffers, to make room for smaller ones.
         if nbytes <= GPU_LEAST_FUSION_BYTES:
             return [], 0
         nbytes //= 2
@@ -232,12 +233,10 @@ def make_communicators(make: Callable[[], Iterable[NcclCommunicator]], device: G
         if state is None and 0 < limit_s < clock() - began:
             state = f"not connected after {limit_s:g} s"
         states = exchange(state)
-        failed = {rank: text for rank, text in enumerate(states) if text}
-        if failed:
+        if failed := listed(states):
             attempt.give_up()
-            raise EngineError("NCCL cannot connect the ranks: " + "; ".join(
-                f"rank {rank}: {text}" for rank, text in failed.items()) +
-                ". Set MPISTRAT_GPU_OPERATIONS=staged to reduce without NCCL.")
+            raise EngineError(f"NCCL cannot connect the ranks: {failed}. Set MPISTRAT_GPU_OPERATIONS=staged to reduce "
+                              "without NCCL.")
         if None not in states:
             return attempt.made
         time.sleep(pause_s)

@@ -64,17 +64,14 @@ def block_count(table: np.ndarray) -> int:
 
 
 class FusedCopies:
-    """The launches that copy arrays of the same sizes to a fusion buffer, and back, again and again.
+    """The launches that copy arrays of `counts` elements to a fusion buffer, and back, again and again.
 
     Both methods return the table and the number of blocks of each launch. The tables change with the next call: a
     launch takes its table by value.
-
-    Args:
-        counts: Elements of each array.
-        memory_bytes, itemsize: The bytes of an element in the arrays and in the buffer. The smaller one is aligned.
     """
 
     def __init__(self, counts: Sequence[int], memory_bytes: int, itemsize: int):
+        # The bytes of an element in the arrays, and in the buffer. Tensors are aligned for the smaller of the two.
         offsets, self.total = fused_offsets(counts, min(memory_bytes, itemsize))  # total: Elements in the buffer.
         self._filled = None if 0 not in counts else np.flatnonzero(counts)
         self._offsets = np.asarray(self._of_filled(np.array(offsets, np.uint64) * np.uint64(itemsize)))

@@ -29,14 +29,11 @@ def context() -> int:
 
 
 class Selected:
-    """A `with` context in which `own` is the current CUDA context of this thread.
+    """A `with` context in which `own` is the current CUDA context of this thread. `select` makes it current.
 
     Afterwards a thread that had another CUDA context gets it back. A thread that had none keeps `own`: the runtime has
     no call that removes a context without creating another one. So the threads of the engine select their GPU once.
-
-    Args:
-        own: The address of the CUDA context; 0 if it is not known yet.
-        select: Makes the CUDA context current.
+    `own` is the address of the CUDA context; 0 if it is not known yet.
     """
 
     __slots__ = ("_before", "_own", "_select")
@@ -55,12 +52,9 @@ class Selected:
 
 
 def launch(function: int, blocks: int, threads: int, stream: int, arguments: Sequence[Any]) -> None:
-    """Launch a kernel. The driver copies the arguments, which are objects of ctypes, before it returns.
+    """Launch a kernel (a CUfunction) on a stream, both by their addresses; blocks per grid, and threads per block.
 
-    Args:
-        function: The address of the kernel, a CUfunction.
-        blocks, threads: The extents of the grid and of a block.
-        stream: The address of the stream.
+    The driver copies the arguments, which are objects of ctypes, before it returns.
     """
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     _call("cuLaunchKernel", ctypes.c_void_p(function), blocks, 1, 1, threads, 1, 1, 0, ctypes.c_void_p(stream),
@@ -68,13 +62,10 @@ def launch(function: int, blocks: int, threads: int, stream: int, arguments: Seq
 
 
 def uuid(number: int) -> str:
-    """The UUID of a GPU, as 32 hexadecimal digits. It is unique among all hosts.
+    """The UUID of the GPU with CUDA's index `number` in this process: 32 hexadecimal digits, unique among all hosts.
 
     Instances of a divided GPU (MIG) get the UUID of the whole GPU. cuDeviceGetUuid_v2 would distinguish them, but NCCL
     refuses them as one GPU ("Duplicate GPU detected"), because NCCL compares PCI bus ids.
-
-    Args:
-        number: CUDA's index of the GPU, among those visible to this process.
     """
     device, digits = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(number))

@@ -30,11 +30,10 @@ from ..core.topology import Topology
 from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS, WATCHDOG_REVOKE_S
 from .arrays import Allocated, BucketList, GpuArray, GpuDevice, GpuEvent, GpuTensors, RecordedStream
 from .assignment import release
-from .backend import GpuBackend, Reducer, Watchdog, await_on_host, last_of_streams, within
+from .backend import GpuBackend, Reducer, StagedData, Watchdog, await_on_host, last_of_streams, within
 from .connect import connect, exchange_over
 from .nccl_data import NcclData
 from .proof import Kind, Proof, check_waiting
-from .staged import StagedData
 
 logger = logging.getLogger(__name__)
 

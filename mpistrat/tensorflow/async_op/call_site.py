@@ -121,18 +121,10 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
 
 def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_shapes: bool,
                 process_set: int) -> list[tf.Tensor]:
-    """Run one collective on eager tensors of this rank's GPU; the results are on the same GPU. Collective.
+    """Run one collective on eager tensors of this rank's GPU, as `run`; the results are on the same GPU. Collective.
 
     The operation only provides the memory. The engine's work on it is enqueued or complete when this function returns.
-
-    Args:
-        make_request: Called with the tensors as GpuTensors.
-        tensors: At least one.
-        keeps_shapes: Whether each result has the shape of its tensor.
-        process_set: The id of the process set, which `make_request` sets too.
-
-    Raises:
-        As `api.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
+    Raises as `api.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
     """
     def lent(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
         with tf.init_scope():  # The thread that drives the engine may be tracing a function.
@@ -148,13 +140,9 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
 
 def _on_gpu(where: str, process_set: int, dtypes: Sequence[np.dtype], owner: object,
             memory: Callable[[Sequence[tuple[int, ...]] | None], Memory], keeps_shapes: bool) -> GpuTensors:
-    """The tensors of a collective for the engine.
+    """The tensors of a collective on the device `where`, for the engine. `owner` keeps the tensors alive.
 
-    Args:
-        where: TensorFlow's name of the device of the tensors.
-        owner: The object that keeps the tensors alive.
-        memory: Returns the memory of the tensors, and of results of the given shapes; None: of the tensors' shapes.
-        keeps_shapes: Whether each result has the shape of its tensor.
+    `memory`: Returns the memory of the tensors, and of results of the given shapes; None: of the tensors' shapes.
     """
     device = device_at(where)
     found = streams.stream_for(device, where, process_set)

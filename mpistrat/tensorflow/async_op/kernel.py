@@ -200,10 +200,9 @@ class Target(Protocol):
 
 def node(target: Target, tensors: Sequence[tf.Tensor], past: Sequence[tf.Tensor] = (),
          order: Sequence[tf.Tensor] = (), numbers: int = 0) -> list[tf.Tensor]:
-    """Make a node on the current device, which calls `target`. Its inputs begin with the number of the target.
+    """Make a node on the current device. Its first input is the number of `target`, which lives as long as the graph.
 
     Args:
-        target: Lives as long as the Python object of the graph.
         tensors: The last inputs, at least one. Each has an output of the same dtype and of unknown shape.
         past: int64 scalars on the host, the inputs after the target.
         order: Resources, the inputs after `past`.
@@ -288,11 +287,9 @@ class _Lending:
 
 
 def lent(tensors: Sequence[tf.Tensor], shapes: Sequence[tuple[int, ...]] | None) -> Memory:
-    """Create an uninitialised tensor for each of the eager `tensors` of one device. Does not wait for `tensors`.
+    """Create an uninitialised tensor for each of the eager `tensors` of one device, at least one. Waits for nothing.
 
-    Args:
-        tensors: At least one.
-        shapes: The shapes of the new tensors; (): they have no elements; None: the shapes of `tensors`.
+    `shapes`: The shapes of the new tensors; (): they have no elements; None: the shapes of `tensors`.
     """
     target = _Lending(len(tensors), shapes)
     results = execute(target, tensors)

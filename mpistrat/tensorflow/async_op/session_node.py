@@ -39,13 +39,9 @@ _HOST = "CPU:0"
 
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
         process_set: int = 0, observer: Observer | None = None) -> list[tf.Tensor]:
-    """Make the node of one collective in a graph of a session, and return its results. Collective when it runs.
+    """As graph.cpu.run in a graph of a session: make the node of one collective, which is collective when it runs.
 
-    Args:
-        name, make_request, tensors, shapes, process_set, observer: As in graph.cpu.run.
-
-    Raises:
-        InvalidRequestError: XLA compiles the function with the collective, or TensorFlow has no such operation.
+    Raises InvalidRequestError: XLA compiles the function with the collective, or TensorFlow has no such operation.
     """
     if xla.is_compiled():
         raise InvalidRequestError(f"{name}: XLA cannot compile a collective in a graph of a session. Leave jit_compile "

@@ -95,11 +95,9 @@ _finding = threading.Lock()
 
 
 def stream_for(device: "Device", where: str, process_set: int = 0) -> Found | None:
-    """Return TensorFlow's compute stream or its substitute; None, with one warning, if neither can be used.
+    """Return the compute stream of TensorFlow's GPU `where`, or its substitute; None if neither can be used.
 
-    Args:
-        where: TensorFlow's name of the GPU.
-        process_set: The id of the process set of the collective.
+    The first call for a GPU checks both, and may log a warning.
     """
     current = runtime.current()
     found = _found.get(current)

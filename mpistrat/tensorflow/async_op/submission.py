@@ -48,10 +48,8 @@ class CollectiveCallSite(CallSite):
     """A collective in a graph: makes the submission of each execution. Several executions may be in flight.
 
     Args:
-        name, process_set: As for CallSite.
-        make_request: Makes the request. It must not refer to the graph.
+        make_request: Must not refer to the graph.
         execution: The execution that the collective belongs to; None: its number is not needed.
-        observer: Called before the collective is submitted.
         in_session: Distinguishes the executions in the graph of a session; None: not in the graph of a session.
     """
 
@@ -83,7 +81,6 @@ class CollectiveCallSite(CallSite):
         """Return the collective to submit.
 
         Args:
-            arrays: This rank's tensors.
             past: In a gradient, the number of its function's execution; in a session, the suffix of this execution.
             fetched: Returns copies of the tensors on the host; None: `arrays` are on the host.
         """
@@ -107,8 +104,7 @@ class CollectiveCallSite(CallSite):
 class AsyncCallSite(CollectiveCallSite):
     """A collective whose node is the asynchronous operation; the target of the node (see kernel.py).
 
-    Args:
-        tensors: The tensors of the collective. The first one is the input of the node with the index `first`.
+    `first`: The index of the first of the tensors among the inputs of the node.
     """
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution | None,

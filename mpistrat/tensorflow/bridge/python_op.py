@@ -105,10 +105,8 @@ def keep_thread_state() -> None:
 class Targets(weakref.WeakValueDictionary[int, T]):
     """The targets of one kind of node, by their numbers. A target lives as long as something else refers to it.
 
-    Args:
-        bits: The number of bits of the first number, which is random: a graph that another process has saved must not
-            find a target here.
-        register: Registers the code that calls targets. Called once in a process, before the first target is added.
+    The first number has `bits` bits and is random: a graph that another process has saved must not find a target here.
+    `register`: Registers the code that calls targets. Called once in a process, before the first target is added.
     """
 
     def __init__(self, bits: int, register: Callable[[], None]):

@@ -218,10 +218,9 @@ class Future:
 
 
 def register(name: str, platform: str, execute: Callable[[Call], tuple[str, int] | None]) -> None:
-    """Register the handler of the custom calls with this name. Once in a process.
+    """Register the handler of the custom calls with this name in programs. Once in a process.
 
     Args:
-        name: As in the programs.
         platform: "Host" for code on the CPU; "CUDA" for a GPU, with arguments and results in GPU memory.
         execute: Called for each call. It returns None, or the text and the code of an error. It must not raise.
     """
