@@ -36,12 +36,6 @@ class GpuArray(NamedTuple):
         return self.size * self.dtype.itemsize
 
 
-class CudaEvent(Protocol):
-    """An event of cupy: a GpuEvent without the stream."""
-
-    ptr: int  # The address of CUDA's event.
-
-
 class RecordedStream(Protocol):
     """A stream of another library, or a substitute that can record events. Any thread may use it."""
 
@@ -49,8 +43,8 @@ class RecordedStream(Protocol):
     def ptr(self) -> int:
         """Identifies the stream or its substitute: the address of a stream."""
 
-    def record(self, event: CudaEvent) -> object:
-        """Record an event after all work that is enqueued so far."""
+    def record(self, event: Any) -> object:
+        """Record an event of cupy after all work that is enqueued so far."""
 
 
 class GpuStream(RecordedStream, Protocol):
@@ -77,26 +71,16 @@ class NcclCommunicator(Protocol):
     """The methods of cupy's NcclCommunicator. Arguments are addresses, counts, and the numbers of nccl_data."""
 
     def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None: ...  # noqa: N802
-
     def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int,  # noqa: N802
                       stream: int) -> None: ...
-
     def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None: ...  # noqa: N802
-
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None: ...
-
     def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None: ...
-
     def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
-
     def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
-
     def check_async_error(self) -> None: ...
-
     def revoke(self) -> bool: ...  # of device.Communicator; all other methods are cupy's
-
     def abort(self) -> None: ...
-
     def destroy(self) -> None: ...
 
 
@@ -107,33 +91,19 @@ class GpuDevice(Protocol):
     checked_bytes: int
 
     def current(self) -> AbstractContextManager[Any]: ...
-
     def stream(self, is_urgent: bool = False) -> GpuStream: ...
-
     def record(self, stream: RecordedStream) -> GpuEvent: ...
-
     def wait(self, stream: RecordedStream, event: GpuEvent) -> None: ...  # an event of the same device
-
     def scratch(self, nbytes: int) -> GpuArray | None: ...
-
     def pinned(self, nbytes: int) -> np.ndarray: ...
-
     def copy(self, target: int, source: int, nbytes: int, stream: GpuStream) -> None: ...
-
     def write_number(self, address: int, number: int, words: int, stream: GpuStream) -> None: ...
-
     def compile(self, job: CopyJob) -> None: ...
-
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream, lost: int = 0) -> None: ...
-
     def guard(self, target: int, nbytes: int, lost: int, stream: GpuStream) -> None: ...
-
     def nccl_version(self) -> int: ...
-
     def unique_id(self) -> bytes | tuple[int, ...]: ...
-
     def communicator(self, size: int, unique_id: bytes | tuple[int, ...], rank: int) -> NcclCommunicator: ...
-
     def nccl_group(self) -> AbstractContextManager[None]: ...
 
 

@@ -63,17 +63,17 @@ class GpuBackend(ABC):
     host waits for the work.
     """
 
-    @abstractmethod
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
         """Return why the backend cannot all-reduce these arrays; "" if it can. The same on all ranks."""
+        return ""
 
-    @abstractmethod
     def why_not_scatter(self, source: GpuArray, reduction: Reduction) -> str:
         """Return why the backend cannot reduce-scatter this array; "" if it can. The same on all ranks."""
+        return ""
 
     @abstractmethod
     def wait_for(self, events: Sequence[GpuEvent]) -> None:
-        """Make all work enqueued from now on start after these events. The host does not wait."""
+        """Make all work enqueued from now on start after these events. Called before each list of collectives."""
 
     @abstractmethod
     def reducer(self, arrays: Sequence[GpuArray], reduction: Reduction, wire_dtype: str = "") -> Reducer:
@@ -106,9 +106,9 @@ class GpuBackend(ABC):
         the largest number of elements that any rank sends to any rank.
         """
 
-    @abstractmethod
     def finish(self) -> list[GpuEvent]:
-        """Return events after all work enqueued since `wait_for`, which comes before each list of collectives."""
+        """Return events after all work enqueued since `wait_for`; none if the host has waited for the work."""
+        return []
 
     @abstractmethod
     def last_events(self) -> list[GpuEvent]:
@@ -118,10 +118,9 @@ class GpuBackend(ABC):
         """Raise the error of enqueued work that has failed, if any. Does not wait."""
 
     def revoke(self) -> bool:
-        """Make a call that waits for other ranks return with an error, and free nothing. Any thread may call it.
+        """Make a call that waits for other ranks return with an error, and free nothing. Any thread may call this.
 
-        Returns:
-            False if only `abandon` makes the call return.
+        Returns False if only `abandon` makes the call return.
         """
         return True
 
@@ -215,12 +214,6 @@ class StagedData(GpuBackend):
         self._stream = device.stream()
         self._events: list[GpuEvent] = []  # that the next copy waits for
 
-    def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
-        return ""
-
-    def why_not_scatter(self, source: GpuArray, reduction: Reduction) -> str:
-        return ""
-
     def wait_for(self, events: Sequence[GpuEvent]) -> None:
         self._events = list(events)
 
@@ -261,9 +254,6 @@ class StagedData(GpuBackend):
         self._host.alltoall(own, received_bytes, [count * itemsize for count in sent],
                             [count * itemsize for count in received], largest * itemsize)
         self._copy_back(received_bytes, target.address)
-
-    def finish(self) -> list[GpuEvent]:
-        return []  # The host has waited for all work.
 
     def last_events(self) -> list[GpuEvent]:
         return [self._device.record(self._stream)]  # The host may have given up.

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,20 +39,14 @@ from .backend import within
 from .copy_kernel import CopyJob
 from .nccl_data import BUFFERS, OPERATIONS, UINT8, NcclData
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
+
+# Returns the values of all ranks, by rank. A value is None, a number, a text, or a list of them. Collective.
+Exchange = Callable[[Any], list[Any]]
 
 # The first version code of NCCL that allows ranks to share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1.
 SHARES_GPUS = 23000
 _KEEPS_ORDER_FROM = 22600  # The first version code of NCCL that knows NCCL_LAUNCH_ORDER_IMPLICIT.
-
-
-class Exchange(Protocol):
-    """An allgather of plain values: None, numbers, text, and lists of them. Collective."""
-
-    def __call__(self, value: T) -> list[T]:
-        """The values of all ranks, by rank. Tuples may arrive as lists."""
 
 
 class GpuInfo(NamedTuple):
@@ -110,7 +104,7 @@ def _obstacle(ranks: Sequence[GpuInfo]) -> str:
 
 def exchange_over(host: DataPlane, size: int) -> Exchange:
     """Return an Exchange among `size` ranks over `host`. Values travel as JSON, which runs no code when it is read."""
-    def exchange(value: T) -> list[T]:
+    def exchange(value: Any) -> list[Any]:
         own = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = np.empty(size, np.int64)
         host.allgather(np.array([own.size], np.int64), sizes, [1] * size)
@@ -133,17 +127,14 @@ def connect(device: GpuDevice, topology: Topology, exchange: Exchange, host: Dat
     Returns:
         The NCCL backend, or None if all tensors are staged; and the fusion threshold in bytes.
 
-    Raises:
-        EngineError: On all ranks. The chosen backend cannot be used, or NCCL fails to connect; names the ranks.
+    Raises EngineError: On all ranks. The chosen backend cannot be used, or NCCL fails to connect; names the ranks.
     """
     rank, size = topology.rank, topology.size
     found, buffers, own_ids = _probe(device, rank == 0, settings)
     if size > 1 and found.buffer_bytes:
         found = found._replace(is_free=claim(device, owner))
     # An id is bytes, and travels as hexadecimal digits; or, before cupy 14, a tuple.
-    own: tuple[list[Any], list[Any]] = (list(found), [each.hex() if isinstance(each, bytes) else list(each)
-                                                      for each in own_ids])
-    gathered = exchange(own)
+    gathered = exchange((list(found), [each.hex() if isinstance(each, bytes) else list(each) for each in own_ids]))
     ranks, ids = [GpuInfo(*fields) for fields, _ in gathered], gathered[0][1]
     reason = why_not_nccl(ranks, settings.gpu_operations)
     if reason:
@@ -217,15 +208,11 @@ def make_communicators(make: Callable[[], Iterable[NcclCommunicator]], device: G
                        limit_s: float, clock: Callable[[], float] = time.monotonic) -> list[NcclCommunicator]:
     """Make communicators and connect them; return them when all ranks have done so. Collective.
 
-    Args:
-        make: Makes this rank's communicators, and may wait for the other ranks. Called in another thread.
-        exchange: An exchange among the same ranks, which must not depend on `make`.
-        limit_s: Seconds after which connecting fails; 0: never.
-        clock: Seconds, from any origin.
+    `make` makes this rank's communicators in another thread, and may wait for the other ranks. `exchange` must not
+    depend on it. Connecting fails after `limit_s` seconds (0: never).
 
-    Raises:
-        EngineError: `make` has failed on a rank. Raised on all ranks soon afterwards; names the ranks and their errors.
-            The communicators of the other ranks are aborted. A thread may stay blocked in NCCL until its process ends.
+    Raises EngineError: `make` has failed on a rank. Raised on all ranks soon afterwards; names the ranks and their
+    errors. The communicators of the other ranks are aborted. A thread may stay blocked in NCCL until its process ends.
     """
     attempt, began, pause_s = _Attempt(make, device, rank), clock(), NCCL_CONNECT_FIRST_SLEEP_S
     while True:

@@ -7,7 +7,7 @@ the source and launches the kernel.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -114,8 +114,7 @@ def _blocks(table: np.ndarray) -> np.ndarray:
 NAME, GUARD = "batched_copy", "guard"
 
 
-@dataclass(frozen=True)
-class CType:
+class CType(NamedTuple):
     """A dtype in C: the type in memory, the type for arithmetic, and the functions that convert between them."""
 
     stored: str

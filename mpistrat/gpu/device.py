@@ -263,10 +263,8 @@ def _functions(job: CopyJob) -> dict[str, Any]:
 def compiled(code: str) -> bytes:
     """Return the machine code of a kernel for the current GPU. Any thread, within `Device.current()`.
 
-    Not by cupy's RawModule, which appends -ftz=true to the options.
-
-    Raises:
-        EngineError: NVRTC does not work, or rejects the code. The error has the compiler's message.
+    Not by cupy's RawModule, which appends -ftz=true to the options. Raises EngineError with the compiler's message:
+    NVRTC does not work, or rejects the code.
     """
     try:
         find_nvrtc()
@@ -304,10 +302,9 @@ class Communicator:
         self._rank, self._lock, self._is_ended, self._is_aborted = rank, Lock(), False, False
 
     def revoke(self) -> bool:
-        """Make the call that waits in NCCL return, and free nothing. Any thread may call it.
+        """Make the call that waits in NCCL return, and free nothing. Any thread may call this.
 
-        Returns:
-            False if this version of NCCL has no ncclCommRevoke, or an abort has begun.
+        Returns False if this version of NCCL has no ncclCommRevoke, or an abort has begun.
         """
         try:
             comm_revoke = ctypes.CDLL("libnccl.so.2").ncclCommRevoke
@@ -346,13 +343,13 @@ def explained(doing: str) -> Iterator[None]:
     """A context that turns NCCL's errors into EngineErrors with NCCL's own message."""
     try:
         yield
-    except nccl.NcclError as error:
-        raise EngineError(f"NCCL has failed ({doing}): {error}. {last_error()}".rstrip(". ") + ".") from error
-    except KeyError as error:
-        number = error.args[0] if error.args else None
-        if number not in RESULTS:
-            raise
-        raise EngineError(f"NCCL has failed ({doing}): {RESULTS[number]}. {last_error()}".rstrip(". ") + ".") from error
+    except (nccl.NcclError, KeyError) as error:
+        text = str(error)
+        if isinstance(error, KeyError):
+            if not error.args or error.args[0] not in RESULTS:
+                raise
+            text = RESULTS[error.args[0]]
+        raise EngineError(f"NCCL has failed ({doing}): {text}. {last_error()}".rstrip(". ") + ".") from error
 
 
 def last_error() -> str:

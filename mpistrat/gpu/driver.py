@@ -136,8 +136,7 @@ def load_nvrtc(cuda: int) -> None:
     cupy 13 looks for libnvrtc only where the dynamic linker does, which does not search wheels; cupy 14 finds wheels.
     Does nothing if the linker finds libnvrtc. May be called again.
 
-    Raises:
-        OSError: libnvrtc is not installed. The message says how to install it.
+    Raises OSError: libnvrtc is not installed. The message says how to install it.
     """
     name = f"libnvrtc.so.{cuda}"
     try:

@@ -33,7 +33,7 @@ from .assignment import release
 from .backend import GpuBackend, Reducer, StagedData, Watchdog, await_on_host, last_of_streams, within
 from .connect import connect, exchange_over
 from .nccl_data import NcclData
-from .proof import Kind, Proof, check_waiting
+from .proof import Kind, Proof, check_waiting, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -360,7 +360,7 @@ class GpuExecutor(DeviceExecutor):
         try:
             check_waiting(device, nccl.buffer)
         except Exception as error:
-            text = " ".join(str(error).split())[:300]
+            text = one_line(error)
             logger.warning("rank %d: the host waits for the results of GPU collectives, since streams cannot wait: %s",
                            self._topology.job_rank, text)
             self.findings.append(f"streams that wait: {text}")

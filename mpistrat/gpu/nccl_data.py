@@ -338,16 +338,14 @@ class NcclData(GpuBackend):
             count, nbytes = counts[0], counts[0] * wire.itemsize
             return lambda sources, targets: self._next_stream().reduce_directly(sources[0], targets[0], count, wire,
                                                                                 by_nccl.operation, nbytes)
-        if len(counts) == 1:
-            return self._reducer_of_one(counts[0], wire, by_nccl)
-        fused = FusedCopies(counts, wire.memory_bytes, wire.itemsize)
-        return lambda sources, targets: self._next_stream().reduce_packed(sources, targets, fused, wire, by_nccl)
-
-    def _reducer_of_one(self, count: int, wire: WireFormat, by_nccl: NcclReduction) -> Reducer:
-        """A tensor that is converted or scaled is reduced in pieces that fit into a fusion buffer."""
+        if len(counts) > 1:
+            fused = FusedCopies(counts, wire.memory_bytes, wire.itemsize)
+            return lambda sources, targets: self._next_stream().reduce_packed(sources, targets, fused, wire, by_nccl)
+        # One tensor that is converted or scaled is reduced in pieces that fit into a fusion buffer.
         step = self.buffer_bytes // (wire.itemsize * ALIGNMENT) * ALIGNMENT
-        pieces = [(start * wire.memory_bytes, FusedCopies([min(step, count - start)], wire.memory_bytes, wire.itemsize))
-                  for start in range(0, count, step)]
+        pieces = [(start * wire.memory_bytes,
+                   FusedCopies([min(step, counts[0] - start)], wire.memory_bytes, wire.itemsize))
+                  for start in range(0, counts[0], step)]
 
         def reduce(sources: Sequence[int], targets: Sequence[int]) -> None:
             for first, copies in pieces:

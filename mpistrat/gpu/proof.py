@@ -49,6 +49,11 @@ class UnprovenError(EngineError):
     """The awaited work was always over too early: it is not known whether work waits."""
 
 
+def one_line(error: Exception) -> str:
+    """The text of an error for a log message."""
+    return " ".join(str(error).split())[:300]
+
+
 class Race(NamedTuple):
     """The findings of a check."""
 
@@ -235,8 +240,7 @@ class Proof:
         shadows, self._shadows = self._shadows, []
         self._staged.wait_for(ends)
         own = next(filter(None, map(self._difference, shadows)), "")
-        different = listed(self._exchange(own))
-        if different:
+        if different := listed(self._exchange(own)):
             raise EngineError(f"NCCL's results differ from the same reduction on the CPU: {different}. Check the GPUs "
                               "and the links between them (NCCL_P2P_DISABLE=1 avoids these links), or set "
                               "MPISTRAT_GPU_OPERATIONS=staged to reduce through host memory. MPISTRAT_DISABLE=shadow "

@@ -370,7 +370,8 @@ def test_a_way_that_the_driver_refuses_is_done_without(refused: str, served: lis
 
 
 def test_the_check_refuses_a_way_that_reads_too_early(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "addresses", lambda tensors: [np.zeros(2**10, np.float32).ctypes.data])
+    zeros = np.zeros(2**10, np.float32)
+    monkeypatch.setattr(kernel, "lent", lambda *_: kernel.Memory([zeros.ctypes.data], [], [], []))
     with pytest.raises(Exception, match="before it was complete"):
         check(device.current_stream(), device, WHERE)
 

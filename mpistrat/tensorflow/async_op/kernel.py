@@ -30,8 +30,6 @@ from ..bridge.tf_errors import described
 from .c_api import Done, Status, api, is_deleted_by_tensorflow, require_api
 
 NAME = "MpistratAsyncCollective"
-_DEVICES = (b"CPU", b"GPU")
-_ON_HOST = (b"target", b"past", b"order", b"numbers")
 _PROBE_S = 10.0
 _LEAST_GIVEN = 32 * 1024  # Smaller arrays are copied faster than they are handed over.
 
@@ -83,7 +81,8 @@ class Call:
         self._api, self._context, self._done, self._status = require_api(), of_kernel, Done(done), Status()
         self.is_ended = False
 
-    def _address(self, index: int) -> int:
+    def address(self, index: int) -> int:
+        """The address of an input."""
         found, own = c_void_p(), self._api
         own.TF_GetInput(self._context, index, found, self._status.pointer)
         if not found:
@@ -130,12 +129,7 @@ class Call:
 
     def number(self, index: int) -> int:
         """The value of an int64 scalar on the host."""
-        return c_int64.from_address(self._address(index)).value
-
-    @property
-    def target(self) -> "Target | None":
-        """The target that the node calls; None if it does not exist in this process."""
-        return _targets.get(c_int32.from_address(self._address(0)).value)
+        return c_int64.from_address(self.address(index)).value
 
     def output(self, index: int, shape: Sequence[int]) -> int:
         """Allocate an output of this shape; return its address."""
@@ -234,7 +228,7 @@ def _compute(kernel: int | None, of_kernel: int, done: int) -> None:
     keep_thread_state()
     call = Call(of_kernel, done)
     try:
-        target = call.target
+        target = _targets.get(c_int32.from_address(call.address(0)).value)
         if target is None:
             raise EngineError("a collective was called after its tf.function or graph was deleted, or in another "
                               "process than the one that has made it. Make the function again in this process.")
@@ -258,9 +252,9 @@ def _register() -> None:
     own.TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, unknown)
     own.TF_RegisterOpDefinition(builder, status.pointer)
     status.check()
-    for device in _DEVICES:
+    for device in (b"CPU", b"GPU"):
         kernel = own.TF_NewAsyncKernelBuilder(name, device, None, ctypes.cast(_compute, c_void_p), None)
-        for argument in _ON_HOST:
+        for argument in (b"target", b"past", b"order", b"numbers"):
             own.TF_KernelBuilder_HostMemory(kernel, argument)
         own.TF_RegisterKernelBuilder(name, kernel, status.pointer)
         status.check()

@@ -9,11 +9,10 @@ collectives that no fetch needs. A name gets a number when the graph is built, a
 in Horovod. So ranks that build other collectives, or other graphs before, wait for each other, and are told so. The
 name of a collective that one run executes several times has a suffix, see submission.Executions.
 
-Calls of Session.run are observed: their thread and their end, as bridge/calls.py does for calls of functions. A run
-executes the part of the graph that its fetches need. The collectives of that part learn the thread, and whether the run
-has failed. Then the other ranks get an error that names this rank; otherwise collectives of different steps would be
-matched. TensorFlow has no hook for runs. `watch` replaces BaseSession._do_run, which run and partial_run call, and
-make_callable:
+Calls of Session.run are observed, as bridge/calls.py observes calls of functions. A run executes the part of the graph
+that its fetches need. The collectives of that part learn the thread, and whether the run has failed. Then the other
+ranks get an error that names this rank; otherwise collectives of different steps would be matched. TensorFlow has no
+hook for runs. `watch` replaces BaseSession._do_run, which run and partial_run call, and make_callable:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/client/session.py#L1359
 """
 
@@ -28,33 +27,30 @@ from ...core.errors import InvalidRequestError
 from ..bridge import names
 from ..bridge.calls import CallSite, observed_call, sites_among
 from ..bridge.private_names import BaseSession
-from ..bridge.program_order import current_execution
+from ..bridge.program_order import HOST, current_execution
 from ..bridge.python_op import array_at
 from ..xla import context as xla
 from . import kernel
 from .submission import AsyncCallSite, Executions, MakeRequest, Observer, call_number
 
-_HOST = "CPU:0"
-
 
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
-        process_set: int = 0, observer: Observer | None = None) -> list[tf.Tensor]:
-    """As graph.cpu.run in a graph of a session: make the node of one collective, which is collective when it runs.
+        process_set: int, observer: Observer | None) -> list[tf.Tensor]:
+    """Make the node of one collective in a graph of a session, as graph.cpu.run. Collective when the node runs.
 
     Raises InvalidRequestError: XLA compiles the function with the collective, or TensorFlow has no such operation.
     """
     if xla.is_compiled():
         raise InvalidRequestError(f"{name}: XLA cannot compile a collective in a graph of a session. Leave jit_compile "
                                   "out of the function.")
-    reason = kernel.why_not()
-    if reason:
+    if reason := kernel.why_not():
         raise InvalidRequestError(f"{name}: a session cannot run collectives: {reason}. Put the step into a "
                                   "tf.function.")
     if names.is_made(name):
         name = f"{name} of {tensors[0].op.name}" if tensors else name
     past = number_of_execution()
     site = _SessionCallSite(name, process_set, make_request, tensors, observer, 1 + len(past))
-    with tf.device(_HOST):
+    with tf.device(HOST):
         results = kernel.node(site, tensors, past)
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
@@ -137,8 +133,7 @@ def sites_of(graph: tf.Graph, fetched: Iterable[tf.Operation]) -> Sites:
     Feeds may make a part of the graph unnecessary. This is not considered.
     """
     operations = {operation.name: operation for operation in fetched}
-    known = _known.setdefault(graph, {})
-    key = frozenset(operations)
+    known, key = _known.setdefault(graph, {}), frozenset(operations)
     if key not in known:
         known[key] = _found(graph, list(operations.values()))
     return known[key]

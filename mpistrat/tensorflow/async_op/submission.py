@@ -121,10 +121,9 @@ class AsyncCallSite(CollectiveCallSite):
             arrays, fetched: As for `submission`.
             kinds: TensorFlow's numbers of the dtypes of results on the host; () if the results are in the outputs.
         """
+        past: int | str | None = call.number(1) if self._has_past else None  # It has none in a session.
         if self._in_session is not None:
-            past: int | str | None = self._in_session.suffix(call) or None
-        else:
-            past = call.number(1) if self._has_past else None
+            past = self._in_session.suffix(call) or None
         its = self.submission(arrays, past, fetched)
         if self._counts:
             call.write_number(len(arrays), its.number)
@@ -175,8 +174,7 @@ def _next_call() -> tf.Tensor:
 
     TensorFlow may not inline the function into the graph. Then it does not tell the function's kernels the iteration.
 
-    Raises:
-        InvalidRequestError: The call is in a loop of TensorFlow 1, whose iterations are not known.
+    Raises InvalidRequestError: The call is in a loop of TensorFlow 1, whose iterations are not known.
     """
     graph = tf.compat.v1.get_default_graph()
     parts = [tf.constant(next(_counts.setdefault(session_graph(), itertools.count(1))), tf.int64)]
