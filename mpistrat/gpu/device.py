@@ -154,7 +154,7 @@ class Device:
         self._module(variant(job))
 
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream, lost: int = 0) -> None:
-        """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy.copy_plan. Allocates no memory.
+        """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy_kernel. Allocates no memory.
 
         `lost`: As for `guard`; 0: the copies are not guarded.
         """

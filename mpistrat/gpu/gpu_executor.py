@@ -376,8 +376,7 @@ class GpuExecutor(DeviceExecutor):
                 array._replace(address=works[index].made.addresses[i])
                 for array, (index, i) in zip(arrays, bucket.members, strict=True)], bucket.request.root_rank)
             return
-        known = self._reducers.get(bucket)
-        if known is None:
+        if (known := self._reducers.get(bucket)) is None:
             if len(self._reducers) >= KEPT_FUSION_PLANS:
                 self._reducers.clear()
             known = self._reducers[bucket] = self._reducer(bucket, works)

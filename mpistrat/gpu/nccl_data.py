@@ -38,7 +38,6 @@ _WIDE = ("float32", "float64")
 _FLOATS = ("float16", "bfloat16", *_WIDE)
 _PARTS = {"complex64": "float32", "complex128": "float64"}
 
-
 # -- wire formats ------------------------------------------------------------------------------------------------------
 
 
@@ -311,11 +310,11 @@ class NcclData(GpuBackend):
             stream.lost = self._lost.ctypes.data
 
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
-        format_ = wire_format(arrays[0].dtype.name, op, wire_dtype)
-        if format_ is None:
+        wire = wire_format(arrays[0].dtype.name, op, wire_dtype)
+        if wire is None:
             return f"NCCL has no {op.name.lower()} of {arrays[0].dtype.name}"
         # A single array needs no buffer, or is split into pieces that fit.
-        return "" if len(arrays) == 1 else self._why_no_room(arrays, format_)
+        return "" if len(arrays) == 1 else self._why_no_room(arrays, wire)
 
     def why_not_scatter(self, source: GpuArray, reduction: Reduction) -> str:
         wire = wire_format(source.dtype.name, reduction.op)

@@ -1,16 +1,16 @@
 """Collectives on GPU tensors, in graphs and eager: one asynchronous operation each.
 
-TensorFlow calls its kernel when the work that computes the inputs is enqueued. The kernel gives the engine the
-addresses of the inputs and of the outputs, and an event after that work. It waits for nothing. An output whose size
-depends on other ranks is allocated when the engine knows the size. The operation is complete when the engine's work is
-enqueued, and TensorFlow's stream waits for it; where its stream cannot wait (see streams.py), when the GPU is done. So
-no node can read a result before, whatever TensorFlow's optimizer moves.
+TensorFlow calls the kernel of the operation when the work that computes the inputs is enqueued. The kernel gives the
+engine the addresses of the inputs and of the outputs, and an event after that work. The kernel waits for nothing. An
+output whose size depends on other ranks is allocated when the engine knows the size. The operation is complete when the
+engine's work is enqueued, and TensorFlow's stream waits for this work; where the stream cannot wait (see streams.py),
+when the GPU is done. So no node can read a result too early, whatever TensorFlow's optimizer moves.
 
-Nodes of one name run one after the other, since they have a resource in common, which belongs to the name. Nodes of
-different names start in any order. All later nodes wait only after `complete_in_order`. In the gradient of a function,
-where nothing can be captured, names contain the number of the execution, as in `cpu`.
+Nodes of one name run one after the other, since they have the resource of the name in common. Nodes of different names
+start in any order. All later nodes wait only after `complete_in_order`. In the gradient of a function, where nothing
+can be captured, names contain the number of the execution, as in `cpu`.
 
-TensorFlow cannot cancel the operation. If an execution fails elsewhere, it ends when its collectives are complete, or
+TensorFlow cannot cancel the operation. An execution that fails elsewhere ends when its collectives are complete, or
 when the engine fails the collectives, because the other ranks have not submitted them for too long.
 """
 

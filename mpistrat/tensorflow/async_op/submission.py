@@ -72,8 +72,7 @@ class CollectiveCallSite(CallSite):
         return self.submission(arrays, int(arrays.pop()) if self._has_past else None)
 
     def before_run(self, session: object) -> None:
-        prepare = getattr(self._observer, "before_run", None)
-        if prepare is not None:
+        if (prepare := getattr(self._observer, "before_run", None)) is not None:
             prepare(session)
 
     def submission(self, arrays: Submitted, past: int | str | None,
@@ -121,7 +120,7 @@ class AsyncCallSite(CollectiveCallSite):
             arrays, fetched: As for `submission`.
             kinds: TensorFlow's numbers of the dtypes of results on the host; () if the results are in the outputs.
         """
-        past: int | str | None = call.number(1) if self._has_past else None  # It has none in a session.
+        past: int | str | None = call.number(1) if self._has_past else None  # Never in a session.
         if self._in_session is not None:
             past = self._in_session.suffix(call) or None
         its = self.submission(arrays, past, fetched)

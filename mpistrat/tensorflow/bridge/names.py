@@ -147,16 +147,15 @@ class OptimizerName:
             return f"{self._original()}/copy{self._number}"
         if self._name:
             return self._name
-        group = self._group
         if self._thread == _kind_of_this_thread():
             prefix(self._process_set != 0)  # For its error.
         with _naming:
-            if len([other for other in _unnamed[group] if other() is not None]) > 1:
+            if len([other for other in _unnamed[self._group] if other() is not None]) > 1:
                 gc.collect()  # A model that was dropped refers to itself.
-            for other in _unnamed.pop(group):
+            for other in _unnamed.pop(self._group):
                 found = other()
                 if found is not None and not found._name:
-                    found._name = f"{self._thread}optimizer{next(_numbers[group])}"
+                    found._name = f"{self._thread}optimizer{next(_numbers[self._group])}"
         return self._name
 
 
