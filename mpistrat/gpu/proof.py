@@ -4,8 +4,8 @@ Streams, drivers, NCCL and the link between two GPUs may be faulty on untested m
 IOMMU may corrupt reads from the other GPU. Used within `GpuDevice.current()`.
 
 A collective is complete when it is enqueued, as in Horovod: https://github.com/horovod/horovod/pull/2963. Later work
-that does not wait would read wrong numbers. A check proves nothing if the awaited work is over before. So a check looks
-whether the awaited work still runs, and has a second stream that waits for nothing, which must read too early.
+that does not wait would read wrong numbers. A check proves nothing if the awaited work is over too early. So a check
+looks whether the awaited work still runs, and has a second stream that waits for nothing, which must read too early.
 """
 
 import time
@@ -27,7 +27,7 @@ from .copy_kernel import fused_offsets
 from .nccl_data import NcclData
 
 LIMIT_S = 10.0  # for work that takes a GPU milliseconds
-_LEAST_WORK = 40  # Copies, or kernels of TensorFlow's. A stream that does not wait would overtake them.
+_LEAST_WORK = 40  # Copies, or kernels of TensorFlow. A stream that does not wait would overtake them.
 _LONGEST_S = 1.0  # Seconds after which a check takes no more work.
 _VALUE = 77
 _SMALL, _LARGE = 130, 20_001  # More tensors than a launch of the copy kernel takes; elements, more than a block.

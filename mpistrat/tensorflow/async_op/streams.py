@@ -3,9 +3,9 @@
 The kernel of an asynchronous operation runs when the work that computes its inputs is in TensorFlow's stream, and the
 engine's streams must wait for that work. TensorFlow's C API gives no stream of a GPU to a kernel:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.cc#L358
-XLA's C API gives it to a handler, and that stream can also wait for the results. Before TensorFlow 2.21, where XLA does
-not, an event of the whole context is the substitute, and the host waits for the results. Each way is checked on the GPU
-before it is used. If neither works, the tensors are reduced through the host.
+XLA's C API gives the stream to a handler, and the stream can also wait for the results. XLA's C API does so from
+TensorFlow 2.21 on. With an older one the substitute is an event of the whole context, and the host waits for the
+results. Each way is checked on the GPU before it is used. If neither works, the tensors are reduced through the host.
 """
 
 import itertools

@@ -6,9 +6,9 @@ takes 25 us.
 
 A node refers to its function by a token. TensorFlow holds only a weak reference to the function behind a token, so
 another object must keep the function alive while the node can run. tf.numpy_function keeps it until the process ends.
-Here it lives as long as the Python object of the graph that the node is in, or of a graph around that. Anything that
-can run the node later keeps that object alive: a ConcreteFunction, a function or gradient that calls it, a branch or
-loop made from it. The function must not refer to the graph, or neither would ever be freed.
+Here the function lives as long as the Python object of the graph that the node is in, or of a graph around this graph.
+Anything that can run the node later keeps this object alive: a ConcreteFunction, a function or gradient that calls it,
+a branch or loop made from it. The function must not refer to the graph, or neither would ever be freed.
 """
 
 import ctypes
