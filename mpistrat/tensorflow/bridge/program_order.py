@@ -113,10 +113,7 @@ def capture_in_order(handle: tf.Tensor) -> tf.Tensor:
 
 
 def enclosing_function(graph: tf.Graph | None = None) -> tf.Graph:
-    """The graph of the function that contains this graph as a branch or loop; the graph itself if it is a function.
-
-    `graph`: None: the graph that is being traced.
-    """
+    """The graph of the function around `graph` (None: the traced one); `graph` itself if it is no branch or loop."""
     return _path_from_function(tf.compat.v1.get_default_graph() if graph is None else graph)[0]
 
 
