@@ -3,7 +3,7 @@
 All ranks of the job are one group. Each process set is another group, a job inside the job: its ranks are numbered
 from 0. Groups share only the processes and their GPUs. So two sets that overlap may run their collectives in any order,
 and sets without a common rank do not wait for each other. Only NCCL needs one order for all work on a GPU. So of sets
-that overlap, only the first set with a collective on GPU tensors uses NCCL (gpu.nccl_claims).
+that overlap, only the first set with a collective on GPU tensors uses NCCL (gpu.assignment).
 """
 
 import hashlib

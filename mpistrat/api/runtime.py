@@ -24,7 +24,7 @@ from ..core.handle import require_no_driver
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
 from ..elastic import membership
-from ..gpu.nccl_claims import set_cuda_variables
+from ..gpu.assignment import set_cuda_variables
 from ..process import abort, exit_code, hand_on, report, stacks
 from ..process.child_guard import require_own_place
 from ..process.launch_env import launched_rank, launched_size

@@ -1,3 +1,1 @@
-"""Collectives on GPU arrays. cupy is imported by `device` alone, and by copy/compiler.py and nccl_library.py, which
-`device` imports; the other modules run, and are tested, without it.
-"""
+"""Collectives on GPU arrays. Only `device` imports cupy; the other modules run, and are tested, without it."""

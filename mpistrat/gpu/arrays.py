@@ -1,7 +1,7 @@
 """Arrays on a GPU as the engine sees them, and Protocols of the GPU, its streams and its events.
 
-device.Device implements the Protocols with cupy; tests have a stand-in. Made by the caller's thread, used by the
-engine's.
+device.py implements the Protocols with cupy; tests have a stand-in. The caller's thread makes the arrays, and the
+engine's thread uses them.
 """
 
 import math
@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .copy.copy_plan import CopyJob
-from .nccl_types import NcclCommunicator
+from .copy_kernel import CopyJob
 
 _ITEMSIZE = attrgetter("itemsize")
 
@@ -23,26 +22,18 @@ _ITEMSIZE = attrgetter("itemsize")
 class GpuArray(NamedTuple):
     """C-contiguous elements in the memory of this rank's GPU."""
 
-    address: int  # The GPU's address of the first element.
+    address: int  # Of the first element, in the GPU's memory.
     shape: tuple[int, ...]
     dtype: np.dtype
     owner: Any  # The object that keeps the memory alive.
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements."""
         return self.size * self.dtype.itemsize
-
-
-class CudaEvent(Protocol):
-    """An event of cupy: a GpuEvent without the stream. `ptr`: The address of CUDA's event."""
-
-    ptr: int
 
 
 class RecordedStream(Protocol):
@@ -52,8 +43,8 @@ class RecordedStream(Protocol):
     def ptr(self) -> int:
         """Identifies the stream or its substitute: the address of a stream."""
 
-    def record(self, event: CudaEvent) -> object:
-        """Record an event after all work that is enqueued so far."""
+    def record(self, event: Any) -> object:
+        """Record an event of cupy after all work that is enqueued so far."""
 
 
 class GpuStream(RecordedStream, Protocol):
@@ -76,40 +67,43 @@ class GpuEvent(Protocol):
         """Whether the GPU has reached the event. Does not wait. Raises EngineError if the GPU has failed."""
 
 
+class NcclCommunicator(Protocol):
+    """The methods of cupy's NcclCommunicator. Arguments are addresses, counts, and the numbers of nccl_data."""
+
+    def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None: ...  # noqa: N802
+    def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int,  # noqa: N802
+                      stream: int) -> None: ...
+    def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None: ...  # noqa: N802
+    def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None: ...
+    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None: ...
+    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
+    def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
+    def check_async_error(self) -> None: ...
+    def revoke(self) -> bool: ...  # of device.Communicator; all other methods are cupy's
+    def abort(self) -> None: ...
+    def destroy(self) -> None: ...
+
+
 class GpuDevice(Protocol):
-    """This rank's GPU. For the methods see device.Device."""
+    """This rank's GPU. See device.Device for the methods."""
 
     identity: str
     checked_bytes: int
 
     def current(self) -> AbstractContextManager[Any]: ...
-
     def stream(self, is_urgent: bool = False) -> GpuStream: ...
-
     def record(self, stream: RecordedStream) -> GpuEvent: ...
-
     def wait(self, stream: RecordedStream, event: GpuEvent) -> None: ...  # an event of the same device
-
     def scratch(self, nbytes: int) -> GpuArray | None: ...
-
     def pinned(self, nbytes: int) -> np.ndarray: ...
-
     def copy(self, target: int, source: int, nbytes: int, stream: GpuStream) -> None: ...
-
     def write_number(self, address: int, number: int, words: int, stream: GpuStream) -> None: ...
-
     def compile(self, job: CopyJob) -> None: ...
-
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream, lost: int = 0) -> None: ...
-
     def guard(self, target: int, nbytes: int, lost: int, stream: GpuStream) -> None: ...
-
     def nccl_version(self) -> int: ...
-
     def unique_id(self) -> bytes | tuple[int, ...]: ...
-
     def communicator(self, size: int, unique_id: bytes | tuple[int, ...], rank: int) -> NcclCommunicator: ...
-
     def nccl_group(self) -> AbstractContextManager[None]: ...
 
 
@@ -145,8 +139,7 @@ class GpuTensors(Sequence[GpuArray]):
                  dtypes: Sequence[np.dtype], owner: object, streams: Sequence[RecordedStream],
                  readers: Sequence[RecordedStream] | None,
                  allocate: Callable[[Sequence[tuple[int, ...]]], Allocated]):
-        # addresses, shapes, dtypes: Of each tensor.
-        # owner: The object that keeps their memory alive.
+        # owner: The object that keeps the memory of the tensors alive.
         self.device, self.addresses, self.shapes, self.dtypes, self.owner = device, addresses, shapes, dtypes, owner
         # streams: When they have done their work so far, the contents are complete and the memory of results is free.
         # readers: The streams in whose order the caller reads the results. The caller waits for nothing else. None: the
@@ -154,7 +147,7 @@ class GpuTensors(Sequence[GpuArray]):
         # allocate: Allocates results of the given shapes, of the same dtypes.
         self.streams, self.readers, self.allocate = streams, readers, allocate
         self.ready: Sequence[GpuEvent] = ()  # Events of `streams`.
-        self.bucket: tuple[BucketList, int] | None = None  # The list of buckets, and the index of this bucket.
+        self.bucket: tuple[BucketList, int] | None = None  # The list of buckets, and the index of this bucket in it.
         self.made: Allocated | None = None  # The results, if their shapes are known when the request is submitted.
         # Events after which the results are complete, if the request was complete before.
         self.ends: Sequence[GpuEvent] = ()
@@ -162,7 +155,7 @@ class GpuTensors(Sequence[GpuArray]):
     def __len__(self) -> int:
         return len(self.addresses)
 
-    def __getitem__(self, i: int) -> "GpuArray":  # type: ignore[override]
+    def __getitem__(self, i: int) -> GpuArray:  # type: ignore[override]
         return GpuArray(self.addresses[i], self.shapes[i], self.dtypes[i], self.owner)
 
     @cached_property

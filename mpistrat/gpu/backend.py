@@ -1,19 +1,31 @@
-"""The interface of backends for GPU arrays. Like interfaces.DataPlane, but a call only enqueues work on the GPU.
+"""The interface of backends for GPU arrays, and the backend without NCCL. NcclData (nccl_data.py) is the other one.
 
-Work is ordered by events: it starts after events of the caller's streams (`wait_for`), and is complete when the events
-of `finish` are done. Backends are nccl_data.NcclData and staged.StagedData. Used by the engine's thread; a watchdog's
-thread may call `revoke` and `abandon`.
+The interface is like interfaces.DataPlane, but a call only enqueues work on the GPU. Work is ordered by events: it
+starts after events of the caller's streams (`wait_for`), and is complete when the events of `finish` are done. Used by
+the engine's thread; a watchdog's thread may call `revoke` and `abandon`.
 """
 
+import logging
+import math
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+import numpy as np
 
 from ..core.arithmetic import Reduction
 from ..core.errors import EngineError
+from ..core.interfaces import DataPlane
 from ..core.request import ReduceOp
-from .arrays import GpuArray, GpuEvent
+from ..core.tuning import WATCHDOG_LONGEST_SLEEP_S, WATCHDOG_LOOKS, WATCHDOG_REVOKE_S
+from .arrays import Allocated, GpuArray, GpuDevice, GpuEvent, GpuTensors
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 # Enqueues an all-reduce of arrays at the addresses of the first list to those of the second one. Collective.
 Reducer = Callable[[Sequence[int], Sequence[int]], None]
@@ -51,17 +63,17 @@ class GpuBackend(ABC):
     host waits for the work.
     """
 
-    @abstractmethod
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
         """Return why the backend cannot all-reduce these arrays; "" if it can. The same on all ranks."""
+        return ""
 
-    @abstractmethod
     def why_not_scatter(self, source: GpuArray, reduction: Reduction) -> str:
         """Return why the backend cannot reduce-scatter this array; "" if it can. The same on all ranks."""
+        return ""
 
     @abstractmethod
     def wait_for(self, events: Sequence[GpuEvent]) -> None:
-        """Make all work enqueued from now on start after these events. The host does not wait."""
+        """Make all work enqueued from now on start after these events. Called before each list of collectives."""
 
     @abstractmethod
     def reducer(self, arrays: Sequence[GpuArray], reduction: Reduction, wire_dtype: str = "") -> Reducer:
@@ -94,9 +106,9 @@ class GpuBackend(ABC):
         the largest number of elements that any rank sends to any rank.
         """
 
-    @abstractmethod
     def finish(self) -> list[GpuEvent]:
-        """Return events after all work enqueued since `wait_for`, which comes before each list of collectives."""
+        """Return events after all work enqueued since `wait_for`; none if the host has waited for the work."""
+        return []
 
     @abstractmethod
     def last_events(self) -> list[GpuEvent]:
@@ -106,10 +118,9 @@ class GpuBackend(ABC):
         """Raise the error of enqueued work that has failed, if any. Does not wait."""
 
     def revoke(self) -> bool:
-        """Make a call that waits for other ranks return with an error, and free nothing. Any thread may call it.
+        """Make a call that waits for other ranks return with an error, and free nothing. Any thread may call this.
 
-        Returns:
-            False if only `abandon` makes the call return.
+        Returns False if only `abandon` makes the call return.
         """
         return True
 
@@ -118,3 +129,172 @@ class GpuBackend(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release resources. All enqueued work is complete. May be called twice."""
+
+
+# -- a time limit for calls that may block for ever --------------------------------------------------------------------
+
+
+def within(limit_s: float, call: Callable[[], T]) -> T | None:
+    """Return `call()`, which must not raise; None if it has not returned in time. Then it goes on in another thread."""
+    returned: list[T] = []
+    thread = threading.Thread(target=lambda: returned.append(call()), name="mpistrat-gpu-ends", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return returned[0] if returned else None
+
+
+class Watchdog:
+    """Ends a guarded call that takes too long, once, from a separate thread, since the engine's thread is blocked.
+
+    Calls inside of `with watchdog:` are guarded. The watchdog calls `revoke`, and `abort` only if the guarded call does
+    not return soon, because `abort` frees the memory that the call uses.
+
+    Args:
+        limit_s: Seconds that a guarded call may take; 0: no limit, and no thread.
+        revoke: Makes the call return or raise. Returns False if it cannot.
+        abort: Makes the call return or raise, and frees its memory. Any thread may call both functions; neither raises.
+        text: The message of the error. Names the rank.
+    """
+
+    def __init__(self, limit_s: float, revoke: Callable[[], bool], abort: Callable[[], None], text: str):
+        self._limit_s, self._revoke, self._abort, self._text = limit_s, revoke, abort, text
+        self._ended = threading.Event()  # The guarded call that was too long has ended.
+        self._since: float | None = None
+        self._has_fired = False
+        self._lock = threading.Lock()  # of `_since` and `_has_fired`: a call that has ended in time is not aborted
+        self._closed = threading.Event()
+        if limit_s:
+            threading.Thread(target=self._watch, name="mpistrat-gpu-watchdog", daemon=True).start()
+
+    def __enter__(self) -> None:
+        """Begin a guarded call. One thread at a time."""
+        self._since = time.monotonic()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """End a guarded call. Raises EngineError if it was too long, in place of the exception caused by the abort."""
+        with self._lock:
+            self._since, has_fired = None, self._has_fired
+            if has_fired:
+                self._ended.set()
+        if has_fired and (error is None or isinstance(error, Exception)):
+            raise EngineError(self._text) from error
+
+    def close(self) -> None:
+        """End the watchdog's thread. May be called twice, by any thread."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(self._limit_s / WATCHDOG_LOOKS, WATCHDOG_LONGEST_SLEEP_S)):
+            with self._lock:
+                since = self._since
+                self._has_fired = since is not None and time.monotonic() - since > self._limit_s
+            if self._has_fired:
+                logger.debug("%s", self._text)
+                if not (within(WATCHDOG_REVOKE_S, self._revoke) and self._ended.wait(WATCHDOG_REVOKE_S)):
+                    self._abort()
+                return
+
+
+# -- through the host --------------------------------------------------------------------------------------------------
+
+
+class StagedData(GpuBackend):
+    """A backend that copies arrays to pinned host memory, where the ranks reduce them, and back. The host waits.
+
+    It is for ranks that share a GPU, for hosts without NCCL, and for tensors that NCCL cannot reduce. Tensors are sent
+    in their own dtype.
+
+    Args:
+        host: The data plane for CPU tensors of the same ranks. It has its own errors and `abandon`.
+        limit_s: Seconds after which a copy between host and GPU fails; 0: never.
+    """
+
+    def __init__(self, device: GpuDevice, rank: int, host: DataPlane, limit_s: float):
+        self._device, self._rank, self._host, self._limit_s = device, rank, host, limit_s
+        self._stream = device.stream()
+        self._events: list[GpuEvent] = []  # that the next copy waits for
+
+    def wait_for(self, events: Sequence[GpuEvent]) -> None:
+        self._events = list(events)
+
+    def reducer(self, arrays: Sequence[GpuArray], reduction: Reduction, wire_dtype: str = "") -> Reducer:
+        kinds = [(array.nbytes, array.dtype) for array in arrays]
+
+        def reduce(sources: Sequence[int], targets: Sequence[int]) -> None:
+            fetched = [self.fetched(source, nbytes).view(dtype)
+                       for source, (nbytes, dtype) in zip(sources, kinds, strict=True)]
+            self._host.allreduce(fetched, fetched, reduction)
+            for result, target in zip(fetched, targets, strict=True):
+                self._copy_back(result, target)
+
+        return reduce
+
+    def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            own = self.fetched(source.address, source.nbytes)
+            self._host.broadcast(own, root_rank)
+            self._copy_back(own, target.address)
+
+    def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
+        own, gathered = self.fetched(source.address, source.nbytes), self._device.pinned(target.nbytes)
+        self._host.allgather(own, gathered, [count * source.dtype.itemsize for count in counts])
+        self._copy_back(gathered, target.address)
+
+    def reducescatter(self, source: GpuArray, target: GpuArray, counts: Sequence[int], reduction: Reduction) -> None:
+        reduced = self.fetched(source.address, source.nbytes).view(source.dtype)
+        self._host.allreduce([reduced], [reduced], reduction)
+        first = sum(counts[:self._rank])
+        self._copy_back(reduced[first:first + counts[self._rank]].view(np.uint8), target.address)
+
+    def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int],
+                 largest: int) -> None:
+        itemsize, received_bytes = source.dtype.itemsize, self._device.pinned(target.nbytes)
+        # `source` may have more rows than are sent.
+        own = self.fetched(source.address, source.nbytes)[:sum(sent) * itemsize]
+        self._host.alltoall(own, received_bytes, [count * itemsize for count in sent],
+                            [count * itemsize for count in received], largest * itemsize)
+        self._copy_back(received_bytes, target.address)
+
+    def last_events(self) -> list[GpuEvent]:
+        return [self._device.record(self._stream)]  # The host may have given up.
+
+    def uploaded(self, arrays: Sequence[np.ndarray]) -> GpuTensors:
+        """Copy arrays to the GPU, for a rank in join(), which does not read the results. Local. Waits for the GPU.
+
+        Raises EngineError: The GPU does not have enough memory.
+        """
+        dtypes = [array.dtype for array in arrays]
+
+        def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
+            made: list[GpuArray] = []
+            for shape, dtype in zip(shapes, dtypes, strict=True):
+                nbytes = math.prod(shape) * dtype.itemsize
+                memory = self._device.scratch(max(nbytes, 1))
+                if memory is None:
+                    raise EngineError(f"the GPU has no memory for {nbytes} bytes, which this rank needs for the "
+                                      "collectives of other ranks while it waits in join().")
+                made.append(memory)
+            # Nothing else uses the memory, and it is freed when the collective is done.
+            return Allocated([each.address for each in made], made, None)
+
+        shapes = [array.shape for array in arrays]
+        inputs = allocate(shapes)
+        for array, address in zip(arrays, inputs.addresses, strict=True):
+            staged = self._device.pinned(array.nbytes)
+            staged[:] = array.reshape(-1).view(np.uint8)
+            self._copy_back(staged, address)
+        return GpuTensors(self._device, inputs.addresses, shapes, dtypes, inputs.results, (), (), allocate)
+
+    def fetched(self, source: int, nbytes: int) -> np.ndarray:
+        """Copy the bytes at the address `source` to the host. Waits for the GPU."""
+        while self._events:
+            self._device.wait(self._stream, self._events.pop())
+        own = self._device.pinned(nbytes)
+        self._device.copy(own.ctypes.data, source, nbytes, self._stream)
+        await_on_host(self._device.record(self._stream), self._limit_s)
+        return own
+
+    def _copy_back(self, result: np.ndarray, target: int) -> None:
+        """Copy bytes of the host to the address `target`. Waits for the GPU, so that the bytes may be freed."""
+        self._device.copy(target, result.ctypes.data, result.nbytes, self._stream)
+        await_on_host(self._device.record(self._stream), self._limit_s)

@@ -2,32 +2,47 @@
 
 A rank that fails alone would leave the others waiting. So every rank sends its findings, even if they are an exception.
 Used by the engine's thread, before the first collective on GPU tensors.
+
+NCCL's communicators are made on all ranks, or on none. ncclCommInitRank waits for all ranks without a limit, so a rank
+that fails alone would leave the others blocked in it. Therefore each rank connects in a separate thread, and meanwhile
+exchanges its state with the other ranks. NCCL opens the connections between ranks in their first collective
+(NCCL_RUNTIME_CONNECT, the default of 2.30). No room in /dev/shm, or a blocked port, is an error in that collective. So
+connecting includes an all-reduce of one element.
 """
 
 import json
 import logging
 import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core.errors import EngineError
 from ..core.install import pip_extra
 from ..core.interfaces import DataPlane
+from ..core.request import ReduceOp
 from ..core.settings import Settings
-from ..core.topology import Topology, rank_list
-from ..core.tuning import GPU_FUSION_PADDING_BYTES, GPU_LEAST_FUSION_BYTES
-from .arrays import GpuArray, GpuDevice
-from .communicators import Exchange, make_communicators
-from .copy.copy_plan import CopyJob
-from .nccl_claims import claim, release
-from .nccl_data import NcclData
-from .nccl_stream import BUFFERS
-
-T = TypeVar("T")
+from ..core.topology import Topology, rank_list, ranks_by_value
+from ..core.tuning import (
+    GPU_FUSION_PADDING_BYTES,
+    GPU_LEAST_FUSION_BYTES,
+    NCCL_CONNECT_FIRST_SLEEP_S,
+    NCCL_CONNECT_LONGEST_SLEEP_S,
+    WATCHDOG_REVOKE_S,
+)
+from .arrays import GpuArray, GpuDevice, NcclCommunicator
+from .assignment import claim, release
+from .backend import within
+from .copy_kernel import CopyJob
+from .nccl_data import BUFFERS, OPERATIONS, UINT8, NcclData
 
 logger = logging.getLogger(__name__)
+
+# Returns the values of all ranks, by rank. A value is None, a number, a text, or a list of them. Collective.
+Exchange = Callable[[Any], list[Any]]
 
 # The first version code of NCCL that allows ranks to share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1.
 SHARES_GPUS = 23000
@@ -46,14 +61,9 @@ class GpuInfo(NamedTuple):
 
 
 def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:
-    """The reason not to use NCCL; "" to use it.
+    """The reason not to use NCCL; "" to use it. `wanted`: The setting gpu_operations.
 
-    Args:
-        ranks: The GpuInfo of each rank.
-        wanted: The setting gpu_operations.
-
-    Raises:
-        EngineError: The setting demands NCCL, and NCCL cannot be used.
+    Raises EngineError: The setting demands NCCL, and NCCL cannot be used.
     """
     if wanted == "staged":
         return f"MPISTRAT_GPU_OPERATIONS={wanted}"
@@ -68,20 +78,21 @@ def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:
     return reason
 
 
+def listed(texts: Sequence[str | None]) -> str:
+    """The texts of ranks, with the numbers of the ranks; "" if no rank has a text."""
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+
 def _obstacle(ranks: Sequence[GpuInfo]) -> str:
-    troubled = [f"rank {rank}: {found.problem}" for rank, found in enumerate(ranks) if found.problem]
-    if troubled:
-        return f"NCCL cannot be used ({'; '.join(troubled)})"
+    if problems := listed([found.problem for found in ranks]):
+        return f"NCCL cannot be used ({problems})"
     lacking = [rank for rank, found in enumerate(ranks) if not found.nccl]
     if lacking:
         return f"ranks {rank_list(lacking)} have no NCCL ({pip_extra('gpu')})"
     versions = sorted({found.nccl for found in ranks})
     if len(versions) > 1:
         return f"the ranks have different versions of NCCL: {', '.join(map(str, versions))}"
-    users: dict[str, list[int]] = {}
-    for rank, found in enumerate(ranks):
-        users.setdefault(found.gpu, []).append(rank)
-    shared = [together for together in users.values() if len(together) > 1]
+    shared = [together for together in ranks_by_value(found.gpu for found in ranks).values() if len(together) > 1]
     if shared and not (versions[0] >= SHARES_GPUS and all(found.may_share for found in ranks)):
         return (f"ranks {rank_list(shared[0])} share a GPU, which NCCL allows from 2.30 on, with "
                 "NCCL_MULTI_RANK_GPU_ENABLE=1")
@@ -93,7 +104,7 @@ def _obstacle(ranks: Sequence[GpuInfo]) -> str:
 
 def exchange_over(host: DataPlane, size: int) -> Exchange:
     """Return an Exchange among `size` ranks over `host`. Values travel as JSON, which runs no code when it is read."""
-    def exchange(value: T) -> list[T]:
+    def exchange(value: Any) -> list[Any]:
         own = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = np.empty(size, np.int64)
         host.allgather(np.array([own.size], np.int64), sizes, [1] * size)
@@ -109,24 +120,22 @@ def connect(device: GpuDevice, topology: Topology, exchange: Exchange, host: Dat
     """Find out whether NCCL can be used, and connect it. Collective. Rank 0 logs the choice.
 
     Args:
-        exchange: An exchange among these ranks.
-        host: The data plane for CPU tensors of these ranks, which also reduces staged tensors.
+        exchange, host: Of these ranks. `host` also reduces staged tensors.
         settings: The same on all ranks.
-        owner: The object that uses the backend. It releases its claim (see nccl_claims) when it closes the backend.
+        owner: The object that uses the backend. It releases its claim (see assignment.py) when it closes the backend.
 
     Returns:
         The NCCL backend, or None if all tensors are staged; and the fusion threshold in bytes.
 
-    Raises:
-        EngineError: On all ranks. The chosen backend cannot be used, or NCCL fails to connect; names the ranks.
+    Raises EngineError: On all ranks. The chosen backend cannot be used, or NCCL fails to connect; names the ranks.
     """
     rank, size = topology.rank, topology.size
     found, buffers, own_ids = _probe(device, rank == 0, settings)
     if size > 1 and found.buffer_bytes:
         found = found._replace(is_free=claim(device, owner))
-    own: tuple[list[Any], list[Any]] = (list(found), [_plain(unique_id) for unique_id in own_ids])
-    gathered = exchange(own)
-    ranks = [GpuInfo(*fields) for fields, _ in gathered]
+    # An id is bytes, and travels as hexadecimal digits; or, before cupy 14, a tuple.
+    gathered = exchange((list(found), [each.hex() if isinstance(each, bytes) else list(each) for each in own_ids]))
+    ranks, ids = [GpuInfo(*fields) for fields, _ in gathered], gathered[0][1]
     reason = why_not_nccl(ranks, settings.gpu_operations)
     if reason:
         release(device, owner)
@@ -143,22 +152,12 @@ def connect(device: GpuDevice, topology: Topology, exchange: Exchange, host: Dat
         _log(rank, logging.WARNING, f"MPISTRAT_NUM_NCCL_STREAMS={settings.nccl_streams}: NCCL before 2.26 does not "
                                     "keep the order of several communicators, and may deadlock. Install NCCL 2.26.")
     communicators = make_communicators(
-        lambda: (device.communicator(size, _unique_id(plain), rank) for plain in gathered[0][1]), device, rank,
-        exchange, settings.limit_s)
-    buffers_of_streams = [buffers[i:i + BUFFERS] for i in range(0, len(buffers), BUFFERS)]
+        lambda: (device.communicator(size, bytes.fromhex(each) if isinstance(each, str) else tuple(each), rank)
+                 for each in ids), device, rank, exchange, settings.limit_s)
     _log(rank, logging.INFO, f"GPU tensors are reduced by NCCL (version code {found.nccl})")
-    return NcclData(device, rank, size, communicators, buffers_of_streams, nbytes, found.nccl,
+    return NcclData(device, rank, size, communicators,
+                    [buffers[i:i + BUFFERS] for i in range(0, len(buffers), BUFFERS)], nbytes, found.nccl,
                     size == 1 or all(other.is_free for other in ranks)), fusion_bytes
-
-
-def _plain(unique_id: bytes | tuple[int, ...]) -> str | list[int]:
-    """An id of NCCL as a value for an Exchange: hexadecimal digits for bytes, a list for a tuple."""
-    return unique_id.hex() if isinstance(unique_id, bytes) else list(unique_id)
-
-
-def _unique_id(plain: str | list[int]) -> bytes | tuple[int, ...]:
-    """The id that `_plain` has turned into `plain`."""
-    return bytes.fromhex(plain) if isinstance(plain, str) else tuple(plain)
 
 
 def _log(rank: int, level: int, text: str) -> None:
@@ -191,15 +190,99 @@ def fusion_buffers(device: GpuDevice, fusion_bytes: int, count: int) -> tuple[li
     """
     nbytes = fusion_bytes + GPU_FUSION_PADDING_BYTES
     while True:
-        made: list[GpuArray | None] = []
-        while len(made) < count and None not in made:
-            made.append(device.scratch(nbytes))
-        fitting = [buffer for buffer in made if buffer is not None]
-        if len(fitting) == count:
-            return fitting, nbytes
-        # Free the buffers that were allocated, to make room for the smaller ones.
-        made.clear()
-        fitting.clear()
+        made: list[GpuArray] = []
+        while len(made) < count and (buffer := device.scratch(nbytes)) is not None:
+            made.append(buffer)
+        if len(made) == count:
+            return made, nbytes
+        made.clear()  # This frees the buffers, to make room for smaller ones.
         if nbytes <= GPU_LEAST_FUSION_BYTES:
             return [], 0
         nbytes //= 2
+
+
+# -- communicators -----------------------------------------------------------------------------------------------------
+
+
+def make_communicators(make: Callable[[], Iterable[NcclCommunicator]], device: GpuDevice, rank: int, exchange: Exchange,
+                       limit_s: float, clock: Callable[[], float] = time.monotonic) -> list[NcclCommunicator]:
+    """Make communicators and connect them; return them when all ranks have done so. Collective.
+
+    `make` makes this rank's communicators in another thread, and may wait for the other ranks. `exchange` must not
+    depend on it. Connecting fails after `limit_s` seconds (0: never).
+
+    Raises EngineError: `make` has failed on a rank. Raised on all ranks soon afterwards; names the ranks and their
+    errors. The communicators of the other ranks are aborted. A thread may stay blocked in NCCL until its process ends.
+    """
+    attempt, began, pause_s = _Attempt(make, device, rank), clock(), NCCL_CONNECT_FIRST_SLEEP_S
+    while True:
+        state = attempt.state
+        if state is None and 0 < limit_s < clock() - began:
+            state = f"not connected after {limit_s:g} s"
+        states = exchange(state)
+        if failed := listed(states):
+            attempt.give_up()
+            raise EngineError(f"NCCL cannot connect the ranks: {failed}. Set MPISTRAT_GPU_OPERATIONS=staged to reduce "
+                              "without NCCL.")
+        if None not in states:
+            return attempt.made
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, NCCL_CONNECT_LONGEST_SLEEP_S)
+
+
+class _Attempt:
+    """An attempt to make communicators, in a thread that may block for ever."""
+
+    def __init__(self, make: Callable[[], Iterable[NcclCommunicator]], device: GpuDevice, rank: int):
+        self._device, self._rank = device, rank
+        self.made: list[NcclCommunicator] = []
+        self.state: str | None = None  # None while they are being made and connected, then "", or the error.
+        self._is_given_up = False
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, args=(make,), name="mpistrat-nccl-connect", daemon=True).start()
+
+    def _run(self, make: Callable[[], Iterable[NcclCommunicator]]) -> None:
+        state = ""
+        try:
+            with self._device.current():
+                for communicator in make():
+                    with self._lock:
+                        self.made.append(communicator)
+                    if self._is_given_up:
+                        break
+                    self._reduce_one_element(communicator)
+        except Exception as error:  # Sent to all ranks, including this one.
+            state = str(error) or repr(error)
+        with self._lock:
+            self.state = state
+            if self._is_given_up:
+                self._abort()
+
+    def _reduce_one_element(self, communicator: NcclCommunicator) -> None:
+        memory, stream = self._device.scratch(1), self._device.stream()
+        if memory is None:
+            raise MemoryError("the GPU has no memory left")
+        communicator.allReduce(memory.address, memory.address, 1, UINT8, OPERATIONS[ReduceOp.MAX], stream.ptr)
+        end = self._device.record(stream)
+        while not end.done and not self._is_given_up:
+            communicator.check_async_error()
+            time.sleep(NCCL_CONNECT_FIRST_SLEEP_S)
+
+    def give_up(self) -> None:
+        """Abort the communicators: at once if the engine's thread does not use them, else when it stops.
+
+        An abort frees memory that the engine's thread may use. So NCCL revokes them first, which ends its calls.
+        """
+        with self._lock:
+            self._is_given_up = True
+            revoked = [within(WATCHDOG_REVOKE_S, communicator.revoke) for communicator in self.made] \
+                if self.state is None else [False]
+            if not all(revoked):
+                self._abort()
+
+    def _abort(self) -> None:
+        for communicator in self.made:
+            try:
+                communicator.abort()
+            except Exception:  # The first failure is reported.
+                logger.debug("rank %d: a communicator could not be aborted", self._rank, exc_info=True)

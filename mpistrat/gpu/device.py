@@ -1,14 +1,15 @@
 """This rank's GPU: memory, streams, copies and tensors of other libraries, by cupy.
 
-This module and the two that it imports (copy/compiler.py, nccl_library.py) are the only ones that call cupy. It
-implements the Protocols of `arrays` and `nccl_types`, so all other modules run with a stand-in in tests. Importing it
-fails where cupy is missing; api.own_gpu.make_device names the remedy. Any thread may use a Device.
+This is the only module that calls cupy. It implements the Protocols of `arrays`, so all other modules run with a
+stand-in in tests. The import fails where cupy is missing; api.own_gpu.make_device names the remedy. Any thread may use
+a Device.
 """
 
+import ctypes
 import math
 import platform
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from ctypes import Array, c_char, c_double, c_int32, c_int64, c_uint64, create_string_buffer, memmove
 from functools import cache
 from itertools import count
@@ -18,37 +19,40 @@ from typing import Any, cast
 import cupy
 import cupyx
 import numpy as np
+from cupy.cuda import compiler, nccl
 
+from ..core.errors import EngineError
 from ..core.memory import rounded_up
 from ..core.tuning import COPY_BLOCK_THREADS
-from . import driver, nccl_library
+from . import driver
 from .arrays import GpuArray, GpuEvent, GpuStream, RecordedStream
-from .copy.compiler import compiled
-from .copy.copy_kernel import GUARD, NAME, source, variant
-from .copy.copy_plan import PIECE, PIECES_PER_LAUNCH, CopyJob
+from .copy_kernel import GUARD, NAME, PIECE, PIECES_PER_LAUNCH, CopyJob, source, variant
 
 # Beyond the range of any GPU, which is 0 to -5. cudaStreamCreateWithPriority then takes the end of the range.
 _URGENT = -100
+_HAS_PRIORITIES = int(cupy.__version__.split(".")[0]) >= 14
 _RESULT_ALIGNMENT = 512  # of the allocations of cupy and torch
 _PER_THREAD = 2  # cudaStreamPerThread
 _PLAIN = CopyJob("float32", "float32")
+# Options of the compiler. Denormal floats are not flushed to zero.
+OPTIONS = ("-std=c++17", "-ftz=false")
+# Results of NCCL's calls that cupy 13 and 14 have no name for; its NcclError(7) is a KeyError.
+RESULTS = {7: "ncclInProgress: the call has not ended (is NCCL_COMM_BLOCKING=0 set?)", 8: "ncclTimeout"}
 
 
 class Event:
-    """A point in a stream, see arrays.GpuEvent. Device.record makes it. Any thread may use it.
-
-    `spare`: The list that gets cupy's event back for reuse. A stream that waits does not wait for the next record.
-    """
+    """A point in a stream, see arrays.GpuEvent. Device.record makes it. Any thread may use it."""
 
     def __init__(self, cupy_event: cupy.cuda.Event, stream: RecordedStream, number: int, spare: list[Any]):
-        self.cupy_event, self.number, self._spare = cupy_event, number, spare
+        self.cupy_event, self.number = cupy_event, number
+        # Gets cupy's event back for reuse: a stream that waits for an event does not wait for its next record.
+        self._spare = spare
         self._stream = stream  # so that no other stream gets the address while the event exists
         # The per-thread default streams of all threads have the same address.
         self.stream: Hashable = (stream.ptr, get_ident() if stream.ptr == _PER_THREAD else 0)
 
     @property
     def done(self) -> bool:
-        """Whether the stream has reached the event. Raises EngineError if the GPU has failed."""
         return driver.is_done(self.cupy_event.ptr)
 
     def __del__(self) -> None:
@@ -66,7 +70,7 @@ class Device:
     def __init__(self, number: int):
         self.number = number
         self.identity = f"{driver.uuid(number)} on {platform.node()}"
-        self._module = cache(lambda job: _functions(source(job), NAME, GUARD))
+        self._module = cache(_functions)  # a cache for each Device
         self._recording, self._event_numbers = Lock(), count()
         self._spare_events: list[Any] = []  # Operations on lists are atomic.
         self._context = 0
@@ -89,7 +93,7 @@ class Device:
 
         The kernels of an urgent stream start before waiting kernels of other streams. cupy 13 ignores `is_urgent`.
         """
-        urgency = {"priority": _URGENT} if is_urgent and _has_priorities() else {}
+        urgency = {"priority": _URGENT} if is_urgent and _HAS_PRIORITIES else {}
         made: GpuStream = cupy.cuda.Stream(non_blocking=True, **urgency)
         return made
 
@@ -150,7 +154,7 @@ class Device:
         self._module(variant(job))
 
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream, lost: int = 0) -> None:
-        """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy.copy_plan. Allocates no memory.
+        """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy_kernel. Allocates no memory.
 
         `lost`: As for `guard`; 0: the copies are not guarded.
         """
@@ -194,10 +198,32 @@ class Device:
 
     # -- NCCL, here so that a stand-in for a device has it, too -------------------------------------------------------
 
-    nccl_version = staticmethod(nccl_library.version)
-    unique_id = staticmethod(nccl_library.unique_id)
-    communicator = staticmethod(nccl_library.Communicator)
-    nccl_group = staticmethod(nccl_library.group)
+    @staticmethod
+    def nccl_version() -> int:
+        """NCCL's version code (22805 is 2.28.5); 0 if cupy was built without NCCL, or cannot load it."""
+        return int(nccl.get_version()) if nccl.available else 0
+
+    @staticmethod
+    def unique_id() -> bytes | tuple[int, ...]:
+        """A new id for a communicator, made by one rank for all: bytes, or a tuple before cupy 14."""
+        made: bytes | tuple[int, ...] = nccl.get_unique_id()
+        return made
+
+    @staticmethod
+    def communicator(size: int, unique_id: bytes | tuple[int, ...], rank: int) -> "Communicator":
+        """A new communicator. Collective; waits for all ranks."""
+        return Communicator(size, unique_id, rank)
+
+    @staticmethod
+    @contextmanager
+    def nccl_group() -> Iterator[None]:
+        """A context in which NCCL's operations are enqueued as one."""
+        with explained("a group"):
+            nccl.groupStart()
+            try:
+                yield
+            finally:
+                nccl.groupEnd()
 
 
 @cache
@@ -210,22 +236,10 @@ def _imports_of(number: int) -> cupy.cuda.Stream:
     return cupy.cuda.Stream(non_blocking=True)
 
 
-def _functions(code: str, *names: str) -> dict[str, Any]:
-    """Kernels of these names in the code, compiled for the current GPU and loaded. Raises as `compiled`."""
-    module = cupy.cuda.Module()
-    module.load(compiled(code))
-    return {name: module.get_function(name) for name in names}
-
-
 def _by_value(table: np.ndarray) -> "Array[c_char]":
     made = create_string_buffer(PIECES_PER_LAUNCH * PIECE.itemsize)
     memmove(made, table.ctypes.data, table.nbytes)
     return made
-
-
-@cache
-def _has_priorities() -> bool:
-    return int(cupy.__version__.split(".")[0]) >= 14
 
 
 def gpu_count() -> int:
@@ -234,3 +248,115 @@ def gpu_count() -> int:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:
         return 0
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def _functions(job: CopyJob) -> dict[str, Any]:
+    """The kernels for `job`, compiled for the current GPU and loaded. Raises as `compiled`."""
+    module = cupy.cuda.Module()
+    module.load(compiled(source(job)))
+    return {name: module.get_function(name) for name in (NAME, GUARD)}
+
+
+def compiled(code: str) -> bytes:
+    """Return the machine code of a kernel for the current GPU. Any thread, within `Device.current()`.
+
+    Not by cupy's RawModule, which appends -ftz=true to the options. Raises EngineError with the compiler's message:
+    NVRTC does not work, or rejects the code.
+    """
+    try:
+        find_nvrtc()
+        binary: bytes = compiler.compile_using_nvrtc(code, OPTIONS, cache_in_memory=True)[0]
+    except (RuntimeError, OSError, compiler.CompileException) as error:
+        raise EngineError(f"a kernel cannot be compiled: {error}") from error
+    return binary
+
+
+def find_nvrtc() -> None:
+    """Load NVRTC, if cupy does not find it. Raises OSError if NVRTC is not installed."""
+    try:
+        compiler.nvrtc.getVersion()  # cupy's own way
+    except RuntimeError:
+        driver.load_nvrtc(cupy.cuda.driver.get_build_version() // 1000)
+
+
+# -- NCCL --------------------------------------------------------------------------------------------------------------
+
+
+class Communicator:
+    """cupy's NcclCommunicator, with all its methods. Their errors become EngineErrors with NCCL's own message.
+
+    Implements arrays.NcclCommunicator. Making one is collective, and waits for all ranks. One thread calls its
+    methods. Another thread may call `revoke` and `abort` meanwhile: then the call that waits in NCCL returns, and no
+    later call begins. ncclCommAbort frees the communicator. So if NCCL has ncclCommRevoke, `revoke` is called first,
+    and the waiting call is given time to return. (cupy forgets NCCL's communicator only when ncclCommAbort has
+    returned. Without the flag a call that begins in the meantime would use freed memory.) cupy's calls release the lock
+    of Python's interpreter, so that another thread can run.
+    """
+
+    def __init__(self, size: int, unique_id: bytes | tuple[int, ...], rank: int):
+        with explained(f"connecting rank {rank} of {size}"):
+            self._cupy_communicator = nccl.NcclCommunicator(size, unique_id, rank)
+        self._rank, self._lock, self._is_ended, self._is_aborted = rank, Lock(), False, False
+
+    def revoke(self) -> bool:
+        """Make the call that waits in NCCL return, and free nothing. Any thread may call this.
+
+        Returns False if this version of NCCL has no ncclCommRevoke, or an abort has begun.
+        """
+        try:
+            comm_revoke = ctypes.CDLL("libnccl.so.2").ncclCommRevoke
+        except (OSError, AttributeError):
+            return False
+        comm_revoke.argtypes = ctypes.c_void_p, ctypes.c_int
+        with self._lock:
+            if self._is_ended:
+                return False
+            self._is_ended = True
+        return bool(comm_revoke(self._cupy_communicator.comm, 0) == 0)
+
+    def abort(self) -> None:
+        """End all work of the communicator, and free it. May be called twice, and by any thread."""
+        with self._lock:
+            is_first, self._is_aborted, self._is_ended = not self._is_aborted, True, True
+        if is_first:
+            with explained(f"abort on rank {self._rank}"):
+                self._cupy_communicator.abort()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._cupy_communicator, name)
+
+        def call(*arguments: Any) -> Any:
+            if self._is_ended:
+                raise EngineError(f"NCCL's communicator was aborted before {name} on rank {self._rank}.")
+            with explained(f"{name} on rank {self._rank}"):
+                return method(*arguments)
+
+        setattr(self, name, call)  # so that later calls bypass __getattr__
+        return call
+
+
+@contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """A context that turns NCCL's errors into EngineErrors with NCCL's own message."""
+    try:
+        yield
+    except (nccl.NcclError, KeyError) as error:
+        text = str(error)
+        if isinstance(error, KeyError):
+            if not error.args or error.args[0] not in RESULTS:
+                raise
+            text = RESULTS[error.args[0]]
+        raise EngineError(f"NCCL has failed ({doing}): {text}. {last_error()}".rstrip(". ") + ".") from error
+
+
+def last_error() -> str:
+    """NCCL's message on its latest error in this process; "" if it is not available."""
+    try:
+        get_last_error = ctypes.CDLL("libnccl.so.2").ncclGetLastError
+    except (OSError, AttributeError):
+        return ""
+    get_last_error.restype, get_last_error.argtypes = ctypes.c_char_p, (ctypes.c_void_p,)
+    return (get_last_error(None) or b"").decode(errors="replace")

@@ -1,16 +1,19 @@
-"""CUDA's driver by ctypes: contexts of threads, launches, events and UUIDs. Nothing here creates a context.
+"""CUDA's driver by ctypes: contexts of threads, launches, events and UUIDs; and NVRTC, the compiler of kernels.
 
-A context takes about half a gigabyte of a GPU, and only one process may have one if the GPU is in exclusive mode. So
-a rank must have no context on another GPU than its own. Since CUDA 12 cudaSetDevice creates a context. For the runtime,
-a thread without a context is on GPU 0, and `with cupy.cuda.Device(n)` calls cudaSetDevice(0) at its end.
+Nothing here creates a context. A context takes about half a gigabyte of a GPU, and only one process may have a context
+if the GPU is in exclusive mode. So a rank must have no context on another GPU than its own. Since CUDA 12 cudaSetDevice
+creates a context. For the runtime, a thread without a context is on GPU 0, and `with cupy.cuda.Device(n)` calls
+cudaSetDevice(0) at its end.
 """
 
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 from ..core.errors import EngineError
+from ..core.install import pip_extra
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
@@ -26,14 +29,11 @@ def context() -> int:
 
 
 class Selected:
-    """A `with` context in which `own` is the current CUDA context of this thread.
+    """A `with` context in which `own` is the current CUDA context of this thread. `select` makes it current.
 
     Afterwards a thread that had another CUDA context gets it back. A thread that had none keeps `own`: the runtime has
     no call that removes a context without creating another one. So the threads of the engine select their GPU once.
-
-    Args:
-        own: The address of the CUDA context; 0 if it is not known yet.
-        select: Makes the CUDA context current.
+    `own` is the address of the CUDA context; 0 if it is not known yet.
     """
 
     __slots__ = ("_before", "_own", "_select")
@@ -52,12 +52,9 @@ class Selected:
 
 
 def launch(function: int, blocks: int, threads: int, stream: int, arguments: Sequence[Any]) -> None:
-    """Launch a kernel. The driver copies the arguments, which are objects of ctypes, before it returns.
+    """Launch a kernel (a CUfunction) on a stream, both by their addresses; blocks per grid, and threads per block.
 
-    Args:
-        function: The address of the kernel, a CUfunction.
-        blocks, threads: The extents of the grid and of a block.
-        stream: The address of the stream.
+    The driver copies the arguments, which are objects of ctypes, before it returns.
     """
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     _call("cuLaunchKernel", ctypes.c_void_p(function), blocks, 1, 1, threads, 1, 1, 0, ctypes.c_void_p(stream),
@@ -65,13 +62,10 @@ def launch(function: int, blocks: int, threads: int, stream: int, arguments: Seq
 
 
 def uuid(number: int) -> str:
-    """The UUID of a GPU, as 32 hexadecimal digits. It is unique among all hosts.
+    """The UUID of the GPU with CUDA's index `number` in this process: 32 hexadecimal digits, unique among all hosts.
 
     Instances of a divided GPU (MIG) get the UUID of the whole GPU. cuDeviceGetUuid_v2 would distinguish them, but NCCL
     refuses them as one GPU ("Duplicate GPU detected"), because NCCL compares PCI bus ids.
-
-    Args:
-        number: CUDA's index of the GPU, among those visible to this process.
     """
     device, digits = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(number))
@@ -128,3 +122,37 @@ def _library(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     if status:
         raise EngineError(f"CUDA's cuInit has failed with status {status}")
     return kind("libcuda.so.1")
+
+
+# -- NVRTC -------------------------------------------------------------------------------------------------------------
+
+# The wheel of each CUDA version, and its extra of mpistrat.
+_NVRTC = {12: ("nvidia-cuda-nvrtc-cu12", "gpu"), 13: ("nvidia-cuda-nvrtc", "gpu13")}
+
+
+def load_nvrtc(cuda: int) -> None:
+    """Make libnvrtc of this CUDA version (12 or 13) known to the process, under the name by which cupy opens it.
+
+    cupy 13 looks for libnvrtc only where the dynamic linker does, which does not search wheels; cupy 14 finds wheels.
+    Does nothing if the linker finds libnvrtc. May be called again.
+
+    Raises OSError: libnvrtc is not installed. The message says how to install it.
+    """
+    name = f"libnvrtc.so.{cuda}"
+    try:
+        ctypes.CDLL(name)
+        return
+    except OSError as error:
+        path = _in_wheel(cuda, name)
+        if path is None:
+            extra = f" ({pip_extra(_NVRTC[cuda][1])})" if cuda in _NVRTC else ""
+            raise OSError(f"{error}{extra}") from error
+    ctypes.CDLL(path)
+
+
+def _in_wheel(cuda: int, name: str) -> str | None:
+    try:
+        wheel = metadata.distribution(_NVRTC[cuda][0])
+    except (KeyError, metadata.PackageNotFoundError):
+        return None
+    return next((str(file.locate()) for file in wheel.files or () if file.name == name), None)

@@ -1,6 +1,8 @@
 """Executes negotiated entries of GPU tensors: enqueues their work, and completes their handles.
 
-The ranks choose the backend together before their first collective, when each of them knows its GPU.
+The ranks choose the backend together before their first collective, when each of them knows its GPU. All-gathers,
+reduce-scatters and all-to-alls are executed one by one. The sizes of their results depend on other ranks, so the ranks
+exchange their numbers of rows over the host.
 """
 
 import logging
@@ -9,31 +11,90 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import product
+from typing import Any, cast
 
 import numpy as np
 
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
-from ..core.handle import Entry
+from ..core.handle import Entry, Handle, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Observer
 from ..core.protocols import Array
 from ..core.quantised import INT8
 from ..core.request import CollectiveType, ReduceOp
+from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.settings import Settings
 from ..core.topology import Topology
 from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS, WATCHDOG_REVOKE_S
-from .arrays import BucketList, GpuDevice, GpuEvent, RecordedStream
-from .backend import GpuBackend, Reducer, await_on_host, last_of_streams
+from .arrays import Allocated, BucketList, GpuArray, GpuDevice, GpuEvent, GpuTensors, RecordedStream
+from .assignment import release
+from .backend import GpuBackend, Reducer, StagedData, Watchdog, await_on_host, last_of_streams, within
 from .connect import connect, exchange_over
-from .nccl_claims import release
 from .nccl_data import NcclData
-from .proof import Kind, Proof, check_waiting
-from .staged import StagedData
-from .watchdog import Watchdog, within
-from .work import Batch, SingleCollectives, Work, over, tensors_in
+from .proof import Kind, Proof, check_waiting, one_line
 
 logger = logging.getLogger(__name__)
+
+_COMPLETE = Handle("complete")  # Without results.
+_COMPLETE.complete([])
+_NOTHING = Allocated((), [], None)
+
+Shape = tuple[int, ...]
+Run = Callable[["Work"], None]  # Enqueues the work of an entry.
+
+
+@dataclass(slots=True)
+class Work:
+    """An entry, its tensors, memory for its results, and the function that enqueues it (None: fused with others)."""
+
+    entry: Entry
+    tensors: GpuTensors
+    made: Allocated
+    run: Run | None
+
+    def targets(self, shapes: Sequence[tuple[int, ...]]) -> list[GpuArray]:
+        """The results, which have these shapes, as arrays."""
+        return list(map(GpuArray, self.made.addresses, shapes, self.tensors.dtypes, self.made.results))
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Entries that were enqueued together at the time `since`, and are complete after the events `ends`."""
+
+    works: list[Work]
+    ends: list[GpuEvent]
+    since: float
+    began: int  # As `since`, as time.monotonic_ns().
+    is_complete: bool = False  # Whether the handles are complete.
+
+    def complete(self) -> None:
+        """Complete the handles, unless they are complete."""
+        if not self.is_complete:
+            self.is_complete = True
+            complete_all([(work.entry.handle, work.made.results) for work in self.works])
+
+    def release(self) -> None:
+        """Drop memory that the GPU may still use, if it is reused in the order of streams that wait for the end."""
+        for work in self.works:
+            tensors = work.tensors
+            if tensors.streams and tensors.streams == tensors.readers:
+                work.made, work.entry.handle = _NOTHING, _COMPLETE
+                tensors.owner = tensors.made = tensors.allocate = None  # type: ignore[assignment]
+
+
+def tensors_in(entry: Entry) -> GpuTensors:
+    """The tensors of an entry that are on the GPU. An all-to-all also has splits on the host."""
+    arrays: Any = entry.arrays
+    tensors: GpuTensors = arrays if type(arrays) is GpuTensors else arrays[0]
+    return tensors
+
+
+def over(batches: deque[Batch], but: int = 0) -> Iterator[Batch]:
+    """Remove and yield the batches at the front that the GPU has finished, except the last `but` batches."""
+    while len(batches) > but and False not in [end.done for end in batches[0].ends]:
+        yield batches.popleft()
 
 
 class GpuExecutor(DeviceExecutor):
@@ -69,7 +130,6 @@ class GpuExecutor(DeviceExecutor):
         self._logged: set[str] = set()
         self.findings: list[str] = []
         self._exchange = exchange_over(host, topology.size)
-        self._single = SingleCollectives(topology, self._exchange, self._plans.reduction)
         self._watchdog: Watchdog | None = None
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
@@ -99,7 +159,7 @@ class GpuExecutor(DeviceExecutor):
             made, run = tensors.made, None
             if made is None or not is_fused(entry.request):
                 try:
-                    shapes, run = self._single.planned(entry, tensors)
+                    shapes, run = self._planned(entry, tensors)
                 except InvalidRequestError as error:  # The same on all ranks.
                     entry.handle.fail(error)
                     continue
@@ -273,7 +333,6 @@ class GpuExecutor(DeviceExecutor):
                 f"waiting for {self._settings.limit_s:g} s; another rank may have died, or not have begun")
             if not self._settings.uses("shadow") or self._is_proved(device, nccl):
                 self._completes_by_streams = self._streams_wait(device, nccl)
-        self._single.backends = self._backends
 
     def _is_proved(self, device: GpuDevice, nccl: NcclData) -> bool:
         """Reduce known numbers by NCCL. If a rank gets wrong results, stop using NCCL. Return whether NCCL is used."""
@@ -301,7 +360,7 @@ class GpuExecutor(DeviceExecutor):
         try:
             check_waiting(device, nccl.buffer)
         except Exception as error:
-            text = " ".join(str(error).split())[:300]
+            text = one_line(error)
             logger.warning("rank %d: the host waits for the results of GPU collectives, since streams cannot wait: %s",
                            self._topology.job_rank, text)
             self.findings.append(f"streams that wait: {text}")
@@ -317,8 +376,7 @@ class GpuExecutor(DeviceExecutor):
                 array._replace(address=works[index].made.addresses[i])
                 for array, (index, i) in zip(arrays, bucket.members, strict=True)], bucket.request.root_rank)
             return
-        known = self._reducers.get(bucket)
-        if known is None:
+        if (known := self._reducers.get(bucket)) is None:
             if len(self._reducers) >= KEPT_FUSION_PLANS:
                 self._reducers.clear()
             known = self._reducers[bucket] = self._reducer(bucket, works)
@@ -344,7 +402,9 @@ class GpuExecutor(DeviceExecutor):
             reason = backend.why_not(arrays, reduction.op, wire_dtype)
         if reason:
             backend = self._backends[-1]
-            self._log_once(f"some GPU tensors are staged through host memory: {reason}")
+            if self._topology.rank == 0 and reason not in self._logged:
+                self._logged.add(reason)
+                logger.info("rank 0: some GPU tensors are staged through host memory: %s", reason)
         kind = None if backend is self._staged or reduction.op is ReduceOp.PRODUCT else (
             arrays[0].dtype.name, reduction.op, wire_dtype)
         return backend.reducer(arrays, reduction, wire_dtype), kind
@@ -361,7 +421,55 @@ class GpuExecutor(DeviceExecutor):
             raise EngineError(f"the GPU of rank {self._topology.job_rank} has not done {names} in {waited_s:.0f} s; "
                               "another rank may have died, or not have begun")
 
-    def _log_once(self, text: str) -> None:
-        if self._topology.rank == 0 and text not in self._logged:
-            self._logged.add(text)
-            logger.info("rank 0: %s", text)
+    # -- entries that are executed one by one --------------------------------------------------------------------------
+
+    def _planned(self, entry: Entry, tensors: GpuTensors) -> tuple[Sequence[Shape], Run | None]:
+        """The shapes of an entry's results, and what enqueues it; None: it is fused. Collective, over the host.
+
+        Raises InvalidRequestError: On all ranks, if the splits of an all-to-all do not match its rows.
+        """
+        kind = entry.request.kind
+        if kind is CollectiveType.ALLGATHER:
+            return self._allgather(tensors)
+        if kind is CollectiveType.REDUCESCATTER:
+            return self._reducescatter(entry, tensors)
+        if kind is CollectiveType.ALLTOALL:
+            return self._alltoall(entry, tensors)
+        return tensors.shapes, None
+
+    def _allgather(self, tensors: GpuTensors) -> tuple[list[Shape], Run]:
+        rows = list(zip(*self._exchange([shape[0] for shape in tensors.shapes]), strict=True))
+        shapes = [(sum(counts), *shape[1:]) for shape, counts in zip(tensors.shapes, rows, strict=True)]
+
+        def run(work: Work) -> None:
+            for array, result, counts in zip(tensors, work.targets(shapes), rows, strict=True):
+                elements = row_size(array.shape)
+                self._backends[0].allgather(array, result, [count * elements for count in counts])
+
+        return shapes, run
+
+    def _reducescatter(self, entry: Entry, tensors: GpuTensors) -> tuple[list[Shape], Run]:
+        rows = [rows_of_ranks(shape[0], self._topology.size) for shape in tensors.shapes]
+        shapes = [(counts[self._topology.rank], *shape[1:]) for shape, counts in zip(tensors.shapes, rows, strict=True)]
+
+        def run(work: Work) -> None:
+            reduction = self._plans.reduction(entry.request)
+            for array, result, counts in zip(tensors, work.targets(shapes), rows, strict=True):
+                elements = row_size(array.shape)
+                backend = self._backends[-1 if self._backends[0].why_not_scatter(array, reduction) else 0]
+                backend.reducescatter(array, result, [count * elements for count in counts], reduction)
+
+        return shapes, run
+
+    def _alltoall(self, entry: Entry, tensors: GpuTensors) -> tuple[list[Shape], Run]:
+        splits, array = cast("np.ndarray", entry.arrays[1]), tensors[0]
+        table = np.array(self._exchange([array.shape[0], *splits.tolist()]))
+        received = received_rows(entry.request.name, table, self._topology)
+        shapes = [(int(received.sum()), *array.shape[1:])]
+
+        def run(work: Work) -> None:
+            self._backends[0].alltoall(array, work.targets(shapes)[0],
+                                       *exchanged_elements(table, self._topology.rank, row_size(array.shape)))
+            work.made.results.append(received.astype(splits.dtype))
+
+        return shapes, run

@@ -4,8 +4,8 @@ Streams, drivers, NCCL and the link between two GPUs may be faulty on untested m
 IOMMU may corrupt reads from the other GPU. Used within `GpuDevice.current()`.
 
 A collective is complete when it is enqueued, as in Horovod: https://github.com/horovod/horovod/pull/2963. Later work
-that does not wait would read wrong numbers. A check proves nothing if the awaited work is over before. So a check looks
-whether the awaited work still runs, and has a second stream that waits for nothing, which must read too early.
+that does not wait would read wrong numbers. A check proves nothing if the awaited work is over too early. So a check
+looks whether the awaited work still runs, and has a second stream that waits for nothing, which must read too early.
 """
 
 import time
@@ -21,14 +21,13 @@ from ..core.interfaces import DataPlane
 from ..core.request import ReduceOp
 from ..core.topology import Topology
 from .arrays import GpuArray, GpuDevice, GpuEvent
-from .backend import await_on_host
-from .communicators import Exchange
-from .copy.copy_plan import fused_offsets
+from .backend import StagedData, await_on_host
+from .connect import Exchange, listed
+from .copy_kernel import fused_offsets
 from .nccl_data import NcclData
-from .staged import StagedData
 
 LIMIT_S = 10.0  # for work that takes a GPU milliseconds
-_LEAST_WORK = 40  # Copies, or kernels of TensorFlow's. A stream that does not wait would overtake them.
+_LEAST_WORK = 40  # Copies, or kernels of TensorFlow. A stream that does not wait would overtake them.
 _LONGEST_S = 1.0  # Seconds after which a check takes no more work.
 _VALUE = 77
 _SMALL, _LARGE = 130, 20_001  # More tensors than a launch of the copy kernel takes; elements, more than a block.
@@ -43,11 +42,16 @@ Kind = tuple[str, ReduceOp, str]  # dtype, operation, dtype on the wire
 
 
 class RefutedError(EngineError):
-    """A stream does not wait."""
+    """Work that should have waited for other work has not."""
 
 
 class UnprovenError(EngineError):
-    """It is not known whether a stream waits."""
+    """The awaited work was always over too early: it is not known whether work waits."""
+
+
+def one_line(error: Exception) -> str:
+    """The text of an error for a log message."""
+    return " ".join(str(error).split())[:300]
 
 
 class Race(NamedTuple):
@@ -60,14 +64,10 @@ class Race(NamedTuple):
 
 
 def prove(race: Callable[[int], Race]) -> None:
-    """Run a race, with twice as much work each time, until it proves that work waits. Local; takes a second at most.
+    """Run a race until it proves that work waits, or raise one of the errors above. Local; takes a second at most.
 
-    Args:
-        race: Called with the amount of work, 40 or more copies or kernels of about a tenth of a millisecond.
-
-    Raises:
-        RefutedError: Work that should have waited has not.
-        UnprovenError: The awaited work was always over too early.
+    `race`: Called with the amount of work, 40 or more copies or kernels of about a tenth of a millisecond, and twice as
+    many each time.
     """
     work, began = _LEAST_WORK, time.monotonic()
     while True:
@@ -145,10 +145,7 @@ class Shadow(NamedTuple):
 class Proof:
     """Compares results of NCCL with right results. Used by the engine's thread. All methods are collective.
 
-    Args:
-        staged: Copies tensors to the host.
-        host: Reduces tensors on the host.
-        exchange: An exchange among these ranks.
+    `staged` copies tensors to the host, and `host` reduces them there.
     """
 
     def __init__(self, device: GpuDevice, staged: StagedData, host: DataPlane, exchange: Exchange, topology: Topology):
@@ -168,7 +165,7 @@ class Proof:
             own = next(filter(None, found), "")
         except Exception as error:  # Sent to the other ranks, which wait for this rank.
             own = f"{type(error).__name__}: {error}"
-        return _listed(self._exchange(own))
+        return listed(self._exchange(own))
 
     def _wrong(self, nccl: NcclData, dtype: np.dtype, divisor: int) -> str:
         # Not more than half of a small fusion buffer.
@@ -212,8 +209,7 @@ class Proof:
     def trusts(self, kind: Kind, bucket: Sequence[tuple[str, GpuArray, int]], reduction: Reduction) -> bool:
         """Whether a kind is trusted. If not, wait, and reduce the bucket on the CPU before the GPU may overwrite it.
 
-        Args:
-            bucket: For each tensor the name, the tensor itself, and the address of its result.
+        `bucket`: For each tensor the name, the tensor itself, and the address of its result.
         """
         if self._done[kind] >= _SHADOWS:
             return True
@@ -222,7 +218,8 @@ class Proof:
         largest = max(self._exchange(max(_largest(each) for each in fetched)))
         after = abs(reduction.scale.factor / reduction.scale.divisor)  # This also scales the rounding on the wire.
         sent = kind[2] or {"complex64": "float32", "complex128": "float64"}.get(kind[0], kind[0])
-        # Sums near the largest number overflow in an order of the ranks. NCCL's minimum and maximum may leave out NaN.
+        # Sums near the largest number overflow, or not, by the order of the ranks. NCCL's minimum and maximum may leave
+        # out NaN.
         is_finite = reduction.op is ReduceOp.SUM and \
             self._size * largest * abs(reduction.prescale) * max(after, 1.0) < _LARGEST.get(sent, np.inf)
         expected = [np.empty_like(each) for each in fetched]
@@ -243,8 +240,7 @@ class Proof:
         shadows, self._shadows = self._shadows, []
         self._staged.wait_for(ends)
         own = next(filter(None, map(self._difference, shadows)), "")
-        different = _listed(self._exchange(own))
-        if different:
+        if different := listed(self._exchange(own)):
             raise EngineError(f"NCCL's results differ from the same reduction on the CPU: {different}. Check the GPUs "
                               "and the links between them (NCCL_P2P_DISABLE=1 avoids these links), or set "
                               "MPISTRAT_GPU_OPERATIONS=staged to reduce through host memory. MPISTRAT_DISABLE=shadow "
@@ -277,7 +273,3 @@ def _largest(values: np.ndarray) -> float:
 
 def _wide(values: np.ndarray) -> np.ndarray:
     return values if values.dtype.kind == "c" else values.astype(np.float64)
-
-
-def _listed(texts: Sequence[str]) -> str:
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)

@@ -25,7 +25,7 @@ from ..process.garbage import freeze_libraries as _freeze_libraries
 from . import elastic, iterator_ends  # noqa: F401  (the second acts by its import)
 from .bridge.private_names import autograph_config as _autograph
 from .bridge.private_names import is_profiled as _is_profiled
-from .bridge.session_graph import session_graph as _session_graph
+from .bridge.program_order import session_graph as _session_graph
 from .compression import Compression
 from .gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
 from .objects import allgather_object as allgather_object  # type: ignore[assignment]

@@ -34,7 +34,7 @@ from ..core.request import allgather_request, specs_of
 from ..core.stalls import MOST_LISTED
 from ..core.topology import rank_list
 from .async_op.submission import Observer
-from .bridge.sync_execution import SynchronousExecution
+from .bridge.private_names import SynchronousExecution
 from .bridge.types import Variable
 from .digests import DIGEST_BYTES, digest_of
 from .graph.cpu import to_array

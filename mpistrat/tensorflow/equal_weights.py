@@ -16,7 +16,7 @@ from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import MismatchError
 from ..core.request import Max, Min
 from ..core.topology import describe_by_rank
-from .bridge.sync_execution import SynchronousExecution
+from .bridge.private_names import SynchronousExecution
 from .bridge.types import Variable
 from .consistency import describe_differing, differing
 from .digests import digest_of

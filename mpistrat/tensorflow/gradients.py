@@ -15,8 +15,7 @@ from ..core.request import Average, Max, ReduceOp, ScaledOp, Sum, resolve_op
 from . import consistency
 from .async_op.submission import Observer
 from .bridge import names
-from .bridge.program_order import HOST
-from .bridge.session_graph import session_graph
+from .bridge.program_order import HOST, session_graph
 from .bridge.tf_errors import as_tf_error
 from .bridge.types import OptionalGradient, Tensor, Variable
 from .compression import Compression, Compressor, require_compression

@@ -20,8 +20,7 @@ from ..core.errors import MpistratError
 from ..core.request import Adasum, Average, ReduceOp, ScaledOp, join_request, scaled_op
 from ..core.tuning import JOINED_TENSOR_BYTES
 from .bridge.names import given, made, of_gradient
-from .bridge.program_order import enclosing_function
-from .bridge.session_graph import session_graph
+from .bridge.program_order import enclosing_function, session_graph
 from .bridge.tf_errors import as_tf_error
 from .bridge.types import Reducible, Tensor, Variable
 from .compression import Compression, Compressor

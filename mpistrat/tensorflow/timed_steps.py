@@ -12,7 +12,7 @@ from ..core.errors import InvalidRequestError
 from ..process import step_timer
 from ..process.step_timer import StepTimer
 from .bridge.private_names import AtomicFunction
-from .bridge.session_graph import session_graph
+from .bridge.program_order import session_graph
 from .xla.context import is_compiled
 
 

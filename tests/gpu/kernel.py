@@ -7,8 +7,7 @@ import numpy as np
 
 from mpistrat.core.tuning import COPY_BLOCK_ELEMENTS
 from mpistrat.gpu.backend import await_on_host
-from mpistrat.gpu.copy.copy_kernel import TYPES
-from mpistrat.gpu.copy.copy_plan import PIECES_PER_LAUNCH, CopyJob, block_count, copy_tables
+from mpistrat.gpu.copy_kernel import PIECES_PER_LAUNCH, TYPES, CopyJob, block_count, copy_tables
 from tests.gpu.memory import LIMIT_S, can_test, download, open_device, upload
 from tests.support import copy_model
 from tests.support.dtypes import dtype_of

@@ -13,9 +13,8 @@ from mpistrat.core.errors import EngineError
 from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.backend import await_on_host
-from mpistrat.gpu.nccl_data import NcclData
-from mpistrat.gpu.nccl_types import AVERAGE, AVERAGES_FROM
-from mpistrat.gpu.nccl_types import DTYPES as NUMBERS
+from mpistrat.gpu.nccl_data import AVERAGE, AVERAGES_FROM, NcclData
+from mpistrat.gpu.nccl_data import DTYPES as NUMBERS
 from tests.gpu.memory import DTYPES, LIMIT_S, can_test, download, open_device, upload
 from tests.support.dtypes import dtype_of
 from tests.support.gpu_backends import allreduce

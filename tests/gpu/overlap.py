@@ -12,7 +12,7 @@ from typing import Any
 
 import mpistrat.keras as hvd
 from mpistrat.gpu.gpu_executor import GpuExecutor
-from mpistrat.gpu.nccl_stream import NcclStream
+from mpistrat.gpu.nccl_data import NcclStream
 from mpistrat.tensorflow.graph import buckets
 from tests.gpu.price import IS_STAND_IN, training
 

@@ -77,7 +77,7 @@ def tensorflow_has_the_operation() -> None:
     for _ in range(40):
         tensor = tensor @ tensor * 1e-2
     began = time.monotonic()
-    address, = streams.addresses([tensor])
+    address, = kernel.lent([tensor], ()).sources
     looked = time.monotonic()
     tensor.numpy()
     print(f"    the address {address:#x} after {(looked - began) * 1e3:.2f} ms, the contents after "

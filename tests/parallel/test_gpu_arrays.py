@@ -22,7 +22,7 @@ import mpistrat
 from mpistrat.api import libraries, own_gpu, runtime
 from mpistrat.core.errors import EngineError
 from mpistrat.gpu import gpu_executor
-from mpistrat.gpu.copy.copy_plan import CopyJob
+from mpistrat.gpu.copy_kernel import CopyJob
 from tests.support import copy_model, gpu_stand_in
 from tests.support.dtypes import dtype_of
 

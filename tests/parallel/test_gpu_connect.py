@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mpistrat.core.errors import EngineError
-from mpistrat.gpu.communicators import make_communicators
-from mpistrat.gpu.connect import exchange_over
+from mpistrat.gpu.connect import exchange_over, make_communicators
 from tests.support.gpu_stand_in import Device
 from tests.support.planes import over_mpi
 

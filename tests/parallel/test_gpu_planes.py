@@ -10,10 +10,8 @@ import pytest
 from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
 from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
-from mpistrat.gpu.backend import GpuBackend
-from mpistrat.gpu.nccl_data import NcclData
-from mpistrat.gpu.nccl_types import AVERAGES_FROM
-from mpistrat.gpu.staged import StagedData
+from mpistrat.gpu.backend import GpuBackend, StagedData
+from mpistrat.gpu.nccl_data import AVERAGES_FROM, NcclData
 from tests.support.gpu_stand_in import Communicator, Device
 from tests.support.planes import over_mpi
 

@@ -23,8 +23,8 @@ from mpistrat.api import libraries, own_gpu
 from mpistrat.cli.bench import bert_base, resnet50
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.backend import await_on_host
-from mpistrat.gpu.copy.copy_plan import CopyJob, block_count, copy_tables, fused_offsets
-from mpistrat.gpu.nccl_types import FLOAT32
+from mpistrat.gpu.copy_kernel import CopyJob, block_count, copy_tables, fused_offsets
+from mpistrat.gpu.nccl_data import FLOAT32
 
 LIMIT_S = 60.0
 

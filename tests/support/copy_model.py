@@ -6,7 +6,7 @@ import numpy as np
 
 from mpistrat.core.arithmetic import Scale
 from mpistrat.core.tuning import COPY_BLOCK_ELEMENTS
-from mpistrat.gpu.copy.copy_plan import CopyJob, block_count
+from mpistrat.gpu.copy_kernel import CopyJob, block_count
 
 from .dtypes import dtype_of
 

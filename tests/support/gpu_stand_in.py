@@ -21,8 +21,8 @@ import ml_dtypes
 import numpy as np
 
 from mpistrat.gpu.arrays import GpuArray
-from mpistrat.gpu.copy.copy_plan import PIECES_PER_LAUNCH, CopyJob
-from mpistrat.gpu.nccl_types import AVERAGE
+from mpistrat.gpu.copy_kernel import PIECES_PER_LAUNCH, CopyJob
+from mpistrat.gpu.nccl_data import AVERAGE
 from tests.support import copy_model
 
 _DTYPES = [np.dtype(name) for name in ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32",

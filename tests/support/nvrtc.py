@@ -8,7 +8,7 @@ def ptx_of(code: str, architecture: str) -> str:
     pytest.importorskip("cupy", reason="cupy is not installed")
     from cupy.cuda import compiler
 
-    from mpistrat.gpu.copy.compiler import OPTIONS, find_nvrtc
+    from mpistrat.gpu.device import OPTIONS, find_nvrtc
     try:
         find_nvrtc()
     except OSError as error:

@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from mpistrat.api import own_gpu
 from mpistrat.tensorflow.async_op import call_site, streams
-from mpistrat.tensorflow.xla import context, gpu_memory
+from mpistrat.tensorflow.graph import xla_collective
+from mpistrat.tensorflow.xla import context, custom_call
 from tests.support import gpu_stand_in
 
 
@@ -45,5 +46,5 @@ def install(rank: int, replace: Callable[[Any, str, Any], None] = setattr) -> No
     replace(call_site, "are_on_gpu", lambda tensors, process_set=0: True)
     replace(call_site, "device_of", lambda tensors, process_set=0: None if tf.executing_eagerly() or
             context.is_compiled() else "/device:CPU:0")
-    replace(gpu_memory, "is_used", lambda: True)
-    replace(gpu_memory, "place_of", place_of)
+    replace(xla_collective, "has_gpu", lambda: True)
+    replace(custom_call, "place_of", place_of)

@@ -20,8 +20,9 @@ from mpistrat.core.errors import EngineError, InvalidRequestError, MismatchError
 from mpistrat.core.handle import Handle  # noqa: E402
 from mpistrat.core.request import ScaledOp  # noqa: E402
 from mpistrat.gpu import proof  # noqa: E402
-from mpistrat.tensorflow.async_op import c_api, call_site, kernel, streams  # noqa: E402
+from mpistrat.tensorflow.async_op import c_api, kernel, streams  # noqa: E402
 from mpistrat.tensorflow.bridge import gpu_device  # noqa: E402
+from mpistrat.tensorflow.bridge.program_order import resource_of_name  # noqa: E402
 from mpistrat.tensorflow.graph import buckets  # noqa: E402
 from mpistrat.tensorflow.graph.reduce_spec import ReduceSpec  # noqa: E402
 from tests.support import tensorflow_stand_in  # noqa: E402
@@ -160,11 +161,10 @@ def test_many_are_under_way_and_none_blocks_a_thread() -> None:
 
     @tf.function(autograph=False)
     def step(tensor: tf.Tensor) -> tf.Tensor:
-        outputs = [kernel.node(target, [tensor + i], order=[own])[0]
-                   for i, (target, own) in enumerate(zip(targets, orders, strict=True))]
+        outputs = [kernel.node(target, [tensor + i], order=resource_of_name("/device:CPU:0", f"many {i}"))[0]
+                   for i, target in enumerate(targets)]
         return tf.stack([tf.ensure_shape(output, [2]) for output in outputs])
 
-    orders = [call_site._order("/device:CPU:0", f"many {i}") for i in range(100)]
     results: list[np.ndarray] = []
     thread = threading.Thread(target=lambda: results.append(step(tf.zeros([2])).numpy()), daemon=True)
     thread.start()
@@ -176,15 +176,18 @@ def test_many_are_under_way_and_none_blocks_a_thread() -> None:
 
 
 def test_nodes_of_one_name_run_one_after_the_other_in_calls_and_loops() -> None:
-    target, order = Copy(first=2, delay_s=0.01), call_site._order("/device:CPU:0", "one name")
+    target = Copy(first=2, delay_s=0.01)
+
+    def node(tensor: tf.Tensor) -> tf.Tensor:
+        return kernel.node(target, [tensor], order=resource_of_name("/device:CPU:0", "one name"))[0]
 
     @tf.function
     def inner(tensor: tf.Tensor) -> tf.Tensor:
-        return tf.ensure_shape(kernel.node(target, [tensor], order=[order])[0], [1])
+        return tf.ensure_shape(node(tensor), [1])
 
     @tf.function
     def step(tensor: tf.Tensor) -> tf.Tensor:
-        own, = kernel.node(target, [tensor], order=[order])
+        own = node(tensor)
         total = inner(tensor) + inner(tensor + 1) + tf.ensure_shape(own, [1])
         for i in tf.range(4):
             total += inner(tensor + tf.cast(i, tf.float32))
@@ -367,7 +370,8 @@ def test_a_way_that_the_driver_refuses_is_done_without(refused: str, served: lis
 
 
 def test_the_check_refuses_a_way_that_reads_too_early(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "addresses", lambda tensors: [np.zeros(2**10, np.float32).ctypes.data])
+    zeros = np.zeros(2**10, np.float32)
+    monkeypatch.setattr(kernel, "lent", lambda *_: kernel.Memory([zeros.ctypes.data], [], [], []))
     with pytest.raises(Exception, match="before it was complete"):
         check(device.current_stream(), device, WHERE)
 

@@ -12,10 +12,9 @@ from mpistrat.core.errors import EngineError
 from mpistrat.core.interfaces import Observer
 from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
-from mpistrat.gpu.communicators import make_communicators
-from mpistrat.gpu.connect import connect, exchange_over
+from mpistrat.gpu.assignment import set_cuda_variables
+from mpistrat.gpu.connect import connect, exchange_over, make_communicators
 from mpistrat.gpu.gpu_executor import GpuExecutor
-from mpistrat.gpu.nccl_claims import set_cuda_variables
 from tests.support.gpu_stand_in import Device
 from tests.support.thread_group import ThreadGroup
 

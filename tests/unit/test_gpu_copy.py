@@ -12,15 +12,17 @@ import pytest
 
 from mpistrat.core.arithmetic import Scale
 from mpistrat.core.tuning import COPY_BLOCK_ELEMENTS
-from mpistrat.gpu.copy.copy_kernel import HALVES, source, variant
-from mpistrat.gpu.copy.copy_plan import (
+from mpistrat.gpu.copy_kernel import (
     ALIGNMENT,
+    HALVES,
     PIECE,
     PIECES_PER_LAUNCH,
     CopyJob,
     block_count,
     copy_tables,
     fused_offsets,
+    source,
+    variant,
 )
 from tests.gpu import kernel
 from tests.support import copy_model

@@ -10,20 +10,14 @@ from unittest.mock import Mock
 import pytest
 
 from mpistrat.core.errors import EngineError
-from mpistrat.gpu.copy.copy_kernel import source
-from mpistrat.gpu.copy.copy_plan import PIECE, PIECES_PER_LAUNCH, CopyJob, copy_tables
+from mpistrat.gpu.copy_kernel import PIECE, PIECES_PER_LAUNCH, CopyJob, copy_tables, source
 
 cupy = pytest.importorskip("cupy", reason="cupy is not installed")
 
 from cupy.cuda import compiler, nccl  # noqa: E402
 
-from mpistrat.gpu import (  # noqa: E402
-    device,
-    driver,
-    nccl_library,
-)
-from mpistrat.gpu.copy.compiler import compiled, find_nvrtc  # noqa: E402
-from mpistrat.gpu.device import Device  # noqa: E402
+from mpistrat.gpu import device, driver  # noqa: E402
+from mpistrat.gpu.device import Device, compiled, find_nvrtc  # noqa: E402
 
 
 def test_the_id_of_a_communicator_is_what_this_cupy_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,9 +31,9 @@ def test_the_id_of_a_communicator_is_what_this_cupy_takes(monkeypatch: pytest.Mo
 def test_an_error_of_nccl_has_its_text_the_call_and_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = SimpleNamespace(check_async_error=Mock(side_effect=nccl.NcclError(6)))
     monkeypatch.setattr(nccl, "NcclCommunicator", lambda *arguments: failing)
-    monkeypatch.setattr(nccl_library, "last_error", lambda: "socketProgress: Connection closed by remote peer")
+    monkeypatch.setattr(device, "last_error", lambda: "socketProgress: Connection closed by remote peer")
     with pytest.raises(EngineError) as raised:
-        nccl_library.Communicator(2, b"", 1).check_async_error()
+        device.Communicator(2, b"", 1).check_async_error()
     text = str(raised.value)
     assert text.startswith("NCCL has failed (check_async_error on rank 1): NCCL_ERROR_")
     assert text.endswith(". socketProgress: Connection closed by remote peer.")
@@ -48,14 +42,14 @@ def test_an_error_of_nccl_has_its_text_the_call_and_the_rank(monkeypatch: pytest
 @pytest.mark.parametrize("number, name", [(7, "ncclInProgress"), (8, "ncclTimeout")])
 def test_a_result_that_cupy_cannot_name_has_its_name_from_nccl(number: int, name: str,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_library, "last_error", lambda: "")
+    monkeypatch.setattr(device, "last_error", lambda: "")
     with pytest.raises(EngineError, match=rf"NCCL has failed \(allReduce on rank 1\): {name}"), \
-            nccl_library.explained("allReduce on rank 1"):
+            device.explained("allReduce on rank 1"):
         raise nccl.NcclError(number)
 
 
 def test_a_key_error_that_is_none_of_nccls_stays_one() -> None:
-    with pytest.raises(KeyError), nccl_library.explained("a group"):
+    with pytest.raises(KeyError), device.explained("a group"):
         raise KeyError("tensor")
 
 
@@ -79,11 +73,11 @@ def test_a_communicator_is_aborted_once_and_not_used_after_it(calls: list[Any]) 
 
 def test_a_communicator_is_revoked_where_nccl_can_and_not_used_after_it(calls: list[Any],
                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_library.ctypes, "CDLL", lambda name: object())  # as before ncclCommRevoke
-    communicator = nccl_library.Communicator(2, b"", 1)
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: object())  # as before ncclCommRevoke
+    communicator = device.Communicator(2, b"", 1)
     assert not communicator.revoke()
     revoke = Mock(side_effect=lambda *of: calls.append(of) or 0)
-    monkeypatch.setattr(nccl_library.ctypes, "CDLL", lambda name: SimpleNamespace(ncclCommRevoke=revoke))
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: SimpleNamespace(ncclCommRevoke=revoke))
     assert communicator.revoke() and not communicator.revoke()
     with pytest.raises(EngineError, match="was aborted before allReduce on rank 1"):
         communicator.allReduce()

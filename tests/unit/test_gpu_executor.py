@@ -30,12 +30,11 @@ from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.gpu import gpu_executor, proof
 from mpistrat.gpu.arrays import BucketList, GpuArray, GpuTensors
+from mpistrat.gpu.backend import Watchdog
 from mpistrat.gpu.connect import SHARES_GPUS, GpuInfo, connect, fusion_buffers, why_not_nccl
-from mpistrat.gpu.gpu_executor import GpuExecutor
-from mpistrat.gpu.nccl_types import FLOAT16, FLOAT64, UINT8
+from mpistrat.gpu.gpu_executor import Batch, GpuExecutor
+from mpistrat.gpu.nccl_data import FLOAT16, FLOAT64, UINT8
 from mpistrat.gpu.proof import RefutedError, UnprovenError, check_waiting
-from mpistrat.gpu.watchdog import Watchdog
-from mpistrat.gpu.work import Batch
 from mpistrat.trace.records import OperationRing
 from tests.support.copy_model import memory_at
 from tests.support.engines import make_engine
@@ -231,7 +230,7 @@ def test_a_guarded_call_that_has_ended_is_not_aborted() -> None:
 
 
 def test_a_guarded_call_that_a_revoke_ends_is_not_aborted_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.gpu.watchdog.WATCHDOG_REVOKE_S", 0.2)
+    monkeypatch.setattr("mpistrat.gpu.backend.WATCHDOG_REVOKE_S", 0.2)
     revoked, aborted = threading.Event(), threading.Event()
     watchdog = Watchdog(0.05, lambda: revoked.set() or True, aborted.set, "too late")
     with pytest.raises(EngineError, match="too late"), watchdog:
@@ -241,7 +240,7 @@ def test_a_guarded_call_that_a_revoke_ends_is_not_aborted_while_it_runs(monkeypa
 
 @pytest.mark.parametrize("returns", [True, False])
 def test_a_guarded_call_that_a_revoke_does_not_end_is_aborted(returns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.gpu.watchdog.WATCHDOG_REVOKE_S", 0.1)
+    monkeypatch.setattr("mpistrat.gpu.backend.WATCHDOG_REVOKE_S", 0.1)
     for_ever, aborted = threading.Event(), threading.Event()
     watchdog = Watchdog(0.05, (lambda: True) if returns else for_ever.wait, aborted.set, "too late")
     with pytest.raises(EngineError, match="too late"), watchdog:

@@ -53,7 +53,6 @@ MOST_FLOORS = 10
 # up: a room imports only those before it. A package that is not here has no rooms.
 ROOMS: dict[str, tuple[str, ...]] = {
     "transport": ("", "shm", "mpi", "hierarchical"),
-    "gpu": ("copy", ""),
     "api": ("", "elastic"),
     "tensorflow": ("bridge", "xla", "async_op", "graph", "", "sessions", "__init__"),
     "keras": ("bridge", "", "fit", "sharded", "keras2", "optimizers", "__init__", "tensorflow.keras"),
@@ -80,7 +79,6 @@ THIRD_PARTY: dict[str, set[str]] = {
     # Each of these wraps one package for all others.
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
     "elastic.commits": {"msgpack", "numpy", "ml_dtypes"},
-    "gpu.copy.compiler": {"cupy"}, "gpu.nccl_library": {"cupy"},
     "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
     "api.array_ops": {"numpy", "cloudpickle"},
     # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.

@@ -10,9 +10,8 @@ from mpistrat.core.arithmetic import IDENTITY, Reduction, Scale
 from mpistrat.core.errors import EngineError
 from mpistrat.core.request import ReduceOp
 from mpistrat.gpu.arrays import GpuArray
-from mpistrat.gpu.copy.copy_plan import CopyJob
-from mpistrat.gpu.nccl_data import NcclData
-from mpistrat.gpu.nccl_types import (
+from mpistrat.gpu.copy_kernel import CopyJob
+from mpistrat.gpu.nccl_data import (
     AVERAGE,
     AVERAGES_FROM,
     BFLOAT16,
@@ -23,6 +22,7 @@ from mpistrat.gpu.nccl_types import (
     INT32,
     OPERATIONS,
     UINT8,
+    NcclData,
     wire_format,
 )
 from tests.support.dtypes import dtype_of

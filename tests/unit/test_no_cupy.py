@@ -14,7 +14,7 @@ from mpistrat.api import own_gpu, tensors
 from mpistrat.api.availability import _why_no_nccl
 from mpistrat.core.errors import InvalidRequestError, MissingDependencyError
 from mpistrat.core.install import pip_extra
-from mpistrat.gpu.copy import nvrtc
+from mpistrat.gpu import driver
 
 
 @pytest.fixture
@@ -55,10 +55,10 @@ def test_what_is_built_can_be_asked_where_cupy_ends_in_any_error(cupy_says: Path
 def test_nvrtc_that_is_nowhere_is_an_error_with_the_command_that_installs_it(
         cuda: int, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     load = Mock(side_effect=OSError("cannot open shared object file"))
-    monkeypatch.setattr(nvrtc.ctypes, "CDLL", load)
-    monkeypatch.setattr(nvrtc.metadata, "distribution", Mock(side_effect=metadata.PackageNotFoundError))
+    monkeypatch.setattr(driver.ctypes, "CDLL", load)
+    monkeypatch.setattr(driver.metadata, "distribution", Mock(side_effect=metadata.PackageNotFoundError))
     with pytest.raises(OSError, match=re.escape(f"cannot open shared object file ({pip_extra(extra)})")):
-        nvrtc.load_nvrtc(cuda)
+        driver.load_nvrtc(cuda)
     load.assert_any_call(f"libnvrtc.so.{cuda}")
 
 

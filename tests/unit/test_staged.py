@@ -6,7 +6,7 @@ import pytest
 from mpistrat.core.arithmetic import Reduction
 from mpistrat.core.errors import EngineError
 from mpistrat.core.request import ReduceOp
-from mpistrat.gpu.staged import StagedData
+from mpistrat.gpu.backend import StagedData
 from tests.support.gpu_backends import allreduce
 from tests.support.gpu_stand_in import Device
 from tests.support.thread_group import ThreadGroup

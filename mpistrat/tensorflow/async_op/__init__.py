@@ -1,5 +1,4 @@
 """Collectives as one asynchronous operation of TensorFlow, whose kernel is Python: on GPUs, and in sessions.
 
-See call_site.py. `session_node` makes the nodes of graphs that a session of tf.compat.v1 runs, `session_runs` sees the
-calls of Session.run.
+call_site.py makes its nodes on GPUs, session_node.py in graphs that a session of tf.compat.v1 runs.
 """

@@ -4,16 +4,17 @@ The functions are those of
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.h and of ops.h, tf_status.h and tf_tensor.h
 beside it.
 
-A kernel tells TensorFlow by a C++ function, `done`, that it is complete. TensorFlow passes the address of a
-std::function<void()>. Up to 2.21 that is an argument of its own, which ends when the kernel returns, before an
-asynchronous kernel is complete:
+A kernel calls a C++ function, `done`, when the operation is complete. TensorFlow passes the address of this function, a
+std::function<void()>. Up to 2.21 the function is an argument that ends when the kernel returns, before an asynchronous
+operation is complete:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.cc#L258
-So it is moved, as a C++ kernel would do: its bytes are copied, and the original is made empty. Later versions pass the
-address of a copy, and TF_RunAsyncOpKernelDoneCallback deletes the copy. So the copy must not be moved.
+So the function is moved, as a C++ kernel would move it: its bytes are copied, and the original is made empty. Later
+versions pass the address of a copy, which must not be moved, since TF_RunAsyncOpKernelDoneCallback deletes it.
 
-A std::function of libstdc++ has 32 bytes: 16 of what it holds, the address of its *manager*, which copies and destroys
-that, or NULL if it is empty, and the address of its *invoker*, which calls it. Both facts are found out, before any
-kernel runs, from a std::function whose manager and invoker are Python.
+A std::function of libstdc++ has 32 bytes: 16 bytes for the object that it holds; the address of its *manager*, which
+copies and destroys the object, or NULL for an empty function; and the address of its *invoker*, which calls the object.
+This layout, and who deletes the function, are found out before any kernel runs, from a std::function whose manager and
+invoker are Python.
 """
 
 import ctypes

@@ -1,16 +1,16 @@
 """Collectives on GPU tensors, in graphs and eager: one asynchronous operation each.
 
-TensorFlow calls its kernel when the work that computes the inputs is enqueued. The kernel gives the engine the
-addresses of the inputs and of the outputs, and an event after that work. It waits for nothing. An output whose size
-depends on other ranks is allocated when the engine knows the size. The operation is complete when the engine's work is
-enqueued, and TensorFlow's stream waits for it; where its stream cannot wait (see streams.py), when the GPU is done. So
-no node can read a result before, whatever TensorFlow's optimizer moves.
+TensorFlow calls the kernel of the operation when the work that computes the inputs is enqueued. The kernel gives the
+engine the addresses of the inputs and of the outputs, and an event after that work. The kernel waits for nothing. An
+output whose size depends on other ranks is allocated when the engine knows the size. The operation is complete when the
+engine's work is enqueued, and TensorFlow's stream waits for this work; where the stream cannot wait (see streams.py),
+when the GPU is done. So no node can read a result too early, whatever TensorFlow's optimizer moves.
 
-Nodes of one name run one after the other, since they have a resource in common, which belongs to the name. Nodes of
-different names start in any order. All later nodes wait only after `complete_in_order`. In the gradient of a function,
-where nothing can be captured, names contain the number of the execution, as in `cpu`.
+Nodes of one name run one after the other, since they have the resource of the name in common. Nodes of different names
+start in any order. All later nodes wait only after `complete_in_order`. In the gradient of a function, where nothing
+can be captured, names contain the number of the execution, as in `cpu`.
 
-TensorFlow cannot cancel the operation. If an execution fails elsewhere, it ends when its collectives are complete, or
+TensorFlow cannot cancel the operation. An execution that fails elsewhere ends when its collectives are complete, or
 when the engine fails the collectives, because the other ranks have not submitted them for too long.
 """
 
@@ -18,32 +18,23 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from weakref import WeakValueDictionary
 
 import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
 from ...api.own_gpu import go_by_host, host_copies_of
-from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...gpu.arrays import Allocated, BucketList, GpuTensors
-from ..bridge import execution_ids, gpu_device
-from ..bridge.execution_ids import Execution
+from ..bridge import gpu_device
 from ..bridge.gpu_device import device_at
-from ..bridge.program_order import after_completed, anonymous_variable, capture_in_order, in_gradient
-from ..bridge.session_graph import session_graph
-from ..bridge.tf_errors import described
+from ..bridge.program_order import Execution, after_completed, current_execution, resource_of_name, session_graph
 from ..xla import context as xla
-from . import kernel, session_runs, streams
+from . import kernel, session_node, streams
 from .kernel import Memory
-from .session_executions import Executions
-from .session_node import number_of_execution
-from .submission import CollectiveCallSite, MakeRequest, Observer
+from .submission import AsyncCallSite, Executions, MakeRequest, Observer
 
 logger = logging.getLogger(__name__)
-
-_orders: "WeakValueDictionary[tuple[str, str], tf.Tensor]" = WeakValueDictionary()  # by device and name
 
 
 def are_on_gpu(tensors: Sequence[tf.Tensor], process_set: int = 0) -> bool:
@@ -102,24 +93,24 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
         name, tensors, shapes, process_set: As in `cpu.run`.
         make_request: Called with the tensors as GpuTensors.
         keeps_shapes: Whether each result has the shape of its tensor.
-        observer: Called with copies on the host before the submit.
+        observer: Called with copies of the tensors on the host, before the submit.
         bucket: The list of buckets and the index of this bucket; None if there is only one. Ignored in a session, which
             may run only some of the nodes of a list.
     """
     in_session = None if session_graph() is None else Executions()
-    execution = execution_ids.current.get() or Execution()
+    execution = current_execution.get() or Execution()
     if in_session is None:
         past, counts = [execution.number] if execution.is_past else [], execution.number is None
-        orders = [] if in_gradient() else [capture_in_order(_order(where, name))]
+        orders = resource_of_name(where, name)
     else:
-        past, counts, orders = number_of_execution(), False, []
+        past, counts, orders = session_node.number_of_execution(), False, []
     site = _GpuCallSite(name, process_set, make_request, execution, observer, in_session, where, tensors,
                         1 + len(past) + len(orders), keeps_shapes, bucket if in_session is None else None)
     with after_completed() if in_session is None else nullcontext(), tf.device(where):
         outputs = kernel.node(site, tensors, past, orders, int(counts))
     site.belongs_to(outputs[0].op)
     if in_session is not None:
-        session_runs.watch()
+        session_node.watch()
     if counts:
         execution.number = outputs.pop()
         execution.number.set_shape([])
@@ -130,53 +121,28 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
 
 def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_shapes: bool,
                 process_set: int) -> list[tf.Tensor]:
-    """Run one collective on eager tensors of this rank's GPU; the results are on the same GPU. Collective.
+    """Run one collective on eager tensors of this rank's GPU, as `run`; the results are on the same GPU. Collective.
 
     The operation only provides the memory. The engine's work on it is enqueued or complete when this function returns.
-
-    Args:
-        make_request: Called with the tensors as GpuTensors.
-        tensors: At least one.
-        keeps_shapes: Whether each result has the shape of its tensor.
-        process_set: The id of the process set, which `make_request` sets too.
-
-    Raises:
-        As `api.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
+    Raises as `api.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
     """
     def lent(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
         with tf.init_scope():  # The thread that drives the engine may be tracing a function.
             return kernel.lent(tensors, shapes)
 
-    arrays = _on_gpu(tensors[0].backing_device, process_set, _numpy_dtypes(tensors), tensors, lent, keeps_shapes)
+    dtypes = [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
+    arrays = _on_gpu(tensors[0].backing_device, process_set, dtypes, tensors, lent, keeps_shapes)
     request = on_gpu(make_request(arrays))
     # If this raises, as a signal handler may, the engine may still use the memory, and keeps it.
     results: list[tf.Tensor] = runtime.group_of(request.name, process_set).engine.run(request, arrays).wait()
     return results
 
 
-def _order(where: str, name: str) -> tf.Tensor:
-    """The resource of a name, on the device of its nodes. Nothing ever reads or writes it."""
-    handle = _orders.get((where, name))
-    if handle is None:
-        with tf.init_scope(), tf.device(where):
-            handle = anonymous_variable(tf.float32)
-        _orders[where, name] = handle
-    return handle
-
-
-def _numpy_dtypes(tensors: Sequence[tf.Tensor]) -> list[np.dtype]:
-    return [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
-
-
 def _on_gpu(where: str, process_set: int, dtypes: Sequence[np.dtype], owner: object,
             memory: Callable[[Sequence[tuple[int, ...]] | None], Memory], keeps_shapes: bool) -> GpuTensors:
-    """The tensors of a collective for the engine.
+    """The tensors of a collective on the device `where`, for the engine. `owner` keeps the tensors alive.
 
-    Args:
-        where: TensorFlow's name of the device of the tensors.
-        owner: The object that keeps the tensors alive.
-        memory: Returns the memory of the tensors, and of results of the given shapes; None: of the tensors' shapes.
-        keeps_shapes: Whether each result has the shape of its tensor.
+    `memory`: Returns the memory of the tensors, and of results of the given shapes; None: of the tensors' shapes.
     """
     device = device_at(where)
     found = streams.stream_for(device, where, process_set)
@@ -197,23 +163,16 @@ def _on_gpu(where: str, process_set: int, dtypes: Sequence[np.dtype], owner: obj
     return tensors
 
 
-class _GpuCallSite(CollectiveCallSite):
-    """The target of the node of one collective. Several executions may be in flight.
-
-    Args:
-        first: The index of the first tensor among the inputs of the node.
-        keeps_shapes, bucket: As in `run`.
-    """
+class _GpuCallSite(AsyncCallSite):
+    """The target of the node of one collective. Several executions may be in flight."""
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution,
                  observer: Observer | None, in_session: Executions | None, where: str, tensors: Sequence[tf.Tensor],
                  first: int, keeps_shapes: bool, bucket: tuple[BucketList, int] | None):
         super().__init__(name, process_set, lambda arrays: on_gpu(make_request(arrays)),
-                         execution if in_session is None else None, observer, in_session)
-        self._where, self._first, self._keeps_shapes, self._bucket = where, first, keeps_shapes, bucket
-        self._dtypes, self._nothing = _numpy_dtypes(tensors), [None] * len(tensors)
-        self._dims = [kernel.Dims(tuple(tensor.shape)) if tensor.shape.is_fully_defined() else None
-                      for tensor in tensors]
+                         execution if in_session is None else None, observer, in_session, tensors, first)
+        self._where, self._keeps_shapes, self._bucket = where, keeps_shapes, bucket
+        self._nothing = [None] * len(tensors)
 
     def compute(self, call: kernel.Call) -> None:
         def memory(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
@@ -226,22 +185,4 @@ class _GpuCallSite(CollectiveCallSite):
 
         arrays = _on_gpu(self._where, self.process_set, self._dtypes, call, memory, self._keeps_shapes)
         arrays.bucket = self._bucket
-        if self.is_in_order:
-            its = self.submission(arrays, call.number(1) if self._has_past else None, fetched)
-        else:
-            its = self.session_submission(arrays, call, fetched)
-        if self._counts:
-            call.write_number(len(arrays), its.number)
-        handle = its.group.engine.submit(its.request, its.arrays, self.origin)
-        handle.when_done(_end, (call, handle))
-
-
-def _end(ended: Sequence[tuple[kernel.Call, Handle]]) -> None:
-    """Complete the calls of handles that are done. Called by the engine's thread."""
-    for call, handle in ended:
-        try:
-            handle.wait()
-        except Exception as error:
-            call.fail(*described(error))
-        else:
-            call.complete()
+        self.submit(call, arrays, fetched)

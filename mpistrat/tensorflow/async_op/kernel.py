@@ -23,17 +23,13 @@ import tensorflow as tf
 
 from ...core.errors import EngineError
 from ...core.memory import ALIGNMENT
-from ..bridge.calls import SITE_ATTRIBUTE
-from ..bridge.private_names import apply_op, context, eager_mode, execute_eagerly, set_node_attribute
-from ..bridge.python_op import keep_in_graph, keep_thread_state
-from ..bridge.sync_execution import SynchronousExecution
-from ..bridge.targets import Targets
+from ..bridge.calls import set_key
+from ..bridge.private_names import SynchronousExecution, apply_op, context, eager_mode, execute_eagerly
+from ..bridge.python_op import Targets, keep_in_graph, keep_thread_state
 from ..bridge.tf_errors import described
 from .c_api import Done, Status, api, is_deleted_by_tensorflow, require_api
 
 NAME = "MpistratAsyncCollective"
-_DEVICES = (b"CPU", b"GPU")
-_ON_HOST = (b"target", b"past", b"order", b"numbers")
 _PROBE_S = 10.0
 _LEAST_GIVEN = 32 * 1024  # Smaller arrays are copied faster than they are handed over.
 
@@ -76,8 +72,7 @@ class Memory(NamedTuple):
 class Call:
     """An execution of the kernel. Call `complete` or `fail` once, in any thread.
 
-    Until then TensorFlow keeps the inputs and the memory of the outputs. A Call object that is deleted before has
-    failed.
+    Until then TensorFlow keeps the inputs and the memory of the outputs. A Call that is deleted before fails.
     """
 
     __slots__ = ("_api", "_context", "_done", "_status", "is_ended")
@@ -86,7 +81,8 @@ class Call:
         self._api, self._context, self._done, self._status = require_api(), of_kernel, Done(done), Status()
         self.is_ended = False
 
-    def _address(self, index: int) -> int:
+    def address(self, index: int) -> int:
+        """The address of an input."""
         found, own = c_void_p(), self._api
         own.TF_GetInput(self._context, index, found, self._status.pointer)
         if not found:
@@ -102,7 +98,7 @@ class Call:
         There is only one loop, since a step has hundreds of tensors. An output may have the memory of its input.
 
         Args:
-            first: The index of the first input. The index of the first output is 0.
+            first: The index of the first input. The first output has the index 0.
             known: For each input the shape, or None to ask TensorFlow for the shape.
             allocates: Whether to allocate the outputs. If False, the addresses of the outputs are [].
         """
@@ -133,12 +129,7 @@ class Call:
 
     def number(self, index: int) -> int:
         """The value of an int64 scalar on the host."""
-        return c_int64.from_address(self._address(index)).value
-
-    @property
-    def target(self) -> "Target | None":
-        """The target that the node calls; None if it does not exist in this process."""
-        return _targets.get(c_int32.from_address(self._address(0)).value)
+        return c_int64.from_address(self.address(index)).value
 
     def output(self, index: int, shape: Sequence[int]) -> int:
         """Allocate an output of this shape; return its address."""
@@ -151,12 +142,9 @@ class Call:
         return address
 
     def give(self, index: int, array: np.ndarray, kind: int) -> None:
-        """Set an output on the host to this array, which must not change afterwards. Large arrays are not copied.
+        """Set an output on the host to this C-contiguous array, which must not change afterwards.
 
-        Args:
-            index: The index of the output.
-            array: C-contiguous.
-            kind: TensorFlow's number of the array's dtype.
+        Large arrays are not copied. `kind`: TensorFlow's number of the dtype.
         """
         nbytes = array.nbytes
         if nbytes < _LEAST_GIVEN or array.ctypes.data % ALIGNMENT:
@@ -206,10 +194,9 @@ class Target(Protocol):
 
 def node(target: Target, tensors: Sequence[tf.Tensor], past: Sequence[tf.Tensor] = (),
          order: Sequence[tf.Tensor] = (), numbers: int = 0) -> list[tf.Tensor]:
-    """Make a node on the current device, which calls `target`. Its inputs begin with the number of the target.
+    """Make a node on the current device. Its first input is the number of `target`, which lives as long as the graph.
 
     Args:
-        target: Lives as long as the Python object of the graph.
         tensors: The last inputs, at least one. Each has an output of the same dtype and of unknown shape.
         past: int64 scalars on the host, the inputs after the target.
         order: Resources, the inputs after `past`.
@@ -220,8 +207,7 @@ def node(target: Target, tensors: Sequence[tf.Tensor], past: Sequence[tf.Tensor]
     constant = tf.constant(number, tf.int32)  # A constant int32 on a GPU is in host memory.
     results, scalars = apply_op(NAME, target=constant, past=list(past), order=list(order), tensors=list(tensors),
                                 K=numbers)
-    set_node_attribute((list(results) + list(scalars))[0].op, SITE_ATTRIBUTE,
-                       tf.compat.v1.AttrValue(s=str(number).encode()))
+    set_key(results[0].op, number)
     return [*results, *scalars]
 
 
@@ -242,7 +228,7 @@ def _compute(kernel: int | None, of_kernel: int, done: int) -> None:
     keep_thread_state()
     call = Call(of_kernel, done)
     try:
-        target = call.target
+        target = _targets.get(c_int32.from_address(call.address(0)).value)
         if target is None:
             raise EngineError("a collective was called after its tf.function or graph was deleted, or in another "
                               "process than the one that has made it. Make the function again in this process.")
@@ -266,9 +252,9 @@ def _register() -> None:
     own.TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, unknown)
     own.TF_RegisterOpDefinition(builder, status.pointer)
     status.check()
-    for device in _DEVICES:
+    for device in (b"CPU", b"GPU"):
         kernel = own.TF_NewAsyncKernelBuilder(name, device, None, ctypes.cast(_compute, c_void_p), None)
-        for argument in _ON_HOST:
+        for argument in (b"target", b"past", b"order", b"numbers"):
             own.TF_KernelBuilder_HostMemory(kernel, argument)
         own.TF_RegisterKernelBuilder(name, kernel, status.pointer)
         status.check()
@@ -281,7 +267,7 @@ tf.no_gradient(NAME)
 
 
 class _Lending:
-    """A target that stores the addresses of a call in `found`, and completes the call at once."""
+    """A target that stores the memory of a call in `found`, and completes the call at once."""
 
     def __init__(self, count: int, shapes: Sequence[tuple[int, ...]] | None):
         self._count, self._shapes = count, shapes
@@ -295,11 +281,9 @@ class _Lending:
 
 
 def lent(tensors: Sequence[tf.Tensor], shapes: Sequence[tuple[int, ...]] | None) -> Memory:
-    """Create an uninitialised tensor for each of the eager `tensors` of one device. Does not wait for `tensors`.
+    """Create an uninitialised tensor for each of the eager `tensors` of one device, at least one. Waits for nothing.
 
-    Args:
-        tensors: At least one.
-        shapes: The shapes of the new tensors; (): they have no elements; None: the shapes of `tensors`.
+    `shapes`: The shapes of the new tensors; (): they have no elements; None: the shapes of `tensors`.
     """
     target = _Lending(len(tensors), shapes)
     results = execute(target, tensors)

@@ -3,9 +3,9 @@
 The kernel of an asynchronous operation runs when the work that computes its inputs is in TensorFlow's stream, and the
 engine's streams must wait for that work. TensorFlow's C API gives no stream of a GPU to a kernel:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.cc#L358
-XLA's C API gives it to a handler, and that stream can also wait for the results. Before TensorFlow 2.21, where XLA does
-not, an event of the whole context is the substitute, and the host waits for the results. Each way is checked on the GPU
-before it is used. If neither works, the tensors are reduced through the host.
+XLA's C API gives the stream to a handler, and the stream can also wait for the results. XLA's C API does so from
+TensorFlow 2.21 on. With an older one the substitute is an event of the whole context, and the host waits for the
+results. Each way is checked on the GPU before it is used. If neither works, the tensors are reduced through the host.
 """
 
 import itertools
@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import tensorflow as tf
@@ -22,10 +22,10 @@ from ...api import runtime
 from ...api.job import Job
 from ...core.errors import EngineError
 from ...gpu import driver
-from ...gpu.arrays import CudaEvent, RecordedStream
+from ...gpu.arrays import RecordedStream
 from ...gpu.backend import await_on_host
-from ...gpu.proof import LIMIT_S, Race, late_copy, prove
-from ..bridge.sync_execution import SynchronousExecution
+from ...gpu.proof import LIMIT_S, Race, late_copy, one_line, prove
+from ..bridge.private_names import SynchronousExecution
 from ..xla import ffi
 from ..xla.custom_call import custom_call
 from . import kernel
@@ -49,11 +49,10 @@ class ContextStream:
 
     def __init__(self, device: "Device", where: str):
         del device, where  # The context is this thread's.
-        self.ptr = self._context = driver.context()
+        self.ptr = driver.context()
 
-    def record(self, event: CudaEvent) -> None:
-        """See gpu.arrays.RecordedStream."""
-        driver.record_in_context(self._context, event.ptr)
+    def record(self, event: Any) -> None:
+        driver.record_in_context(self.ptr, event.ptr)
 
 
 class _Handler:
@@ -95,11 +94,9 @@ _finding = threading.Lock()
 
 
 def stream_for(device: "Device", where: str, process_set: int = 0) -> Found | None:
-    """Return TensorFlow's compute stream or its substitute; None, with one warning, if neither can be used.
+    """Return the compute stream of TensorFlow's GPU `where`, or its substitute; None if neither can be used.
 
-    Args:
-        where: TensorFlow's name of the GPU.
-        process_set: The id of the process set of the collective.
+    The first call for a GPU checks both, and may log a warning.
     """
     current = runtime.current()
     found = _found.get(current)
@@ -129,7 +126,7 @@ def _find(device: "Device", where: str) -> tuple[Found | None, Found | None]:
         return (Found(own, own),) * 2
     except Exception as error:
         logger.warning("rank %d: TensorFlow's stream cannot wait for reductions on its GPU, so the host waits for "
-                       "them: %s", rank, _one_line(error))
+                       "them: %s", rank, one_line(error))
         return (Found(own, None),) * 2
 
 
@@ -141,13 +138,9 @@ def _checked(way: Callable[["Device", str], RecordedStream], device: "Device", w
             stream = way(device, where)
             check(stream, device, where)
     except Exception as error:
-        reasons.append(_one_line(error))
+        reasons.append(one_line(error))
         return None
     return stream
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def check_waiting(stream: RecordedStream, device: "Device", where: str) -> None:
@@ -160,7 +153,7 @@ def check_waiting(stream: RecordedStream, device: "Device", where: str) -> None:
     def race(work: int) -> Race:
         given, read = tf.ones([nbytes // 4]), tf.zeros([nbytes // 4])
         tf.reduce_min(read)  # TensorFlow takes a millisecond for the first one.
-        source, target = addresses([given, read])
+        source, target = kernel.lent([given, read], ()).sources
         end, early, early_end = late_copy(device, target, scratch.address, source, nbytes, device.record(stream), work)
         device.wait(stream, end)
         least = tf.reduce_min(read)
@@ -184,7 +177,7 @@ def check(stream: RecordedStream, device: "Device", where: str) -> None:
         tensor = tf.fill([_CHECKED_ELEMENTS if ":GPU:" in where else 2**10], first)
         for _ in range(work):
             tensor = tensor + 1.0
-        address, = addresses([tensor])
+        address, = kernel.lent([tensor], ()).sources
         ready = device.record(stream)
         runs = not ready.done
         device.wait(ordered, ready)
@@ -197,8 +190,3 @@ def check(stream: RecordedStream, device: "Device", where: str) -> None:
 
     with SynchronousExecution(), tf.device(where):
         prove(race)
-
-
-def addresses(tensors: list[tf.Tensor]) -> list[int]:
-    """The addresses of eager tensors of one device. Does not wait until the tensors are computed."""
-    return kernel.lent(tensors, ()).sources

@@ -1,22 +1,27 @@
 """What the nodes of a graph submit: a collective with its arrays, under a name for this execution."""
 
 import dataclasses
+import functools
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
+import tensorflow as tf
 
 from ...api import runtime
 from ...api.group import Group
+from ...core.errors import InvalidRequestError
+from ...core.handle import Handle
 from ...core.request import Request
 from ...gpu.arrays import GpuTensors
 from ..bridge.calls import CallSite
-from ..bridge.execution_ids import Execution
-from .session_executions import Executions
-
-if TYPE_CHECKING:
-    from .kernel import Call
+from ..bridge.private_names import WHILE_GRAPHS, at_each_call
+from ..bridge.program_order import Execution, captured_in_function, enclosing_function, session_graph
+from ..bridge.tf_errors import described
+from .kernel import Call, Dims
 
 # This rank's tensors, on the host or on its GPU.
 Submitted = Sequence[np.ndarray] | GpuTensors
@@ -43,15 +48,13 @@ class CollectiveCallSite(CallSite):
     """A collective in a graph: makes the submission of each execution. Several executions may be in flight.
 
     Args:
-        name, process_set: As for CallSite.
-        make_request: Makes the request. It must not refer to the graph.
+        make_request: Must not refer to the graph.
         execution: The execution that the collective belongs to; None: its number is not needed.
-        observer: Called before the collective is submitted.
         in_session: Distinguishes the executions in the graph of a session; None: not in the graph of a session.
     """
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest,
-                 execution: Execution | None, observer: Observer | None, in_session: Executions | None = None):
+                 execution: Execution | None, observer: Observer | None, in_session: "Executions | None" = None):
         super().__init__(name, process_set)
         self._in_session, self.is_in_order = in_session, in_session is None
         self._make_request, self._observer = make_request, observer
@@ -69,22 +72,14 @@ class CollectiveCallSite(CallSite):
         return self.submission(arrays, int(arrays.pop()) if self._has_past else None)
 
     def before_run(self, session: object) -> None:
-        prepare = getattr(self._observer, "before_run", None)
-        if prepare is not None:
+        if (prepare := getattr(self._observer, "before_run", None)) is not None:
             prepare(session)
-
-    def session_submission(self, arrays: Submitted, call: "Call",
-                           fetched: Callable[[], Sequence[np.ndarray]] | None = None) -> Submission:
-        """As `submission`, for a call in a graph of a session."""
-        assert self._in_session is not None
-        return self.submission(arrays, self._in_session.suffix(call) or None, fetched)
 
     def submission(self, arrays: Submitted, past: int | str | None,
                    fetched: Callable[[], Sequence[np.ndarray]] | None = None) -> Submission:
         """Return the collective to submit.
 
         Args:
-            arrays: This rank's tensors.
             past: In a gradient, the number of its function's execution; in a session, the suffix of this execution.
             fetched: Returns copies of the tensors on the host; None: `arrays` are on the host.
         """
@@ -103,3 +98,143 @@ class CollectiveCallSite(CallSite):
         if past is not None:
             request = dataclasses.replace(request, name=f"{request.name}#{past}")
         return Submission(group, request, arrays, number)
+
+
+class AsyncCallSite(CollectiveCallSite):
+    """A collective whose node is the asynchronous operation; the target of the node (see kernel.py).
+
+    `first`: The index of the first of the tensors among the inputs of the node.
+    """
+
+    def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution | None,
+                 observer: Observer | None, in_session: "Executions | None", tensors: Sequence[tf.Tensor], first: int):
+        super().__init__(name, process_set, make_request, execution, observer, in_session)
+        self._first, self._dtypes = first, [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
+        self._dims = [Dims(tuple(tensor.shape)) if tensor.shape.is_fully_defined() else None for tensor in tensors]
+
+    def submit(self, call: Call, arrays: Submitted, fetched: Callable[[], Sequence[np.ndarray]] | None = None,
+               kinds: Sequence[int] = ()) -> None:
+        """Submit the collective of a call. When the collective is complete, the call is completed.
+
+        Args:
+            arrays, fetched: As for `submission`.
+            kinds: TensorFlow's numbers of the dtypes of results on the host; () if the results are in the outputs.
+        """
+        past: int | str | None = call.number(1) if self._has_past else None  # Never in a session.
+        if self._in_session is not None:
+            past = self._in_session.suffix(call) or None
+        its = self.submission(arrays, past, fetched)
+        if self._counts:
+            call.write_number(len(arrays), its.number)
+        handle = its.group.engine.submit(its.request, its.arrays, self.origin)
+        handle.when_done(_end, (call, handle, kinds))
+
+
+def _end(ended: Sequence[tuple[Call, Handle, Sequence[int]]]) -> None:
+    """Complete the calls of handles that are done. Called by the engine's thread."""
+    for call, handle, kinds in ended:
+        try:
+            results = handle.wait()
+            for index, kind in enumerate(kinds):
+                call.give(index, results[index], kind)
+        except Exception as error:
+            call.fail(*described(error))
+        else:
+            call.complete()
+
+
+# -- the executions of a node in one run of a session ------------------------------------------------------------------
+
+# Iterations that differ by as much are never under way together: each loop has at most parallel_iterations of them, 10
+# by default. Names without a limit would fill the memory of requests.
+_MOST_PARALLEL = 1024
+_PRIME = 1_000_003  # of which the numbers of calls in calls are multiples
+
+_numbers: "weakref.WeakKeyDictionary[tf.Graph, tf.Tensor]" = weakref.WeakKeyDictionary()
+_counts: "weakref.WeakKeyDictionary[tf.Graph, itertools.count]" = weakref.WeakKeyDictionary()
+
+
+def call_number() -> tf.Tensor | None:
+    """The number of this call of the function that is being traced, in the current graph; None outside of functions.
+
+    In the graph of a session only.
+    """
+    function = enclosing_function()
+    if not function.building_function:
+        return None
+    if function not in _numbers:
+        # A function of its own, as it gets an attribute.
+        _numbers[function] = at_each_call(function, functools.partial(_next_call), tf.TensorSpec([], tf.int64))
+    return captured_in_function(_numbers[function])
+
+
+def _next_call() -> tf.Tensor:
+    """The number of a call that is being added to the current graph; in a loop, a new number for each iteration.
+
+    TensorFlow may not inline the function into the graph. Then it does not tell the function's kernels the iteration.
+
+    Raises InvalidRequestError: The call is in a loop of TensorFlow 1, whose iterations are not known.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    parts = [tf.constant(next(_counts.setdefault(session_graph(), itertools.count(1))), tf.int64)]
+    while True:
+        if _loops_of_v1(graph):
+            raise InvalidRequestError("a tf.function with a collective cannot be called in a loop of TensorFlow 1's "
+                                      "control flow. Call a plain function there, or leave out tf.compat.v1."
+                                      "disable_control_flow_v2() and disable_v2_behavior().")
+        if isinstance(graph, WHILE_GRAPHS):
+            counter = captured_in_function(graph.get_operations()[0].outputs[0])  # its first argument
+            assert counter is not None
+            parts.append(tf.cast(counter % _MOST_PARALLEL, tf.int64))
+        if not getattr(graph, "is_control_flow_graph", False):
+            break
+        graph = graph.outer_graph
+    outer = call_number()
+    number = tf.zeros([], tf.int64) if outer is None else outer
+    for part in parts:
+        number = number * _PRIME + part
+    return number
+
+
+def _loops_of_v1(graph: tf.Graph) -> int:
+    """The number of loops of TensorFlow 1's control flow around an operation that is being added to a graph."""
+    context, count = graph._get_control_flow_context(), 0
+    while context is not None:
+        count += context.IsWhileContext()
+        context = context.outer_context
+    return count
+
+
+class Executions:
+    """The executions of a node that is being made in the current graph. `seen`: The suffixes of the executions so far.
+
+    TensorFlow starts iterations of a loop, and calls of one function, before earlier ones are complete, in another
+    order on each rank. TensorFlow tells the kernel the iteration. A function gets the number of its call, which is
+    created when the call is added to the graph, and passed on to the functions that it calls in turn. Iteration and
+    number are the same on all ranks, and become a part of the name.
+    """
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self._loops, self._is_in_function = 0, False
+        graph = tf.compat.v1.get_default_graph()
+        while graph is not None:
+            self._loops += _loops_of_v1(graph)
+            if not graph.building_function:
+                break
+            self._loops += isinstance(graph, WHILE_GRAPHS)
+            self._is_in_function |= not getattr(graph, "is_control_flow_graph", False)
+            graph = graph.outer_graph
+
+    def suffix(self, call: Call) -> str:
+        """The suffix of the name of this execution; "" if a run executes the node once."""
+        parts = [str(call.number(1))] if self._is_in_function else []
+        loop, iteration = call.iteration if self._loops or self._is_in_function else (0, 0)
+        if loop:
+            # A loop in another one, or in a function that a loop may call, is another loop in each iteration of that.
+            parts += [f"{loop:x}"] if self._loops > 1 or self._is_in_function else []
+            parts.append(str(iteration % _MOST_PARALLEL))
+        found = ".".join(parts)
+        if found:
+            self.seen.add(found)
+        return found

@@ -17,7 +17,7 @@ import functools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,17 +28,14 @@ from ...core.errors import InvalidRequestError, NotInitializedError, RanksLostEr
 from ...core.handle import Origin
 from ...process.error_text import is_users
 from . import names
-from .private_names import AtomicFunction
+from .private_names import AtomicFunction, set_node_attribute
 from .tf_errors import as_tf_error
 
 
 class CallSite:
-    """A node of a graph that submits a collective.
+    """A node of a graph that submits a collective. `name`: The name of the collective, without the thread.
 
-    It lives as long as the graph (see host_call), and must not refer to the graph.
-
-    Args:
-        name: The name of the collective, without the thread.
+    A site lives as long as the graph (see host_call), and must not refer to the graph.
     """
 
     origin: Origin  # The node.
@@ -50,11 +47,10 @@ class CallSite:
         self.name, self.process_set, self.is_made = name, process_set, names.is_made(name)
         # Whether the ranks must be able to distinguish the thread from all others.
         self.needs_name = self.is_made and not process_set
-        # The beginning of the full name: the part for the thread that runs the function; "" if a user or an optimizer
-        # gave the name.
+        # The beginning of the full name, for the thread that runs the function; "" if a user or an optimizer gave it.
         self.thread = ""
-        # The threads that run a function with this node now.
-        self.running: list[int] = []  # Operations on lists are atomic.
+        # The threads that run a function with this node now. Operations on lists are atomic.
+        self.running: list[int] = []
 
     def belongs_to(self, submit: tf.Operation) -> None:
         """Register the node of this site, a callback or a custom call of XLA."""
@@ -71,17 +67,21 @@ class CallSite:
         return {self.thread + self.name}
 
 
-# The attribute by which a custom call of XLA's is known; a callback has its token.
-SITE_ATTRIBUTE = "_mpistrat_site"
+_SITE_ATTRIBUTE = "_mpistrat_site"
 _sites: "weakref.WeakValueDictionary[bytes, CallSite]" = weakref.WeakValueDictionary()
 
 
 def _key_of(node: tf.compat.v1.NodeDef) -> bytes:
     """The key of a node in `_sites`; b"" for nodes that are not there."""
-    for name in ("token", SITE_ATTRIBUTE):
+    for name in ("token", _SITE_ATTRIBUTE):
         if name in node.attr:
             return bytes(node.attr[name].s)
     return b""
+
+
+def set_key(node: tf.Operation, number: int) -> None:
+    """Give a node that calls the target with this number a key in `_sites`. The key of a callback is its token."""
+    set_node_attribute(node, _SITE_ATTRIBUTE, tf.compat.v1.AttrValue(s=str(number).encode()))
 
 
 def _place_of(node: str, graph: "weakref.ref[tf.Graph]") -> str:
@@ -113,19 +113,12 @@ def sites_among(nodes: Iterable[tf.compat.v1.NodeDef], nodes_of: Callable[[str],
         for node in todo.pop():
             if (site := _sites.get(_key_of(node))) is not None:
                 found[site] = None
-            for name in _functions_of(node):
-                if name not in seen:
-                    seen.add(name)
-                    todo.append(nodes_of(name))
+            for value in node.attr.values():
+                for function in (value.func, *value.list.func):  # An attribute without a function has the name "".
+                    if function.name not in seen:
+                        seen.add(function.name)
+                        todo.append(nodes_of(function.name))
     return tuple(found)
-
-
-def _functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
-    """The names of the functions that a node calls, and "" for each attribute that is not a function."""
-    for value in node.attr.values():
-        yield value.func.name
-        for each in value.list.func:
-            yield each.name
 
 
 def _observed(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ import itertools
 import sys
 import threading
 from collections import OrderedDict
-from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
@@ -25,7 +25,7 @@ import tensorflow as tf
 from ...core.handle import Handle
 from ...core.memory import ALIGNMENT, aligned_empty
 from ...core.tuning import COMPLETION_QUEUES_MADE, COMPLETION_QUEUES_WRITTEN
-from .sync_execution import SynchronousExecution
+from .private_names import SynchronousExecution
 from .types import Arrays
 
 # A ticket: the numbers of the execution and of the queue in one integer; the number of elements to read from the queue
@@ -36,14 +36,13 @@ _QUEUES = 2**20  # the largest number of queues
 _instances = itertools.count()
 
 
+@dataclass(slots=True, eq=False)
 class _PendingWait:
-    """A wait, from the ticket to the fetch of the result. `is_woken`: Whether the queue has been written."""
+    """A wait, from the ticket to the fetch of the result."""
 
-    __slots__ = ("handle", "is_woken", "queue")
-
-    def __init__(self, queue: tf.Tensor, handle: Handle):
-        self.queue, self.handle = queue, handle
-        self.is_woken = False
+    queue: tf.Tensor
+    handle: Handle
+    is_woken: bool = False  # Whether the queue has been written.
 
 
 class _Slot:
@@ -112,10 +111,7 @@ class CompletionQueues:
         return [np.array(~execution), *self._done]
 
     def _grow(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(tf.init_scope())
-            stack.enter_context(SynchronousExecution())
-            stack.enter_context(tf.device("CPU:0"))
+        with tf.init_scope(), SynchronousExecution(), tf.device("CPU:0"):
             for number in range(len(self._slots), len(self._slots) + COMPLETION_QUEUES_MADE):
                 queue = tf.raw_ops.FIFOQueueV2(component_types=[tf.int64], shapes=[[]], capacity=2, container="",
                                                shared_name=f"{self._name}_{number}")
@@ -151,11 +147,8 @@ class CompletionQueues:
             with SynchronousExecution():
                 while tf.raw_ops.QueueSizeV2(handle=slot.queue) > 0:
                     tf.raw_ops.QueueDequeueV2(handle=slot.queue, component_types=[tf.int64])
-            self._release(slot)
-
-    def _release(self, slot: _Slot) -> None:
-        slot.wait = None
-        self._free.append(slot)
+            slot.wait = None
+            self._free.append(slot)
 
     def _wake(self, waits: list[_PendingWait]) -> None:
         queues = [wait.queue for wait in waits]
@@ -173,8 +166,8 @@ class CompletionQueues:
         """End the wait; return the handle of its collective."""
         with self._lock:
             slot = self._taken.pop(ticket % _QUEUES)
-            wait = slot.wait
-            self._release(slot)
+            wait, slot.wait = slot.wait, None
+            self._free.append(slot)
         assert wait is not None
         return wait.handle
 
@@ -214,12 +207,8 @@ def awaited(ticket: list[tf.Tensor]) -> tf.Tensor:
     """In a graph: wait until the collective is complete. Returns the dequeued elements, int64 zeros.
 
     The fetch, the op that returns the results, must depend directly on this tensor, by an input or a control
-    dependency: TensorFlow's optimizer could remove a node between the two. Its other input, ticket[0], keeps the
-    ticket in memory.
-
-    Args:
-        ticket: The scalars that a callback returned. ticket[1] is the number of elements. It is no constant: as an
-            input of the dequeue it keeps the ticket in memory even if the result is never fetched.
+    dependency: TensorFlow's optimizer could remove a node between the two. The other input of the fetch, ticket[0],
+    keeps the ticket in memory. So does ticket[1], as an input of the dequeue, even if the result is never fetched.
     """
     queue = tf.io.parse_tensor(ticket[2], tf.resource)
     return tf.raw_ops.QueueDequeueManyV2(handle=queue, n=ticket[1], component_types=[tf.int64])[0]

@@ -10,26 +10,25 @@ from ...api import runtime
 from ...api.job import Job
 from ...api.own_gpu import this_ranks_gpu, why_no_cupy
 from ...core.errors import InvalidRequestError
+from ...gpu.proof import one_line
 from .private_names import context
 
 if TYPE_CHECKING:
     from ...gpu.device import Device  # It needs cupy.
 
-
 _problems: "WeakKeyDictionary[Job, str]" = WeakKeyDictionary()
 
 
 def device_at(where: str) -> "Device":
-    """Return this rank's GPU. `where` is TensorFlow's name of the GPU. Raises as `api.own_gpu.this_ranks_gpu`."""
+    """Return this rank's GPU, which TensorFlow names `where`. Raises as `api.own_gpu.this_ranks_gpu`."""
     return this_ranks_gpu(cuda_number(where))
 
 
 def why_no_gpu(where: str) -> str:
-    """Open a GPU of TensorFlow, and return why the engine cannot use it; "" if it can. Raises as device_at.
+    """Open TensorFlow's GPU `where` ("": no GPU), and return why the engine cannot use it; "" if it can.
 
-    `where`: TensorFlow's name of the GPU; "": do not open a GPU.
-
-    cupy may be importable although it cannot use the driver, or the GPU is full or reserved by another process.
+    cupy may be importable although it cannot use the driver, or the GPU is full or reserved by another process. Raises
+    as device_at.
     """
     if why_no_cupy():
         return f"cupy is missing: {why_no_cupy()}"
@@ -41,8 +40,7 @@ def why_no_gpu(where: str) -> str:
         except InvalidRequestError:
             raise
         except Exception as error:
-            text = " ".join(str(error).split())[:300]
-            _problems[current] = f"cupy cannot use the GPU: {type(error).__name__}: {text}"
+            _problems[current] = f"cupy cannot use the GPU: {type(error).__name__}: {one_line(error)}"
     return _problems.get(current, "")
 
 

@@ -50,15 +50,10 @@ _counters: "weakref.WeakKeyDictionary[tf.Graph, Counter[tuple[str, int]]]" = wea
 
 
 def eager(operation: str, process_set: int = 0) -> str:
-    """The name of an eager collective of this thread. Local.
+    """The name of an eager collective of this thread. `operation`: The purpose of the collective. Local.
 
-    Args:
-        operation: The purpose of the collective.
-        process_set: The id of the ranks that take part.
-
-    Raises:
-        InvalidRequestError: This process has another thread that the ranks cannot distinguish from this one, and the
-            collective is for all ranks.
+    Raises InvalidRequestError: This process has another thread that the ranks cannot distinguish from this one, and the
+    collective is for all ranks.
     """
     return f"{prefix(is_exclusive=process_set != 0)}{operation}"
 
@@ -123,12 +118,8 @@ class OptimizerName:
     """The name of an optimizer: its number among those that its thread has made for its process set.
 
     Optimizers get their numbers when the first of them averages. So an optimizer that only one rank has created, and
-    deleted before, gets no number.
-
-    Args:
-        process_set: The id of the ranks that average.
-        original: The name of the optimizer that this one is a copy of. The copy is numbered among the copies of the
-            original, so that a copy on one rank only does not change the names of other optimizers.
+    deleted before, gets no number. A copy is numbered among the copies of its `original`, so that a copy on one rank
+    only does not change the names of other optimizers.
     """
 
     def __init__(self, process_set: int, original: "OptimizerName | None" = None):
@@ -156,16 +147,15 @@ class OptimizerName:
             return f"{self._original()}/copy{self._number}"
         if self._name:
             return self._name
-        group = self._group
         if self._thread == _kind_of_this_thread():
             prefix(self._process_set != 0)  # For its error.
         with _naming:
-            if len([other for other in _unnamed[group] if other() is not None]) > 1:
+            if len([other for other in _unnamed[self._group] if other() is not None]) > 1:
                 gc.collect()  # A model that was dropped refers to itself.
-            for other in _unnamed.pop(group):
+            for other in _unnamed.pop(self._group):
                 found = other()
                 if found is not None and not found._name:
-                    found._name = f"{self._thread}optimizer{next(_numbers[group])}"
+                    found._name = f"{self._thread}optimizer{next(_numbers[self._group])}"
         return self._name
 
 
@@ -205,11 +195,9 @@ _MAIN = threading.main_thread().ident
 def prefix(is_exclusive: bool = False) -> str:
     """Return what the names of this thread's collectives begin with: "" in the main thread, elsewhere "<thread>/".
 
-    Args:
-        is_exclusive: Whether the process set is not that of all ranks. Then other threads are not checked.
+    `is_exclusive`: Whether the process set is not that of all ranks. Then other threads are not checked.
 
-    Raises:
-        InvalidRequestError: As `eager`. In a job of several ranks, the error also ends the engine.
+    Raises InvalidRequestError: As `eager`. In a job of several ranks, the error also ends the engine.
     """
     if _state.space is not None:
         return _state.space

@@ -6,23 +6,28 @@ takes 25 us.
 
 A node refers to its function by a token. TensorFlow holds only a weak reference to the function behind a token, so
 another object must keep the function alive while the node can run. tf.numpy_function keeps it until the process ends.
-Here it lives as long as the Python object of the graph that the node is in, or of a graph around that. Anything that
-can run the node later keeps that object alive: a ConcreteFunction, a function or gradient that calls it, a branch or
-loop made from it. The function must not refer to the graph, or neither would ever be freed.
+Here the function lives as long as the Python object of the graph that the node is in, or of a graph around this graph.
+Anything that can run the node later keeps this object alive: a ConcreteFunction, a function or gradient that calls it,
+a branch or loop made from it. The function must not refer to the graph, or neither would ever be freed.
 """
 
 import ctypes
+import itertools
+import math
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from .private_names import EagerFunc, insert_function
-from .session_graph import session_graph
-from .sync_execution import is_asynchronous
+from .private_names import EagerFunc, insert_function, is_asynchronous
+from .program_order import session_graph
 from .types import Arrays
+
+T = TypeVar("T")
 
 # By graph object, and not as an attribute of it: when a ConcreteFunction is deleted, TensorFlow removes all attributes
 # of its graph, even if other functions still call it.
@@ -65,7 +70,7 @@ def host_call(function: Callable[..., Arrays], inputs: Sequence[tf.Tensor], dtyp
 
 
 def keep_in_graph(called: object) -> None:
-    """Keep the object that a node calls alive as long as the current graph or a graph around it."""
+    """Keep the object that a node calls alive as long as the current graph, or a graph around it, lives."""
     if is_asynchronous():
         _kept.append(called)
     graph = tf.compat.v1.get_default_graph()
@@ -74,6 +79,15 @@ def keep_in_graph(called: object) -> None:
         graph = graph.outer_graph
     if session_graph() is not None:
         _called.setdefault(graph, []).append(called)
+
+
+def array_at(address: int, shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
+    """Memory as an array, without a copy."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if not nbytes:
+        return np.empty(shape, dtype)
+    memory: Any = (ctypes.c_char * nbytes).from_address(address)
+    return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
 
 
 def keep_thread_state() -> None:
@@ -86,3 +100,30 @@ def keep_thread_state() -> None:
     if not hasattr(_thread, "is_kept"):  # A new thread state has no such attribute.
         ctypes.pythonapi.PyGILState_Ensure()
         _thread.is_kept = True
+
+
+class Targets(weakref.WeakValueDictionary[int, T]):
+    """The targets of one kind of node, by their numbers. A target lives as long as something else refers to it.
+
+    The first number has `bits` bits and is random: a graph that another process has saved must not find a target here.
+    `register`: Registers the code that calls targets. Called once in a process, before the first target is added.
+    """
+
+    def __init__(self, bits: int, register: Callable[[], None]):
+        super().__init__()
+        self._numbers = itertools.count(secrets.randbits(bits))
+        self._lock, self._register, self._is_registered = threading.Lock(), register, False
+
+    def prepare(self) -> None:
+        """Call `register`, unless it has been called before. Any thread may call this."""
+        with self._lock:
+            if not self._is_registered:
+                self._register()
+                self._is_registered = True
+
+    def add(self, target: T) -> int:
+        """Add a target; return its number. Any thread may call it."""
+        self.prepare()
+        number = next(self._numbers)
+        self[number] = target
+        return number

@@ -1,7 +1,4 @@
-"""Types in the signatures of this package. (TensorFlow and Keras have no type information, so mypy checks few.)
-
-Only for annotations.
-"""
+"""Types for annotations. (TensorFlow and Keras have no type information, so mypy checks few.)"""
 
 from typing import Protocol, TypeAlias, TypeVar
 

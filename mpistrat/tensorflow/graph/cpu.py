@@ -35,12 +35,9 @@ from ...core.memory import ALIGNMENT
 from ...core.tuning import SUBMIT_WAIT_S
 from ..async_op import call_site, session_node
 from ..async_op.submission import CollectiveCallSite, MakeRequest, Observer
-from ..bridge import execution_ids
 from ..bridge.completion import COMPLETIONS, TICKET, awaited, execution_of
-from ..bridge.execution_ids import Execution
-from ..bridge.program_order import in_order
+from ..bridge.program_order import Execution, current_execution, in_order, session_graph
 from ..bridge.python_op import host_call
-from ..bridge.session_graph import session_graph
 from ..bridge.tf_errors import as_tf_error
 from ..bridge.types import Arrays
 from ..xla import context as xla
@@ -92,7 +89,7 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
         return xla_collective.run(name, make_request, tensors, shapes, process_set, observer, times_rows)
     dtypes = [t.dtype for t in tensors]
     counter = _counters.setdefault(tf.compat.v1.get_default_graph(), _CollectiveCounter())
-    execution = execution_ids.current.get() or Execution()
+    execution = current_execution.get() or Execution()
     site = _CpuCallSite(name, process_set, make_request, dtypes, counter, wait, execution, observer)
     past = [execution.number] if execution.is_past else []
     COMPLETIONS.prepare()

@@ -14,10 +14,8 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from ..bridge import execution_ids
-from ..bridge.execution_ids import Execution
 from ..bridge.private_names import could_possibly_record, record_operation, set_node_attribute
-from ..bridge.program_order import captured_in_function, enclosing_function
+from ..bridge.program_order import Execution, captured_in_function, current_execution, enclosing_function
 from ..bridge.types import OptionalGradient
 from ..xla import context as xla
 
@@ -67,12 +65,12 @@ def with_gradient(collective: Collective, gradient: Gradient, values: Sequence[t
     """Return the list `collective(values)` with this gradient. Collective."""
     if tf.executing_eagerly():
         return _eagerly(collective, gradient, values)
-    execution = execution_ids.current.get() or Execution()
-    before = execution_ids.current.set(execution)
+    execution = current_execution.get() or Execution()
+    before = current_execution.set(execution)
     try:
         results = collective(values)
     finally:
-        execution_ids.current.reset(before)
+        current_execution.reset(before)
     # One node has the results and the values, so that its gradient finds the values among its inputs.
     inputs, count = [*results, *values], len(results)
 
@@ -119,11 +117,11 @@ def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequen
         return _weighted(gradient, values, upstream)
     with tf.device("CPU:0"):
         number = tf.identity(number)  # Now a tensor of this graph.
-    before = execution_ids.current.set(Execution(number, is_past=True))
+    before = current_execution.set(Execution(number, is_past=True))
     try:
         return _weighted(gradient, values, upstream)
     finally:
-        execution_ids.current.reset(before)
+        current_execution.reset(before)
 
 
 def _weighted(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -4,7 +4,7 @@ The call submits the tensors from XLA's memory and waits for the results. In a t
 a thread of XLA or TensorFlow, the call waits for ten milliseconds at most, like the last collective of a graph that is
 not compiled (see cpu). If the collective is not complete by then, the call is completed later. So ranks that run
 several functions in different orders do not wait for each other, even where XLA has only one thread. On a GPU XLA
-cannot complete a call later, and the call waits until the collective is complete (see gpu_memory).
+cannot complete a call later, and the call waits until the collective is complete (see custom_call.GpuMemory).
 
 XLA runs independent operations in any order, even custom calls with side effects: XLA only does not remove or repeat
 such calls. So each call has an argument that is a result of the previous call, the *link*, which keeps the program
@@ -36,13 +36,11 @@ from ...core.request import on_gpu
 from ...core.tuning import SUBMIT_WAIT_S
 from ...gpu.arrays import GpuTensors
 from ..async_op.submission import CollectiveCallSite, MakeRequest, Observer, Submission
-from ..bridge import execution_ids
-from ..bridge.execution_ids import Execution
-from ..bridge.program_order import anonymous_variable, capture_in_order, in_gradient, in_order
+from ..bridge.gpu_device import has_gpu
+from ..bridge.program_order import Execution, capture_in_order, current_execution, in_gradient, in_order, zero_on
 from ..bridge.tf_errors import described
-from ..xla import context, ffi, gpu_memory
-from ..xla.custom_call import custom_call, has_type
-from ..xla.gpu_memory import GpuMemory
+from ..xla import context, ffi
+from ..xla.custom_call import TYPES, GpuMemory, custom_call
 
 _variables: "weakref.WeakKeyDictionary[tf.Graph, tf.Tensor]" = weakref.WeakKeyDictionary()
 _last: "weakref.WeakKeyDictionary[tf.Graph, str]" = weakref.WeakKeyDictionary()  # the names of tensors
@@ -63,7 +61,7 @@ class Started:
     @staticmethod
     def is_possible(tensors: Sequence[tf.Tensor]) -> bool:
         """Return whether collectives of these tensors may be submitted first and awaited later."""
-        return gpu_memory.is_used() and all(t.dtype.is_floating or t.dtype.is_complex for t in tensors)
+        return has_gpu() and all(t.dtype.is_floating or t.dtype.is_complex for t in tensors)
 
     def run(self, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
             shapes: Sequence[tf.TensorShape], process_set: int, observer: Observer | None = None) -> list[tf.Tensor]:
@@ -129,10 +127,10 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
             raise InvalidRequestError(
                 f"{name}: XLA must know the shape of the result when it compiles a collective. The result has shape "
                 f"{shape} for a tensor of the shape {tensor.shape}. Leave jit_compile out of the function.")
-        if not has_type(tensor.dtype):
+        if tensor.dtype not in TYPES:
             raise InvalidRequestError(f"{name}: XLA cannot compile a collective of {tensor.dtype.name}. Leave "
                                       "jit_compile out of the function, or cast the tensor.")
-    execution = execution_ids.current.get()
+    execution = current_execution.get()
     past = [tf.cast(execution.number, tf.int64)] if execution is not None and execution.is_past else []
     counts = execution is not None and execution.number is None
     # As in other graphs, integers on a GPU are copied to the host.
@@ -183,10 +181,7 @@ def _linked(call: Callable[[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
 def _variable_of(function: tf.Graph) -> tf.Tensor:
     """The variable of a compiled function. It lives as long as the graphs that have captured its handle."""
     if function not in _variables:
-        with tf.init_scope(), tf.device(context.device_of_compiled()):
-            handle = anonymous_variable(tf.int64)
-            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
-        _variables[function] = handle
+        _variables[function] = zero_on(context.device_of_compiled())
     return _variables[function]
 
 
@@ -199,7 +194,7 @@ class _Reading:
     def execute(self, call: ffi.Call) -> None:
         values = [np.int64(0), *map(np.int32, self._read())]
         dtypes = [value.dtype for value in values]
-        if gpu_memory.is_used():
+        if has_gpu():
             memory = GpuMemory(call, dtypes[:1], dtypes)
             for i, value in enumerate(values):
                 memory.write_number(i, int(value))
@@ -225,7 +220,7 @@ class _CompiledCallSite(CollectiveCallSite):
 
     def execute(self, call: ffi.Call) -> None:
         """Submit the collective; write the results, or leave that to another thread."""
-        if gpu_memory.is_used():
+        if has_gpu():
             self._execute_on_gpu(GpuMemory(call, self._given, self._returned))
             return
         its = self.host_submission(call.arguments(self._given)[1:])

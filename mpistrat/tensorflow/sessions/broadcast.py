@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from ...api.process_sets import ProcessSet, global_process_set
-from ..bridge.session_graph import session_graph
+from ..bridge.program_order import session_graph
 from ..ops import broadcast_variables
 
 _TEXT = ("{name} works only in the graph of a tf.compat.v1 session, and no such graph is active. Call "

@@ -64,8 +64,7 @@ def why_not() -> str:
 
 def require() -> None:
     """Raise InvalidRequestError if XLA cannot compile collectives in this process."""
-    reason = why_not()
-    if reason:
+    if reason := why_not():
         raise InvalidRequestError(
             "a collective cannot be compiled by XLA. Write model.compile(..., jit_compile=False), or leave jit_compile "
             f"out of the tf.function that averages. ({reason[0].upper()}{reason[1:]}.)")

@@ -1,27 +1,34 @@
 """The custom call: a node of a graph that XLA compiles to a call of Python.
 
-The program that the node stands for is text, in StableHLO. It has the number of the call's *target*, a Python object.
-As with host_call, the target lives as long as the Python object of the graph.
+The program that the node stands for is text, in StableHLO. The program has the number of the call's *target*, a Python
+object. As with host_call, the target lives as long as the Python object of the graph.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 
+from ...api.own_gpu import host_copies_of, this_ranks_gpu
 from ...core.errors import EngineError
-from ..bridge.calls import SITE_ATTRIBUTE
+from ...gpu.arrays import Allocated, GpuArray, GpuStream, GpuTensors
+from ..bridge.calls import set_key
 from ..bridge.gpu_device import has_gpu
-from ..bridge.private_names import set_node_attribute, stop_recording, xla_call_module
-from ..bridge.python_op import keep_in_graph, keep_thread_state
-from ..bridge.targets import Targets
+from ..bridge.private_names import stop_recording, xla_call_module
+from ..bridge.python_op import Targets, keep_in_graph, keep_thread_state
 from ..bridge.tf_errors import described
 from . import ffi
+
+if TYPE_CHECKING:
+    from ...gpu.device import Device  # It needs cupy.
 
 _NAME = "mpistrat"
 _NO_GRADIENT = "MpistratNoGradient"
 _STABLEHLO = 9  # the version of the node; with this one TensorFlow takes text
-_TYPES = {
+TYPES = {  # Of arguments and results, in StableHLO.
     tf.bool: "i1", tf.int8: "i8", tf.int16: "i16", tf.int32: "i32", tf.int64: "i64", tf.uint8: "ui8",
     tf.uint16: "ui16", tf.uint32: "ui32", tf.uint64: "ui64", tf.float16: "f16", tf.bfloat16: "bf16",
     tf.float32: "f32", tf.float64: "f64", tf.complex64: "complex<f32>", tf.complex128: "complex<f64>",
@@ -35,11 +42,6 @@ class Target(Protocol):
         """Called when compiled code comes to the call, in any thread. An exception becomes the error of the step."""
 
 
-def has_type(dtype: tf.DType) -> bool:
-    """Whether tensors of this dtype can be arguments and results."""
-    return dtype in _TYPES
-
-
 def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType],
                 shapes: Sequence[tf.TensorShape], times_rows: int = 1,
                 in_place: Sequence[int] = ()) -> list[tf.Tensor]:
@@ -48,8 +50,7 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
     Args:
         target: The object that the node calls.
         inputs: At least one, of known ranks. Dimensions that are not known here are known when XLA compiles.
-        dtypes: The dtypes of the results, at least one.
-        shapes: The shapes of the results. Unknown dimensions follow from the input with the same index.
+        dtypes, shapes: Of the results, at least one. Unknown dimensions follow from the input with the same index.
         times_rows: An unknown first dimension is that of the input, times `times_rows`. Others are those of the input.
         in_place: The indices of results that have the memory of the inputs with these indices.
     """
@@ -58,13 +59,12 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
     given = [(t.dtype, tuple(t.shape.as_list())) for t in inputs]
     returned = [(dtype, tuple(shape.as_list())) for dtype, shape in zip(dtypes, shapes, strict=True)]
     with stop_recording(), tf.compat.v1.get_default_graph().gradient_override_map({"XlaCallModule": _NO_GRADIENT}):
-        outputs: list[tf.Tensor] = xla_call_module(
-            args=list(inputs), version=_STABLEHLO,
-            module=_program(number, given, returned, times_rows, in_place),
+        outputs: list[tf.Tensor] = list(xla_call_module(
+            args=list(inputs), version=_STABLEHLO, module=_program(number, given, returned, times_rows, in_place),
             Sout=[list(shape) for _, shape in returned], Tout=list(dtypes),
-            platforms=["CUDA" if has_gpu() else "CPU"])
-    set_node_attribute(outputs[0].op, SITE_ATTRIBUTE, tf.compat.v1.AttrValue(s=str(number).encode()))
-    return list(outputs)
+            platforms=["CUDA" if has_gpu() else "CPU"]))
+    set_key(outputs[0].op, number)
+    return outputs
 
 
 _Tensors = Sequence[tuple[tf.DType, tuple[int | None, ...]]]
@@ -119,7 +119,7 @@ def _shape_of_result(index: int, given: _Tensors, shape: tuple[int | None, ...],
 
 
 def _type(dtype: tf.DType, shape: tuple[int | None, ...]) -> str:
-    return f"tensor<{''.join(('?' if extent is None else str(extent)) + 'x' for extent in shape)}{_TYPES[dtype]}>"
+    return f"tensor<{''.join(('?' if extent is None else str(extent)) + 'x' for extent in shape)}{TYPES[dtype]}>"
 
 
 def _layouts(tensors: _Tensors) -> str:
@@ -146,3 +146,73 @@ def _execute(call: ffi.Call) -> tuple[str, int] | None:
 
 
 _targets = Targets[Target](56, lambda: ffi.register(_NAME, "CUDA" if has_gpu() else "Host", _execute))
+
+
+# -- memory on a GPU ---------------------------------------------------------------------------------------------------
+
+
+def place_of(call: ffi.Call) -> "tuple[Device, GpuStream]":
+    """The GPU that runs a program, and XLA's stream. Tests replace this. Raises as api.own_gpu.this_ranks_gpu."""
+    device = this_ranks_gpu(call.device_number())
+    return device, device.stream_at(call.stream())
+
+
+class GpuMemory:
+    """The arguments and results of one call, with these dtypes of numpy, in GPU memory: until the handler returns.
+
+    XLA calls the handler when it launches the call. The arguments are complete only when XLA's stream reaches the call;
+    before, earlier work may still use the memory of a result. So a collective begins after an event of the stream. When
+    the handler returns, XLA may launch the work after the call. By then the stream waits for the collective, or the
+    results are complete.
+    """
+
+    def __init__(self, call: ffi.Call, given: Sequence[Any], returned: Sequence[Any]):
+        self._device, self.stream = place_of(call)
+        self.arguments: list[GpuArray] = call.arguments(given, partial(GpuArray, owner=None))
+        self.results: list[GpuArray] = call.results(returned, partial(GpuArray, owner=None))
+
+    def is_in_place(self, first: int, count: int) -> bool:
+        """Whether `count` results from `first` on have the memory of the arguments with these indices."""
+        return all(self.arguments[index].address == self.results[index].address or not self.results[index].nbytes
+                   for index in range(first, first + count))
+
+    def tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray], reads: bool = True) -> GpuTensors:
+        """Return some of the arguments as tensors for the engine, with the memory of their results.
+
+        `reads`: Whether XLA's stream reads the results when the request is complete. If not, it waits for them later.
+        """
+        def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
+            made = [result if shape == result.shape else self._other(shape, result.dtype)
+                    for shape, result in zip(shapes, results, strict=True)]
+            return Allocated([array.address for array in made], made, None)
+
+        tensors = GpuTensors(self._device, [array.address for array in arguments], [array.shape for array in arguments],
+                             [array.dtype for array in arguments], None, [self.stream],
+                             ([self.stream] if reads else []) if self._device.can_wait(self.stream) else None, allocate)
+        tensors.prepare(keeps_shapes=False)
+        return tensors
+
+    def _other(self, shape: tuple[int, ...], dtype: np.dtype) -> GpuArray:
+        """Memory for another number of rows than XLA has compiled: the call ends in an error, after the collective."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        memory = self._device.scratch(max(nbytes, 1))
+        if memory is None:
+            raise EngineError(f"the GPU has no memory left for a result of {nbytes} bytes")
+        return GpuArray(memory.address, shape, dtype, memory.owner)
+
+    def on_host(self, first: int, count: int) -> list[np.ndarray]:
+        """Copies of `count` arguments from `first` on. Waits for XLA's stream."""
+        return host_copies_of(self._device).fetched(self.tensors(self.arguments[first:first + count], ()))
+
+    def write_number(self, index: int, number: int) -> None:
+        """Write an integer to the result with this index, in XLA's stream. The host does not wait."""
+        result = self.results[index]
+        with self._device.current():
+            self._device.write_number(result.address, number, result.dtype.itemsize // 4, self.stream)
+
+    def write(self, index: int, value: np.ndarray) -> None:
+        """Copy the result with this index from the host. Waits for XLA's stream."""
+        with self._device.current():
+            tensors = self.tensors((), self.results[index:index + 1])
+        host_copies_of(self._device).returned([value], tensors)
+

@@ -23,8 +23,9 @@ from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64,
 from functools import cache
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
+
+from ..bridge.python_op import array_at
 
 _METADATA_EXTENSION = 1
 _EXECUTE = 3
@@ -157,31 +158,23 @@ def _error(message: str, code: int) -> int:
     return error
 
 
-def view(buffer: Buffer, dtype: np.dtype | type) -> np.ndarray:
-    """An argument or a result in host memory."""
-    shape = buffer.dims[:buffer.rank]
-    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    if not nbytes:
-        return np.empty(shape, dtype)
-    memory: Any = (ctypes.c_char * nbytes).from_address(buffer.data)
-    return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
+_AsArray = Callable[[int, tuple[int, ...], Any], Any]  # Makes an array of an address, a shape and a dtype.
 
 
 class Call:
-    """A call of the handler by compiled code. `number`: The integer that the program passes."""
+    """A call of the handler by compiled code."""
 
     def __init__(self, frame: CallFrame):
         self._frame = frame
-        self._future: int | None = None
-        self.number: int = frame.attrs.attrs[0].contents.value[0]
+        self.number: int = frame.attrs.attrs[0].contents.value[0]  # The integer that the program passes.
 
-    def arguments(self, dtypes: Sequence[Any], as_array: Callable[[Buffer, Any], Any] = view) -> list[Any]:
+    def arguments(self, dtypes: Sequence[Any], array: _AsArray = array_at) -> list[Any]:
         """The arguments, by default as views of host memory. They must not be written."""
-        return [as_array(self._frame.args.buffers[i].contents, dtype) for i, dtype in enumerate(dtypes)]
+        return _arrays(self._frame.args, dtypes, array)
 
-    def results(self, dtypes: Sequence[Any], as_array: Callable[[Buffer, Any], Any] = view) -> list[Any]:
+    def results(self, dtypes: Sequence[Any], array: _AsArray = array_at) -> list[Any]:
         """The memory in which XLA expects the results, by default as views of host memory."""
-        return [as_array(self._frame.rets.buffers[i].contents, dtype) for i, dtype in enumerate(dtypes)]
+        return _arrays(self._frame.rets, dtypes, array)
 
     def stream(self) -> int:
         """The address of the CUDA stream on which XLA runs what comes before and after the call. On a GPU only."""
@@ -203,6 +196,12 @@ class Call:
         return Future(created.future)
 
 
+def _arrays(buffers: Buffers, dtypes: Sequence[Any], array: _AsArray) -> list[Any]:
+    each = (buffers.buffers[i].contents for i in range(len(dtypes)))
+    return [array(buffer.data or 0, tuple(buffer.dims[:buffer.rank]), dtype)
+            for buffer, dtype in zip(each, dtypes, strict=True)]
+
+
 class Future:
     """A call that is not complete. It must be completed once, by any thread."""
 
@@ -219,10 +218,9 @@ class Future:
 
 
 def register(name: str, platform: str, execute: Callable[[Call], tuple[str, int] | None]) -> None:
-    """Register the handler of the custom calls with this name. Once in a process.
+    """Register the handler of the custom calls with this name in programs. Once in a process.
 
     Args:
-        name: As in the programs.
         platform: "Host" for code on the CPU; "CUDA" for a GPU, with arguments and results in GPU memory.
         execute: Called for each call. It returns None, or the text and the code of an error. It must not raise.
     """

@@ -1,1 +1,0 @@
-"""Packs and unpacks many GPU arrays with one kernel launch."""
