@@ -12,6 +12,7 @@ import pickle
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,18 @@ import msgpack
 import numpy as np
 
 from ..core.ownership import foreign, own_directory
-from .commit_id import CommitId as CommitId
+
+
+@dataclass(frozen=True, order=True)
+class CommitId:
+    """The id of a commit. Later commits have greater ids."""
+
+    generation: int  # The generation that made the commit, from 1.
+    number: int  # The number of the commit in its generation, from 1.
+
+    def __str__(self) -> str:
+        return f"commit {self.number} of generation {self.generation}"
+
 
 # -- a value as bytes --------------------------------------------------------------------------------------------------
 # Arrays, numbers, texts, bytes and containers need no pickle: the bytes are msgpack, with extensions for the types of

@@ -20,11 +20,10 @@ from typing import Any, cast
 
 from ..process import procfs
 from ..process.connection import Connection, Listening, Message
-from .agent_state import BEAT_S, HOST_LOST_AFTER_S, SILENT_S, STAY_S
+from .agent import BEAT_S, HOST_LOST_AFTER_S, SILENT_S, STAY_S
 from .commits import CommitId
-from .elastic_job import ElasticJob
-from .orders import Action, Done, Leave, Limits, Say, Start, Stop
-from .supervisor_plan import Plan
+from .membership import ElasticJob
+from .supervisor_plan import Action, Done, Leave, Limits, Plan, Say, Start, Stop
 
 logger = logging.getLogger(__name__)
 _DISCOVERY_S = 1.0  # between two searches for hosts
@@ -39,7 +38,7 @@ class Service:
 
     Args:
         hosts: The hosts at the start, each with its number of ranks.
-        find_hosts: Returns the hosts, each with its number of ranks, or None if they cannot be found now.
+        find_hosts: Returns the hosts likewise, or None if they cannot be found now.
         addresses: Names and addresses of this host, for the agents.
         say: Prints a sentence.
         stop: Ends a generation's mpirun. Called with its number, the reason, and whether all ranks have ended with 0.
@@ -96,10 +95,8 @@ class Service:
     def started(self, generation: int, processes: Mapping[int, tuple[str, int]], ended: Iterable[int]) -> None:
         """Take the ranks' reports on their start, which arrive in the output of mpirun.
 
-        Args:
-            generation: The generation of the ranks.
-            processes: The hostname and the pid of each rank that has started.
-            ended: The ranks that have ended without init().
+        `processes`: The hostname and the pid of each rank that has started. `ended`: The ranks that have ended without
+        init().
         """
         self._put(kind="started", generation=generation, processes=dict(processes), ended=list(ended))
 

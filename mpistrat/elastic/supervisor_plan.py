@@ -11,8 +11,66 @@ from dataclasses import dataclass, field
 
 from ..core.topology import rank_list
 from .commits import CommitId
-from .elastic_job import LEAVE_CODE
-from .orders import Action, Done, Leave, Limits, Say, Start, Stop
+from .membership import LEAVE_CODE
+
+# -- the limits, and the actions that the Plan returns -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of an elastic job."""
+
+    # min_np, max_np: The least and the most ranks.
+    min_np: int = 1
+    max_np: int = 1
+    timeout_s: float = 600.0  # How long the job waits for `min_np` slots.
+    resets: int | None = None  # The most generations after the first that start because of a loss; None: no limit.
+    # How long a lost host is left out, the first time and at most; each loss doubles the time.
+    cooldown_s: tuple[float, float] = (30.0, 600.0)
+    restart_failed: bool = False  # Whether a new generation replaces lost ranks, at the next commit.
+
+
+@dataclass(frozen=True)
+class Start:
+    generation: int
+    ranks: int
+    hosts: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Tell the ranks of `generation` to end at their next commit."""
+
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the mpirun of `generation` now. `is_done`: Whether all ranks have already ended with code 0."""
+
+    generation: int
+    why: str
+    is_done: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """End the job with exit code `code`."""
+
+    code: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """Print a sentence."""
+
+    text: str
+
+
+Action = Start | Leave | Stop | Done | Say
+
 
 # -- the hosts ---------------------------------------------------------------------------------------------------------
 # The hosts on which a generation may start, and the hosts that are left out for a while.
@@ -21,41 +79,27 @@ ANSWER_S = 5.0  # How long an answer of a host counts.
 
 
 class Hosts:
-    """The hosts of a job, by name.
+    """The hosts of a job, by name. `cooldown_s`: See Limits. `own`: Names of the supervisor's host.
 
     A host is *reached* if its agent is connected, or if it is the supervisor's own host. It is *there* if it is reached
     or has just answered a probe. On lost hosts, and on new hosts of a running job, ranks start only if they are there.
-
-    Args:
-        cooldown_s: How long a lost host is left out, the first time and at most; each loss doubles the time.
-        own: Names of the supervisor's host, which is always there.
     """
 
     def __init__(self, cooldown_s: tuple[float, float], own: Collection[str] = ()):
         self._cooldown_s, self._own = cooldown_s, own
         self._cooled: dict[str, tuple[float, int]] = {}  # until when a host is left out, and how often it has been
         self._gone: dict[str, tuple[float, str]] = {}  # hosts without their agent: since when, and why
-        self._answered: dict[str, float] = {}  # the time of a host's last answer
-        self._trusted: set[str] = set()  # hosts on which ranks may start without a probe
+        self.answered: dict[str, float] = {}  # the time of a host's last answer
+        self.trusted: set[str] = set()  # hosts on which ranks may start without a probe
         self._vain: set[str] = set()  # hosts that answered when they were left out last
         self._kept: set[str] = set()  # hosts with a connected agent
         self.slots: dict[str, int] = {}  # The number of ranks for each host that discovery has found.
-
-    def found(self, slots: dict[str, int], is_first: bool) -> None:
-        """Discovery has found the hosts of `slots`. `is_first`: Whether no generation has started yet."""
-        self.slots = {host: count for host, count in slots.items() if count > 0}
-        if is_first:
-            self.trust(self.slots)
-
-    def answered(self, hosts: Collection[str], now: float) -> None:
-        """These hosts have answered a probe."""
-        self._answered.update(dict.fromkeys(hosts, now))
 
     def is_reached(self, host: str) -> bool:
         return host in self._kept or host in self._own
 
     def is_there(self, host: str, now: float) -> bool:
-        return self.is_reached(host) or now - self._answered.get(host, -math.inf) <= ANSWER_S
+        return self.is_reached(host) or now - self.answered.get(host, -math.inf) <= ANSWER_S
 
     def _is_rested(self, host: str, now: float) -> bool:
         return self._cooled.get(host, (now, 0))[0] <= now
@@ -67,7 +111,7 @@ class Hosts:
         cooldown is over (a firewall may drop the probes): waiting would not yield more.
         """
         found = {host: slots for host, slots in self.slots.items()
-                 if self._is_rested(host, now) and (host in self._trusted or self.is_there(host, now))}
+                 if self._is_rested(host, now) and (host in self.trusted or self.is_there(host, now))}
         return found if sum(found.values()) >= least else {
             host: slots for host, slots in self.slots.items() if self._is_rested(host, now) or self.is_reached(host)
             or (self.is_there(host, now) and host not in self._vain)}
@@ -76,10 +120,6 @@ class Hosts:
         """The number of ranks for each host with room: the `running` hosts, and hosts that are there."""
         return {host: slots for host, slots in self.slots.items()
                 if host in running or (self._is_rested(host, now) and self.is_there(host, now))}
-
-    def trust(self, hosts: Iterable[str]) -> None:
-        """Let ranks start on these hosts without a further probe."""
-        self._trusted.update(hosts)
 
     def unreached(self, now: float, is_needed: bool) -> set[str]:
         """The hosts to probe: those that are not reached. `is_needed`: Whether to include left-out hosts."""
@@ -92,12 +132,12 @@ class Hosts:
         times = self._cooled.get(host, (0.0, 0))[1]
         seconds = min(first_s * 2 ** times, longest_s)
         self._cooled[host] = now + seconds, times + 1
-        self._trusted.discard(host)
+        self.trusted.discard(host)
         return seconds
 
     def agent_found(self, host: str) -> None:
         self._kept.add(host)
-        self._trusted.add(host)
+        self.trusted.add(host)
         self._gone.pop(host, None)
 
     def agent_gone(self, host: str, why: str, since: float) -> None:
@@ -119,7 +159,7 @@ class Hosts:
 
 @dataclass
 class Process:
-    """A rank's process, as its agent has announced it."""
+    """The process of a rank."""
 
     rank: int
     host: str
@@ -133,14 +173,14 @@ class Generation:
     """The generation that runs."""
 
     number: int
-    ranks: int  # The number of ranks at the start.
-    hosts: dict[str, int]  # The number of ranks on each host.
-    processes: dict[tuple[str, int], Process] = field(default_factory=dict)  # By host and pid.
+    ranks: int  # at the start
+    hosts: dict[str, int]  # with the number of ranks of each
+    processes: dict[tuple[str, int], Process] = field(default_factory=dict)  # by host and pid
     size: int = 0  # The number of ranks now.
     has_committed: bool = False  # Whether a commit of this generation was kept.
     lost_at: float = math.inf  # The time of the first loss that is not mended; infinite: no such loss.
     ended_at: float = math.inf  # When the last rank has reported its end.
-    leaves: str = ""  # Why the generation ends at its next commit; "" if it goes on.
+    leaves: str = ""  # Why it ends at its next commit; "" if it goes on.
     is_stopped: bool = False  # Whether its mpirun was told to end.
     heard: set[int] = field(default_factory=set)  # The ranks that have said hello, by their numbers at the start.
     # The ranks whose processes have ended before a hello, each with the time at which this became known.
@@ -170,17 +210,10 @@ class Generation:
         """Whether the generation was told to end at a commit, and all ranks have ended in this way."""
         return bool(self.leaves and self.processes) and all(state in ("left", "done") for state in self.states)
 
-    def hello(self, host: str, rank: int, pid: int, is_connected: bool) -> None:
-        """A rank has said hello: for the first time, after it left init(), or to a new agent."""
-        if (host, pid) not in self.processes:
-            self.heard.add(rank)
-            self.missing.pop(rank, None)
-        process = self.processes.setdefault((host, pid), Process(rank, host))
-        process.is_connected |= is_connected
-
-    def running_on(self, host: str) -> list[Process]:
-        """The processes of a host that have not ended."""
-        return [process for process in self.processes.values() if process.host == host and process.state == "runs"]
+    @property
+    def running(self) -> list[Process]:
+        """The processes that have not ended."""
+        return [process for process in self.processes.values() if process.state == "runs"]
 
     def lose(self, processes: Iterable[Process], now: float) -> None:
         """These processes have ended without a report of their end."""
@@ -188,19 +221,11 @@ class Generation:
             process.state = "died"
             self.lost_at = min(self.lost_at, now)
 
-    def end(self, process: Process, code: int, now: float) -> None:
-        """A process has reported that it ends with exit code `code`."""
-        process.state = "done" if code == 0 else "left" if code == LEAVE_CODE else "failed"
-        if "runs" not in self.states:
-            self.ended_at = now
-        if process.state == "failed":
-            self.lost_at = min(self.lost_at, now)
-
     def rename(self, process: Process, rank: int, size: int) -> bool:
         """A rank goes on with a new number after a loss. Returns whether it is the first such rank."""
         process.rank, process.is_renamed = rank, True
         is_first, self.size = self.size != size, size
-        alive = [each for each in self.processes.values() if each.state == "runs"]
+        alive = self.running
         if sum(each.is_renamed for each in alive) == size:
             self.lost_at = math.inf
             for each in alive:
@@ -240,7 +265,7 @@ class Plan:
     Args:
         now: The time, in seconds from any origin, as in all methods.
         saves: Whether commits are saved in files, so that a later job can go on from a commit.
-        own: Names of the supervisor's host.
+        own: See Hosts.
     """
 
     def __init__(self, limits: Limits, now: float, saves: bool = False, own: Collection[str] = ()):
@@ -256,15 +281,16 @@ class Plan:
         self._preempted = ""  # the signal by which the job ends at the next commit
         self._is_done = False
         self._step = ""  # of the newest commit
-        # generation: The number of the newest generation; 0 before the first one.
-        # newest: The newest commit that an agent has kept.
-        self.generation, self.newest = 0, CommitId(0, 0)
+        self.generation = 0  # The number of the newest generation; 0 before the first one.
+        self.newest = CommitId(0, 0)  # The newest commit that an agent has kept.
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
 
     def hosts_found(self, hosts: dict[str, int], now: float) -> list[Action]:
         """Discovery has found `hosts`, each with its number of ranks."""
-        self._hosts.found(hosts, is_first=not self.generation)
+        self._hosts.slots = {host: slots for host, slots in hosts.items() if slots > 0}
+        if not self.generation:
+            self._hosts.trusted.update(self._hosts.slots)
         running = self._running
         if running is None or running.leaves or running.is_stopped:
             return []
@@ -284,7 +310,7 @@ class Plan:
         now_there = running.size if self._limits.restart_failed else running.ranks
         if room <= now_there:
             return []
-        self._hosts.trust(hosts)  # The next commit may be far, and an answer old by then.
+        self._hosts.trusted.update(hosts)  # The next commit may be far, and an answer old by then.
         return self._leave(f"there is room for {room} ranks instead of {running.size}")
 
     def _leave(self, why: str) -> list[Action]:
@@ -312,7 +338,7 @@ class Plan:
 
     def answered(self, hosts: Collection[str], now: float) -> list[Action]:
         """Some of the `asked` hosts have answered, so these hosts and the network to them are up."""
-        self._hosts.answered(hosts, now)
+        self._hosts.answered.update(dict.fromkeys(hosts, now))
         return self._grow(now)
 
     def agent_found(self, host: str) -> None:
@@ -341,7 +367,7 @@ class Plan:
                 if not self._hosts.is_reached(host) and self._awaited.pop(host, None) is not None:
                     self._hosts.cool(host, now)
                     actions.append(Say(f"{host} is lost: {why}"))
-            elif processes := running.running_on(host):
+            elif processes := [process for process in running.running if process.host == host]:
                 self._hosts.cool(host, now)
                 running.lose(processes, now)
                 # No mpirun (Open MPI, MPICH) survives the loss of a host: it ends the job, or waits for minutes.
@@ -357,19 +383,17 @@ class Plan:
 
     # -- what ranks say, through their agents -------------------------------------------------------------------------
 
-    def _process(self, host: str, pid: int, generation: int) -> tuple[Generation, Process] | None:
+    def _process(self, host: str, pid: int, generation: int, ends: bool = False) -> tuple[Generation, Process] | None:
         """The process `pid` of the running generation; None if it has ended, or is of another generation."""
+        if ends and pid in self._awaited.get(host, ()):
+            self._awaited[host].discard(pid)
+            if not self._awaited[host]:
+                del self._awaited[host]
         running = self._running
         if running is None or running.number != generation:
             return None
         process = running.processes.get((host, pid))
         return None if process is None or process.state != "runs" else (running, process)
-
-    def _note_end(self, host: str, pid: int) -> None:
-        if pid in self._awaited.get(host, ()):
-            self._awaited[host].discard(pid)
-            if not self._awaited[host]:
-                del self._awaited[host]
 
     def missing(self, generation: int, rank: int, now: float) -> None:
         """The process that mpirun started for this rank has ended. No effect if the rank has already said hello."""
@@ -378,9 +402,13 @@ class Plan:
             running.missing.setdefault(rank, now)
 
     def hello(self, host: str, rank: int, pid: int, generation: int, is_connected: bool = False) -> None:
-        """A rank is in init(), or has left init() (`is_connected`)."""
-        if self._running is not None and self._running.number == generation:
-            self._running.hello(host, rank, pid, is_connected)
+        """A rank is in init(), has left init() (`is_connected`), or has a new agent."""
+        running = self._running
+        if running is not None and running.number == generation:
+            if (host, pid) not in running.processes:
+                running.heard.add(rank)
+                running.missing.pop(rank, None)
+            running.processes.setdefault((host, pid), Process(rank, host)).is_connected |= is_connected
 
     def committed(self, commit: CommitId, step: str) -> None:
         """An agent has kept a commit."""
@@ -391,8 +419,7 @@ class Plan:
 
     def died(self, host: str, pid: int, generation: int, now: float) -> list[Action]:
         """The process of a rank has ended without a report of its end."""
-        self._note_end(host, pid)
-        if (found := self._process(host, pid, generation)) is None:
+        if (found := self._process(host, pid, generation, ends=True)) is None:
             return []
         running, process = found
         running.lose([process], now)
@@ -400,13 +427,15 @@ class Plan:
 
     def ended(self, host: str, pid: int, generation: int, code: int, why: str, now: float) -> list[Action]:
         """A rank has reported that it ends with exit code `code`."""
-        self._note_end(host, pid)
-        if (found := self._process(host, pid, generation)) is None:
+        if (found := self._process(host, pid, generation, ends=True)) is None:
             return []
         running, process = found
-        running.end(process, code, now)
+        process.state = "done" if code == 0 else "left" if code == LEAVE_CODE else "failed"
+        if not running.running:
+            running.ended_at = now
         if process.state != "failed":
             return []
+        running.lost_at = min(running.lost_at, now)
         return [Say(f"rank {process.rank} on {host} ends with exit code {code}" + (f" ({why})" if why else ""))]
 
     def renamed(self, host: str, pid: int, generation: int, rank: int, size: int, now: float) -> list[Action]:

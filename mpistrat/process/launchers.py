@@ -109,7 +109,7 @@ OPEN_MPI = Launcher(
     ssh_arguments=("PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args"),  # of Open MPI 5, and of 4
     ssh_agents=("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "OMPI_MCA_orte_launch_agent"),
     handed_on={signal.SIGTERM: (signal.SIGURG,), signal.SIGINT: (signal.SIGCONT, signal.SIGURG)},
-    hands_on_since=(5,),  # see process/hand_on.py
+    hands_on_since=(5,),  # see process/abort.py
     endings=(rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)",
              rb"Process name: \[.*?,(?P<rank>\d+)\] Exit code: (?P<code>\d+)",
              rb"MPI_ABORT was invoked on rank (?P<rank>\d+) .*?(?:errorcode|Errorcode:) (?P<code>-?\d+)",

@@ -36,7 +36,7 @@ _WRITE_BYTES = 4000  # A pipe takes up to 4096 bytes at once, and mpirun reads u
 _READ_S = 0.1  # How long mpirun may take to read the earlier lines.
 # A rank on another host, or of an elastic job, prints this before its command begins.
 STARTS = "[mpistrat] rank {rank} starts as process {pid} on {host}"
-# The states that a rank reports: it has called init(); it handles SIGURG as SIGTERM (process/hand_on.py); it has ended
+# The states that a rank reports: it has called init(); it handles SIGURG as SIGTERM (process/abort.py); it has ended
 # without init() (cli/startup, which imports nothing, has a copy of this text).
 IN_INIT, HANDS_ON, WITHOUT_INIT = "is in init()", "hands SIGTERM on", "has ended without init()"
 # Followed by the measurements of a rank, as JSON (process/step_timer.py).
@@ -156,7 +156,7 @@ def _finds_launcher(number: str, environ: MutableMapping[str, str]) -> bool:
             _descriptor = int(number)
             os.set_inheritable(_descriptor, False)
         return True
-    path, readers = f"/proc/{first}/fd/{number or 2}", f"/proc/{launcher}/fd"
+    path, readers = f"/proc/{first}/fd/{number or 2}", f"/proc/{launcher.pid if launcher else 0}/fd"
     try:
         pipe = os.readlink(path)
         if not pipe.startswith("pipe:") or pipe not in {os.readlink(f"{readers}/{name}")
