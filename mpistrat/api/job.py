@@ -17,7 +17,7 @@ from ..core.errors import RanksLostError, RecoveryError, ShutdownError, StallErr
 from ..core.settings import Settings
 from ..core.stalls import describe_wait
 from ..core.topology import Topology
-from ..elastic.membership import job_of
+from ..elastic.elastic_job import job_of
 from ..engine.engine import Engine
 from ..process import abort
 from ..trace.tracer import Tracer

@@ -25,7 +25,7 @@ from typing import Any, cast
 from ..process import procfs
 from ..process.connection import Address, Connection, Listening, Message, connect
 from .commits import CommitId
-from .membership import ElasticJob
+from .elastic_job import ElasticJob
 
 logger = logging.getLogger(__name__)
 

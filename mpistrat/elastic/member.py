@@ -30,7 +30,7 @@ from ..process.launcher_watch import end_now, launcher_here
 from . import commits
 from .agent import socket_name
 from .commits import CommitId, DamagedCommitError, Packed
-from .membership import LEAVE_CODE, ElasticJob
+from .elastic_job import LEAVE_CODE, ElasticJob
 
 # -- the connection to the agent --------------------------------------------------------------------------------------
 # The rank starts an agent if there is none, and continues an agent that is stopped.

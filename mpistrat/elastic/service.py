@@ -22,7 +22,7 @@ from ..process import procfs
 from ..process.connection import Connection, Listening, Message
 from .agent import BEAT_S, HOST_LOST_AFTER_S, SILENT_S, STAY_S
 from .commits import CommitId
-from .membership import ElasticJob
+from .elastic_job import ElasticJob
 from .supervisor_plan import Action, Done, Leave, Limits, Plan, Say, Start, Stop
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ..core.topology import rank_list
 from .commits import CommitId
-from .membership import LEAVE_CODE
+from .elastic_job import LEAVE_CODE
 
 # -- the limits, and the actions that the Plan returns -----------------------------------------------------------------
 

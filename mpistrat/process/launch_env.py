@@ -16,7 +16,7 @@ RUN_REPORTS = "_MPISTRAT_REPORTS"
 # `mpistrat run` sets this for the ranks on all hosts if mpirun binds no rank: the ranks divide the cores when Python
 # starts. With the value "report" each rank prints its cores. Not a setting.
 RUN_CORES = "_MPISTRAT_CORES"
-# `mpistrat run --elastic` sets this for all ranks: the job, as JSON (elastic/membership.py). Not a setting.
+# `mpistrat run --elastic` sets this for all ranks: the job, as JSON (elastic/elastic_job.py). Not a setting.
 RUN_ELASTIC = "_MPISTRAT_ELASTIC"
 # `mpistrat run --efficiency` sets this for the ranks on all hosts: after how many steps the script ends. Not a setting.
 RUN_STEPS = "_MPISTRAT_STEPS"

@@ -12,8 +12,7 @@ from importlib import import_module
 from ..core.errors import MissingDependencyError
 from ..process.launch_env import launched_rank
 from ..tensorflow.kerases import is_keras2_in_use
-from .mpi_strategy import MPIStrategy, integrations
-from .strategies import strategy
+from .mpi_strategy import MPIStrategy, integrations, strategy
 
 __all__ = ["MPIStrategy", "strategy"]
 

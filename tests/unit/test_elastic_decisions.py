@@ -24,7 +24,7 @@ from mpistrat.elastic.agent import (
 )
 from mpistrat.elastic.agent import Action as AgentAction
 from mpistrat.elastic.commits import CommitId
-from mpistrat.elastic.membership import LEAVE_CODE
+from mpistrat.elastic.elastic_job import LEAVE_CODE
 from mpistrat.elastic.supervisor_plan import PREEMPTED_CODE, Action, Done, Leave, Limits, Plan, Say, Start, Stop
 
 STEP_S = 0.25

@@ -33,7 +33,7 @@ from mpistrat.core.errors import ElasticError, EngineError, LaunchError
 from mpistrat.elastic import member, service
 from mpistrat.elastic.agent import socket_name
 from mpistrat.elastic.commits import CommitId, DamagedCommitError, Packed, load, read, save
-from mpistrat.elastic.membership import ElasticJob, job_of
+from mpistrat.elastic.elastic_job import ElasticJob, job_of
 from mpistrat.elastic.service import addresses_towards
 from mpistrat.elastic.supervisor_plan import Limits
 from mpistrat.process.launchers import MPICH, OPEN_MPI

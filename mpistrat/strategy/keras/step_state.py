@@ -68,7 +68,7 @@ class StepState(threading.local):
     losses_within = 0  # The depth of nested calls of Keras losses
     reducer: GradientReducer | None = None  # The reducer of the optimizer that is applying gradients
     total: tf.Tensor | None = None  # The sum of all ranks' weights, once a collective has computed it
-    # The model of the step, and whether this rank has no rows; see empty_parts.py.
+    # The model of the step, and whether this rank has no rows; see trainer.py.
     called: tuple[keras.Model, tf.Tensor] | None = None
     # The flags of the model of the latest step, if Keras ignores the step's logs, so that the ranks' logs may differ.
     may_differ: Flags | None = None

@@ -1,4 +1,4 @@
-"""Keras' trainer under MPIStrategy: fit, evaluate and predict, the logs of a step, and the random seeds of layers.
+"""Keras' trainer under MPIStrategy: fit, evaluate and predict, logs, random seeds of layers, and files of models.
 
 The replacements of methods of Model run outside of a replica, in the program's thread. The step function and the
 functions that it calls (reduce_per_replica, the seeds) run while TensorFlow traces the step.
@@ -13,32 +13,36 @@ from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
+from keras.callbacks import CallbackList
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from ...api import array_ops, runtime
 from ...core.request import Max
+from ...keras.bridge.keras2_arguments import bound
 from ...keras.bridge.nested_optimizers import distributed_in, parts_of
 from ...keras.bridge.patches import Function
 from ...keras.bridge.patches import replaces_for_strategy as replaces
-from ...keras.bridge.private_names import BaseTrainer, all_layers
+from ...keras.bridge.private_names import BaseTrainer, all_layers, saving_lib
 from ...keras.bridge.private_names import TensorFlowTrainer as Trainer
 from ...keras.bridge.private_names import trainer as keras_trainer
 from ...keras.bridge.row_counts import rows_of
 from ...keras.bridge.running_statistics import average_statistics, running_statistics
 from ...keras.bridge.training import StrategyTraining, in_fit, step_values_of
+from ...keras.fit.fit_callbacks import users_callbacks
+from ...keras.fit.fit_states import reads_logs
+from ...keras.fit.written_once import assign_roles, entry_of, written_once
 from ...keras.sync_batch_norm import SyncBatchNormalization
 from ...process.error_text import is_users
+from ...tensorflow import files
 from ...tensorflow.bridge import names
 from ...tensorflow.bridge.types import Structure, TensorLike
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.xla import context as xla
-from ..input import rows_in_order, takes_from_generator
+from ..input import rows_in_order, state_of_first_rank, takes_from_generator
 from ..mpi_strategy import MPIStrategy
-from ..seeds import state_of_first_rank
 from ..variables import RankMirroredVariable
 from . import step_state
-from .empty_parts import never_called_without_rows
 from .optimizer import adopt
 from .step_state import state, strategy_here, strategy_of
 
@@ -323,3 +327,152 @@ def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> 
 
     tf.cond(state.rows == 0, restore, lambda: tf.constant(0))
     return outputs
+
+
+# -- evaluate and predict on a rank without rows -----------------------------------------------------------------------
+# The model gets one row of zeros, which is removed from the outputs.
+#
+# A global batch with fewer rows than ranks leaves some ranks without rows, and so does the end of a rank's data. These
+# ranks take part in the collectives of the step. But TensorFlow fails for some models without rows, in one process too
+# (the constants that grappler folds have one row: "Incompatible shapes: [1,1,1,32] vs. [0,64,64,3]" in EfficientNet),
+# and the other ranks would wait. Training gets no row of zeros, since the row would count: layers may take the mean
+# over the rows of all ranks.
+
+
+@contextlib.contextmanager
+def never_called_without_rows(model: keras.Model, data: object) -> Iterator[None]:
+    """A context for tracing a step of `model` on `data`."""
+    strategy, before = strategy_of(model), state.called
+    # XLA compiles a function for each number of rows, and does not fold in this way.
+    is_needed = strategy is not None and strategy.num_replicas_in_sync > 1 and not xla.is_compiled()
+    state.called = (model, is_empty) if is_needed and (is_empty := _is_empty(data)) is not None else None
+    try:
+        yield
+    finally:
+        state.called = before
+
+
+def _is_empty(data: object) -> tf.Tensor | None:
+    """Return whether a batch has no rows: a constant True if the shape has none, None if it has some."""
+    known = {leaf.shape[0] for leaf in tf.nest.flatten(data) if isinstance(leaf, tf.Tensor) and leaf.shape.rank}
+    if 0 in known:
+        return tf.constant(True)
+    rows = rows_of(data) if not known or None in known else None
+    return None if rows is None else rows == 0
+
+
+@replaces(Trainer, "predict_step", "a model of which TensorFlow fails without rows would fail",
+          "y_pred = self(x, training=False)")
+def predict_step(original: Function, self: keras.Model, data: object) -> object:
+    with never_called_without_rows(self, data):
+        return original(self, data)
+
+
+@replaces(keras.Model, "__call__", "likewise", "super().__call__(*args, **kwargs)")
+def call(original: Function, self: keras.Model, *args: object, **kwargs: object) -> Any:
+    if state.called is None or state.called[0] is not self:
+        return original(self, *args, **kwargs)
+    is_empty = state.called[1]
+    args, kwargs = keras.tree.map_structure(lambda value: _with_rows(value, is_empty), (args, kwargs))
+    counted = [v for layer in (self, *all_layers(self)) for metric in layer._metrics for v in metric.variables]
+    before = [tf.identity(v.value) for v in counted]
+    outputs = original(self, *args, **kwargs)
+    for variable, value in zip(counted, before, strict=True):
+        variable.assign(tf.where(is_empty, value, variable.value))
+    return keras.tree.map_structure(lambda value: _without_rows(value, is_empty), outputs)
+
+
+def _with_rows(value: tf.Tensor, is_empty: tf.Tensor) -> Any:
+    if not _may_be_empty(value):
+        return value
+
+    def zeros() -> tf.Tensor:
+        # Sizes of a row that the spec of the input does not give are unknown here.
+        return tf.zeros(tf.concat([[1], tf.maximum(tf.shape(value)[1:], 1)], 0), value.dtype)
+
+    return _either(is_empty, zeros, value)
+
+
+def _without_rows(value: tf.Tensor, is_empty: tf.Tensor) -> Any:
+    is_known = tf.get_static_value(is_empty)  # Then the model had one row, by the shape too.
+    if not (_may_be_empty(value) or (is_known and isinstance(value, tf.Tensor) and value.shape.rank)):
+        return value
+    result = _either(is_empty, lambda: value[:0], value)
+    mask = getattr(value, "_keras_mask", None)
+    if mask is not None:
+        result._keras_mask = _without_rows(mask, is_empty)
+    return result
+
+
+def _may_be_empty(value: object) -> bool:
+    return isinstance(value, tf.Tensor) and value.shape.rank != 0 and (
+        value.shape.rank is None or not value.shape[0])
+
+
+def _either(is_empty: tf.Tensor, other: Function, value: tf.Tensor) -> tf.Tensor:
+    if tf.get_static_value(is_empty):  # The shape keeps 0 rows, which Keras' losses use.
+        return other()
+    result = tf.cond(is_empty, other, lambda: tf.identity(value))
+    if value.shape.rank is not None:
+        result.set_shape([None, *value.shape[1:]])
+    return result
+
+
+# -- the callbacks of evaluate; mpistrat/keras/fit has those of fit ----------------------------------------------------
+
+
+@replaces(Trainer, "evaluate", "the ranks would evaluate models with different running statistics",
+          "self.make_test_function()")
+def evaluate(original: Function, self: keras.Model, *args: object, **kwargs: object) -> object:
+    strategy = strategy_of(self)
+    if strategy is None or strategy.num_replicas_in_sync == 1:
+        return original(self, *args, **kwargs)
+    training = average(self)
+    call = bound(original, self, *args, **kwargs)
+    given = call.arguments.get("callbacks")
+    if isinstance(given, CallbackList):  # fit validates, and has looked at its callbacks.
+        return original(*call.args, **call.kwargs)
+    with _evaluating(training, users_callbacks(given)) as callbacks:
+        call.arguments["callbacks"] = callbacks
+        return original(*call.args, **call.kwargs)
+
+
+@contextlib.contextmanager
+def _evaluating(training: StrategyTraining, callbacks: list[Any]) -> Iterator[list[Any]]:
+    """A context with the callbacks of an evaluation on this rank. Collective.
+
+    The ranks may have different callbacks. If no callback reads the logs of a step, they are not reduced.
+    """
+    own = tuple(entry_of(callback, training) for callback in callbacks), any(map(reads_logs, callbacks))
+    of_ranks = array_ops.allgather_object(own, f"{training.name}/evaluate")
+    wrapped = written_once(callbacks, training)
+    assign_roles(wrapped, [entries for entries, _ in of_ranks], training)
+    values = step_values_of(training.model)
+    before, values.reads_logs = values.reads_logs, any(reads for _, reads in of_ranks)
+    try:
+        yield wrapped
+    finally:
+        values.reads_logs = before
+
+
+# -- files of models; keras/optimizers/whole_files.py has the rules for all models -------------------------------------
+
+
+@replaces(saving_lib, "get_attr_skipset", "the variables of the optimizer that it makes would be broadcast",
+          "ref_obj = Layer()")
+def attributes_to_skip(original: Function, obj_type: str) -> set[str]:
+    """Run without collectives: Keras makes an object to list the attributes of its class, on one rank."""
+    with files.alone():
+        return original(obj_type)
+
+
+@replaces(keras.Variable, "_copy_trackable_to_cpu",
+          "the second asynchronous checkpoint would fail, as it does without strategies: Keras makes a new variable",
+          "tf.Variable(object_map[self.value])")
+def copy_to_cpu(original: Function, self: keras.Variable, object_map: dict) -> None:
+    """An asynchronous checkpoint copies each variable to the CPU; from the second one on it reuses the copy."""
+    if self not in object_map or not isinstance(self.value.distribute_strategy, MPIStrategy):
+        return original(self, object_map)
+    self.value._copy_trackable_to_cpu(object_map)
+    object_map[self].assign(object_map[self.value])
+    return None
