@@ -60,12 +60,11 @@ def end_job(mpi: ModuleType, rank: int, host: str, text: ErrorText, code: int = 
     finally:
         # Also if printing fails: a launcher that has already ended no longer reads the output.
         launcher_watch.notify_abort(os.environ)
-        try:
+        # If there is no stderr to print to, MPI_Abort runs without a limit.
+        with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
             # Ends this process if MPI_Abort, which waits for the launcher, does not return. faulthandler's thread does
             # not need the GIL, which mpi4py does not release during MPI_Abort.
             faulthandler.dump_traceback_later(_ABORT_LIMIT_S, exit=True)
-        except (AttributeError, OSError, ValueError, RuntimeError):
-            pass  # There is no stderr to print to, so MPI_Abort runs without a limit.
         mpi.COMM_WORLD.Abort(code)
 
 
@@ -74,16 +73,12 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
 
     At the prompt of interactive Python an exception is only printed, and the session continues.
 
-    Args:
-        mpi: The module mpi4py.MPI.
-        rank: This rank in MPI_COMM_WORLD.
-        host: The name of this host.
-        skip_finalize: Makes this process end without MPI_Finalize. If given, the job outlives the loss of a rank:
-            an exception, or sys.exit with a code other than 0, ends this rank alone.
+    `rank`: This rank in MPI_COMM_WORLD. `skip_finalize`: Makes this process end without MPI_Finalize. If given, the job
+    outlives the loss of a rank: an exception, or sys.exit with a code other than 0, ends this rank alone.
     """
-    previous = sys.excepthook
     if isinstance(sys, _Sys):
         return
+    previous = sys.excepthook
     exit_code.note()
     is_reported = bool(report.mode(os.environ))
     # A hook of the script, or of a library of the script, is called in any case: the hook may do more than print.
@@ -217,19 +212,17 @@ def end_job_for_sys_exit(waiting: str) -> None:
 
     `waiting`: A text on the ranks that wait for this rank, and on the operation that they wait for.
     """
-    ended = exit_code.final()
-    if ended is not None:
+    if ended := exit_code.final():
         code, call = ended
         end_job_at_exit(f"{call}, while other ranks wait for this one: {waiting.partition('. ')[0]}", code)
 
 
 def _wait_s(error: BaseException, message: str, rank: int, is_reported: bool) -> float:
-    """Return how long this rank waits before it ends the job.
+    """Return how long this rank waits before it ends the job, until the other ranks have printed their errors.
 
-    All ranks raise the errors of collectives, and mostly the errors of the script too, so this rank waits until the
-    other ranks have printed their errors. `mpistrat run` prints equal errors once; without it, one traceback of an
-    error of the script is enough. The waits differ by rank because Open MPI 5's mpirun has been seen to hang, with no
-    rank left, after several ranks had aborted at the same moment.
+    All ranks raise the errors of collectives, and mostly the errors of the script too. `mpistrat run` prints equal
+    errors once; without it, one traceback of an error of the script is enough. The waits differ by rank because Open
+    MPI 5's mpirun has been seen to hang, with no rank left, after several ranks had aborted at the same moment.
     """
     is_of_collective = isinstance(error, CollectiveError | SettingsError) or message.startswith(OWN_ERRORS)
     if isinstance(error, KeyboardInterrupt) or not (is_reported or is_of_collective):

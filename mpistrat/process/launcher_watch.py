@@ -6,6 +6,7 @@ hydra_pmi_proxy); under Slurm it is slurmstepd. Shells, debuggers and profilers 
 rank's environment, so the search passes over them.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -58,17 +59,13 @@ class LauncherWatch:
 def end_now(why: str, code: int) -> NoReturn:
     """End this process and its child processes. Makes no call that can block: no flush, no lock, no MPI."""
     text = f"[mpistrat] this rank (process {os.getpid()}) ends, because {why}\n"
-    try:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # There is no stderr, or it has no reader.
         # stderr may be a full pipe without a reader, so the write must not block.
         os.set_blocking(sys.__stderr__.fileno(), False)  # type: ignore[union-attr]
         os.write(sys.__stderr__.fileno(), text.encode())  # type: ignore[union-attr]
-    except (AttributeError, OSError, ValueError):
-        pass  # There is no stderr, or it has no reader.
     for process in workers_of(os.getpid(), os.getpgrp(), procfs.running()):
-        try:
+        with contextlib.suppress(OSError):  # It has ended, or belongs to another user.
             os.kill(process.pid, signal.SIGKILL)
-        except OSError:
-            pass  # It has ended, or belongs to another user.
     os._exit(code)
 
 
@@ -128,7 +125,5 @@ def notify_abort(environ: Mapping[str, str]) -> None:
         return
     is_started_by_rank = bool(identity(procfs.environment_of(launcher.pid) or {}))
     if not is_started_by_rank and any(process.pid == int(number) for process in procfs.ancestors(launcher.pid)):
-        try:
+        with contextlib.suppress(OSError):  # `mpistrat run` has just ended.
             os.kill(int(number), ABORTED)
-        except OSError:
-            pass  # `mpistrat run` has just ended.

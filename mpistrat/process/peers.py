@@ -149,10 +149,7 @@ def local_addresses() -> tuple[str, ...]:
 
 
 def elsewhere(addresses: Iterable[str]) -> list[str]:
-    """Return the `addresses` of another host without the addresses that this host has too.
-
-    An address of both hosts, usually of a container bridge, leads back to this host.
-    """
+    """The `addresses` of another host without those of this host too (container bridges), which lead back here."""
     own = local_addresses()
     return [address for address in addresses if address not in own]
 
@@ -210,10 +207,7 @@ class Peers:
         return invitation
 
     def await_all(self, limit_s: float) -> None:
-        """On the centre: wait until all ranks have connected.
-
-        Raises OSError: No missing rank has connected for `limit_s`.
-        """
+        """On the centre: wait until all ranks have connected. Raises OSError: For `limit_s` none has connected."""
         with self._changed:
             while missing := len(self._missing):
                 if not self._changed.wait_for(lambda: len(self._missing) < missing, limit_s):
@@ -231,10 +225,7 @@ class Peers:
         return connection
 
     def watch(self, when_ended: Callable[[int, End], None] = lambda *_: None) -> None:
-        """Start a thread that watches for the ends of peers.
-
-        `when_ended`: Called with each peer that ends, and with the kind of its end, in this thread.
-        """
+        """Start a thread that watches for the ends of peers, and calls `when_ended` with each peer and its end."""
         self._thread = threading.Thread(target=self._run, args=(when_ended,), name="mpistrat-peers", daemon=True)
         self._thread.start()
 

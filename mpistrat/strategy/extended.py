@@ -6,7 +6,6 @@ and loops. One replica per process needs no thread, and `merge_call` is a plain 
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -41,16 +40,7 @@ T = TypeVar("T")
 
 
 class RankExtended(tf.compat.v1.distribute.StrategyExtended):
-    """The extended part of MPIStrategy. TensorFlow and Keras call its methods.
-
-    Args:
-        strategy: The MPIStrategy of which this is the extended part.
-        device: The device of variables and computation.
-        options: tf.distribute.experimental.CommunicationOptions, the default for all collectives.
-        random_per_rank: Whether Keras' layers draw different random numbers on each rank.
-        variables: The placement of the optimizers' slots, as for MPIStrategy.
-        gradient_options: Compression, sparse gradients and groups.
-    """
+    """The extended part of an MPIStrategy, which has the same arguments. TensorFlow and Keras call its methods."""
 
     # Gradients are averaged here. DistributedOptimizer and DistributedGradientTape raise an error if this is set.
     averages_gradients = True
@@ -70,7 +60,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     @property
     def _topology(self) -> Topology:
-        """The topology of the current job; after shutdown() the last topology."""
+        """The topology of the current job; after shutdown() that of the last job."""
         if runtime.is_initialized():
             self._known = runtime.current().topology
         return self._known
@@ -97,9 +87,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         """Return the aggregated value of `v`. Collective for variables that are synchronised on reading."""
         return v._get_cross_replica() if is_sync_on_read(v) else tf.identity(v._get())
 
-    def value_container(self, value: object) -> object:
-        """Return the distributed variable that has `value` as its component, or `value` if there is none."""
-        return value_container(value)
+    value_container = staticmethod(value_container)
 
     def assigned_in_lockstep(self, variable: tf.Variable) -> None:
         """Declare that all ranks assign equal values to a variable of ONLY_FIRST_REPLICA, so no broadcast is needed.
@@ -191,13 +179,9 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
             return self._container_strategy().experimental_local_results(value)[0]
         return value
 
-    def is_everywhere(self, variable: tf.Variable) -> bool:
-        """Call slots.is_everywhere."""
-        return is_everywhere(variable)
-
-    def known_values(self, trackable: object) -> AbstractContextManager[None]:
-        """Call checkpoints.with_values_of."""
-        return with_values_of(trackable)
+    # The package mpistrat.keras, which this package imports, calls both.
+    is_everywhere = staticmethod(is_everywhere)
+    known_values = staticmethod(with_values_of)
 
     def _gather_to_implementation(self, value: TensorLike, destinations: object, axis: int,
                                   options: CommunicationOptions | None) -> tf.Tensor:

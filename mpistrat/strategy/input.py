@@ -88,8 +88,10 @@ class Pipelines:
         if self._size > 1:
             dataset = _with_own_memory(dataset)
             if policy == _Policy.OFF and self._rank == 0:
-                _warn_of_policy_off(self._size)
-        if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and _reads_files(dataset):
+                _say_once(f"AutoShardPolicy.OFF: each rank reads its whole dataset, and a batch of B rows becomes "
+                          f"{self._size} steps with B / {self._size} rows on each rank. So batch(...) is the size of "
+                          "the global batch here too.")
+        if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and any(map(_has_reader, _parts_of(dataset))):
             by_files, problem = self._by_files(dataset, policy, options)
             if by_files is not None:
                 return by_files
@@ -102,7 +104,11 @@ class Pipelines:
             if not _reads_generator(dataset):  # A generator may end at another time on each rank.
                 policy = _Policy.DATA
         if self._size > 1 and policy in (_Policy.AUTO, _Policy.DATA):
-            dataset = self._by_rows(dataset)
+            # Each rank reads all rows, which must have one order on all ranks.
+            if self._rank == 0 and any(getattr(part, "_deterministic", "") == "false" for part in _parts_of(dataset)):
+                _say_once("a part of the dataset has deterministic=False. The order of rows may differ among the "
+                          "ranks, so rows may be left out or read twice. Leave out deterministic=False.")
+            dataset = _with_policy(dataset, _Policy.DATA)
         distributed = self._distributed(dataset, options)
         if same and (policy == _Policy.DATA or batches != tf.data.UNKNOWN_CARDINALITY):
             _end_on_all_ranks_together(distributed)
@@ -158,13 +164,6 @@ class Pipelines:
         problem = next((problem for problem in everybody if problem), "")
         return (None if problem else distributed), problem
 
-    def _by_rows(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Return the dataset with the policy DATA. Each rank reads all rows, which must have one order on all ranks."""
-        if self._rank == 0 and any(getattr(part, "_deterministic", "") == "false" for part in _parts_of(dataset)):
-            _say_once("a part of the dataset has deterministic=False. The order of rows may differ among the ranks, so "
-                      "rows may be left out or read twice. Leave out deterministic=False.")
-        return _with_policy(dataset, _Policy.DATA)
-
     def distribute_from_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
                                  options: InputOptions) -> tf.distribute.DistributedDataset:
         """Return the dataset of `dataset_fn` as a distributed one, without sharding or rebatching. Collective."""
@@ -210,9 +209,8 @@ class Pipelines:
     def _agree(self, dataset: tf.data.Dataset, sources: list[str]) -> tuple[int, int, bool]:
         """Return this rank's number of batches, the ranks' largest number, and whether all are equal. Collective.
 
-        The largest number is UNKNOWN_CARDINALITY if the number of any rank is unknown.
-
-        Rank 0 logs a warning if the ranks have different sources.
+        The largest number is UNKNOWN_CARDINALITY if the number of any rank is unknown. Rank 0 logs a warning if the
+        ranks have different sources.
         """
         if not tf.executing_eagerly():
             return tf.data.UNKNOWN_CARDINALITY, tf.data.UNKNOWN_CARDINALITY, False
@@ -224,26 +222,14 @@ class Pipelines:
             raise ValueError(f"the ranks' datasets have different elements: {describe_by_rank(kinds)}")
         differs = difference([sources for *_, sources in everybody])
         if differs and self._rank == 0:
-            _warn_of_different_data(differs)
+            _say_once(f"mpistrat: the ranks have different data: {differs}. {ADVICE}")
         counts = [other for other, *_ in everybody]
         return batches, max(counts) if min(counts) >= 0 else tf.data.UNKNOWN_CARDINALITY, len(set(counts)) == 1
 
 
 @functools.cache  # Each evaluation distributes its data again.
-def _warn_of_different_data(differs: str) -> None:
-    logger.warning("mpistrat: the ranks have different data: %s. %s", differs, ADVICE)
-
-
-@functools.cache
 def _say_once(text: str) -> None:
     logger.warning("%s", text)
-
-
-@functools.cache
-def _warn_of_policy_off(size: int) -> None:
-    logger.warning("AutoShardPolicy.OFF: each rank reads its whole dataset, and a batch of B rows becomes "
-                   "%d steps with B / %d rows on each rank. So batch(...) is the size of the global batch here too.",
-                   size, size)
 
 
 def _kind(spec: tf.TypeSpec) -> str:
@@ -272,10 +258,6 @@ def _operations(dataset: tf.data.Dataset) -> Iterator[str]:
 
 def _has_reader(dataset: tf.data.Dataset) -> bool:
     return any(reader in operation for operation in _operations(dataset) for reader in _READERS)
-
-
-def _reads_files(dataset: tf.data.Dataset) -> bool:
-    return any(map(_has_reader, _parts_of(dataset)))
 
 
 def _names_of_files(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
