@@ -121,10 +121,8 @@ class _Write:
 class AgentState:
     """Decisions of one agent. Each method returns the actions to take, in order. Connections identify ranks.
 
-    Args:
-        now: The time, in seconds from any origin, as in all methods.
-        paths: Those of the two memory files.
-        stay_s: How long the agent stays when it is cut off.
+    `now` is the time, in seconds from any origin, as in all methods. `paths`: Those of the two memory files. `stay_s`:
+    How long the agent stays when it is cut off.
     """
 
     def __init__(self, now: float, paths: tuple[str, str] = ("0", "1"), stay_s: float = STAY_S):
@@ -168,9 +166,9 @@ class AgentState:
                  "nbytes": newest.nbytes}}
 
     def asked_to_write(self, connection: Hashable, commit: CommitId, is_copy: bool, now: float) -> list[Action]:
-        """A rank has a commit to write. The rank gets the memory file that does not have the newest commit.
+        """A rank has a commit to write, or a copy of an earlier one, which the agent may already have (`is_copy`).
 
-        `is_copy`: Whether this is a copy of an earlier commit, which the agent may already have.
+        The rank gets the memory file that does not have the newest commit.
         """
         if connection in self.ranks and not self._is_ending:
             self._writes.append(_Write(connection, commit, is_copy))
@@ -219,8 +217,7 @@ class AgentState:
         if rank is None or rank.has_ended:
             return []
         rank.has_ended = True
-        return [Tell(None, {"kind": "ended", "pid": rank.pid, "generation": rank.generation, "code": code,
-                            "why": why})]
+        return [Tell(None, {"kind": "ended", "pid": rank.pid, "generation": rank.generation, "code": code, "why": why})]
 
     def closed(self, connection: Hashable) -> list[Action]:
         """The connection of a rank is closed, since its process has ended."""
@@ -275,9 +272,8 @@ class AgentState:
             return self.end(silence) if now > self._cut_off_at + self._stay_s else []
         if now > self._cut_off_at:
             self._is_cut_off, self._cut_off_generation, self._heard = True, self.generation, -math.inf
-            cuts = any(not rank.has_ended for rank in self.ranks.values())
-            return [*self._kill_ranks(), Connect(),
-                    *([Tell(None, {"kind": "cut off", "why": silence})] if cuts else [])]
+            is_cut = any(not rank.has_ended for rank in self.ranks.values())
+            return [*self._kill_ranks(), Connect(), *[Tell(None, {"kind": "cut off", "why": silence})] * is_cut]
         return self._serve(now)
 
     def _kill_ranks(self) -> list[Action]:
@@ -298,7 +294,6 @@ class AgentState:
 _CONNECT_LIMIT_S = 10.0
 _AGAIN_S = 0.5  # between two tries to connect again
 _SEGMENTS = "/dev/shm/sm_segment.", "/dev/shm/mpich_shm_"
-_Event = tuple[Connection | None, Message | None]
 
 
 def socket_name(job: ElasticJob) -> str:
@@ -310,7 +305,7 @@ class Agent:
     """The process around an AgentState. `listener`: A listening socket, bound to `socket_name`."""
 
     def __init__(self, job: ElasticJob, listener: socket.socket):
-        self._events: SimpleQueue[_Event] = SimpleQueue()
+        self._events: SimpleQueue[tuple[Connection | None, Message | None]] = SimpleQueue()
         self._memory = [os.memfd_create(f"mpistrat commit {index}") for index in range(2)]
         self._job, self._is_ending = job, False
         self._segments: set[str] = set()  # of MPI's shared memory
@@ -357,7 +352,8 @@ class Agent:
         for message in unsent:
             connection.send(**message)
         connection.send(kind="beat", sent=time.monotonic())
-        connection.read(self._take_from_supervisor)
+        connection.read(lambda source, message: self._events.put(
+            (source, {"kind": "disconnected"}) if message is None else (None, message)))
 
     def _connect_again(self) -> None:
         """Reconnect to the supervisor. Runs in a separate thread, since an address may not answer for seconds."""
@@ -371,12 +367,6 @@ class Agent:
                     self._events.put((None, {"kind": "end", "why": "the supervisor has ended"}))
                     return
             time.sleep(_AGAIN_S)
-
-    def _take_from_supervisor(self, connection: Connection, message: Message | None) -> None:
-        if message is None:
-            self._events.put((connection, {"kind": "disconnected"}))
-        else:
-            self._events.put((None, message))
 
     def _decide(self, connection: Connection | None, message: Message | None) -> list[Action]:
         state, now = self._state, time.monotonic()
@@ -410,10 +400,9 @@ class Agent:
             return self._state.leave(message["generation"], message["why"])
         if message["kind"] == "end":
             return self._state.end(message["why"])
-        absent = [rank for rank, pid in message["awaited"] if procfs.find(pid) is None]
         return [*self._state.beat(message["generation"], message["sent"], now),
                 *(Tell(None, {"kind": "missing", "generation": message["generation"], "rank": rank})
-                  for rank in absent)]
+                  for rank, pid in message["awaited"] if procfs.find(pid) is None)]
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Tell):
@@ -422,10 +411,8 @@ class Agent:
             elif self._supervisor is None or not self._supervisor.send(**action.message):
                 self._unsent.append(action.message)
         elif isinstance(action, Kill):
-            try:
+            with contextlib.suppress(ProcessLookupError):  # The process has just ended.
                 os.kill(action.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # The process has just ended.
         elif isinstance(action, Connect):
             connection, self._supervisor = self._supervisor, None
             if connection is not None:

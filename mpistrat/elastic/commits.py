@@ -27,8 +27,8 @@ from ..core.ownership import foreign, own_directory
 class CommitId:
     """The id of a commit. Later commits have greater ids."""
 
-    generation: int  # The generation that made the commit, from 1.
-    number: int  # The number of the commit in its generation, from 1.
+    generation: int  # the one that made the commit, from 1
+    number: int  # in its generation, from 1
 
     def __str__(self) -> str:
         return f"commit {self.number} of generation {self.generation}"
@@ -127,7 +127,6 @@ def _dtype(name: str) -> "np.dtype[Any]":
 
 # -- commits -----------------------------------------------------------------------------------------------------------
 
-
 FILE = "commit.mpistrat"  # the name of the file in a directory of commits
 _LOCK = "lock"
 _MAGIC = b"mpistrat commit\3"
@@ -144,10 +143,7 @@ class DamagedCommitError(Exception):
 
 
 class Packed:
-    """A value that is ready to be written. The arrays of the value are not copied, and must not change before `write`.
-
-    `value`: Any value that `encode` accepts.
-    """
+    """A value that is ready to be written. The arrays are not copied, and must not change before `write`."""
 
     def __init__(self, value: object):
         encoded, buffers = encode(value)
@@ -175,10 +171,7 @@ class Packed:
 
 
 def read(memory: memoryview) -> Any:
-    """Return the value of the commit in `memory`. Its arrays are views of the memory.
-
-    Raises DamagedCommitError: The bytes are not a whole commit.
-    """
+    """The value of the commit in `memory`. Its arrays are views of the memory. Raises DamagedCommitError."""
     if memory.nbytes < _HEADER_BYTES:
         raise DamagedCommitError(f"a commit has at least {_HEADER_BYTES} bytes. Received: {memory.nbytes} bytes")
     magic, checksum = _START.unpack_from(memory)
@@ -197,17 +190,10 @@ def read(memory: memoryview) -> Any:
 def claim(directory: Path) -> tuple[int, str]:
     """Lock a directory, so that only this job saves commits in it, and remove partial files of killed saves.
 
-    The kernel releases the lock when the process ends, for whatever reason.
+    Makes the directory if it does not exist. Returns the descriptor that holds the lock until it is closed, or until
+    the process ends; and why there is no lock, if the file system has no locks (some network file systems), else "".
 
-    Args:
-        directory: The directory, which is made if it does not exist. Its parent must exist.
-
-    Returns:
-        The descriptor that holds the lock while it is open, and "". If the file system has no locks, as some network
-        file systems, the second item is the reason why there is no lock.
-
-    Raises:
-        OSError: Another job holds the lock, the directory cannot be made, or other users can write to the directory.
+    Raises OSError: Another job holds the lock, the directory cannot be made, or other users can write to it.
     """
     own_directory(directory, 0o700, _OTHERS)
     lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -249,11 +235,9 @@ def save(packed: Packed, path: str) -> None:
 
 
 def load(path: str) -> Any:
-    """Return the value of the commit in a file.
+    """Return the value of the commit in a file. Raises DamagedCommitError: The file is not a whole commit.
 
-    Raises:
-        OSError: The file cannot be read, or may have been written by another user.
-        DamagedCommitError: The file is not a whole commit.
+    Raises OSError: The file cannot be read, or may have been written by another user.
     """
     own_directory(Path(path).parent.resolve(), 0o700, _OTHERS)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:

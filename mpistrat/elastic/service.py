@@ -182,7 +182,11 @@ class Service:
                 silent = [host for connection, host in self._agents.items() if now - self._heard[connection] > SILENT_S]
                 return plan.generation_over(message["generation"], message["code"], now, message["has_started"], silent)
             if message["kind"] == "started":
-                self._await(message["generation"], message["processes"])
+                if message["generation"] == plan.generation:  # Watch the ranks' processes until they have said hello.
+                    self._awaited = {}
+                    for rank, (host, pid) in message["processes"].items():
+                        if rank not in plan.heard:
+                            self._awaited.setdefault(host, {})[rank] = pid
                 for rank in message["ended"]:
                     plan.missing(message["generation"], rank, now)
                 return []
@@ -200,13 +204,11 @@ class Service:
                 connection.send(kind="leave", generation=plan.leaving.generation, why=plan.leaving.why)
             plan.agent_found(self._agents[connection])
             return []
-        host = self._agents.get(connection)
-        if host is None:
+        if (host := self._agents.get(connection)) is None:
             return []
         if kind == "beat":
-            awaited = self._awaited.get(self._names[connection], {})
             connection.send(kind="beat", generation=plan.generation, sent=message["sent"],
-                            awaited=list(awaited.items()))
+                            awaited=list(self._awaited.get(self._names[connection], {}).items()))
             return []
         if kind == "cut off":
             return [Say(f"{host}: the ranks were ended, since {message['why']}. Its commits are kept")]
@@ -230,15 +232,6 @@ class Service:
         if kind == "died":
             return plan.died(host, pid, generation, now)
         return plan.ended(host, pid, generation, message["code"], message["why"], now)
-
-    def _await(self, generation: int, processes: Mapping[int, tuple[str, int]]) -> None:
-        """Watch the processes of ranks that have started, until the ranks have said hello."""
-        if generation != self._plan.generation:
-            return
-        self._awaited = {}
-        for rank, (host, pid) in processes.items():
-            if rank not in self._plan.heard:
-                self._awaited.setdefault(host, {})[rank] = pid
 
     def _without(self, connection: Connection, lost: Callable[[str, str, float], list[Action]], why: str, now: float
                  ) -> list[Action]:
@@ -264,8 +257,7 @@ class Service:
         self._listening.close()
         for connection in self._agents:
             connection.send(kind="end", why="the job is over")
-        until = time.monotonic() + _END_S
-        left = set(self._agents)
+        until, left = time.monotonic() + _END_S, set(self._agents)
         while left and time.monotonic() < until:
             try:
                 source, message = self._events.get(timeout=0.1)
@@ -276,8 +268,7 @@ class Service:
 
     def _listed(self, host: str, peer: str) -> str:
         """The name of an agent's host in the list of hosts."""
-        names = list(self._hosts)
-        short = host.partition(".")[0]
+        names, short = list(self._hosts), host.partition(".")[0]
         for name, addresses in self._hosts.items():
             if name.rpartition("@")[2].partition(".")[0] == short or peer in addresses:
                 return name
@@ -320,14 +311,10 @@ def _answering(addresses: Iterable[str]) -> set[str]:
 def addresses_towards(hosts: Iterable[str]) -> list[str]:
     """Names and addresses by which other hosts may reach this host; ["127.0.0.1"] if there are no other hosts."""
     found: list[str] = []
-    for host in hosts:
-        for address in _addresses_of(host.rpartition("@")[2]):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            try:
-                with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect((address, 9))  # sends nothing
-                    found.append(probe.getsockname()[0])
-            except OSError:
-                continue
+    for address in (address for host in hosts for address in _addresses_of(host.rpartition("@")[2])):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            found.append(probe.getsockname()[0])
     others = list(dict.fromkeys(each for each in found if not each.startswith("127.") and each != "::1"))
     return [*others, os.uname().nodename, "127.0.0.1"] if others else ["127.0.0.1"]

@@ -18,11 +18,8 @@ from .elastic_job import LEAVE_CODE
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of an elastic job."""
-
-    # min_np, max_np: The least and the most ranks.
-    min_np: int = 1
-    max_np: int = 1
+    min_np: int = 1  # The least number of ranks.
+    max_np: int = 1  # The greatest number of ranks.
     timeout_s: float = 600.0  # How long the job waits for `min_np` slots.
     resets: int | None = None  # The most generations after the first that start because of a loss; None: no limit.
     # How long a lost host is left out, the first time and at most; each loss doubles the time.
@@ -64,8 +61,6 @@ class Done:
 
 @dataclass(frozen=True)
 class Say:
-    """Print a sentence."""
-
     text: str
 
 
@@ -262,10 +257,8 @@ PREEMPTED_CODE = 75
 class Plan:
     """The decisions of the supervisor. Each method returns the actions to take, in order.
 
-    Args:
-        now: The time, in seconds from any origin, as in all methods.
-        saves: Whether commits are saved in files, so that a later job can go on from a commit.
-        own: See Hosts.
+    `now` is the time, in seconds from any origin, as in all methods. `saves`: Whether commits are saved in files, so
+    that a later job can go on from a commit. `own`: See Hosts.
     """
 
     def __init__(self, limits: Limits, now: float, saves: bool = False, own: Collection[str] = ()):
@@ -345,10 +338,7 @@ class Plan:
         self._hosts.agent_found(host)
 
     def agent_gone(self, host: str, why: str, now: float) -> list[Action]:
-        """The connection to the agent of a host is closed.
-
-        While the generation runs, the agent may reconnect, or the ranks of the host may start another agent.
-        """
+        """The connection to the agent of a host is closed. In a generation it, or another agent, may connect again."""
         self._hosts.agent_gone(host, why, now)
         return [] if self._running is not None else self._lose_hosts(0.0, now)
 
@@ -459,12 +449,7 @@ class Plan:
     # -- the generation, the user, and the time ------------------------------------------------------------------------
 
     def signalled(self, name: str, code: int, is_urgent: bool, now: float) -> list[Action]:
-        """The supervisor has received a signal.
-
-        Args:
-            code: The exit code, if `is_urgent`.
-            is_urgent: Whether the job ends at once, as by Ctrl-C; else at the next commit.
-        """
+        """The supervisor has received a signal. The job ends at once, with exit code `code`, or at the next commit."""
         if self._is_done:
             return []
         if is_urgent:
@@ -477,13 +462,11 @@ class Plan:
 
     def generation_over(self, generation: int, code: int, now: float, has_started: bool = True,
                         silent: Collection[str] = ()) -> list[Action]:
-        """The mpirun of the generation has ended.
+        """The mpirun of the generation has ended with exit code `code`, which is that of the job if the job has failed.
 
-        Args:
-            code: The exit code of mpirun, which becomes the exit code of the job if the job has failed.
-            has_started: Whether processes have started on all hosts. If not, the hosts that were not reached are left
-                out for a while, and the generation counts neither as a failure nor as a loss.
-            silent: The hosts whose agents have been silent for longer than usual, but are not given up yet.
+        `has_started`: Whether processes have started on all hosts. If not, the hosts that were not reached are left out
+        for a while, and the generation counts neither as a failure nor as a loss. `silent`: The hosts whose agents have
+        been silent for longer than usual, but are not given up yet.
         """
         running = self._running
         if running is None or self._is_done:
