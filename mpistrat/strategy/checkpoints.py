@@ -3,10 +3,10 @@
 All ranks call these functions. They are patched when the first strategy is created, and behave as before for objects
 without variables of a strategy.
 
-An asynchronous checkpoint (CheckpointOptions) has two Checkpoint objects: the user's, which copies the variables in the
-thread that saves, and an inner one, which writes the copies in its own thread. Only the user's object reads the
-variables, so all ranks have the values at the time of the call. The writing threads of the ranks synchronise before and
-after rank 0 writes, in the name space of this checkpoint.
+An asynchronous checkpoint (CheckpointOptions) has two Checkpoint objects: the user's copies the variables in the thread
+that saves, and an inner one writes the copies in its own thread. Only the user's object reads the variables, so all
+ranks have the values at the time of the call. The writing threads of the ranks synchronise before and after rank 0
+writes, in the name space of this checkpoint.
 """
 
 import copy
@@ -86,8 +86,7 @@ def _write(self: tf.train.Checkpoint, file_prefix: str, options: Options = None)
                                       '(MPIStrategy(variables="sharded")). Leave out '
                                       "experimental_enable_async_checkpoint.")
         return original(self, file_prefix, options)
-    name_space = getattr(self, _NAME_SPACE, None)
-    if name_space is not None:
+    if (name_space := getattr(self, _NAME_SPACE, None)) is not None:
         with names.name_space(name_space):
             return _write_copies(self, file_prefix, options)
     # Wait, since a rank may still be looking for the newest checkpoint, and must not find this one.

@@ -84,7 +84,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return getattr(v, "_distribute_strategy", None) is self._container_strategy()
 
     def read_var(self, v: DistributedVariable) -> tf.Tensor:
-        """Return the aggregated value of `v`. Collective for variables that are synchronised on reading."""
+        """The aggregated value of `v`. Collective for variables that are synchronised on reading."""
         return v._get_cross_replica() if is_sync_on_read(v) else tf.identity(v._get())
 
     value_container = staticmethod(value_container)
@@ -92,7 +92,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     def assigned_in_lockstep(self, variable: tf.Variable) -> None:
         """Declare that all ranks assign equal values to a variable of ONLY_FIRST_REPLICA, so no broadcast is needed.
 
-        Keras counts an optimizer's steps in such a variable. Without the declaration each step would have a broadcast.
+        Keras counts an optimizer's steps in such a variable; else each step would have a broadcast.
         """
         variable.is_in_lockstep = True
 
@@ -160,11 +160,9 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     def _reduced(self, reduce_op: ReduceOp, values: Sequence[TensorLike],
                  options: CommunicationOptions | None) -> list[Tensor]:
-        op = reduce_op_of(reduce_op)
+        op, results = reduce_op_of(reduce_op), [self.local(value) for value in values]
         # Averaging identical values is a no-op.
-        equal = [op == tf.distribute.ReduceOp.MEAN and is_mirrored(value) for value in values]
-        results = [self.local(value) for value in values]
-        sent = [i for i, is_equal in enumerate(equal) if not is_equal]
+        sent = [i for i, value in enumerate(values) if op != tf.distribute.ReduceOp.MEAN or not is_mirrored(value)]
         reduced = collectives.all_reduce([results[i] for i in sent], op, "reduce",
                                          bucket_bytes=self.bucket_bytes(options))
         for i, result in zip(sent, reduced, strict=True):
@@ -255,8 +253,8 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.ClusterResolver:
     """Return the resolver that tells programs which rank is the chief. All ranks are workers; worker 0 is the chief.
 
-    TensorFlow's own strategies report a cluster without a chief in the same way, so programs that check only for
-    workers work too. No server listens on the ports. MPIClusterResolver, in contrast, forms a cluster of servers.
+    TensorFlow's own strategies report a cluster without a chief likewise, so programs that check only for workers work
+    too. No server listens on the ports. MPIClusterResolver, in contrast, forms a cluster of servers.
     """
     alone = len(topology.hosts) == 1
     workers = [f"{'localhost' if alone else host}:0" for host in topology.host_of]
@@ -306,22 +304,18 @@ class RankReplicaContext(tf.distribute.ReplicaContext):
             axis: A number, the same on all ranks.
             options: tf.distribute.experimental.CommunicationOptions; ignored.
 
-        Raises:
-            NotImplementedError: For tf.IndexedSlices.
-            ValueError: For a scalar.
+        Raises NotImplementedError: For tf.IndexedSlices. ValueError: For a scalar.
         """
         flat = tf.nest.flatten(value)
         if any(isinstance(v, tf.IndexedSlices) for v in flat):
             raise NotImplementedError("all_gather does not support IndexedSlices")
         tensors = [tf.convert_to_tensor(v) for v in flat]
-
         results = with_gradient(lambda values: collectives.all_gather(values, axis), AllGatherGradient(axis),
                                 tensors) if tensors else []
         return tf.nest.pack_sequence_as(value, results)
 
 
 def reduce_op_of(op: tf.distribute.ReduceOp | str) -> tf.distribute.ReduceOp:
-    """Return `op`, or the operation with this name."""
     return tf.distribute.ReduceOp(op.upper()) if isinstance(op, str) else op
 
 

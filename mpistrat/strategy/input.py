@@ -7,8 +7,7 @@ count the rows of the rank's files instead of the dataset's rows. So AUTO here m
 of the dataset with FILE, and otherwise DATA of the unchanged dataset.
 
 Datasets may end at different times on different ranks. So TensorFlow runs a collective before each step, which finds
-out whether any rank has data left. The collective is switched off where all ranks are known to have the same number of
-batches.
+out whether any rank has data left. It is switched off where all ranks are known to have the same number of batches.
 """
 
 import functools
@@ -57,7 +56,7 @@ def rows_in_order() -> Iterator[None]:
 
 
 class Pipelines:
-    """Creates the distributed datasets of a strategy. `topology` is a function that returns the current topology."""
+    """Creates the distributed datasets of a strategy. `topology` returns the current topology."""
 
     def __init__(self, strategy: tf.distribute.Strategy, topology: Callable[[], Topology], device: str):
         self._strategy, self._topology, self._device = strategy, topology, device
@@ -73,11 +72,9 @@ class Pipelines:
     def distribute(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
         """Return this rank's part of a dataset of global batches. Collective.
 
-        Raises:
-            NotImplementedError: For InputReplicationMode.PER_REPLICA.
-            ValueError: On every rank, when the ranks' elements differ in structure, dtype or shape (except for the
-                number of rows), or the policy is FILE and TensorFlow cannot shard by files, for example with fewer
-                files than ranks.
+        Raises NotImplementedError: For InputReplicationMode.PER_REPLICA. ValueError: On every rank, when the ranks'
+        elements differ in structure, dtype or shape (except for the number of rows), or the policy is FILE and
+        TensorFlow cannot shard by files, for example with fewer files than ranks.
         """
         if options is not None and _is_per_replica(options):
             raise NotImplementedError("InputReplicationMode.PER_REPLICA is only supported in "
@@ -111,7 +108,7 @@ class Pipelines:
             dataset = _with_policy(dataset, _Policy.DATA)
         distributed = self._distributed(dataset, options)
         if same and (policy == _Policy.DATA or batches != tf.data.UNKNOWN_CARDINALITY):
-            _end_on_all_ranks_together(distributed)
+            distributed._enable_get_next_as_optional = False  # the collective before each step
         if self._size > 1 and policy == _Policy.OFF:
             # Each rank reads all parts of its batches, and goes on until the last rank has finished. Keras counts the
             # batches before they are split, and gets the number of steps from this attribute.
@@ -125,11 +122,13 @@ class Pipelines:
             num_replicas_in_sync=self._size, input_context=self._context(), options=self._iteration(options))
         if is_split:
             part, = _datasets_of(distributed)
-            distributed = get_distributed_datasets_from_function(
-                lambda _: _sparse_again(part, dataset.element_spec), self._workers(options), [self._context()],
-                self._strategy, self._iteration(options))
-        self._read_ahead(distributed, options)
-        return distributed
+            return self._of_function(lambda _: _sparse_again(part, dataset.element_spec), options)
+        return self._read_ahead(distributed, options)
+
+    def _of_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
+                     options: InputOptions) -> tf.distribute.DistributedDataset:
+        return self._read_ahead(get_distributed_datasets_from_function(
+            dataset_fn, self._workers(options), [self._context()], self._strategy, self._iteration(options)), options)
 
     def _by_files(self, dataset: tf.data.Dataset, policy: tf.data.experimental.AutoShardPolicy,
                   options: InputOptions) -> tuple[tf.distribute.DistributedDataset | None, str]:
@@ -170,12 +169,10 @@ class Pipelines:
         if options is not None and _is_per_replica(options):
             raise NotImplementedError("MPIStrategy has one replica per process, so InputReplicationMode.PER_REPLICA "
                                       "has no meaning. Leave it out.")
-        distributed = get_distributed_datasets_from_function(
-            dataset_fn, self._workers(options), [self._context()], self._strategy, self._iteration(options))
-        self._read_ahead(distributed, options)
+        distributed = self._of_function(dataset_fn, options)
         batches, _, same = self._agree(_datasets_of(distributed)[0], [])
         if same and batches != tf.data.UNKNOWN_CARDINALITY:
-            _end_on_all_ranks_together(distributed)
+            distributed._enable_get_next_as_optional = False
         return distributed
 
     def _context(self) -> tf.distribute.InputContext:
@@ -199,12 +196,14 @@ class Pipelines:
             experimental_fetch_to_device=False,
             experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA)
 
-    def _read_ahead(self, distributed: tf.distribute.DistributedDataset, options: InputOptions) -> None:
+    def _read_ahead(self, distributed: tf.distribute.DistributedDataset,
+                    options: InputOptions) -> tf.distribute.DistributedDataset:
         """Add the prefetch buffer that TensorFlow's iterator for devices has."""
         size = 1 if options is None else options.experimental_per_replica_buffer_size
         if self._reads_on_host(options) and size:
             datasets = _datasets_of(distributed)
             datasets[:] = [dataset.prefetch(size) for dataset in datasets]
+        return distributed
 
     def _agree(self, dataset: tf.data.Dataset, sources: list[str]) -> tuple[int, int, bool]:
         """Return this rank's number of batches, the ranks' largest number, and whether all are equal. Collective.
@@ -288,11 +287,6 @@ def _datasets_of(distributed: tf.distribute.DistributedDataset) -> list[tf.data.
     return found
 
 
-def _end_on_all_ranks_together(distributed: tf.distribute.DistributedDataset) -> None:
-    """Switch off the collective before each step that finds out whether any rank has data left."""
-    distributed._enable_get_next_as_optional = False
-
-
 def takes_from_generator(distributed: tf.distribute.DistributedDataset) -> bool:
     """Whether a distributed dataset reads a generator of Python, which may give each element only once."""
     return any(map(_reads_generator, _datasets_of(distributed)))
@@ -305,9 +299,8 @@ def _reads_generator(dataset: tf.data.Dataset) -> bool:
 def _with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Return a dataset with copies of the elements that a Python generator yields, and any other dataset as it is.
 
-    TensorFlow does not copy the arrays that a generator yields. After splitting an element into the ranks' parts,
-    TensorFlow writes results to that memory, which would change the user's arrays. (Seen in TensorFlow 2.21 without
-    mpistrat too.)
+    TensorFlow does not copy the arrays that a generator yields. After splitting an element into the ranks' parts, it
+    writes results to that memory, which would change the user's arrays. (Seen in TensorFlow 2.21 without mpistrat too.)
     """
     if not any(operation in ("PyFunc", "EagerPyFunc", "PyFuncStateless")
                for part in _parts_of(dataset) for operation in _operations(part)):
@@ -370,9 +363,7 @@ _VERSION = random.getstate()[0]  # The version of the state of Python's `random`
 
 def seed_alike() -> None:
     """Seed TensorFlow with the seed that rank 0 has set, or a random one. Collective."""
-    seed = global_seed()
-    if seed is None:
-        seed = _drawn()
+    seed = _drawn() if global_seed() is None else global_seed()
     tf.random.set_seed(int(array_ops.broadcast(np.int64(seed), 0, name=names.eager("strategy/seed"))))
 
 
@@ -386,8 +377,7 @@ def state_of_first_rank() -> Iterator[None]:
     own = _state()
     if own[0] is None:
         tf.random.set_seed(_drawn())
-    state = array_ops.broadcast(_as_array(_state()), 0, names.eager("strategy/random"))
-    seed, numbers, python = _from_array(state)
+    seed, numbers, python = _from_array(array_ops.broadcast(_as_array(_state()), 0, names.eager("strategy/random")))
     _set(seed, numbers)
     random.setstate(python)
     try:

@@ -134,12 +134,15 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         op = reduce_op_of(reduce_op)
         if axis is None:
             return super().reduce(op, value, None)
+        def has_axes(value: TensorLike) -> bool:
+            return isinstance(value, tf.Tensor) and value.shape.rank != 0
+
         flat = [self.extended.local(v) for v in tf.nest.flatten(value)]
         flat = [v if isinstance(v, float | int) else tf.convert_to_tensor(v) for v in flat]
-        sums = [tf.reduce_sum(v, axis) if _has_axes(v) else v for v in flat]
+        sums = [tf.reduce_sum(v, axis) if has_axes(v) else v for v in flat]
         counts = [] if op == tf.distribute.ReduceOp.SUM else [
             tf.reduce_prod(tf.gather(tf.shape(v, tf.int64), tf.math.floormod(axis, tf.rank(v))))
-            if _has_axes(v) else tf.constant(1, tf.int64) for v in flat]
+            if has_axes(v) else tf.constant(1, tf.int64) for v in flat]
         total = super().reduce(tf.distribute.ReduceOp.SUM, [*sums, *counts], None)
         if counts:
             total = [tf.math.truediv(numerator, tf.cast(denominator, numerator.dtype))
@@ -150,8 +153,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 def _agreed(options: CommunicationOptions | None) -> CommunicationOptions:
     """Check the options of a strategy, apply them to the engine, and return them, or the defaults. Collective.
 
-    Raises:
-        ValueError: On this rank if `options` are not CommunicationOptions; on every rank if the ranks' options differ.
+    Raises ValueError: On this rank if `options` are of another class; on every rank if the ranks' options differ.
     """
     if options is not None and not hasattr(options, "bytes_per_pack"):
         raise ValueError("communication_options must be tf.distribute.experimental.CommunicationOptions. "
@@ -179,14 +181,9 @@ def _require_equal(arguments: dict[str, object]) -> None:
             raise MismatchError(f"the ranks disagree on MPIStrategy({name}=): {describe_by_rank(values)}.")
 
 
-def _has_axes(value: TensorLike) -> bool:
-    return isinstance(value, tf.Tensor) and value.shape.rank != 0
-
-
 def _full_name(device: str) -> str:
     """The full name of a device, such as "/job:localhost/replica:0/task:0/device:CPU:0" for "CPU:0"."""
-    name, = tf.distribute.OneDeviceStrategy(device).extended.worker_devices
-    return name
+    return tf.distribute.OneDeviceStrategy(device).extended.worker_devices[0]
 
 
 def _default_device() -> str:
@@ -237,21 +234,16 @@ def strategy(name: str, **options: Any) -> tf.distribute.Strategy:
 def _mirrored(cross_device_ops: tf.distribute.CrossDeviceOps | None = None, **options: Any) -> MPIStrategy:
     runtime.init()
     if cross_device_ops is not None and basics.rank() == 0:
-        difference = _difference(cross_device_ops)
-        if difference:
-            logger.warning("%s", difference)
+        name, in_use = type(cross_device_ops).__name__, runtime.current().data_name
+        if isinstance(cross_device_ops, tf.distribute.HierarchicalCopyAllReduce):
+            if runtime.current().settings.cpu_operations == "mpi":
+                logger.warning("%s: MPISTRAT_CPU_OPERATIONS=mpi leaves out the stage within each host.", name)
+        elif isinstance(cross_device_ops, tf.distribute.NcclAllReduce):
+            if not basics.nccl_built():
+                logger.warning("%s: NCCL is not available. %s reduces the tensors.", name, in_use)
+        else:
+            logger.warning("%s has no effect under MPI. %s reduces the tensors, with the same results.", name, in_use)
     return MPIStrategy(**options)
-
-
-def _difference(cross_device_ops: tf.distribute.CrossDeviceOps) -> str:
-    """Return a message on how the reduction differs from that of `cross_device_ops`; "" if they are the same."""
-    name, in_use = type(cross_device_ops).__name__, runtime.current().data_name
-    if isinstance(cross_device_ops, tf.distribute.HierarchicalCopyAllReduce):
-        return "" if runtime.current().settings.cpu_operations != "mpi" else \
-            f"{name}: MPISTRAT_CPU_OPERATIONS=mpi leaves out the stage within each host."
-    if isinstance(cross_device_ops, tf.distribute.NcclAllReduce):
-        return "" if basics.nccl_built() else f"{name}: NCCL is not available. {in_use} reduces the tensors."
-    return f"{name} has no effect under MPI. {in_use} reduces the tensors, with the same results."
 
 
 def _alone(**options: Any) -> MPIStrategy:

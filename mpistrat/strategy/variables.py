@@ -38,13 +38,9 @@ class _Number:
 
 
 class RankMirroredVariable(_Number, MirroredVariable):
-    """A variable that is equal on all ranks, unless a replica assigns to it without aggregation.
+    """A variable that is equal on all ranks, unless a replica assigns to it without aggregation."""
 
-    Attributes:
-        is_in_lockstep: Whether all ranks assign equal values; see RankExtended.assigned_in_lockstep.
-    """
-
-    is_in_lockstep = False
+    is_in_lockstep = False  # Whether all ranks assign equal values; see RankExtended.assigned_in_lockstep.
 
     def _update_replica(self, update_fn: Callable, value: TensorLike, **kwargs: Any) -> Any:
         # TensorFlow does not aggregate Python numbers: when each rank adds 1, it would add 1 instead of the sum.
@@ -130,7 +126,7 @@ _MARK = "_mpistrat_is_slot"
 
 
 def is_everywhere(variable: tf.Variable) -> bool:
-    """Return whether all ranks, not only the owner, have a variable's value. The same answer on all ranks."""
+    """Whether all ranks, not only the owner, have a variable's value. The same answer on all ranks."""
     return _MARK not in vars(variable)  # Not by hasattr, which may run a collective; see checkpoints.
 
 

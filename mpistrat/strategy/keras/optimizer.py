@@ -52,13 +52,10 @@ _OWN_ROWS = ("iterate over strategy.experimental_distribute_dataset(dataset); in
 
 
 class RowReducer(GradientReducer):
-    """Sums an optimizer's gradients over the ranks of a strategy, weighted by rows.
+    """Sums an optimizer's gradients over the ranks of a strategy, weighted by rows."""
 
-    Attributes:
-        is_compared: Whether the ranks have compared the weights before the first step of a user-defined loop.
-    """
-
-    checks_weights = is_compared = False  # fit or compare_in_loop compares the weights.
+    checks_weights = False  # fit or compare_in_loop compares the weights.
+    is_compared = False  # Whether the ranks have compared the weights before the first step of a user-defined loop.
     is_global = True
 
     def __init__(self, strategy: MPIStrategy):
@@ -226,8 +223,7 @@ def adopt(optimizer: Optimizer, strategy: tf.distribute.Strategy | None) -> bool
 
     Return True if the optimizer gets the class now. If it passes gradients on, adopt the inner optimizers instead.
 
-    Raises:
-        InvalidRequestError: The state must be divided, but cannot be, or all ranks have it already.
+    Raises InvalidRequestError: The state must be divided, but cannot be, or all ranks have it already.
     """
     cls = type(optimizer)
     if not isinstance(strategy, MPIStrategy) or hasattr(cls, "is_distributed") or passes_on(optimizer):

@@ -49,24 +49,13 @@ from .step_state import state, strategy_here, strategy_of
 T = TypeVar("T")
 
 
-# -- what is made outside of the scope of a model ---------------------------------------------------------------------
-
-
-def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
-    """Make the variables of metrics that were made outside of the scope variables of the strategy. Collective."""
-    with strategy.scope():
-        for variable in (variable for metric in model.metrics for variable in metric.variables):
-            if not strategy.extended.variable_created_in_scope(variable.value):
-                variable._initialize(tf.convert_to_tensor(variable))  # a new tf.Variable, of this scope
+# -- steps ------------------------------------------------------------------------------------------------------------
 
 
 def _users_level() -> int:
     """Return the stacklevel at which a warning of the calling function points to user code."""
     frames = traceback.walk_stack(sys._getframe(1))
     return next((level for level, (frame, _) in enumerate(frames, 1) if is_users(frame.f_code.co_filename)), 1)
-
-
-# -- steps ------------------------------------------------------------------------------------------------------------
 
 
 @replaces(Trainer, "_make_function",
@@ -137,14 +126,11 @@ def reduce_per_replica(original: Function, values: Structure, strategy: tf.distr
     logs = tf.nest.flatten(values)
     if not logs:
         return values
-
-    def reduced() -> Structure:
-        return strategy.reduce("MEAN", values, axis=0)
-
     flags, state.may_differ = state.may_differ, None
     if flags is None or not all(log.dtype.is_floating for log in logs):
-        return reduced()
-    return tf.cond(flags.read("logs_wanted"), reduced, lambda: tf.nest.map_structure(tf.identity, values))
+        return strategy.reduce("MEAN", values, axis=0)
+    return tf.cond(flags.read("logs_wanted"), lambda: strategy.reduce("MEAN", values, axis=0),
+                   lambda: tf.nest.map_structure(tf.identity, values))
 
 
 @replaces(BaseTrainer, "_get_metrics_result_or_logs",
@@ -197,7 +183,10 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
     # A model without a call() is built by its train_step, as without a strategy.
     if getattr(type(self), "call", None) is not keras.Model.call:
         original(self, None, data_batch)
-    _bring_in_metrics(self, strategy)
+    with strategy.scope():  # The metrics may have been made outside of it.
+        for variable in (variable for metric in self.metrics for variable in metric.variables):
+            if not strategy.extended.variable_created_in_scope(variable.value):
+                variable._initialize(tf.convert_to_tensor(variable))  # a new tf.Variable, of this scope
 
 
 def _set_usual_rows(model: keras.Model, rows: int, is_of_fit: bool) -> None:
@@ -223,17 +212,16 @@ def _any_rows(leaf: object) -> object:
 
 
 def _specs(iterator: keras_trainer.TFEpochIterator) -> Any:
-    return tf.nest.map_structure(_spec_of_replica, iterator._distributed_dataset.element_spec)
+    def of_replica(spec: tf.TypeSpec) -> tf.TypeSpec:
+        # `spec` is of a distributed value, or with one replica of a tensor.
+        is_local = isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec | tf.OptionalSpec)
+        return spec if is_local else spec._value_specs[0]
 
-
-def _spec_of_replica(spec: tf.TypeSpec) -> tf.TypeSpec:
-    """Return the spec of this replica's value. `spec` is of a distributed value, or with one replica of a tensor."""
-    is_local = isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec | tf.OptionalSpec)
-    return spec if is_local else spec._value_specs[0]
+    return tf.nest.map_structure(of_replica, iterator._distributed_dataset.element_spec)
 
 
 def _may_read_once(iterator: keras_trainer.TFEpochIterator) -> bool:
-    """Return whether the input is a generator, or a dataset that reads a generator and has a known element spec."""
+    """Whether the input is a generator, or a dataset that reads a generator and has a known element spec."""
     if not isinstance(iterator.data_adapter, TFDatasetAdapter):
         return isinstance(iterator.data_adapter, GeneratorDataAdapter)
     return takes_from_generator(iterator._distributed_dataset) and all(
@@ -288,12 +276,12 @@ def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: boo
 def predict(original: Function, self: keras.Model, *args: object, **kwargs: object) -> object:
     strategy = strategy_of(self)
     if strategy is not None and strategy.num_replicas_in_sync > 1:
-        average(self)
+        _average(self)
     with rows_in_order():
         return original(self, *args, **kwargs)
 
 
-def average(model: keras.Model) -> StrategyTraining:
+def _average(model: keras.Model) -> StrategyTraining:
     """Average the running statistics of a model, and return its StrategyTraining. Collective; not in a replica."""
     training = StrategyTraining(model)
     average_statistics(training)
@@ -427,7 +415,7 @@ def evaluate(original: Function, self: keras.Model, *args: object, **kwargs: obj
     strategy = strategy_of(self)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return original(self, *args, **kwargs)
-    training = average(self)
+    training = _average(self)
     call = bound(original, self, *args, **kwargs)
     given = call.arguments.get("callbacks")
     if isinstance(given, CallbackList):  # fit validates, and has looked at its callbacks.
@@ -439,9 +427,9 @@ def evaluate(original: Function, self: keras.Model, *args: object, **kwargs: obj
 
 @contextlib.contextmanager
 def _evaluating(training: StrategyTraining, callbacks: list[Any]) -> Iterator[list[Any]]:
-    """A context with the callbacks of an evaluation on this rank. Collective.
+    """A context with this rank's callbacks of an evaluation, of which the ranks may have different ones. Collective.
 
-    The ranks may have different callbacks. If no callback reads the logs of a step, they are not reduced.
+    If no callback reads the logs of a step, they are not reduced.
     """
     own = tuple(entry_of(callback, training) for callback in callbacks), any(map(reads_logs, callbacks))
     of_ranks = array_ops.allgather_object(own, f"{training.name}/evaluate")
