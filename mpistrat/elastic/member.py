@@ -76,10 +76,7 @@ class AgentConnection:
         connection.read(self._take_next)
 
     def connect_again(self) -> bool:
-        """Connect to another agent if the agent is lost. Returns whether it was lost. For one thread only.
-
-        Raises ElasticError: There is no other agent, and no agent can be started.
-        """
+        """Connect to another agent if the agent is lost. Returns whether it was. Raises ElasticError."""
         if self._lost != self._number:
             return False
         self._connect()
@@ -212,7 +209,7 @@ class Member:
     """One rank's part in an elastic job."""
 
     def __init__(self, job: ElasticJob, rank: int):
-        self.job = job
+        self.job, self._checkpoint_path = job, Path(job.checkpoint, commits.FILE)
         self.why_leave = ""  # Why this generation ends at the next commit; "" if it goes on.
         self._rank, self._size, self._is_connected = rank, 0, False  # The size is known only after a loss.
         self._held: Commit | None = None  # the last one, for another agent
@@ -376,10 +373,6 @@ class Member:
                 if self._has_said_end:
                     return
                 self._join_again()
-
-    @property
-    def _checkpoint_path(self) -> Path:
-        return Path(self.job.checkpoint, commits.FILE)
 
     def saved(self) -> tuple[CommitId, Any] | None:
         """Return the id and the value of the commit in the job's checkpoint directory; None if there is none. Local.

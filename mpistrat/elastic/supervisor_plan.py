@@ -186,11 +186,6 @@ class Generation:
         return [process.state for process in self.processes.values()]
 
     @property
-    def are_all_connected(self) -> bool:
-        """Whether all ranks have left init(). Until then the ranks cannot mend the loss of a rank."""
-        return sum(process.is_connected for process in self.processes.values()) >= self.ranks
-
-    @property
     def has_loss(self) -> bool:
         """Whether there is a loss that is not mended."""
         return self.lost_at < math.inf
@@ -232,19 +227,16 @@ class Generation:
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
-# The most generations in a row without a new commit. Further generations would end in the same way.
-_MOST_FRUITLESS = 3
+_MOST_FRUITLESS = 3  # The most generations in a row without a new commit. Further ones would end in the same way.
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 30.0
-# After a failure: how long the supervisor waits until it has heard from a silent agent, or has given up the agent.
-VERDICT_S = 5.0
+VERDICT_S = 5.0  # After a failure: until a silent agent must have been heard, or is given up.
 # While a generation runs: how long its ranks may take to replace an agent that has ended. The ranks end after 20 s
 # without an agent.
 RETURN_LIMIT_S = 25.0
 # After a failure: how long an agent may take to report how its ranks have ended. mpirun may end, because a host is
 # lost, before the supervisor knows of the loss.
 _TELL_S = 1.0
-# How long the ranks may take to mend a loss. Losses that are not mended by then cannot be mended.
-RECOVERY_LIMIT_S = 15.0
+RECOVERY_LIMIT_S = 15.0  # for the ranks to mend a loss; a loss that is not mended by then cannot be mended
 # While a rank is in init(), no loss can be mended. In this time other ranks may still report the same error.
 START_LOSS_S = 2.0
 # How long mpirun may take to end after all ranks have reported their ends. It, or a rank in MPI_Finalize, may hang.
@@ -379,22 +371,21 @@ class Plan:
             self._awaited[host].discard(pid)
             if not self._awaited[host]:
                 del self._awaited[host]
-        running = self._running
-        if running is None or running.number != generation:
-            return None
-        process = running.processes.get((host, pid))
-        return None if process is None or process.state != "runs" else (running, process)
+        running = self._generation(generation)
+        process = None if running is None else running.processes.get((host, pid))
+        return None if running is None or process is None or process.state != "runs" else (running, process)
+
+    def _generation(self, number: int) -> Generation | None:
+        return self._running if self._running is not None and self._running.number == number else None
 
     def missing(self, generation: int, rank: int, now: float) -> None:
         """The process that mpirun started for this rank has ended. No effect if the rank has already said hello."""
-        running = self._running
-        if running is not None and running.number == generation and rank not in running.heard:
+        if (running := self._generation(generation)) is not None and rank not in running.heard:
             running.missing.setdefault(rank, now)
 
     def hello(self, host: str, rank: int, pid: int, generation: int, is_connected: bool = False) -> None:
         """A rank is in init(), has left init() (`is_connected`), or has a new agent."""
-        running = self._running
-        if running is not None and running.number == generation:
+        if (running := self._generation(generation)) is not None:
             if (host, pid) not in running.processes:
                 running.heard.add(rank)
                 running.missing.pop(rank, None)
@@ -402,8 +393,8 @@ class Plan:
 
     def committed(self, commit: CommitId, step: str) -> None:
         """An agent has kept a commit."""
-        if self._running is not None and self._running.number == commit.generation:
-            self._running.has_committed = True
+        if (running := self._generation(commit.generation)) is not None:
+            running.has_committed = True
         if commit >= self.newest:
             self.newest, self._step = commit, step
 
@@ -440,8 +431,7 @@ class Plan:
 
     def preempted(self, host: str, generation: int, why: str, now: float) -> list[Action]:
         """A rank of the host has received the signal by which a batch system announces the host's preemption."""
-        running = self._running
-        if running is None or running.number != generation:
+        if (running := self._generation(generation)) is None:
             return []
         self._hosts.cool(host, now)
         return [] if running.leaves else self._leave(f"{host} is taken away ({why})")
@@ -510,19 +500,6 @@ class Plan:
         if running.has_left:
             self._start_at = self._verdict_at = now
             return []
-        return self._count_failure(running, code, now)
-
-    @property
-    def _named(self) -> str:
-        """The newest commit, as text for messages."""
-        return str(self.newest) + (f" ({self._step})" if self._step else "")
-
-    @property
-    def _last(self) -> str:
-        """The end of a sentence, with the commit from which the job could go on; "" without a commit."""
-        return f"; the last is {self._named}" if self.newest.number else ""
-
-    def _count_failure(self, running: Generation, code: int, now: float) -> list[Action]:
         self._resets += 1
         self._fruitless += not running.has_committed
         limit = self._limits.resets
@@ -536,6 +513,16 @@ class Plan:
         self._start_at = now + wait_s
         return []
 
+    @property
+    def _named(self) -> str:
+        """The newest commit, as text for messages."""
+        return str(self.newest) + (f" ({self._step})" if self._step else "")
+
+    @property
+    def _last(self) -> str:
+        """The end of a sentence, with the commit from which the job could go on; "" without a commit."""
+        return f"; the last is {self._named}" if self.newest.number else ""
+
     def tick(self, now: float) -> list[Action]:
         """Time has passed. To be called at least once per second."""
         if self._is_done:
@@ -546,7 +533,9 @@ class Plan:
                 return lost
             if absent := sorted(rank for rank, since in running.missing.items() if now - since > START_LOSS_S):
                 return self._stop(f"ranks {rank_list(absent)} ended before init()")
-            if not running.are_all_connected and now - running.lost_at > START_LOSS_S:
+            # The ranks cannot mend the loss of a rank until all of them have left init().
+            connected = sum(process.is_connected for process in running.processes.values())
+            if connected < running.ranks and now - running.lost_at > START_LOSS_S:
                 return self._stop("a rank was lost before all had left init()")
             if now - running.lost_at > RECOVERY_LIMIT_S:
                 return self._stop(f"a loss was not mended within {RECOVERY_LIMIT_S:g} s")

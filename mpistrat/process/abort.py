@@ -121,7 +121,8 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
         if skip_finalize is not None and (_leaves or ended is not None):
             skip_finalize()
 
-    _Sys._keep_hook(hook)
+    _Sys._ours = sys.excepthook = hook  # Python calls it for uncaught exceptions from now on.
+    sys.__class__ = _Sys
     # Python runs exit handlers in reverse order: `end` runs after shutdown(), which init() registers later. `end` is
     # registered here, since shutdown() may run when the script is already ending, too late to register a handler.
     atexit.register(end)
@@ -138,12 +139,6 @@ class _Sys(ModuleType):
 
     _ours: Hook
     _theirs: Hook | None = None  # what was assigned to sys.excepthook
-
-    @classmethod
-    def _keep_hook(cls, hook: Hook) -> None:
-        """Make Python call `hook` for uncaught exceptions from now on."""
-        cls._ours = sys.excepthook = hook
-        sys.__class__ = cls
 
     @classmethod
     def _show(cls, shown: Hook | None, kind: type[BaseException], error: BaseException,

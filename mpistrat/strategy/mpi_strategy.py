@@ -106,8 +106,9 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         options = _agreed(communication_options)
         _require_equal({"variables": variables, "compression": compression.__name__,
                         "sparse_as_dense": sparse_as_dense, "groups": groups})
-        extended = RankExtended(self, _full_name(device or _default_device()), options, random_per_rank,
-                                variables, gradient_options)
+        # The full name of the device, such as "/job:localhost/replica:0/task:0/device:CPU:0" for "CPU:0".
+        device, = tf.distribute.OneDeviceStrategy(device or _default_device()).extended.worker_devices
+        extended = RankExtended(self, device, options, random_per_rank, variables, gradient_options)
         # Not the constructor of MultiWorkerMirroredStrategy, which would read TF_CONFIG and start a server.
         tf.distribute.Strategy.__init__(self, extended)
         seed_alike()
@@ -179,11 +180,6 @@ def _require_equal(arguments: dict[str, object]) -> None:
         values = [other[name] for other in of_ranks]
         if len(set(values)) > 1:
             raise MismatchError(f"the ranks disagree on MPIStrategy({name}=): {describe_by_rank(values)}.")
-
-
-def _full_name(device: str) -> str:
-    """The full name of a device, such as "/job:localhost/replica:0/task:0/device:CPU:0" for "CPU:0"."""
-    return tf.distribute.OneDeviceStrategy(device).extended.worker_devices[0]
 
 
 def _default_device() -> str:
