@@ -159,7 +159,6 @@ class AgentState:
         return actions
 
     def _newest(self) -> dict[str, Any]:
-        """The fields on the newest commit in a message to a rank."""
         newest = self.newest
         return {"newest": None if newest is None else
                 {"generation": newest.id.generation, "number": newest.id.number, "path": self._paths[newest.index],
@@ -212,7 +211,6 @@ class AgentState:
                             "generation": known.generation})]
 
     def ended(self, connection: Hashable, code: int, why: str) -> list[Action]:
-        """A rank reports that it ends with exit code `code`."""
         rank = self.ranks.get(connection)
         if rank is None or rank.has_ended:
             return []
@@ -239,7 +237,6 @@ class AgentState:
         return [*actions, *self._serve(now)]
 
     def disconnected(self) -> list[Action]:
-        """The connection to the supervisor is closed."""
         self._heard = -math.inf
         return [] if self._is_ending else [Connect()]
 
@@ -256,7 +253,6 @@ class AgentState:
         return [*actions, *(Tell(connection, self._leave) for connection in self.ranks)]
 
     def end(self, why: str) -> list[Action]:
-        """The job is over."""
         if self._is_ending:
             return []
         self._is_ending = True
@@ -320,7 +316,6 @@ class Agent:
         self._greet(self._supervisor)
 
     def run(self) -> None:
-        """Serve the job until it is over."""
         beat_at = 0.0
         while not self._is_ending:
             now = time.monotonic()
@@ -429,11 +424,9 @@ class Agent:
 
     def _note_segments(self, pid: int) -> None:
         """Note the files of shared memory that MPI has made, since MPI does not remove the files of killed ranks."""
-        try:
+        with contextlib.suppress(OSError):  # The process has just ended.
             maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return  # The process has just ended.
-        self._segments |= {path for entry in maps if (path := entry.rpartition(" ")[2]).startswith(_SEGMENTS)}
+            self._segments |= {path for entry in maps if (path := entry.rpartition(" ")[2]).startswith(_SEGMENTS)}
 
 
 def main() -> int:

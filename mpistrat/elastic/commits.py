@@ -96,8 +96,7 @@ def decode(data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
             dtype, shape, order, place = found
             return np.ndarray(shape, _dtype(dtype), buffers[place], order=order)
         if code == _SCALAR:
-            dtype, content = found
-            return np.frombuffer(content, _dtype(dtype))[0]
+            return np.frombuffer(found[1], _dtype(found[0]))[0]
         if code == _COMPLEX:
             return complex(*found)
         if code == _COMMIT:
@@ -110,11 +109,9 @@ def decode(data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
 def _name_of(dtype: "np.dtype[Any]") -> str:
     """The name from which `_dtype` makes a dtype of numbers or texts; "" for other dtypes (objects, structures)."""
     for name in (dtype.str, dtype.name):  # For bfloat16 and similar dtypes, only `dtype.name` is such a name.
-        try:
+        with contextlib.suppress(TypeError, AttributeError):
             if not dtype.hasobject and _dtype(name) == dtype:
                 return name
-        except (TypeError, AttributeError):
-            continue
     return ""
 
 
@@ -235,7 +232,7 @@ def save(packed: Packed, path: str) -> None:
 
 
 def load(path: str) -> Any:
-    """Return the value of the commit in a file. Raises DamagedCommitError: The file is not a whole commit.
+    """The value of the commit in a file. Raises DamagedCommitError.
 
     Raises OSError: The file cannot be read, or may have been written by another user.
     """

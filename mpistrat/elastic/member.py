@@ -201,13 +201,10 @@ class Commit:
     step: str  # The step of the training, as text for messages.
 
     def packed(self) -> Packed:
-        """The commit, ready to be written."""
         return Packed((self.id, self.snapshot()))
 
 
 class Member:
-    """One rank's part in an elastic job."""
-
     def __init__(self, job: ElasticJob, rank: int):
         self.job, self._checkpoint_path = job, Path(job.checkpoint, commits.FILE)
         self.why_leave = ""  # Why this generation ends at the next commit; "" if it goes on.

@@ -81,13 +81,11 @@ class Service:
 
     def next_order(self, timeout_s: float) -> Start | Done | None:
         """Wait for the next order: start a generation, or end. Returns None without an order within `timeout_s`."""
-        try:
+        with contextlib.suppress(Empty):
             return self._orders.get(timeout=timeout_s)
-        except Empty:
-            return None
+        return None
 
     def job(self, generation: int) -> ElasticJob:
-        """The description of the job for the ranks of a generation."""
         newest = self._plan.newest
         return ElasticJob(self._name, self._secret, generation, self._addresses, self._port, *self._checkpoint,
                           newest=(newest.generation, newest.number), stay_s=self._stay_s)
@@ -119,10 +117,7 @@ class Service:
     # -- the threads ---------------------------------------------------------------------------------------------------
 
     def _look_for_hosts(self) -> None:
-        """Look for hosts repeatedly, and probe the hosts that the Plan wants to be probed.
-
-        Runs in a separate thread, since a program, a name server or a host may take long.
-        """
+        """Look for hosts, and probe those that the Plan asks for. In a thread, since programs and hosts may be slow."""
         known: dict[str, set[str]] = {}
         while True:
             found, asked = self._find_hosts(), self._asked

@@ -53,8 +53,6 @@ class Stop:
 
 @dataclass(frozen=True)
 class Done:
-    """End the job with exit code `code`."""
-
     code: int
     why: str
 
@@ -136,7 +134,6 @@ class Hosts:
         self._gone.pop(host, None)
 
     def agent_gone(self, host: str, why: str, since: float) -> None:
-        """The connection to the agent of a host is closed."""
         self._kept.discard(host)
         self._gone[host] = min(since, self._gone.get(host, (since, ""))[0]), why
 
@@ -154,8 +151,6 @@ class Hosts:
 
 @dataclass
 class Process:
-    """The process of a rank."""
-
     rank: int
     host: str
     state: str = "runs"  # or "done", "failed", "left", "died"
@@ -165,8 +160,6 @@ class Process:
 
 @dataclass
 class Generation:
-    """The generation that runs."""
-
     number: int
     ranks: int  # at the start
     hosts: dict[str, int]  # with the number of ranks of each
@@ -187,7 +180,6 @@ class Generation:
 
     @property
     def has_loss(self) -> bool:
-        """Whether there is a loss that is not mended."""
         return self.lost_at < math.inf
 
     @property
@@ -202,7 +194,6 @@ class Generation:
 
     @property
     def running(self) -> list[Process]:
-        """The processes that have not ended."""
         return [process for process in self.processes.values() if process.state == "runs"]
 
     def lose(self, processes: Iterable[Process], now: float) -> None:
@@ -230,17 +221,13 @@ class Generation:
 _MOST_FRUITLESS = 3  # The most generations in a row without a new commit. Further ones would end in the same way.
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 30.0
 VERDICT_S = 5.0  # After a failure: until a silent agent must have been heard, or is given up.
-# While a generation runs: how long its ranks may take to replace an agent that has ended. The ranks end after 20 s
-# without an agent.
-RETURN_LIMIT_S = 25.0
+RETURN_LIMIT_S = 25.0  # for the ranks to replace an agent that has ended; they end after 20 s without an agent
 # After a failure: how long an agent may take to report how its ranks have ended. mpirun may end, because a host is
 # lost, before the supervisor knows of the loss.
 _TELL_S = 1.0
 RECOVERY_LIMIT_S = 15.0  # for the ranks to mend a loss; a loss that is not mended by then cannot be mended
-# While a rank is in init(), no loss can be mended. In this time other ranks may still report the same error.
-START_LOSS_S = 2.0
-# How long mpirun may take to end after all ranks have reported their ends. It, or a rank in MPI_Finalize, may hang.
-END_LIMIT_S = 15.0
+START_LOSS_S = 2.0  # While a rank is in init(), no loss can be mended. Other ranks may still report the same error.
+END_LIMIT_S = 15.0  # for mpirun to end after all ranks have reported their ends; it, or MPI_Finalize, may hang
 # The exit code after SIGTERM or SIGUSR1, unless a rank has failed: the job can be started again (EX_TEMPFAIL). Jobs
 # have this exit code in no other case, since batch scripts requeue a job with this code.
 PREEMPTED_CODE = 75
@@ -289,11 +276,10 @@ class Plan:
         running = self._running
         if running is None or running.leaves or running.is_stopped or running.has_loss:
             return []
-        # The slot of a lost rank does not count as room, unless lost ranks are replaced (`restart_failed`).
         hosts = self._hosts.room(running.hosts, now)
         room = min(self._limits.max_np, sum(hosts.values()))
-        now_there = running.size if self._limits.restart_failed else running.ranks
-        if room <= now_there:
+        # The slot of a lost rank does not count as room, unless lost ranks are replaced.
+        if room <= (running.size if self._limits.restart_failed else running.ranks):
             return []
         self._hosts.trusted.update(hosts)  # The next commit may be far, and an answer old by then.
         return self._leave(f"there is room for {room} ranks instead of {running.size}")
@@ -330,7 +316,7 @@ class Plan:
         self._hosts.agent_found(host)
 
     def agent_gone(self, host: str, why: str, now: float) -> list[Action]:
-        """The connection to the agent of a host is closed. In a generation it, or another agent, may connect again."""
+        """The connection to the agent of a host is closed. While a generation runs, an agent may connect again."""
         self._hosts.agent_gone(host, why, now)
         return [] if self._running is not None else self._lose_hosts(0.0, now)
 
@@ -407,7 +393,6 @@ class Plan:
         return [] if running.is_stopped else [Say(f"rank {process.rank} on {host} (process {pid}) has died")]
 
     def ended(self, host: str, pid: int, generation: int, code: int, why: str, now: float) -> list[Action]:
-        """A rank has reported that it ends with exit code `code`."""
         if (found := self._process(host, pid, generation, ends=True)) is None:
             return []
         running, process = found
@@ -561,11 +546,12 @@ class Plan:
         return [self._started(usable)]
 
     def _started(self, usable: dict[str, int]) -> Start:
-        ranks, hosts, left = min(self._limits.max_np, sum(usable.values())), {}, self._limits.max_np
+        hosts, left = {}, self._limits.max_np
         for host, slots in usable.items():
             if left > 0:
                 hosts[host] = min(slots, left)
                 left -= hosts[host]
+        ranks = sum(hosts.values())
         self.generation += 1
         self._awaited.clear()
         self._running = Generation(self.generation, ranks, hosts, size=ranks)

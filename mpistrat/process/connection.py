@@ -75,12 +75,10 @@ class Connection:
 
     def send(self, **message: object) -> bool:
         """Send a message. Returns whether the connection is still open."""
-        try:
-            with self._lock:
-                self._stream.send_bytes(json.dumps(message).encode())
+        with contextlib.suppress(OSError), self._lock:  # The reader of this connection notices the end too.
+            self._stream.send_bytes(json.dumps(message).encode())
             return True
-        except OSError:
-            return False  # The reader of this connection notices and reports the end too.
+        return False
 
     def poll(self, limit_s: float | None) -> bool:
         """Wait for at most `limit_s`. Returns whether a message, or the end of the connection, has arrived."""

@@ -65,8 +65,6 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class ErrorText:
-    """The text to print for an exception."""
-
     frames: str  # The last frames of the user's code, outermost first, as Python prints them.
     message: str  # The whole message, with the class of the exception in front, and without stacks of frameworks.
 
@@ -75,7 +73,6 @@ class ErrorText:
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> ErrorText:
-    """Return the text to print for an exception."""
     every = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(trace)
              if (each.filename, each.name) != ("<string>", "__init__")]  # Not the generated method of a dataclass.
     frames = [frame for frame in every if is_users(frame.file)]

@@ -23,7 +23,10 @@ _IDENTITY = tuple(dict.fromkeys(name for each in LAUNCHERS for name in (each.ran
 
 
 def launched_size(environ: Mapping[str, str]) -> tuple[int, str]:
-    """The number of processes that the launcher started (0: only MPI knows it), and its name; (1, "") without one."""
+    """Return the number of processes that the launcher started, and the name of the launcher.
+
+    (1, ""): There is no launcher. A number of 0: Only the MPI library knows the number.
+    """
     if (launcher := launcher_of(environ)) is None:
         return 1, ""
     size = environ.get(launcher.size, "")

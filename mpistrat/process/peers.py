@@ -1,4 +1,4 @@
-"""Detects ranks that have left or died, and ranks on a host that is lost: by processes here, by connections elsewhere.
+"""Detects ranks that have left or died, and ranks on a host that is lost: by their processes, or by connections.
 
 If a rank ends, mpirun usually ends the job within half a second. Sometimes mpirun does not: a shell around the rank
 lives on, or the job is to go on without the rank. Ranks that wait in shared memory do not notice the end.
@@ -149,7 +149,7 @@ def local_addresses() -> tuple[str, ...]:
 
 
 def elsewhere(addresses: Iterable[str]) -> list[str]:
-    """The `addresses` of another host without those of this host too (container bridges), which lead back here."""
+    """The `addresses` of another host, without those that this host has too (container bridges) and that lead here."""
     own = local_addresses()
     return [address for address in addresses if address not in own]
 
@@ -207,7 +207,7 @@ class Peers:
         return invitation
 
     def await_all(self, limit_s: float) -> None:
-        """On the centre: wait until all ranks have connected. Raises OSError: For `limit_s` none has connected."""
+        """On the centre: wait until all ranks have connected. Raises OSError: For `limit_s` no rank has connected."""
         with self._changed:
             while missing := len(self._missing):
                 if not self._changed.wait_for(lambda: len(self._missing) < missing, limit_s):

@@ -51,13 +51,11 @@ def parse_stat(text: str) -> Process | None:
 
 
 def running() -> list[Process]:
-    """Return all processes that have not ended."""
     try:
         names = os.listdir("/proc")
     except OSError:
         return []
-    found = (find(int(name)) for name in names if name.isdigit())
-    return [process for process in found if process is not None]
+    return [process for name in names if name.isdigit() and (process := find(int(name))) is not None]
 
 
 def environment_of(pid: int) -> dict[str, str] | None:
@@ -67,8 +65,7 @@ def environment_of(pid: int) -> dict[str, str] | None:
             text = os.fsdecode(file.read())
     except OSError:
         return None
-    pairs = (entry.partition("=") for entry in text.split("\0"))
-    return {name: value for name, equals, value in pairs if equals}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
 
 
 def ancestors(pid: int) -> Iterator[Process]:
@@ -85,9 +82,7 @@ def descendants(pid: int, processes: Iterable[Process]) -> list[Process]:
     children: dict[int, list[Process]] = {}
     for process in processes:
         children.setdefault(process.parent, []).append(process)
-    found: list[Process] = []
-    new = children.get(pid, [])
-    while new:
-        found += new
-        new = [child for process in new for child in children.get(process.pid, [])]
+    found = list(children.get(pid, []))
+    for process in found:  # The list grows.
+        found += children.get(process.pid, [])
     return found

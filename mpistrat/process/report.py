@@ -41,8 +41,6 @@ IN_INIT, HANDS_ON, WITHOUT_INIT = "is in init()", "hands SIGTERM on", "has ended
 MEASURES = "measures"  # Followed by the measurements of a rank, as JSON (process/step_timer.py).
 # Followed by a line of the last operations of a rank (trace/last.py): LAST_BEGIN by the first line, LAST by the others.
 LAST_BEGIN, LAST = "begins", "has"
-_BEGIN = "[mpistrat] rank {rank} on {host} fails with exit code {code}:\n"
-_LINE = "[mpistrat] rank {rank} {kind} {text}\n"
 _FRAMES, _MESSAGE = "|", ">"
 _BEGIN_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) on (\S+) fails with exit code (\d+):\s*$")
 _STATE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) (%b)\s*$" % b"|".join(
@@ -58,22 +56,20 @@ _descriptor: int | None = None  # the stderr that mpirun reads, if it is not the
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a rank that has failed."""
-
     rank: int  # in MPI_COMM_WORLD
     host: str
     code: int  # the exit code of the rank
     text: ErrorText
 
     def lines(self) -> list[str]:
-        """The lines to print, with line ends."""
         message = self.text.message
         if len(message) > _MOST_CHARACTERS:
             message = f"{message[:_MOST_CHARACTERS]}\n(and {len(message) - _MOST_CHARACTERS} more characters)"
         parts = [(_FRAMES, self.text.frames)] if self.text.frames else []
-        return [_BEGIN.format(rank=self.rank, host=self.host, code=self.code),
-                *(_LINE.format(rank=self.rank, kind=kind, text=line.replace("\r", "\\r"))
-                  for kind, text in [*parts, (_MESSAGE, message)] for line in text.split("\n"))]
+        lines = [(kind, line.replace("\r", "\\r")) for kind, text in [*parts, (_MESSAGE, message)]
+                 for line in text.split("\n")]
+        return [f"[mpistrat] rank {self.rank} on {self.host} fails with exit code {self.code}:\n",
+                *(f"[mpistrat] rank {self.rank} {kind} {line}\n" for kind, line in lines)]
 
 
 class ReportReader:
@@ -169,12 +165,11 @@ def replaces_traceback(environ: MutableMapping[str, str]) -> bool:
     stream = sys.__stderr__
     if mode(environ) != SUMMARY or stream is None or sys.stderr is not stream:
         return False
-    try:
+    with contextlib.suppress(OSError, ValueError):
         found = os.fstat(stream.fileno())
         return not stat.S_ISREG(found.st_mode) and (_descriptor is None
                                                     or os.path.samestat(found, os.fstat(_descriptor)))
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def announce(rank: int, host: str, code: int, text: ErrorText, environ: MutableMapping[str, str],

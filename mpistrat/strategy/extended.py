@@ -80,7 +80,6 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         validate_colocate_distributed_variable(colocate_with_variable, self)
 
     def variable_created_in_scope(self, v: tf.Variable) -> bool:
-        """Whether `v` is a variable of this strategy."""
         return getattr(v, "_distribute_strategy", None) is self._container_strategy()
 
     def read_var(self, v: DistributedVariable) -> tf.Tensor:
@@ -213,12 +212,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     parameter_devices = worker_devices
 
     @property
-    def worker_devices_by_replica(self) -> list[list[str]]:
-        return [[self._device]]
-
-    @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank writes checkpoints and summaries: rank 0 does."""
         return self._topology.rank == 0
 
     should_save_summary = should_checkpoint

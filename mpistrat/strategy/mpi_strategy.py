@@ -1,7 +1,4 @@
-"""MPIStrategy: tf.distribute's synchronous training with one replica per rank.
-
-For users; each method says whether it is collective.
-"""
+"""MPIStrategy: tf.distribute's synchronous training with one replica per rank; and strategy(name). For users."""
 
 import functools
 import logging

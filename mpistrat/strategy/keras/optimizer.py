@@ -213,8 +213,7 @@ class UnderStrategy:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Let pickle and copy use the original class, which they find by its name."""
-        how: Any = super().__reduce_ex__(protocol)
-        load, *rest = how
+        load, *rest = super().__reduce_ex__(protocol)
         return getattr(original_class(load.__self__), load.__name__), *rest
 
 

@@ -76,7 +76,6 @@ def make_function(original: Function, self: keras.Model, step_function: Function
     # Keras' own steps do not use the logs, so the ranks may return different logs.
     logs_may_differ = all(getattr(type(self), name) is getattr(keras.Model, name) for name in (
         "train_step", "test_step", "compute_metrics", "get_metrics_result"))
-
     trains = step_function == self.train_step
 
     def step(data: object) -> object:
@@ -230,9 +229,8 @@ def _may_read_once(iterator: keras_trainer.TFEpochIterator) -> bool:
 
 
 def _symbolic(spec: tf.TypeSpec) -> keras.KerasTensor | None:
-    if isinstance(spec, tf.OptionalSpec):
-        return None
-    return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec))
+    return None if isinstance(spec, tf.OptionalSpec) else \
+        keras.KerasTensor(spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec))
 
 
 @replaces(keras_trainer.TFEpochIterator, "__init__", "each rank would shuffle in its own order",
@@ -264,8 +262,7 @@ def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: boo
     strategy = strategy_here()
     if strategy is None or not strategy.extended.random_per_rank:
         return seed
-    rank = runtime.current().topology.rank
-    return seed + tf.cast(tf.constant([rank * 1_000_003, 0]), seed.dtype)
+    return seed + tf.cast(tf.constant([runtime.current().topology.rank * 1_000_003, 0]), seed.dtype)
 
 
 # -- running statistics -----------------------------------------------------------------------------------------------
@@ -329,7 +326,6 @@ def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> 
 
 @contextlib.contextmanager
 def never_called_without_rows(model: keras.Model, data: object) -> Iterator[None]:
-    """A context for tracing a step of `model` on `data`."""
     strategy, before = strategy_of(model), state.called
     # XLA compiles a function for each number of rows, and does not fold in this way.
     is_needed = strategy is not None and strategy.num_replicas_in_sync > 1 and not xla.is_compiled()
@@ -420,25 +416,16 @@ def evaluate(original: Function, self: keras.Model, *args: object, **kwargs: obj
     given = call.arguments.get("callbacks")
     if isinstance(given, CallbackList):  # fit validates, and has looked at its callbacks.
         return original(*call.args, **call.kwargs)
-    with _evaluating(training, users_callbacks(given)) as callbacks:
-        call.arguments["callbacks"] = callbacks
-        return original(*call.args, **call.kwargs)
-
-
-@contextlib.contextmanager
-def _evaluating(training: StrategyTraining, callbacks: list[Any]) -> Iterator[list[Any]]:
-    """A context with this rank's callbacks of an evaluation, of which the ranks may have different ones. Collective.
-
-    If no callback reads the logs of a step, they are not reduced.
-    """
+    # The ranks may have different callbacks. If no callback reads the logs of a step, they are not reduced.
+    callbacks = users_callbacks(given)
     own = tuple(entry_of(callback, training) for callback in callbacks), any(map(reads_logs, callbacks))
     of_ranks = array_ops.allgather_object(own, f"{training.name}/evaluate")
-    wrapped = written_once(callbacks, training)
+    call.arguments["callbacks"] = wrapped = written_once(callbacks, training)
     assign_roles(wrapped, [entries for entries, _ in of_ranks], training)
-    values = step_values_of(training.model)
+    values = step_values_of(self)
     before, values.reads_logs = values.reads_logs, any(reads for _, reads in of_ranks)
     try:
-        yield wrapped
+        return original(*call.args, **call.kwargs)
     finally:
         values.reads_logs = before
 
