@@ -213,7 +213,8 @@ class UnderStrategy:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Let pickle and copy use the original class, which they find by its name."""
-        load, *rest = super().__reduce_ex__(protocol)
+        how: Any = super().__reduce_ex__(protocol)
+        load, *rest = how
         return getattr(original_class(load.__self__), load.__name__), *rest
 
 
