@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -125,7 +125,7 @@ class AgentState:
     How long the agent stays when it is cut off.
     """
 
-    def __init__(self, now: float, paths: tuple[str, str] = ("0", "1"), stay_s: float = STAY_S):
+    def __init__(self, now: float, paths: Sequence[str] = ("0", "1"), stay_s: float = STAY_S):
         self._paths, self._stay_s = paths, stay_s
         self._heard = -math.inf  # when the last answered heartbeat was sent, on this connection
         self._cut_off_at, self._ticked = now + LOST_AFTER_S, now
@@ -302,7 +302,7 @@ class Agent:
 
     def __init__(self, job: ElasticJob, listener: socket.socket):
         self._events: SimpleQueue[tuple[Connection | None, Message | None]] = SimpleQueue()
-        self._memory = [os.memfd_create(f"mpistrat commit {index}") for index in range(2)]
+        paths = [f"/proc/{os.getpid()}/fd/{os.memfd_create(f'mpistrat commit {index}')}" for index in range(2)]
         self._job, self._is_ending = job, False
         self._segments: set[str] = set()  # of MPI's shared memory
         self._unsent: list[Message] = []  # while there is no connection to the supervisor
@@ -311,8 +311,7 @@ class Agent:
         self._supervisor: Connection | None = connect(
             [(host, job.port) for host in job.hosts], job.key, _CONNECT_LIMIT_S)
         self._address: Address = cast("tuple[str, int]", self._supervisor.peer)[:2]
-        first, second = (f"/proc/{os.getpid()}/fd/{memory}" for memory in self._memory)
-        self._state = AgentState(time.monotonic(), (first, second), job.stay_s)
+        self._state = AgentState(time.monotonic(), paths, job.stay_s)
         self._greet(self._supervisor)
 
     def run(self) -> None:

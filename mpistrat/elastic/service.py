@@ -93,8 +93,7 @@ class Service:
     def started(self, generation: int, processes: Mapping[int, tuple[str, int]], ended: Iterable[int]) -> None:
         """Take the ranks' reports on their start, which arrive in the output of mpirun.
 
-        `processes`: The hostname and the pid of each rank that has started. `ended`: The ranks that have ended without
-        init().
+        `processes`: The hostname and the pid of each rank that has started. `ended`: Those that end without init().
         """
         self._put(kind="started", generation=generation, processes=dict(processes), ended=list(ended))
 

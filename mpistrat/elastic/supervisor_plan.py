@@ -266,8 +266,7 @@ class Plan:
         running = self._running
         if running is None or running.leaves or running.is_stopped:
             return []
-        gone = sorted(host for host in running.hosts if host not in hosts)
-        if gone:
+        if gone := sorted(host for host in running.hosts if host not in hosts):
             return self._leave(f"{' and '.join(gone)} leave{'s' if len(gone) == 1 else ''} the job")
         return self._grow(now)
 

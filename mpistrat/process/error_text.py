@@ -224,11 +224,8 @@ def _stacks() -> tuple[list[tuple[int, list[Frame]]], bool]:
 
 
 def look(processes: Mapping[int, Process], rank: int) -> str:
-    """Return where a rank is, or how to find out, as text that begins a new line. Takes up to 3 s.
-
-    `processes`: Those of the other ranks of this host.
-    """
-    if rank not in processes:
+    """Return where a rank is, or how to find out, as text that begins a new line. Takes up to 3 s."""
+    if rank not in processes:  # It is on another host.
         return f'\n"py-spy dump --pid PID" on its host shows where rank {rank} is.'
     pid = processes[rank].pid
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))

@@ -122,12 +122,9 @@ class ReportReader:
 
 
 def mode(environ: MutableMapping[str, str]) -> str:
-    """Return SUMMARY or TRACEBACK if this process is a rank that `mpistrat run` has started, else "".
-
-    Removes the variable, because programs that this process starts must not inherit it.
-    """
-    global _mode, _descriptor
-    if _mode is None:
+    """Return SUMMARY or TRACEBACK if this process is a rank that `mpistrat run` has started, else ""."""
+    global _mode
+    if _mode is None:  # Programs that this process starts must not inherit the variable.
         _mode, _, number = environ.pop(RUN_REPORTS, "").partition(" ")
         if _mode and not _finds_launcher(number, environ):
             _mode = ""
